@@ -1,0 +1,87 @@
+"""Everything a user can cause, in one tree.
+
+    HeadraceError
+    ├── ConfigError        a config, a spec or an argument is wrong           (all problems at once)
+    ├── DataError          a file, a shard or a row cannot be used
+    │   └── DataChanged    bytes differ from what a cursor or a manifest recorded
+    ├── TokenizerError     the tokenizer does not load, does not fit, or failed on a document
+    ├── CursorMismatch     a saved state belongs to other data, another tokenizer or another config
+    ├── FileCorrupt        one of our own files fails its checksum or does not parse
+    ├── StorageError       a write did not become durable (disk full, read-only, failing)
+    ├── WorkerDied         a thread, process or rank is gone; carries its name
+    └── DeadlineExceeded   a named wait took longer than it may
+
+The command prints `str(error)` as one sentence and exits with 1; it shows a traceback only with `--debug`. A bug is
+never one of these: it stays an ordinary exception, so that it is not mistaken for the user's fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "ConfigError",
+    "CursorMismatch",
+    "DataChanged",
+    "DataError",
+    "DeadlineExceeded",
+    "FileCorrupt",
+    "HeadraceError",
+    "StorageError",
+    "TokenizerError",
+    "WorkerDied",
+]
+
+
+class HeadraceError(Exception):
+    """The root: an error with a sentence for the user."""
+
+
+class ConfigError(HeadraceError):
+    """A config, a spec or an argument is wrong. Holds every problem found, one line each."""
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...]]]:
+        return type(self), (self.problems,)
+
+
+class DataError(HeadraceError):
+    """A file, a shard or a row cannot be used. The message names it."""
+
+
+class DataChanged(DataError):
+    """Bytes differ from what was recorded when they were first read."""
+
+
+class TokenizerError(HeadraceError):
+    """The tokenizer does not load, does not fit the data, or failed on a document."""
+
+
+class CursorMismatch(HeadraceError):
+    """A saved state was made for something else. `differences` maps what differs to (saved, now)."""
+
+    def __init__(self, message: str, differences: dict[str, tuple[object, object]] | None = None) -> None:
+        self.differences = dict(differences or {})
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type, tuple[str, dict[str, tuple[object, object]]]]:
+        return type(self), (str(self), self.differences)
+
+
+class FileCorrupt(HeadraceError):
+    """One of headrace's own files fails its checksum or does not parse."""
+
+
+class StorageError(HeadraceError):
+    """A write did not become durable."""
+
+
+class WorkerDied(HeadraceError):
+    """A thread, process or rank is gone."""
+
+
+class DeadlineExceeded(HeadraceError):
+    """A named wait took longer than it may."""

@@ -1,0 +1,299 @@
+"""A file appears whole, durable and checked, or not at all.
+
+    publish(path, parts)            temp → write all → fsync → link (exclusive) → unlink temp → fsync of the folder
+    write_container(path, arrays, meta)   a safetensors file that also carries checksums and our JSON
+    open_container(path)            mapped and verified before a value is handed out
+    quarantine(path, reason)        a bad file leaves the way but is kept, with the reason beside it
+
+A process that dies at any point leaves either nothing, or a name starting with `.tmp-`, or the finished file. A failed
+fsync is never retried on the same file, because the kernel may have dropped the pages and report success the second
+time: the error goes up, and the next attempt is a new temp file.
+
+Containers are ordinary safetensors, so any tool reads them; our part sits in `__metadata__["headrace"]`: a checksum of
+every tensor, one of the header itself (with its own digits blanked), and a JSON value of the caller's. Neither
+safetensors nor torch.load notices a flipped bit; here all of them are found before use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from headrace.errors import FileCorrupt, StorageError
+
+__all__ = [
+    "TEMP_PREFIX",
+    "Container",
+    "open_container",
+    "publish",
+    "publish_json",
+    "quarantine",
+    "sweep_temporaries",
+    "sync_folder",
+    "write_container",
+]
+
+TEMP_PREFIX = ".tmp-"
+_MAX_HEADER = 64 << 20
+_BLANK = "0" * 32
+_ALIGN = 64
+
+_NUMPY_OF = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
+    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
+}  # fmt: skip
+_NAME_OF = {np.dtype(v).str: k for k, v in _NUMPY_OF.items() if k != "BF16"}
+
+
+# ---------------------------------------------------------------------------------------------- publish
+
+
+def publish(
+    path: Path, parts: bytes | Iterable[bytes | memoryview], *, replace: bool = False, durable: bool = True
+) -> None:
+    """Make `path` appear with all of `parts` in it.
+
+    Exclusive by default: a path that exists raises FileExistsError, whoever came first. `replace=True` takes its place
+    in one step. `durable=False` leaves out the fsyncs, for data that can be made again.
+    """
+    folder = path.parent
+    temp = folder / f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+    try:
+        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        try:
+            for part in (parts,) if isinstance(parts, bytes) else parts:
+                _write_all(fd, memoryview(part).cast("B"))
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        if replace:
+            os.replace(temp, path)
+        else:
+            os.link(temp, path)
+            os.unlink(temp)
+        if durable:
+            sync_folder(folder)
+    except FileExistsError:
+        _unlink_quietly(temp)
+        raise
+    except OSError as error:
+        _unlink_quietly(temp)
+        raise StorageError(
+            f"could not write {path}: {error.strerror or error}. Nothing was published; free space or fix the folder "
+            "and run again."
+        ) from error
+    except BaseException:
+        _unlink_quietly(temp)
+        raise
+
+
+def publish_json(path: Path, value: Any, *, replace: bool = False) -> None:
+    """`publish` a JSON value, indented, for people and machines."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    publish(path, text.encode(), replace=replace)
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync a folder, so that the names in it survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sweep_temporaries(folder: Path) -> int:
+    """Remove what dead writers left behind; how many there were. Only for a folder that has one writer."""
+    left = [p for p in folder.iterdir() if p.name.startswith(TEMP_PREFIX)]
+    for path in left:
+        _unlink_quietly(path)
+    return len(left)
+
+
+def quarantine(path: Path, reason: str, folder: Path | None = None) -> Path:
+    """Move a bad file aside with its reason; where it went. The name stays readable and never overwrites another."""
+    folder = folder if folder is not None else path.parent / "quarantine"
+    folder.mkdir(parents=True, exist_ok=True)
+    for attempt in range(10_000):
+        target = folder / (path.name if attempt == 0 else f"{path.name}.{attempt}")
+        try:
+            os.link(path, target)
+        except FileExistsError:
+            continue
+        os.unlink(path)
+        publish_json(target.with_name(target.name + ".reason.json"), {"file": path.name, "reason": reason}, replace=True)
+        sync_folder(path.parent)
+        return target
+    raise StorageError(f"could not quarantine {path}: {folder} holds 10,000 files of that name. Empty it and run again.")
+
+
+def _write_all(fd: int, view: memoryview) -> None:
+    while len(view):
+        written = os.write(fd, view[: 1 << 30])
+        if written == 0:
+            raise OSError("write returned 0")
+        view = view[written:]
+
+
+def _unlink_quietly(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+# -------------------------------------------------------------------------------------------- container
+
+
+@dataclass(frozen=True)
+class Container:
+    """An open container: read-only arrays over the mapped file, and the caller's JSON."""
+
+    path: Path
+    arrays: Mapping[str, np.ndarray]
+    dtypes: Mapping[str, str]
+    """safetensors dtype names; BF16 arrays appear as uint16 in `arrays`, because numpy has no bfloat16."""
+    meta: Any
+
+
+def write_container(
+    path: Path,
+    arrays: Mapping[str, np.ndarray],
+    meta: Any,
+    *,
+    dtypes: Mapping[str, str] | None = None,
+    replace: bool = False,
+    durable: bool = True,
+) -> None:
+    """Publish named arrays and a JSON value as one checked safetensors file.
+
+    `dtypes` overrides the stored dtype name of an array of the same item size (BF16 for uint16).
+    """
+    dtypes = dtypes or {}
+    little = {name: _little_endian(array) for name, array in arrays.items()}
+    names = sorted(little, key=lambda n: (-little[n].dtype.itemsize, n))  # keeps every tensor aligned to its item size
+    entries: dict[str, Any] = {}
+    sums: dict[str, str] = {}
+    offset = 0
+    for name in names:
+        array = little[name]
+        stored = dtypes.get(name) or _NAME_OF.get(array.dtype.str)
+        if stored is None or np.dtype(_NUMPY_OF[stored]).itemsize != array.dtype.itemsize:
+            raise TypeError(f"array {name!r} has dtype {array.dtype}, which a container cannot hold as {stored}")
+        entries[name] = {"dtype": stored, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        sums[name] = xxhash.xxh3_128_hexdigest(_bytes_of(array))
+        offset += array.nbytes
+    ours = {"version": 1, "sums": sums, "header": _BLANK, "meta": meta}
+    header = _header_bytes(entries, ours)
+    ours["header"] = xxhash.xxh3_128_hexdigest(header)
+    header = _header_bytes(entries, ours)
+    parts: list[bytes | memoryview] = [len(header).to_bytes(8, "little"), header]
+    parts += [_bytes_of(little[name]) for name in names]
+    publish(path, parts, replace=replace, durable=durable)
+
+
+def open_container(path: Path, *, verify: bool = True) -> Container:
+    """Map a container and check it. `verify=False` skips the checksums of the tensors, never that of the header."""
+    with _mapped(path) as buffer:
+        size = len(buffer)
+        if size < 8:
+            raise FileCorrupt(f"{path} is not a container: it has {size} bytes")
+        length = int.from_bytes(buffer[:8], "little")
+        if length > min(size - 8, _MAX_HEADER):
+            raise FileCorrupt(f"{path} is damaged: its header claims {length:,} bytes, the file has {size:,}")
+        header = bytes(buffer[8 : 8 + length])
+        entries, ours = _parse_header(path, header)
+        data = memoryview(buffer)[8 + length :]
+        arrays: dict[str, np.ndarray] = {}
+        dtypes: dict[str, str] = {}
+        for name, start, end, dtype, shape in _layout(path, entries, len(data)):
+            if verify and xxhash.xxh3_128_hexdigest(data[start:end]) != ours["sums"].get(name):
+                raise FileCorrupt(f"{path} is damaged: tensor {name!r} fails its checksum")
+            arrays[name] = np.frombuffer(data[start:end], dtype=_NUMPY_OF[dtype]).reshape(shape)
+            dtypes[name] = dtype
+        return Container(path=path, arrays=arrays, dtypes=dtypes, meta=ours["meta"])
+
+
+@contextlib.contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
+    """The file's bytes, mapped. A FIFO or a device is refused before it can block."""
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    except OSError as error:
+        raise FileCorrupt(f"{path} cannot be opened: {error.strerror or error}") from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise FileCorrupt(f"{path} is not a regular file")
+        yield mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if status.st_size else b""
+    finally:
+        os.close(fd)
+
+
+def _header_bytes(entries: Mapping[str, Any], ours: Mapping[str, Any]) -> bytes:
+    inner = json.dumps(ours, separators=(",", ":"), allow_nan=False)
+    header = json.dumps({"__metadata__": {"headrace": inner}, **entries}, separators=(",", ":")).encode()
+    return header + b" " * (-(len(header) + 8) % _ALIGN)
+
+
+def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        entries = json.loads(header)
+        ours = json.loads(entries.pop("__metadata__")["headrace"])
+        recorded, version = ours["header"], ours["version"]
+        if not (isinstance(recorded, str) and len(recorded) == 32 and isinstance(ours["sums"], dict) and "meta" in ours):
+            raise ValueError("malformed metadata")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FileCorrupt(f"{path} is damaged or was not written by headrace: {type(error).__name__} in its header") from error
+    if version != 1:
+        raise FileCorrupt(f"{path} is container version {version}; this headrace reads version 1")
+    blanked = header.replace(f'\\"header\\":\\"{recorded}\\"'.encode(), f'\\"header\\":\\"{_BLANK}\\"'.encode(), 1)
+    if xxhash.xxh3_128_hexdigest(blanked) != recorded:
+        raise FileCorrupt(f"{path} is damaged: its header fails its checksum")
+    return entries, ours
+
+
+def _layout(
+    path: Path, entries: Mapping[str, Any], size: int
+) -> Iterator[tuple[str, int, int, str, tuple[int, ...]]]:
+    """The tensors in file order, each checked against its neighbours: they tile the data with no gap and no overlap."""
+    expected = 0
+    try:
+        for name, entry in sorted(entries.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+            start, end = entry["data_offsets"]
+            shape = tuple(int(n) for n in entry["shape"])
+            count = 1
+            for n in shape:
+                count *= n
+            if start != expected or min(shape, default=0) < 0:
+                raise ValueError(name)
+            if end - start != count * np.dtype(_NUMPY_OF[entry["dtype"]]).itemsize:
+                raise ValueError(name)
+            expected = end
+            if end > size:
+                raise ValueError(name)
+            yield name, start, end, entry["dtype"], shape
+    except (ValueError, KeyError, TypeError) as error:
+        raise FileCorrupt(f"{path} is damaged: its header does not describe its data ({error})") from error
+    if expected != size:
+        raise FileCorrupt(f"{path} is damaged: {size:,} bytes of data, {expected:,} described")
+
+
+def _little_endian(array: np.ndarray) -> np.ndarray:
+    array = np.asarray(array)
+    shape = array.shape
+    return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(shape)
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8)) if array.nbytes else memoryview(b"")

@@ -1,0 +1,104 @@
+"""Where a run stands: what was delivered, and of what.
+
+    Cursor(kind="text", version=1, fingerprint={"data": "9f2c…", "tokenizer": "…", "config": "…"}, body={…})
+
+A cursor is small JSON and says nothing about what was produced or prefetched. Its fingerprint names each thing the
+order depends on, so a resume on anything else is refused by name instead of silently reading other rows:
+
+    cursor.require(kind="text", version=1, fingerprint=now, accept={"data"})
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.errors import CursorMismatch
+
+__all__ = ["Cursor"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """A saved position. `body` belongs to the kind; the rest is checked before the body is looked at."""
+
+    kind: str
+    version: int
+    fingerprint: Mapping[str, str]
+    """What the order depends on, by name. Values are short text: they are printed when they differ."""
+    body: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plain dict that `state_dict()` returns."""
+        return {"kind": self.kind, "version": self.version, "fingerprint": dict(self.fingerprint), "body": self.body}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), separators=(",", ":"), sort_keys=True, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, state: object, *, what: str = "state") -> Cursor:
+        """Check the shape of a loaded state; the content is checked by `require`."""
+        if not isinstance(state, Mapping):
+            raise CursorMismatch(
+                f"{what} is a {type(state).__name__}, expected a mapping with kind, version, fingerprint, body"
+            )
+        missing = [k for k in ("kind", "version", "fingerprint", "body") if k not in state]
+        if missing:
+            raise CursorMismatch(f"{what} is not a headrace cursor: it has no {', '.join(missing)}")
+        kind, version, fingerprint, body = (state[k] for k in ("kind", "version", "fingerprint", "body"))
+        if not isinstance(kind, str) or not isinstance(version, int) or isinstance(version, bool):
+            raise CursorMismatch(f"{what} is not a headrace cursor: kind={kind!r}, version={version!r}")
+        if not isinstance(fingerprint, Mapping) or not isinstance(body, Mapping):
+            raise CursorMismatch(f"{what} is not a headrace cursor: fingerprint and body must be mappings")
+        return cls(
+            kind=kind, version=version, fingerprint={str(k): str(v) for k, v in fingerprint.items()}, body=dict(body)
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, what: str = "state") -> Cursor:
+        try:
+            state = json.loads(text)
+        except ValueError as error:
+            raise CursorMismatch(f"{what} is not JSON: {error}") from error
+        return cls.from_dict(state, what=what)
+
+    def require(
+        self, *, kind: str, version: int, fingerprint: Mapping[str, str], accept: Collection[str] = (), what: str = "state"
+    ) -> frozenset[str]:
+        """Refuse a cursor of something else, naming every difference. Returns the differences that were accepted."""
+        if self.kind != kind:
+            raise CursorMismatch(
+                f"{what} is a cursor of kind {self.kind!r}; this loader takes {kind!r}. Load it where it was saved.",
+                {"kind": (self.kind, kind)},
+            )
+        if self.version != version:
+            raise CursorMismatch(
+                f"{what} was saved as version {self.version} of the {kind!r} cursor; this headrace reads version "
+                f"{version}. Resume with the headrace that saved it.",
+                {"version": (self.version, version)},
+            )
+        names = sorted(set(self.fingerprint) | set(fingerprint))
+        differences = {
+            name: (self.fingerprint.get(name, "absent"), fingerprint.get(name, "absent"))
+            for name in names
+            if self.fingerprint.get(name) != fingerprint.get(name)
+        }
+        refused = {name: pair for name, pair in differences.items() if _family(name) not in accept and name not in accept}
+        if refused:
+            listed = "; ".join(f"{name}: saved {saved}, now {now}" for name, (saved, now) in refused.items())
+            families = ", ".join(f'"{f}"' for f in sorted({_family(n) for n in refused}))
+            raise CursorMismatch(
+                f"{what} was saved for something else ({listed}). Resuming would deliver other data than the run you "
+                f"continue; restore what changed, or accept it with accept={{{families}}} (command: "
+                + " ".join(f"--accept {f}" for f in sorted({_family(n) for n in refused}))
+                + ").",
+                refused,
+            )
+        return frozenset(differences)
+
+
+def _family(name: str) -> str:
+    """`data:web/0.jsonl` is accepted as `data`."""
+    return name.partition(":")[0]
