@@ -17,7 +17,7 @@ never one of these: it stays an ordinary exception, so that it is not mistaken f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 __all__ = [
     "ConfigError",
@@ -63,7 +63,7 @@ class TokenizerError(HeadraceError):
 class CursorMismatch(HeadraceError):
     """A saved state was made for something else. `differences` maps what differs to (saved, now)."""
 
-    def __init__(self, message: str, differences: dict[str, tuple[object, object]] | None = None) -> None:
+    def __init__(self, message: str, differences: Mapping[str, tuple[object, object]] | None = None) -> None:
         self.differences = dict(differences or {})
         super().__init__(message)
 

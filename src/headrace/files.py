@@ -22,7 +22,7 @@ import mmap
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,10 +133,14 @@ def quarantine(path: Path, reason: str, folder: Path | None = None) -> Path:
         except FileExistsError:
             continue
         os.unlink(path)
-        publish_json(target.with_name(target.name + ".reason.json"), {"file": path.name, "reason": reason}, replace=True)
+        publish_json(
+            target.with_name(target.name + ".reason.json"), {"file": path.name, "reason": reason}, replace=True
+        )
         sync_folder(path.parent)
         return target
-    raise StorageError(f"could not quarantine {path}: {folder} holds 10,000 files of that name. Empty it and run again.")
+    raise StorageError(
+        f"could not quarantine {path}: {folder} holds 10,000 files of that name. Empty it and run again."
+    )
 
 
 def _write_all(fd: int, view: memoryview) -> None:
@@ -225,7 +229,7 @@ def open_container(path: Path, *, verify: bool = True) -> Container:
 
 
 @contextlib.contextmanager
-def _mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
+def _mapped(path: Path) -> Generator[mmap.mmap | bytes]:
     """The file's bytes, mapped. A FIFO or a device is refused before it can block."""
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
@@ -251,10 +255,14 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, 
         entries = json.loads(header)
         ours = json.loads(entries.pop("__metadata__")["headrace"])
         recorded, version = ours["header"], ours["version"]
-        if not (isinstance(recorded, str) and len(recorded) == 32 and isinstance(ours["sums"], dict) and "meta" in ours):
+        if not (
+            isinstance(recorded, str) and len(recorded) == 32 and isinstance(ours["sums"], dict) and "meta" in ours
+        ):
             raise ValueError("malformed metadata")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FileCorrupt(f"{path} is damaged or was not written by headrace: {type(error).__name__} in its header") from error
+        raise FileCorrupt(
+            f"{path} is damaged or was not written by headrace: {type(error).__name__} in its header"
+        ) from error
     if version != 1:
         raise FileCorrupt(f"{path} is container version {version}; this headrace reads version 1")
     blanked = header.replace(f'\\"header\\":\\"{recorded}\\"'.encode(), f'\\"header\\":\\"{_BLANK}\\"'.encode(), 1)
@@ -263,9 +271,7 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, 
     return entries, ours
 
 
-def _layout(
-    path: Path, entries: Mapping[str, Any], size: int
-) -> Iterator[tuple[str, int, int, str, tuple[int, ...]]]:
+def _layout(path: Path, entries: Mapping[str, Any], size: int) -> Iterator[tuple[str, int, int, str, tuple[int, ...]]]:
     """The tensors in file order, each checked against its neighbours: they tile the data with no gap and no overlap."""
     expected = 0
     try:
@@ -296,4 +302,4 @@ def _little_endian(array: np.ndarray) -> np.ndarray:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8)) if array.nbytes else memoryview(b"")
+    return array.reshape(-1).view(np.uint8).data if array.nbytes else memoryview(b"")

@@ -65,7 +65,13 @@ class Cursor:
         return cls.from_dict(state, what=what)
 
     def require(
-        self, *, kind: str, version: int, fingerprint: Mapping[str, str], accept: Collection[str] = (), what: str = "state"
+        self,
+        *,
+        kind: str,
+        version: int,
+        fingerprint: Mapping[str, str],
+        accept: Collection[str] = (),
+        what: str = "state",
     ) -> frozenset[str]:
         """Refuse a cursor of something else, naming every difference. Returns the differences that were accepted."""
         if self.kind != kind:
@@ -85,7 +91,9 @@ class Cursor:
             for name in names
             if self.fingerprint.get(name) != fingerprint.get(name)
         }
-        refused = {name: pair for name, pair in differences.items() if _family(name) not in accept and name not in accept}
+        refused = {
+            name: pair for name, pair in differences.items() if _family(name) not in accept and name not in accept
+        }
         if refused:
             listed = "; ".join(f"{name}: saved {saved}, now {now}" for name, (saved, now) in refused.items())
             families = ", ".join(f'"{f}"' for f in sorted({_family(n) for n in refused}))

@@ -1,0 +1,29 @@
+"""Rows enter: which files, chunks and rows a source has, and what the text of a chunk's rows is.
+
+    spec       what the user wants read                     Source("jsonl:web/*.jsonl", weight=0.7)
+    matching   which files a spec names
+    raw        bytes of a file that may vanish under us
+    reader     what a format must know how to do            lines (txt, jsonl), columns (parquet)
+    manifest   files, chunks, rows, fingerprints; cached
+    records    are these the bytes that were read the first time
+    samples    a corpus for those who have none yet
+    opened     open_source(source).read(chunk) -> texts
+
+Nothing here knows an order: a plan takes the chunk table and decides what comes next.
+"""
+
+from headrace.sources.manifest import FileEntry, Manifest
+from headrace.sources.opened import MAX_LINE_BYTES, OpenSource, cache_folder, open_source
+from headrace.sources.samples import sample_names
+from headrace.sources.spec import Source
+
+__all__ = [
+    "MAX_LINE_BYTES",
+    "FileEntry",
+    "Manifest",
+    "OpenSource",
+    "Source",
+    "cache_folder",
+    "open_source",
+    "sample_names",
+]

@@ -1,0 +1,38 @@
+"""How a model learns from the batches: a reference trainer in plain torch, small enough to read.
+
+gpt.py          what is trained: a GPT whose packed documents do not see each other
+lm.py           how it takes a step: global token mean, schedule, DDP, exact state
+checkpoint.py   which state a run goes on from, whatever happened to the last one
+"""
+
+from headrace.train.checkpoint import CheckpointStore
+from headrace.train.gpt import GPT, PRESETS, GPTConfig
+from headrace.train.lm import (
+    LMTrainer,
+    Ranks,
+    StepResult,
+    TokenLoss,
+    TrainSettings,
+    cpu_threads,
+    global_token_mean,
+    init_distributed,
+    learning_rate,
+    shutdown_distributed,
+)
+
+__all__ = [
+    "GPT",
+    "PRESETS",
+    "CheckpointStore",
+    "GPTConfig",
+    "LMTrainer",
+    "Ranks",
+    "StepResult",
+    "TokenLoss",
+    "TrainSettings",
+    "cpu_threads",
+    "global_token_mean",
+    "init_distributed",
+    "learning_rate",
+    "shutdown_distributed",
+]

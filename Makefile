@@ -1,0 +1,72 @@
+# Everything works from a clean clone with Python >= 3.11, pip and make. Each target says what it does.
+#
+#   make run            set up .venv, train on built-in data        make run ARGS="--run.steps 50 --train.lr 1e-3"
+#   make test           set up .venv with the tools, run the tests
+#   make test-faults    the long fault sweeps: kills, full disks, flipped bits    FAULTS=short for a minute of them
+#   make check          ruff, ty, import-linter
+#   make bench          benchmarks, as ratios                       make bench ROOM=loader
+#   make docs           check that the documents' snippets, links and figures are true
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+FAULTS ?= long
+ROOM   ?=
+RUN    := examples/quickstart.toml
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+
+.PHONY: run test test-faults check bench docs clean
+.DEFAULT_GOAL := run
+
+# torch first and alone: a range asked for by another package could otherwise bring a CUDA build with it.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "headrace needs Python >= 3.11, this is $$($(PYTHON) --version); set PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/python || { echo "==> making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "==> installing torch (CPU build; a few hundred MB the first time)"
+	@$(PIP) install $$(grep '^torch==' constraints.txt)
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "==> installing headrace"
+	@$(BIN)/python -m pip list --format=freeze 2>/dev/null | grep -iE '^(nvidia|triton)' > $(VENV)/.cuda-before || true
+	@$(PIP) install -c constraints.txt -e .
+	@$(MAKE) --no-print-directory no-cuda
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "==> installing the development tools"
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@$(MAKE) --no-print-directory no-cuda
+	@touch $@
+
+.PHONY: no-cuda
+no-cuda:
+	@$(BIN)/python -m pip list --format=freeze 2>/dev/null | grep -iE '^(nvidia|triton)' | diff $(VENV)/.cuda-before - > /dev/null || { echo "a dependency of headrace brought CUDA packages along: that is a bug, please report it"; exit 1; }
+
+run: $(VENV)/.run
+	@echo "==> headrace run $(RUN) $(ARGS)"
+	@case " $(ARGS) " in *" --run.dir"*) ;; *) rm -rf runs/quickstart ;; esac; $(BIN)/headrace run $(RUN) $(ARGS)
+
+test: $(VENV)/.dev
+	@echo "==> tests (unit, property, integration)"
+	@$(BIN)/python -m pytest -q
+
+test-faults: $(VENV)/.dev
+	@echo "==> fault sweeps ($(FAULTS))"
+	@HEADRACE_FAULTS=$(FAULTS) $(BIN)/python -m pytest -q tests/faults
+
+check: $(VENV)/.dev
+	@echo "==> ruff, ty, import-linter"
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/ty check && $(BIN)/lint-imports
+
+bench: $(VENV)/.dev
+	@echo "==> benchmarks: ratios to a physical limit and to what one would use instead"
+	@$(BIN)/python benchmarks/run.py $(ROOM)
+
+docs: $(VENV)/.dev
+	@echo "==> documents: snippets are run, links and figures are checked"
+	@$(BIN)/python -m pytest -q tests/integration/test_documents.py
+
+clean:
+	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,108 @@
+"""headrace: the data plane for training foundation models with PyTorch.
+
+    files ──► sources ──► mix ──► text ──► loader ──► trainer
+              rows       who is   tokens,  batches,
+              enter      next     packing  state, digest             metrics beside everything
+
+    import headrace as hr
+
+    data = hr.TextDataset(["jsonl:web/*.jsonl"], tokenizer="tokenizer.json", seq_len=2048, seed=7)
+    loader = hr.Loader(data, global_batch_size=32)
+    for batch in loader:
+        loss = model(batch["input_ids"], batch["labels"])
+
+Four laws hold everywhere. Order is a pure function of (manifest, seed, index). State is a small cursor of what was
+delivered. Every wait has a name and a metric. A file appears whole, durable and checked, or not at all.
+
+Importing this package imports neither torch nor numba: both come when they are first needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import (
+    ConfigError,
+    CursorMismatch,
+    DataChanged,
+    DataError,
+    DeadlineExceeded,
+    FileCorrupt,
+    HeadraceError,
+    StorageError,
+    TokenizerError,
+    WorkerDied,
+)
+
+if TYPE_CHECKING:
+    from headrace import testing
+    from headrace.batch import LM_SCHEMA, Batch, Field, Schema
+    from headrace.jobs.wiring import Job, load
+    from headrace.loader import Loader, LoaderReport, Piece, TextDataset, merge_states
+    from headrace.metrics import MetricSpec, Reducer, Reduction, Wait, phase
+    from headrace.order import Cursor, Digest
+    from headrace.sources import Source
+    from headrace.train import global_token_mean
+
+__version__ = "0.1.0"
+
+# Where each public name lives. Looked up when it is first used, so that importing the package stays light.
+_HOME = {
+    "Batch": "batch", "Field": "batch", "Schema": "batch", "LM_SCHEMA": "batch",
+    "Job": "jobs.wiring", "load": "jobs.wiring",
+    "Loader": "loader", "LoaderReport": "loader", "Piece": "loader", "TextDataset": "loader", "merge_states": "loader",
+    "MetricSpec": "metrics", "Reducer": "metrics", "Reduction": "metrics", "Wait": "metrics", "phase": "metrics",
+    "Cursor": "order", "Digest": "order",
+    "Source": "sources",
+    "global_token_mean": "train",
+}  # fmt: skip
+
+__all__ = [
+    "LM_SCHEMA",
+    "Batch",
+    "ConfigError",
+    "Cursor",
+    "CursorMismatch",
+    "DataChanged",
+    "DataError",
+    "DeadlineExceeded",
+    "Digest",
+    "Field",
+    "FileCorrupt",
+    "HeadraceError",
+    "Job",
+    "Loader",
+    "LoaderReport",
+    "MetricSpec",
+    "Piece",
+    "Reducer",
+    "Reduction",
+    "Schema",
+    "Source",
+    "StorageError",
+    "TextDataset",
+    "TokenizerError",
+    "Wait",
+    "WorkerDied",
+    "__version__",
+    "global_token_mean",
+    "load",
+    "merge_states",
+    "phase",
+    "testing",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return importlib.import_module("headrace.testing")
+    if name not in _HOME:
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"headrace.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,94 @@
+"""headrace run CONFIG, headrace run --resume RUNDIR."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from headrace import __version__
+from headrace.cli.app import Settings, overrides
+from headrace.cli.terminal import Silent, TerminalWatcher, announce, closing, console_for
+from headrace.errors import ConfigError
+from headrace.jobs.config import check_world_size, load_config
+from headrace.jobs.folder import RunFolder
+
+__all__ = ["run"]
+
+
+def run(
+    config: Path | None = None,
+    /,
+    *,
+    settings: Settings = (),
+    resume: Annotated[Path | None, Parameter(help="Continue the run in this folder; give no CONFIG.")] = None,
+    accept: Annotated[
+        tuple[str, ...],
+        Parameter(
+            consume_multiple=False,
+            negative=(),
+            show_default=False,
+            help="Resume although this changed since the checkpoint: data, weights, tokenizer, config, sources. May be repeated.",
+        ),
+    ] = (),
+    full: Annotated[
+        bool, Parameter(help="Check the content of everything read so far before starting.", negative=())
+    ] = False,
+    format: Annotated[
+        Literal["text", "json"], Parameter(help="json: print the final summary as one JSON object.")
+    ] = "text",
+    quiet: Annotated[bool, Parameter(help="Print nothing but errors.", negative=())] = False,
+) -> int:
+    """Train on a described mix of sources; can be killed at any moment and continued to the bit.
+
+    ```
+    headrace run examples/quickstart.toml
+    headrace run examples/quickstart.toml --run.dir A --run.steps 60 --train.lr 1e-3
+    headrace run --resume A
+    torchrun --nproc-per-node 2 -m headrace run examples/quickstart.toml
+    ```
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    changed = overrides(settings)
+    if (config is None) == (resume is None):
+        raise ConfigError("give either a CONFIG, as in `headrace run run.toml`, or --resume RUNDIR")
+    if resume is not None:
+        folder = RunFolder.reopen(resume, changed)
+        check_world_size(folder.config, world)
+        if rank == 0:
+            folder.lock()
+    else:
+        checked = load_config(config, changed)
+        check_world_size(checked, world)
+        # Rank 0 claims the folder; the others meet it again in the first collective.
+        folder = (
+            RunFolder.create(checked, version=__version__)
+            if rank == 0
+            else RunFolder(Path(checked.run.dir), checked, {"base": os.getcwd()})
+        )
+    talks = rank == 0 and not quiet and format == "text"
+    console = console_for()
+    if talks:
+        announce(console, folder.config, folder=str(folder.path), ranks=world, resumed=resume is not None)
+    sys.stdout.flush()
+    watcher = (
+        TerminalWatcher(console, folder.config.run.steps)
+        if talks
+        else Silent(console_for(sys.stderr) if rank == 0 else None)
+    )
+    from headrace.jobs.lm import run_lm  # brings torch: after the first lines are on the screen
+
+    try:
+        with watcher:
+            summary = run_lm(folder, watcher, accept=accept, full_check=full)
+    finally:
+        folder.release()
+    if talks:
+        closing(console, summary, str(folder.path))
+    elif rank == 0 and format == "json":
+        console.print_json(json.dumps(summary.to_dict()))
+    return 0

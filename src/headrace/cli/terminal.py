@@ -1,0 +1,169 @@
+"""What a person sees while a run goes on.
+
+On a terminal: lines that scroll and a bar that stays. Elsewhere: plain lines, nothing else. NO_COLOR is respected, and
+machines read the run's own files rather than this.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+    from headrace.jobs.config import RunConfig
+    from headrace.jobs.lm import Progress, Summary
+
+__all__ = ["Silent", "TerminalWatcher", "announce", "closing", "short"]
+
+
+def short(number: float) -> str:
+    """210,000 as 210k."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def announce(console: Console, config: RunConfig, *, folder: str, ranks: int, resumed: bool) -> None:
+    """The summary at the start: what is about to happen."""
+    run, total = config.run, sum(s.weight for s in config.source) or 1.0
+    console.print(
+        f"[bold]headrace[/] {'resumes' if resumed else 'runs'} [bold]{run.name}[/]  in {folder}", highlight=False
+    )
+    rows = [
+        ("sources", "  ".join(f"{s.name} {s.weight / total:.3g} ({s.spec})" for s in config.source)),
+        (
+            "text",
+            f"{config.text.tokenizer or 'bytes'} tokenizer, seq_len {config.text.seq_len}, pack {config.text.pack}",
+        ),
+        (
+            "batches",
+            f"{config.loader.global_batch_size} x {config.text.seq_len} tokens, {run.steps} steps, {config.loader.lanes} lanes",
+        ),
+        ("model", f"{config.train.model}, lr {config.train.lr:g}"),
+        ("seed", f"{run.seed}   ranks {ranks}   config {config.hash}"),
+    ]
+    for name, text in rows:
+        console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+
+
+class Silent:
+    """Says nothing (`--quiet`, and every rank but the first)."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def waiting(self, what: str) -> None:
+        return None
+
+    def first_batch(self, seconds: float, waits: Mapping[str, float]) -> None:
+        return None
+
+    def progress(self, progress: Progress) -> None:
+        return None
+
+    def notice(self, sentence: str) -> None:
+        if self._console is not None:
+            self._console.print(sentence, highlight=False, soft_wrap=True)
+
+
+class TerminalWatcher:
+    """Lines, and a bar where there is a terminal."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._began = time.perf_counter()
+
+    def __enter__(self) -> TerminalWatcher:
+        if self._console.is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+                console=self._console, transient=True,
+            )  # fmt: skip
+            self._bar.start()
+            self._task = self._bar.add_task("starting", total=self._steps)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def waiting(self, what: str) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=f"waiting: {what}")
+        else:
+            self._line(f"  waiting: {what}")
+
+    def first_batch(self, seconds: float, waits: Mapping[str, float]) -> None:
+        longest = ", ".join(f"{name} {s:.1f} s" for name, s in list(waits.items())[:4] if s >= 0.05)
+        self._line(
+            f"  first step after {time.perf_counter() - self._began:.1f} s" + (f" ({longest})" if longest else "")
+        )
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description="training")
+
+    def progress(self, progress: Progress) -> None:
+        mix = " ".join(f"{name} {share:.2f}".replace("0.", ".") for name, share in progress.mix.items())
+        width = len(str(progress.steps))
+        self._line(
+            f"step {progress.step:>{width}}  loss {progress.loss:.3f}  tok/s {short(progress.tokens_per_second):>5}  "
+            f"wait {progress.wait_ms:.1f} ms ({progress.wait_share:.0%})  mix {mix}"
+        )
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=progress.step)
+
+    def notice(self, sentence: str) -> None:
+        self._line(f"  {sentence}")
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def closing(console: Console, summary: Summary, folder: str) -> None:
+    """The summary at the end: what happened, and how to go on."""
+    done = {"completed": "completed", "stopped": "stopped", "data_ended": "ran out of data"}[summary.state]
+    console.print(f"\n[bold]{done}[/] at step {summary.step} of {summary.steps}", highlight=False)
+    mix = "  ".join(f"{n} {m['realised']:.3f} (target {m['target']:.3f})" for n, m in summary.mix.items())
+    rows: Sequence[tuple[str, str]] = [
+        ("loss", f"{summary.loss_first:.3f} -> {summary.loss_last:.3f}  (first step, mean of the last 10)"),
+        ("speed", f"{short(summary.tokens_per_second)} tokens/s over {summary.seconds:.1f} s"),
+        ("wait", f"{summary.exposed_wait_seconds:.2f} s exposed ({summary.exposed_wait_share:.1%})"),
+        ("padding", f"{summary.padding:.2%}   documents {summary.documents:,}   tokens {summary.tokens:,}"),
+        ("mix", mix),
+        ("digest", summary.digest),
+        ("model", f"sha256 {summary.model_sha256[:16]}…"),
+        ("folder", folder),
+        ("resume" if summary.step < summary.steps else "extend", _go_on(summary)),
+    ]
+    for name, text in rows:
+        console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+
+
+def _go_on(summary: Summary) -> str:
+    if summary.step < summary.steps:
+        return summary.resume
+    return f"{summary.resume} --run.steps {summary.steps * 2}"
+
+
+def console_for(stream: Any = None) -> Console:
+    """A console that respects NO_COLOR and pipes; plain output is as wide as its lines."""
+    return Console(file=stream if stream is not None else sys.stdout, soft_wrap=True)

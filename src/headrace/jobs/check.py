@@ -1,0 +1,111 @@
+"""What would this run do? Opens everything it needs, reads a little, trains nothing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import gcd
+from typing import Any
+
+from headrace.jobs.config import RunConfig, check_world_size
+from headrace.jobs.wiring import Job
+from headrace.loader import TextDataset
+
+__all__ = ["Plan", "SourcePlan", "check_job"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourcePlan:
+    """One source in the plan. Tokens are estimated from a few chunks."""
+
+    name: str
+    spec: str
+    files: int
+    chunks: int
+    rows: int
+    tokens: int
+    weight: float
+    delivered: float
+    epochs: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A run on paper."""
+
+    kind: str
+    config_hash: str
+    steps: int
+    global_batch_size: int
+    seq_len: int
+    lanes: int
+    world_sizes: tuple[int, ...]
+    total_tokens: int
+    tokenizer: str
+    vocab_size: int
+    sources: tuple[SourcePlan, ...]
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_job(config: RunConfig, *, ranks: int = 1, full_check: bool = False) -> Plan:
+    """Open the sources and the tokenizer of a config and work out what a run would deliver."""
+    check_world_size(config, ranks)
+    data = Job(config).dataset(full_check=full_check)
+    try:
+        return _plan(config, data)
+    finally:
+        data.close()
+
+
+def _plan(config: RunConfig, data: TextDataset) -> Plan:
+    total = config.run.steps * config.loader.global_batch_size * config.text.seq_len
+    tokens = data.estimated_tokens()
+    sources = tuple(
+        SourcePlan(
+            name=s.name, spec=s.source.spec, files=len(s.manifest.files), chunks=len(s.manifest.chunk_rows), rows=deal.rows,
+            tokens=t, weight=w, delivered=total * w, epochs=total * w / t if t else 0.0,
+        )
+        for s, deal, t, w in zip(data.sources, data.deals, tokens, data.weights, strict=True)
+    )  # fmt: skip
+    common = gcd(config.loader.lanes, config.loader.global_batch_size)
+    return Plan(
+        kind=config.kind,
+        config_hash=config.hash,
+        steps=config.run.steps,
+        global_batch_size=config.loader.global_batch_size,
+        seq_len=config.text.seq_len,
+        lanes=config.loader.lanes,
+        world_sizes=tuple(n for n in range(1, common + 1) if common % n == 0),
+        total_tokens=total,
+        tokenizer=data.tokenizer.name,
+        vocab_size=data.vocab_size,
+        sources=sources,
+        warnings=tuple(_warnings(config, sources)),
+    )
+
+
+def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...]) -> list[str]:
+    found = []
+    for section, plan in zip(config.source, sources, strict=True):
+        if plan.rows == 0:
+            found.append(f"source {plan.name} has no rows: the others share its weight")
+            continue
+        if plan.weight == 0:
+            found.append(f"source {plan.name} has weight 0 and is never read")
+        limit = section.max_epochs if config.loader.exhausted == "repeat" else section.max_epochs or 1
+        if limit is not None and plan.epochs > limit:
+            found.append(
+                f"source {plan.name} is dry after {limit} epoch(s), the plan needs {plan.epochs:.1f}: its share then goes to the others"
+                + (", or the run ends" if len(sources) == 1 else "")
+            )
+        elif plan.epochs > 4:
+            found.append(
+                f"source {plan.name} is read {plan.epochs:.1f} times: more than 4 epochs teach little, lower its weight"
+            )
+        if plan.rows < config.loader.lanes:
+            found.append(
+                f"source {plan.name} has {plan.rows} rows for {config.loader.lanes} lanes: some lanes see it only in some epochs"
+            )
+    return found

@@ -1,0 +1,170 @@
+"""What a run leaves on disk, and who may write it.
+
+    runs/quickstart/
+      config.toml         every key with the value that held
+      run.json            what the run was made with: config hash, versions, where relative paths start
+      journal.jsonl       facts, appended: started, resumed, saved, stopped, accepted
+      metrics.jsonl       one line an interval, reduced over ranks
+      digests.jsonl       the digest of every step, summed over ranks
+      records/            a content hash of every chunk that was read
+      checkpoints/        two generations, checksummed
+      summary.json        how it ended; written last
+      run.lock            held by the process that writes; the kernel lets go of it when that process dies
+
+The folder is claimed before anything heavy is imported, so a run that is killed in its first second can be resumed too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError, FileCorrupt
+from headrace.files import publish, publish_json, sweep_temporaries
+from headrace.jobs.config import RunConfig, load_config
+
+__all__ = ["RunFolder", "describe_run", "read_jsonl"]
+
+
+class RunFolder:
+    """One run's folder. Made by `create` or `reopen`; every rank holds one, rank 0 writes."""
+
+    def __init__(self, path: Path, config: RunConfig, about: Mapping[str, Any]) -> None:
+        self.path = path
+        self.config = config
+        self.about = dict(about)
+        self._lock: int | None = None
+
+    @classmethod
+    def create(cls, config: RunConfig, *, version: str) -> RunFolder:
+        """Claim the folder of a new run. A folder that holds a run already is refused."""
+        path = Path(config.run.dir)
+        if (path / "config.toml").exists():
+            raise ConfigError(
+                f"{path} already holds a run: continue it with `headrace run --resume {path}`, or give this one another "
+                "folder with --run.dir"
+            )
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"run.dir {path} is a file: give a folder with --run.dir")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir {path} cannot be made: {error.strerror or error}. Give another with --run.dir"
+            ) from error
+        about = {
+            "config_hash": config.hash,
+            "base": os.getcwd(),
+            "headrace": version,
+            "python": platform.python_version(),
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        folder = cls(path, config, about)
+        folder.lock()
+        sweep_temporaries(path)
+        publish_json(path / "run.json", about, replace=True)
+        try:
+            publish(path / "config.toml", config.to_toml().encode())  # last: from here on the folder is a run
+        except FileExistsError:
+            raise ConfigError(f"{path} was taken by another run a moment ago: give this one another folder") from None
+        return folder
+
+    @classmethod
+    def reopen(cls, path: Path, overrides: tuple[str, ...] = ()) -> RunFolder:
+        """An existing run, with its own config and what is overridden now."""
+        if not path.is_dir():
+            raise ConfigError(f"there is no run folder {path}: give the --run.dir of a run that was started")
+        if not (path / "config.toml").is_file():
+            raise ConfigError(
+                f"{path} holds no run (it has no config.toml): it was stopped before it began. Start it again with `headrace "
+                f"run CONFIG --run.dir {path}`"
+            )
+        about = read_json(path / "run.json")
+        config = load_config(path / "config.toml", (*overrides, "--run.dir", str(path)), env={})
+        return cls(path, config, about)
+
+    def lock(self) -> None:
+        """Be the one who writes. A second one is refused at once, naming the first."""
+        fd = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(fd)
+            raise ConfigError(
+                f"{self.path} is being written by {holder}: stop that run first, or wait for it"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+        self._lock = fd
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def base(self) -> Path:
+        """Where the run's relative paths start."""
+        return Path(str(self.about.get("base", ".")))
+
+    @property
+    def records(self) -> Path:
+        return self.path / "records"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        publish_json(self.path / "summary.json", summary, replace=True)
+
+
+def describe_run(path: Path) -> dict[str, Any]:
+    """What a run folder says about itself, from small files only."""
+    about = read_json(path / "run.json")
+    summary = read_json(path / "summary.json") if (path / "summary.json").exists() else None
+    checkpoints = sorted(p.name for p in (path / "checkpoints").glob("step-*.safetensors"))
+    last = None
+    for line in read_jsonl(path / "metrics.jsonl"):
+        last = line
+    events = list(read_jsonl(path / "journal.jsonl"))
+    return {
+        "about": about,
+        "summary": summary,
+        "checkpoints": checkpoints,
+        "last_metrics": last,
+        "journal": events[-20:],
+    }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise FileCorrupt(f"{path} is missing: the folder is not a whole run") from None
+    except (OSError, ValueError) as error:
+        raise FileCorrupt(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise FileCorrupt(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of an append-only file; a torn one at a crash is passed over."""
+    if not path.exists():
+        return
+    with open(path, "rb") as handle:
+        for line in handle:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value

@@ -1,0 +1,107 @@
+"""What does this path hold? A run folder, a container (checkpoint, manifest), or a saved cursor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import CursorMismatch, DataError, FileCorrupt
+from headrace.files import Container, open_container
+from headrace.jobs.folder import describe_run
+from headrace.order import Cursor
+
+__all__ = ["inspect_path"]
+
+_MAX_CURSOR = 64 << 20
+
+
+def inspect_path(path: Path) -> dict[str, Any]:
+    """A JSON-able description; always has `kind`. Anything damaged or foreign is an error with a sentence."""
+    if path.is_dir():
+        if (path / "config.toml").exists():
+            return _run(path)
+        raise DataError(
+            f"{path} is a folder without a run in it (no config.toml): give a run folder or one of its files"
+        )
+    if not path.exists():
+        raise DataError(f"{path} does not exist")
+    if not path.is_file():
+        raise DataError(f"{path} is not a regular file")
+    with open(path, "rb") as handle:
+        head = handle.read(16)
+    if head.lstrip()[:1] == b"{" and head[:1] in b" \n\t{":
+        return _cursor(path)
+    return _container(open_container(path))
+
+
+def _run(path: Path) -> dict[str, Any]:
+    from headrace.train.checkpoint import CheckpointStore
+
+    described = describe_run(path)
+    store = CheckpointStore(path / "checkpoints", writer=False, report=lambda _: None)
+    found = store.latest()
+    meta = found[1].meta if found is not None else {}
+    summary = described["summary"] or {}
+    # The newest checkpoint is the truth; a summary is left over from an earlier stop when the run was resumed and killed.
+    current = summary if summary.get("step") == (found[0] if found else None) else {}
+    return {
+        "kind": "run",
+        "state": current.get("state", "interrupted" if found else "started"),
+        "step": found[0] if found else 0,
+        "digest": meta.get("digest"),
+        "model_sha256": meta.get("model_sha256"),
+        "config_hash": meta.get("config_hash", described["about"].get("config_hash")),
+        "world_size": meta.get("world_size"),
+        "loss_first": meta.get("loss_first"),
+        "loss_last": _mean(meta.get("losses", [])),
+        "checkpoints": described["checkpoints"],
+        "delivered": meta.get("data", {}).get("body", {}).get("delivered", {}),
+        "fingerprint": meta.get("data", {}).get("fingerprint", {}),
+        "about": described["about"],
+        "journal": [{k: v for k, v in e.items() if k != "time"} for e in described["journal"]],
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _container(container: Container) -> dict[str, Any]:
+    arrays = {
+        name: f"{container.dtypes[name]} {list(array.shape)} {array.nbytes:,} bytes"
+        for name, array in sorted(container.arrays.items())
+    }
+    meta = container.meta if isinstance(container.meta, dict) else {"value": container.meta}
+    return {
+        "kind": f"container ({meta.get('kind', 'no kind')})",
+        "bytes": container.path.stat().st_size,
+        "verified": True,
+        "meta": _abridged(meta),
+        "arrays": arrays,
+    }
+
+
+def _abridged(meta: dict[str, Any]) -> dict[str, Any]:
+    """Long lists of lanes are counted rather than listed."""
+    return json.loads(
+        json.dumps(meta), object_hook=lambda d: {k: (f"{len(v)} lanes" if k == "entries" else v) for k, v in d.items()}
+    )
+
+
+def _cursor(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > _MAX_CURSOR:
+        raise DataError(f"{path} has {path.stat().st_size:,} bytes; a cursor has at most {_MAX_CURSOR:,}")
+    try:
+        cursor = Cursor.from_json(path.read_bytes(), what=str(path))
+    except CursorMismatch as error:
+        raise FileCorrupt(str(error)) from error
+    body = dict(cursor.body)
+    lanes = body.pop("entries", {})
+    return {
+        "kind": f"cursor ({cursor.kind})",
+        "version": cursor.version,
+        "lanes_saved": len(lanes),
+        **{k: v for k, v in body.items() if k != "pass"},
+        "fingerprint": dict(cursor.fingerprint),
+    }

@@ -1,0 +1,428 @@
+"""One run of a language model, from its config to its summary.
+
+    folder ──► ranks ──► dataset, trainer ──► checkpoint? ──► step, step, … ──► checkpoint, summary
+
+Step n is the same step whether it is reached in one go or after any number of kills: a checkpoint holds the model, the
+optimiser and the loader's cursor, and all three are saved together. What is said on the way goes to a `Watcher`; this
+module prints nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections import deque
+from collections.abc import Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from headrace.errors import CursorMismatch, HeadraceError
+from headrace.files import Container
+from headrace.jobs.folder import RunFolder
+from headrace.jobs.wiring import Job
+from headrace.loader import Loader, TextDataset, merge_states
+from headrace.loader.exchange import gather_json
+from headrace.metrics import (
+    Accumulator,
+    BackgroundSinks,
+    JsonlSink,
+    Mean,
+    MetricSpec,
+    Reducer,
+    Reduction,
+    Sink,
+    TensorboardSink,
+    WandbSink,
+    default_meter,
+    register,
+    registered_specs,
+)
+from headrace.order import Digest
+
+__all__ = ["Progress", "Summary", "Watcher", "run_lm"]
+
+register(
+    MetricSpec("train/loss", Reduction.MEAN, unit="nat", help="mean loss per token, over the interval"),
+    MetricSpec(
+        "train/grad_norm", Reduction.MAX, unit="", help="largest gradient norm of the interval, before clipping"
+    ),
+    MetricSpec("train/lr", Reduction.MAX, unit="", help="learning rate"),
+    MetricSpec("train/tokens", Reduction.SUM, unit="tokens", help="tokens learned from"),
+    MetricSpec("run/stop", Reduction.MAX, unit="", help="1 once a rank was asked to stop"),
+)
+
+_TAIL = 10
+"""The loss at the end is the mean over this many steps: one batch alone says little."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """One interval of a run, over all ranks."""
+
+    step: int
+    steps: int
+    loss: float
+    lr: float
+    tokens_per_second: float
+    wait_ms: float
+    """Exposed wait per step."""
+    wait_share: float
+    mix: Mapping[str, float]
+
+
+@dataclass(slots=True, kw_only=True)
+class Summary:
+    """How a run stands when a process leaves it."""
+
+    state: str
+    """completed, stopped, or data_ended."""
+    step: int
+    steps: int
+    world_size: int
+    loss_first: float
+    loss_last: float
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+    exposed_wait_seconds: float
+    exposed_wait_share: float
+    padding: float
+    documents: int
+    mix: dict[str, dict[str, float]]
+    digest: str
+    model_sha256: str
+    config_hash: str
+    resume: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Watcher(Protocol):
+    """Whoever looks on. Called on rank 0 only."""
+
+    def waiting(self, what: str) -> None: ...
+    def first_batch(self, seconds: float, waits: Mapping[str, float]) -> None: ...
+    def progress(self, progress: Progress) -> None: ...
+    def notice(self, sentence: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Run:
+    """Everything that is open while a run goes on."""
+
+    job: Job
+    folder: RunFolder
+    loader: Loader
+    trainer: Any
+    rank: int
+    world_size: int
+    watcher: Watcher
+    sinks: Sequence[Sink]
+    journal: JsonlSink | None
+    store: Any
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_TAIL))
+    loss_first: float = float("nan")
+    step_digests: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+    started_tokens: int = 0
+    exposed: float = 0.0
+    saved: int = -1
+    asked_to_stop: bool = False
+
+
+def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), full_check: bool = False) -> Summary:
+    """Run or continue the run in `folder` until its last step, or until it is asked to stop. Every rank calls it."""
+    from headrace.train import CheckpointStore, LMTrainer, init_distributed, shutdown_distributed
+
+    config = folder.config
+    job = Job(config, folder.base)
+    watcher.waiting("torch, ranks")
+    ranks = init_distributed(config.train.device, timeout_seconds=config.run.deadline)
+    try:
+        watcher.waiting("sources, tokenizer")
+        meter = default_meter()
+        data = job.dataset(records=folder.records, meter=meter, accept=accept, full_check=full_check)
+        trainer = LMTrainer(
+            job.train_settings(),
+            vocab_size=data.vocab_size,
+            seq_len=data.seq_len,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+        store = CheckpointStore(
+            folder.checkpoints, config.run.keep_checkpoints, writer=ranks.rank == 0, report=watcher.notice
+        )
+        device = trainer.device if trainer.device.type == "cuda" else None
+        with contextlib.ExitStack() as stack:
+            loader = stack.enter_context(job.loader(data, device=device))
+            lead = ranks.rank == 0
+            run = _Run(
+                job=job, folder=folder, loader=loader, trainer=trainer, rank=ranks.rank, world_size=ranks.world_size,
+                watcher=watcher, sinks=_sinks(stack, folder) if lead else (),
+                journal=stack.enter_context(JsonlSink(folder.path / "journal.jsonl")) if lead else None, store=store,
+            )  # fmt: skip
+            _restore(run, data, accept)
+            stack.enter_context(_stop_on_signal(run))
+            return _go(run)
+    finally:
+        shutdown_distributed()
+
+
+# ------------------------------------------------------------------------------------------------ restore
+
+
+def _restore(run: _Run, data: TextDataset, accept: Collection[str]) -> None:
+    """Go on from the newest checkpoint that verifies; all ranks from the same one."""
+    chosen: int | None = None
+    container: Container | None = None
+    if run.rank == 0:
+        found = run.store.latest()
+        if found is not None:
+            chosen, container = found
+    if run.world_size > 1:
+        chosen = gather_json(chosen)[0]
+    if chosen is None:
+        _note(run, "started", step=0)
+        return
+    container = container if container is not None else run.store.open(chosen)
+    meta = container.meta
+    try:
+        run.loader.load_state_dict(meta["data"], accept=accept)
+    except CursorMismatch as error:
+        raise CursorMismatch(f"cannot resume {run.folder.path} at step {chosen}: {error}", error.differences) from error
+    run.trainer.load_state_arrays(container.arrays, container.dtypes, meta["trainer"])
+    if run.loader.step != chosen or run.trainer.steps_taken != chosen:
+        raise HeadraceError(
+            f"checkpoint of step {chosen} holds data of step {run.loader.step} and a model of step {run.trainer.steps_taken}; "
+            "it was put together by hand, use another"
+        )
+    run.loss_first = meta["loss_first"]
+    run.losses.extend(meta["losses"])
+    run.saved = chosen
+    if run.rank == 0:
+        run.watcher.notice(f"resuming at step {chosen} of {run.folder.config.run.steps}")
+    _note(run, "resumed", step=chosen, accepted=sorted(accept))
+
+
+# --------------------------------------------------------------------------------------------------- loop
+
+
+def _go(run: _Run) -> Summary:
+    config = run.folder.config.run
+    meter = default_meter()
+    last = min(config.steps, config.stop_after or config.steps)
+    specs = registered_specs()
+    interval, reducer = Accumulator(specs), Reducer(specs, _cpu_group(run), deadline=config.deadline)
+    meter.drain()
+    run.started = time.perf_counter()
+    run.started_tokens = run.loader.report().tokens
+    state = "completed"
+    batches = iter(run.loader)
+    if run.trainer.steps_taken < last:
+        run.watcher.waiting("the first batch")
+    first, since = True, time.perf_counter()
+    while run.trainer.steps_taken < last:
+        with meter.step():
+            batch = next(batches, None)
+            if batch is not None:
+                result = run.trainer.step(batch)
+        if batch is None:
+            state = "data_ended"
+            break
+        if first:
+            run.watcher.first_batch(time.perf_counter() - run.started, _waits(meter.totals()))
+            first = False
+        loss, tokens = result.loss, result.tokens
+        if run.losses.maxlen and run.trainer.steps_taken == 1:
+            run.loss_first = loss
+        run.losses.append(loss)
+        run.step_digests.append(run.loader.step_digest)
+        values: dict[str, Any] = {**meter.drain(), **run.loader.drain_metrics()}
+        run.exposed += float(values.get("wait/loader.next/seconds", 0.0))
+        # The loss is the same on every rank; a rank's own share of the tokens is its weight in the mean.
+        values |= {
+            "train/loss": Mean(loss * tokens, tokens),
+            "train/grad_norm": result.grad_norm,
+            "train/lr": result.lr,
+        }
+        values |= {"train/tokens": tokens if run.rank == 0 else 0, "run/stop": int(run.asked_to_stop)}
+        interval.add(values)
+        step = run.trainer.steps_taken
+        stop = run.asked_to_stop and run.world_size == 1
+        if step % config.log_every == 0 or step == last or step == 1 or stop:
+            line = reducer.reduce(interval.drain())
+            _log(run, step, line, time.perf_counter() - since)
+            since = time.perf_counter()
+            stop = bool(line["run/stop"])
+        if stop:
+            state = "stopped"
+            break
+        if step % config.checkpoint_every == 0 and step < last:
+            _save(run)
+    if state == "completed" and run.trainer.steps_taken < config.steps:
+        state = "stopped"
+    _save(run)
+    return _finish(run, state)
+
+
+def _log(run: _Run, step: int, line: Mapping[str, Any], seconds: float) -> None:
+    digests = _global_digests(run)
+    if run.rank != 0:
+        return
+    steps = max(int(line["steps_in_interval"]) // run.world_size, 1)
+    names = run.loader.data.names
+    tokens = [float(line.get(f"data/source_tokens/{n}", 0)) for n in names]
+    total = sum(tokens) or 1.0
+    wait = float(line.get("wait/loader.next/seconds/max", line.get("wait/loader.next/seconds", 0.0)))
+    progress = Progress(
+        step=step,
+        steps=run.folder.config.run.steps,
+        loss=float(line["train/loss"]),
+        lr=float(line["train/lr"]),
+        tokens_per_second=float(line["data/tokens"]) / seconds if seconds else 0.0,
+        wait_ms=1e3 * wait / steps,
+        wait_share=wait / seconds if seconds else 0.0,
+        mix={n: t / total for n, t in zip(names, tokens, strict=True)},
+    )
+    record = {
+        "step": step,
+        "time": time.time(),
+        "seconds": seconds,
+        "tokens_per_second": progress.tokens_per_second,
+        **line,
+    }
+    for sink in run.sinks:
+        sink.write(record)
+    with JsonlSink(run.folder.path / "digests.jsonl") as sink:
+        sink.write({"first": step - len(digests) + 1, "digests": digests})
+    run.watcher.progress(progress)
+
+
+def _global_digests(run: _Run) -> list[str]:
+    """The digests of the steps since the last line, summed over ranks."""
+    own, run.step_digests = run.step_digests, []
+    everyone = gather_json(own) if run.world_size > 1 else [own]
+    return [str(Digest(sum(int(d, 16) for d in step))) for step in zip(*everyone, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------- checkpoint
+
+
+def _save(run: _Run) -> None:
+    """Model, optimiser and cursor of this step, as one file. Collective."""
+    step = run.trainer.steps_taken
+    if step == run.saved or step == 0:
+        return
+    state = run.loader.gather_state()
+    if run.rank == 0:
+        arrays, dtypes, meta = run.trainer.state_arrays()
+        run.store.save(
+            step, arrays, dtypes,
+            {
+                "kind": "lm", "trainer": meta, "data": state, "loss_first": run.loss_first, "losses": list(run.losses),
+                "world_size": run.world_size, "digest": state["body"]["digest"], "model_sha256": run.trainer.model_sha256(),
+                "config_hash": run.folder.config.hash,
+            },
+        )  # fmt: skip
+        _note(run, "saved", step=step, digest=state["body"]["digest"])
+    run.saved = step
+
+
+def _finish(run: _Run, state: str) -> Summary:
+    merged = run.loader.gather_state() if run.world_size > 1 else run.loader.state_dict()
+    body = merge_states([merged])["body"]
+    delivered, seconds = body["delivered"], time.perf_counter() - run.started
+    tokens = delivered["tokens"]
+    positions = tokens + delivered["padding"]
+    total = sum(body["source_tokens"]) or 1
+    config, folder = run.folder.config, run.folder
+    summary = Summary(
+        state=state,
+        step=run.trainer.steps_taken,
+        steps=config.run.steps,
+        world_size=run.world_size,
+        loss_first=run.loss_first,
+        loss_last=sum(run.losses) / len(run.losses) if run.losses else float("nan"),
+        tokens=tokens,
+        tokens_per_second=(tokens - run.started_tokens) / seconds if seconds else 0.0,
+        seconds=seconds,
+        exposed_wait_seconds=run.exposed,
+        exposed_wait_share=run.exposed / seconds if seconds else 0.0,
+        padding=delivered["padding"] / positions if positions else 0.0,
+        documents=delivered["rows"],
+        mix={
+            n: {"realised": t / total, "target": w}
+            for n, t, w in zip(run.loader.data.names, body["source_tokens"], run.loader.data.weights, strict=True)
+        },
+        digest=body["digest"],
+        model_sha256=run.trainer.model_sha256(),
+        config_hash=config.hash,
+        resume=f"headrace run --resume {folder.path}",
+    )
+    if run.rank == 0:
+        _note(run, state, step=summary.step, digest=summary.digest)
+        folder.finish({k: (None if v != v else v) for k, v in summary.to_dict().items()})
+    return summary
+
+
+# ------------------------------------------------------------------------------------------------- details
+
+
+def _note(run: _Run, event: str, **facts: Any) -> None:
+    """A fact for the journal."""
+    if run.journal is not None:
+        run.journal.write({"event": event, "time": time.time(), "world_size": run.world_size, **facts})
+
+
+def _waits(totals: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by name of wait, the longest first."""
+    found = {k[5:-8]: float(v) for k, v in totals.items() if k.startswith("wait/") and k.endswith("/seconds")}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _sinks(stack: contextlib.ExitStack, folder: RunFolder) -> list[Sink]:
+    sinks: list[Sink] = [stack.enter_context(JsonlSink(folder.path / "metrics.jsonl"))]
+    slow: list[Sink] = []
+    if "tensorboard" in folder.config.run.sinks:
+        slow.append(TensorboardSink(folder.path / "tensorboard"))
+    if "wandb" in folder.config.run.sinks:
+        slow.append(WandbSink(name=folder.config.run.name, dir=str(folder.path), config=folder.config.resolved()))
+    if slow:
+        sinks.append(stack.enter_context(BackgroundSinks(slow)))
+    return sinks
+
+
+def _cpu_group(run: _Run) -> Any:
+    """Metrics are reduced in CPU memory: under nccl that takes a gloo group of its own."""
+    if run.world_size == 1:
+        return None
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
+
+
+@contextlib.contextmanager
+def _stop_on_signal(run: _Run) -> Generator[None]:
+    """The first SIGINT or SIGTERM asks for a stop after the step, with a checkpoint; the second is as rude as ever."""
+
+    def ask(number: int, _: Any) -> None:
+        run.asked_to_stop = True
+        signal.signal(number, before[number])
+        if run.rank == 0:
+            run.watcher.notice(
+                f"{signal.Signals(number).name}: stopping after this step (again: at once, without saving)"
+            )
+
+    before: dict[int, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, ask)
+    except ValueError:  # not the main thread: whoever runs us there handles signals
+        before.clear()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,95 @@
+"""From checked values to the rooms' own objects.
+
+job = headrace.load("run.toml")        the same objects that `headrace run` uses
+for batch in job.loader(): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.jobs.config import RunConfig, load_config
+from headrace.loader import Loader, TextDataset
+from headrace.metrics import Meter
+from headrace.sources import Source
+
+if TYPE_CHECKING:
+    from headrace.train import TrainSettings
+
+__all__ = ["Job", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A config that can make its own parts."""
+
+    config: RunConfig
+    base: Path | None = None
+    """Where relative paths start; default: the working folder."""
+
+    def dataset(
+        self,
+        *,
+        records: Path | None = None,
+        cache: Path | None = None,
+        meter: Meter | None = None,
+        accept: Collection[str] = (),
+        full_check: bool = False,
+    ) -> TextDataset:
+        text, loader = self.config.text, self.config.loader
+        return TextDataset(
+            [Source(**section.model_dump()) for section in self.config.source],
+            tokenizer=self._tokenizer(),
+            seq_len=text.seq_len,
+            pack=text.pack,
+            seed=self.config.run.seed,
+            lanes=loader.lanes,
+            window_blocks=text.window_blocks,
+            shuffle=text.shuffle,
+            exhausted=loader.exhausted,
+            bos=text.bos,
+            eos=text.eos,
+            eos_token=text.eos_token,
+            bos_token=text.bos_token,
+            base=self.base,
+            cache=cache,
+            records=records,
+            full_check=full_check,
+            accept_changes="data" in accept,
+            meter=meter,
+        )
+
+    def loader(self, data: TextDataset | None = None, **options: Any) -> Loader:
+        """A loader over `data` (default: a new dataset). Options are Loader's own and win over the config."""
+        section = self.config.loader
+        settings: dict[str, Any] = {
+            "global_batch_size": section.global_batch_size,
+            "tokenizer_workers": section.tokenizer_workers,
+            "prefetch_batches": section.prefetch_batches,
+            "pin_memory": section.pin_memory,
+            "labels": self.config.text.labels,
+            "segment_ids": self.config.text.segment_ids,
+            "deadline": self.config.run.deadline,
+        }
+        return Loader(data if data is not None else self.dataset(), **(settings | options))
+
+    def train_settings(self) -> TrainSettings:
+        from headrace.train import TrainSettings
+
+        values = self.config.train.model_dump()
+        values["threads"] = values["threads"] or 0
+        return TrainSettings(**values, steps=self.config.run.steps, seed=self.config.run.seed)
+
+    def _tokenizer(self) -> str | Path | None:
+        name = self.config.text.tokenizer
+        if name in (None, "bytes", "sample"):
+            return name
+        return (self.base / name) if self.base is not None else Path(name)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
+    """The job that a TOML file describes. `overrides` as on the command line: ["--train.lr", "3e-4"]."""
+    return Job(load_config(Path(path), overrides))

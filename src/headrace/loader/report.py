@@ -1,0 +1,78 @@
+"""What did the loader do? Speed, waits by name, realised mix, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["LoaderReport"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderReport:
+    """A summary that prints itself. Shares are of tokens delivered, over the whole run."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    padding: float
+    """Share of all positions."""
+    documents: int
+    mix: dict[str, tuple[float, float]]
+    """Per source: realised share, target."""
+    exposed: dict[str, float]
+    """Seconds the trainer stood still, by the name of the wait."""
+    hidden_seconds: float
+    digest: str
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        names: Sequence[str],
+        targets: Sequence[float],
+        source_tokens: Sequence[int],
+        delivered: Mapping[str, int],
+        new_tokens: int,
+        seconds: float,
+        waits: Mapping[str, float],
+        digest: str,
+        steps: int,
+    ) -> LoaderReport:
+        tokens, padding = delivered["tokens"], delivered["padding"]
+        total = sum(source_tokens)
+        exposed_names = ("loader.next", "loader.copy")
+        return cls(
+            steps=steps,
+            tokens=tokens,
+            seconds=seconds,
+            tokens_per_second=new_tokens / seconds if seconds else 0.0,
+            padding=padding / (tokens + padding) if tokens + padding else 0.0,
+            documents=delivered["rows"],
+            mix={n: (t / total if total else 0.0, w) for n, t, w in zip(names, source_tokens, targets, strict=True)},
+            exposed={n: float(waits[k]) for n in exposed_names if (k := f"wait/{n}/seconds") in waits},
+            hidden_seconds=float(waits.get("waits/hidden/seconds", 0.0)),
+            digest=digest,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps, "tokens": self.tokens, "seconds": self.seconds, "tokens_per_second": self.tokens_per_second,
+            "padding": self.padding, "documents": self.documents, "exposed_wait_seconds": dict(self.exposed),
+            "mix": {n: {"realised": r, "target": t} for n, (r, t) in self.mix.items()}, "digest": self.digest,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        waited = sum(self.exposed.values())
+        share = waited / self.seconds if self.seconds else 0.0
+        lines = [
+            f"{self.steps:,} steps, {self.tokens:,} tokens, {self.documents:,} documents, {self.tokens_per_second:,.0f} tokens/s",
+            f"exposed wait {waited:.2f} s ({share:.1%}): "
+            + (", ".join(f"{n} {s:.2f} s" for n, s in self.exposed.items()) or "none"),
+            f"padding {self.padding:.2%}",
+            "mix " + ", ".join(f"{n} {r:.3f} (target {t:.3f})" for n, (r, t) in self.mix.items()),
+            f"digest {self.digest}",
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,293 @@
+"""What the documents from a given row on look like as blocks.
+
+A window is a pure function of (source, lane, start): the rows that the deal puts there, tokenised, packed and shuffled
+as one unit. So any thread may make it, ahead of need, and a resumed run makes it again from four integers.
+
+    start ──► rows of the lane's part ──► texts ──► ids ──► blocks          end: where the next window starts
+
+Two things here only save time and never change a result: decoded chunks are kept for a while, because lanes and
+successive windows share them, and documents that were encoded but did not fit are handed to the next window.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.errors import HeadraceError, TokenizerError
+from headrace.metrics import Meter, Wait, phase
+from headrace.mix import Deal
+from headrace.order import derive
+from headrace.sources import OpenSource
+from headrace.text import Blocks, Packing, TokenBatch, Tokenizer, join_batches, pack
+
+__all__ = ["Carry", "ChunkCache", "Piece", "Window", "WindowMaker", "WindowStart"]
+
+_ROWS_AT_ONCE = 512
+
+
+class WindowStart(NamedTuple):
+    """The first row of a window in a lane's part of an epoch, and how many of its tokens are already delivered."""
+
+    epoch: int
+    position: int
+    offset: int
+
+
+class Piece(NamedTuple):
+    """Where some tokens of a batch come from."""
+
+    sample_index: int
+    column: int
+    source: str
+    file: str
+    row: int
+    """Row in the file, from 0."""
+    start: int
+    """First token in the document."""
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """Documents that were encoded but lie beyond a window's end."""
+
+    texts: TokenBatch
+    chunks: np.ndarray
+    rows: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One made window."""
+
+    source: int
+    lane: int
+    start: WindowStart
+    end: WindowStart
+    blocks: Blocks
+    doc_chunk: np.ndarray
+    doc_row: np.ndarray
+    """Row in the chunk."""
+    documents: int
+    empty: int
+    bad: int
+    cut: int
+
+
+class ChunkCache:
+    """Decoded chunks, the least recently used leave first. Two threads that want the same chunk decode it once."""
+
+    def __init__(self, meter: Meter, limit_bytes: int = 512 << 20) -> None:
+        self._meter = meter
+        self._limit = limit_bytes
+        self._lock = threading.Lock()
+        self._held: OrderedDict[tuple[int, int], tuple[Sequence[str | None], int]] = OrderedDict()
+        self._busy: dict[tuple[int, int], threading.Lock] = {}
+        self._bytes = 0
+        self.hits = 0
+        self.misses = 0
+
+    def texts(self, source_index: int, source: OpenSource, chunk: int) -> Sequence[str | None]:
+        key = (source_index, chunk)
+        with self._lock:
+            found = self._held.get(key)
+            if found is not None:
+                self._held.move_to_end(key)
+                self.hits += 1
+                return found[0]
+            busy = self._busy.setdefault(key, threading.Lock())
+        with Wait("source.chunk", meter=self._meter, hidden=True), busy:
+            with self._lock:
+                found = self._held.get(key)
+                if found is not None:
+                    self.hits += 1
+                    return found[0]
+            try:
+                with phase("read", meter=self._meter):
+                    texts = source.read(chunk)
+                size = sum(len(t) for t in texts if t) + 64 * len(texts)
+                with self._lock:
+                    self._held[key] = (texts, size)
+                    self._bytes += size
+                    self.misses += 1
+                    while self._bytes > self._limit and len(self._held) > 1:
+                        self._bytes -= self._held.popitem(last=False)[1][1]
+            finally:
+                with self._lock:
+                    self._busy.pop(key, None)
+        return texts
+
+
+class WindowMaker:
+    """Makes the windows of one source."""
+
+    def __init__(
+        self,
+        index: int,
+        source: OpenSource,
+        deal: Deal,
+        tokenizer: Tokenizer,
+        packing: Packing,
+        *,
+        key: int,
+        shuffle: bool,
+        cache: ChunkCache,
+        meter: Meter,
+    ) -> None:
+        self.index = index
+        self.source = source
+        self.deal = deal
+        self._tokenizer = tokenizer
+        self._packing = packing
+        self._key = key
+        self._shuffle = shuffle
+        self._cache = cache
+        self._meter = meter
+        self._chars_per_token = (
+            3.0  # a guess that is corrected as documents are seen; decides only how many are encoded at once
+        )
+
+    def make(self, lane: int, start: WindowStart, carry: Carry | None = None) -> tuple[Window, Carry | None]:
+        """The window that starts at `start`, and what was encoded beyond it."""
+        total_rows = self.deal.lane_rows(lane, start.epoch)
+        wanted = self._packing.budget + start.offset
+        batches: list[TokenBatch] = []
+        chunks: list[np.ndarray] = []
+        rows: list[np.ndarray] = []
+        at, tokens = start.position, 0
+        if carry is not None:
+            batches.append(carry.texts)
+            chunks.append(carry.chunks)
+            rows.append(carry.rows)
+            at += len(carry.texts)
+            tokens += int(self._packing.lengths(carry.texts.counts()).sum())
+        bad = 0
+        while tokens <= wanted and at < total_rows:
+            texts, chunk_of, row_of, holes = self._texts(lane, start.epoch, at, total_rows, wanted + 1 - tokens)
+            batch = self._encode(texts, chunk_of, row_of)
+            batches.append(batch)
+            chunks.append(chunk_of)
+            rows.append(row_of)
+            at += len(texts)
+            bad += holes
+            tokens += int(self._packing.lengths(batch.counts()).sum())
+        batch = join_batches(batches)
+        with phase("pack", meter=self._meter):
+            packed = pack(
+                batch,
+                self._packing,
+                offset=start.offset,
+                last=at >= total_rows,
+                shuffle_key=self._shuffle_key(lane, start),
+            )
+        used = packed.documents
+        seen = used + (1 if packed.offset else 0)
+        chunk_of, row_of = np.concatenate([*chunks, _NO_ROWS]), np.concatenate([*rows, _NO_ROWS])
+        left = Carry(batch.documents(used), chunk_of[used:], row_of[used:]) if used < len(batch) else None
+        window = Window(
+            source=self.index,
+            lane=lane,
+            start=start,
+            end=WindowStart(start.epoch, start.position + used, packed.offset),
+            blocks=packed.blocks,
+            doc_chunk=chunk_of[:seen],
+            doc_row=row_of[:seen],
+            documents=used,
+            empty=int((batch.counts()[:used] == 0).sum()),
+            bad=bad,
+            cut=packed.cut,
+        )
+        return window, left
+
+    def pieces(self, window: Window, block: int, sample_index: int) -> list[Piece]:
+        """The pieces of one block."""
+        blocks, manifest = window.blocks, self.source.manifest
+        found, column = [], 0
+        for p in range(int(blocks.piece_ptr[block]), int(blocks.piece_ptr[block + 1])):
+            doc, length = int(blocks.piece_doc[p]), int(blocks.piece_len[p])
+            row = int(manifest.first_row[int(window.doc_chunk[doc])]) + int(window.doc_row[doc])
+            file, local = manifest.locate(row)
+            found.append(
+                Piece(
+                    sample_index,
+                    column,
+                    self.source.name,
+                    manifest.files[file].path,
+                    local,
+                    int(blocks.piece_start[p]),
+                    length,
+                )
+            )
+            column += length
+        return found
+
+    def _shuffle_key(self, lane: int, start: WindowStart) -> int | None:
+        if not self._shuffle:
+            return None
+        return derive(derive(derive(derive(self._key, lane), start.epoch), start.position), start.offset)
+
+    def _texts(
+        self, lane: int, epoch: int, at: int, total_rows: int, tokens: int
+    ) -> tuple[list[str], np.ndarray, np.ndarray, int]:
+        """About as many documents as make `tokens` tokens; at least one."""
+        chars = int(tokens * self._chars_per_token * 1.02) + 1
+        texts: list[str] = []
+        chunks: list[np.ndarray] = []
+        rows: list[np.ndarray] = []
+        holes = 0
+        while chars > 0 and at < total_rows:
+            for span in self.deal.spans(lane, epoch, at, min(_ROWS_AT_ONCE, total_rows - at)):
+                held = self._cache.texts(self.index, self.source, span.chunk)
+                taken = 0
+                for row in span.rows.tolist():
+                    text = held[row]
+                    if text is None:
+                        holes += 1
+                        text = ""
+                    texts.append(text)
+                    taken += 1
+                    chars -= len(text)
+                    if chars <= 0:
+                        break
+                chunks.append(np.full(taken, span.chunk, np.int64))
+                rows.append(span.rows[:taken])
+                at += taken
+                if chars <= 0:
+                    break
+        return texts, np.concatenate(chunks), np.concatenate(rows), holes
+
+    def _encode(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> TokenBatch:
+        try:
+            with phase("tokenize", meter=self._meter):
+                batch = self._tokenizer.encode(texts)
+        except Exception as error:
+            raise self._culprit(texts, chunks, rows, error) from error
+        tokens = len(batch.ids)
+        if tokens > 1000:
+            self._chars_per_token = 0.5 * self._chars_per_token + 0.5 * sum(map(len, texts)) / tokens
+        return batch
+
+    def _culprit(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray, error: Exception) -> HeadraceError:
+        """The error with the document's name: the tokenizer only says that one of a batch failed."""
+        for text, chunk, row in zip(texts, chunks.tolist(), rows.tolist(), strict=True):
+            try:
+                self._tokenizer.encode([text])
+            except Exception as alone:
+                file, local = self.source.manifest.locate(int(self.source.manifest.first_row[chunk]) + row)
+                path = self.source.manifest.files[file].path
+                return TokenizerError(
+                    f"tokenizer {self._tokenizer.name} failed on row {local} of {path} (source {self.source.name}): {alone}. "
+                    "Remove the row, or use another tokenizer."
+                )
+        return TokenizerError(
+            f"tokenizer {self._tokenizer.name} failed on a batch of source {self.source.name}: {error}"
+        )
+
+
+_NO_ROWS = np.empty(0, np.int64)

@@ -1,0 +1,247 @@
+"""Collectives that end: with a result, or with an error that names who is missing.
+
+gloo alone says `Connection closed by peer [10.0.0.7]:21652` to some of the ranks, and nothing to the others for 30 minutes. Here
+
+    killed     the neighbours see a broken connection at once and note it in the process group's store; the others look
+               there every quarter of a second. WorkerDied on all of them, within about 2 s
+    stopped    nobody sees anything until the deadline. DeadlineExceeded on all of them, within a second of it
+    late       is waited for
+
+and in both errors the missing are named by roll call: every rank in trouble signs the store with the number of its
+collective, and who has not signed did not come. The store is talked to only in trouble, so the good case pays nothing; a
+rank that is merely late while another dies is therefore named with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import orjson
+
+from headrace.errors import ConfigError, DeadlineExceeded, HeadraceError, WorkerDied
+from headrace.metrics.wait import Wait
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+__all__ = ["Ranks", "ranks_text"]
+
+_SLICE = 0.25
+"""Seconds between looks at whether another rank has reported trouble."""
+_GRACE = 1.25
+"""Seconds a rank that is fine has to sign the roll once a connection broke: it looks every _SLICE."""
+_GRACE_AT_DEADLINE = 0.5
+"""Seconds it has at a deadline: less, because every rank that waits has signed long before."""
+
+
+class Ranks:
+    """The ranks of a process group, as one user of them sees it. All ranks call the same methods in the same order."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        chosen = group if group is not None else dist.group.WORLD
+        assert chosen is not None  # torch.distributed is initialised, or nobody would be here
+        self._group: ProcessGroup = chosen
+        backends = dist.get_backend_config(self._group)
+        if "cpu:" not in backends:
+            raise ConfigError(
+                f"metrics are reduced in CPU memory, which the process group (backend {backends!r}) does not reach. "
+                "Initialise it with backend='cpu:gloo,cuda:nccl', or give the Reducer a gloo group of the same ranks."
+            )
+        self.names: list[int] = dist.get_process_group_ranks(self._group)
+        self._me = dist.get_rank()
+        base = self._group.group_name
+        # Ranks make their first reductions in the same order, or gloo could not match them: a number of its own for each.
+        _made[base] = _made.get(base, 0) + 1
+        self._prefix = f"headrace/reduce/{base}/{_made[base]}"
+        self._store = _get_default_store()
+        self._given_up: HeadraceError | None = None
+        self._reductions = 0
+        self._number = 0
+        """Collectives so far. Every rank runs the same ones in the same order, so the number says who came how far."""
+
+    def begin(self) -> None:
+        self._reductions += 1
+
+    def gather(self, row: np.ndarray, wait: Wait) -> np.ndarray:
+        """The rows of all ranks, [ranks, length], in the order of `names`."""
+        import torch
+        from torch.distributed.distributed_c10d import AllgatherOptions
+
+        rows = torch.empty((len(self.names), len(row)), dtype=torch.int64)
+        options = AllgatherOptions()
+        options.timeout = _op_timeout(wait)
+        self._finish(lambda: self._group.allgather([list(rows)], [torch.from_numpy(row)], options), wait)
+        return rows.numpy()
+
+    def all_reduce(self, values: np.ndarray, operation: Literal["SUM", "MIN"], wait: Wait) -> np.ndarray:
+        import torch
+        from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
+
+        tensor = torch.from_numpy(values.copy())  # the collective writes in place
+        if not len(tensor):
+            return values
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp(getattr(ReduceOp, operation))
+        options.timeout = _op_timeout(wait)
+        self._finish(lambda: self._group.allreduce([tensor], options), wait)
+        return tensor.numpy()
+
+    def exchange(self, said: Mapping[str, Any], wait: Wait) -> list[dict[str, Any]]:
+        """What every rank says, as JSON (all_gather_object would unpickle what comes from the wire)."""
+        text = orjson.dumps(said)
+        lengths = self.gather(np.array([len(text)], dtype=np.int64), wait)[:, 0]
+        padded = np.zeros(-(-int(lengths.max()) // 8), dtype=np.int64)
+        padded.view(np.uint8)[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+        rows = self.gather(padded, wait).view(np.uint8)
+        return [orjson.loads(rows[i, : int(n)].tobytes()) for i, n in enumerate(lengths)]
+
+    def _finish(self, start: Callable[[], Any], wait: Wait) -> None:
+        if self._given_up is not None:
+            # The lost collective is still under way inside gloo: the next one would be matched with the wrong data.
+            raise type(self._given_up)(str(self._given_up))
+        self._number += 1
+        roll: _RollCall | None = None
+        try:
+            failure: RuntimeError | None = None
+            work: Work | None = None
+            try:
+                work = start()
+            except RuntimeError as error:  # the connection was found broken before anything was sent
+                failure = error
+            while failure is None and work is not None:
+                try:
+                    # At least 1 ms, because torch takes 0 for "for ever".
+                    work.wait(timedelta(seconds=max(0.001, min(_SLICE, wait.remaining()))))
+                    return
+                except RuntimeError:
+                    failure = _failure(work)
+                    if failure is None and work.is_completed():
+                        return
+                if failure is None:
+                    if roll is None:
+                        roll = _RollCall(self._store, self._prefix, self._number, self.names, self._me)
+                    if wait.expired() or roll.trouble.is_set():
+                        break
+            if roll is None:
+                roll = _RollCall(self._store, self._prefix, self._number, self.names, self._me)
+            self._given_up = self._verdict(roll, failure, wait)
+            raise self._given_up from failure
+        finally:
+            if roll is not None:
+                roll.stop()
+
+    def _verdict(self, roll: _RollCall, failure: RuntimeError | None, wait: Wait) -> HeadraceError:
+        # gloo's own timeout is set past ours, so an error of its own that comes first is a broken connection
+        broken = failure is not None and "imed out" not in str(failure)
+        answered = roll.call(broken=broken)
+        doing = f"metrics reduction {self._reductions} over {len(self.names)} ranks"
+        why = str(failure).partition("\n")[0] if failure is not None else ""
+        if not answered:
+            missing = (
+                "the store of the process group does not answer, so rank 0 (or the launcher, if that holds the store) is "
+                "stopped or gone"
+            )
+        elif roll.missing:
+            missing = f"{ranks_text(roll.missing)} did not come"
+        else:
+            missing = "every rank came, but their connections broke" + (f" ({why})" if why else "")
+        if roll.broken:
+            return WorkerDied(
+                f"{doing} failed on rank {self._me} after {wait.elapsed:.1f} s: a rank is gone; {missing}. Look at its log "
+                "for why it ended, and resume from the last checkpoint."
+            )
+        return DeadlineExceeded(
+            f"{doing} was given up on rank {self._me} after {wait.elapsed:.1f} s; its deadline is {wait.deadline:g} s: "
+            f"{missing}. It is stopped, hangs, or is busy for longer than that: look at what it does, or give the Reducer a "
+            "longer deadline."
+        )
+
+
+_made: dict[str, int] = {}
+
+
+def _op_timeout(wait: Wait) -> timedelta:
+    """Past our own deadline, so that we judge; but not for ever, or the process could not exit afterwards."""
+    return timedelta(seconds=min(wait.remaining() + 0.75, 10.0**8))
+
+
+def _failure(work: Work) -> RuntimeError | None:
+    """The error a finished collective ended with; None while it runs, and if it went well after all."""
+    if not work.is_completed():
+        return None
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return error
+    return None
+
+
+class _RollCall:
+    """Who is there? Every rank in trouble signs the store with the number of its reduction; who has not is missing.
+
+    Talks to the store on a thread of its own, because a store whose holder is stopped answers never.
+    """
+
+    def __init__(self, store: Any, prefix: str, number: int, names: Sequence[int], me: int) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._number = number
+        self._names = names
+        self._me = me
+        self._called = threading.Event()
+        self._stopped = threading.Event()
+        self._answered = threading.Event()
+        self.trouble = threading.Event()
+        self.broken = False
+        self.missing: list[int] = []
+        self._failed = False
+        threading.Thread(target=self._run, name="headrace-roll-call", daemon=True).start()
+
+    def call(self, *, broken: bool) -> bool:
+        """Wait for the signatures; False if the store does not answer."""
+        self.broken = self.broken or broken
+        self._called.set()
+        return self._answered.wait(_GRACE + 1.0) and not self._failed
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        try:
+            self._store.set(f"{self._prefix}/here/{self._me}", str(self._number))
+            while not self._called.wait(_SLICE):
+                if self._stopped.is_set():
+                    return
+                if self._signed("broken", self._number):
+                    self.broken = True
+                    self.trouble.set()
+            if self.broken:
+                self._store.set(f"{self._prefix}/broken", str(self._number))
+            end = time.monotonic() + (_GRACE if self.broken else _GRACE_AT_DEADLINE)
+            while True:
+                self.missing = [n for n in self._names if not self._signed(f"here/{n}", self._number)]
+                if not self.missing or time.monotonic() > end:
+                    break
+                self._stopped.wait(0.05)
+            self.broken = self.broken or self._signed("broken", self._number)
+        except Exception:  # a store that is gone is an answer too: `call` returns False
+            self._failed = True
+        self._answered.set()
+
+    def _signed(self, what: str, number: int) -> bool:
+        key = f"{self._prefix}/{what}"
+        return bool(self._store.check([key])) and int(self._store.get(key)) >= number
+
+
+def ranks_text(names: Iterable[int]) -> str:
+    """`rank 3`, or `ranks 1, 2`."""
+    listed = sorted(names)
+    return ("rank " if len(listed) == 1 else "ranks ") + ", ".join(map(str, listed))

@@ -1,0 +1,475 @@
+"""What the ranks say together: one value per key for the whole cluster, and who was worst.
+
+    accumulator = Accumulator(specs)                     every step, on every rank, no communication
+    accumulator.add({"data/rows": 32, "loader/depth_min": 2})
+    reducer = Reducer(specs)                             at log cadence, all ranks together, about 1 ms on gloo
+    line = reducer.reduce(accumulator.drain())
+
+Each value travels with a tag: absent, int64 or float64. So a rank that has nothing to say takes no part in a minimum
+or a mean, identities such as +inf are never emitted, and counts stay exact (the document packs float32, which is wrong
+above 2^24). A NaN anywhere makes the value NaN: it is never hidden by a minimum.
+
+The default is one packed all_gather and the same arithmetic on every rank, which also knows the worst rank. On gloo with
+2 processes it costs .2 to .4 of `collectives="all_reduce"`, the document's three all_reduce, which does not know it
+(benchmarks/metrics.py).
+
+The layout of the packed row comes from the specs; its hash is compared once, before anything is added up, so that ranks
+with other keys are refused by name instead of summing different columns. Members of a family (`wait/<name>/seconds`)
+join the layout when the first rank has one: that rank says so in its row, and all ranks take the new keys in together.
+Problems of one rank travel the same way, so all ranks stop with the same sentence, instead of one leaving the others.
+
+A rank that is killed or stopped ends the reduction on the others with an error that names it: see ranks.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from headrace.errors import ConfigError
+from headrace.metrics.ranks import Ranks, ranks_text
+from headrace.metrics.spec import MetricSpec, Number, Reduction, SpecBook, register
+from headrace.metrics.wait import Meter, Wait
+from headrace.order import fingerprint_json
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["STEPS_IN_INTERVAL", "Accumulator", "Mean", "Reducer", "reduce_values"]
+
+STEPS_IN_INTERVAL = MetricSpec(
+    "steps_in_interval", Reduction.MAX, help="steps that were accumulated into this line, on the rank with the most"
+)
+register(STEPS_IN_INTERVAL)
+
+MAX_COLUMNS = 20_000
+"""Columns a layout may grow to. Names that vary without end (a path, an index) must not be part of a key."""
+
+_ABSENT, _INT, _FLOAT = 0, 1, 2
+_INT64 = range(-(2**63), 2**63)
+# Looking a member up in its Enum costs as much as the rest of adding a value.
+_MIN, _MAX, _SUM, _MEAN = Reduction.MIN, Reduction.MAX, Reduction.SUM, Reduction.MEAN
+
+
+class Mean(NamedTuple):
+    """A value of a MEAN metric: what was added up, and by how much to divide. A bare number counts as one observation."""
+
+    total: Number
+    weight: Number
+
+
+Value = int | float | Mean
+
+
+# ------------------------------------------------------------------------------------------ one rank, many steps
+
+
+class Accumulator:
+    """Values of many steps become one row, each by its own kind, so that no delta and no spike is lost between lines."""
+
+    def __init__(self, specs: Iterable[MetricSpec]) -> None:
+        self._book = SpecBook(specs)
+        self._values: dict[str, Value] = {}
+        self.steps = 0
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Take in one step. An empty one still counts as a step."""
+        clean = _checked(self._book, values)
+        held, find = self._values, self._book.find
+        for key, value in clean.items():
+            if key in held:
+                value = _combined(find(key), held[key], value)
+            held[key] = value
+        self.steps += 1
+
+    def drain(self) -> dict[str, Value]:
+        """The row since the last drain, `steps_in_interval` beside it; {} if there was no step."""
+        if not self.steps:
+            return {}
+        values, self._values = self._values, {}
+        values[STEPS_IN_INTERVAL.key], self.steps = self.steps, 0
+        return values
+
+
+def _combined(spec: Any, a: Any, b: Any) -> Any:
+    reduction = spec.reduction
+    if reduction is _SUM:
+        return a + b
+    if reduction is _MEAN:
+        return Mean(a.total + b.total, a.weight + b.weight)
+    if a != a or b != b:
+        return math.nan
+    return min(a, b) if reduction is _MIN else max(a, b)
+
+
+def _checked(book: SpecBook, values: Mapping[str, Any]) -> dict[str, Value]:
+    """Plain ints, floats and Means of declared keys, without identities; every problem at once otherwise."""
+    clean: dict[str, Value] = {}
+    problems: list[str] = []
+    for key, value in values.items():
+        spec = book.find(key)
+        if spec is None:
+            near = difflib.get_close_matches(key, book, n=1)
+            problems.append(
+                f"metric {key!r} was never declared, so nobody knows how ranks combine it. Declare it with a MetricSpec"
+                + (f", or did you mean {near[0]!r}?" if near else ".")
+            )
+            continue
+        reduction = spec.reduction
+        if reduction is _MEAN:
+            mean = value if isinstance(value, Mean) else Mean(value, 1)
+            total, weight = _plain(mean.total), _plain(mean.weight)
+            if total is None or weight is None:
+                problems.append(f"metric {key!r} (MEAN) needs a number or a Mean, got {value!r}.")
+            elif weight != 0:
+                clean[key] = Mean(total, weight)
+            continue
+        number = _plain(value)
+        if number is None:
+            problems.append(f"metric {key!r} ({reduction.name}) needs a number, got {value!r}.")
+        # An identity is what a caller says who has nothing to say: taken as absent. (A SUM of 0 is a value.)
+        elif not ((reduction is _MIN and number == math.inf) or (reduction is _MAX and number == -math.inf)):
+            clean[key] = number
+    if problems:
+        raise ConfigError(problems)
+    return clean
+
+
+def _plain(value: Any) -> Number | None:
+    kind = type(value)
+    if kind is int or kind is float:
+        return value
+    if kind is bool:
+        return int(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # numpy scalars, tensors of one element
+        return _plain(value.item())
+    return None
+
+
+# -------------------------------------------------------------------------------------------- columns and rows
+
+
+class _Column(NamedTuple):
+    key: str
+    reduction: Reduction
+    with_max: bool
+
+
+class _Layout:
+    """Which column of a packed row belongs to which key. Equal on all ranks, because it is made from equal keys alone.
+
+    A row of int64: [1 if this rank has something to say first | payload per column | tags, one byte per column]; a
+    MEAN takes a second column for its weights.
+    """
+
+    def __init__(self, book: SpecBook, members: Iterable[str]) -> None:
+        keys = [key for key, spec in book.items() if not spec.is_family]
+        self.columns: list[_Column] = []
+        for key in sorted({*keys, *members}):
+            spec = book.find(key)
+            assert spec is not None
+            self.columns.append(_Column(key, spec.reduction, spec.with_max))
+        self.index = {column.key: i for i, column in enumerate(self.columns)}
+        means = [i for i, column in enumerate(self.columns) if column.reduction is Reduction.MEAN]
+        self.weights = {self.columns[i].key: len(self.columns) + n for n, i in enumerate(means)}
+        self.width = len(self.columns) + len(means)
+        self.length = 1 + self.width + (self.width + 7) // 8
+
+    def pack(self, values: Mapping[str, Value]) -> np.ndarray:
+        row = np.zeros(self.length, dtype=np.int64)
+        ints = row[1 : 1 + self.width]
+        floats = ints.view(np.float64)
+        tags = row[1 + self.width :].view(np.uint8)
+
+        def put(at: int, value: Number) -> None:
+            if isinstance(value, int) and value in _INT64:
+                ints[at], tags[at] = value, _INT
+            else:
+                floats[at], tags[at] = value, _FLOAT
+
+        for key, value in values.items():
+            if isinstance(value, Mean):
+                put(self.index[key], value.total)
+                put(self.weights[key], value.weight)
+            else:
+                put(self.index[key], value)
+        return row
+
+    def reduce(self, rows: np.ndarray, ranks: Sequence[int]) -> dict[str, Number]:
+        """The rows of all ranks, [ranks, length], as one dict. Pure, and in a fixed order: the same bits everywhere."""
+        ints = np.ascontiguousarray(rows[:, 1 : 1 + self.width])
+        tags = np.ascontiguousarray(rows[:, 1 + self.width :]).view(np.uint8)[:, : self.width]
+        there = tags != _ABSENT
+        floats = np.where(tags == _FLOAT, ints.view(np.float64), ints.astype(np.float64))
+        floats[~there] = 0.0
+        sums = floats.sum(axis=0)
+        whole = ~(tags == _FLOAT).any(axis=0)
+        exact = ints.sum(axis=0)
+
+        def total(at: int) -> Number:
+            if not whole[at]:
+                return sums[at].item()
+            # numpy's int64 wraps around silently; near its end Python's integers take over
+            return exact[at].item() if abs(sums[at]) < 2.0**62 else sum(ints[:, at].tolist())
+
+        result: dict[str, Number] = {}
+        for at in np.flatnonzero(there.any(axis=0)[: len(self.columns)]).tolist():
+            key, reduction, with_max = self.columns[at]
+            if reduction is Reduction.SUM and not with_max:
+                result[key] = total(at)
+                continue
+            here = np.flatnonzero(there[:, at])
+            values = (ints if whole[at] else floats)[here, at]
+            if reduction is Reduction.MEAN:
+                second = self.weights[key]
+                weight = total(second)
+                if weight == 0:  # weights that cancel out; a rank with none does not say anything
+                    continue
+                result[key] = total(at) / weight
+                values = values / (ints if whole[second] else floats)[here, second]
+            worst = int(values.argmin() if reduction is Reduction.MIN else values.argmax())
+            if reduction in (Reduction.MIN, Reduction.MAX):
+                result[key] = values[worst].item()
+            elif reduction is Reduction.SUM:
+                result[key] = total(at)
+            if with_max:
+                if reduction in (Reduction.SUM, Reduction.MEAN):
+                    result[f"{key}_max"] = values[worst].item()
+                result[f"{key}/worst_rank"] = ranks[int(here[worst])]
+        return result
+
+
+def reduce_values(specs: Iterable[MetricSpec], rows: Sequence[Mapping[str, Any]]) -> dict[str, Number]:
+    """What `Reducer.reduce` gives when rank i says `rows[i]`: the same arithmetic with no process group."""
+    book = SpecBook((*specs, STEPS_IN_INTERVAL))
+    clean = [_checked(book, row) for row in rows]
+    layout = _Layout(book, {key for row in clean for key in row})
+    if not rows:
+        return {}
+    return layout.reduce(np.stack([layout.pack(row) for row in clean]), range(len(rows)))
+
+
+# -------------------------------------------------------------------------------------------------- all ranks
+
+
+class Reducer:
+    """Reduces rows over the ranks of a process group. Every rank calls `reduce` the same number of times.
+
+    `group` must reach CPU memory (gloo); with `torch.distributed` not initialised, or one rank, nothing is sent.
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[MetricSpec],
+        group: ProcessGroup | None = None,
+        *,
+        deadline: float = 300.0,
+        collectives: Literal["all_gather", "all_reduce"] = "all_gather",
+        meter: Meter | None = None,
+    ) -> None:
+        if collectives not in ("all_gather", "all_reduce"):
+            raise ConfigError(f"collectives must be 'all_gather' or 'all_reduce', got {collectives!r}")
+        if not 0 < deadline <= threading.TIMEOUT_MAX:
+            raise ConfigError(f"a Reducer needs a finite deadline of more than 0 seconds, got {deadline}")
+        self._book = SpecBook((*specs, STEPS_IN_INTERVAL))
+        self._group = group
+        self._deadline = deadline
+        self._collectives = collectives
+        self._meter = meter
+        self._layout = _Layout(self._book, ())
+        self._ranks: Ranks | None = None
+
+    def reduce(self, local: Mapping[str, Any]) -> dict[str, Number]:
+        """One value per key over all ranks; keys that no rank has are not in it. Collective: every rank must call it."""
+        if self._ranks is None and not _distributed(self._group):
+            return {k: _finished(v) for k, v in _checked(self._book, local).items()}
+        with Wait("metrics.reduce", meter=self._meter, deadline=self._deadline) as wait:
+            ranks = self._ranks
+            if ranks is None:
+                ranks = Ranks(self._group)
+                ranks.begin()
+                self._require_one_layout(ranks, wait)
+                self._ranks = ranks
+            else:
+                ranks.begin()
+            problem = ""
+            values: dict[str, Value] = {}
+            try:
+                values = _checked(self._book, local)
+            except ConfigError as error:  # told to all ranks first: leaving here would leave them waiting
+                problem = str(error)
+            for _ in range(2):
+                members = [key for key in values if key not in self._layout.index]
+                row = self._layout.pack({} if members else values)
+                row[0] = bool(members or problem)
+                result = self._attempt(ranks, row, wait)
+                if result is not None:
+                    return result
+                self._take_in(ranks, members, problem, wait)
+            raise AssertionError("a layout that has just taken in every rank's keys lacks one")
+
+    def _attempt(self, ranks: Ranks, row: np.ndarray, wait: Wait) -> dict[str, Number] | None:
+        """The reduced row, None if some rank has something to say first."""
+        if self._collectives == "all_reduce":
+            return _ThreeAllReduce(self._layout).reduce(row, ranks, wait)
+        rows = ranks.gather(row, wait)
+        return None if rows[:, 0].any() else self._layout.reduce(rows, ranks.names)
+
+    def _take_in(self, ranks: Ranks, members: Sequence[str], problem: str, wait: Wait) -> None:
+        """Hear what each rank has to say: family members to make room for, or a problem that stops them all."""
+        heard = ranks.exchange({"members": members, "problem": problem}, wait)
+        problems = [
+            f"rank {name}: {line}"
+            for name, said in zip(ranks.names, heard, strict=True)
+            for line in said["problem"].splitlines()
+        ]
+        if problems:
+            raise ConfigError(problems)
+        known = {*self._layout.index, *(key for said in heard for key in said["members"])}
+        if len(known) > MAX_COLUMNS:
+            raise ConfigError(
+                f"the ranks have {len(known):,} metric keys, more than {MAX_COLUMNS:,}; the last are {sorted(known)[-2:]}. "
+                "Take what varies without end (a path, an index) out of the key."
+            )
+        self._layout = _Layout(self._book, known)
+
+    def _described(self) -> list[str]:
+        return sorted(f"{s.key} {s.reduction.name}{' with_max' if s.with_max else ''}" for s in self._book.values())
+
+    def _require_one_layout(self, ranks: Ranks, wait: Wait) -> None:
+        ours = int(fingerprint_json([self._described(), self._collectives]), 16)
+        hashes = ranks.gather(np.array([ours], dtype=np.uint64).view(np.int64), wait)
+        if (hashes == hashes[0]).all():
+            return
+        heard = ranks.exchange({"keys": self._described(), "collectives": self._collectives}, wait)
+        raise ConfigError(_layout_differences(ranks.names, heard))
+
+
+def _finished(value: Value) -> Number:
+    return value.total / value.weight if isinstance(value, Mean) else value
+
+
+def _layout_differences(names: Sequence[int], heard: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines: list[str] = []
+    for collectives in sorted({said["collectives"] for said in heard}):
+        having = [n for n, said in zip(names, heard, strict=True) if said["collectives"] == collectives]
+        if len(having) < len(names):
+            lines.append(f"collectives={collectives!r} on {ranks_text(having)} only")
+    for entry in sorted({entry for said in heard for entry in said["keys"]}):
+        having = [n for n, said in zip(names, heard, strict=True) if entry in said["keys"]]
+        if len(having) < len(names):
+            key, _, kind = entry.partition(" ")
+            lines.append(f"{key!r} ({kind}) is declared on {ranks_text(having)} only")
+    shown = lines[:20] + ([f"and {len(lines) - 20} more"] if len(lines) > 20 else [])
+    return [
+        f"cannot reduce metrics over {len(names)} ranks, because they declare different ones: {'; '.join(shown)}. Adding "
+        "them up would mix different columns; give every rank the same specs."
+    ]
+
+
+def _distributed(group: ProcessGroup | None) -> bool:
+    if "torch" not in sys.modules:  # a process that never imported torch has no process group
+        return False
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+class _ThreeAllReduce:
+    """The document's form: a sum of int64, a sum of float64, and a minimum (a maximum is the minimum of ~x).
+
+    Values of both types have columns of their own, and the counts of who has which ride in the integer sum; floats
+    enter the minimum as the int64 of the same order. Sums of counts at or above 2^63 wrap around here.
+    """
+
+    def __init__(self, layout: _Layout) -> None:
+        self.layout = layout
+        self.compared = [
+            (at, c) for at, c in enumerate(layout.columns) if c.reduction is not Reduction.SUM or c.with_max
+        ]
+
+    def reduce(self, row: np.ndarray, ranks: Ranks, wait: Wait) -> dict[str, Number] | None:
+        layout, width = self.layout, self.layout.width
+        ints = row[1 : 1 + width]
+        floats = ints.view(np.float64)
+        tags = row[1 + width :].view(np.uint8)[:width]
+        is_int, is_float = tags == _INT, tags == _FLOAT
+        held = np.where(is_float, floats, 0.0)
+        has_nan = np.isnan(held)
+        counts = np.concatenate(
+            [row[:1], np.where(is_int, ints, 0), is_int, is_float + (has_nan.astype(np.int64) << 32)]
+        )
+        counts = ranks.all_reduce(counts, "SUM", wait)
+        sums = ranks.all_reduce(held, "SUM", wait)
+        lows = ranks.all_reduce(self._comparable(ints, held, is_int, is_float), "MIN", wait)
+        if counts[0]:
+            return None
+        int_sums, int_ranks, float_ranks = counts[1:].reshape(3, width)
+        nans, float_ranks = float_ranks >> 32, float_ranks & 0xFFFFFFFF
+
+        def total(at: int) -> Number:
+            return float(sums[at]) + int(int_sums[at]) if float_ranks[at] else int(int_sums[at])
+
+        extremes: dict[int, Number] = {}
+        for n, (at, column) in enumerate(self.compared):
+            low_int, low_float = (int(v) for v in lows[2 * n : 2 * n + 2])
+            if column.reduction is not Reduction.MIN:
+                low_int, low_float = ~low_int, ~low_float
+            found: list[Number] = []
+            if column.reduction is not Reduction.MEAN and int_ranks[at]:
+                found.append(low_int)
+            if column.reduction is Reduction.MEAN or float_ranks[at]:
+                found.append(_from_order(low_float))
+            if found:
+                best = min(found) if column.reduction is Reduction.MIN else max(found)
+                extremes[at] = math.nan if nans[at] else float(best) if float_ranks[at] else best
+        result: dict[str, Number] = {}
+        for at, (key, reduction, with_max) in enumerate(layout.columns):
+            if not int_ranks[at] + float_ranks[at]:
+                continue
+            match reduction:
+                case Reduction.SUM:
+                    result[key] = total(at)
+                case Reduction.MEAN:
+                    weight = total(layout.weights[key])
+                    if weight == 0:
+                        continue
+                    result[key] = total(at) / weight
+                case _:
+                    result[key] = extremes[at]
+            if with_max and reduction in (Reduction.SUM, Reduction.MEAN):
+                result[f"{key}_max"] = extremes[at]
+        return result
+
+    def _comparable(self, ints: np.ndarray, floats: np.ndarray, is_int: np.ndarray, is_float: np.ndarray) -> np.ndarray:
+        out = np.full(2 * len(self.compared), np.iinfo(np.int64).max, dtype=np.int64)
+        for n, (at, column) in enumerate(self.compared):
+            flip = 0 if column.reduction is Reduction.MIN else -1
+            if column.reduction is Reduction.MEAN:
+                if is_int[at] or is_float[at]:
+                    second = self.layout.weights[column.key]
+                    weight = float(floats[second]) if is_float[second] else int(ints[second])
+                    value = float(floats[at]) if is_float[at] else int(ints[at])
+                    out[2 * n + 1] = _in_order(value / weight) ^ flip
+            elif is_int[at]:
+                out[2 * n] = int(ints[at]) ^ flip
+            elif is_float[at]:
+                out[2 * n + 1] = _in_order(float(floats[at])) ^ flip
+        return out
+
+
+def _in_order(value: float) -> int:
+    """The int64 that stands where the float64 stands in the order of all of them."""
+    bits = int(np.float64(value).view(np.int64))
+    return bits if bits >= 0 else bits ^ 0x7FFF_FFFF_FFFF_FFFF
+
+
+def _from_order(place: int) -> float:
+    bits = place if place >= 0 else place ^ 0x7FFF_FFFF_FFFF_FFFF
+    return float(np.int64(bits).view(np.float64))

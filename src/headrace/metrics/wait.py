@@ -1,0 +1,535 @@
+"""Where the time went: every wait has a name, and the parts of a step add up to the whole.
+
+    with meter.step():                                    step   |=====================================|
+        with Wait("loader.next", deadline=60) as wait:    wait   |======|
+            item = queue.get(timeout=wait.remaining())
+        with phase("forward"):                            phase         |=================|
+            with Wait("grad.sync"): ...                   wait                |====|
+                                                          other                           |============|
+
+Times are exclusive: what lies inside an inner wait or phase counts for the inner one only. So for every step
+
+    step/seconds = sum of step/phase/<name>/seconds + sum of step/wait/<name>/seconds + step/other/seconds
+
+while `wait/<name>/seconds` and `phase/<name>/seconds` count everywhere, also in background threads and outside steps.
+An exposed wait (somebody who should work had nothing to do) is kept apart from a hidden one (`hidden=True`: a
+background thread had nothing to do). A hidden wait inside a step or an exposed wait of the same thread is exposed
+after all: there the trainer itself stands still.
+
+Each thread adds to cells of its own, and draining subtracts what was drained before; so the hot path takes no lock, and
+a forked child, which starts from zero, cannot inherit a held one. Wait enter+exit costs 1.4 us (1.6 inside a step) and
+phase 1.1 us, where a bare pair of clock reads costs .17 (benchmarks/metrics.py).
+
+A Wait belongs to the thread that enters it and is meant to nest. One that is left out of order (a generator closed
+late) is taken out of the chain and still counted; then the parts may overlap.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+
+from headrace.errors import ConfigError, DeadlineExceeded
+from headrace.files import publish
+from headrace.metrics.spec import MetricSpec, Number, Reduction, register
+
+__all__ = ["Meter", "OpenWait", "StepTimes", "Wait", "default_meter", "phase"]
+
+MAX_NAMES = 1000
+"""Distinct names a thread may use; what comes after is counted under the name `overflow`, so memory stays bounded."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+_LONGEST = threading.TIMEOUT_MAX
+_clock = time.perf_counter
+
+_SPECS = (
+    MetricSpec("wait/<name>/seconds", Reduction.SUM, True, "s", None, "time spent in this wait, inner waits not counted"),
+    MetricSpec("wait/<name>/count", Reduction.SUM, False, "", None, "how often this wait was entered"),
+    MetricSpec("waits/exposed/seconds", Reduction.SUM, True, "s", None, "all waits in which somebody who should work stood still"),
+    MetricSpec("waits/hidden/seconds", Reduction.SUM, False, "s", None, "all waits of background threads that had nothing to do"),
+    MetricSpec("phase/<name>/seconds", Reduction.SUM, True, "s", None, "time spent in this phase, without what lies inside it"),
+    MetricSpec("step/seconds", Reduction.SUM, True, "s", None, "time spent in steps; the other step/ times add up to it"),
+    MetricSpec("step/count", Reduction.SUM, False, "", None, "steps finished"),
+    MetricSpec("step/phase/<name>/seconds", Reduction.SUM, False, "s", None, "the part of step/seconds in this phase"),
+    MetricSpec("step/wait/<name>/seconds", Reduction.SUM, False, "s", None, "the part of step/seconds in this wait"),
+    MetricSpec("step/other/seconds", Reduction.SUM, False, "s", None, "the part of step/seconds in no phase and no wait"),
+    MetricSpec("counter/overflow", Reduction.SUM, False, "", (0, 0), "added to counters past the number of names a thread may use"),
+)  # fmt: skip
+register(*_SPECS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """One step, cut into its parts. They add up to `seconds`."""
+
+    seconds: float
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds by part: `phase/<name>`, `wait/<name>` and `other`."""
+
+    def line(self) -> str:
+        """The step on one line, the costliest part first."""
+        ordered = sorted(self.parts.items(), key=lambda part: -part[1])
+        return f"step {1e3 * self.seconds:.2f} ms: " + ", ".join(f"{name} {1e3 * s:.2f}" for name, s in ordered)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenWait:
+    """A wait somebody is in right now."""
+
+    thread: str
+    name: str
+    seconds: float
+    hidden: bool
+
+
+class _Thread:
+    """What one thread has counted in one meter. Only that thread writes; others read, or fold it in once it is gone."""
+
+    __slots__ = ("cells", "counts", "name", "steps", "top")
+
+    def __init__(self) -> None:
+        self.name = threading.current_thread().name
+        self.top: _Frame | None = None
+        self.cells: dict[str, list[Any]] = {}
+        """By `wait/<name>` or `phase/<name>`: [exposed seconds, hidden seconds, count, seconds inside steps, key]."""
+        self.counts: dict[str, Number] = {}
+        self.steps = [0.0, 0.0, 0]
+        """[seconds, other seconds, count] of finished steps."""
+
+
+class _Token:
+    """Dies with the thread that holds it: that is how a meter learns that a thread is gone."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Meter:
+    """Waits, phases and counters of a process, or of a part of it. Any thread may add; one reader drains."""
+
+    def __init__(self) -> None:
+        self._forget()
+        _meters.add(self)
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._threads: list[tuple[weakref.ref[_Token], _Thread]] = []
+        self._retired: dict[str, Number] = {}
+        self._drained: dict[str, Number] = {}
+        self._ring: deque[tuple[str, float, float, str]] | None = None
+        self._last_step: StepTimes | None = None
+
+    # ------------------------------------------------------------------------------------------ adding
+
+    def add(self, key: str, value: Number = 1) -> None:
+        """Add to the counter `key` (a whole metric key, declared by its owner as a SUM)."""
+        try:
+            counts = self._local.thread.counts
+        except AttributeError:
+            counts = self._join().counts
+        if key in counts:
+            counts[key] += value
+            return
+        with self._lock:  # a reader may be walking the dict: only values change outside the lock
+            if len(counts) >= MAX_NAMES:
+                key = "counter/overflow"
+                value += counts.get(key, 0)
+            counts[key] = value
+
+    def step(self) -> _Step:
+        """`with meter.step():` measures one whole step of this thread."""
+        return _Step(self)
+
+    def begin_step(self) -> None:
+        """`step()` for loops that cannot indent; `end_step` closes it."""
+        _Step(self).__enter__()
+
+    def end_step(self) -> StepTimes:
+        """Close the step begun by `begin_step`; its parts."""
+        thread = getattr(self._local, "thread", None)
+        if thread is None or not isinstance(thread.top, _Step):
+            inside = "no step is open" if thread is None or thread.top is None else f"{thread.top.key!r} is still open"
+            raise RuntimeError(
+                f"end_step() without begin_step() on thread {threading.current_thread().name!r}: {inside}"
+            )
+        thread.top.__exit__(None, None, None)
+        assert self._last_step is not None
+        return self._last_step
+
+    @property
+    def last_step(self) -> StepTimes | None:
+        """The step finished last, cut into its parts; None before the first."""
+        return self._last_step
+
+    # ----------------------------------------------------------------------------------------- reading
+
+    def totals(self) -> dict[str, Number]:
+        """Everything since the meter was made, under flat keys."""
+        with self._lock:
+            return self._totals()
+
+    def drain(self) -> dict[str, Number]:
+        """What was added since the last drain, under flat keys; {} if nothing was."""
+        with self._lock:
+            totals, before = self._totals(), self._drained
+            self._drained = totals
+        return {key: value - before.get(key, 0) for key, value in totals.items() if value != before.get(key, 0)}
+
+    drain_metrics = drain
+
+    def metric_specs(self) -> tuple[MetricSpec, ...]:
+        """The families of waits, phases and steps. Counters are declared by those who add them."""
+        return _SPECS
+
+    def open_waits(self) -> list[OpenWait]:
+        """Who waits for what right now, the longest first: what to print when nothing moves."""
+        now = _clock()
+        with self._lock:
+            tops = [(thread.name, thread.top) for _, thread in self._threads]
+        found: list[OpenWait] = []
+        for thread_name, frame in tops:
+            while frame is not None:
+                if isinstance(frame, Wait):
+                    found.append(
+                        OpenWait(thread=thread_name, name=frame.name, seconds=now - frame.start, hidden=frame.hidden)
+                    )
+                frame = frame.parent
+        return sorted(found, key=lambda wait: -wait.seconds)
+
+    def _totals(self) -> dict[str, Number]:
+        # A thread that is gone is folded into one dict, so a run that starts a million threads keeps a handful.
+        alive: list[tuple[weakref.ref[_Token], _Thread]] = []
+        for entry in self._threads:
+            if entry[0]() is None:
+                _fold(entry[1], self._retired)
+            else:
+                alive.append(entry)
+        self._threads = alive
+        totals = dict(self._retired)
+        for _, thread in alive:
+            _fold(thread, totals)
+        return totals
+
+    def _join(self) -> _Thread:
+        """The cells of a thread that comes here for the first time."""
+        token, thread = _Token(), _Thread()
+        with self._lock:
+            self._totals()  # folds threads that are gone, so they do not pile up in a run that never drains
+            self._threads.append((weakref.ref(token), thread))
+        self._local.token = token
+        self._local.thread = thread
+        return thread
+
+    def _open_cell(self, thread: _Thread, key: str) -> list[Any]:
+        kind, _, name = key.partition("/")
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"a {kind} is named by letters, digits and _.- such as 'spool.empty', got {name!r}")
+        with self._lock:
+            if len(thread.cells) >= MAX_NAMES:
+                key = f"{kind}/overflow"
+            return thread.cells.setdefault(key, [0.0, 0.0, 0, 0.0, key])
+
+    # ------------------------------------------------------------------------------------------- trace
+
+    def start_trace(self, capacity: int = 100_000) -> None:
+        """From now on keep the newest `capacity` waits, phases and steps (about 200 bytes each) for `chrome_trace`."""
+        if capacity < 1:
+            raise ValueError(f"a trace needs a capacity of at least 1 event, got {capacity}")
+        self._ring = deque(maxlen=capacity)
+
+    def stop_trace(self) -> None:
+        """Stop recording and let go of what was recorded."""
+        self._ring = None
+
+    def chrome_trace(self, path: Path) -> int:
+        """Write the recorded events as a file for chrome://tracing or ui.perfetto.dev; how many there were."""
+        if self._ring is None:
+            raise ConfigError(
+                f"cannot write the trace {path}: nothing was recorded. Call start_trace() before the steps."
+            )
+        events = self._ring.copy()
+        lanes: dict[str, int] = {}
+        pid = os.getpid()
+        rows: list[dict[str, Any]] = []
+        for key, start, seconds, thread in events:
+            kind, _, name = key.partition("/")
+            lane = lanes.setdefault(thread, len(lanes))
+            rows.append(
+                {
+                    "name": name or kind,
+                    "cat": kind,
+                    "ph": "X",
+                    "ts": 1e6 * start,
+                    "dur": 1e6 * seconds,
+                    "pid": pid,
+                    "tid": lane,
+                }
+            )
+        named = [
+            {"name": "thread_name", "ph": "M", "pid": pid, "tid": lane, "args": {"name": thread}}
+            for thread, lane in lanes.items()
+        ]
+        publish(path, orjson.dumps({"traceEvents": named + rows, "displayTimeUnit": "ms"}), replace=True, durable=False)
+        return len(rows)
+
+
+def _fold(thread: _Thread, into: dict[str, Number]) -> None:
+    exposed = hidden = 0.0
+    for key, (shown, unseen, count, inside, _) in thread.cells.items():
+        if not count:
+            continue
+        into[f"{key}/seconds"] = into.get(f"{key}/seconds", 0.0) + shown + unseen
+        if key.startswith("wait/"):
+            into[f"{key}/count"] = into.get(f"{key}/count", 0) + count
+            exposed += shown
+            hidden += unseen
+        if inside:
+            into[f"step/{key}/seconds"] = into.get(f"step/{key}/seconds", 0.0) + inside
+    for key, seconds in (("waits/exposed/seconds", exposed), ("waits/hidden/seconds", hidden)):
+        if seconds:
+            into[key] = into.get(key, 0.0) + seconds
+    seconds, other, count = thread.steps
+    if count:
+        into["step/seconds"] = into.get("step/seconds", 0.0) + seconds
+        into["step/other/seconds"] = into.get("step/other/seconds", 0.0) + other
+        into["step/count"] = into.get("step/count", 0) + count
+    for key, value in thread.counts.items():
+        into[key] = into.get(key, 0) + value
+
+
+_meters: weakref.WeakSet[Meter] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for meter in list(_meters):
+        meter._forget()
+
+
+# A forked child (a DataLoader worker) would report the parent's seconds a second time, and its lock may be held by a
+# thread that does not exist there.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
+
+_default = Meter()
+
+
+def default_meter() -> Meter:
+    """The meter of this process, used by every Wait and phase that is given none."""
+    return _default
+
+
+class _Frame:
+    """An open wait, phase or step: a link in its thread's chain that collects the time of what lies inside it."""
+
+    __slots__ = ("cell", "hidden", "inner", "key", "meter", "parent", "seconds", "start", "step", "thread")
+
+    key: str
+    meter: Meter
+    thread: _Thread | None
+    parent: _Frame | None
+    step: _Step | None
+    hidden: bool
+    cell: list[Any]
+    start: float
+    inner: float
+    seconds: float
+
+    def __enter__(self) -> Self:
+        meter = self.meter
+        try:
+            thread = meter._local.thread
+        except AttributeError:
+            thread = meter._join()
+        if self.thread is not None:
+            raise RuntimeError(f"{self.key!r} is already open; make a new one for each `with`")
+        try:
+            self.cell = thread.cells[self.key]
+        except KeyError:
+            self.cell = meter._open_cell(thread, self.key)
+        parent = thread.top
+        if parent is None:
+            self.step = None
+        else:
+            self.step = parent.step
+            self.hidden = self.hidden and parent.hidden
+        self.parent = parent
+        self.thread = thread
+        self.inner = 0.0
+        thread.top = self
+        self.start = _clock()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        seconds = self.seconds = _clock() - self.start
+        thread = self.thread
+        if thread is None:
+            raise RuntimeError(f"{self.key!r} is left without having been entered")
+        parent = self.parent
+        if thread.top is self:
+            thread.top = parent
+        else:
+            _unlink(thread, self)
+        if parent is not None:
+            parent.inner += seconds
+        own = seconds - self.inner
+        cell = self.cell
+        cell[1 if self.hidden else 0] += own
+        cell[2] += 1
+        step = self.step
+        if step is not None:
+            cell[3] += own
+            key = cell[4]
+            step.parts[key] = step.parts.get(key, 0.0) + own
+        self.thread = self.parent = self.step = None
+        if self.meter._ring is not None:
+            self.meter._ring.append((self.key, self.start, seconds, thread.name))
+
+
+def _unlink(thread: _Thread, frame: _Frame) -> None:
+    """Take a frame that is left out of order out of its thread's chain."""
+    above = thread.top
+    while above is not None and above.parent is not frame:
+        above = above.parent
+    if above is not None:
+        above.parent = frame.parent
+
+
+class Wait(_Frame):
+    """The only way to block: a named, counted piece of time with a deadline.
+
+        with Wait("spool.empty", deadline=60, remedy="Is the provider running?") as wait:
+            while not ready.wait(timeout=min(1.0, wait.remaining())):
+                wait.check()
+
+    Waiting itself stays the caller's business, because only the caller knows how: pass `remaining()` as its timeout,
+    and call `check()` when it comes back with nothing.
+    """
+
+    __slots__ = ("deadline", "remedy")
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        meter: Meter | None = None,
+        deadline: float = 300.0,
+        hidden: bool = False,
+        remedy: str = "",
+    ) -> None:
+        if not 0 <= deadline <= _LONGEST:
+            raise ValueError(f"wait {name!r} needs a finite deadline of 0 seconds or more, got {deadline}")
+        self.key = "wait/" + name
+        self.meter = meter if meter is not None else _default
+        self.deadline = deadline
+        self.hidden = hidden
+        self.remedy = remedy
+        self.thread = None
+        self.seconds = 0.0
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self.key[len("wait/") :]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it was entered; once left, how long it took."""
+        return self.seconds if self.thread is None else _clock() - self.start
+
+    def remaining(self) -> float:
+        """Seconds left before the deadline, never below 0: the timeout of whatever blocks inside."""
+        left = self.deadline - self.elapsed
+        return left if left > 0.0 else 0.0
+
+    def expired(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.elapsed >= self.deadline
+
+    def check(self) -> None:
+        """Raise DeadlineExceeded once the deadline has passed."""
+        elapsed = self.elapsed
+        if elapsed >= self.deadline:
+            remedy = self.remedy or "Look at what it waits for, or give it a longer deadline if that is expected."
+            raise DeadlineExceeded(
+                f"wait {self.name!r} has taken {elapsed:.3g} s; its deadline is {self.deadline:g} s. {remedy}"
+            )
+
+
+class _Phase(_Frame):
+    __slots__ = ()
+
+    def __init__(self, name: str, meter: Meter) -> None:
+        self.key = "phase/" + name
+        self.meter = meter
+        self.thread = None
+        # Says nothing about the trainer: a phase of a background thread must not turn the hidden waits in it exposed.
+        self.hidden = True
+        self.seconds = 0.0
+
+
+def phase(name: str, *, meter: Meter | None = None) -> _Phase:
+    """`with phase("pack"):` gives phase/pack/seconds: the time in it that lies in no inner phase and no wait."""
+    return _Phase(name, meter if meter is not None else _default)
+
+
+class _Step(_Frame):
+    """A whole step. What lies in it and in no phase and no wait is `other`."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, meter: Meter) -> None:
+        self.key = "step"
+        self.meter = meter
+        self.thread = None
+        self.seconds = 0.0
+        self.hidden = False
+        self.parts: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        meter = self.meter
+        thread = getattr(meter._local, "thread", None) or meter._join()
+        if thread.top is not None:
+            raise RuntimeError(
+                f"a step begins inside {thread.top.key!r} on thread {thread.name!r}; close that first, "
+                "or the parts of the step cannot add up"
+            )
+        self.thread = thread
+        self.parent = None
+        self.step = self
+        self.inner = 0.0
+        self.parts = {}
+        thread.top = self
+        self.start = _clock()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        seconds = self.seconds = _clock() - self.start
+        thread = self.thread
+        if thread is None:
+            raise RuntimeError("a step is left without having been entered")
+        if thread.top is self:
+            thread.top = None
+        else:
+            _unlink(thread, self)
+        other = seconds - self.inner
+        thread.steps[0] += seconds
+        thread.steps[1] += other
+        thread.steps[2] += 1
+        self.thread = self.step = None
+        self.meter._last_step = StepTimes(seconds=seconds, parts={**self.parts, "other": other})
+        if self.meter._ring is not None:
+            self.meter._ring.append(("step", self.start, seconds, thread.name))

@@ -1,0 +1,118 @@
+"""Which rows of a source a lane reads in an epoch, and in which order.
+
+An epoch puts the chunks in keyed order and the rows of each chunk in keyed order: one long sequence of all rows. Lane l
+of L reads the l-th part of it.
+
+    chunks      [ c7      | c2   | c9       | c0    | …  ]        keyed by (seed, source, epoch)
+    lanes       [ lane 0     | lane 1    | lane 2     | … ]        equal numbers of rows, to within one
+
+With many chunks (16 a lane or more) the borders move to the nearest chunk's edge, so that no chunk is decoded twice; with
+few, neighbouring lanes share a chunk by rows, and lanes stay balanced however few chunks there are. With fewer rows than
+lanes only some lanes own a row, and the owners rotate from epoch to epoch.
+
+Everything is a function of (rows per chunk, key, lanes, epoch, position): there is no shuffle buffer to lose, and seeking
+is a binary search. Opens no file, starts no thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.order import Permutation, derive
+
+__all__ = ["Deal", "Span"]
+
+_SNAP_AT = 16
+_EPOCHS_KEPT = 4
+
+
+class Span(NamedTuple):
+    """Consecutive rows of a lane that lie in one chunk."""
+
+    chunk: int
+    rows: np.ndarray
+    """int64: rows within the chunk, in reading order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Epoch:
+    order: np.ndarray
+    """Chunks in reading order."""
+    ends: np.ndarray
+    """Rows up to and including each of them."""
+    borders: np.ndarray
+    """Where each lane's part starts; L + 1 entries."""
+
+
+class Deal:
+    """The rows of one source, dealt to lanes."""
+
+    def __init__(self, chunk_rows: np.ndarray, *, key: int, lanes: int, shuffle: bool = True) -> None:
+        self.chunk_rows = np.asarray(chunk_rows, dtype=np.int64)
+        self.rows = int(self.chunk_rows.sum())
+        self.lanes = lanes
+        self.shuffle = shuffle
+        self._key = key
+        self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
+
+    def lane_rows(self, lane: int, epoch: int) -> int:
+        """How many rows a lane reads in an epoch."""
+        start, end = self._part(lane, epoch)
+        return end - start
+
+    def rows_owned(self, epochs: range) -> np.ndarray:
+        """Rows per lane over some epochs."""
+        return np.array([sum(self.lane_rows(lane, e) for e in epochs) for lane in range(self.lanes)], np.int64)
+
+    def spans(self, lane: int, epoch: int, position: int, count: int) -> list[Span]:
+        """Rows [position, position + count) of the lane's part (as many as there are), cut at chunk borders."""
+        start, end = self._part(lane, epoch)
+        at, stop = start + position, min(start + position + count, end)
+        layout = self._layout(epoch)
+        spans = []
+        while at < stop:
+            i = int(np.searchsorted(layout.ends, at, side="right"))
+            chunk = int(layout.order[i])
+            first = int(layout.ends[i]) - int(self.chunk_rows[chunk])
+            upto = min(stop, int(layout.ends[i]))
+            spans.append(Span(chunk, self._rows_in_chunk(epoch, chunk, at - first, upto - first)))
+            at = upto
+        return spans
+
+    def _rows_in_chunk(self, epoch: int, chunk: int, start: int, stop: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        rows_key = derive(derive(derive(self._key, 1), epoch), chunk)
+        return Permutation(int(self.chunk_rows[chunk]), rows_key).slice(start, stop)
+
+    def _part(self, lane: int, epoch: int) -> tuple[int, int]:
+        borders = self._layout(epoch).borders
+        slot = (lane + epoch) % self.lanes if self.rows < self.lanes else lane
+        return int(borders[slot]), int(borders[slot + 1])
+
+    def _layout(self, epoch: int) -> _Epoch:
+        found = self._epochs.get(epoch)
+        if found is not None:
+            return found
+        chunks = len(self.chunk_rows)
+        if self.shuffle:
+            order = Permutation(chunks, derive(derive(self._key, 0), epoch)).slice(0, chunks)
+        else:
+            order = np.arange(chunks, dtype=np.int64)
+        ends = np.cumsum(self.chunk_rows[order])
+        borders = np.arange(self.lanes + 1, dtype=np.int64) * self.rows // self.lanes
+        if chunks >= _SNAP_AT * self.lanes:
+            edges = np.concatenate([np.zeros(1, np.int64), ends])
+            above = np.searchsorted(edges, borders, side="left")
+            below = np.maximum(above - 1, 0)
+            nearer = np.where(borders - edges[below] < edges[above] - borders, below, above)
+            borders = edges[nearer]
+        layout = _Epoch(order, ends, borders)
+        self._epochs[epoch] = layout
+        while len(self._epochs) > _EPOCHS_KEPT:  # two threads may both compute an epoch: same arrays, nothing lost
+            self._epochs.popitem(last=False)
+        return layout

@@ -1,0 +1,309 @@
+"""Which lines does a file hold, and what is the text of each?
+
+    txt     a line is a document; \\n or \\r\\n ends it; an empty line is an empty document
+    jsonl   a line is an object with the text in one field; a line of nothing but blanks is no row
+
+Chunks are runs of whole lines of at most `chunk_bytes`; a longer line is a chunk of its own. A file is scanned with one
+buffer of a few MiB, at the speed of numpy's compare: 2.0 GB/s warm where a bare read() loop does 2.4 (bytes.count: 1.3).
+Only \\n ends a line: U+2028 and its kin are text. A byte-order mark at the start of a file belongs to no row.
+
+jsonl is decoded a chunk at a time by msgspec into a type that holds nothing but the text: 1.0 GB/s, against .51 for
+msgspec line by line and .38 for orjson into dicts. msgspec's `decode_lines` takes any white space for a line end (a value
+may span lines, a line may hold two values), so its answer is used only where every line begins with { and ends with }:
+between } and { no JSON value can continue, hence each line is one value. All else is decoded line by line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from headrace.errors import DataChanged
+from headrace.order import chunk_hash
+from headrace.sources.raw import RawFile
+from headrace.sources.reader import BadRow, FileScan, Loaded, not_utf8
+from headrace.sources.spec import nearest
+
+__all__ = ["JsonLines", "TextLines", "default_chunk_bytes"]
+
+_BUFFER = 4 << 20
+_BOM = b"\xef\xbb\xbf"
+_NEWLINE, _RETURN, _OPEN, _CLOSE = 10, 13, 123, 125
+_BLANKS = b" \t\r"
+_IS_BLANK = np.zeros(256, dtype=bool)
+_IS_BLANK[list(b" \t\r\n")] = True
+
+
+def default_chunk_bytes(total: int) -> int:
+    """A 4096th of the source, at least 64 KiB and at most 1 MiB."""
+    return min(max(total // 4096, 64 << 10), 1 << 20)
+
+
+class TextLines:
+    """A document per line."""
+
+    format = "txt"
+    suffixes: tuple[str, ...] = (".txt",)
+    unit = "line"
+    span = "bytes"
+    _blank_is_row = True
+
+    def __init__(self, *, max_line_bytes: int) -> None:
+        self.max_line_bytes = max_line_bytes
+
+    def parameters(self) -> dict[str, Any]:
+        return {}
+
+    def chunk_bytes(self, total: int) -> int:
+        return default_chunk_bytes(total)
+
+    def scan(self, file: RawFile, chunk_bytes: int) -> FileScan:
+        starts, ends, rows, lines = [], [], [], []
+        line = blank = 0
+        for start, end, line_count, blank_count in self._cuts(file, chunk_bytes):
+            if line_count > blank_count:
+                starts.append(start)
+                ends.append(end)
+                rows.append(line_count - blank_count)
+                lines.append(line)
+            line += line_count
+            blank += blank_count
+        columns = (np.array(column, dtype=np.int64) for column in (starts, ends, rows, lines))
+        start_, end_, rows_, line_ = columns
+        return FileScan(start=start_, end=end_, rows=rows_, line=line_, blank_lines=blank)
+
+    def load(self, file: RawFile, start: int, end: int) -> Loaded:
+        if end - start > self.max_line_bytes + 2 and end - start > 1 << 20:
+            # Only a line of its own can be a chunk of this size: hashed in pieces, never held.
+            hasher = xxhash.xxh3_64()
+            buffer = piece = memoryview(bytearray(1 << 20))
+            for offset in range(start, end, len(buffer)):
+                piece = buffer[: min(len(buffer), end - offset)]
+                file.read_into(piece, offset)
+                hasher.update(piece)
+            line_bytes = end - start - (piece[-1] == _NEWLINE)
+            return Loaded(hash=hasher.intdigest(), size=end - start, payload=line_bytes)
+        data = file.read(start, end - start)
+        return Loaded(hash=chunk_hash(memoryview(data)), size=end - start, payload=data)
+
+    def decode(self, file: RawFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
+        if isinstance(loaded.payload, int):
+            if rows != 1:
+                raise _other_rows(file, rows, 1)
+            return [None], [BadRow(row=0, line=0, reason=self._too_long(loaded.payload))]
+        texts = self._decode_all(loaded.payload, rows)
+        if texts is not None:
+            return texts, []
+        return self._decode_each(file, loaded.payload, rows)
+
+    def _cuts(self, file: RawFile, chunk_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+        """(start, end, lines, blank lines) of every chunk, from one buffer that slides over the file."""
+        size = file.size
+        buffer = bytearray(min(max(_BUFFER, 2 * chunk_bytes), max(size, 1)))
+        view, array = memoryview(buffer), np.frombuffer(buffer, dtype=np.uint8)
+        held = 0  # file offset of buffer[0]
+        filled = 0
+        position = 0
+        if size >= len(_BOM) and file.read(0, len(_BOM)) == _BOM:
+            position = held = len(_BOM)
+
+        while position < size:
+            want = min(chunk_bytes, size - position)
+            if position + want > held + filled:  # slide: what is left moves to the front, the rest is refilled
+                left = max(0, held + filled - position)
+                view[:left] = view[filled - left : filled]
+                held = position
+                filled = min(len(buffer), size - position)
+                file.read_into(view[left:filled], position + left)
+            at = position - held
+            window = array[at : at + want]
+            newlines = np.flatnonzero(window == _NEWLINE)
+            last = position + want == size
+            if newlines.size or last:
+                end = size if last else position + int(newlines[-1]) + 1
+                unended = last and (not newlines.size or int(newlines[-1]) != want - 1)
+                lines = int(newlines.size) + unended
+                blank = 0 if self._blank_is_row else _blank_lines(window[: end - position], newlines, unended)
+                yield position, end, lines, blank
+            else:
+                end, blank_line = self._long_line(file, position, view)
+                filled = 0  # the buffer was used for the search
+                yield position, end, 1, int(blank_line and not self._blank_is_row)
+            position = end
+
+    def _long_line(self, file: RawFile, start: int, view: memoryview) -> tuple[int, bool]:
+        """Where the line that begins at `start` ends, and whether it is blank; held a buffer at a time."""
+        blank = True
+        offset = start
+        while offset < file.size:
+            piece = view[: min(len(view), file.size - offset)]
+            file.read_into(piece, offset)
+            array = np.frombuffer(piece, dtype=np.uint8)
+            newlines = np.flatnonzero(array == _NEWLINE)
+            stop = int(newlines[0]) if newlines.size else len(piece)
+            blank = blank and bool(_IS_BLANK[array[:stop]].all())
+            if newlines.size:
+                return offset + stop + 1, blank
+            offset += len(piece)
+        return file.size, blank
+
+    def _too_long(self, size: int) -> str:
+        return f"it is {size:,} bytes long, more than the {self.max_line_bytes:,} that max_line_bytes allows"
+
+    def _decode_all(self, data: bytearray, rows: int) -> list[str | None] | None:
+        """All texts at once, or None if anything about the chunk asks for a closer look."""
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError:
+            return None
+        if "\r\n" in text:
+            text = text.replace("\r\n", "\n")
+        texts: list[str | None] = list(text.split("\n"))
+        if text.endswith("\n"):
+            texts.pop()
+        return texts if len(texts) == rows and len(data) <= self.max_line_bytes else None
+
+    def _decode_each(self, file: RawFile, data: bytearray, rows: int) -> tuple[list[str | None], list[BadRow]]:
+        texts: list[str | None] = []
+        bad: list[BadRow] = []
+        for number, line in enumerate(_split(data)):
+            if not self._blank_is_row and not line.strip(_BLANKS):
+                continue
+            text, reason = (
+                self._decode_line(line) if len(line) <= self.max_line_bytes else (None, self._too_long(len(line)))
+            )
+            if reason:
+                bad.append(BadRow(row=len(texts), line=number, reason=reason))
+            texts.append(text)
+        if len(texts) != rows:
+            raise _other_rows(file, rows, len(texts))
+        return texts, bad
+
+    def _decode_line(self, line: bytes) -> tuple[str | None, str]:
+        try:
+            return line.removesuffix(b"\r").decode("utf-8"), ""
+        except UnicodeDecodeError as error:
+            return None, not_utf8(error)
+
+
+class JsonLines(TextLines):
+    """A JSON object per line, the text in one field of it."""
+
+    format = "jsonl"
+    suffixes = (".jsonl", ".ndjson")
+    _blank_is_row = False
+
+    def __init__(self, *, text_key: str, max_line_bytes: int) -> None:
+        super().__init__(max_line_bytes=max_line_bytes)
+        self.text_key = text_key
+        self._keys = text_key.split(".")
+        row: Any = str
+        for key in reversed(self._keys):
+            row = msgspec.defstruct("Row", [("value", row)], rename={"value": key}, gc=False)
+        self._decoder: Any = msgspec.json.Decoder(row)
+
+    def _decode_all(self, data: bytearray, rows: int) -> list[str | None] | None:
+        array = np.frombuffer(data, dtype=np.uint8)
+        newlines = np.flatnonzero(array == _NEWLINE)
+        lines = int(newlines.size) + (data[-1] != _NEWLINE)
+        if lines != rows or data[0] != _OPEN or len(data) > self.max_line_bytes:
+            return None
+        lasts = newlines - 1
+        lasts -= array[lasts] == _RETURN
+        nexts = newlines + 1
+        if not ((array[lasts] == _CLOSE).all() and (array[nexts[nexts < array.size]] == _OPEN).all()):
+            return None
+        try:
+            values = self._decoder.decode_lines(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        for _ in self._keys[1:]:
+            values = [value.value for value in values]
+        return [value.value for value in values] if len(values) == rows else None
+
+    def _decode_line(self, line: bytes) -> tuple[str | None, str]:
+        try:
+            value = self._decoder.decode(line)
+        except UnicodeDecodeError as error:
+            return None, not_utf8(error)
+        except RecursionError:
+            return None, "it is nested too deeply to be parsed"
+        except msgspec.ValidationError as error:
+            return None, self._misfit(line, str(error))
+        except msgspec.MsgspecError as error:
+            return None, _not_json(line, str(error))
+        for _ in self._keys:
+            value = value.value
+        return value, ""
+
+    def _misfit(self, line: bytes, message: str) -> str:
+        """Valid JSON without a text where it was expected: which keys exist, nearest first, or what stands there."""
+        try:
+            found: Any = msgspec.json.decode(line)
+        except (ValueError, RecursionError):
+            return message
+        for depth, key in enumerate(self._keys):
+            where = ".".join(self._keys[:depth]) or "the line"
+            if not isinstance(found, dict):
+                return f"{where} is {_type_name(found)}, expected an object with the key {key!r}"
+            if key not in found:
+                keys = ", ".join(repr(k if len(k) <= 40 else k[:40] + "…") for k in nearest(key, found)[:8])
+                return f"it has no key {key!r}; it has {keys or 'none at all'} (set text_key to the one that holds the text)"
+            found = found[key]
+        return f"{self.text_key!r} is {_type_name(found)}, expected text"
+
+
+def _split(data: bytearray) -> Iterator[bytes]:
+    """The lines without their \\n, one at a time: a chunk of many lines is never held twice."""
+    start = 0
+    while start < len(data):
+        end = data.find(b"\n", start)
+        if end < 0:
+            end = len(data)
+        yield bytes(memoryview(data)[start:end])
+        start = end + 1
+
+
+def _blank_lines(window: np.ndarray, newlines: np.ndarray, unended: bool) -> int:
+    """How many lines hold nothing but blanks. Only lines that begin with one are looked at: as a rule none does."""
+    starts = np.concatenate(([0], newlines + 1)) if unended else np.concatenate(([0], newlines[:-1] + 1))
+    candidates = np.flatnonzero(_IS_BLANK[window[starts]])
+    if not candidates.size:
+        return 0
+    ends = np.append(newlines, window.size) if unended else newlines
+    # A line is blank when the number of non-blank bytes before its start and before its end is the same.
+    solid = np.concatenate(([0], np.cumsum(~_IS_BLANK[window], dtype=np.int64)))
+    return int((solid[starts[candidates]] == solid[ends[candidates]]).sum())
+
+
+def _not_json(line: bytes, message: str) -> str:
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return not_utf8(error)
+    if "surrogate" in message or "hex escape" in message or (b"\\ud" in line.lower() and "truncated" in message):
+        return "it holds half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+    return f"it is not a JSON value: {message.removeprefix('JSON is malformed: ')}"
+
+
+def _type_name(value: object) -> str:
+    names = {
+        dict: "an object",
+        list: "an array",
+        str: "text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
+    return names.get(type(value), "null")
+
+
+def _other_rows(file: RawFile, expected: int, found: int) -> DataChanged:
+    return DataChanged(
+        f"{file.path} held {expected:,} rows in this chunk when they were counted and holds {found:,} now: the file was "
+        "written to since. Restore it, or accept the change with --accept data."
+    )

@@ -1,0 +1,214 @@
+"""Which files, chunks and rows does a source have?
+
+    files        sorted by the bytes of their paths, each with its size, rows and fingerprint
+    chunks       file, [start, end), rows; in file order, then in the order of the file; none is empty
+    first_row    prefix sums: row r of the source lies in chunk searchsorted(first_row, r)
+
+A manifest is a pure function of the files' bytes, so every rank makes the same one. It is made once, at the speed of
+reading (files side by side in threads), and cached under a key of (path, size, mtime) and of what the scan depends on. On a
+cache hit only the sampled blocks of every file are read again, about a millisecond a file; a file that changed behind an
+unchanged size and mtime is thereby noticed in most cases, and the rest when its chunks are read (records.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import DataChanged, FileCorrupt, StorageError
+from headrace.files import open_container, quarantine, write_container
+from headrace.order import file_fingerprint, fingerprint_json
+from headrace.sources.matching import Found, FoundFile
+from headrace.sources.raw import RawFile, Tally, patiently
+from headrace.sources.reader import FileScan, Reader
+
+__all__ = ["FileEntry", "Manifest", "make_manifest"]
+
+_VERSION = 1
+_COLUMNS = {
+    "chunk_file": np.int32,
+    "chunk_start": np.int64,
+    "chunk_end": np.int64,
+    "chunk_rows": np.int64,
+    "chunk_line": np.int64,
+}
+_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One file of a source."""
+
+    path: str
+    """Relative to the manifest's root, with slashes."""
+    size: int
+    rows: int
+    fingerprint: str
+    """16 hex digits over the size and sampled blocks (order.file_fingerprint)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Manifest:
+    """The files and chunks of a source. Two manifests with equal fingerprints hold the same rows in the same chunks."""
+
+    root: Path
+    files: tuple[FileEntry, ...]
+    chunk_file: np.ndarray
+    chunk_start: np.ndarray
+    chunk_end: np.ndarray
+    chunk_rows: np.ndarray
+    chunk_line: np.ndarray
+    """Line (or row) of its file at which a chunk begins, from 0. Differs from the row where lines are blank."""
+    first_row: np.ndarray
+    """Row of the source at which each chunk begins; one more entry than chunks, the last is `rows`."""
+    file_first_row: np.ndarray
+    rows: int
+    blank_lines: int
+    fingerprint: str
+
+    @property
+    def chunks(self) -> int:
+        return len(self.chunk_rows)
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """(index of the file, row within it) of a row of the source. O(log files)."""
+        if not 0 <= row < self.rows:
+            raise IndexError(f"row {row} of a source of {self.rows} rows")
+        file = int(np.searchsorted(self.file_first_row, row, side="right")) - 1
+        return file, row - int(self.file_first_row[file])
+
+
+def make_manifest(
+    found: Found, reader: Reader, *, chunk_bytes: int | None, follow: bool, fresh: bool, cache: Path, tally: Tally
+) -> Manifest:
+    """The manifest of the found files: from the cache if it is there and still true, else by scanning them.
+
+    `fresh` scans in any case: whoever accepts changed bytes wants them counted anew.
+    """
+    target = reader.chunk_bytes(sum(f.size for f in found.files)) if chunk_bytes is None else chunk_bytes
+    recipe = {"version": _VERSION, "format": reader.format, "parameters": reader.parameters(), "chunk_bytes": target}
+    listing = [[f.path, f.size, f.mtime_ns] for f in found.files]
+    path = cache / "manifests" / f"{fingerprint_json({**recipe, 'root': str(found.root), 'files': listing})}.manifest"
+    prints = _side_by_side(lambda f: _fingerprint(found.root / f.path, f.size, tally), found.files)
+    cached = None if fresh else _from_cache(path, found, prints, recipe, tally)
+    if cached is not None:
+        return cached
+    scans = _side_by_side(lambda f: _scan(found.root / f.path, f, reader, target, follow, tally), found.files)
+    rows = [int(scan.rows.sum()) for scan in scans]
+    columns = {
+        "chunk_file": np.repeat(np.arange(len(scans), dtype=np.int32), [len(scan.rows) for scan in scans]),
+        "chunk_start": _joined([scan.start for scan in scans]),
+        "chunk_end": _joined([scan.end for scan in scans]),
+        "chunk_rows": _joined([scan.rows for scan in scans]),
+        "chunk_line": _joined([scan.line for scan in scans]),
+    }
+    blank = sum(scan.blank_lines for scan in scans)
+    files = [[f.path, f.size, n, p] for f, n, p in zip(found.files, rows, prints, strict=True)]
+    _to_cache(path, columns, {"recipe": recipe, "files": files, "blank_lines": blank}, tally)
+    tally.add(manifests_built=1)
+    return _manifest(found.root, files, columns, blank, recipe)
+
+
+def _manifest(
+    root: Path, files: list[list[Any]], columns: dict[str, np.ndarray], blank: int, recipe: dict[str, Any]
+) -> Manifest:
+    entries = tuple(FileEntry(path=p, size=s, rows=r, fingerprint=f) for p, s, r, f in files)
+    typed = {name: _frozen(columns[name].astype(dtype, copy=False)) for name, dtype in _COLUMNS.items()}
+    first_row = np.concatenate(([0], np.cumsum(typed["chunk_rows"], dtype=np.int64))).astype(np.int64)
+    file_first = np.concatenate(([0], np.cumsum([e.rows for e in entries], dtype=np.int64))).astype(np.int64)
+    return Manifest(
+        root=root,
+        files=entries,
+        **typed,
+        first_row=_frozen(first_row),
+        file_first_row=_frozen(file_first[:-1]),
+        rows=int(first_row[-1]),
+        blank_lines=blank,
+        fingerprint=fingerprint_json({**recipe, "files": files}),
+    )
+
+
+def _scan(path: Path, listed: FoundFile, reader: Reader, target: int, follow: bool, tally: Tally) -> FileScan:
+    with RawFile(path, follow=follow, size=listed.size, tally=tally) as file:
+        scan = reader.scan(file, target)
+    with RawFile(path, follow=follow, size=listed.size, tally=tally) as file:
+        if file.mtime_ns != listed.mtime_ns:
+            raise DataChanged(
+                f"{path} was written to while its rows were counted. Wait until it is complete and run again."
+            )
+    return scan
+
+
+def _fingerprint(path: Path, size: int, tally: Tally) -> str:
+    return patiently(f"reading {path}", lambda: file_fingerprint(path, size), tally)
+
+
+def _side_by_side(call: Any, items: tuple[FoundFile, ...]) -> list[Any]:
+    """`call` of every item, in order. Reading and comparing leave the interpreter's lock, so threads help."""
+    if len(items) < 16 and sum(item.size for item in items) < 4 << 20:  # not worth the threads
+        return [call(item) for item in items]
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="headrace-scan") as pool:
+        return list(pool.map(call, items))
+
+
+def _joined(columns: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *columns])
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array = np.ascontiguousarray(array)
+    if array.flags.writeable:
+        array.flags.writeable = False
+    return array
+
+
+# ------------------------------------------------------------------------------------------------ cache
+
+
+def _from_cache(path: Path, found: Found, prints: list[str], recipe: dict[str, Any], tally: Tally) -> Manifest | None:
+    """The cached manifest if it is whole and the files' sampled blocks are what they were."""
+    if not path.exists():
+        return None
+    try:
+        container = open_container(path)
+        meta = container.meta
+        files = [[str(p), int(s), int(r), str(f)] for p, s, r, f in meta["files"]]
+        columns = {name: np.array(container.arrays[name]) for name in _COLUMNS}
+        lengths = {len(column) for column in columns.values()}
+        if (
+            meta["recipe"] != recipe
+            or len(lengths) != 1
+            or [f[:2] for f in files] != [[f.path, f.size] for f in found.files]
+        ):
+            raise FileCorrupt(f"{path} describes another source than its name says")
+        blank = int(meta["blank_lines"])
+    except (FileCorrupt, KeyError, TypeError, ValueError) as error:
+        tally.add(cache_damaged=1)
+        with contextlib.suppress(OSError, StorageError):  # another rank may have moved it aside already
+            quarantine(path, f"{error} (found {time.strftime('%Y-%m-%d %H:%M:%S')})")
+        return None
+    if [f[3] for f in files] != prints:
+        tally.add(cache_stale=1)
+        return None
+    return _manifest(found.root, files, columns, blank, recipe)
+
+
+def _to_cache(path: Path, columns: dict[str, np.ndarray], meta: dict[str, Any], tally: Tally) -> None:
+    """Ranks may arrive together: each publishes the same bytes in one step, the last name wins."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_container(path, columns, meta, replace=True, durable=False)  # what a power cut damages is made again
+    except (OSError, StorageError):
+        # A cache that cannot be written costs the next start a scan and nothing else; the count says so.
+        tally.add(cache_unwritable=1)

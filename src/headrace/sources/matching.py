@@ -1,0 +1,248 @@
+"""Which files does a spec name?
+
+    matches("web/*.jsonl", base, suffixes=(".jsonl",), ...)  ->  root folder, and the files below it in bytewise order
+
+The order is that of the paths' bytes, so every machine lists alike. Names that start with a dot are left out of folders
+and globs, as a shell does. Whatever leads out of the named place (a symbolic link, `..`) or is no regular file is
+refused rather than left out: a shard that silently is not there changes the data. Nothing is opened here.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from headrace.errors import ConfigError, DataError
+from headrace.sources.raw import patiently
+from headrace.sources.spec import nearest
+
+__all__ = ["Found", "FoundFile", "matches"]
+
+_MAX_FILES = 1_000_000
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".br", ".zip")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundFile:
+    """A regular file below the root, as it was when it was listed."""
+
+    path: str
+    """Relative to the root, with slashes."""
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    root: Path
+    files: tuple[FoundFile, ...]
+
+
+def matches(place: str, *, base: Path, suffixes: Sequence[str], allow_symlinks: bool, what: str) -> Found:
+    """The regular files that `place` names. `what` opens every sentence, such as "source 'jsonl:web/'"."""
+    parts = PurePosixPath(place).parts
+    if ".." in parts and not allow_symlinks:
+        raise ConfigError(
+            f"{what} goes through '..', which can leave the folder it starts in; write the path without it, or allow it "
+            "with allow_symlinks = true"
+        )
+    walk = _Walk(suffixes, allow_symlinks, what)
+    literal = base / place
+    if not _is_pattern(place) or walk.lstat(literal) is not None:
+        walk.check_named(base, PurePosixPath(place).parts)
+        return _literal(walk, literal, place)
+    cut = next(i for i, part in enumerate(parts) if _is_pattern(part))
+    root = base.joinpath(*parts[:cut])
+    pattern = parts[cut:]
+    status = walk.lstat(root)
+    if status is None:
+        raise DataError(_nothing(what, place, root))
+    walk.check_named(base, parts[:cut])
+    found = sorted(set(walk.expand(root, "", pattern, (walk.identity(root),))), key=lambda f: os.fsencode(f.path))
+    if not found:
+        raise DataError(_nothing(what, place, root))
+    return Found(root=root, files=tuple(found))
+
+
+def _literal(walk: _Walk, literal: Path, place: str) -> Found:
+    status = walk.stat(literal)
+    if status is None:
+        raise DataError(_nothing(walk.what, place, literal))
+    if not stat.S_ISDIR(status.st_mode):
+        return Found(root=literal.parent, files=(walk.file(literal, literal.name),))
+    found = sorted(walk.below(literal, "", (walk.identity(literal),)), key=lambda f: os.fsencode(f.path))
+    if not found:
+        wanted = " or ".join(walk.suffixes)
+        raise DataError(
+            f"{walk.what}: no file ends in {wanted} below {literal}. Name the files with a glob such as {place.rstrip('/')}/*"
+        )
+    return Found(root=literal, files=tuple(found))
+
+
+class _Walk:
+    """One listing, with its rules and its count."""
+
+    def __init__(self, suffixes: Sequence[str], allow_symlinks: bool, what: str) -> None:
+        self.suffixes = tuple(suffixes)
+        self.compressed = tuple(own + packed for own in suffixes for packed in _COMPRESSED)
+        self.allow_symlinks = allow_symlinks
+        self.what = what
+        self.count = 0
+
+    def lstat(self, path: Path) -> os.stat_result | None:
+        return self._stat(path, follow=False)
+
+    def stat(self, path: Path) -> os.stat_result | None:
+        return self._stat(path, follow=self.allow_symlinks)
+
+    def identity(self, path: Path) -> tuple[int, int]:
+        status = self._stat(path, follow=True)
+        return (status.st_dev, status.st_ino) if status is not None else (-1, -1)
+
+    def check_named(self, base: Path, parts: Sequence[str]) -> None:
+        """The folders the spec itself names below `base` (of an absolute path: its last part) are no links."""
+        named = [base.joinpath(*parts[: i + 1]) for i in range(len(parts))]
+        absolute = bool(parts) and parts[0] == "/"
+        for path in named[-1:] if absolute else named:
+            status = self.lstat(path)
+            if status is not None and stat.S_ISLNK(status.st_mode):
+                self._refuse_link(path)
+
+    def file(self, path: Path, relative: str) -> FoundFile:
+        status = self.lstat(path)
+        if status is not None and stat.S_ISLNK(status.st_mode):
+            self._refuse_link(path)
+            status = self.stat(path)
+        if status is None:
+            raise DataError(
+                f"{self.what}: {path} is a link to nothing, or vanished while it was listed. Restore or remove it."
+            )
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(
+                f"{self.what}: {path} is {_kind(status.st_mode)}; a source reads regular files only. Take it out of the "
+                "folder, or name the files with a narrower glob."
+            )
+        if relative.endswith(_COMPRESSED):
+            raise DataError(
+                f"{self.what}: {path} is compressed, which cannot be read yet. Unpack it, or write it as parquet."
+            )
+        try:
+            relative.encode()
+        except UnicodeEncodeError:
+            raise DataError(
+                f"{self.what}: the file name {os.fsencode(path)!r} is not valid UTF-8, so a cursor could not name it. "
+                "Rename the file."
+            ) from None
+        self.count += 1
+        if self.count > _MAX_FILES:
+            raise DataError(f"{self.what} names more than {_MAX_FILES:,} files; join them into fewer shards")
+        return FoundFile(path=relative, size=status.st_size, mtime_ns=status.st_mtime_ns)
+
+    def below(self, folder: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[FoundFile]:
+        """All files of our suffixes below a folder."""
+        for name, is_folder in self._entries(folder, above):
+            if is_folder:
+                inner = folder / name
+                yield from self.below(inner, f"{prefix}{name}/", (*above, self.identity(inner)))
+            elif name.endswith(self.suffixes) or name.endswith(self.compressed):
+                # a.jsonl.gz is taken up too, to be refused by name: a shard left out in silence changes the data
+                yield self.file(folder / name, f"{prefix}{name}")
+
+    def expand(
+        self, folder: Path, prefix: str, pattern: Sequence[str], above: tuple[tuple[int, int], ...]
+    ) -> Iterator[FoundFile]:
+        """All files below a folder that match the parts of a glob."""
+        head, rest = pattern[0], pattern[1:]
+        if head == "**":
+            yield from self.expand(folder, prefix, rest or ("*",), above)
+            for name, is_folder in self._entries(folder, above):
+                if is_folder:
+                    inner = folder / name
+                    yield from self.expand(inner, f"{prefix}{name}/", pattern, (*above, self.identity(inner)))
+            return
+        matcher = re.compile(fnmatch.translate(head))
+        for name, is_folder in self._entries(folder, above, hidden=head.startswith("."), only=matcher):
+            if rest and is_folder:
+                inner = folder / name
+                yield from self.expand(inner, f"{prefix}{name}/", rest, (*above, self.identity(inner)))
+            elif not rest and not is_folder:
+                yield self.file(folder / name, f"{prefix}{name}")
+
+    def _entries(
+        self,
+        folder: Path,
+        above: tuple[tuple[int, int], ...],
+        *,
+        hidden: bool = False,
+        only: re.Pattern[str] | None = None,
+    ) -> list[tuple[str, bool]]:
+        """(name, is a folder) in order. A linked folder is refused, or followed unless it leads back to itself."""
+        listed: list[tuple[str, bool]] = []
+        for entry in patiently(f"{self.what}: listing {folder}", lambda: _scandir(folder)):
+            if (entry.name.startswith(".") and not hidden) or (only is not None and not only.match(entry.name)):
+                continue
+            is_folder = entry.is_dir()
+            if is_folder and entry.is_symlink():
+                self._refuse_link(folder / entry.name)
+                if self.identity(folder / entry.name) in above:
+                    raise DataError(
+                        f"{self.what}: {folder / entry.name} links back to a folder above it, so the listing would never "
+                        "end. Remove the link or name the files with a narrower glob."
+                    )
+            listed.append((entry.name, is_folder))
+        return listed
+
+    def _refuse_link(self, path: Path) -> None:
+        if not self.allow_symlinks:
+            raise DataError(
+                f"{self.what}: {path} is a symbolic link to {path.readlink()}. Links can change what a source holds "
+                "without a trace; name the place itself, or allow it with allow_symlinks = true."
+            )
+
+    def _stat(self, path: Path, *, follow: bool) -> os.stat_result | None:
+        def call() -> os.stat_result | None:
+            try:
+                return path.stat(follow_symlinks=follow)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+        return patiently(f"{self.what}: looking at {path}", call)
+
+
+def _scandir(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return sorted(entries, key=lambda e: os.fsencode(e.name))
+
+
+def _is_pattern(text: str) -> bool:
+    return any(c in text for c in "*?[")
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    if stat.S_ISFIFO(mode):
+        return "a named pipe"
+    if stat.S_ISSOCK(mode):
+        return "a socket"
+    return "a device" if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) else "no regular file"
+
+
+def _nothing(what: str, place: str, wanted: Path) -> str:
+    """No file matches: the nearest folder that exists, and what it holds that looks like the name."""
+    missing = wanted.name
+    folder = wanted
+    while not folder.is_dir() and folder != folder.parent:
+        missing = folder.name
+        folder = folder.parent
+    try:
+        names = [e.name + ("/" if e.is_dir() else "") for e in _scandir(folder)]
+    except OSError:
+        names = []
+    holds = ", ".join(nearest(missing, names)[:3]) if names else "nothing"
+    return f"{what}: no file matches {place!r}. The nearest folder that exists is {folder}, which holds {holds}."

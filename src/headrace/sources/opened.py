@@ -1,0 +1,323 @@
+"""What is the text of a chunk's rows?
+
+    source = open_source(Source("jsonl:web/*.jsonl"))
+    source.manifest.chunk_rows          how many rows each chunk has: all a plan needs to know
+    source.read(17)                     the texts of chunk 17, None where a row is bad and on_bad = "skip"
+
+Opening lists, counts and fingerprints; it holds no file open. Reading opens one file, reads one chunk, compares its hash
+with the one recorded when it was first read, and only then decodes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import orjson
+
+from headrace.errors import ConfigError, DataChanged, DataError, StorageError
+from headrace.files import publish
+from headrace.order import fingerprint_json
+from headrace.sources.columns import ParquetColumn
+from headrace.sources.lines import JsonLines, TextLines
+from headrace.sources.manifest import Manifest, make_manifest
+from headrace.sources.matching import matches
+from headrace.sources.raw import RawFile, Tally
+from headrace.sources.reader import BadRow, Reader
+from headrace.sources.records import ChunkRecords
+from headrace.sources.samples import sample_folder
+from headrace.sources.spec import Source
+
+__all__ = ["MAX_LINE_BYTES", "OpenSource", "cache_folder", "open_source"]
+
+MAX_LINE_BYTES = 256 << 20
+_MAX_CHUNK_BYTES = 1 << 20
+_BAD_ROWS_KEPT = 1000
+_FILES_IN_CURSOR = 64
+_COMBINED = re.compile(r"([0-9a-f]{16}) \(")
+_COUNTERS = (
+    "chunks_read", "rows_read", "bytes_read", "bad_rows", "empty_rows", "blank_lines", "retries", "manifests_built",
+    "cache_damaged", "cache_stale", "cache_unwritable", "accepted_chunks", "unrecorded_chunks",
+)  # fmt: skip
+
+
+def cache_folder() -> Path:
+    """$HEADRACE_CACHE, or headrace in $XDG_CACHE_HOME, or ~/.cache/headrace."""
+    if own := os.environ.get("HEADRACE_CACHE"):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "headrace"
+    return Path.home() / ".cache" / "headrace"
+
+
+def open_source(
+    source: Source,
+    *,
+    base: Path | None = None,
+    cache: Path | None = None,
+    records: Path | None = None,
+    full_check: bool = False,
+    accept_changes: bool = False,
+    max_line_bytes: int = MAX_LINE_BYTES,
+    chunk_bytes: int | None = None,
+) -> OpenSource:
+    """List, count and fingerprint a source.
+
+    `base` is where relative specs start (default: the working folder). `records` is the folder of chunk hashes, as a
+    rule the run's own; without it they lie in the cache and hold for this place on this machine. `full_check` compares
+    every recorded chunk now rather than when it is read. `accept_changes` takes changed bytes as the new truth.
+    """
+    if max_line_bytes < 1:
+        raise ConfigError(f"max_line_bytes must be at least 1, got {max_line_bytes}")
+    if chunk_bytes is not None and not 1 <= chunk_bytes <= _MAX_CHUNK_BYTES:
+        raise ConfigError(f"chunk_bytes must lie between 1 and {_MAX_CHUNK_BYTES:,}, got {chunk_bytes:,}")
+    cache = (cache if cache is not None else cache_folder()).absolute()
+    base = (base if base is not None else Path.cwd()).absolute()
+    what = f"source {source.spec!r}"
+    if source.scheme == "sample":
+        place, follow = str(sample_folder(source.place, cache)), True
+        reader: Reader = JsonLines(text_key="text", max_line_bytes=max_line_bytes)
+    else:
+        place, follow = str(Path(source.place).expanduser()), source.allow_symlinks
+        reader = _reader(source, max_line_bytes)
+    tally = Tally(*_COUNTERS)
+    found = matches(place, base=base, suffixes=reader.suffixes, allow_symlinks=follow, what=what)
+    manifest = make_manifest(
+        found, reader, chunk_bytes=chunk_bytes, follow=follow, fresh=accept_changes, cache=cache, tally=tally
+    )
+    tally.add(blank_lines=manifest.blank_lines)
+    family: dict[str, Any] = {"format": reader.format, "parameters": reader.parameters()}
+    if records is None:
+        folder = cache / "records"
+        stem = fingerprint_json({**family, "root": str(manifest.root)})
+    else:
+        folder = records.absolute()
+        stem = f"{source.name}-{fingerprint_json(family)[:8]}"
+    opened = OpenSource(
+        source,
+        manifest,
+        reader,
+        records=ChunkRecords(folder / f"{stem}.chunks", manifest, tally),
+        listings=folder / "listings",
+        follow=follow,
+        accept_changes=accept_changes,
+        tally=tally,
+    )
+    if full_check:
+        opened.check_recorded()
+    return opened
+
+
+def _reader(source: Source, max_line_bytes: int) -> Reader:
+    if source.scheme == "jsonl":
+        return JsonLines(text_key=source.text_key, max_line_bytes=max_line_bytes)
+    if source.scheme == "txt":
+        return TextLines(max_line_bytes=max_line_bytes)
+    if source.scheme == "parquet":
+        return ParquetColumn(text_key=source.text_key)
+    raise AssertionError(f"Source lets no scheme {source.scheme!r} through")
+
+
+class OpenSource:
+    """A source whose rows are known. Every method may be called from many threads."""
+
+    def __init__(
+        self,
+        source: Source,
+        manifest: Manifest,
+        reader: Reader,
+        *,
+        records: ChunkRecords,
+        listings: Path,
+        follow: bool,
+        accept_changes: bool,
+        tally: Tally,
+    ) -> None:
+        self.source = source
+        self.manifest = manifest
+        self.name: str = source.name or source.scheme
+        self._reader = reader
+        self._records = records
+        self._listings = listings
+        self._follow = follow
+        self._accept = accept_changes
+        self._tally = tally
+        self._lock = threading.Lock()
+        self._looked_at = np.zeros(manifest.chunks, dtype=bool)
+        self._bad: list[tuple[str, int, str]] = []
+        self._listed = False
+
+    def __enter__(self) -> OpenSource:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def read(self, chunk: int) -> list[str | None]:
+        """The texts of a chunk's rows, in order; exactly `manifest.chunk_rows[chunk]` of them, None for a hole."""
+        manifest = self.manifest
+        if not 0 <= chunk < manifest.chunks:
+            raise IndexError(f"chunk {chunk} of source {self.name!r}, which has {manifest.chunks}")
+        rows = int(manifest.chunk_rows[chunk])
+        with self._open(chunk) as file:
+            loaded = self._reader.load(file, int(manifest.chunk_start[chunk]), int(manifest.chunk_end[chunk]))
+            changed = self._compare(chunk, loaded.hash)
+            if changed and not self._accept:
+                raise DataChanged(
+                    f"{self._where(chunk)} of source {self.name!r} changed since it was first read (hash "
+                    f"{self._records.recorded(chunk) or 0:016x} then, {loaded.hash:016x} now). The run would train on other "
+                    "text than it says; restore the file, or accept the change with --accept data."
+                )
+            texts, bad = self._reader.decode(file, loaded, rows)
+        if bad and self.source.on_bad == "fail":
+            raise DataError(self._sentence(chunk, bad))
+        if changed or self._records.recorded(chunk) is None:
+            self._records.add(chunk, loaded.hash)
+            self._tally.add(accepted_chunks=int(changed))
+        self._count(chunk, texts, bad, loaded.size)
+        return texts
+
+    def fingerprint(self) -> dict[str, str]:
+        """What a cursor records: the whole under `data:<name>`, and each file of at most 64 under `data:<name>/<path>`."""
+        manifest = self.manifest
+        whole = fingerprint_json({"manifest": manifest.fingerprint, "text_key": self._text_key()})
+        entries = {f"data:{self.name}": f"{whole} ({len(manifest.files):,} files, {manifest.rows:,} rows)"}
+        if len(manifest.files) <= _FILES_IN_CURSOR:
+            for file in manifest.files:
+                entries[f"data:{self.name}/{file.path}"] = f"{file.fingerprint} ({file.rows:,} rows)"
+        else:
+            self._publish_listing(whole)
+        return entries
+
+    def describe_change(self, saved: Mapping[str, str]) -> list[str]:
+        """What is different from a saved `fingerprint()`: a phrase per file, or one for the whole if no list is left."""
+        own = f"data:{self.name}"
+        now = self.fingerprint()
+        if saved.get(own) == now[own]:
+            return []
+        if own not in saved:
+            return [f"source {self.name!r} is new"]
+        before = {k.removeprefix(f"{own}/"): v for k, v in saved.items() if k.startswith(f"{own}/")}
+        if not before:
+            before = self._read_listing(saved[own])
+        if before is None:
+            return [f"source {self.name!r}: saved {saved[own]}, now {now[own]}"]
+        after = {file.path: f"{file.fingerprint} ({file.rows:,} rows)" for file in self.manifest.files}
+        phrases = [
+            f"{path} changed (saved {before[path]}, now {after[path]})"
+            for path in after
+            if before.get(path, after[path]) != after[path]
+        ]
+        phrases += [f"{path} is missing" for path in before if path not in after]
+        phrases += [f"{path} is new" for path in after if path not in before]
+        return phrases or [f"source {self.name!r} is read differently (text_key, chunk size or format)"]
+
+    def check_recorded(self) -> int:
+        """Compare every chunk that has a record with it, now; how many were compared. DataChanged names what differs."""
+        known = [int(chunk) for chunk in self._records.known()]
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="headrace-check") as pool:
+            hashes = list(pool.map(self._hash, known))
+        changed = [(chunk, value) for chunk, value in zip(known, hashes, strict=True) if self._compare(chunk, value)]
+        if changed and not self._accept:
+            listed = "; ".join(self._where(chunk) for chunk, _ in changed[:5])
+            more = f"; and {len(changed) - 5:,} more" if len(changed) > 5 else ""
+            raise DataChanged(
+                f"{len(changed):,} of {len(known):,} recorded chunks of source {self.name!r} changed since they were first "
+                f"read: {listed}{more}. Restore the files, or accept the change with --accept data."
+            )
+        for chunk, value in changed:
+            self._records.add(chunk, value)
+        self._tally.add(accepted_chunks=len(changed))
+        return len(known)
+
+    def bad_rows(self) -> list[tuple[str, int, str]]:
+        """(file, line or row from 1, reason) of the bad rows met so far, each once; the first 1,000 are kept."""
+        with self._lock:
+            return list(self._bad)
+
+    def counters(self) -> dict[str, int]:
+        """chunks, rows and bytes count every read; bad and empty rows count once, however often they are read."""
+        return self._tally.counts()
+
+    def close(self) -> None:
+        self._records.close()
+
+    def _text_key(self) -> str:
+        return "" if self._reader.format == "txt" else self.source.text_key
+
+    def _open(self, chunk: int) -> RawFile:
+        entry = self.manifest.files[int(self.manifest.chunk_file[chunk])]
+        return RawFile(self.manifest.root / entry.path, follow=self._follow, size=entry.size, tally=self._tally)
+
+    def _hash(self, chunk: int) -> int:
+        with self._open(chunk) as file:
+            start, end = int(self.manifest.chunk_start[chunk]), int(self.manifest.chunk_end[chunk])
+            return self._reader.load(file, start, end).hash
+
+    def _compare(self, chunk: int, value: int) -> bool:
+        recorded = self._records.recorded(chunk)
+        return recorded is not None and recorded != value
+
+    def _where(self, chunk: int) -> str:
+        path = self.manifest.root / self.manifest.files[int(self.manifest.chunk_file[chunk])].path
+        start, end = int(self.manifest.chunk_start[chunk]), int(self.manifest.chunk_end[chunk])
+        if self._reader.span == "bytes":
+            return f"{path} (bytes {start:,} to {end:,})"
+        return f"{path} (row group {start})"
+
+    def _sentence(self, chunk: int, bad: list[BadRow]) -> str:
+        path = self.manifest.root / self.manifest.files[int(self.manifest.chunk_file[chunk])].path
+        number = int(self.manifest.chunk_line[chunk]) + bad[0].line + 1
+        count = sum(b.rows for b in bad)
+        others = f" ({count:,} bad rows in this chunk)" if count > 1 else ""
+        return (
+            f"{path}, {self._reader.unit} {number:,}: {bad[0].reason}{others}. Fix it, or leave such rows out of source "
+            f'{self.name!r} with on_bad = "skip".'
+        )
+
+    def _count(self, chunk: int, texts: list[str | None], bad: list[BadRow], size: int) -> None:
+        self._tally.add(chunks_read=1, rows_read=len(texts), bytes_read=size)
+        with self._lock:
+            if self._looked_at[chunk]:
+                return
+            self._looked_at[chunk] = True
+            path = self.manifest.files[int(self.manifest.chunk_file[chunk])].path
+            line = int(self.manifest.chunk_line[chunk])
+            each = ((path, line + b.line + i + 1, b.reason) for b in bad for i in range(b.rows))
+            self._bad += itertools.islice(each, _BAD_ROWS_KEPT - len(self._bad))
+        self._tally.add(bad_rows=sum(b.rows for b in bad), empty_rows=texts.count(""))
+
+    def _publish_listing(self, whole: str) -> None:
+        """Too many files for a cursor: their fingerprints lie beside the records, under the name the cursor carries."""
+        if self._listed:
+            return
+        listing = {file.path: f"{file.fingerprint} ({file.rows:,} rows)" for file in self.manifest.files}
+        try:
+            self._listings.mkdir(parents=True, exist_ok=True)
+            publish(self._listings / f"{whole}.json", orjson.dumps(listing))
+        except FileExistsError:
+            self._listed = True
+        except (OSError, StorageError):
+            self._tally.add(cache_unwritable=1)
+        else:
+            self._listed = True
+
+    def _read_listing(self, saved: str) -> dict[str, str] | None:
+        match = _COMBINED.match(saved)
+        if match is None:
+            return None
+        try:
+            listing = orjson.loads((self._listings / f"{match[1]}.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        return {str(k): str(v) for k, v in listing.items()} if isinstance(listing, dict) else None

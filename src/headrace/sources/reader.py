@@ -1,0 +1,83 @@
+"""What must a format know how to do?
+
+    scan(file)                 where the chunks of a file are and how many rows each holds      once, then cached
+    load(file, start, end)     the bytes of one chunk, and their hash                           every time it is read
+    decode(loaded)             the texts of its rows                                            after the hash was checked
+
+`start` and `end` mean what the format says: byte offsets of whole lines (lines.py), row groups (columns.py). A new
+format is a class with these three methods and an entry in `opened._reader`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace.sources.raw import RawFile
+
+__all__ = ["BadRow", "FileScan", "Loaded", "Reader", "not_utf8"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileScan:
+    """The chunks of one file that hold rows, in file order."""
+
+    start: np.ndarray
+    end: np.ndarray
+    rows: np.ndarray
+    line: np.ndarray
+    """Line (or row) of the file at which each chunk begins, from 0: what an error counts from."""
+    blank_lines: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A chunk's bytes as they were hashed; `payload` is the format's own."""
+
+    hash: int
+    size: int
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadRow:
+    """Rows that cannot be used: the first one's place in the chunk, the lines before it in the chunk, and why."""
+
+    row: int
+    line: int
+    reason: str
+    rows: int = 1
+
+
+class Reader(Protocol):
+    """One format, bound to what a source asked of it. Its methods are called from many threads."""
+
+    format: str
+    suffixes: tuple[str, ...]
+    unit: str
+    """What an error calls a row: "line" or "row"."""
+    span: str
+    """What an error calls [start, end): "bytes" or "row groups"."""
+
+    def parameters(self) -> dict[str, Any]:
+        """What a scan depends on besides the bytes."""
+        ...
+
+    def chunk_bytes(self, total: int) -> int:
+        """How large a chunk should be in a source of `total` bytes; 0 where the files decide."""
+        ...
+
+    def scan(self, file: RawFile, chunk_bytes: int) -> FileScan: ...
+
+    def load(self, file: RawFile, start: int, end: int) -> Loaded: ...
+
+    def decode(self, file: RawFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
+        """Exactly `rows` texts; None where a row is bad, and why. DataError if the chunk does not hold `rows` rows."""
+        ...
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Why a row is bad, for every format alike."""
+    return f"it is not valid UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start:,}: {error.reason})"

@@ -1,0 +1,163 @@
+"""Are these the bytes that were read the first time?
+
+A chunk's hash is recorded when it is first read, in an append-only file that all ranks and later runs share:
+
+    "\\n<chunk id> <hash> <check>"          16 + 16 + 8 hex digits, in one O_APPEND write
+
+Each record brings its own line start, so one torn by a dying writer never damages the next; what does not parse or fails its
+check is ignored. Of several records of a chunk the last holds: that is how a change is accepted.
+
+A chunk's id is made of its file's path and size and its place in it, not of its content, so that the record is found
+exactly when bytes changed in place, and a shard that is added or replaced does not orphan the records of the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from headrace.errors import DataError
+from headrace.order import mix64_array
+from headrace.sources.manifest import Manifest
+from headrace.sources.raw import Tally
+
+__all__ = ["ChunkRecords"]
+
+_log = logging.getLogger("headrace.sources")
+_WIDTH = 16 + 1 + 16 + 1 + 8
+_HEX = np.full(256, 255, dtype=np.uint8)
+for _digit, _char in enumerate(b"0123456789abcdef"):
+    _HEX[_char] = _digit
+_MAX_RECORD_FILE = 4 << 30
+
+
+class ChunkRecords:
+    """The recorded hashes of a manifest's chunks."""
+
+    def __init__(self, path: Path, manifest: Manifest, tally: Tally) -> None:
+        self.path = path
+        self._ids = _chunk_ids(manifest)
+        self._known = np.zeros(manifest.chunks, dtype=bool)
+        self._hashes = np.zeros(manifest.chunks, dtype=np.uint64)
+        self._lock = threading.Lock()
+        self._tally = tally
+        self._fd: int | None = None
+        self._closed = False
+        self._warned = False
+        self._load()
+
+    def recorded(self, chunk: int) -> int | None:
+        """The hash on record, None if the chunk was never read."""
+        with self._lock:
+            return int(self._hashes[chunk]) if self._known[chunk] else None
+
+    def known(self) -> np.ndarray:
+        """Chunks with a record, ascending."""
+        with self._lock:
+            return np.flatnonzero(self._known)
+
+    def add(self, chunk: int, value: int) -> None:
+        """Record a hash, in memory and on disk. A disk that refuses costs later runs the check, not this run its data."""
+        with self._lock:
+            self._known[chunk] = True
+            self._hashes[chunk] = value
+            if self._closed:
+                return
+            try:
+                if self._fd is None:
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                    self._fd = os.open(self.path, flags, 0o666)
+                record = _record(int(self._ids[chunk]), value)
+                if os.write(self._fd, record) != len(record):
+                    raise OSError("short write")
+            except OSError as error:
+                self._tally.add(unrecorded_chunks=1)
+                if not self._warned:
+                    self._warned = True
+                    _log.warning("chunk hashes are not being recorded in %s: %s", self.path, error.strerror or error)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._fd is not None:
+                try:
+                    os.fsync(self._fd)
+                except OSError as error:
+                    _log.warning(
+                        "chunk hashes in %s may not survive a power cut: %s", self.path, error.strerror or error
+                    )
+                finally:
+                    os.close(self._fd)
+                    self._fd = None
+
+    def _load(self) -> None:
+        try:
+            size = os.lstat(self.path).st_size
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise DataError(f"reading the record {self.path}: {error.strerror or error}") from error
+        if size > _MAX_RECORD_FILE or not self.path.is_file():
+            raise DataError(
+                f"the record {self.path} is no file of chunk hashes ({size:,} bytes); move it aside and run again"
+            )
+        try:
+            ids, values = _parse(self.path.read_bytes())
+        except OSError as error:
+            raise DataError(f"reading the record {self.path}: {error.strerror or error}") from error
+        if not ids.size or not self._ids.size:
+            return
+        order = np.argsort(self._ids)
+        place = np.minimum(np.searchsorted(self._ids, ids, sorter=order), self._ids.size - 1)
+        chunks = order[place]
+        ours = self._ids[chunks] == ids
+        self._known[chunks[ours]] = True
+        self._hashes[chunks[ours]] = values[ours]  # where an index repeats, numpy keeps the last: the later record
+
+
+def _chunk_ids(manifest: Manifest) -> np.ndarray:
+    """64 bits for (path, size, start, end) of every chunk."""
+    files = np.array(
+        [xxhash.xxh3_64_intdigest(f"{f.size}\0{f.path}".encode()) for f in manifest.files], dtype=np.uint64
+    )
+    ids = mix64_array(files[manifest.chunk_file] ^ mix64_array(manifest.chunk_start.astype(np.uint64)))
+    return mix64_array(ids ^ manifest.chunk_end.astype(np.uint64))
+
+
+def _check(ids: np.ndarray, values: np.ndarray) -> np.ndarray:
+    return mix64_array(ids ^ mix64_array(values)) >> np.uint64(32)
+
+
+def _record(chunk_id: int, value: int) -> bytes:
+    check = int(_check(np.array([chunk_id], dtype=np.uint64), np.array([value], dtype=np.uint64))[0])
+    return f"\n{chunk_id:016x} {value:016x} {check:08x}".encode()
+
+
+def _parse(data: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, hashes) of all whole records, in file order; a million take .2 s."""
+    array = np.frombuffer(data, dtype=np.uint8)
+    newlines = np.flatnonzero(array == 10)
+    starts = np.concatenate(([0], newlines + 1))
+    ends = np.append(newlines, array.size)
+    starts = starts[ends - starts == _WIDTH]
+    if not starts.size:
+        return np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.uint64)
+    lines = np.lib.stride_tricks.sliding_window_view(array, _WIDTH)[starts]
+    digits = _HEX[lines]
+    sound = (lines[:, 16] == 32) & (lines[:, 33] == 32)
+    fields = []
+    for start, stop in ((0, 16), (17, 33), (34, 42)):
+        field = digits[:, start:stop]
+        sound &= (field < 16).all(axis=1)
+        value = np.zeros(len(field), dtype=np.uint64)
+        for column in range(stop - start):
+            value = (value << np.uint64(4)) | (field[:, column] & np.uint8(15)).astype(np.uint64)
+        fields.append(value)
+    sound &= _check(fields[0], fields[1]) == fields[2]
+    return fields[0][sound], fields[1][sound]

@@ -1,0 +1,208 @@
+"""What does the user want read?
+
+    Source("jsonl:web/*.jsonl", weight=0.7)
+    Source.parse("jsonl:web/*.jsonl?weight=0.7&text_key=content")      the same in one line
+
+A spec is `scheme:place`. The place is a file, a folder (all files of the scheme's suffixes below it) or a glob (`**`
+too). Nothing is opened here: a value checks itself, `open_source` looks at the disk.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import PurePosixPath
+from typing import Any, Literal
+from urllib.parse import unquote_plus
+
+from headrace.errors import ConfigError
+
+__all__ = ["SAMPLES", "SCHEMES", "Source", "nearest"]
+
+SCHEMES: dict[str, str] = {
+    "jsonl": "one JSON object per line",
+    "txt": "one document per line",
+    "parquet": "one document per row",
+    "sample": "a corpus made from the standard library (prose, code)",
+}
+SAMPLES: dict[str, str] = {
+    "prose": "the language reference and the docstrings of the standard library",
+    "code": "the source of the standard library",
+}
+_LATER = {
+    "hf": "the Hugging Face hub",
+    "arrow": "Arrow IPC files",
+    "s3": "object stores",
+    "gs": "object stores",
+    "http": "the web",
+    "https": "the web",
+}
+_NAME = re.compile(r"[\w.+-]{1,80}")
+_QUERY = re.compile(r"\A(?P<spec>.*)\?(?P<query>[^?=&]+=[^?]*)\Z", re.DOTALL)
+
+
+def nearest(word: str, valid: Iterable[str]) -> list[str]:
+    """All of `valid`, the likeliest meant first."""
+    return sorted(valid, key=lambda v: (-difflib.SequenceMatcher(None, word.lower(), v.lower()).ratio(), v))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One source of documents: where they lie, how much of the mix they are, and what a bad row does."""
+
+    spec: str
+    weight: float = 1.0
+    """Share of the delivered tokens, relative to the other sources. 0 keeps the source listed and never read."""
+    name: str | None = None
+    """What metrics and errors call it; derived from the spec when not given."""
+    text_key: str = "text"
+    """The field (jsonl) or column (parquet) that holds the text. `a.b` means field b of object a."""
+    max_rows: int | None = None
+    max_tokens: int | None = None
+    max_epochs: int | None = None
+    on_bad: Literal["fail", "skip"] = "fail"
+    """A row that cannot be used stops the run, or becomes a counted hole."""
+    allow_symlinks: bool = False
+    """Let the spec lead elsewhere: through symbolic links, and through `..`."""
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ConfigError(problems)
+        object.__setattr__(self, "weight", float(self.weight))
+        if self.name is None:
+            object.__setattr__(self, "name", _derived_name(self.scheme, self.place))
+
+    @property
+    def scheme(self) -> str:
+        return self.spec.partition(":")[0]
+
+    @property
+    def place(self) -> str:
+        """The spec without its scheme."""
+        return self.spec.partition(":")[2]
+
+    @classmethod
+    def parse(cls, line: str) -> Source:
+        """Read `scheme:place?key=value&key=value`. The last `?` starts the options if a `=` follows; else it is a glob."""
+        match = _QUERY.match(line.strip())
+        if match is None:
+            return cls(line.strip())
+        valid = tuple(field.name for field in fields(cls) if field.name != "spec")
+        problems: list[str] = []
+        options: dict[str, Any] = {}
+        for pair in match["query"].split("&"):
+            key, equals, text = pair.partition("=")
+            value = unquote_plus(text)
+            if key not in valid:
+                problems.append(
+                    f"source {line!r}: unknown option {key!r}, did you mean {nearest(key, valid)[0]!r}? "
+                    f"Options are {', '.join(valid)}."
+                )
+            elif not equals or not value:
+                problems.append(f"source {line!r}: option {key!r} has no value, expected {key}=VALUE")
+            elif key in options:
+                problems.append(f"source {line!r}: option {key!r} is given twice")
+            else:
+                try:
+                    options[key] = _OPTION_TYPES[key](value)
+                except ValueError as error:
+                    problems.append(f"source {line!r}: option {key!r} needs {error}, got {value!r}")
+        if problems:
+            raise ConfigError(problems)
+        return cls(match["spec"], **options)
+
+    def _problems(self) -> Iterable[str]:
+        if not isinstance(self.spec, str):
+            yield f"a source needs a spec such as 'jsonl:web/*.jsonl', got {self.spec!r}"
+            return
+        what = f"source {self.spec!r}"
+        scheme, colon, place = self.spec.partition(":")
+        if not colon or not scheme:
+            yield f"{what} has no scheme, expected scheme:place such as 'jsonl:{self.spec}'. Schemes are {_listed(scheme)}."
+        elif scheme in _LATER:
+            yield f"{what}: {_LATER[scheme]} ({scheme}:) cannot be read yet. Schemes are {_listed(scheme)}."
+        elif scheme not in SCHEMES:
+            yield (
+                f"{what}: unknown scheme {scheme!r}, did you mean {nearest(scheme, SCHEMES)[0]!r}? "
+                f"Schemes are {_listed(scheme)}."
+            )
+        elif not place or "\0" in place:
+            yield f"{what} names no place, expected a file, a folder or a glob after '{scheme}:'"
+        elif place.startswith("//") or "://" in place:
+            yield f"{what}: object stores cannot be read yet; give a local path"
+        elif _QUERY.match(place):
+            yield f"{what} holds options after '?'; a one-line spec is read by Source.parse(...), or give them as fields"
+        elif scheme == "sample" and place not in SAMPLES:
+            yield f"{what}: there is no sample {place!r}, did you mean {nearest(place, SAMPLES)[0]!r}? There are {', '.join(SAMPLES)}."
+        elif scheme == "sample" and self.text_key != "text":
+            yield f"{what}: the samples hold their text under 'text'; leave text_key out, got {self.text_key!r}"
+        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float):
+            yield f"{what}: weight must be a number, got {self.weight!r}"
+        elif not math.isfinite(self.weight) or self.weight < 0:
+            yield f"{what}: weight must be finite and at least 0, got {self.weight}"
+        if self.name is not None and not (isinstance(self.name, str) and _NAME.fullmatch(self.name)):
+            yield f"{what}: name must be 1 to 80 letters, digits or _ . + -, got {self.name!r}"
+        if not isinstance(self.text_key, str) or not all(self.text_key.split(".")):
+            yield f"{what}: text_key must be a field name, or names joined by dots, got {self.text_key!r}"
+        for key, smallest in (("max_rows", 0), ("max_tokens", 0), ("max_epochs", 1)):
+            value = getattr(self, key)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < smallest):
+                yield f"{what}: {key} must be a whole number of at least {smallest}, got {value!r}"
+        if self.on_bad not in ("fail", "skip"):
+            yield f"{what}: on_bad must be 'fail' or 'skip', got {self.on_bad!r}"
+        if not isinstance(self.allow_symlinks, bool):
+            yield f"{what}: allow_symlinks must be true or false, got {self.allow_symlinks!r}"
+
+
+def _listed(word: str) -> str:
+    return ", ".join(f"{scheme}: ({SCHEMES[scheme]})" for scheme in nearest(word, SCHEMES))
+
+
+def _derived_name(scheme: str, place: str) -> str:
+    """`jsonl:data/web/*.jsonl` is called web; `txt:books.txt` books; `jsonl:*.jsonl` jsonl."""
+    literal: list[str] = []
+    for part in PurePosixPath(place).parts:
+        if any(c in part for c in "*?["):
+            break
+        literal.append(part)
+    last = literal[-1] if literal else ""
+    if scheme != "sample" and len(literal) == len(PurePosixPath(place).parts):
+        last = last.removesuffix(f".{scheme}")
+    name = re.sub(r"[^\w.+-]+", "-", last).strip("-.")
+    return name[:80] or scheme
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("a number") from None
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("a whole number") from None
+
+
+def _boolean(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError("true or false")
+    return text == "true"
+
+
+_OPTION_TYPES: dict[str, Any] = {
+    "weight": _number,
+    "name": str,
+    "text_key": str,
+    "max_rows": _whole,
+    "max_tokens": _whole,
+    "max_epochs": _whole,
+    "on_bad": str,
+    "allow_symlinks": _boolean,
+}

@@ -1,0 +1,92 @@
+"""Does a job survive being killed at any moment?
+
+    sweep = kill_sweep(["python", "train.py"], ["python", "train.py", "--resume"], kills=3, seed=1)
+
+Starts the job for real, kills it with SIGKILL after a keyed moment, continues it with the second command, and so on;
+the last continuation runs to its end. Afterwards compare what the job left behind with an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.metrics import Wait
+from headrace.order import derive, key
+
+__all__ = ["KillSweep", "kill_sweep"]
+
+
+@dataclass(frozen=True, slots=True)
+class KillSweep:
+    """What happened."""
+
+    moments: tuple[float, ...]
+    """Seconds after its start at which each process was killed."""
+    finished_early: bool
+    """The job ended before all kills were used up."""
+    output: str
+    """What the last process printed."""
+
+
+def kill_sweep(
+    start: Sequence[str],
+    resume: Sequence[str],
+    *,
+    kills: int,
+    seed: int,
+    longest: float,
+    shortest: float = 0.0,
+    ready: Callable[[], bool] | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    deadline: float = 300.0,
+) -> KillSweep:
+    """Kill `kills` times, each between `shortest` and `longest` seconds after start (or after `ready()` becomes true)."""
+    moments: list[float] = []
+    command = list(start)
+    for k in range(kills):
+        moment = shortest + (derive(key("kill", seed=seed), k) >> 11) / (1 << 53) * (longest - shortest)
+        process = subprocess.Popen(
+            command,
+            env=env,
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            _until_ready(process, ready, deadline)
+            output, _ = process.communicate(timeout=moment)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            moments.append(moment)
+            command = list(resume)
+            continue
+        if process.returncode != 0:
+            raise AssertionError(
+                f"{' '.join(command)} exited with {process.returncode} before it was killed:\n{output}"
+            )
+        return KillSweep(tuple(moments), True, output)
+    last = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=deadline, check=False)
+    if last.returncode != 0:
+        raise AssertionError(
+            f"{' '.join(command)} exited with {last.returncode} after {kills} kills:\n{last.stdout}{last.stderr}"
+        )
+    return KillSweep(tuple(moments), False, last.stdout + last.stderr)
+
+
+def _until_ready(process: subprocess.Popen[str], ready: Callable[[], bool] | None, deadline: float) -> None:
+    if ready is None:
+        return
+    with Wait("kill.ready", deadline=deadline) as wait:
+        while not ready() and process.poll() is None:
+            wait.check()
+            time.sleep(0.005)

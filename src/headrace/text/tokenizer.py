@@ -1,0 +1,189 @@
+"""How text becomes token ids.
+
+    load_tokenizer("tokenizer.json")   any Hugging Face tokenizer file, through the Rust library
+    load_tokenizer(None)               bytes: 256 ids and three special tokens; needs no file
+    train_bpe(texts, 4096)             a small byte-level BPE, for corpora that come without a tokenizer
+
+Ids land in one flat int32 array with offsets. A document never gets its special tokens here: the packer adds BOS and
+EOS, so that a document's own text can never forge one unless its tokenizer says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from headrace.errors import TokenizerError
+
+__all__ = ["BpeTokenizer", "ByteTokenizer", "TokenBatch", "Tokenizer", "join_batches", "load_tokenizer", "train_bpe"]
+
+_EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "[EOS]", "[SEP]")
+_BOS_NAMES = ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
+_PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
+_MAX_FILE = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """The ids of documents 0…n−1: document d is ids[offsets[d]:offsets[d + 1]]."""
+
+    ids: np.ndarray
+    offsets: np.ndarray
+
+    def counts(self) -> np.ndarray:
+        return self.offsets[1:] - self.offsets[:-1]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def documents(self, start: int, stop: int | None = None) -> TokenBatch:
+        """The documents [start, stop) alone, as views."""
+        offsets = self.offsets[start : None if stop is None else stop + 1]
+        return TokenBatch(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+
+class Tokenizer(Protocol):
+    """What the pipeline asks of a tokenizer. `encode` is called from several threads at once."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_id(self) -> int | None: ...
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def pad_id(self) -> int | None: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def encode(self, texts: Sequence[str]) -> TokenBatch: ...
+    def decode(self, ids: np.ndarray) -> str: ...
+
+
+def join_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
+    """Several batches as one."""
+    if len(batches) == 1:
+        return batches[0]
+    if not batches:
+        return TokenBatch(np.empty(0, np.int32), np.zeros(1, np.int64))
+    counts = np.concatenate([b.counts() for b in batches])
+    return TokenBatch(
+        np.concatenate([b.ids for b in batches]), np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    )
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0–255, then EOS 256, BOS 257, PAD 258."""
+
+    name = "bytes"
+    vocab_size = 259
+    eos_id: int | None = 256
+    bos_id: int | None = 257
+    pad_id: int | None = 258
+    fingerprint = "bytes-v1"
+
+    def encode(self, texts: Sequence[str]) -> TokenBatch:
+        raw = [text.encode() for text in texts]
+        offsets = np.zeros(len(raw) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, raw), np.int64, len(raw)), out=offsets[1:])
+        return TokenBatch(np.frombuffer(b"".join(raw), np.uint8).astype(np.int32), offsets)
+
+    def decode(self, ids: np.ndarray) -> str:
+        return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class BpeTokenizer:
+    """A tokenizer.json, whatever its model, run by the `tokenizers` library."""
+
+    def __init__(self, text: bytes, *, name: str, eos: str | None = None, bos: str | None = None) -> None:
+        # Our threads are the parallelism; a second pool inside every call only adds switches (0.93x on 2 cores).
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        import tokenizers
+
+        try:
+            self._inner = tokenizers.Tokenizer.from_buffer(text)
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"{name} is not a tokenizer.json that `tokenizers` can load: {error}") from error
+        self._inner.no_padding()
+        self._inner.no_truncation()
+        self.name = name
+        self.vocab_size: int = self._inner.get_vocab_size(with_added_tokens=True)
+        self.eos_id: int | None = self._special("eos", eos, _EOS_NAMES)
+        self.bos_id: int | None = self._special("bos", bos, _BOS_NAMES)
+        self.pad_id: int | None = self._special("pad", None, _PAD_NAMES)
+        self.fingerprint = f"{xxhash.xxh3_64_intdigest(text):016x} ({self.vocab_size:,} ids)"
+        if self.vocab_size == 0:
+            raise TokenizerError(f"{name} has an empty vocabulary: train it, or give another tokenizer")
+
+    def encode(self, texts: Sequence[str]) -> TokenBatch:
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        rows = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=offsets[1:])
+        ids = np.concatenate(rows) if rows else np.empty(0, np.int32)
+        if ids.size and int(ids.max()) >= self.vocab_size:
+            at = int(np.searchsorted(offsets, int(ids.argmax()), side="right")) - 1
+            raise TokenizerError(
+                f"{self.name} gave id {int(ids.max())} for a vocabulary of {self.vocab_size:,} (document {at} of the batch "
+                f"begins {texts[at][:40]!r}): the file is inconsistent, fix or replace it"
+            )
+        return TokenBatch(ids, offsets)
+
+    def decode(self, ids: np.ndarray) -> str:
+        return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+    def _special(self, role: str, wanted: str | None, usual: tuple[str, ...]) -> int | None:
+        if wanted is not None:
+            found = self._inner.token_to_id(wanted)
+            if found is None:
+                raise TokenizerError(f"{self.name} has no token {wanted!r}, which was given as {role}_token")
+            return found
+        return next((i for name in usual if (i := self._inner.token_to_id(name)) is not None), None)
+
+
+def load_tokenizer(
+    path: str | Path | None, *, eos: str | None = None, bos: str | None = None
+) -> ByteTokenizer | BpeTokenizer:
+    """The tokenizer of a path, or the byte tokenizer for None and "bytes"."""
+    if path is None or path == "bytes":
+        return ByteTokenizer()
+    file = Path(path)
+    try:
+        if file.is_dir():
+            file = file / "tokenizer.json"
+        if not file.is_file():
+            raise TokenizerError(
+                f"tokenizer {path} does not exist: give the path of a tokenizer.json, or leave it out to use bytes"
+            )
+        size = file.stat().st_size
+        if size > _MAX_FILE:
+            raise TokenizerError(f"tokenizer {path} has {size:,} bytes; a tokenizer.json has at most {_MAX_FILE:,}")
+        text = file.read_bytes()
+    except OSError as error:
+        raise TokenizerError(f"tokenizer {path} cannot be read: {error.strerror or error}") from error
+    return BpeTokenizer(text, name=str(path), eos=eos, bos=bos)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
+    """A byte-level BPE trained on `texts`, as the bytes of a tokenizer.json."""
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    inner = Inner(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|bos|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    return inner.to_str().encode()

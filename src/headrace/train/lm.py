@@ -1,0 +1,504 @@
+"""How a language model takes a step, the same for any number of ranks.
+
+    ranks = init_distributed()                                  torchrun's environment, or one process
+    trainer = LMTrainer(settings, vocab_size=4096, seq_len=256, rank=ranks.rank, world_size=ranks.world_size)
+    for batch in loader:
+        result = trainer.step(batch)                            result.loss, .tokens, .grad_norm, .lr
+    arrays, dtypes, meta = trainer.state_arrays()               model + optimiser + step, bit for bit
+    shutdown_distributed()
+
+The loss is the mean over all tokens of the global batch: sum of token losses / global count. A mean of the ranks' means
+would weigh a token by how few of them its rank has, so results would change with the number of ranks. A rank with
+nothing to learn (labels all -100) takes part with a sum of 0.
+
+On a CPU a step is deterministic: fixed threads, deterministic kernels, no dropout, no generator. Saving after k steps,
+loading into a fresh trainer and going on gives the parameters of the run that never stopped, to the bit, on the same
+number of ranks and threads; other numbers of them round differently, so the run agrees to about 1e-6 only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+from collections.abc import Generator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.utils.deterministic
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded, HeadraceError, WorkerDied
+from headrace.metrics import Wait, phase
+from headrace.train.gpt import GPT, IGNORED, PRESETS, GPTConfig, init_parameters
+
+__all__ = [
+    "LMTrainer",
+    "Ranks",
+    "StepResult",
+    "TokenLoss",
+    "TrainSettings",
+    "cpu_threads",
+    "global_token_mean",
+    "init_distributed",
+    "learning_rate",
+    "shutdown_distributed",
+]
+
+_KIND, _VERSION = "headrace.lm", 1
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+# --------------------------------------------------------------------------------------------- settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings:
+    """Everything the trainer is told apart from the data."""
+
+    steps: int
+    """Length of the run; the schedule ends here."""
+    model: str = "gpt-tiny"
+    lr: float = 3e-3
+    min_lr_ratio: float = 0.1
+    """The schedule ends at lr x min_lr_ratio."""
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    """On matrices only; norms do not decay."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = 1.0
+    """Largest norm of the gradient; 0 leaves it as it is."""
+    device: str = "auto"
+    """cpu, cuda, or auto: cuda where there is one."""
+    threads: int = 0
+    """CPU threads of this rank; 0 takes its share of the node (`cpu_threads`)."""
+    compile: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"train.{name} must be {wanted}, got {getattr(self, name)!r}"
+            for name, wanted, holds in (
+                ("steps", "1 or more", self.steps >= 1),
+                ("model", f"one of {', '.join(sorted(PRESETS))}", self.model in PRESETS),
+                ("lr", "a finite number above 0", 0 < self.lr < math.inf),
+                ("min_lr_ratio", "between 0 and 1", 0 <= self.min_lr_ratio <= 1),
+                ("warmup_steps", "0 or more", self.warmup_steps >= 0),
+                ("weight_decay", "a finite number, 0 or more", 0 <= self.weight_decay < math.inf),
+                ("betas", "two numbers in [0, 1)", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)),
+                ("grad_clip", "0 (off) or more", self.grad_clip >= 0),
+                ("device", "auto, cpu or cuda", self.device in ("auto", "cpu", "cuda")),
+                ("threads", "0 (share of the node) or more", self.threads >= 0),
+            )
+            if not holds
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+
+def learning_rate(step: int, settings: TrainSettings) -> float:
+    """The rate of step number `step` (from 0): up in a line over warmup_steps, then down a cosine to the last step.
+
+    Step warmup_steps - 1 is the top of both, so they meet; the last step, and any after it, has lr x min_lr_ratio.
+    """
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    past = (step + 1 - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
+    floor = settings.lr * settings.min_lr_ratio
+    return floor + (settings.lr - floor) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, past)))
+
+
+# ----------------------------------------------------------------------------------------------- results
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """The mean loss over a global batch. Held as tensors: on CUDA only asking for a number waits for the device."""
+
+    step: int
+    """Steps taken before this batch."""
+    loss_tensor: Tensor
+    tokens_tensor: Tensor
+
+    @property
+    def loss(self) -> float:
+        """Mean over the global batch's tokens, the same on every rank; 0 if no rank had any."""
+        value = float(self.loss_tensor)
+        if not math.isfinite(value):
+            raise _not_finite(self.step, f"loss {value}")
+        return value
+
+    @property
+    def tokens(self) -> int:
+        """Tokens learned from, over all ranks."""
+        return int(self.tokens_tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult(TokenLoss):
+    """What one step did."""
+
+    grad_norm_tensor: Tensor
+    lr: float
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the whole gradient before it was clipped."""
+        return float(self.grad_norm_tensor)
+
+
+def _not_finite(step: int, found: str) -> HeadraceError:
+    return HeadraceError(
+        f"step {step} diverged: expected a finite loss and gradient, got {found}; lower train.lr or raise "
+        "train.warmup_steps, and resume from the last checkpoint"
+    )
+
+
+class _GlobalTokenMean(torch.autograd.Function):
+    """Forward: the global mean. Backward: the share that becomes its gradient once DDP has averaged over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, loss_sum: Tensor, tokens: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        both = torch.stack((loss_sum.double(), tokens.double()))  # counts are exact up to 2**53
+        ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+        if ranks > 1:
+            with Wait("train.reduce"), _naming_lost_peers("adding up the loss"):
+                dist.all_reduce(both, group=group)
+        divisor = both[1].clamp(min=1.0)
+        ctx.scale = (ranks / divisor).to(loss_sum.dtype)
+        ctx.mark_non_differentiable(both)
+        return (both[0] / divisor).to(loss_sum.dtype), both
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] * ctx.scale, None, None
+
+
+def global_token_mean(loss_sum: Tensor, tokens: Tensor | int, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The mean loss per token over all ranks, for `backward()` under DDP. A collective: every rank calls it.
+
+    `loss_sum` is this rank's sum of token losses, `tokens` how many there were (0 is fine). The value is the global
+    mean on every rank; its gradient is scaled by the number of ranks, because DDP (like FSDP) divides by it.
+    """
+    return _GlobalTokenMean.apply(loss_sum, torch.as_tensor(tokens, device=loss_sum.device), group)[0]
+
+
+# ----------------------------------------------------------------------------------------------- trainer
+
+
+class LMTrainer:
+    """A GPT, its optimiser and the number of steps it has taken.
+
+    With world_size > 1 the process group exists already (`init_distributed`), and every rank makes a trainer, steps and
+    loads at the same time. Sets the process-wide thread count of torch, and on a CPU its deterministic mode.
+    """
+
+    def __init__(
+        self, settings: TrainSettings, *, vocab_size: int, seq_len: int, rank: int = 0, world_size: int = 1
+    ) -> None:
+        if world_size > 1 and not dist.is_initialized():
+            raise ConfigError(
+                f"a trainer for rank {rank} of {world_size} needs a process group and there is none; call "
+                "init_distributed() first, under torchrun"
+            )
+        self.settings = settings
+        self.rank, self.world_size = rank, world_size
+        self.device = _device(settings.device)
+        self.threads = settings.threads or cpu_threads(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        torch.set_num_threads(self.threads)
+        if self.device.type == "cpu":
+            torch.use_deterministic_algorithms(True)
+            # Filling every fresh tensor with NaN would find reads of unwritten memory; it costs 6 % of a step.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # ty: ignore[missing-attribute]
+        self.model = GPT(GPTConfig.preset(settings.model, vocab_size=vocab_size, seq_len=seq_len))
+        init_parameters(self.model, settings.seed)
+        self.model.to(self.device)
+        self.steps_taken = 0
+        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
+        others = [p for p in self.model.parameters() if p.ndim < 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=settings.lr,
+            betas=settings.betas,
+            fused=True,
+        )
+        self._net: nn.Module = torch.compile(self.model) if settings.compile else self.model  # ty: ignore[invalid-assignment]
+        self._buckets_settled = world_size == 1
+        if world_size > 1:
+            on = [self.device.index] if self.device.type == "cuda" else None
+            with Wait("train.start"), _naming_lost_peers("comparing the models of the ranks"):
+                self._net = DistributedDataParallel(self._net, device_ids=on, gradient_as_bucket_view=True)
+        self._first_bad_step = torch.full((), -1, dtype=torch.int64, device=self.device)
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """Learn from this rank's share of a global batch. A collective."""
+        ids, positions, labels = self._inputs(batch)
+        lr = learning_rate(self.steps_taken, self.settings)
+        with _naming_lost_peers(f"step {self.steps_taken}"):
+            if not self._buckets_settled:
+                # DDP orders its buckets anew after the first backward pass of a process. With three ranks or more the
+                # order of additions follows the place in the bucket, so a resumed run would round its first step
+                # unlike the run that never stopped: the first pass of every process is done twice and counted once.
+                self._backward(ids, positions, labels)
+                self._buckets_settled = True
+            mean, total = self._backward(ids, positions, labels)
+        with phase("train.optimizer"):
+            limit = self.settings.grad_clip or math.inf
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+            self._refuse_divergence(mean, norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.steps_taken += 1
+        return StepResult(
+            step=self.steps_taken - 1, loss_tensor=mean, tokens_tensor=total, grad_norm_tensor=norm, lr=lr
+        )
+
+    @torch.no_grad()
+    def loss_only(self, batch: Mapping[str, Tensor]) -> TokenLoss:
+        """The loss of a global batch, without learning from it. A collective."""
+        ids, positions, labels = self._inputs(batch)
+        loss_sum = self.model(ids, positions, labels)
+        mean, both = _GlobalTokenMean.apply(loss_sum, (labels != IGNORED).sum(), None)
+        return TokenLoss(step=self.steps_taken, loss_tensor=mean, tokens_tensor=both[1])
+
+    def _inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        missing = [name for name in ("input_ids", "position_ids", "labels") if name not in batch]
+        if missing:
+            raise DataError(
+                f"step {self.steps_taken} got a batch without {', '.join(missing)} (it has {', '.join(batch) or 'nothing'}); "
+                "the trainer takes the batches of headrace's text loader"
+            )
+        ids, positions, labels = (batch[name] for name in ("input_ids", "position_ids", "labels"))
+        if not ids.shape == positions.shape == labels.shape or ids.ndim != 2:
+            raise DataError(
+                f"step {self.steps_taken} got input_ids {list(ids.shape)}, position_ids {list(positions.shape)} and labels "
+                f"{list(labels.shape)}; all three must have one shape [rows, seq_len]"
+            )
+        return tuple(t.to(self.device, non_blocking=True) for t in (ids, positions, labels))  # ty: ignore[invalid-return-type]
+
+    def _backward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the global mean on every rank; the mean and the global token count."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with phase("train.forward"):
+            loss_sum = self._net(ids, positions, labels)
+        mean, both = _GlobalTokenMean.apply(loss_sum, (labels != IGNORED).sum(), None)
+        with phase("train.backward"):
+            mean.backward()
+        return mean.detach(), both[1]
+
+    def _refuse_divergence(self, mean: Tensor, norm: Tensor) -> None:
+        """On a CPU at once, before the parameters are touched; on CUDA noted there, and read when a state is taken."""
+        finite = torch.isfinite(mean) & torch.isfinite(norm)
+        if self.device.type != "cpu":
+            keep = finite | (self._first_bad_step >= 0)
+            self._first_bad_step = torch.where(keep, self._first_bad_step, self.steps_taken)
+        elif not finite:
+            raise _not_finite(self.steps_taken, f"loss {float(mean)}, gradient norm {float(norm)}")
+
+    # ----------------------------------------------------------------------------------------------- state
+
+    def state_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
+        """Copies of everything the next step depends on: (arrays, stored dtypes where numpy has none, meta).
+
+        Arrays are named model/<parameter>, optim/exp_avg/<parameter> and optim/exp_avg_sq/<parameter>.
+        """
+        bad = int(self._first_bad_step)
+        if bad >= 0:
+            raise _not_finite(bad, "a value that is not")
+        tensors = {f"model/{name}": p.detach() for name, p in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            if self.steps_taken:
+                tensors |= {f"optim/{moment}/{name}": self.optimizer.state[parameter][moment] for moment in _MOMENTS}
+        arrays = {name: _to_array(tensor) for name, tensor in tensors.items()}
+        dtypes = {name: "BF16" for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16}
+        meta = {"kind": _KIND, "version": _VERSION, "step": self.steps_taken, "model": asdict(self.model.config)}
+        return arrays, dtypes, meta
+
+    @torch.no_grad()
+    def load_state_arrays(
+        self, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str], meta: Mapping[str, Any]
+    ) -> None:
+        """Become the trainer that gave this state. Every rank loads. Nothing is changed if anything does not fit."""
+        _require("the saved state", meta, {"kind": _KIND, "version": _VERSION, "model": asdict(self.model.config)})
+        step = int(meta["step"])
+        parameters = dict(self.model.named_parameters())
+        targets = {f"model/{name}": p for name, p in parameters.items()}
+        if step:
+            targets |= {f"optim/{moment}/{name}": p for moment in _MOMENTS for name, p in parameters.items()}
+        ours = {name: array for name, array in arrays.items() if name.startswith(("model/", "optim/"))}
+        _require(
+            "the saved state",
+            {name: _described(array, dtypes.get(name)) for name, array in ours.items()},
+            {name: _described(_to_array(p.detach()), _stored_dtype(p)) for name, p in targets.items()},
+        )
+        self.optimizer.state.clear()
+        for name, parameter in parameters.items():
+            parameter.copy_(_to_tensor(ours[f"model/{name}"], parameter))
+            if step:
+                state = {moment: _to_tensor(ours[f"optim/{moment}/{name}"], parameter) for moment in _MOMENTS}
+                count = torch.tensor(float(step), dtype=torch.float32, device=self.device)
+                self.optimizer.state[parameter] = {"step": count, **state}
+        self.steps_taken = step
+        self._first_bad_step.fill_(-1)
+
+    def model_sha256(self) -> str:
+        """One number for the model: names, dtypes, shapes and bytes of its parameters, in the order of their names."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.model.named_parameters()):
+            digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
+            digest.update(_to_array(parameter.detach()).tobytes())
+        return digest.hexdigest()
+
+
+def _to_array(tensor: Tensor) -> np.ndarray:
+    """A contiguous copy in the host's memory; bfloat16 as the uint16 of its bits."""
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return np.array(tensor.cpu().numpy(), order="C")
+
+
+def _to_tensor(array: np.ndarray, like: Tensor) -> Tensor:
+    """A tensor of its own (containers hand out read-only maps) with the dtype, place and layout of `like`."""
+    tensor = torch.from_numpy(np.array(array, order="C"))
+    tensor = tensor.view(torch.bfloat16) if like.dtype == torch.bfloat16 else tensor
+    return torch.empty_like(like, requires_grad=False).copy_(tensor)
+
+
+def _stored_dtype(tensor: Tensor) -> str | None:
+    return "BF16" if tensor.dtype == torch.bfloat16 else None
+
+
+def _described(array: np.ndarray, stored: str | None) -> str:
+    return f"{'bfloat16' if stored == 'BF16' else array.dtype} {list(array.shape)}"
+
+
+def _require(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a state of something else, with both sides of every difference (the first few in the sentence)."""
+    names = sorted(set(now) | (set(saved) - {"step"}))
+    differences = {
+        name: (saved.get(name, "absent"), now.get(name, "absent")) for name in names if saved.get(name) != now.get(name)
+    }
+    if differences:
+        first = "; ".join(f"{name}: saved {was}, now {is_}" for name, (was, is_) in list(differences.items())[:3])
+        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise CursorMismatch(
+            f"{what} belongs to another run ({first}{more}). Resuming would train another model than the one saved; "
+            "restore [train] model, the tokenizer and seq_len, or start a new run.",
+            differences,
+        )
+
+
+# ------------------------------------------------------------------------------------------ ranks and threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Who this process is."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def init_distributed(device: str = "auto", *, timeout_seconds: float = 300.0) -> Ranks:
+    """Join the process group that torchrun's environment describes; without one, this is rank 0 of 1 and has no group.
+
+    gloo on CPU, nccl on CUDA. A collective that takes longer than `timeout_seconds` fails, on every rank.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return Ranks()
+    needed = {
+        "rank": "RANK",
+        "world_size": "WORLD_SIZE",
+        "local_rank": "LOCAL_RANK",
+        "local_world_size": "LOCAL_WORLD_SIZE",
+    }
+    found = {field: os.environ.get(name, "") for field, name in needed.items()}
+    unusable = [f"{needed[field]}={value!r}" for field, value in found.items() if not value.isdigit()]
+    if unusable:
+        raise ConfigError(
+            f"WORLD_SIZE is set, so ranks are expected, but {', '.join(unusable)} is not a number; start with torchrun, "
+            "or unset WORLD_SIZE to run one process"
+        )
+    ranks = Ranks(**{field: int(value) for field, value in found.items()})
+    on_cuda = _device(device).type == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(ranks.local_rank)
+    if ranks.world_size > 1 and not dist.is_initialized():
+        with Wait("train.start", deadline=timeout_seconds), _naming_lost_peers("joining the process group"):
+            dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(seconds=timeout_seconds))
+    return ranks
+
+
+def shutdown_distributed() -> None:
+    """Leave the process group, if there is one. No barrier: it must end also when a peer is gone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _naming_lost_peers(doing: str) -> Generator[None]:
+    """Turn the transport's error into one that says who noticed, when, and what to do. Other errors pass."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not (isinstance(error, dist.DistError) or "gloo" in text.lower()):
+            raise
+        rank, late = os.environ.get("RANK", "?"), "timed out" in text.lower() or "timeout" in text.lower()
+        first_line = text.splitlines()[0][:200]
+        raise (DeadlineExceeded if late else WorkerDied)(
+            f"rank {rank} {'waited too long for' if late else 'lost'} another rank while {doing} ({first_line}); look at "
+            "the log of the rank that failed first, and resume from the last checkpoint"
+        ) from error
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device is cuda and torch finds no CUDA device; use device = 'cpu' or 'auto'")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def cpu_threads(ranks_on_node: int = 1) -> int:
+    """Threads for each of the ranks of this node: what affinity and cgroup allow, shared out; at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    budget = min(float(allowed), _cgroup_cpus(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
+    return max(1, int(budget) // max(1, ranks_on_node))
+
+
+def _cgroup_cpus(membership: Path, root: Path) -> float:
+    """The smallest CPU quota on the way from this process's cgroup to the root (v2, then v1); inf without one."""
+    if not membership.exists():
+        return math.inf
+    limits = [math.inf]
+    for line in membership.read_text().splitlines():
+        _, controllers, own = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "cpu" if controllers else root
+        folder = mount / own.lstrip("/")
+        limits += [_quota(at) for at in (folder, *folder.parents) if at.is_relative_to(mount)]
+    return min(limits)
+
+
+def _quota(folder: Path) -> float:
+    """Quota / period of one cgroup, in CPUs."""
+    v2, v1 = folder / "cpu.max", folder / "cpu.cfs_quota_us"
+    if v2.exists():
+        quota, period = v2.read_text().split()
+    elif v1.exists():
+        quota, period = v1.read_text().strip(), (folder / "cpu.cfs_period_us").read_text().strip()
+    else:
+        return math.inf
+    return math.inf if quota in ("max", "-1") else int(quota) / int(period)

@@ -1,0 +1,324 @@
+"""Metrics over real ranks: gloo groups of 2 and 4 processes, some of which are killed, stopped, late or wrong.
+
+The file is also its own fork server (`python test_metrics_ranks.py`): it imports torch once and forks the ranks of each
+scenario, so a scenario costs what it does, not four imports of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import HeadraceError
+from headrace.metrics import Mean, Meter, MetricSpec, Reducer, Reduction, reduce_values
+
+SPECS = (
+    MetricSpec("data/rows", Reduction.SUM, with_max=True),
+    MetricSpec("data/seconds", Reduction.SUM, with_max=True),
+    MetricSpec("depth/min", Reduction.MIN, with_max=True),
+    MetricSpec("depth/max", Reduction.MAX, with_max=True),
+    MetricSpec("never/said", Reduction.MIN),
+    MetricSpec("loss", Reduction.MEAN, with_max=True),
+    MetricSpec("picks/<modality>", Reduction.SUM),
+    MetricSpec("mixed", Reduction.MAX),
+    MetricSpec("grad/norm", Reduction.MAX),
+)
+
+
+def rows_of(rank: int) -> list[dict[str, Any]]:
+    """What a rank says in four reductions: big counts, nothing at all, new family members, NaN."""
+    return [
+        {
+            "data/rows": 2**24 + 1 + rank, "data/seconds": 0.5 * rank, "depth/min": 3 - rank, "depth/max": 2**53 + rank,
+            "loss": Mean(3.0 * rank, rank), "mixed": 1 if rank % 2 else 0.5, "never/said": math.inf,
+        },
+        {} if rank == 1 else {"depth/min": 7 + rank, "loss": Mean(10.0, 4), "data/rows": 2**53 + 1},
+        {f"picks/m{rank}": 2**60, "picks/all": 1, "depth/max": -5.0 - rank},
+        {"grad/norm": math.nan if rank == 1 else 1.5, "depth/min": -0.25 * rank, "loss": 2},
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------ what a rank does in a scenario
+
+
+def agree(rank: int, world: int, collectives: Any = "all_gather") -> Any:
+    reducer = Reducer(SPECS, collectives=collectives, deadline=60.0)
+    return [reducer.reduce(row) for row in rows_of(rank)]
+
+
+def other_keys(rank: int, world: int) -> Any:
+    extra = MetricSpec("only/here", Reduction.SUM) if rank == 1 else MetricSpec("mixed2", Reduction.MAX)
+    return Reducer((*SPECS, extra), deadline=60.0).reduce({"data/rows": 1})
+
+
+def other_reduction(rank: int, world: int) -> Any:
+    return Reducer([MetricSpec("x", Reduction.SUM if rank else Reduction.MAX)], deadline=60.0).reduce({"x": 1})
+
+
+def undeclared(rank: int, world: int) -> Any:
+    return Reducer(SPECS, deadline=60.0).reduce({"data/row": 1} if rank == 1 else {"data/rows": 1})
+
+
+def lost(rank: int, world: int, victim: int, how: int, deadline: float, collectives: Any = "all_gather") -> Any:
+    reducer = Reducer(SPECS, deadline=deadline, collectives=collectives)
+    reducer.reduce({"data/rows": 1})
+    if rank == victim:
+        os.kill(os.getpid(), how)
+    with contextlib.suppress(HeadraceError):
+        reducer.reduce({"data/rows": 1})
+    return reducer.reduce({"data/rows": 1})  # a reducer that was given up says so again, at once
+
+
+def late(rank: int, world: int) -> Any:
+    meter = Meter()
+    reducer = Reducer(SPECS, deadline=60.0, meter=meter)
+    reducer.reduce({"data/rows": 1})
+    if rank == 1:
+        time.sleep(0.7)  # is late, past the point at which the others begin to ask who is missing
+    result = [reducer.reduce({"data/rows": 1}), reducer.reduce({"data/rows": 2})]
+    return [*result, meter.totals()["wait/metrics.reduce/seconds"]]
+
+
+def half(rank: int, world: int) -> Any:
+    import torch.distributed as dist
+
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return Reducer(SPECS, group=groups[rank % 2], deadline=60.0).reduce({"depth/max": rank, "data/rows": rank})
+
+
+SCENARIOS: dict[str, Callable[..., Any]] = {
+    f.__name__: f for f in (agree, other_keys, other_reduction, undeclared, lost, late, half)
+}
+
+
+def be_rank(rank: int, world: int, folder: Path, scenario: str, arguments: dict[str, Any], tcp: bool) -> None:
+    import torch.distributed as dist
+
+    told: dict[str, Any] = {}
+    timeout = timedelta(minutes=30)  # torch's default: what is quicker is ours
+    if tcp:
+        port_file = folder / "port"
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False, timeout=timeout)
+            (folder / "port.tmp").write_text(str(store.port))
+            (folder / "port.tmp").rename(port_file)
+        else:
+            while not port_file.exists():
+                os.sched_yield()
+            store = dist.TCPStore("127.0.0.1", int(port_file.read_text()), world, is_master=False, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    else:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timeout
+        )
+    began = time.monotonic()
+    try:
+        told["result"] = SCENARIOS[scenario](rank, world, **arguments)
+    except HeadraceError as error:
+        told["error"], told["message"] = type(error).__name__, str(error)
+    told["seconds"] = time.monotonic() - began
+    (folder / f"rank-{rank}.json").write_text(json.dumps(told))
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
+    if "error" not in told:
+        os._exit(0)  # taking torch down costs a second; only after an error is it in question whether that ends
+
+
+def serve() -> None:
+    import torch.distributed  # noqa: F401  (imported once, for all ranks to come)
+
+    gc.freeze()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        pids: list[int] = []
+        for rank in range(order["world"]):
+            pid = os.fork()
+            if pid == 0:
+                be_rank(
+                    rank, order["world"], Path(order["folder"]), order["scenario"], order["arguments"], order["tcp"]
+                )
+                sys.exit(0)
+            pids.append(pid)
+        codes: dict[int, int] = {}
+        end = time.monotonic() + order["deadline"]
+        left = [rank for rank in range(order["world"]) if rank not in order["stopped"]]
+        while left and time.monotonic() < end:
+            for rank in list(left):
+                pid, status = os.waitpid(pids[rank], os.WNOHANG)
+                if pid:
+                    codes[rank] = os.waitstatus_to_exitcode(status)
+                    left.remove(rank)
+            time.sleep(0.005)
+        for rank in (*left, *order["stopped"]):
+            os.kill(pids[rank], signal.SIGKILL)
+            os.waitpid(pids[rank], 0)
+        print(json.dumps({"codes": codes, "hung": left}), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
+    sys.exit(0)
+
+
+# ------------------------------------------------------------------------------------------------- what must be true
+
+Told = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.stdin.close()
+    process.wait(10)
+    process.stdout.close()
+
+
+@pytest.fixture
+def ranks(server: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Told]:
+    def run(
+        world: int,
+        scenario: str,
+        *,
+        lost: int | None = None,
+        stopped: bool = False,
+        tcp: bool = False,
+        **arguments: Any,
+    ) -> Told:
+        """What each rank came to. Every rank but a lost one must also have ended by itself, with exit code 0."""
+        order = {
+            "world": world, "folder": str(tmp_path), "scenario": scenario, "arguments": arguments, "tcp": tcp,
+            "deadline": 30.0, "stopped": [lost] if stopped else [],
+        }  # fmt: skip
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(order) + "\n")
+        server.stdin.flush()
+        answer = json.loads(server.stdout.readline())
+        assert answer["hung"] == []
+        survivors = [rank for rank in range(world) if rank != lost]
+        assert {rank: answer["codes"][str(rank)] for rank in survivors} == dict.fromkeys(survivors, 0)
+        return [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in survivors]
+
+    return run
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in value and type, NaN being equal to itself."""
+    return repr(a) == repr(b)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_agree_on_what_the_pure_reduction_says(ranks: Callable[..., Told], world: int) -> None:
+    told = ranks(world, "agree")
+    for turn in range(4):
+        expected = reduce_values(SPECS, [rows_of(rank)[turn] for rank in range(world)])
+        for said in told:
+            assert same(dict(sorted(said["result"][turn].items())), dict(sorted(expected.items())))
+    first, second, third, fourth = told[0]["result"]
+    assert first["data/rows"] == sum(2**24 + 1 + r for r in range(world))  # float32 would lose the ones
+    assert first["data/rows/worst_rank"] == world - 1
+    assert first["depth/max"] == 2**53 + world - 1  # so would float64
+    assert first["loss"] == pytest.approx(3.0)  # rank 0 said Mean(0, 0), which weighs nothing
+    assert "never/said" not in first
+    assert second["depth/min"] == 7  # rank 1 was empty: neither 0 nor +inf
+    assert second["loss"] == pytest.approx(2.5)
+    assert third["picks/all"] == world
+    assert third["picks/m1"] == 2**60
+    assert math.isnan(fourth["grad/norm"])
+
+
+def test_three_all_reduce_say_the_same_without_the_worst_rank(ranks: Callable[..., Told]) -> None:
+    told = ranks(4, "agree", collectives="all_reduce")
+    for turn in range(4):
+        expected = reduce_values(SPECS, [rows_of(rank)[turn] for rank in range(4)])
+        expected = {k: v for k, v in expected.items() if not k.endswith("/worst_rank")}
+        for said in told:
+            assert same(dict(sorted(said["result"][turn].items())), dict(sorted(expected.items())))
+
+
+def test_ranks_that_declare_other_keys_are_refused_on_every_rank_by_key_and_rank(ranks: Callable[..., Told]) -> None:
+    for said in ranks(4, "other_keys"):
+        assert said["error"] == "ConfigError"
+        assert "'only/here' (SUM) is declared on rank 1 only" in said["message"]
+        assert "'mixed2' (MAX) is declared on ranks 0, 2, 3 only" in said["message"]
+        assert "data/rows" not in said["message"]
+
+
+def test_ranks_that_declare_another_reduction_are_refused(ranks: Callable[..., Told]) -> None:
+    for said in ranks(2, "other_reduction"):
+        assert said["error"] == "ConfigError"
+        assert "'x' (MAX) is declared on rank 0 only; 'x' (SUM) is declared on rank 1 only" in said["message"]
+
+
+def test_an_undeclared_key_on_one_rank_stops_all_of_them_with_its_sentence(ranks: Callable[..., Told]) -> None:
+    for said in ranks(2, "undeclared"):
+        assert said["error"] == "ConfigError"
+        assert said["message"].startswith("rank 1: metric 'data/row' was never declared")
+        assert "did you mean 'data/rows'?" in said["message"]
+        assert said["seconds"] < 10
+
+
+@pytest.mark.parametrize("collectives", ["all_gather", "all_reduce"])
+@pytest.mark.parametrize(("world", "victim"), [(4, 2), (2, 0)])
+def test_a_killed_rank_is_named_by_all_others_within_seconds(
+    ranks: Callable[..., Told], world: int, victim: int, collectives: str
+) -> None:
+    told = ranks(world, "lost", lost=victim, victim=victim, how=signal.SIGKILL, deadline=60.0, collectives=collectives)
+    for said in told:
+        assert said["error"] == "WorkerDied"
+        assert f"; rank {victim} did not come" in said["message"]
+        assert said["seconds"] < 4  # 2 on a machine that is not busy; far from the deadline of 60
+
+
+def test_a_stopped_rank_is_named_at_the_deadline(ranks: Callable[..., Told]) -> None:
+    for said in ranks(4, "lost", lost=2, stopped=True, victim=2, how=signal.SIGSTOP, deadline=1.0):
+        assert said["error"] == "DeadlineExceeded"
+        assert "its deadline is 1 s: rank 2 did not come" in said["message"]
+        assert 1.0 <= said["seconds"] < 4
+
+
+def test_a_killed_holder_of_the_store_is_an_error_and_no_hang(ranks: Callable[..., Told]) -> None:
+    for said in ranks(2, "lost", lost=0, tcp=True, victim=0, how=signal.SIGKILL, deadline=60.0):
+        assert said["error"] == "WorkerDied"
+        assert "rank 0" in said["message"]
+        assert said["seconds"] < 6
+
+
+def test_a_stopped_holder_of_the_store_is_an_error_and_no_hang(ranks: Callable[..., Told]) -> None:
+    for said in ranks(2, "lost", lost=0, stopped=True, tcp=True, victim=0, how=signal.SIGSTOP, deadline=1.0):
+        assert said["error"] == "DeadlineExceeded"
+        assert "rank 0" in said["message"]
+        assert said["seconds"] < 6
+
+
+def test_a_late_rank_is_waited_for(ranks: Callable[..., Told]) -> None:
+    told = ranks(2, "late")
+    for said in told:
+        assert [turn["data/rows"] for turn in said["result"][:2]] == [2, 4]
+    assert told[0]["result"][2] > 0.5  # and the wait has a name
+
+
+def test_a_subgroup_is_reduced_alone_and_names_global_ranks(ranks: Callable[..., Told]) -> None:
+    told = ranks(4, "half")
+    assert [said["result"]["data/rows"] for said in told] == [2, 4, 2, 4]
+    assert [said["result"]["depth/max/worst_rank"] for said in told] == [2, 3, 2, 3]

@@ -1,0 +1,187 @@
+"""Several ranks train one model: real processes over gloo, joined by the environment that torchrun would give them.
+
+Run as a script, this file is the process that the ranks are forked from:  test_train_ranks.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.errors import WorkerDied
+from headrace.train import LMTrainer, TrainSettings, global_token_mean, init_distributed, shutdown_distributed
+
+VOCAB, SEQ, STEPS = 600, 24, 4
+LEARNED = {2: ((40, 9), (0, 33), (21, 0), (48, 1)), 3: ((40, 9, 3), (5, 33, 7), (21, 4, 40), (48, 1, 17))}
+"""Tokens to learn, by world size, step and rank."""
+
+
+def share(world_size: int, step: int, rank: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(100 * step + rank))
+    labels = ids[:, 1:].flatten()
+    labels[LEARNED[world_size][step][rank] :] = -100
+    positions = torch.arange(SEQ).expand(2, SEQ)
+    return {"input_ids": ids[:, :-1].contiguous(), "labels": labels.view(2, SEQ), "position_ids": positions}
+
+
+def make_trainer(rank: int = 0, world_size: int = 1, seed: int = 2) -> LMTrainer:
+    settings = TrainSettings(steps=10, warmup_steps=2, lr=1e-3, grad_clip=0, threads=1, device="cpu", seed=seed)
+    return LMTrainer(settings, vocab_size=VOCAB, seq_len=SEQ, rank=rank, world_size=world_size)
+
+
+def gradients(trainer: LMTrainer) -> dict[str, np.ndarray]:
+    return {f"grad/{name}": p.grad.numpy().copy() for name, p in trainer.model.named_parameters()}
+
+
+# ------------------------------------------------------------------------------------------------ the ranks
+
+
+def train_and_then_lose_a_peer(folder: Path) -> None:
+    ranks = init_distributed("cpu", timeout_seconds=30)
+    trainer = make_trainer(ranks.rank, ranks.world_size)
+    start = trainer.model_sha256()
+    results = [trainer.step(share(2, step, ranks.rank)) for step in range(STEPS)]
+    facts: dict[str, object] = {
+        "start": start,
+        "end": trainer.model_sha256(),
+        "losses": [r.loss for r in results],
+        "tokens": [r.tokens for r in results],
+        "eval": trainer.loss_only(share(2, 0, ranks.rank)).loss,
+        "mean": global_token_mean(torch.tensor(float(ranks.rank)), ranks.rank).item(),
+    }
+    if ranks.rank == 1:
+        (folder / "rank1.json").write_text(json.dumps(facts))
+        os._exit(0)
+    np.savez(folder / "rank0.npz", **gradients(trainer), **trainer.state_arrays()[0])
+    began = time.monotonic()
+    try:
+        trainer.step(share(2, 0, 0))
+        facts["lost"] = "nothing was noticed"
+    except WorkerDied as error:
+        facts["lost"] = str(error)
+    facts["noticed_after"] = time.monotonic() - began
+    (folder / "rank0.json").write_text(json.dumps(facts))
+    shutdown_distributed()
+
+
+def train_straight_and_resumed(folder: Path) -> None:
+    ranks = init_distributed("cpu", timeout_seconds=30)
+    straight = make_trainer(ranks.rank, ranks.world_size)
+    for step in range(STEPS):
+        straight.step(share(3, step, ranks.rank))
+    first = make_trainer(ranks.rank, ranks.world_size)
+    for step in range(2):
+        first.step(share(3, step, ranks.rank))
+    second = make_trainer(ranks.rank, ranks.world_size, seed=77)
+    second.load_state_arrays(*first.state_arrays())
+    for step in range(2, STEPS):
+        second.step(share(3, step, ranks.rank))
+    facts = {"straight": straight.model_sha256(), "resumed": second.model_sha256()}
+    (folder / f"rank{ranks.rank}.json").write_text(json.dumps(facts))
+    shutdown_distributed()
+
+
+def fork_ranks(role: Callable[[Path], None], world_size: int, folder: Path) -> None:
+    """Run a role in processes that find themselves in torchrun's environment; all of them must end well."""
+    folder.mkdir()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    children = []
+    for rank in range(world_size):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                role(folder)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    assert statuses == [0] * world_size, f"{role.__name__}: {statuses}"
+
+
+# ------------------------------------------------------------------------------------------------ the tests
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Both roles, run by ranks that are forked from one process: importing torch five times would take 20 s."""
+    folder = tmp_path_factory.mktemp("ranks")
+    # One thread each: the server forks, so it must have no threads of its own.
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", __file__, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder):
+    role = folder / "train_and_then_lose_a_peer"
+    facts = [json.loads((role / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return facts, np.load(role / "rank0.npz")
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    trainer, losses = make_trainer(), []
+    for step in range(STEPS):
+        shares = [share(2, step, rank) for rank in range(2)]
+        losses.append(trainer.step({name: torch.cat([s[name] for s in shares]) for name in shares[0]}).loss)
+    return trainer, losses
+
+
+def test_two_ranks_with_unequal_token_counts_and_sometimes_none_get_the_gradients_of_one_process(
+    two_ranks, one_process
+):
+    found, expected = two_ranks[1], gradients(one_process[0])
+    assert max(np.abs(found[name] - grad).max() for name, grad in expected.items()) < 1e-6
+    assert max(np.abs(grad).max() for grad in expected.values()) > 1e-3
+
+
+def test_two_ranks_with_unequal_token_counts_get_the_parameters_of_one_process(two_ranks, one_process):
+    found, expected = two_ranks[1], one_process[0].state_arrays()[0]
+    assert max(np.abs(found[name] - array).max() for name, array in expected.items()) < 1e-6
+
+
+def test_both_ranks_report_the_global_loss_and_count_and_hold_the_same_bits(two_ranks, one_process):
+    (first, second), _ = two_ranks
+    assert first["tokens"] == second["tokens"] == [sum(step) for step in LEARNED[2]]
+    assert first["losses"] == second["losses"] == pytest.approx(one_process[1], abs=1e-5)
+    assert first["eval"] == second["eval"]
+    assert first["mean"] == second["mean"] == 1.0
+    assert first["start"] == second["start"] == make_trainer().model_sha256()
+    assert first["end"] == second["end"] != first["start"]
+
+
+def test_a_rank_whose_peer_is_gone_says_so_within_two_seconds_instead_of_hanging(two_ranks):
+    survivor = two_ranks[0][0]
+    assert "rank 0 lost another rank while" in survivor["lost"]
+    assert "resume from the last checkpoint" in survivor["lost"]
+    assert survivor["noticed_after"] < 2.0
+
+
+def test_three_ranks_that_resume_end_with_the_bits_of_three_that_never_stopped(folder):
+    role = folder / "train_straight_and_resumed"
+    facts = [json.loads((role / f"rank{rank}.json").read_text()) for rank in range(3)]
+    assert {value for rank in facts for value in rank.values()} == {facts[0]["straight"]}
+
+
+if __name__ == "__main__":
+    make_trainer()  # torch.optim imports another 800 modules at its first use; once is enough
+    for role, world_size in ((train_and_then_lose_a_peer, 2), (train_straight_and_resumed, 3)):
+        fork_ranks(role, world_size, Path(sys.argv[1]) / role.__name__)

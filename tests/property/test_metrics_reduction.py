@@ -1,0 +1,116 @@
+"""Accumulating over steps and reducing over ranks is one reduction of everything, however it is split."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.metrics import Accumulator, Histogram, Mean, MetricSpec, Reduction, reduce_values
+from headrace.metrics.reducer import _from_order, _in_order
+
+SPECS = (
+    MetricSpec("sum", Reduction.SUM, with_max=True),
+    MetricSpec("min", Reduction.MIN, with_max=True),
+    MetricSpec("max", Reduction.MAX, with_max=True),
+    MetricSpec("mean", Reduction.MEAN),
+    MetricSpec("by/<name>", Reduction.SUM),
+)
+counts = st.integers(-(2**50), 2**50)
+values = st.one_of(counts, st.floats(-1e6, 1e6))
+rows = st.fixed_dictionaries(
+    {},
+    optional={
+        "sum": counts,
+        "min": values,
+        "max": values,
+        "mean": st.one_of(counts, st.builds(Mean, counts, st.integers(0, 9))),
+        "by/a": counts,
+        "by/b": counts,
+    },
+)
+
+
+def everything(observations: list[dict]) -> dict:
+    """The same by hand, over one flat list of what was observed anywhere, at any time."""
+    found: dict = {}
+    for key in ("sum", "by/a", "by/b"):
+        if any(key in o for o in observations):
+            found[key] = sum(o[key] for o in observations if key in o)
+    for key, best in (("min", min), ("max", max)):
+        if any(key in o for o in observations):
+            found[key] = best(o[key] for o in observations if key in o)
+    means = [o["mean"] if isinstance(o["mean"], Mean) else Mean(o["mean"], 1) for o in observations if "mean" in o]
+    means = [m for m in means if m.weight]
+    if means:
+        found["mean"] = sum(m.total for m in means) / sum(m.weight for m in means)
+    return found
+
+
+@settings(deadline=None)
+@given(ranks=st.lists(st.lists(rows, max_size=4), min_size=1, max_size=5))
+def test_accumulating_and_reducing_equals_reducing_everything_for_any_split(ranks: list[list[dict]]) -> None:
+    drained = []
+    for steps in ranks:
+        total = Accumulator(SPECS)
+        for row in steps:
+            total.add(row)
+        drained.append(total.drain())
+    result = reduce_values(SPECS, drained)
+    expected = everything([row for steps in ranks for row in steps])
+    plain = {k: v for k, v in result.items() if not k.endswith(("_max", "worst_rank", "steps_in_interval"))}
+    assert plain.keys() == expected.keys()
+    for key, value in plain.items():
+        # a minimum over ints and floats travels as float64, which holds every count below 2^53 exactly
+        assert value == expected[key], key
+    if any(ranks):
+        assert result["steps_in_interval"] == max(map(len, ranks))
+
+
+@settings(deadline=None)
+@given(ranks=st.lists(rows, min_size=1, max_size=6), data=st.data())
+def test_the_order_of_ranks_changes_nothing_but_their_names(ranks: list[dict], data: st.DataObject) -> None:
+    shuffled = data.draw(st.permutations(ranks))
+    a, b = reduce_values(SPECS, ranks), reduce_values(SPECS, shuffled)
+    assert {k: v for k, v in a.items() if "worst" not in k} == {k: v for k, v in b.items() if "worst" not in k}
+    for key in ("sum", "min", "max"):
+        if key in a:
+            extreme = a["sum_max"] if key == "sum" else a[key]
+            assert ranks[a[f"{key}/worst_rank"]][key] == extreme
+            assert shuffled[b[f"{key}/worst_rank"]][key] == extreme
+
+
+@given(a=st.floats(allow_nan=False), b=st.floats(allow_nan=False))
+def test_floats_keep_their_order_as_integers(a: float, b: float) -> None:
+    assert _from_order(_in_order(a)) == a
+    if a < b:
+        assert _in_order(a) < _in_order(b)
+
+
+durations = st.floats(1e-6, 3600.0)
+
+
+@settings(deadline=None)
+@given(observed=st.lists(durations, min_size=1, max_size=200), q=st.floats(0, 100), cut=st.integers(0, 200))
+def test_every_percentile_is_within_its_error_also_after_a_merge(observed: list[float], q: float, cut: int) -> None:
+    one_by_one, at_once = Histogram("x"), Histogram("x")
+    for value in observed[:cut]:
+        one_by_one.record(value)
+    at_once.record_many(observed[cut:])
+    one_by_one.merge(at_once)
+    assert one_by_one.count == len(observed)
+    rank = max(1, math.ceil(q * len(observed) / 100 - 1e-9))
+    true = sorted(observed)[rank - 1]
+    assert one_by_one.percentile(q) == pytest.approx(true, rel=0.02 + 1e-9)
+
+
+@given(observed=st.lists(durations, min_size=1, max_size=50))
+def test_recording_one_by_one_and_at_once_fills_the_same_buckets(observed: list[float]) -> None:
+    one_by_one, at_once = Histogram("x"), Histogram("x")
+    for value in observed:
+        one_by_one.record(value)
+    at_once.record_many(np.array(observed))
+    # numpy's log and libm's may differ in the last bit, so a value on an edge may fall to either side of it
+    assert np.abs(np.cumsum(one_by_one._counts) - np.cumsum(at_once._counts)).sum() <= len(observed)
+    assert (one_by_one.min, one_by_one.max) == (at_once.min, at_once.max)

@@ -1,0 +1,216 @@
+"""For any texts, any split over files and any chunk size: what was written is what is read."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import DataChanged, DataError
+from headrace.sources import Source, open_source
+from headrace.sources.records import _parse, _record
+
+settings.register_profile("sources", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+SOURCES = settings.get_profile("sources")
+
+any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(
+    ["", "\0", "\u2028", "a\u2029b", "\ufeff", "}\n{", "x" * 200, "\x85", "\r", "🙂"]
+)
+splits = st.lists(st.lists(any_text, max_size=12), min_size=1, max_size=4)
+chunk_sizes = st.integers(1, 400)
+
+
+def written(folder: Path, scheme: str, files: list[list[str]], *, crlf: bool, ended: bool, group: int) -> None:
+    for number, texts in enumerate(files):
+        path = folder / f"{number:02}.{scheme}"
+        if scheme == "parquet":
+            pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=group)
+            continue
+        end = b"\r\n" if crlf else b"\n"
+        if scheme == "jsonl":
+            lines = [orjson.dumps({"n": 1, "text": text}) for text in texts]
+        else:
+            lines = [text.encode() for text in texts]
+        data = b"".join(line + end for line in lines)
+        # A last line without its end is the same row, unless it is empty: then there is nothing to see.
+        path.write_bytes(data.removesuffix(end) if lines and lines[-1] and not ended else data)
+
+
+@pytest.mark.parametrize("scheme", ["jsonl", "txt", "parquet"])
+@settings(SOURCES)
+@given(files=splits, chunk_bytes=chunk_sizes, crlf=st.booleans(), ended=st.booleans(), group=st.integers(1, 7))
+def test_the_chunks_in_order_hold_the_texts_in_order_and_locate_finds_each(
+    scheme, files, chunk_bytes, crlf, ended, group
+):
+    if scheme == "txt":
+        # A byte-order mark at a file's start is no text, and \r before a line's end belongs to the end.
+        files = [[t.replace("\n", "").rstrip("\r").lstrip("\ufeff") for t in texts] for texts in files]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "d").mkdir()
+        written(folder / "d", scheme, files, crlf=crlf, ended=ended, group=group)
+        with open_source(Source(f"{scheme}:d"), base=folder, cache=folder / "c", chunk_bytes=chunk_bytes) as source:
+            manifest = source.manifest
+            chunks = [source.read(chunk) for chunk in range(manifest.chunks)]
+            assert [len(texts) for texts in chunks] == manifest.chunk_rows.tolist()
+            assert [text for texts in chunks for text in texts] == [text for texts in files for text in texts]
+            assert [file.rows for file in manifest.files] == [len(texts) for texts in files]
+            assert [files[f][r] for f, r in map(manifest.locate, range(manifest.rows))] == [
+                t for c in chunks for t in c
+            ]
+
+
+def reference(data: bytes) -> list[str | None]:
+    """One line at a time, by the standard library."""
+    texts: list[str | None] = []
+    for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
+        if line.strip(b" \t\r"):
+            try:
+                value = json.loads(line.decode(), parse_constant=lambda _: 1 / 0)
+                text = value["text"] if isinstance(value, dict) else None
+                text = text if isinstance(text, str) else None
+                if text is not None:
+                    text.encode()
+            except (ValueError, KeyError, ZeroDivisionError):
+                text = None
+            texts.append(text)
+    return texts
+
+
+fragments = st.sampled_from(
+    [b'{"text":"a"}', b'{"text":', b'"b"}', b'{"x":{}', b"}", b"{", b"\n", b"\n", b"\n", b"\r\n", b" ", b"\t", b"  \n", b'{"text":1}',
+     b'{"text":"\\ud83d\\ude42"}', b'{"text":"\\ud83d"}', b'{"text":"\xff"}', b'{"text":"c"} {"text":"d"}', b"\xef\xbb\xbf", b"[]",
+     b'{"a":[{"text":"no"}],"text":"e"}', b'{"text":"f","text":"g"}', b"NaN", b'{"text":"\\n"}\r', b","]
+)  # fmt: skip
+
+
+@settings(SOURCES, max_examples=200)
+@given(parts=st.lists(fragments, max_size=30), chunk_bytes=chunk_sizes)
+def test_any_bytes_give_the_rows_a_line_by_line_reader_gives_whatever_the_chunk_size(parts, chunk_bytes):
+    data = b"".join(parts)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "d.jsonl").write_bytes(data)
+        source = Source("jsonl:d.jsonl", on_bad="skip")
+        with open_source(source, base=folder, cache=folder / "c", chunk_bytes=chunk_bytes) as opened:
+            texts = [text for chunk in range(opened.manifest.chunks) for text in opened.read(chunk)]
+    assert texts == reference(data)
+    assert opened.counters()["bad_rows"] == texts.count(None) == len(opened.bad_rows())
+
+
+@pytest.mark.parametrize("scheme", ["jsonl", "txt", "parquet"])
+@settings(SOURCES, max_examples=40)
+@given(data=st.data(), files=splits.filter(lambda files: any(map(any, files))), chunk_bytes=chunk_sizes)
+def test_a_flipped_bit_in_any_chunk_that_was_read_is_refused(scheme, data, files, chunk_bytes):
+    if scheme == "txt":
+        files = [[t.replace("\n", "").rstrip("\r").lstrip("\ufeff") + "." for t in texts] for texts in files]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "d").mkdir()
+        written(folder / "d", scheme, files, crlf=False, ended=True, group=3)
+
+        def opened():
+            return open_source(
+                Source(f"{scheme}:d"), base=folder, cache=folder / "c", records=folder / "run", chunk_bytes=chunk_bytes
+            )
+
+        with opened() as source:
+            manifest = source.manifest
+            for chunk in range(manifest.chunks):
+                source.read(chunk)
+        chunk = data.draw(st.integers(0, manifest.chunks - 1))
+        path = folder / "d" / manifest.files[manifest.chunk_file[chunk]].path
+        start, end = int(manifest.chunk_start[chunk]), int(manifest.chunk_end[chunk])
+        if scheme == "parquet":
+            column = pq.read_metadata(path).row_group(start).column(0)
+            start = column.dictionary_page_offset or column.data_page_offset
+            end = start + column.total_compressed_size
+        place = data.draw(st.integers(start, end - 1))
+        raw = bytearray(path.read_bytes())
+        raw[place] ^= 1 << data.draw(st.integers(0, 7))
+        path.write_bytes(raw)
+        # The open source: its manifest stands, and the chunk is refused whatever the flip did to it.
+        with source, pytest.raises(DataChanged):
+            source.read(chunk)
+        # A new one: a flip of a line end moves the chunks, so that the fingerprint differs, or the chunk is refused.
+        with opened() as again:
+            if again.manifest.chunks == manifest.chunks and np.array_equal(
+                again.manifest.chunk_end, manifest.chunk_end
+            ):
+                with pytest.raises(DataChanged):
+                    again.read(chunk)
+            assert again.describe_change(source.fingerprint())[0].startswith(f"{path.name} changed")
+
+
+@settings(SOURCES)
+@given(data=st.data())
+def test_a_parquet_file_with_any_damage_is_read_or_refused_with_a_sentence(data):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = folder / "d.parquet"
+        texts = ["alpha", None, "beta " * 40, ""] * 5
+        compression = data.draw(st.sampled_from(["none", "snappy", "zstd"]))
+        pq.write_table(pa.table({"text": texts, "n": range(20)}), path, row_group_size=7, compression=compression)
+        raw = bytearray(path.read_bytes())
+        for _ in range(data.draw(st.integers(1, 4))):
+            raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+        path.write_bytes(raw[: data.draw(st.integers(0, len(raw)) | st.just(len(raw)))])
+        said = "d.parquet"
+        try:
+            with open_source(Source("parquet:d.parquet", on_bad="skip"), base=folder, cache=folder / "c") as source:
+                for chunk in range(source.manifest.chunks):
+                    texts = source.read(chunk)
+                    assert len(texts) == source.manifest.chunk_rows[chunk]
+                    assert all(text is None or isinstance(text, str) for text in texts)
+        except DataError as error:
+            said = str(error)
+    assert "d.parquet" in said
+    assert "\n" not in said
+
+
+@settings(SOURCES, max_examples=200)
+@given(
+    records=st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), max_size=8),
+    cuts=st.lists(st.integers(0, 43), max_size=8),
+    junk=st.lists(st.binary(max_size=60).map(lambda b: b"\n" + b), max_size=4),
+)
+def test_torn_records_and_junk_between_whole_ones_lose_and_invent_nothing(records, cuts, junk):
+    data = b""
+    for index, (chunk, value) in enumerate(records):
+        data += junk[index] if index < len(junk) else b""
+        data += _record(chunk, value)
+        data += _record(value, chunk)[: min(cuts[index], 42)] if index < len(cuts) else b""
+    ids, values = _parse(data)
+    assert list(zip(ids.tolist(), values.tolist(), strict=True)) == records
+
+
+@settings(SOURCES)
+@given(
+    record=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)),
+    place=st.integers(1, 42),
+    bit=st.integers(0, 7),
+)
+def test_a_flipped_bit_in_a_record_makes_it_unknown_never_another(record, place, bit):
+    data = bytearray(_record(*record))
+    data[place] ^= 1 << bit
+    assert _parse(bytes(data))[0].size == 0
+
+
+@given(text=any_text, keys=st.lists(st.sampled_from("abc"), min_size=1, max_size=4))
+@settings(SOURCES, max_examples=30)
+def test_a_dotted_key_reads_what_lies_there(text, keys):
+    value: object = text
+    for key in reversed(keys):
+        value = {"other": [1, {}], key: value}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "d.jsonl").write_bytes(msgspec.json.encode(value) + b"\n")
+        with open_source(Source("jsonl:d.jsonl", text_key=".".join(keys)), base=folder, cache=folder / "c") as source:
+            assert source.read(0) == [text]

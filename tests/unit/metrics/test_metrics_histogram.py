@@ -1,0 +1,75 @@
+import math
+import threading
+
+import numpy as np
+import pytest
+
+from headrace.metrics import Histogram, Metered, Reduction
+
+
+def test_a_histogram_drains_to_percentiles_and_starts_again() -> None:
+    h = Histogram("loop/lag")
+    assert h.drain() == {}
+    for value in [0.001] * 98 + [0.5, 2.0]:
+        h.record(value)
+    drained = h.drain()
+    assert set(drained) == {"loop/lag/p50", "loop/lag/p99", "loop/lag/max"}
+    assert drained["loop/lag/p50"] == pytest.approx(0.001, rel=0.02)
+    assert drained["loop/lag/p99"] == pytest.approx(0.5, rel=0.02)
+    assert drained["loop/lag/max"] == 2.0
+    assert h.drain() == {}
+    assert {s.key: s.reduction for s in h.metric_specs()} == dict.fromkeys(drained, Reduction.MAX)
+    assert isinstance(h, Metered)
+
+
+def test_memory_does_not_grow_with_what_is_recorded() -> None:
+    h = Histogram("x")
+    size = h._counts.nbytes
+    h.record_many(np.random.default_rng(0).lognormal(-5, 4, 100_000))
+    assert h._counts.nbytes == size <= 5000
+    assert h.count == 100_000
+
+
+@pytest.mark.parametrize("value", [-1e-9, math.nan, -math.inf])
+def test_what_is_no_duration_is_refused(value: float) -> None:
+    h = Histogram("x")
+    with pytest.raises(ValueError, match="'x' counts values of 0 or more"):
+        h.record(value)
+    with pytest.raises(ValueError, match="'x' counts values of 0 or more"):
+        h.record_many([1.0, value])
+    assert h.count == 0
+
+
+def test_values_outside_the_range_are_counted_and_bounded_by_what_was_seen() -> None:
+    h = Histogram("x")
+    for value in (0.0, 1e-9, 5e3, 1e4):
+        h.record(value)
+    assert h.count == 4
+    assert h.percentile(0) == 0.0
+    assert h.percentile(100) == 1e4
+
+
+def test_an_empty_histogram_has_no_percentile() -> None:
+    assert math.isnan(Histogram("x").percentile(50))
+    with pytest.raises(ValueError, match="between 0 and 100, got 101"):
+        Histogram("x").percentile(101)
+
+
+def test_histograms_with_other_buckets_do_not_merge() -> None:
+    with pytest.raises(ValueError, match=r"'a' has buckets .*'b' has .*Only equal"):
+        Histogram("a").merge(Histogram("b", error=0.01))
+
+
+def test_a_histogram_needs_a_range_and_an_error() -> None:
+    with pytest.raises(ValueError, match="0 < lo < hi"):
+        Histogram("a", lo=1.0, hi=1.0)
+
+
+def test_threads_that_record_at_once_lose_nothing() -> None:
+    h = Histogram("x")
+    threads = [threading.Thread(target=lambda: [h.record(0.01) for _ in range(3000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert h.count == int(h._counts.sum()) == 12_000

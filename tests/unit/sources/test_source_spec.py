@@ -1,0 +1,121 @@
+"""A Source says what is wanted, and refuses what cannot be meant."""
+
+import pickle
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.sources import Source, sample_names
+
+
+def test_a_one_line_spec_equals_the_same_fields():
+    line = "jsonl:web/*.jsonl?weight=0.3&text_key=content&max_rows=10&on_bad=skip&allow_symlinks=true&name=w"
+    assert Source.parse(line) == Source(
+        "jsonl:web/*.jsonl", weight=0.3, text_key="content", max_rows=10, on_bad="skip", allow_symlinks=True, name="w"
+    )
+
+
+def test_a_question_mark_without_options_stays_a_glob():
+    assert Source.parse("jsonl:part-?.jsonl").place == "part-?.jsonl"
+    assert Source.parse("jsonl:part-?.jsonl?weight=2").place == "part-?.jsonl"
+
+
+def test_option_values_are_unquoted():
+    assert Source.parse("jsonl:a?text_key=two%20words").text_key == "two words"
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ("jsonl:web/*.jsonl", "web"),
+        ("jsonl:data/web/", "web"),
+        ("parquet:code/**/*.parquet", "code"),
+        ("txt:books.txt", "books"),
+        ("jsonl:*.jsonl", "jsonl"),
+        ("jsonl:v1.5/", "v1.5"),
+        ("jsonl:two words/", "two-words"),
+        ("txt:/", "txt"),
+        ("sample:prose", "prose"),
+    ],
+)
+def test_a_name_is_derived_from_the_last_literal_part_of_the_spec(spec, name):
+    assert Source(spec).name == name
+
+
+def test_a_misspelt_option_is_refused_with_the_nearest_name():
+    with pytest.raises(ConfigError, match=r"unknown option 'wieght', did you mean 'weight'\? Options are weight, name"):
+        Source.parse("jsonl:web?wieght=0.3")
+
+
+def test_every_wrong_option_of_a_line_is_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        Source.parse("jsonl:web?wieght=0.3&max_rows=ten&weight=1&weight=2&allow_symlinks=yes&name=")
+    assert len(caught.value.problems) == 5
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -0.1, -1])
+def test_a_weight_that_is_no_share_is_refused(weight):
+    with pytest.raises(ConfigError, match="weight must be finite and at least 0"):
+        Source("jsonl:web", weight=weight)
+
+
+def test_a_weight_of_zero_is_accepted():
+    assert Source("jsonl:web", weight=0).weight == 0.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("jsnol:web", r"unknown scheme 'jsnol', did you mean 'jsonl'\? Schemes are jsonl: .*parquet: .*txt: "),
+        ("web/*.jsonl", "has no scheme, expected scheme:place"),
+        ("hf:org/name", r"the Hugging Face hub \(hf:\) cannot be read yet. Schemes are .*jsonl"),
+        ("arrow:x", "cannot be read yet. Schemes are"),
+        ("s3://bucket/x.jsonl", "cannot be read yet"),
+        ("jsonl:s3://bucket/x.jsonl", "object stores cannot be read yet; give a local path"),
+        ("jsonl:", "names no place"),
+        ("jsonl:a\0b", "names no place"),
+        ("jsonl:web?weight=.3", r"read by Source.parse\(...\)"),
+        ("sample:pose", "there is no sample 'pose', did you mean 'prose'"),
+    ],
+)
+def test_a_spec_that_names_nothing_readable_is_refused(spec, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        Source(spec)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"max_rows": -1}, "max_rows must be a whole number of at least 0, got -1"),
+        ({"max_epochs": 0}, "max_epochs must be a whole number of at least 1, got 0"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
+        ({"on_bad": "ignore"}, "on_bad must be 'fail' or 'skip', got 'ignore'"),
+        ({"text_key": "a..b"}, "text_key must be a field name"),
+        ({"name": "a/b"}, "name must be 1 to 80 letters"),
+        ({"weight": "1"}, "weight must be a number, got '1'"),
+        ({"allow_symlinks": 1}, "allow_symlinks must be true or false"),
+    ],
+)
+def test_a_field_out_of_its_range_is_refused(fields, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        Source("jsonl:web", **fields)
+
+
+def test_all_wrong_fields_are_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        Source("jsnol:web", weight=-1, max_rows=-1, on_bad="no")  # type: ignore[arg-type]
+    assert len(caught.value.problems) == 4
+
+
+def test_a_sample_with_another_text_key_is_refused():
+    with pytest.raises(ConfigError, match="the samples hold their text under 'text'"):
+        Source("sample:prose", text_key="content")
+
+
+def test_samples_are_prose_and_code():
+    assert sample_names() == ("prose", "code")
+
+
+def test_a_source_survives_pickling():
+    source = Source("jsonl:web", weight=2, name="w")
+    assert pickle.loads(pickle.dumps(source)) == source  # noqa: S301
