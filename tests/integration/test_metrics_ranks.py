@@ -75,6 +75,9 @@ def undeclared(rank: int, world: int) -> Any:
 def lost(rank: int, world: int, victim: int, how: int, deadline: float, collectives: Any = "all_gather") -> Any:
     reducer = Reducer(SPECS, deadline=deadline, collectives=collectives)
     reducer.reduce({"data/rows": 1})
+    if rank == (victim + 1) % world:
+        time.sleep(0.4)  # is late, so that the victim signs this roll, and must still be missing from the next
+    reducer.reduce({"data/rows": 1})
     if rank == victim:
         os.kill(os.getpid(), how)
     with contextlib.suppress(HeadraceError):
@@ -130,7 +133,14 @@ def be_rank(rank: int, world: int, folder: Path, scenario: str, arguments: dict[
     except HeadraceError as error:
         told["error"], told["message"] = type(error).__name__, str(error)
     told["seconds"] = time.monotonic() - began
-    (folder / f"rank-{rank}.json").write_text(json.dumps(told))
+    (folder / f"rank-{rank}.tmp").write_text(json.dumps(told))
+    (folder / f"rank-{rank}.tmp").rename(folder / f"rank-{rank}.json")
+    if scenario == "lost":
+        # Whoever noticed stays, connected, until all have: else its own exit is what tells the ranks further away.
+        others = [folder / f"rank-{n}.json" for n in range(world) if n != arguments["victim"]]
+        end = time.monotonic() + 15
+        while not all(path.exists() for path in others) and time.monotonic() < end:
+            time.sleep(0.01)
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()
     if "error" not in told:

@@ -142,7 +142,9 @@ def scraps(draw: Any) -> str:
 
 OVERRIDES = st.lists(
     st.one_of(
-        st.lists(KEYS, min_size=1, max_size=4).map(lambda parts: "--" + ".".join(parts)), VALUES, st.text(max_size=4)
+        st.lists(KEYS, min_size=1, max_size=4).map(lambda parts: "--" + ".".join(parts)),
+        VALUES,
+        st.text("-=.:# 1\n\x1bé", max_size=5),
     ),
     max_size=6,
 )

@@ -147,7 +147,7 @@ def flattened(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 @given(documents())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_the_keys_found_are_those_of_tomllib_each_on_the_line_where_it_was_written(document):
     text, written = document
     source = parse_toml(text)
@@ -157,7 +157,7 @@ def test_the_keys_found_are_those_of_tomllib_each_on_the_line_where_it_was_writt
 
 
 @given(documents())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_line_ends_of_windows_move_no_key(document):
     text, written = document
     assert parse_toml(text.replace("\n", "\r\n")).lines == written

@@ -134,16 +134,16 @@ class _Run:
 
 def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), full_check: bool = False) -> Summary:
     """Run or continue the run in `folder` until its last step, or until it is asked to stop. Every rank calls it."""
-    from headrace.train import CheckpointStore, LMTrainer, init_distributed, shutdown_distributed
-
     config = folder.config
     job = Job(config, folder.base)
+    # Sources first: most of what can be wrong is wrong there, and torch takes longer to import than they to open.
+    watcher.waiting("sources, tokenizer")
+    data = job.dataset(records=folder.records, meter=default_meter(), accept=accept, full_check=full_check)
     watcher.waiting("torch, ranks")
+    from headrace.train import CheckpointStore, LMTrainer, init_distributed, shutdown_distributed
+
     ranks = init_distributed(config.train.device, timeout_seconds=config.run.deadline)
     try:
-        watcher.waiting("sources, tokenizer")
-        meter = default_meter()
-        data = job.dataset(records=folder.records, meter=meter, accept=accept, full_check=full_check)
         trainer = LMTrainer(
             job.train_settings(),
             vocab_size=data.vocab_size,
@@ -275,7 +275,7 @@ def _log(run: _Run, step: int, line: Mapping[str, Any], seconds: float) -> None:
     names = run.loader.data.names
     tokens = [float(line.get(f"data/source_tokens/{n}", 0)) for n in names]
     total = sum(tokens) or 1.0
-    wait = float(line.get("wait/loader.next/seconds/max", line.get("wait/loader.next/seconds", 0.0)))
+    wait = float(line.get("wait/loader.next/seconds_max", line.get("wait/loader.next/seconds", 0.0)))
     progress = Progress(
         step=step,
         steps=run.folder.config.run.steps,

@@ -36,7 +36,7 @@ _QUOTED = re.compile(
     r"|'[^'\n]*'",
     re.DOTALL,
 )
-_SCALAR = re.compile(r"[^,\]}#\n]*")
+_SCALAR = re.compile(r"[^,\]}#\n]+")
 _PLACE = re.compile(r"\s*\(at (?:line (\d+), column \d+|end of document)\)$")
 
 _NOT_CLOSED = "a string is not closed; put the quote that began it at its end"

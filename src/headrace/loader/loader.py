@@ -62,6 +62,8 @@ class _Made:
     """A batch on its way: its arrays, its samples, and the buffer it occupies."""
 
     batch: Batch
+    indices: range
+    """The global index of each sample. The buffers are reused, so what must last is kept here."""
     samples: tuple[Sample, ...]
     digest: int
     next_sample: int
@@ -269,11 +271,10 @@ class Loader:
         """Where the tokens of one of the last two batches come from."""
         first = int(batch["sample_index"][0])
         for made in self._delivered:
-            index = made.batch.arrays["sample_index"]
-            if int(index[0]) == first:
+            if made.indices.start == first:
                 return [
                     piece
-                    for g, sample in zip(index.tolist(), made.samples, strict=True)
+                    for g, sample in zip(made.indices, made.samples, strict=True)
                     if sample.window is not None
                     for piece in self.data.makers[sample.source].pieces(sample.window, sample.block, g)
                 ]
@@ -560,7 +561,7 @@ class _Pipeline:
             tokens=tokens,
             rows=rows,
         )
-        return _Made(batch, tuple(samples), digest, first + loader.global_batch_size, slot)
+        return _Made(batch, mine, tuple(samples), digest, first + loader.global_batch_size, slot)
 
 
 def _rank_and_world(rank: int | None, world: int | None) -> tuple[int, int, bool]:

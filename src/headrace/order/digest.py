@@ -21,7 +21,7 @@ def content_hash(*parts: np.ndarray | bytes) -> bytes:
     """16 bytes for the content of one sample; the boundaries between parts count."""
     hasher = xxhash.xxh3_128()
     for part in parts:
-        view = memoryview(part) if isinstance(part, bytes) else np.ascontiguousarray(part).data.cast("B")
+        view = memoryview(part if isinstance(part, bytes) else part.tobytes())
         hasher.update(len(view).to_bytes(8, "little"))
         hasher.update(view)
     return hasher.digest()

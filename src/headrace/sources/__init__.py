@@ -3,7 +3,7 @@
     spec       what the user wants read                     Source("jsonl:web/*.jsonl", weight=0.7)
     matching   which files a spec names
     raw        bytes of a file that may vanish under us
-    reader     what a format must know how to do            lines (txt, jsonl), columns (parquet)
+    reader     what a format must know how to do            lines (txt, jsonl), columns (parquet; footer)
     manifest   files, chunks, rows, fingerprints; cached
     records    are these the bytes that were read the first time
     samples    a corpus for those who have none yet

@@ -13,13 +13,13 @@ from __future__ import annotations
 import io
 import threading
 from collections import OrderedDict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace.errors import DataError
 from headrace.order import chunk_hash
+from headrace.sources.footer import parse_footer
 from headrace.sources.raw import RawFile
 from headrace.sources.reader import BadRow, FileScan, Loaded, not_utf8
 from headrace.sources.spec import nearest
@@ -46,7 +46,7 @@ class ParquetColumn:
 
     def __init__(self, *, text_key: str) -> None:
         self.text_key = text_key
-        self._footers: OrderedDict[tuple[Path, int, int], pq.FileMetaData] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int, int], _Column] = OrderedDict()
         self._lock = threading.Lock()
 
     def parameters(self) -> dict[str, Any]:
@@ -56,53 +56,47 @@ class ParquetColumn:
         return 0
 
     def scan(self, file: RawFile, chunk_bytes: int) -> FileScan:
-        footer = self._footer(file)
-        self._column(file, footer)
-        groups = range(footer.num_row_groups)
-        rows = np.array([_group_rows(file, footer, g) for g in groups], dtype=np.int64)
+        column = _Column(file, self.text_key)
+        rows = np.array(column.group_rows, dtype=np.int64)
         kept = np.flatnonzero(rows)
-        for group in kept:
-            self._pages(file, footer, int(group))
-        first = np.concatenate(([0], np.cumsum(rows)))[:-1]
-        return FileScan(start=kept, end=kept + 1, rows=rows[kept], line=first[kept].astype(np.int64))
+        first = np.cumsum(rows) - rows
+        return FileScan(start=kept, end=kept + 1, rows=rows[kept], line=first[kept])
 
     def load(self, file: RawFile, start: int, end: int) -> Loaded:
-        footer = self._footer(file)
-        if not 0 <= start < footer.num_row_groups:
+        column = self._column(file)
+        if not 0 <= start < len(column.pages):
             raise DataError(
-                f"{file.path} has {footer.num_row_groups} row groups; number {start} was asked of it. Restore the file."
+                f"{file.path} has {len(column.pages)} row groups; number {start} was asked of it. Restore the file."
             )
-        offset, length = self._pages(file, footer, start)
-        data = file.read(offset, length)
-        return Loaded(hash=chunk_hash(memoryview(data)), size=length, payload=(start, offset, data))
+        pages = column.pages[start]
+        data = file.read(pages.offset, pages.compressed)
+        return Loaded(hash=chunk_hash(memoryview(data)), size=len(data), payload=(start, data))
 
     def decode(self, file: RawFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        group, offset, data = loaded.payload
-        footer = self._footer(file)
-        depth = self._column(file, footer)
+        group, data = loaded.payload
+        column = self._column(file)
+        pages = column.pages[group]
         try:
             # Pages are checked against their own CRC where the writer left one. A column with a dictionary is taken as
             # one: half a megabyte of file can stand for terabytes of repeated text, which then exist once.
             parquet = pq.ParquetFile(
-                _Pages(data, offset, file.size),
-                metadata=footer,
+                _Pages(data, pages.offset, file.size),
+                metadata=column.for_pyarrow,
                 pre_buffer=False,
                 page_checksum_verification=True,
-                read_dictionary=[self.text_key] if self._chunk_of(footer, group).has_dictionary_page else None,
+                read_dictionary=[self.text_key] if pages.has_dictionary else None,
             )
-            column = parquet.read_row_group(group, columns=[self.text_key], use_threads=False).column(0)
+            arrays = parquet.read_row_group(group, columns=[self.text_key], use_threads=False).column(0).chunks
             texts: list[str | None] = []
             bad: list[BadRow] = []
-            for array in column.chunks:
-                for _ in range(depth - 1):
+            for array in arrays:
+                for _ in range(column.depth - 1):
                     array = array.flatten()[0]
-                more, reasons = _texts(array)
-                bad += [
-                    BadRow(row=r + len(texts), line=r + len(texts), reason=why) for r, why in sorted(reasons.items())
-                ]
+                more, why = _texts(array)
+                bad += [BadRow(row=r + len(texts), line=r + len(texts), reason=why[r]) for r in sorted(why)]
                 texts += more
         except (pa.ArrowException, OSError, ValueError, IndexError, MemoryError) as error:
             return _all_bad(rows, f"row group {group} cannot be decoded ({_first_line(error)})")
@@ -110,61 +104,68 @@ class ParquetColumn:
             return _all_bad(rows, f"row group {group} holds {len(texts):,} rows, its footer says {rows:,}")
         return texts, bad
 
-    def _footer(self, file: RawFile) -> pq.FileMetaData:
-        """The footer of a file; the last 64 are kept, because consecutive chunks come from few files."""
-        key = (file.path, file.size, file.mtime_ns)
+    def _column(self, file: RawFile) -> _Column:
+        """What the footer says; that of the last 64 files is kept, because consecutive chunks come from few files."""
+        key = (str(file.path), file.size, file.mtime_ns)
         with self._lock:
-            if key in self._footers:
-                self._footers.move_to_end(key)
-                return self._footers[key]
-        footer = _read_footer(file)
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        column = _Column(file, self.text_key)
         with self._lock:
-            self._footers[key] = footer
-            while len(self._footers) > _FOOTERS_KEPT:
-                self._footers.popitem(last=False)
-        return footer
+            self._kept[key] = column
+            while len(self._kept) > _FOOTERS_KEPT:
+                self._kept.popitem(last=False)
+        return column
 
-    def _column(self, file: RawFile, footer: pq.FileMetaData) -> int:
-        """How deep the column lies; refused if it is not there or holds something else than text."""
-        paths = [footer.schema.column(i).path for i in range(footer.num_columns)]
-        if self.text_key not in paths:
-            listed = ", ".join(repr(p) for p in nearest(self.text_key, paths)[:8]) or "none at all"
-            raise DataError(
-                f"{file.path} has no column {self.text_key!r}; it has {listed}. Set text_key to the one that holds the text."
-            )
-        column = footer.schema.column(paths.index(self.text_key))
-        if column.physical_type != "BYTE_ARRAY" or column.max_repetition_level:
-            kind = "lists" if column.max_repetition_level else column.physical_type
-            raise DataError(
-                f"column {self.text_key!r} of {file.path} holds {kind}, expected one text a row. Set text_key to a column "
-                "of strings."
-            )
-        top_level = self.text_key in footer.schema.to_arrow_schema().names
-        return 1 if top_level else self.text_key.count(".") + 1
 
-    def _chunk_of(self, footer: pq.FileMetaData, group: int) -> pq.ColumnChunkMetaData:
-        columns = footer.row_group(group)
-        paths = (columns.column(i).path_in_schema for i in range(columns.num_columns))
-        return columns.column(next(i for i, path in enumerate(paths) if path == self.text_key))
+class _Column:
+    """The text column of one file as its footer describes it, every claim held against the file and the caps."""
 
-    def _pages(self, file: RawFile, footer: pq.FileMetaData, group: int) -> tuple[int, int]:
-        """Offset and length of the column's pages in a row group, held against the file."""
-        column = self._chunk_of(footer, group)
-        offset = column.data_page_offset
-        if column.has_dictionary_page and column.dictionary_page_offset:
-            offset = min(offset, column.dictionary_page_offset)
-        length = column.total_compressed_size
-        if offset < 0 or length < 0 or offset + length > file.size:
+    def __init__(self, file: RawFile, text_key: str) -> None:
+        raw = _footer_bytes(file)
+        try:
+            footer = parse_footer(raw)
+        except ValueError as error:
+            raise _damaged(file, error) from error
+        paths = [".".join(leaf.path) for leaf in footer.leaves]
+        if text_key not in paths:
+            listed = ", ".join(repr(p) for p in nearest(text_key, paths)[:8]) or "none at all"
             raise DataError(
-                f"{file.path} is cut short or damaged: column {self.text_key!r} of row group {group} should lie at bytes "
-                f"{offset:,} to {offset + length:,}, the file has {file.size:,}. Restore the file."
+                f"{file.path} has no column {text_key!r}; it has {listed}. Set text_key to the one that holds the text."
             )
-        if column.total_uncompressed_size > _MAX_COLUMN_BYTES or length > _MAX_COLUMN_BYTES:
+        index = paths.index(text_key)
+        if footer.leaves[index].holds != "text":
             raise DataError(
-                f"column {self.text_key!r} of row group {group} in {file.path} unpacks to {column.total_uncompressed_size:,} "
-                f"bytes, more than the {_MAX_COLUMN_BYTES:,} a chunk may have. Write the file with smaller row groups."
+                f"column {text_key!r} of {file.path} holds {footer.leaves[index].holds}, expected one text a row. Set "
+                "text_key to a column of strings."
             )
-        return offset, length
+        self.depth = len(footer.leaves[index].path)
+        self.group_rows = footer.group_rows
+        self.pages = tuple(group[index] for group in footer.pages)
+        for group in range(len(self.pages)):
+            self._check(file, text_key, group)
+        self.for_pyarrow = _for_pyarrow(file, raw)
+
+    def _check(self, file: RawFile, text_key: str, group: int) -> None:
+        rows, pages = self.group_rows[group], self.pages[group]
+        if not 0 <= rows <= _MAX_GROUP_ROWS:
+            raise DataError(
+                f"row group {group} of {file.path} claims {rows:,} rows; between 0 and {_MAX_GROUP_ROWS:,} are accepted. "
+                "The file is damaged, or should be written with smaller row groups."
+            )
+        if rows == 0:
+            return  # has no pages, and writers leave anything as their place
+        if pages.offset < 4 or pages.compressed < 0 or pages.offset + pages.compressed > file.size:
+            raise DataError(
+                f"{file.path} is cut short or damaged: column {text_key!r} of row group {group} should lie at bytes "
+                f"{pages.offset:,} to {pages.offset + pages.compressed:,}, the file has {file.size:,}. Restore the file."
+            )
+        if max(pages.uncompressed, pages.compressed) > _MAX_COLUMN_BYTES:
+            raise DataError(
+                f"column {text_key!r} of row group {group} in {file.path} unpacks to {pages.uncompressed:,} bytes, more than "
+                f"the {_MAX_COLUMN_BYTES:,} a chunk may have. Write the file with smaller row groups."
+            )
 
 
 class _Pages(io.RawIOBase):
@@ -200,45 +201,41 @@ class _Pages(io.RawIOBase):
         return got
 
 
-def _read_footer(file: RawFile) -> pq.FileMetaData:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def _footer_bytes(file: RawFile) -> bytes:
     tail = 8
-    if file.size < 12:
+    if file.size < 4 + tail:
         raise DataError(
             f"{file.path} is not a parquet file: it has {file.size:,} bytes. Restore it or take it out of the source."
         )
     trailer = bytes(file.read(file.size - tail, tail))
+    if trailer[4:] == b"PARE":
+        raise DataError(f"{file.path} is an encrypted parquet file, which cannot be read. Write it unencrypted.")
     if trailer[4:] != b"PAR1" or file.read(0, 4) != b"PAR1":
-        if trailer[4:] == b"PARE":
-            raise DataError(f"{file.path} is an encrypted parquet file, which cannot be read. Write it unencrypted.")
         raise DataError(
             f"{file.path} is not a parquet file, or was cut short: it does not begin and end with PAR1. Restore it or take "
             "it out of the source."
         )
-    length = int.from_bytes(trailer[:4], "little") + tail
-    if length > file.size - 4:
+    length = int.from_bytes(trailer[:4], "little")
+    if length > file.size - 4 - tail:
         raise DataError(
             f"{file.path} is damaged: its footer claims {length:,} bytes, the file has {file.size:,}. Restore the file."
         )
-    data = file.read(file.size - length, length)
+    return bytes(file.read(file.size - tail - length, length))
+
+
+def _for_pyarrow(file: RawFile, raw: bytes) -> pq.FileMetaData:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
-        return pq.read_metadata(pa.BufferReader(pa.py_buffer(b"PAR1" + bytes(data))))
+        alone = b"PAR1" + raw + len(raw).to_bytes(4, "little") + b"PAR1"
+        return pq.read_metadata(pa.BufferReader(alone))
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-        raise DataError(
-            f"{file.path} is damaged: its footer does not parse ({_first_line(error)}). Restore the file."
-        ) from error
+        raise _damaged(file, error) from error
 
 
-def _group_rows(file: RawFile, footer: pq.FileMetaData, group: int) -> int:
-    rows = footer.row_group(group).num_rows
-    if not 0 <= rows <= _MAX_GROUP_ROWS:
-        raise DataError(
-            f"row group {group} of {file.path} claims {rows:,} rows; between 0 and {_MAX_GROUP_ROWS:,} are accepted. The "
-            "file is damaged, or should be written with smaller row groups."
-        )
-    return rows
+def _damaged(file: RawFile, error: BaseException) -> DataError:
+    return DataError(f"{file.path} is damaged: its footer does not parse ({_first_line(error)}). Restore the file.")
 
 
 def _texts(array: pa.Array) -> tuple[list[str | None], dict[int, str]]:

@@ -30,12 +30,13 @@ from headrace.sources.spec import nearest
 
 __all__ = ["JsonLines", "TextLines", "default_chunk_bytes"]
 
-_BUFFER = 4 << 20
+_BLOCK = 256 << 10
 _BOM = b"\xef\xbb\xbf"
 _NEWLINE, _RETURN, _OPEN, _CLOSE = 10, 13, 123, 125
 _BLANKS = b" \t\r"
 _IS_BLANK = np.zeros(256, dtype=bool)
 _IS_BLANK[list(b" \t\r\n")] = True
+_ZERO = np.zeros(1, dtype=np.int64)
 
 
 def default_chunk_bytes(total: int) -> int:
@@ -101,55 +102,43 @@ class TextLines:
         return self._decode_each(file, loaded.payload, rows)
 
     def _cuts(self, file: RawFile, chunk_bytes: int) -> Iterator[tuple[int, int, int, int]]:
-        """(start, end, lines, blank lines) of every chunk, from one buffer that slides over the file."""
+        """(start, end, lines, blank lines) of every chunk: as many whole lines as fit, or one that does not.
+
+        Goes over the file in blocks that stay in the processor's cache; of a line longer than a block nothing is kept.
+        """
         size = file.size
-        buffer = bytearray(min(max(_BUFFER, 2 * chunk_bytes), max(size, 1)))
+        start = len(_BOM) if size >= len(_BOM) and file.read(0, len(_BOM)) == _BOM else 0
+        buffer = bytearray(min(_BLOCK, size - start))
         view, array = memoryview(buffer), np.frombuffer(buffer, dtype=np.uint8)
-        held = 0  # file offset of buffer[0]
-        filled = 0
-        position = 0
-        if size >= len(_BOM) and file.read(0, len(_BOM)) == _BOM:
-            position = held = len(_BOM)
-
-        while position < size:
-            want = min(chunk_bytes, size - position)
-            if position + want > held + filled:  # slide: what is left moves to the front, the rest is refilled
-                left = max(0, held + filled - position)
-                view[:left] = view[filled - left : filled]
-                held = position
-                filled = min(len(buffer), size - position)
-                file.read_into(view[left:filled], position + left)
-            at = position - held
-            window = array[at : at + want]
-            newlines = np.flatnonzero(window == _NEWLINE)
-            last = position + want == size
-            if newlines.size or last:
-                end = size if last else position + int(newlines[-1]) + 1
-                unended = last and (not newlines.size or int(newlines[-1]) != want - 1)
-                lines = int(newlines.size) + unended
-                blank = 0 if self._blank_is_row else _blank_lines(window[: end - position], newlines, unended)
-                yield position, end, lines, blank
-            else:
-                end, blank_line = self._long_line(file, position, view)
-                filled = 0  # the buffer was used for the search
-                yield position, end, 1, int(blank_line and not self._blank_is_row)
-            position = end
-
-    def _long_line(self, file: RawFile, start: int, view: memoryview) -> tuple[int, bool]:
-        """Where the line that begins at `start` ends, and whether it is blank; held a buffer at a time."""
-        blank = True
-        offset = start
-        while offset < file.size:
-            piece = view[: min(len(view), file.size - offset)]
-            file.read_into(piece, offset)
-            array = np.frombuffer(piece, dtype=np.uint8)
-            newlines = np.flatnonzero(array == _NEWLINE)
-            stop = int(newlines[0]) if newlines.size else len(piece)
-            blank = blank and bool(_IS_BLANK[array[:stop]].all())
-            if newlines.size:
-                return offset + stop + 1, blank
-            offset += len(piece)
-        return file.size, blank
+        end, lines, blanks = start, 0, 0  # the open chunk
+        solid = False  # whether the open line has shown a byte that is not blank
+        for offset in range(start, size, max(1, len(buffer))):
+            held = min(len(buffer), size - offset)
+            file.read_into(view[:held], offset)
+            window = array[:held]
+            newlines = (window == _NEWLINE).nonzero()[0]
+            ends = newlines + (offset + 1)
+            unended = offset + held == size and window[-1] != _NEWLINE
+            if unended:  # the last line of the file ends with it
+                ends = np.append(ends, size)
+            blank_before = None
+            if not self._blank_is_row:
+                blank_before, solid = _blank_lines(window, newlines, solid, unended)
+            at = 0
+            while at < len(ends):
+                fit = int(ends.searchsorted(start + chunk_bytes, side="right"))
+                if fit == at and lines == 0:
+                    fit = at + 1  # a line that fits in no chunk is one
+                if fit > at:
+                    end = int(ends[fit - 1])
+                    lines += fit - at
+                    blanks += 0 if blank_before is None else int(blank_before[fit] - blank_before[at])
+                    at = fit
+                if at < len(ends) or end - start >= chunk_bytes:
+                    yield start, end, lines, blanks
+                    start, lines, blanks = end, 0, 0
+        if lines:
+            yield start, end, lines, blanks
 
     def _too_long(self, size: int) -> str:
         return f"it is {size:,} bytes long, more than the {self.max_line_bytes:,} that max_line_bytes allows"
@@ -208,14 +197,18 @@ class JsonLines(TextLines):
 
     def _decode_all(self, data: bytearray, rows: int) -> list[str | None] | None:
         array = np.frombuffer(data, dtype=np.uint8)
-        newlines = np.flatnonzero(array == _NEWLINE)
-        lines = int(newlines.size) + (data[-1] != _NEWLINE)
-        if lines != rows or data[0] != _OPEN or len(data) > self.max_line_bytes:
+        newlines = (array == _NEWLINE).nonzero()[0]
+        count, ended = len(newlines), data[-1] == _NEWLINE
+        if count + (not ended) != rows or data[0] != _OPEN or len(data) > self.max_line_bytes:
             return None
-        lasts = newlines - 1
-        lasts -= array[lasts] == _RETURN
-        nexts = newlines + 1
-        if not ((array[lasts] == _CLOSE).all() and (array[nexts[nexts < array.size]] == _OPEN).all()):
+        closed = array[newlines - 1]
+        if np.count_nonzero(closed == _CLOSE) != count:
+            lasts = newlines - 1
+            lasts -= closed == _RETURN
+            if np.count_nonzero(array[lasts] == _CLOSE) != count:
+                return None
+        inner = newlines[:-1] if ended else newlines
+        if np.count_nonzero(array[inner + 1] == _OPEN) != len(inner):
             return None
         try:
             values = self._decoder.decode_lines(data)
@@ -268,16 +261,35 @@ def _split(data: bytearray) -> Iterator[bytes]:
         start = end + 1
 
 
-def _blank_lines(window: np.ndarray, newlines: np.ndarray, unended: bool) -> int:
-    """How many lines hold nothing but blanks. Only lines that begin with one are looked at: as a rule none does."""
-    starts = np.concatenate(([0], newlines + 1)) if unended else np.concatenate(([0], newlines[:-1] + 1))
-    candidates = np.flatnonzero(_IS_BLANK[window[starts]])
-    if not candidates.size:
-        return 0
+def _blank_lines(
+    window: np.ndarray, newlines: np.ndarray, solid: bool, unended: bool
+) -> tuple[np.ndarray | None, bool]:
+    """How many of the lines that end in a block, before each of them, hold nothing but blanks; None if none does.
+
+    `solid` says whether the line that is open at the block's start has shown something else, and is returned for the line
+    that is open at its end. Lines are looked at only if they begin with a blank: as a rule none does.
+    """
+    starts = np.concatenate((_ZERO, newlines + 1))  # the last is the line that stays open, or the file's last
+    tail = int(starts[-1])
+    if tail == window.size:
+        open_solid = False
+    else:
+        open_solid = not _IS_BLANK[window[tail]] or not bool(_IS_BLANK[window[tail:]].all())
+    if newlines.size == 0:
+        open_solid = open_solid or solid
+    ended = starts if unended else starts[:-1]
+    if not ended.size:
+        return None, open_solid
+    candidates = _IS_BLANK[window[ended]]
+    if solid:
+        candidates[0] = False
+    if not np.count_nonzero(candidates):
+        return None, open_solid
+    # A line is blank when as many other bytes lie before its start as before its end.
+    other = np.concatenate((_ZERO, np.cumsum(~_IS_BLANK[window], dtype=np.int64)))
     ends = np.append(newlines, window.size) if unended else newlines
-    # A line is blank when the number of non-blank bytes before its start and before its end is the same.
-    solid = np.concatenate(([0], np.cumsum(~_IS_BLANK[window], dtype=np.int64)))
-    return int((solid[starts[candidates]] == solid[ends[candidates]]).sum())
+    candidates &= other[ended] == other[ends]
+    return np.concatenate((_ZERO, np.cumsum(candidates, dtype=np.int64))), open_solid
 
 
 def _not_json(line: bytes, message: str) -> str:

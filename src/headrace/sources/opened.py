@@ -144,6 +144,7 @@ class OpenSource:
         self.source = source
         self.manifest = manifest
         self.name: str = source.name or source.scheme
+        self._root = str(manifest.root)
         self._reader = reader
         self._records = records
         self._listings = listings
@@ -257,7 +258,7 @@ class OpenSource:
 
     def _open(self, chunk: int) -> RawFile:
         entry = self.manifest.files[int(self.manifest.chunk_file[chunk])]
-        return RawFile(self.manifest.root / entry.path, follow=self._follow, size=entry.size, tally=self._tally)
+        return RawFile(f"{self._root}/{entry.path}", follow=self._follow, size=entry.size, tally=self._tally)
 
     def _hash(self, chunk: int) -> int:
         with self._open(chunk) as file:

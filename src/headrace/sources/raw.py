@@ -101,7 +101,7 @@ class RawFile:
     def __enter__(self) -> RawFile:
         self._fd = patiently(f"opening {self.path}", self._open, self._tally)
         try:
-            status = patiently(f"opening {self.path}", lambda: os.fstat(self._fd), self._tally)
+            status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(_not_regular(self.path, status.st_mode))
             self.size, self.mtime_ns = status.st_size, status.st_mtime_ns
@@ -152,14 +152,14 @@ class RawFile:
             )
 
     def _open(self) -> int:
-        status = self.path.stat(follow_symlinks=self.follow)
+        status = os.stat(self.path, follow_symlinks=self.follow)  # noqa: PTH116 (a read is too short for a Path)
         if not stat.S_ISREG(status.st_mode):
             raise DataError(_not_regular(self.path, status.st_mode))
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         return os.open(self.path, flags if self.follow else flags | os.O_NOFOLLOW)
 
 
-def _not_regular(path: Path, mode: int) -> str:
+def _not_regular(path: Path | str, mode: int) -> str:
     kinds = (
         (stat.S_ISLNK, "a symbolic link"),
         (stat.S_ISDIR, "a folder"),

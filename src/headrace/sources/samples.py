@@ -70,19 +70,12 @@ def sample_folder(name: str, cache: Path) -> Path:
 
 def _build(name: str, folder: Path) -> None:
     """Write everything aside, then rename. A folder that is there already was made by another builder and is as good."""
-    collecting = gc.isenabled()
-    gc.disable()  # a tree is a million small objects without cycles: the collector makes parsing four times as slow
-    try:
-        documents = _deduplicated(_prose() if name == "prose" else _code(), _MOST_BYTES)
-    finally:
-        if collecting:
-            gc.enable()
-    shards: list[list[bytes]] = [[] for _ in range(_SHARDS)]
-    for index, (text, origin) in enumerate(documents):
-        shards[index % _SHARDS].append(orjson.dumps({"text": text, "origin": origin}) + b"\n")
     aside = folder.parent / f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
     try:
         aside.mkdir(parents=True)
+        shards: list[list[bytes]] = [[] for _ in range(_SHARDS)]
+        for index, (text, origin) in enumerate(_documents(name)):
+            shards[index % _SHARDS].append(orjson.dumps({"text": text, "origin": origin}) + b"\n")
         seal = {}
         for index, lines in enumerate(shards):
             path = aside / f"{name}-{index}.jsonl"
@@ -117,6 +110,16 @@ def _require_whole(folder: Path) -> None:
             f"the sample corpus in {folder} is not what was made there. Remove the folder and run again to make it anew; a "
             "run that was trained on it cannot be resumed exactly then."
         )
+
+
+def _documents(name: str) -> list[tuple[str, str]]:
+    collecting = gc.isenabled()
+    gc.disable()  # a tree is a million small objects without cycles: the collector makes parsing four times as slow
+    try:
+        return _deduplicated(_prose() if name == "prose" else _code(), _MOST_BYTES)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _deduplicated(documents: Iterator[tuple[str, str]], most_bytes: int) -> list[tuple[str, str]]:

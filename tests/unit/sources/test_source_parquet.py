@@ -139,7 +139,7 @@ def test_a_file_with_no_rows_and_a_file_with_no_row_groups_have_none(tmp_path):
         (lambda data: b'{"text": "a"}\n' * 9, "is not a parquet file, or was cut short"),
         (lambda data: data[:-100], "is not a parquet file, or was cut short"),
         (lambda data: data[:200] + data[260:], "d.parquet"),
-        (lambda data: data[:-8] + b"\xff\xff\xff\x7fPAR1", "its footer claims 2,147,483,655 bytes"),
+        (lambda data: data[:-8] + b"\xff\xff\xff\x7fPAR1", "its footer claims 2,147,483,647 bytes"),
         (lambda data: data[:-8] + b"\x05\0\0\0PAR1", "d.parquet is damaged"),
         (lambda data: data[:-400] + bytes(392) + data[-8:], "d.parquet is damaged: its footer does not parse"),
         (lambda data: data[:-8] + data[-8:-4] + b"PARE", "is an encrypted parquet file"),

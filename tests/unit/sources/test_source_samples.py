@@ -40,7 +40,8 @@ def test_each_document_says_where_it_comes_from_and_names_no_path_of_the_machine
 
 def test_two_builders_that_meet_leave_one_corpus_and_both_use_it(tmp_path):
     script = (
-        "import sys; from pathlib import Path; from headrace.sources import Source, open_source\n"
+        "import sys; from pathlib import Path; from headrace.sources import Source, open_source, samples\n"
+        "samples._MOST_BYTES = 200_000\n"
         "print(open_source(Source('sample:code'), cache=Path(sys.argv[1])).manifest.fingerprint)"
     )
     both = [

@@ -51,7 +51,7 @@ schedules = st.builds(
     steps=st.integers(1, 500),
     warmup_steps=st.integers(0, 100),
     lr=st.floats(1e-5, 1.0),
-    min_lr_ratio=st.floats(0.0, 1.0),
+    min_lr_ratio=st.just(0.0) | st.floats(1e-6, 1.0),
 )
 
 

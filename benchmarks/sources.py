@@ -1,0 +1,120 @@
+"""How fast do rows enter, next to what the reader would use instead?
+
+    python benchmarks/sources.py
+
+Scanning is compared with a bare read() loop over the same warm file, decoding with orjson into dicts and with msgspec
+alone (which neither hashes, nor checks that a line is one row). Ratios above 1 mean we take longer.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from headrace.sources import Source, open_source
+from headrace.sources.lines import JsonLines, TextLines, default_chunk_bytes
+from headrace.sources.raw import RawFile
+
+_MIB = 160
+
+
+def best_of(call: Callable[[], object], tries: int = 5) -> float:
+    times = []
+    for _ in range(tries):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def line(what: str, ours: float, size: int, others: dict[str, float]) -> None:
+    beside = "   ".join(f"{name} {size / t / 1e9:5.2f} GB/s ratio {ours / t:.2f}" for name, t in others.items())
+    print(f"{what:<14} ours {size / ours / 1e9:5.2f} GB/s   {beside}")
+
+
+def corpus(path: Path) -> list[str]:
+    """Documents of 20 to 900 words, with some other fields beside the text, as crawls have them."""
+    draw = random.Random(1)
+    words = ["".join(draw.choices("etaoinshrdlucm", k=draw.randint(1, 11))) for _ in range(5000)] + [
+        "naïve",
+        "“so”",
+        "\n",
+    ]
+    texts: list[str] = []
+    written = 0
+    with path.open("wb") as file:
+        while written < _MIB << 20:
+            text = " ".join(draw.choices(words, k=draw.randint(20, 900)))
+            row = {"id": len(texts), "url": f"https://example.org/{len(texts)}", "text": text, "meta": {"score": 0.5}}
+            written += file.write(orjson.dumps(row) + b"\n")
+            texts.append(text)
+    return texts
+
+
+def bare_read(path: Path) -> None:
+    buffer = bytearray(1 << 20)
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            continue
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = folder / "d.jsonl"
+        texts = corpus(path)
+        size = path.stat().st_size
+
+        def scan(reader: TextLines) -> None:
+            with RawFile(path) as file:
+                reader.scan(file, default_chunk_bytes(size))
+
+        bare = best_of(lambda: bare_read(path))
+        jsonl = JsonLines(text_key="text", max_line_bytes=1 << 28)
+        line("scan jsonl", best_of(lambda: scan(jsonl)), size, {"read()": bare})
+        line("scan txt", best_of(lambda: scan(TextLines(max_line_bytes=1 << 28))), size, {"read()": bare})
+
+        with open_source(Source("jsonl:d.jsonl"), base=folder, cache=folder / "cache") as source:
+            manifest = source.manifest
+            chunks = range(min(manifest.chunks, 600))
+            ends = zip(
+                manifest.chunk_start[: len(chunks)].tolist(), manifest.chunk_end[: len(chunks)].tolist(), strict=True
+            )
+            data = path.read_bytes()
+            raw = [data[start:end] for start, end in ends]
+            part = sum(map(len, raw))
+            alone = msgspec.json.Decoder(msgspec.defstruct("Row", [("text", str)], gc=False))
+            ours = best_of(lambda: [source.read(chunk) for chunk in chunks], 3)
+            others = {
+                "orjson dicts": best_of(lambda: [[orjson.loads(r)["text"] for r in c.splitlines()] for c in raw], 3),
+                "msgspec alone": best_of(lambda: [[row.text for row in alone.decode_lines(c)] for c in raw], 3),
+            }
+            line("read jsonl", ours, part, others)
+
+        rows = texts[:8000]
+        pq.write_table(pa.table({"text": rows}), folder / "d.parquet", row_group_size=1000)
+        with open_source(Source("parquet:d.parquet"), base=folder, cache=folder / "cache") as source:
+            ours = best_of(lambda: [source.read(chunk) for chunk in range(source.manifest.chunks)], 3)
+        whole = best_of(
+            lambda: pq.read_table(folder / "d.parquet", columns=["text"], use_threads=False)["text"].to_pylist(), 3
+        )
+        line("read parquet", ours, sum(len(text.encode()) for text in rows), {"read_table": whole})
+
+        begin = time.perf_counter()
+        open_source(Source("sample:code"), cache=folder / "cache").close()
+        code = time.perf_counter() - begin
+        begin = time.perf_counter()
+        open_source(Source("sample:prose"), cache=folder / "cache").close()
+        print(f"samples        code {code:.2f} s   prose {time.perf_counter() - begin:.2f} s, once per cache")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Bad input gets one clear sentence, a non-zero exit, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+
+def toml(tmp_path, **tables: str) -> str:
+    source = tables.get("source", 'spec = "jsonl:rows.jsonl"')
+    text = f'[run]\ndir = "{tmp_path}/run"\nsteps = 4\ncheckpoint_every = 2\nlog_every = 1\n{tables.get("run", "")}\n'
+    text += f"[[source]]\n{source}\n[text]\nseq_len = 16\n{tables.get('text', '')}\n[loader]\nglobal_batch_size = 4\nlanes = 4\n[train]\nwarmup_steps = 1\n"
+    (tmp_path / "run.toml").write_text(text)
+    return "run.toml"
+
+
+@pytest.fixture
+def rows(tmp_path, write_jsonl):
+    return write_jsonl("rows.jsonl", [f"document number {i} " + "word " * (i % 9) for i in range(40)])
+
+
+def one_sentence(done, *fragments: str) -> str:
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    for fragment in fragments:
+        assert fragment in lines[0], lines[0]
+    return lines[0]
+
+
+def test_five_mistakes_give_five_lines_with_file_line_and_nearest_name(tmp_path, headrace):
+    (tmp_path / "bad.toml").write_text(
+        '[run]\nsteps = "many"\n\n[[source]]\nspec = "sample:prose"\nweigth = 0.5\n\n[text]\npack = "bestfit"\nseq_len = 1\n\n[trian]\nlr = 1e-3\n'
+    )
+    done = headrace("run", "bad.toml", cwd=tmp_path)
+    assert done.returncode == 1
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 5, done.stderr
+    for line, fragment in zip(
+        sorted(lines),
+        [
+            "bad.toml:10: text.seq_len",
+            "bad.toml:12: trian",
+            "bad.toml:2: run.steps",
+            "bad.toml:6: source",
+            "bad.toml:9: text.pack",
+        ],
+        strict=True,
+    ):
+        assert fragment in line
+    assert sum("did you mean" in line for line in lines) == 3
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_missing_data_file_is_named(tmp_path, headrace):
+    one_sentence(headrace("run", toml(tmp_path), cwd=tmp_path), "rows.jsonl")
+
+
+def test_a_truncated_parquet_is_named(tmp_path, headrace):
+    pq.write_table(pa.table({"text": ["abc"] * 1000}), tmp_path / "t.parquet")
+    raw = (tmp_path / "t.parquet").read_bytes()
+    (tmp_path / "t.parquet").write_bytes(raw[: len(raw) // 2])
+    one_sentence(headrace("run", toml(tmp_path, source='spec = "parquet:t.parquet"'), cwd=tmp_path), "t.parquet")
+
+
+def test_a_line_that_is_not_json_is_named_with_its_number(tmp_path, headrace, rows):
+    rows.write_text(rows.read_text() + '{"text": "half\n')
+    one_sentence(
+        headrace("run", toml(tmp_path, run="steps_ = 1").replace("x", "x") and toml(tmp_path), cwd=tmp_path),
+        "rows.jsonl",
+        "41",
+    )
+
+
+def test_a_missing_text_key_names_the_keys_that_exist(tmp_path, headrace, rows):
+    one_sentence(
+        headrace("run", toml(tmp_path, source='spec = "jsonl:rows.jsonl"\ntext_key = "content"'), cwd=tmp_path),
+        "content",
+        "text",
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "fragment"),
+    [
+        (None, "does not exist"),
+        ("{}", "not a tokenizer.json"),
+        ('{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}', "empty vocabulary"),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_is_named(tmp_path, headrace, rows, content, fragment):
+    if content is not None:
+        (tmp_path / "tok.json").write_text(content)
+    one_sentence(headrace("run", toml(tmp_path, text='tokenizer = "tok.json"'), cwd=tmp_path), "tok.json", fragment)
+
+
+def test_a_tokenizer_without_an_end_token_says_what_to_do(tmp_path, headrace, rows):
+    (tmp_path / "tok.json").write_text(
+        '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+    )
+    one_sentence(
+        headrace("run", toml(tmp_path, text='tokenizer = "tok.json"'), cwd=tmp_path), "no eos token", "eos_token"
+    )
+
+
+def stopped_run(tmp_path, headrace) -> None:
+    done = headrace("run", toml(tmp_path), "--run.stop_after", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_shard_that_changed_since_the_checkpoint_is_refused_by_name_and_can_be_accepted(tmp_path, headrace, rows):
+    stopped_run(tmp_path, headrace)
+    raw = bytearray(rows.read_bytes())
+    raw[raw.index(b"number") + 2] ^= 1  # one bit, same size
+    rows.write_bytes(raw)
+    line = one_sentence(headrace("run", "--resume", "run", cwd=tmp_path), "rows.jsonl", "--accept data")
+    assert "step 2" in line
+    done = headrace("run", "--resume", "run", "--accept", "data", "--run.stop_after", "4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_row_more_a_renamed_shard_and_other_weights_are_refused_by_name(tmp_path, headrace, rows):
+    stopped_run(tmp_path, headrace)
+    before = rows.read_bytes()
+    rows.write_bytes(before + b'{"text": "one more"}\n')
+    one_sentence(headrace("run", "--resume", "run", cwd=tmp_path), "rows.jsonl")
+    rows.rename(tmp_path / "other.jsonl")
+    one_sentence(headrace("run", "--resume", "run", cwd=tmp_path), "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_bytes(before)
+    one_sentence(
+        headrace("run", "--resume", "run", "--source.0.weight", "2", cwd=tmp_path), "weights", "--accept weights"
+    )
+    one_sentence(headrace("run", "--resume", "run", "--run.seed", "5", cwd=tmp_path), "config:seed", "saved 0, now 5")
+    one_sentence(headrace("run", "--resume", "run", "--text.seq_len", "32", cwd=tmp_path), "config:seq_len")
+
+
+def test_a_changed_tokenizer_is_refused_at_resume(tmp_path, headrace, rows):
+    tokenizer = {
+        "version": "1.0",
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "a"},
+        "pre_tokenizer": {"type": "Whitespace"},
+    }
+    (tmp_path / "tok.json").write_text(json.dumps(tokenizer))
+    done = headrace("run", toml(tmp_path, text='tokenizer = "tok.json"'), "--run.stop_after", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    tokenizer["model"]["vocab"] = {"a": 1, "</s>": 0}
+    (tmp_path / "tok.json").write_text(json.dumps(tokenizer))
+    one_sentence(headrace("run", "--resume", "run", cwd=tmp_path), "tokenizer: saved")
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path, headrace, rows):
+    stopped_run(tmp_path, headrace)
+    one_sentence(headrace("run", "run.toml", cwd=tmp_path), "already holds a run", "--resume")
+
+
+def test_resuming_nothing_says_so(tmp_path, headrace):
+    one_sentence(headrace("run", "--resume", "nowhere", cwd=tmp_path), "no run folder nowhere")
+    (tmp_path / "empty").mkdir()
+    one_sentence(headrace("run", "--resume", "empty", cwd=tmp_path), "stopped before it began")
+
+
+def test_a_number_of_ranks_that_does_not_fit_lists_those_that_do(tmp_path, headrace, rows):
+    done = headrace("check", toml(tmp_path), "--ranks", "3", cwd=tmp_path)
+    one_sentence(done, "3 ranks", "1, 2, 4")
+
+
+@pytest.mark.parametrize("words", [["run"], ["run", "a.toml", "--resume", "b"], ["inspect", "nothing-here"]])
+def test_calls_that_cannot_work_are_one_sentence(tmp_path, headrace, words):
+    one_sentence(headrace(*words, cwd=tmp_path))
+
+
+@pytest.mark.parametrize(
+    "words", [["fly"], ["run", "x.toml", "--no-such-option"], ["check"], ["inspect", "a", "--format", "xml"]]
+)
+def test_words_that_do_not_exist_are_usage_errors(tmp_path, headrace, words):
+    done = headrace(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "--help" in done.stderr
+
+
+def test_debug_shows_where_an_error_came_from(tmp_path, headrace):
+    done = headrace("run", "--resume", "nowhere", "--debug", cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.search(r"Traceback[\s\S]*ConfigError", done.stderr)

@@ -1,0 +1,176 @@
+"""A run that is killed, stopped or moved to other ranks ends where the undisturbed one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.testing import kill_sweep
+
+STEPS = 24
+SMALL = [
+    "--run.steps", str(STEPS), "--run.checkpoint_every", "5", "--run.log_every", "4", "--text.seq_len", "64",
+    "--loader.global_batch_size", "12", "--train.threads", "1", "--train.warmup_steps", "4",
+]  # fmt: skip
+
+
+def headrace(*words: str) -> list[str]:
+    return [sys.executable, "-m", "headrace", *words]
+
+
+def torchrun(ranks: int, *words: str) -> list[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1",
+        "--master-port", str(port), "-m", "headrace", *words,
+    ]  # fmt: skip
+
+
+def call(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def facts(run: Path, cwd: Path) -> dict:
+    return json.loads(call(headrace("inspect", str(run), "--format", "json"), cwd).stdout)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, repository):
+    """The run that nobody touched: where it stands, and its folder."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    call(headrace("run", "examples/quickstart.toml", "--run.dir", str(folder / "A"), *SMALL), repository)
+    return facts(folder / "A", repository), folder / "A"
+
+
+def test_a_run_that_is_killed_three_times_ends_with_the_same_data_and_the_same_model(tmp_path, repository, undisturbed):
+    run = tmp_path / "B"
+    sweep = kill_sweep(
+        headrace("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL), headrace("run", "--resume", str(run)),
+        kills=3, seed=int.from_bytes(os.urandom(4)), shortest=0.0, longest=2.0, ready=lambda: (run / "journal.jsonl").exists(),
+        env=os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"}, cwd=repository, deadline=100,
+    )  # fmt: skip
+    found, expected = facts(run, repository), undisturbed[0]
+    assert found["step"] == STEPS, sweep
+    assert found["digest"] == expected["digest"], sweep
+    assert found["model_sha256"] == expected["model_sha256"], sweep
+
+
+@pytest.mark.parametrize("then", [1, 3, 4])
+def test_two_ranks_stopped_half_way_and_resumed_on_others_see_the_same_data(tmp_path, repository, undisturbed, then):
+    run = tmp_path / "C"
+    call(
+        torchrun(2, "run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL, "--run.stop_after", "12"),
+        repository,
+    )
+    assert facts(run, repository)["step"] == 12
+    resume = ("run", "--resume", str(run), "--run.stop_after", str(STEPS))
+    call(torchrun(then, *resume) if then > 1 else headrace(*resume), repository)
+    found = facts(run, repository)
+    assert found["step"] == STEPS
+    assert found["digest"] == undisturbed[0]["digest"]
+    assert found["world_size"] == then
+
+
+def test_the_digests_of_single_steps_do_not_depend_on_the_ranks(tmp_path, repository, undisturbed):
+    call(torchrun(2, "run", "examples/quickstart.toml", "--run.dir", str(tmp_path / "D"), *SMALL), repository)
+    assert steps_of(tmp_path / "D") == steps_of(undisturbed[1])
+    assert len(steps_of(tmp_path / "D")) == STEPS
+
+
+def steps_of(run: Path) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for line in (run / "digests.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        found |= {record["first"] + i: d for i, d in enumerate(record["digests"])}
+    return found
+
+
+def test_sigterm_stops_after_the_step_with_a_checkpoint_and_says_how_to_go_on(tmp_path, repository, undisturbed):
+    run = tmp_path / "E"
+    process = subprocess.Popen(
+        headrace("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL), cwd=repository, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if line.startswith("step"):
+            process.terminate()
+            break
+    seen += process.communicate(timeout=60)[0]
+    assert process.returncode == 0, seen
+    assert f"headrace run --resume {run}" in seen
+    assert 0 < facts(run, repository)["step"] < STEPS
+    call(headrace("run", "--resume", str(run)), repository)
+    assert facts(run, repository)["model_sha256"] == undisturbed[0]["model_sha256"]
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_before(tmp_path, repository, undisturbed):
+    run = tmp_path / "F"
+    call(
+        headrace("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL, "--run.stop_after", "13"), repository
+    )
+    newest = run / "checkpoints" / "step-00000013.safetensors"
+    raw = bytearray(newest.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    newest.write_bytes(raw)
+    done = call(headrace("run", "--resume", str(run), "--run.stop_after", str(STEPS)), repository)
+    assert "goes on from step 10" in done.stdout
+    found = facts(run, repository)
+    assert (found["digest"], found["model_sha256"]) == (undisturbed[0]["digest"], undisturbed[0]["model_sha256"])
+
+
+def test_a_finished_run_says_so_and_can_be_extended(tmp_path, repository, undisturbed):
+    run = tmp_path / "G"
+    call(headrace("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL[2:], "--run.steps", "6"), repository)
+    before = facts(run, repository)
+    assert "completed at step 6 of 6" in call(headrace("run", "--resume", str(run)), repository).stdout
+    assert facts(run, repository)["model_sha256"] == before["model_sha256"]
+    assert (
+        "completed at step 8 of 8" in call(headrace("run", "--resume", str(run), "--run.steps", "8"), repository).stdout
+    )
+
+
+def test_two_processes_cannot_write_one_run(tmp_path, repository):
+    run = tmp_path / "H"
+    first = subprocess.Popen(
+        headrace("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL, "--run.steps", "100000"), cwd=repository,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        assert first.stdout is not None
+        for line in first.stdout:
+            if line.startswith("step"):
+                break
+        second = subprocess.run(
+            headrace("run", "--resume", str(run)),
+            cwd=repository,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert second.returncode == 1
+        assert f"is being written by process {first.pid} on " in second.stderr
+    finally:
+        first.kill()
+        first.communicate()

@@ -1,0 +1,118 @@
+"""Packing loses no token, invents none, and is a pure function of its window."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.text import ByteTokenizer, Packing, TokenBatch, expand_block, pack
+
+lengths = st.lists(st.integers(0, 70), max_size=40)
+
+
+def batch_of(sizes: list[int]) -> TokenBatch:
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(sizes, np.int64))])
+    return TokenBatch(np.arange(1000, 1000 + offsets[-1], dtype=np.int32), offsets)
+
+
+def delivered(batch: TokenBatch, packing: Packing, *, shuffle_key: int | None = 3, unshifted: bool = False):
+    """Pack all documents window by window; the pieces of each document with ids, labels and positions."""
+    at = offset = 0
+    documents: dict[int, dict[int, tuple[list[int], list[int], list[int]]]] = {}
+    rows = blocks_made = 0
+    while at < len(batch):
+        packed = pack(batch.documents(at), packing, offset=offset, last=True, shuffle_key=shuffle_key)
+        for b in range(len(packed.blocks)):
+            ids, labels, positions = (np.empty(packing.seq_len, np.int64) for _ in range(3))
+            expand_block(packed.blocks, b, packing.pad_id, unshifted, ids, labels, positions)
+            column = 0
+            for p in range(packed.blocks.piece_ptr[b], packed.blocks.piece_ptr[b + 1]):
+                n = int(packed.blocks.piece_len[p])
+                part = slice(column, column + n)
+                doc = at + int(packed.blocks.piece_doc[p])
+                documents.setdefault(doc, {})[int(packed.blocks.piece_start[p])] = (
+                    ids[part].tolist(), labels[part].tolist(), positions[part].tolist(),
+                )  # fmt: skip
+                column += n
+            assert column == packed.blocks.real[b] > 0
+            assert (ids[column:] == packing.pad_id).all()
+            assert (labels[column:] == -100).all()
+            rows += int(packed.blocks.row_count[b])
+            blocks_made += 1
+        assert packed.documents > 0 or packed.offset > offset, "a window must move on"
+        at, offset = at + packed.documents, packed.offset
+    return documents, rows, blocks_made
+
+
+@settings(max_examples=150)
+@given(
+    sizes=lengths, seq_len=st.integers(2, 33), blocks=st.integers(1, 5), strategy=st.sampled_from(["best_fit", "concat"]),
+    bos=st.sampled_from([None, 7]), eos=st.sampled_from([None, 8]),
+)  # fmt: skip
+def test_every_document_arrives_whole_with_the_right_labels(sizes, seq_len, blocks, strategy, bos, eos):
+    batch = batch_of(sizes)
+    packing = Packing(seq_len=seq_len, strategy=strategy, blocks=blocks, bos_id=bos, eos_id=eos, pad_id=9)
+    documents, rows, _ = delivered(batch, packing)
+    assert rows == sum(1 for n in sizes if n), "row_count sums to the documents with text"
+    for d, size in enumerate(sizes):
+        if not size:
+            assert d not in documents
+            continue
+        own = batch.ids[batch.offsets[d] : batch.offsets[d + 1]].tolist()
+        want = ([bos] if bos is not None else []) + own + ([eos] if eos is not None else [])
+        pieces = [documents[d][start] for start in sorted(documents[d])]
+        assert [t for ids, _, _ in pieces for t in ids] == want
+        assert [t for _, labels, _ in pieces for t in labels] == [*want[1:], -100]
+        assert all(positions == list(range(len(ids))) for ids, _, positions in pieces)
+        if strategy == "best_fit" and len(want) <= seq_len:
+            assert len(pieces) == 1, "only documents longer than a block are cut"
+
+
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=30), seq_len=st.integers(4, 20))
+def test_unshifted_labels_never_cross_a_piece(sizes, seq_len):
+    packing = Packing(seq_len=seq_len, blocks=3, eos_id=8, pad_id=9)
+    documents, _, _ = delivered(batch_of(sizes), packing, unshifted=True)
+    for pieces in documents.values():
+        for ids, labels, _ in pieces.values():
+            assert labels == [-100, *ids[1:]]
+
+
+@given(sizes=lengths, seq_len=st.integers(2, 20), key=st.integers(0, 2**32))
+def test_packing_is_a_pure_function_of_its_documents(sizes, seq_len, key):
+    packing = Packing(seq_len=seq_len, blocks=3, eos_id=8)
+    first, second = (pack(batch_of(sizes), packing, last=True, shuffle_key=key) for _ in range(2))
+    assert first.blocks.hashes == second.blocks.hashes
+    assert np.array_equal(first.blocks.tokens, second.blocks.tokens)
+
+
+@given(sizes=st.lists(st.integers(1, 16), min_size=4, max_size=60))
+def test_a_longer_look_ahead_does_not_change_a_window(sizes):
+    packing = Packing(seq_len=16, blocks=2, eos_id=None)
+    whole = pack(batch_of(sizes), packing, last=True, shuffle_key=1)
+    if whole.documents == len(sizes):
+        return
+    for extra in range(whole.documents + 1, len(sizes) + 1):
+        if sum(sizes[:extra]) <= packing.budget:
+            continue  # a window must look past its budget to know that it is full
+        part = pack(batch_of(sizes[:extra]), packing, last=False, shuffle_key=1)
+        assert part.documents == whole.documents
+        assert part.blocks.hashes == whole.blocks.hashes
+
+
+@given(sizes=st.lists(st.integers(1, 400), min_size=200, max_size=260))
+@settings(max_examples=20)
+def test_best_fit_pads_little(sizes):
+    documents, _, blocks = delivered(batch_of(sizes), Packing(seq_len=512, blocks=32, pad_id=0))
+    real = sum(len(ids) for pieces in documents.values() for ids, _, _ in pieces.values())
+    windows = blocks // 32 + 1
+    assert blocks * 512 - real <= 0.02 * real + windows * 512
+
+
+@given(texts=st.lists(st.text(st.characters(codec="utf-8")), max_size=20))
+def test_the_byte_tokenizer_gives_back_the_text(texts):
+    tokenizer = ByteTokenizer()
+    batch = tokenizer.encode(texts)
+    assert len(batch) == len(texts)
+    for d, text in enumerate(texts):
+        assert tokenizer.decode(batch.ids[batch.offsets[d] : batch.offsets[d + 1]]) == text
