@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from headrace.order import (
 keys = st.integers(0, 2**64 - 1)
 
 
-@given(n=st.integers(0, 3000), k=keys)
+@given(n=st.integers(0, 3000) | st.integers(4090, 9000), k=keys)
 def test_a_permutation_is_a_bijection_and_its_inverse_undoes_it(n, k):
     p = Permutation(n, k)
     items = p.slice(0, n)
@@ -50,6 +52,24 @@ def test_another_key_gives_another_permutation_of_anything_but_the_smallest_sets
         assert not np.array_equal(Permutation(n, k).slice(0, n), other)
 
 
+@pytest.mark.parametrize("n", [3, 4, 5])
+def test_all_orders_of_a_few_items_are_equally_likely(n):
+    keys_tried = 12_000
+    counts = Counter(tuple(Permutation(n, derive(1, k)).slice(0, n).tolist()) for k in range(keys_tried))
+    orders = math.factorial(n)
+    expected = keys_tried / orders
+    assert len(counts) == orders
+    chi_squared = sum((c - expected) ** 2 / expected for c in counts.values())
+    assert chi_squared < orders - 1 + 5 * math.sqrt(2 * (orders - 1))
+
+
+@pytest.mark.parametrize("n", [5_000, 100_000])
+def test_a_large_permutation_spreads_neighbours(n):
+    gaps = np.diff(Permutation(n, 5).slice(0, n)) / n
+    assert abs(gaps.mean()) < 0.01
+    assert abs(np.abs(gaps).mean() - 1 / 3) < 0.02  # two independent places are a third of the range apart
+
+
 @given(k=keys, start=st.integers(0, 1000), count=st.integers(0, 200))
 def test_draws_of_a_range_are_the_single_draws(k, start, count):
     assert draws(k, count, start).tolist() == [derive(k, i) for i in range(start, start + count)]
@@ -65,13 +85,15 @@ def test_keys_are_the_same_for_ever():
     assert mix64(1) == 0x5692161D100B05E5
     assert key("shuffle", seed=7, epoch=3) == key("shuffle", epoch=3, seed=7)
     assert key("shuffle", seed=7) == PINNED["key"]
-    assert Permutation(1000, 42).slice(0, 5).tolist() == PINNED["permutation"]
+    assert Permutation(1000, 42).slice(0, 5).tolist() == PINNED["small"]
+    assert Permutation(10**6, 42).slice(0, 5).tolist() == PINNED["large"]
     assert sample_term(3, content_hash(b"abc")) == PINNED["term"]
 
 
 PINNED = {
     "key": 15556945061565968173,
-    "permutation": [998, 721, 62, 193, 563],
+    "small": [171, 215, 920, 808, 718],
+    "large": [378656, 535703, 167793, 279710, 933862],
     "term": 266162759719798833187267419601166887619,
 }
 

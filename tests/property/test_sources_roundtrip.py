@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import DataChanged, DataError
-from headrace.sources import Source, open_source
+from headrace.sources import Source, lines, open_source
 from headrace.sources.records import _parse, _record
 
 settings.register_profile("sources", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
@@ -35,12 +35,12 @@ def written(folder: Path, scheme: str, files: list[list[str]], *, crlf: bool, en
             continue
         end = b"\r\n" if crlf else b"\n"
         if scheme == "jsonl":
-            lines = [orjson.dumps({"n": 1, "text": text}) for text in texts]
+            rows = [orjson.dumps({"n": 1, "text": text}) for text in texts]
         else:
-            lines = [text.encode() for text in texts]
-        data = b"".join(line + end for line in lines)
+            rows = [text.encode() for text in texts]
+        data = b"".join(row + end for row in rows)
         # A last line without its end is the same row, unless it is empty: then there is nothing to see.
-        path.write_bytes(data.removesuffix(end) if lines and lines[-1] and not ended else data)
+        path.write_bytes(data.removesuffix(end) if rows and rows[-1] and not ended else data)
 
 
 @pytest.mark.parametrize("scheme", ["jsonl", "txt", "parquet"])
@@ -92,10 +92,13 @@ fragments = st.sampled_from(
 
 
 @settings(SOURCES, max_examples=200)
-@given(parts=st.lists(fragments, max_size=30), chunk_bytes=chunk_sizes)
-def test_any_bytes_give_the_rows_a_line_by_line_reader_gives_whatever_the_chunk_size(parts, chunk_bytes):
+@given(parts=st.lists(fragments, max_size=30), chunk_bytes=chunk_sizes, block=st.integers(1, 80))
+def test_any_bytes_give_the_rows_a_line_by_line_reader_gives_whatever_the_size_of_chunks_and_blocks(
+    parts, chunk_bytes, block
+):
     data = b"".join(parts)
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "_BLOCK", block)
         folder = Path(name)
         (folder / "d.jsonl").write_bytes(data)
         source = Source("jsonl:d.jsonl", on_bad="skip")
@@ -103,6 +106,15 @@ def test_any_bytes_give_the_rows_a_line_by_line_reader_gives_whatever_the_chunk_
             texts = [text for chunk in range(opened.manifest.chunks) for text in opened.read(chunk)]
     assert texts == reference(data)
     assert opened.counters()["bad_rows"] == texts.count(None) == len(opened.bad_rows())
+    rows = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    ended = rows if rows[-1] else rows[:-1]
+    assert opened.counters()["blank_lines"] == sum(not row.strip(b" \t\r") for row in ended)
+    # Greedy: a chunk is within the size or a single line, and the next line would not have fitted.
+    manifest = opened.manifest
+    for start, end in zip(manifest.chunk_start.tolist(), manifest.chunk_end.tolist(), strict=True):
+        assert end - start <= chunk_bytes or data.find(b"\n", start, end - 1) < 0
+        after = data.find(b"\n", end) + 1 or len(data)
+        assert end == len(data) or after - start > chunk_bytes
 
 
 @pytest.mark.parametrize("scheme", ["jsonl", "txt", "parquet"])

