@@ -11,7 +11,7 @@ FLIPS = (0x01, 0x04, 0x10, 0x80, 0xFF)
 
 
 def test_no_byte_of_a_file_can_be_changed_so_that_reading_it_ends_the_process(tmp_path):
-    """pyarrow's own view of a footer aborts on 3 of 1,000 of these."""
+    """pyarrow's Python view of a footer aborts the process on such files: 3 of 1,400 that were damaged at random."""
     path = tmp_path / "d.parquet"
     pq.write_table(pa.table({"text": ["alpha", None, "beta " * 40, ""], "n": range(4)}), path, row_group_size=2)
     whole = path.read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 
@@ -179,9 +180,9 @@ def test_batches_keep_the_contract(make_data):
         borders = batch["cu_seqlens"].tolist()
         assert borders[0] == 0
         assert borders[-1] == ids.numel()
-        assert batch["max_seqlen"] == max(b - a for a, b in zip(borders, borders[1:], strict=False))
+        assert batch["max_seqlen"] == max(b - a for a, b in itertools.pairwise(borders))
         flat_positions, flat_labels, flat_ids = positions.flatten(), labels.flatten(), ids.flatten()
-        for a, b in zip(borders, borders[1:], strict=False):
+        for a, b in itertools.pairwise(borders):
             assert flat_positions[a:b].tolist() == list(range(b - a))
             learned = flat_labels[a : b - 1]
             assert ((learned == flat_ids[a + 1 : b]) | (learned == -100)).all()

@@ -21,7 +21,8 @@ import numpy as np
 from headrace.errors import ConfigError, DataError, TokenizerError
 from headrace.files import publish
 from headrace.loader.lanes import LanePlan
-from headrace.loader.windows import ChunkCache, WindowMaker
+from headrace.loader.pool import WindowKey
+from headrace.loader.windows import Carry, ChunkCache, Window, WindowMaker
 from headrace.metrics import Meter, Wait
 from headrace.mix import Deal, lane_weight_factors
 from headrace.order import fingerprint_json, key
@@ -172,17 +173,28 @@ class TextDataset:
         """About how many tokens each source has in one epoch, from a few chunks spread over it."""
         return tuple(self._estimate(i, sample_chunks) for i in range(len(self.sources)))
 
+    def make_window(self, wanted: WindowKey, carry: Carry | None) -> tuple[Window, Carry | None]:
+        """What a pool's thread does."""
+        source, lane, start = wanted
+        return self.makers[source].make(lane, start, carry)
+
     def close(self) -> None:
+        """Let go of the files. Loaders over this dataset must be closed first."""
         for source in self.sources:
             source.close()
 
     def _deal(self, index: int, source: OpenSource) -> Deal:
         rows = np.asarray(source.manifest.chunk_rows, dtype=np.int64)
+        sizes = np.asarray(source.manifest.chunk_bytes, dtype=np.int64)
         limit = source.source.max_rows
         if limit is not None:
             before = np.cumsum(rows) - rows
-            rows = np.clip(limit - before, 0, rows)
-        return Deal(rows, key=key("text.deal", seed=self.seed, source=index), lanes=self.lanes, shuffle=self.shuffle)
+            kept = np.clip(limit - before, 0, rows)
+            sizes = sizes * kept // np.maximum(rows, 1)
+            rows = kept
+        return Deal(
+            rows, sizes, key=key("text.deal", seed=self.seed, source=index), lanes=self.lanes, shuffle=self.shuffle
+        )
 
     def _max_epochs(self, source: Source) -> int | None:
         if self.exhausted == "repeat":

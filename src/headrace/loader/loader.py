@@ -13,10 +13,12 @@ that state counts only once the batch is handed over. So prefetching can never l
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,10 +31,10 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.loader.dataset import TextDataset
 from headrace.loader.ends import AloneEnds, Ends, ReplayEnds, StoreEnds
 from headrace.loader.lanes import Lane, LanePlan, Sample
-from headrace.loader.pool import WindowKey, WindowPool
+from headrace.loader.pool import WindowPool
 from headrace.loader.report import LoaderReport
 from headrace.loader.state import LaneState, LoaderState, load_states, merge_states
-from headrace.loader.windows import Carry, Piece, Window
+from headrace.loader.windows import Piece
 from headrace.metrics import Histogram, Meter, MetricSpec, Reduction, Wait, phase, register
 from headrace.order import Digest, content_hash, sample_term
 from headrace.text import expand_block
@@ -54,6 +56,16 @@ _SPECS = (
 register(*_SPECS)
 
 _FILLER = content_hash(b"filler")
+_pipelines: weakref.WeakSet[_Pipeline] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Threads that are still in a tokenizer when the interpreter goes away can abort the process: stop them first."""
+    for pipeline in list(_pipelines):
+        pipeline.close()
+
+
 _numbers = itertools.count()
 
 
@@ -377,7 +389,7 @@ class Loader:
             lane: Lane(
                 lane,
                 self._plan,
-                WindowPool(self._make, workers=0, meter=self.meter, deadline=self._deadline),
+                WindowPool(self.data.make_window, workers=0, meter=self.meter, deadline=self._deadline),
                 *known[lane],
             )
             for lane in known
@@ -387,20 +399,20 @@ class Loader:
             others, lane_count=self.data.lanes, origin=self._origin, missing=self._foreign is None, meter=self.meter
         )
 
-    def _make(self, wanted: WindowKey, carry: Carry | None) -> tuple[Window, Carry | None]:
-        source, lane, start = wanted
-        return self.data.makers[source].make(lane, start, carry)
-
 
 class _Pipeline:
     """Lanes in motion, and the thread that turns their samples into batches. Lives from one load to the next."""
 
     def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+        # A loader that is let go without close() takes its threads along: they hold the pipeline, which must not hold it.
+        self._loader: Loader = weakref.proxy(loader)
+        weakref.finalize(loader, self.close).atexit = False
         self._meter = loader.meter
         state = loader._state
         self._step, self._sample = state.step, state.sample
-        self._pool = WindowPool(loader._make, workers=loader._workers, meter=loader.meter, deadline=loader._deadline)
+        self._pool = WindowPool(
+            loader.data.make_window, workers=loader._workers, meter=loader.meter, deadline=loader._deadline
+        )
         self._lanes = {lane: Lane(lane, loader._plan, self._pool, *state.lanes[lane]) for lane in loader._own}
         self._ends = loader._new_ends(self._pool)
         self._free: deque[_Slot] = deque()
@@ -414,6 +426,7 @@ class _Pipeline:
         origin = self._sample
         for lane in sorted(self._lanes, key=lambda lane: (lane - origin) % loader.data.lanes):
             self._lanes[lane].announce(float(origin + (lane - origin) % loader.data.lanes))
+        _pipelines.add(self)
         self._thread: threading.Thread | None = None
         if loader._prefetch:
             self._thread = threading.Thread(target=self._produce, name="headrace-batches", daemon=True)
@@ -441,7 +454,7 @@ class _Pipeline:
             self._closed = True
             self._changed.notify_all()
         self._pool.close(timeout)
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
     def _release(self) -> None:

@@ -60,7 +60,8 @@ class ParquetColumn:
         rows = np.array(column.group_rows, dtype=np.int64)
         kept = np.flatnonzero(rows)
         first = np.cumsum(rows) - rows
-        return FileScan(start=kept, end=kept + 1, rows=rows[kept], line=first[kept])
+        sizes = np.array([max(pages.uncompressed, 0) for pages in column.pages], dtype=np.int64)
+        return FileScan(start=kept, end=kept + 1, rows=rows[kept], line=first[kept], size=sizes[kept])
 
     def load(self, file: RawFile, start: int, end: int) -> Loaded:
         column = self._column(file)

@@ -1,7 +1,7 @@
 """What does a parquet footer claim?
 
 pyarrow parses footers too, but its Python accessors to row groups and columns let some C++ exceptions through: one wrong
-byte in a footer (a histogram of another length, say) then aborts the process [pyarrow 26: 3 of 1,000 damaged files]. So
+byte in a footer (a histogram of another length, say) then aborts the process [pyarrow 26: 3 of 1,400 damaged files]. So
 the few numbers that a scan needs are read here, from the Thrift compact protocol, where every claim is held against the
 bytes that are there. pyarrow gets the same bytes later, for decoding, behind calls whose errors it does catch.
 

@@ -76,7 +76,7 @@ class TextLines:
             blank += blank_count
         columns = (np.array(column, dtype=np.int64) for column in (starts, ends, rows, lines))
         start_, end_, rows_, line_ = columns
-        return FileScan(start=start_, end=end_, rows=rows_, line=line_, blank_lines=blank)
+        return FileScan(start=start_, end=end_, rows=rows_, line=line_, size=end_ - start_, blank_lines=blank)
 
     def load(self, file: RawFile, start: int, end: int) -> Loaded:
         if end - start > self.max_line_bytes + 2 and end - start > 1 << 20:

@@ -5,9 +5,9 @@
     first_row    prefix sums: row r of the source lies in chunk searchsorted(first_row, r)
 
 A manifest is a pure function of the files' bytes, so every rank makes the same one. It is made once, at the speed of
-reading (files side by side in threads), and cached under a key of (path, size, mtime) and of what the scan depends on. On a
-cache hit only the sampled blocks of every file are read again, about a millisecond a file; a file that changed behind an
-unchanged size and mtime is thereby noticed in most cases, and the rest when its chunks are read (records.py).
+reading (files side by side in threads), and cached under a key of (path, size, mtime) and of what the scan depends on.
+On a cache hit only the sampled blocks of every file are read again, about a millisecond a file; a file that changed
+behind an unchanged size and mtime is thereby noticed in most cases, and the rest when its chunks are read (records.py).
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from headrace.sources.reader import FileScan, Reader
 
 __all__ = ["FileEntry", "Manifest", "make_manifest"]
 
-_VERSION = 1
+_VERSION = 2
 _COLUMNS = {
     "chunk_file": np.int32,
     "chunk_start": np.int64,
     "chunk_end": np.int64,
     "chunk_rows": np.int64,
     "chunk_line": np.int64,
+    "chunk_bytes": np.int64,
 }
 _THREADS = 8
 
@@ -66,6 +67,8 @@ class Manifest:
     chunk_rows: np.ndarray
     chunk_line: np.ndarray
     """Line (or row) of its file at which a chunk begins, from 0. Differs from the row where lines are blank."""
+    chunk_bytes: np.ndarray
+    """About how much text a chunk holds."""
     first_row: np.ndarray
     """Row of the source at which each chunk begins; one more entry than chunks, the last is `rows`."""
     file_first_row: np.ndarray
@@ -112,6 +115,7 @@ def make_manifest(
         "chunk_end": _joined([scan.end for scan in scans]),
         "chunk_rows": _joined([scan.rows for scan in scans]),
         "chunk_line": _joined([scan.line for scan in scans]),
+        "chunk_bytes": _joined([scan.size for scan in scans]),
     }
     blank = sum(scan.blank_lines for scan in scans)
     files = [[f.path, f.size, n, p] for f, n, p in zip(found.files, rows, prints, strict=True)]

@@ -111,8 +111,8 @@ def kernels() -> ModuleType:
 
 
 def warm_kernels() -> threading.Thread:
-    """Compile in the background, while files are opened."""
-    thread = threading.Thread(target=kernels, name="headrace-kernels", daemon=True)
+    """Compile in the background, while files are opened. Not a daemon: a process must not end inside the compiler."""
+    thread = threading.Thread(target=kernels, name="headrace-kernels")
     thread.start()
     return thread
 

@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_publish_syncs_the_file_before_and_the_folder_after_it_appears(tmp_path,
     real = {name: getattr(os, name) for name in ("fsync", "link", "unlink")}
 
     def fsync(fd: int) -> None:
-        calls.append("fsync folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "fsync file")
+        calls.append("fsync folder" if Path(f"/proc/self/fd/{fd}").is_dir() else "fsync file")
         real["fsync"](fd)
 
     monkeypatch.setattr(os, "fsync", fsync)

@@ -8,6 +8,7 @@ import pytest
 
 from headrace.errors import DataChanged
 from headrace.sources import FileEntry, Source, cache_folder, open_source
+from headrace.sources.lines import JsonLines
 
 
 @pytest.fixture
@@ -174,3 +175,17 @@ def test_a_file_of_another_size_than_was_counted_is_refused_when_read(tmp_path, 
         file.write(b'{"text":"more"}\n')
     with pytest.raises(DataChanged, match=r"0.jsonl has 61 bytes; it had 45 when its rows were counted"):
         source.read(0)
+
+
+def test_a_file_written_to_while_its_rows_are_counted_is_refused(tmp_path, shards, monkeypatch):
+    counted = JsonLines.scan
+
+    def scan(self, file, chunk_bytes):
+        os.utime(file.path, (1, 1))
+        return counted(self, file, chunk_bytes)
+
+    monkeypatch.setattr(JsonLines, "scan", scan)
+    with pytest.raises(
+        DataChanged, match=r"0.jsonl was written to while its rows were counted. Wait until it is complete"
+    ):
+        opened(tmp_path)

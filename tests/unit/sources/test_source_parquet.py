@@ -11,6 +11,7 @@ import pytest
 
 from headrace.errors import DataChanged, DataError
 from headrace.sources import Source, columns, open_source
+from headrace.sources.footer import parse_footer
 
 TEXTS = ["a", "b\0", "", "é\u2028", "long " * 500]
 
@@ -170,6 +171,45 @@ def test_a_row_group_whose_pages_are_damaged_stops_the_run_or_becomes_holes(tmp_
     assert texts_of(source) == [*expected[:3], None, None, None, *expected[6:]]
     assert source.counters()["bad_rows"] == 3
     assert [row for _, row, _ in source.bad_rows()] == [4, 5, 6]
+
+
+def test_a_row_group_that_calls_the_column_by_another_name_than_the_schema_is_refused(tmp_path):
+    path = table(tmp_path / "d.parquet", ["a"])
+    in_schema, in_group = b"\x04text", b"\x04texu"
+    head, name, rest = path.read_bytes().partition(in_schema)
+    path.write_bytes(head + name + rest.replace(in_schema, in_group, 1))
+    with pytest.raises(DataError, match=r"footer does not parse \(column text is called texu in a row group\)"):
+        opened(tmp_path)
+
+
+def test_footers_of_many_shapes_say_what_pyarrow_says(tmp_path):
+    columns_ = {
+        "a": [1, 2],
+        "b": [{"c": {"d": "x", "e": 1.5}, "f": [1]}, None],
+        "g": [["y"], []],
+        "h": [{"k": 1}, {}],
+        "text": ["t", "u"],
+    }
+    pq.write_table(pa.table(columns_), tmp_path / "d.parquet", row_group_size=1)
+    raw = (tmp_path / "d.parquet").read_bytes()
+    footer = parse_footer(raw[-8 - int.from_bytes(raw[-8:-4], "little") : -8])
+    theirs = pq.read_metadata(tmp_path / "d.parquet")
+    assert [".".join(leaf.path) for leaf in footer.leaves] == [
+        c.path for c in map(theirs.schema.column, range(theirs.num_columns))
+    ]
+    assert {".".join(leaf.path): leaf.holds for leaf in footer.leaves}["b.c.d"] == "text"
+    assert [leaf.holds for leaf in footer.leaves].count("lists") == 2
+    assert footer.group_rows == (1, 1)
+    for group, pages in enumerate(footer.pages):
+        for index, ours in enumerate(pages):
+            column = theirs.row_group(group).column(index)
+            starts = [offset for offset in (column.dictionary_page_offset, column.data_page_offset) if offset]
+            assert (ours.offset, ours.compressed, ours.uncompressed, ours.has_dictionary) == (
+                min(starts),
+                column.total_compressed_size,
+                column.total_uncompressed_size,
+                column.has_dictionary_page,
+            )
 
 
 def test_page_checksums_are_checked_where_the_writer_left_them(tmp_path):

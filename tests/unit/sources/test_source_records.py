@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from headrace.errors import DataChanged
+from headrace.order import file_fingerprint
 from headrace.sources import Source, open_source
 
 ROWS = 40
@@ -20,6 +21,10 @@ def path(tmp_path):
 
 def opened(tmp_path, **options):
     return open_source(Source("txt:d.txt"), base=tmp_path, cache=tmp_path / "cache", chunk_bytes=80, **options)
+
+
+def opened_large(tmp_path, **options):
+    return open_source(Source("txt:d.txt"), base=tmp_path, cache=tmp_path / "cache", **options)
 
 
 def read_all(source):
@@ -98,6 +103,30 @@ def test_a_change_that_moves_line_ends_behind_an_unchanged_cache_key_can_be_acce
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     with opened(tmp_path, accept_changes=True) as source:
         assert len(read_all(source)) == ROWS + 1
+
+
+def test_a_change_that_size_mtime_and_sampled_blocks_do_not_show_is_found_when_read_and_can_be_accepted(tmp_path):
+    path = tmp_path / "d.txt"
+    path.write_bytes(b"".join(b"row %05d\n" % i for i in range(300_000)))
+    before, status = path.read_bytes(), path.stat()
+    with opened_large(tmp_path) as source:
+        saved = source.fingerprint()
+        read_all(source)
+    for row in range(50_000, 250_000, 9_000):  # a place between the sampled blocks
+        path.write_bytes(before.replace(b"row %05d\n" % row, b"row\n%05d\n" % row, 1))
+        if file_fingerprint(path, status.st_size) == saved["data:d/d.txt"][:16]:
+            break
+    else:
+        pytest.fail("every place tried lies in a sampled block")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with opened_large(tmp_path) as source:
+        assert source.fingerprint() == saved
+        with pytest.raises(DataChanged, match=r"d.txt \(bytes .*changed since it was first read"):
+            read_all(source)
+    with pytest.raises(DataChanged, match=r"1 of \d+ recorded chunks"):
+        opened_large(tmp_path, full_check=True)
+    with opened_large(tmp_path, accept_changes=True) as source:
+        assert len(read_all(source)) == 300_001
 
 
 def test_a_full_check_finds_the_change_at_the_start_and_names_all_of_it(tmp_path, path):

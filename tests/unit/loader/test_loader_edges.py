@@ -1,0 +1,258 @@
+"""What a loader refuses, reports, and leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded, HeadraceError, TokenizerError
+from headrace.loader import Loader, TextDataset, merge_states
+from headrace.sources import Source
+from headrace.text import ByteTokenizer
+
+
+@pytest.fixture
+def data(tmp_path, write_jsonl):
+    path = write_jsonl("a.jsonl", [f"document {i} " + "word " * (i % 40) for i in range(300)])
+    return TextDataset([f"jsonl:{path}"], seq_len=32, seed=3, lanes=12, window_blocks=4, cache=tmp_path / "cache")
+
+
+def loader(data, **options) -> Loader:
+    return Loader(data, **({"global_batch_size": 12, "tokenizer_workers": 1, "prefetch_batches": 1} | options))
+
+
+def our_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith(("headrace-batches", "headrace-windows"))]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch_size": 0}, "global_batch_size must be a positive integer, got 0"),
+        ({"dp_rank": 0, "dp_world_size": 5}, r"12 cannot be shared by 5 ranks.*1, 2, 3, 4, 6, 12"),
+        ({"global_batch_size": 10, "dp_rank": 0, "dp_world_size": 5}, "12 lanes cannot be shared by 5 ranks"),
+        ({"dp_rank": 3}, "belong together"),
+        ({"dp_rank": 3, "dp_world_size": 3}, r"dp_rank must be in \[0, dp_world_size\)"),
+        ({"labels": "both"}, 'labels must be "shifted" or "hf"'),
+        ({"prefetch_batches": -1}, "prefetch_batches must be 0 or more"),
+    ],
+)
+def test_a_loader_that_cannot_work_is_refused(data, options, message):
+    with pytest.raises(ConfigError, match=message):
+        loader(data, **options)
+
+
+def test_all_that_is_wrong_with_a_dataset_is_said_at_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        TextDataset(["sample:prose"], seq_len=1, lanes=0, pack="tight", seed=-1)  # ty: ignore[invalid-argument-type]
+    assert len(caught.value.problems) == 4
+
+
+def test_a_dataset_without_a_row_or_a_weight_is_refused(tmp_path, write_jsonl):
+    empty = write_jsonl("empty.jsonl", [])
+    with pytest.raises(DataError, match="no source has any rows"):
+        TextDataset([f"jsonl:{empty}"], seq_len=8, cache=tmp_path / "c")
+    with pytest.raises(ConfigError, match="all sources have weight 0"):
+        TextDataset([Source(f"jsonl:{empty}", weight=0)], seq_len=8, cache=tmp_path / "c")
+
+
+@pytest.mark.parametrize("exhausted", ["repeat", "drop"])
+def test_a_source_of_empty_documents_ends_instead_of_spinning(tmp_path, write_jsonl, exhausted):
+    path = write_jsonl("blank.jsonl", [""] * 50)
+    data = TextDataset([f"jsonl:{path}"], seq_len=8, lanes=4, exhausted=exhausted, cache=tmp_path / "c")
+    made = Loader(data, global_batch_size=4)
+    if exhausted == "drop":
+        assert list(made) == []
+    else:
+        with pytest.raises(HeadraceError, match="not a single|no source has a single document"):
+            next(made)
+
+
+def test_leaving_early_stops_the_threads_and_iterating_again_goes_on_where_delivery_stopped(data):
+    straight = [b["input_ids"].clone() for b in loader(data)]
+    made = loader(data)
+    for _ in range(3):
+        next(made)
+    made.close()
+    assert our_threads() == []
+    rest = [b["input_ids"].clone() for b in made]
+    assert len(rest) == len(straight) - 3
+    assert all((a == b).all() for a, b in zip(rest, straight[3:], strict=True))
+
+
+def test_a_loader_that_is_forgotten_takes_its_threads_along(data):
+    made = loader(data)
+    next(made)
+    assert our_threads() != []
+    threads = [t for t in threading.enumerate() if t.name in our_threads()]
+    del made
+    gc.collect()
+    for thread in threads:
+        thread.join(5)
+    assert our_threads() == []
+
+
+def test_batches_are_views_of_a_ring_unless_copies_are_asked_for(data):
+    views, copies = loader(data, prefetch_batches=0, tokenizer_workers=0), loader(data, copy=True)
+    first, kept = next(views), next(copies)
+    before = first["input_ids"].clone()
+    for _ in range(4):
+        next(views)
+        next(copies)
+    assert (kept["input_ids"] == before).all()
+    assert not (first["input_ids"] == before).all()
+
+
+def test_a_tokenizer_that_fails_names_the_document_at_the_sample_that_needs_it(tmp_path, write_jsonl):
+    class Picky(ByteTokenizer):
+        name = "picky"
+
+        def encode(self, texts):
+            if any("poison" in t for t in texts):
+                raise RuntimeError("cannot digest this")
+            return super().encode(texts)
+
+    path = write_jsonl("a.jsonl", [("poison" if i == 77 else "fine") + " text" * 5 for i in range(100)])
+    delivered = set()
+    for workers in (0, 2):
+        data = TextDataset(
+            [f"jsonl:{path}"], tokenizer=Picky(), seq_len=16, lanes=4, window_blocks=2, cache=tmp_path / "c"
+        )
+        made = loader(data, global_batch_size=4, tokenizer_workers=workers)
+        count = 0
+        with pytest.raises(TokenizerError, match=r"picky failed on row 77 of a\.jsonl .*cannot digest this"):
+            while True:
+                next(made)
+                count += 1
+        delivered.add(count)
+        assert our_threads() == []
+    assert len(delivered) == 1, "the error comes at the same step for any number of threads"
+
+
+def test_a_hanging_tokenizer_is_an_error_at_its_deadline(tmp_path, write_jsonl):
+    released = threading.Event()
+
+    class Stuck(ByteTokenizer):
+        def encode(self, texts):
+            released.wait(30)
+            return super().encode(texts)
+
+    path = write_jsonl("a.jsonl", ["text"] * 20)
+    data = TextDataset([f"jsonl:{path}"], tokenizer=Stuck(), seq_len=16, lanes=4, cache=tmp_path / "c")
+    made = loader(data, global_batch_size=4, deadline=0.3)
+    try:
+        with pytest.raises(DeadlineExceeded, match=r"loader\.window.*deadline is 0\.3 s.*tokenizer thread"):
+            next(made)
+    finally:
+        released.set()
+        made.close()
+
+
+def test_states_that_do_not_belong_together_are_refused(data):
+    two = [loader(data, dp_rank=r, dp_world_size=2) for r in range(2)]
+    for made in two:
+        next(made)
+    states = [made.state_dict() for made in two]
+    with pytest.raises(CursorMismatch, match="lane 0 is in two of the states"):
+        merge_states([states[0], states[0]])
+    next(two[1])
+    with pytest.raises(CursorMismatch, match="step is 1, 2"):
+        merge_states([states[0], two[1].state_dict()])
+    with pytest.raises(CursorMismatch, match=r"Pass the list of all ranks' states"):
+        loader(data).load_state_dict(states[0])
+    with pytest.raises(CursorMismatch, match="no state was given"):
+        loader(data).load_state_dict([])
+
+
+@pytest.mark.parametrize(
+    "damage", [{"body": {}}, {"kind": "other"}, {"version": 99}, {"fingerprint": 3}, {"body": {"entries": 5}}]
+)
+def test_a_damaged_state_is_refused_with_a_sentence(data, damage):
+    state = loader(data).state_dict() | damage
+    with pytest.raises(CursorMismatch):
+        loader(data).load_state_dict(state)
+
+
+def test_a_rank_may_go_on_from_its_own_state_alone(data):
+    whole = loader(data)
+    straight = [b["input_ids"].clone() for b in whole]
+    rank = loader(data, dp_rank=1, dp_world_size=2)
+    next(rank)
+    again = loader(data, dp_rank=1, dp_world_size=2)
+    again.load_state_dict(json.loads(json.dumps(rank.state_dict())))
+    assert (next(again)["input_ids"] == straight[1][1::2]).all()
+
+
+def test_weights_may_be_changed_at_a_resume_when_accepted(tmp_path, write_jsonl):
+    paths = [write_jsonl(f"{n}.jsonl", [f"{n} {i}" + " word" * 9 for i in range(200)]) for n in "ab"]
+
+    def make(weight: float) -> Loader:
+        sources = [Source(f"jsonl:{paths[0]}", weight=weight), Source(f"jsonl:{paths[1]}", weight=1.0)]
+        data = TextDataset(sources, seq_len=32, lanes=4, exhausted="repeat", cache=tmp_path / "c")
+        return loader(data, global_batch_size=4)
+
+    first = make(1.0)
+    for _ in range(20):
+        next(first)
+    state = first.state_dict()
+    other = make(3.0)
+    with pytest.raises(CursorMismatch, match=r"weights: saved 1, 1, now 3, 1.*--accept weights"):
+        other.load_state_dict(state)
+    other.load_state_dict(state, accept={"weights"})
+    before = list(other._state.source_tokens)
+    for _ in range(100):
+        next(other)
+    gained = np.array(other._state.source_tokens) - before
+    assert abs(gained[0] / gained.sum() - 0.75) < 0.02
+
+
+def test_the_report_and_the_metrics_add_up(data):
+    made = loader(data)
+    rows = sum(int(b["row_count"].sum()) for b in made)
+    drained = made.drain_metrics()
+    report = made.report()
+    assert drained["data/rows"] == rows == 300 == report.documents
+    assert drained["data/tokens"] == report.tokens == drained["data/source_tokens/a"]
+    assert drained["data/tokens"] + drained["data/padding"] == drained["data/samples"] * 32
+    assert made.drain_metrics() == {}
+    assert "loader.next" in str(report)
+    assert report.mix["a"] == (1.0, 1.0)
+
+
+def test_max_rows_and_max_tokens_cap_a_source(tmp_path, write_jsonl):
+    path = write_jsonl("a.jsonl", [f"{i:03d}" * 10 for i in range(200)])
+    capped = TextDataset([Source(f"jsonl:{path}", max_rows=50)], seq_len=32, lanes=4, cache=tmp_path / "c")
+    made = loader(capped, global_batch_size=4)
+    rows = {p.row for b in made for p in made.pieces(b)}
+    assert rows == set(range(50))
+    few = TextDataset([Source(f"jsonl:{path}", max_tokens=640)], seq_len=32, lanes=4, cache=tmp_path / "c")
+    made = loader(few, global_batch_size=4)
+    tokens = sum(int((b["labels"] != -100).sum()) + int(b["row_count"].sum()) for b in made)
+    assert 640 <= tokens <= 640 + 4 * 32
+
+
+def test_bad_rows_are_skipped_and_counted_when_asked(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join('{"text": "good document"}\n' if i % 10 else "{broken\n" for i in range(100)))
+    data = TextDataset([Source(f"jsonl:{path}", on_bad="skip")], seq_len=32, lanes=4, cache=tmp_path / "c")
+    assert sum(int(b["row_count"].sum()) for b in loader(data, global_batch_size=4)) == 90
+    assert data.sources[0].counters()["bad_rows"] == 10
+    strict = TextDataset([Source(f"jsonl:{path}")], seq_len=32, lanes=4, cache=tmp_path / "c")
+    with pytest.raises(DataError, match=r"a\.jsonl.*line 1\b"):
+        list(loader(strict, global_batch_size=4))
+
+
+def test_a_state_stays_small_and_quick_to_take(tmp_path, write_jsonl):
+    sources = [
+        Source(f"jsonl:{write_jsonl(f's{i}.jsonl', [f'source {i} row {j} ' + 'w ' * 30 for j in range(60)])}")
+        for i in range(20)
+    ]
+    data = TextDataset(sources, seq_len=32, lanes=48, window_blocks=4, exhausted="repeat", cache=tmp_path / "c")
+    made = loader(data, global_batch_size=48)
+    for _ in range(30):
+        next(made)
+    assert len(json.dumps(made.state_dict(), separators=(",", ":"))) < 64 << 10
