@@ -68,7 +68,7 @@ def test_a_source_of_empty_documents_ends_instead_of_spinning(tmp_path, write_js
     if exhausted == "drop":
         assert list(made) == []
     else:
-        with pytest.raises(HeadraceError, match="not a single|no source has a single document"):
+        with pytest.raises(HeadraceError, match="no source has a single document"):
             next(made)
 
 
@@ -123,12 +123,9 @@ def test_a_tokenizer_that_fails_names_the_document_at_the_sample_that_needs_it(t
             [f"jsonl:{path}"], tokenizer=Picky(), seq_len=16, lanes=4, window_blocks=2, cache=tmp_path / "c"
         )
         made = loader(data, global_batch_size=4, tokenizer_workers=workers)
-        count = 0
         with pytest.raises(TokenizerError, match=r"picky failed on row 77 of a\.jsonl .*cannot digest this"):
-            while True:
-                next(made)
-                count += 1
-        delivered.add(count)
+            list(made)
+        delivered.add(made.step)
         assert our_threads() == []
     assert len(delivered) == 1, "the error comes at the same step for any number of threads"
 
