@@ -67,7 +67,6 @@ class RunFolder:
         }
         folder = cls(path, config, about)
         folder.lock()
-        sweep_temporaries(path)
         publish_json(path / "run.json", about, replace=True)
         try:
             publish(path / "config.toml", config.to_toml().encode())  # last: from here on the folder is a run
@@ -103,6 +102,7 @@ class RunFolder:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
         self._lock = fd
+        sweep_temporaries(self.path)
 
     def release(self) -> None:
         if self._lock is not None:

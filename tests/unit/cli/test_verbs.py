@@ -1,0 +1,131 @@
+"""What the command prints and imports, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import headrace as package
+
+
+def loaded_after(code: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return set(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import headrace",
+        "from headrace.cli import app\ntry: app(['--help'])\nexcept SystemExit: ...",
+        "import headrace; headrace.TextDataset, headrace.Loader, headrace.Source, headrace.Wait",
+    ],
+    ids=["import headrace", "headrace --help", "naming the loader"],
+)
+def test_torch_and_numba_come_only_when_they_are_needed(code):
+    assert not {"torch", "numba", "wandb", "tensorboard"} & loaded_after(code)
+
+
+def test_the_public_names_are_the_ones_that_exist():
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    assert set(package._HOME) < set(package.__all__)
+    assert len(package.__all__) <= 40
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = package.nothing
+
+
+@pytest.mark.parametrize("verb", ["run", "check", "inspect", "metrics", "env"])
+def test_every_verb_has_help_with_an_example_and_the_common_options(headrace, verb):
+    done = headrace(verb, "--help")
+    assert done.returncode == 0
+    assert f"headrace {verb}" in done.stdout.split("╭")[0].split("\n", 2)[2], "an example after the usage line"
+    assert "--format" in done.stdout
+    assert "--quiet" in done.stdout
+
+
+def test_check_prints_the_plan(headrace, repository):
+    done = headrace("check", "examples/quickstart.toml", cwd=repository)
+    assert done.returncode == 0, done.stderr
+    for word in (
+        "prose",
+        "code",
+        "0.700",
+        "0.300",
+        "epochs",
+        "48 lanes",
+        "world sizes that fit: 1, 2, 3, 4, 6, 8, 12, 24",
+    ):
+        assert word in done.stdout
+    plan = json.loads(headrace("check", "examples/quickstart.toml", "--format", "json", cwd=repository).stdout)
+    assert plan["total_tokens"] == 200 * 24 * 256
+    assert {s["name"] for s in plan["sources"]} == {"prose", "code"}
+    assert all(s["tokens"] > 100_000 for s in plan["sources"])
+    assert headrace("check", "examples/quickstart.toml", "--quiet", cwd=repository).stdout == ""
+
+
+def test_check_warns_before_a_run_that_would_run_dry(headrace, tmp_path, write_jsonl):
+    write_jsonl("a.jsonl", ["short text"] * 20)
+    (tmp_path / "c.toml").write_text(
+        '[[source]]\nspec = "jsonl:a.jsonl"\nmax_epochs = 1\n[text]\nseq_len = 16\n[train]\n'
+    )
+    out = headrace("check", "c.toml", cwd=tmp_path).stdout
+    assert "is dry after 1 epoch" in out
+    assert "20 rows for 48 lanes" in out
+
+
+def test_metrics_lists_keys_with_their_reduction(headrace):
+    rows = {r["key"]: r for r in json.loads(headrace("metrics", "--format", "json").stdout)}
+    assert rows["train/loss"]["reduction"] == "mean"
+    assert rows["wait/<name>/seconds"]["reduction"] == "sum"
+    assert rows["data/tokens"]["help"]
+    assert "data/tokens" in headrace("metrics").stdout
+
+
+def test_env_says_what_is_here(headrace):
+    facts = json.loads(headrace("env", "--format", "json").stdout)
+    assert facts["versions"]["torch"].startswith("2.")
+    assert facts["machine"]["usable"] >= 1
+    assert facts["cache"]["publishing"] == "durable and exclusive"
+
+
+def test_inspect_shows_runs_checkpoints_and_cursors(headrace, tmp_path, write_jsonl):
+    write_jsonl("a.jsonl", [f"document {i} with text" for i in range(60)])
+    (tmp_path / "c.toml").write_text(
+        '[run]\ndir = "r"\nsteps = 3\n[[source]]\nspec = "jsonl:a.jsonl"\n[text]\nseq_len = 16\n[loader]\nglobal_batch_size = 4\nlanes = 4\n[train]\n'
+    )
+    done = headrace("run", "c.toml", "--format", "json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    run = json.loads(headrace("inspect", "r", "--format", "json", cwd=tmp_path).stdout)
+    assert (run["digest"], run["model_sha256"], run["state"], run["step"]) == (
+        summary["digest"],
+        summary["model_sha256"],
+        "completed",
+        3,
+    )
+    checkpoint = headrace("inspect", "r/checkpoints/step-00000003.safetensors", cwd=tmp_path).stdout
+    assert "container (lm)" in checkpoint
+    assert "optim/exp_avg" in checkpoint
+    import safetensors
+
+    with safetensors.safe_open(tmp_path / "r/checkpoints/step-00000003.safetensors", "np") as opened:
+        state = json.loads(opened.metadata()["headrace"])["meta"]["data"]
+    (tmp_path / "cursor.json").write_text(json.dumps(state))
+    cursor = json.loads(headrace("inspect", "cursor.json", "--format", "json", cwd=tmp_path).stdout)
+    assert (cursor["kind"], cursor["step"], cursor["lanes_saved"]) == ("cursor (text)", 3, 4)
+    raw = bytearray((tmp_path / "r/checkpoints/step-00000003.safetensors").read_bytes())
+    raw[-5] ^= 4
+    (tmp_path / "bad").write_bytes(raw)
+    bad = headrace("inspect", "bad", cwd=tmp_path)
+    assert bad.returncode == 1
+    assert "fails its checksum" in bad.stderr
+    journal = [json.loads(line)["event"] for line in (tmp_path / "r/journal.jsonl").read_text().splitlines()]
+    assert journal == ["started", "saved", "completed"]
+    assert {json.loads(line)["step"] for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()} == {1, 3}
