@@ -7,7 +7,7 @@ of L reads the l-th part of it.
     lanes       [ lane 0     | lane 1    | lane 2     | … ]        equal numbers of bytes, to within a row
 
 Bytes rather than rows, because lanes should run dry together: with 21,000 documents of very unequal lengths and 48 lanes,
-parts of equal rows left 11 % of a pass to fillers, parts of equal bytes leave FILLERS. With many chunks (16 a lane or
+parts of equal rows made 10.8 % of a pass fillers and padding, parts of equal bytes make it 6.0 %. With many chunks (16 a lane or
 more) the borders move to the nearest chunk's edge, so that no chunk is decoded twice; with few, neighbouring lanes share a
 chunk by rows. With few rows some lanes own none in an epoch; parts move on by one lane each epoch, so that over L epochs
 every lane has had every part.

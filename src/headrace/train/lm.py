@@ -13,7 +13,9 @@ nothing to learn (labels all -100) takes part with a sum of 0.
 
 On a CPU a step is deterministic: fixed threads, deterministic kernels, no dropout, no generator. Saving after k steps,
 loading into a fresh trainer and going on gives the parameters of the run that never stopped, to the bit, on the same
-number of ranks and threads; other numbers of them round differently, so the run agrees to about 1e-6 only.
+number of ranks and threads. Other numbers of them round differently: from equal parameters the gradients of one and of
+two ranks differ by 2e-8, but Adam divides a gradient by its own size, so where that is below its eps of 1e-8 (1 weight in
+40,000) rounding alone moved weights 2e-5 apart in the first step. Over a run they drift; the data never does.
 """
 
 from __future__ import annotations
@@ -169,9 +171,10 @@ class _GlobalTokenMean(torch.autograd.Function):
     """Forward: the global mean. Backward: the share that becomes its gradient once DDP has averaged over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, loss_sum: Tensor, tokens: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, loss_sum: Tensor, tokens: Tensor, ranks: int, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor]:
         both = torch.stack((loss_sum.double(), tokens.double()))  # counts are exact up to 2**53
-        ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         if ranks > 1:
             with Wait("train.reduce"), _naming_lost_peers("adding up the loss"):
                 dist.all_reduce(both, group=group)
@@ -181,8 +184,8 @@ class _GlobalTokenMean(torch.autograd.Function):
         return (both[0] / divisor).to(loss_sum.dtype), both
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0] * ctx.scale, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0] * ctx.scale, None, None, None
 
 
 def global_token_mean(loss_sum: Tensor, tokens: Tensor | int, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -191,7 +194,8 @@ def global_token_mean(loss_sum: Tensor, tokens: Tensor | int, group: dist.Proces
     `loss_sum` is this rank's sum of token losses, `tokens` how many there were (0 is fine). The value is the global
     mean on every rank; its gradient is scaled by the number of ranks, because DDP (like FSDP) divides by it.
     """
-    return _GlobalTokenMean.apply(loss_sum, torch.as_tensor(tokens, device=loss_sum.device), group)[0]
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    return _GlobalTokenMean.apply(loss_sum, torch.as_tensor(tokens, device=loss_sum.device), ranks, group)[0]
 
 
 # ----------------------------------------------------------------------------------------------- trainer
@@ -218,7 +222,8 @@ class LMTrainer:
         self.threads = settings.threads or cpu_threads(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         torch.set_num_threads(self.threads)
         if self.device.type == "cpu":
-            torch.use_deterministic_algorithms(True)
+            # The same switch as use_deterministic_algorithms(True), which also imports the compiler: 1.4 s.
+            torch.set_deterministic_debug_mode("error")
             # Filling every fresh tensor with NaN would find reads of unwritten memory; it costs 2 to 8 % of a step.
             torch.utils.deterministic.fill_uninitialized_memory = False  # ty: ignore[missing-attribute]
         self.model = GPT(GPTConfig.preset(settings.model, vocab_size=vocab_size, seq_len=seq_len))
@@ -280,7 +285,7 @@ class LMTrainer:
         """The loss of a global batch, without learning from it. A collective."""
         ids, positions, labels = self._inputs(batch)
         loss_sum = self.model(ids, positions, labels)
-        mean, both = _GlobalTokenMean.apply(loss_sum, (labels != IGNORED).sum(), None)
+        mean, both = _GlobalTokenMean.apply(loss_sum, (labels != IGNORED).sum(), self.world_size, None)
         return TokenLoss(step=self.steps_taken, loss_tensor=mean, tokens_tensor=both[1])
 
     def _inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -303,7 +308,7 @@ class LMTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         with phase("train.forward"):
             loss_sum = self._net(ids, positions, labels)
-        mean, both = _GlobalTokenMean.apply(loss_sum, (labels != IGNORED).sum(), None)
+        mean, both = _GlobalTokenMean.apply(loss_sum, (labels != IGNORED).sum(), self.world_size, None)
         with phase("train.backward"):
             mean.backward()
         return mean.detach(), both[1]
