@@ -80,8 +80,9 @@ def run(
         if talks
         else Silent(console_for(sys.stderr) if rank == 0 else None)
     )
-    # torch's threads share the cores with ours: one that spins while it waits takes them from those who have work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch's threads share the cores with ours: one that spins long while it waits takes them from those who have work.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     from headrace.jobs.lm import run_lm  # brings torch: after the first lines are on the screen
 
     try:
