@@ -6,6 +6,7 @@ python docs/picture.py
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -39,7 +40,8 @@ def main() -> None:
             console.print("  …")
     target = ROOT / "docs" / "img" / "run.svg"
     target.parent.mkdir(exist_ok=True)
-    target.write_text(console.export_svg(title="headrace", theme=MONOKAI))
+    drawn = console.export_svg(title="headrace", theme=MONOKAI)
+    target.write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))  # the reader's own fonts will do
     print(f"wrote {target.relative_to(ROOT)}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -71,7 +72,7 @@ def test_a_truncated_parquet_is_named(tmp_path, headrace):
 def test_a_line_that_is_not_json_is_named_with_its_number(tmp_path, headrace, rows):
     rows.write_text(rows.read_text() + '{"text": "half\n')
     one_sentence(
-        headrace("run", toml(tmp_path, run="steps_ = 1").replace("x", "x") and toml(tmp_path), cwd=tmp_path),
+        headrace("run", toml(tmp_path), cwd=tmp_path),
         "rows.jsonl",
         "41",
     )
@@ -108,35 +109,50 @@ def test_a_tokenizer_without_an_end_token_says_what_to_do(tmp_path, headrace, ro
     )
 
 
-def stopped_run(tmp_path, headrace) -> None:
-    done = headrace("run", toml(tmp_path), "--run.stop_after", "2", cwd=tmp_path)
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, headrace):
+    """A run that was stopped at step 2, with its data."""
+    folder = tmp_path_factory.mktemp("stopped")
+    lines = (json.dumps({"text": f"document number {i} " + "word " * (i % 9)}) + "\n" for i in range(40))
+    (folder / "rows.jsonl").write_text("".join(lines))
+    done = headrace("run", toml(folder), "--run.stop_after", "2", cwd=folder)
     assert done.returncode == 0, done.stderr
+    return folder
 
 
-def test_a_shard_that_changed_since_the_checkpoint_is_refused_by_name_and_can_be_accepted(tmp_path, headrace, rows):
-    stopped_run(tmp_path, headrace)
+@pytest.fixture
+def desk(tmp_path, stopped):
+    """A copy of it to do things to."""
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps(about | {"base": str(tmp_path)}))
+    return tmp_path
+
+
+def test_a_shard_that_changed_since_the_checkpoint_is_refused_by_name_and_can_be_accepted(desk, headrace):
+    rows = desk / "rows.jsonl"
     raw = bytearray(rows.read_bytes())
     raw[raw.index(b"number") + 2] ^= 1  # one bit, same size
     rows.write_bytes(raw)
-    line = one_sentence(headrace("run", "--resume", "run", cwd=tmp_path), "rows.jsonl", "--accept data")
+    line = one_sentence(headrace("run", "--resume", "run", cwd=desk), "rows.jsonl", "--accept data")
     assert "step 2" in line
-    done = headrace("run", "--resume", "run", "--accept", "data", "--run.stop_after", "4", cwd=tmp_path)
+    done = headrace("run", "--resume", "run", "--accept", "data", "--run.stop_after", "4", cwd=desk)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_row_more_a_renamed_shard_and_other_weights_are_refused_by_name(tmp_path, headrace, rows):
-    stopped_run(tmp_path, headrace)
+def test_a_row_more_a_renamed_shard_and_other_weights_are_refused_by_name(desk, headrace):
+    rows = desk / "rows.jsonl"
     before = rows.read_bytes()
     rows.write_bytes(before + b'{"text": "one more"}\n')
-    one_sentence(headrace("run", "--resume", "run", cwd=tmp_path), "rows.jsonl")
-    rows.rename(tmp_path / "other.jsonl")
-    one_sentence(headrace("run", "--resume", "run", cwd=tmp_path), "rows.jsonl")
-    (tmp_path / "rows.jsonl").write_bytes(before)
+    one_sentence(headrace("run", "--resume", "run", cwd=desk), "rows.jsonl")
+    rows.rename(desk / "other.jsonl")
+    one_sentence(headrace("run", "--resume", "run", cwd=desk), "rows.jsonl")
+    rows.write_bytes(before)
+    changed = ("--source.0.weight", "2", "--run.seed", "5", "--text.seq_len", "32")
     one_sentence(
-        headrace("run", "--resume", "run", "--source.0.weight", "2", cwd=tmp_path), "weights", "--accept weights"
-    )
-    one_sentence(headrace("run", "--resume", "run", "--run.seed", "5", cwd=tmp_path), "config:seed", "saved 0, now 5")
-    one_sentence(headrace("run", "--resume", "run", "--text.seq_len", "32", cwd=tmp_path), "config:seq_len")
+        headrace("run", "--resume", "run", *changed, cwd=desk),
+        "weights", "--accept weights", "config:seed: saved 0, now 5", "config:seq_len: saved 16, now 32",
+    )  # fmt: skip
 
 
 def test_a_changed_tokenizer_is_refused_at_resume(tmp_path, headrace, rows):
@@ -153,9 +169,9 @@ def test_a_changed_tokenizer_is_refused_at_resume(tmp_path, headrace, rows):
     one_sentence(headrace("run", "--resume", "run", cwd=tmp_path), "tokenizer: saved")
 
 
-def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path, headrace, rows):
-    stopped_run(tmp_path, headrace)
-    one_sentence(headrace("run", "run.toml", cwd=tmp_path), "already holds a run", "--resume")
+def test_a_folder_that_holds_a_run_is_not_overwritten(desk, headrace):
+    (desk / "run.toml").write_text((desk / "run.toml").read_text().replace('dir = "', 'dir = "run" # "'))
+    one_sentence(headrace("run", "run.toml", cwd=desk), "already holds a run", "--resume")
 
 
 def test_resuming_nothing_says_so(tmp_path, headrace):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -73,14 +74,24 @@ def test_a_run_that_is_killed_three_times_ends_with_the_same_data_and_the_same_m
     assert found["model_sha256"] == expected["model_sha256"], sweep
 
 
-@pytest.mark.parametrize("then", [1, 3, 4])
-def test_two_ranks_stopped_half_way_and_resumed_on_others_see_the_same_data(tmp_path, repository, undisturbed, then):
-    run = tmp_path / "C"
+@pytest.fixture(scope="module")
+def half_way_on_two_ranks(tmp_path_factory, repository):
+    """A run that two ranks brought to step 12."""
+    run = tmp_path_factory.mktemp("half") / "C"
     call(
         torchrun(2, "run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL, "--run.stop_after", "12"),
         repository,
     )
     assert facts(run, repository)["step"] == 12
+    return run
+
+
+@pytest.mark.parametrize("then", [1, 3, 4])
+def test_two_ranks_stopped_half_way_and_resumed_on_others_see_the_same_data(
+    tmp_path, repository, undisturbed, half_way_on_two_ranks, then
+):
+    run = tmp_path / "C"
+    shutil.copytree(half_way_on_two_ranks, run)
     resume = ("run", "--resume", str(run), "--run.stop_after", str(STEPS))
     call(torchrun(then, *resume) if then > 1 else headrace(*resume), repository)
     found = facts(run, repository)
@@ -141,12 +152,13 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_befo
 
 def test_a_finished_run_says_so_and_can_be_extended(tmp_path, repository, undisturbed):
     run = tmp_path / "G"
-    call(headrace("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL[2:], "--run.steps", "6"), repository)
-    before = facts(run, repository)
-    assert "completed at step 6 of 6" in call(headrace("run", "--resume", str(run)), repository).stdout
-    assert facts(run, repository)["model_sha256"] == before["model_sha256"]
+    shutil.copytree(undisturbed[1], run)
+    assert f"completed at step {STEPS} of {STEPS}" in call(headrace("run", "--resume", str(run)), repository).stdout
+    assert facts(run, repository)["model_sha256"] == undisturbed[0]["model_sha256"]
+    more = str(STEPS + 2)
     assert (
-        "completed at step 8 of 8" in call(headrace("run", "--resume", str(run), "--run.steps", "8"), repository).stdout
+        f"completed at step {more} of {more}"
+        in call(headrace("run", "--resume", str(run), "--run.steps", more), repository).stdout
     )
 
 

@@ -5,20 +5,26 @@ lm.py           how it takes a step: global token mean, schedule, DDP, exact sta
 checkpoint.py   which state a run goes on from, whatever happened to the last one
 """
 
-from headrace.train.checkpoint import CheckpointStore
-from headrace.train.gpt import GPT, PRESETS, GPTConfig
-from headrace.train.lm import (
-    LMTrainer,
-    Ranks,
-    StepResult,
-    TokenLoss,
-    TrainSettings,
-    cpu_threads,
-    global_token_mean,
-    init_distributed,
-    learning_rate,
-    shutdown_distributed,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.train.checkpoint import CheckpointStore
+    from headrace.train.gpt import GPT, PRESETS, GPTConfig
+    from headrace.train.lm import (
+        LMTrainer,
+        Ranks,
+        StepResult,
+        TokenLoss,
+        TrainSettings,
+        cpu_threads,
+        global_token_mean,
+        init_distributed,
+        learning_rate,
+        shutdown_distributed,
+    )
 
 __all__ = [
     "GPT",
@@ -36,3 +42,14 @@ __all__ = [
     "learning_rate",
     "shutdown_distributed",
 ]
+
+_HOME = {
+    "CheckpointStore": "checkpoint", "GPT": "gpt", "PRESETS": "gpt", "GPTConfig": "gpt",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Looked up when first used: whoever only opens checkpoints does not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'headrace.train' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"headrace.train.{_HOME.get(name, 'lm')}"), name)
