@@ -47,6 +47,16 @@ def test_reading_a_lane_from_the_middle_gives_the_rest_of_reading_it_whole(chunk
     assert rows(0, total)[at:] == [(s.chunk, int(r)) for s in again.spans(lane, epoch, at, total) for r in s.rows]
 
 
+@given(key=st.integers(0, 2**64 - 1))
+def test_chunks_and_the_rows_in_them_come_in_another_order_in_another_epoch(key):
+    single, wide = Deal(np.ones(60, np.int64), key=key, lanes=1), Deal(np.array([60]), key=key, lanes=1)
+    orders = [[s.chunk for s in single.spans(0, epoch, 0, 60)] for epoch in range(2)]
+    rows = [wide.spans(0, epoch, 0, 60)[0].rows.tolist() for epoch in range(2)]
+    assert orders[0] != orders[1]
+    assert rows[0] != rows[1]
+    assert rows[0] != orders[0]
+
+
 @settings(max_examples=25)
 @given(chunks=st.integers(16, 40), lanes=st.sampled_from([1, 2, 3]), epoch=st.integers(0, 3))
 def test_with_many_chunks_no_chunk_is_shared_by_two_lanes(chunks, lanes, epoch):
