@@ -14,7 +14,7 @@ ARGS   ?=
 FAULTS ?= long
 ROOM   ?=
 RUN    := examples/quickstart.toml
-PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .PHONY: run test test-faults check bench docs clean
 .DEFAULT_GOAL := run
