@@ -186,3 +186,31 @@ def test_two_processes_cannot_write_one_run(tmp_path, repository):
     finally:
         first.kill()
         first.communicate()
+
+
+def test_the_quickstart_learns(tmp_path, repository):
+    done = call(
+        headrace(
+            "run", "examples/quickstart.toml", "--run.dir", str(tmp_path / "Q"), "--run.steps", "60", "--format", "json"
+        ),
+        repository,
+    )
+    summary = json.loads(done.stdout)
+    assert summary["loss_first"] - summary["loss_last"] > 1.0
+    for name, share in summary["mix"].items():
+        assert abs(share["realised"] - share["target"]) < 0.02, name
+    assert summary["padding"] < 0.03
+
+
+def test_a_person_sees_a_summary_progress_and_how_to_go_on(tmp_path, repository):
+    run = tmp_path / "V"
+    out = call(
+        headrace("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL, "--run.stop_after", "5"), repository
+    ).stdout
+    for expected in (
+        "headrace runs quickstart", "prose 0.7 (sample:prose)", "seed     7   ranks 1   config ", str(run), "waiting: the first batch",
+        "first step after", "step  1  loss ", "step  5  loss ", "tok/s", "wait ", "mix prose .", "stopped at step 5 of 24", "tokens/s over",
+        "exposed", "padding", "(target 0.700)", "digest", f"resume   headrace run --resume {run}",
+    ):  # fmt: skip
+        assert expected in out, expected
+    assert "\x1b" not in out, "no colours and no bar where there is no terminal"

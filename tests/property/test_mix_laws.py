@@ -141,3 +141,15 @@ def test_a_state_carried_to_a_fresh_lane_goes_on_the_same(ws, steps, data):
 
 def test_a_lane_without_sources_has_no_next_one():
     assert LaneMix((0, 0), (0, 0), block=T).next_source() == -1
+
+
+def test_batches_are_mixed_from_the_first_one_on():
+    fixed = fixed_point([0.7, 0.3])
+    lanes = [LaneMix(fixed, starting_credits(fixed, block=T, lane=i, lanes=48, seed=7), block=T) for i in range(48)]
+    for step in range(40):
+        shares = [0, 0]
+        for g in range(step * 24, step * 24 + 24):
+            source = lanes[g % 48].next_source()
+            lanes[g % 48].deliver(source, T)
+            shares[source] += 1
+        assert abs(shares[0] / 24 - 0.7) < 0.1, f"step {step}: {shares}"

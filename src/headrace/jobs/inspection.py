@@ -73,12 +73,28 @@ def _container(container: Container) -> dict[str, Any]:
         for name, array in sorted(container.arrays.items())
     }
     meta = container.meta if isinstance(container.meta, dict) else {"value": container.meta}
+    if "recipe" in meta and "chunk_rows" in container.arrays:
+        return _manifest(container)
     return {
         "kind": f"container ({meta.get('kind', 'no kind')})",
         "bytes": container.path.stat().st_size,
         "verified": True,
         "meta": _abridged(meta),
         "arrays": arrays,
+    }
+
+
+def _manifest(container: Container) -> dict[str, Any]:
+    """A cached manifest: the files of a source, with their rows and fingerprints."""
+    meta = container.meta
+    return {
+        "kind": f"manifest ({meta['recipe'].get('format')})",
+        "verified": True,
+        "rows": int(container.arrays["chunk_rows"].sum()),
+        "chunks": len(container.arrays["chunk_rows"]),
+        "blank_lines": meta.get("blank_lines", 0),
+        "recipe": meta["recipe"],
+        "files": [{"path": p, "bytes": s, "rows": r, "fingerprint": f} for p, s, r, f in meta["files"]],
     }
 
 

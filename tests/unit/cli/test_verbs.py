@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +122,11 @@ def test_inspect_shows_runs_checkpoints_and_cursors(headrace, tmp_path, write_js
     (tmp_path / "cursor.json").write_text(json.dumps(state))
     cursor = json.loads(headrace("inspect", "cursor.json", "--format", "json", cwd=tmp_path).stdout)
     assert (cursor["kind"], cursor["step"], cursor["lanes_saved"]) == ("cursor (text)", 3, 4)
+    cache = Path(os.environ["HEADRACE_CACHE"]) / "manifests"
+    newest = max(cache.glob("*.manifest"), key=lambda p: p.stat().st_mtime)
+    manifest = json.loads(headrace("inspect", str(newest), "--format", "json", cwd=tmp_path).stdout)
+    assert (manifest["kind"], manifest["rows"]) == ("manifest (jsonl)", 60)
+    assert manifest["files"][0]["path"] == "a.jsonl"
     raw = bytearray((tmp_path / "r/checkpoints/step-00000003.safetensors").read_bytes())
     raw[-5] ^= 4
     (tmp_path / "bad").write_bytes(raw)
