@@ -214,3 +214,22 @@ def test_a_person_sees_a_summary_progress_and_how_to_go_on(tmp_path, repository)
     ):  # fmt: skip
         assert expected in out, expected
     assert "\x1b" not in out, "no colours and no bar where there is no terminal"
+
+
+def test_finite_sources_end_at_the_same_step_on_any_number_of_ranks(tmp_path, write_jsonl):
+    write_jsonl("a.jsonl", [f"document {i} " + "word " * (i % 50) for i in range(150)])
+    write_jsonl("b.jsonl", [f"another {i} " + "text " * (i % 7) for i in range(40)])
+    (tmp_path / "c.toml").write_text(
+        '[run]\nsteps = 1000\ncheckpoint_every = 7\n[[source]]\nspec = "jsonl:a.jsonl"\n[[source]]\nspec = "jsonl:b.jsonl"\n'
+        '[text]\nseq_len = 32\n[loader]\nglobal_batch_size = 12\nlanes = 12\nexhausted = "drop"\n[train]\nthreads = 1\n'
+    )
+    found = {}
+    for ranks in (1, 2, 3):
+        words = ("run", "c.toml", "--run.dir", f"R{ranks}")
+        out = call(torchrun(ranks, *words) if ranks > 1 else headrace(*words), tmp_path).stdout
+        assert "ran out of data at step" in out
+        run = facts(tmp_path / f"R{ranks}", tmp_path)
+        found[ranks] = (run["step"], run["digest"], run["delivered"])
+        assert run["state"] == "data_ended"
+        assert run["delivered"]["rows"] == 190
+    assert found[1] == found[2] == found[3]
