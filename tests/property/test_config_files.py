@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError
-from headrace.jobs.config import RunConfig, load_config
+from headrace.jobs.config import RunConfig
+from headrace.jobs.config_layers import load_config
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 NAME = st.from_regex(r"[A-Za-z0-9_é][A-Za-z0-9_.é-]{0,63}", fullmatch=True)

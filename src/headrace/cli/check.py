@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from headrace.cli.app import Settings, overrides
 from headrace.cli.terminal import console_for, short
-from headrace.jobs.config import load_config
+from headrace.jobs.config_layers import load_config
 
 __all__ = ["check"]
 

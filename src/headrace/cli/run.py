@@ -14,7 +14,8 @@ from headrace import __version__
 from headrace.cli.app import Settings, overrides
 from headrace.cli.terminal import Silent, TerminalWatcher, announce, closing, console_for
 from headrace.errors import ConfigError
-from headrace.jobs.config import check_world_size, load_config
+from headrace.jobs.config import check_world_size
+from headrace.jobs.config_layers import load_config
 from headrace.jobs.folder import RunFolder
 
 __all__ = ["run"]

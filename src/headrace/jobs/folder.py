@@ -27,7 +27,8 @@ from typing import Any
 
 from headrace.errors import ConfigError, FileCorrupt
 from headrace.files import publish, publish_json, sweep_temporaries
-from headrace.jobs.config import RunConfig, load_config
+from headrace.jobs.config import RunConfig
+from headrace.jobs.config_layers import load_config
 
 __all__ = ["RunFolder", "describe_run", "read_jsonl"]
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.jobs.config import RunConfig, load_config
+from headrace.jobs.config import RunConfig
+from headrace.jobs.config_layers import load_config
 from headrace.loader import Loader, TextDataset
 from headrace.metrics import Meter
 from headrace.sources import Source

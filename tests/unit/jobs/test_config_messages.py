@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.jobs.config import load_config
+from headrace.jobs.config_layers import load_config
 
 GOOD = '[[source]]\nspec = "sample:prose"\n'
 

@@ -11,7 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.errors import ConfigError
-from headrace.jobs.config import RunConfig, check_world_size, load_config
+from headrace.jobs.config import RunConfig, check_world_size
+from headrace.jobs.config_layers import load_config
 
 SOURCE = '[[source]]\nspec = "sample:prose"\n'
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
@@ -169,9 +170,7 @@ def test_the_hash_follows_what_changes_the_result_and_nothing_else(tmp_path):
 
 
 def test_the_hash_is_the_same_in_another_process():
-    code = (
-        "import sys, pathlib, headrace.jobs.config as c; print(c.load_config(pathlib.Path(sys.argv[1]), [], {}).hash)"
-    )
+    code = "import sys, pathlib, headrace.jobs.config_layers as c; print(c.load_config(pathlib.Path(sys.argv[1]), [], {}).hash)"
     done = subprocess.run(
         [sys.executable, "-c", code, str(QUICKSTART)], capture_output=True, text=True, timeout=60, check=True
     )
@@ -208,6 +207,8 @@ def test_a_copy_of_a_config_under_another_name_gets_a_folder_of_its_own(tmp_path
 
 
 def test_importing_the_config_brings_neither_numpy_nor_torch_nor_pyarrow():
-    code = "import sys, headrace.jobs.config; print([m for m in ('numpy', 'torch', 'pyarrow') if m in sys.modules])"
+    code = (
+        "import sys, headrace.jobs.config_layers; print([m for m in ('numpy', 'torch', 'pyarrow') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
