@@ -191,7 +191,7 @@ def test_two_processes_cannot_write_one_run(tmp_path, repository):
 def test_the_quickstart_learns(tmp_path, repository):
     done = call(
         headrace(
-            "run", "examples/quickstart.toml", "--run.dir", str(tmp_path / "Q"), "--run.steps", "60", "--format", "json"
+            "run", "examples/quickstart.toml", "--run.dir", str(tmp_path / "Q"), "--run.steps", "40", "--format", "json"
         ),
         repository,
     )
@@ -224,7 +224,7 @@ def test_finite_sources_end_at_the_same_step_on_any_number_of_ranks(tmp_path, wr
         '[text]\nseq_len = 32\n[loader]\nglobal_batch_size = 12\nlanes = 12\nexhausted = "drop"\n[train]\nthreads = 1\n'
     )
     found = {}
-    for ranks in (1, 2, 3):
+    for ranks in (1, 2):
         words = ("run", "c.toml", "--run.dir", f"R{ranks}")
         out = call(torchrun(ranks, *words) if ranks > 1 else headrace(*words), tmp_path).stdout
         assert "ran out of data at step" in out
@@ -232,4 +232,4 @@ def test_finite_sources_end_at_the_same_step_on_any_number_of_ranks(tmp_path, wr
         found[ranks] = (run["step"], run["digest"], run["delivered"])
         assert run["state"] == "data_ended"
         assert run["delivered"]["rows"] == 190
-    assert found[1] == found[2] == found[3]
+    assert found[1] == found[2]
