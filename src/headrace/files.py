@@ -68,6 +68,7 @@ def publish(
     in one step. `durable=False` leaves out the fsyncs, for data that can be made again.
     """
     folder = path.parent
+    published = False
     temp = folder / f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
     try:
         fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
@@ -83,6 +84,7 @@ def publish(
         else:
             os.link(temp, path)
             os.unlink(temp)
+        published = True
         if durable:
             sync_folder(folder)
     except FileExistsError:
@@ -90,6 +92,11 @@ def publish(
         raise
     except OSError as error:
         _unlink_quietly(temp)
+        if published:
+            raise StorageError(
+                f"{path} was written whole, but its folder could not be synced ({error.strerror or error}): it may be gone after a "
+                "power cut. Look after the disk before relying on it."
+            ) from error
         raise StorageError(
             f"could not write {path}: {error.strerror or error}. Nothing was published; free space or fix the folder "
             "and run again."
@@ -214,7 +221,9 @@ def open_container(path: Path, *, verify: bool = True) -> Container:
             raise FileCorrupt(f"{path} is not a container: it has {size} bytes")
         length = int.from_bytes(buffer[:8], "little")
         if length > min(size - 8, _MAX_HEADER):
-            raise FileCorrupt(f"{path} is damaged: its header claims {length:,} bytes, the file has {size:,}")
+            raise FileCorrupt(
+                f"{path} is not a container of headrace's, or is damaged: its header claims {length:,} bytes, the file has {size:,}"
+            )
         header = bytes(buffer[8 : 8 + length])
         entries, ours = _parse_header(path, header)
         data = memoryview(buffer)[8 + length :]

@@ -185,13 +185,39 @@ def test_a_number_of_ranks_that_does_not_fit_lists_those_that_do(tmp_path, headr
     one_sentence(done, "3 ranks", "1, 2, 4")
 
 
-@pytest.mark.parametrize("words", [["run"], ["run", "a.toml", "--resume", "b"], ["inspect", "nothing-here"]])
-def test_calls_that_cannot_work_are_one_sentence(tmp_path, headrace, words):
-    one_sentence(headrace(*words, cwd=tmp_path))
+def test_calls_that_cannot_work_are_one_sentence(desk, headrace):
+    one_sentence(headrace("inspect", "nothing-here", cwd=desk), "does not exist")
+    one_sentence(headrace("inspect", "run.toml", cwd=desk), "not a container of headrace's")
+    one_sentence(headrace("run", "--resume", "run", "--accept", "dta", cwd=desk), "did you mean data?")
+    one_sentence(headrace("run", "--resume", "run", "--run.dir", "elsewhere", cwd=desk), "--run.dir cannot be changed")
+
+
+def test_a_folder_in_which_no_step_was_saved_can_be_used_again(tmp_path, headrace, rows):
+    config = toml(tmp_path, source='spec = "jsonl:rows.jsonl"\ntext_key = "content"')
+    one_sentence(headrace("run", config, cwd=tmp_path), "content")
+    done = headrace("run", toml(tmp_path), "--run.stop_after", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_step_without_a_token_to_learn_is_no_failure(tmp_path, headrace, write_jsonl):
+    write_jsonl("rows.jsonl", ["a", "b"])
+    done = headrace(
+        "run", toml(tmp_path, text="eos = false"), "--loader.exhausted", "drop", "--format", "json", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["loss_last"] is None
 
 
 @pytest.mark.parametrize(
-    "words", [["fly"], ["run", "x.toml", "--no-such-option"], ["check"], ["inspect", "a", "--format", "xml"]]
+    "words",
+    [
+        ["fly"],
+        ["run"],
+        ["run", "a.toml", "--resume", "b"],
+        ["run", "x.toml", "--no-such-option"],
+        ["check"],
+        ["inspect", "a", "--format", "xml"],
+    ],
 )
 def test_words_that_do_not_exist_are_usage_errors(tmp_path, headrace, words):
     done = headrace(*words, cwd=tmp_path)

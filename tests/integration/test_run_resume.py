@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -128,7 +129,7 @@ def test_sigterm_stops_after_the_step_with_a_checkpoint_and_says_how_to_go_on(tm
             process.terminate()
             break
     seen += process.communicate(timeout=60)[0]
-    assert process.returncode == 0, seen
+    assert process.returncode == 128 + signal.SIGTERM, seen
     assert f"headrace run --resume {run}" in seen
     assert 0 < facts(run, repository)["step"] < STEPS
     call(headrace("run", "--resume", str(run)), repository)
@@ -159,6 +160,20 @@ def test_a_finished_run_says_so_and_can_be_extended(tmp_path, repository, undist
     assert (
         f"completed at step {more} of {more}"
         in call(headrace("run", "--resume", str(run), "--run.steps", more), repository).stdout
+    )
+
+
+def test_what_is_overridden_at_a_resume_holds_from_then_on_but_for_where_to_stop(tmp_path, repository, undisturbed):
+    run = tmp_path / "P"
+    shutil.copytree(undisturbed[1], run)
+    call(
+        headrace("run", "--resume", str(run), "--run.steps", str(STEPS + 4), "--run.stop_after", str(STEPS + 1)),
+        repository,
+    )
+    assert facts(run, repository)["step"] == STEPS + 1
+    assert (
+        f"completed at step {STEPS + 4} of {STEPS + 4}"
+        in call(headrace("run", "--resume", str(run)), repository).stdout
     )
 
 
@@ -232,4 +247,8 @@ def test_finite_sources_end_at_the_same_step_on_any_number_of_ranks(tmp_path, wr
         found[ranks] = (run["step"], run["digest"], run["delivered"])
         assert run["state"] == "data_ended"
         assert run["delivered"]["rows"] == 190
+        assert sorted(steps_of(tmp_path / f"R{ranks}")) == list(range(1, run["step"] + 1)), "the digest of every step"
     assert found[1] == found[2]
+    assert "ran out of data at step" in call(headrace("run", "--resume", "R1"), tmp_path).stdout
+    again = facts(tmp_path / "R1", tmp_path)
+    assert (again["step"], again["digest"], again["delivered"]) == found[1], "an ended run does not begin another pass"

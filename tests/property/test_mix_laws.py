@@ -153,3 +153,12 @@ def test_batches_are_mixed_from_the_first_one_on():
             lanes[g % 48].deliver(source, T)
             shares[source] += 1
         assert abs(shares[0] / 24 - 0.7) < 0.1, f"step {step}: {shares}"
+
+
+def test_lanes_stay_balanced_when_most_chunks_are_empty():
+    rows = np.zeros(1000, np.int64)
+    rows[:5] = 200
+    deal = Deal(rows, rows * 100, key=1, lanes=48)
+    owned = deal.rows_owned(range(1))
+    assert owned.min() >= 19
+    assert owned.max() <= 22

@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        _say(f"headrace {verb}".rstrip() + f": {_one_line(error)} (see headrace {verb}".rstrip() + " --help)")
+        known = f"headrace {verb}" if verb in app else "headrace"
+        _say(f"{known}: {_one_line(error)} (see {known} --help)")
         sys.exit(2)
     except HeadraceError as error:
         if debug:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import sys
@@ -19,6 +20,8 @@ from headrace.jobs.config_layers import load_config
 from headrace.jobs.folder import RunFolder
 
 __all__ = ["run"]
+
+_ACCEPTED = ("data", "weights", "tokenizer", "config", "sources")
 
 
 def run(
@@ -56,7 +59,19 @@ def run(
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     changed = overrides(settings)
     if (config is None) == (resume is None):
-        raise ConfigError("give either a CONFIG, as in `headrace run run.toml`, or --resume RUNDIR")
+        print(
+            "headrace run: give either a CONFIG, as in `headrace run run.toml`, or --resume RUNDIR (see headrace run --help)",
+            file=sys.stderr,
+        )
+        return 2
+    unknown = [a for a in accept if a not in _ACCEPTED]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], _ACCEPTED, 1)
+        raise ConfigError(
+            f"--accept {unknown[0]}: there is no such thing to accept"
+            + (f", did you mean {near[0]}?" if near else "")
+            + f" ({', '.join(_ACCEPTED)})"
+        )
     if resume is not None:
         folder = RunFolder.reopen(resume, changed)
         check_world_size(folder.config, world)
@@ -95,4 +110,4 @@ def run(
         closing(console, summary, str(folder.path))
     elif rank == 0 and format == "json":
         console.print_json(json.dumps(summary.to_dict()))
-    return 0
+    return 128 + summary.signal if summary.signal else 0  # `headrace run ... && next` must not go on after Ctrl-C

@@ -20,6 +20,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -46,11 +47,6 @@ class RunFolder:
     def create(cls, config: RunConfig, *, version: str) -> RunFolder:
         """Claim the folder of a new run. A folder that holds a run already is refused."""
         path = Path(config.run.dir)
-        if (path / "config.toml").exists():
-            raise ConfigError(
-                f"{path} already holds a run: continue it with `headrace run --resume {path}`, or give this one another "
-                "folder with --run.dir"
-            )
         if path.exists() and not path.is_dir():
             raise ConfigError(f"run.dir {path} is a file: give a folder with --run.dir")
         try:
@@ -68,12 +64,29 @@ class RunFolder:
         }
         folder = cls(path, config, about)
         folder.lock()
-        publish_json(path / "run.json", about, replace=True)
         try:
-            publish(path / "config.toml", config.to_toml().encode())  # last: from here on the folder is a run
-        except FileExistsError:
-            raise ConfigError(f"{path} was taken by another run a moment ago: give this one another folder") from None
+            if (path / "config.toml").exists() and any((path / "checkpoints").glob("step-*")):
+                raise ConfigError(
+                    f"{path} already holds a run: continue it with `headrace run --resume {path}`, or give this one another "
+                    "folder with --run.dir"
+                )
+            shutil.rmtree(
+                folder.records, ignore_errors=True
+            )  # of a run that never saved a step: its files may be mended now
+            publish_json(path / "run.json", about, replace=True)
+            folder.keep_config()  # last: from here on the folder is a run
+        except BaseException:
+            folder.release()
+            raise
         return folder
+
+    def keep_config(self) -> None:
+        """Write down what holds from now on, also what was overridden at a resume. Where to stop is for one call only."""
+        lasting = self.config.model_copy(update={"run": self.config.run.model_copy(update={"stop_after": None})})
+        text = lasting.to_toml().encode()
+        path = self.path / "config.toml"
+        if not path.exists() or path.read_bytes() != text:
+            publish(path, text, replace=True)
 
     @classmethod
     def reopen(cls, path: Path, overrides: tuple[str, ...] = ()) -> RunFolder:
@@ -84,6 +97,10 @@ class RunFolder:
             raise ConfigError(
                 f"{path} holds no run (it has no config.toml): it was stopped before it began. Start it again with `headrace "
                 f"run CONFIG --run.dir {path}`"
+            )
+        if any(o.removeprefix("--").partition("=")[0] == "run.dir" for o in overrides):
+            raise ConfigError(
+                f"--run.dir cannot be changed at a resume: {path} is the run's folder. Copy it first, or leave that out"
             )
         about = read_json(path / "run.json")
         config = load_config(path / "config.toml", (*overrides, "--run.dir", str(path)), env={})

@@ -10,6 +10,7 @@ module prints nothing.
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections import deque
@@ -94,9 +95,13 @@ class Summary:
     model_sha256: str
     config_hash: str
     resume: str
+    signal: int = 0
+    """What asked the run to stop, if something did."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        """As JSON has it: a loss that never was is null."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {name: None if value != value else value for name, value in values.items()}
 
 
 class Watcher(Protocol):
@@ -128,8 +133,10 @@ class _Run:
     started: float = field(default_factory=time.perf_counter)
     started_tokens: int = 0
     exposed: float = 0.0
-    saved: int = -1
-    asked_to_stop: bool = False
+    saved: tuple[int, bool] = (-1, False)
+    """Step of the newest checkpoint, and whether the data had ended."""
+    asked_to_stop: int = 0
+    """The signal that asked, if one did."""
 
 
 def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), full_check: bool = False) -> Summary:
@@ -198,12 +205,13 @@ def _restore(run: _Run, data: TextDataset, accept: Collection[str]) -> None:
             f"checkpoint of step {chosen} holds data of step {run.loader.step} and a model of step {run.trainer.steps_taken}; "
             "it was put together by hand, use another"
         )
-    run.loss_first = meta["loss_first"]
+    run.loss_first = float("nan") if meta["loss_first"] is None else meta["loss_first"]
     run.losses.extend(meta["losses"])
-    run.saved = chosen
+    run.saved = (chosen, run.loader.ended)
     if run.rank == 0:
         run.watcher.notice(f"resuming at step {chosen} of {run.folder.config.run.steps}")
-    _note(run, "resumed", step=chosen, accepted=sorted(accept))
+        run.folder.keep_config()
+    _note(run, "resumed", step=chosen, accepted=sorted(accept), config_hash=run.folder.config.hash)
 
 
 # --------------------------------------------------------------------------------------------------- loop
@@ -219,6 +227,8 @@ def _go(run: _Run) -> Summary:
     run.started = time.perf_counter()
     run.started_tokens = run.loader.report().tokens
     state = "completed"
+    if run.loader.ended:  # iterating would begin another pass, which nobody asked for
+        return _finish(run, "data_ended")
     batches = iter(run.loader)
     if run.trainer.steps_taken < last:
         run.watcher.waiting("the first batch")
@@ -235,9 +245,9 @@ def _go(run: _Run) -> Summary:
             run.watcher.first_batch(time.perf_counter() - run.started, _waits(meter.totals()))
             first = False
         loss, tokens = result.loss, result.tokens
-        if run.losses.maxlen and run.trainer.steps_taken == 1:
-            run.loss_first = loss
-        run.losses.append(loss)
+        if tokens:  # a step of fillers teaches nothing and has no loss
+            run.loss_first = loss if math.isnan(run.loss_first) else run.loss_first
+            run.losses.append(loss)
         run.step_digests.append(run.loader.step_digest)
         values: dict[str, Any] = {**meter.drain(), **run.loader.drain_metrics()}
         run.exposed += float(values.get("wait/loader.next/seconds", 0.0))
@@ -247,20 +257,23 @@ def _go(run: _Run) -> Summary:
             "train/grad_norm": result.grad_norm,
             "train/lr": result.lr,
         }
-        values |= {"train/tokens": tokens if run.rank == 0 else 0, "run/stop": int(run.asked_to_stop)}
+        values |= {"train/tokens": tokens if run.rank == 0 else 0, "run/stop": run.asked_to_stop}
         interval.add(values)
         step = run.trainer.steps_taken
-        stop = run.asked_to_stop and run.world_size == 1
+        stop = bool(run.asked_to_stop) and run.world_size == 1
         if step % config.log_every == 0 or step == last or step == 1 or stop:
             line = reducer.reduce(interval.drain())
             _log(run, step, line, time.perf_counter() - since)
             since = time.perf_counter()
-            stop = bool(line["run/stop"])
+            run.asked_to_stop = int(line["run/stop"])
+            stop = bool(run.asked_to_stop)
         if stop:
             state = "stopped"
             break
         if step % config.checkpoint_every == 0 and step < last:
             _save(run)
+    if interval.steps:
+        _log(run, run.trainer.steps_taken, reducer.reduce(interval.drain()), time.perf_counter() - since)
     if state == "completed" and run.trainer.steps_taken < config.steps:
         state = "stopped"
     _save(run)
@@ -268,7 +281,7 @@ def _go(run: _Run) -> Summary:
 
 
 def _log(run: _Run, step: int, line: Mapping[str, Any], seconds: float) -> None:
-    digests = _global_digests(run)
+    _write_digests(run)
     if run.rank != 0:
         return
     steps = max(int(line["steps_in_interval"]) // run.world_size, 1)
@@ -279,7 +292,7 @@ def _log(run: _Run, step: int, line: Mapping[str, Any], seconds: float) -> None:
     progress = Progress(
         step=step,
         steps=run.folder.config.run.steps,
-        loss=float(line["train/loss"]),
+        loss=float(line.get("train/loss", "nan")),  # no token to learn in the whole interval
         lr=float(line["train/lr"]),
         tokens_per_second=float(line["data/tokens"]) / seconds if seconds else 0.0,
         wait_ms=1e3 * wait / steps,
@@ -295,16 +308,19 @@ def _log(run: _Run, step: int, line: Mapping[str, Any], seconds: float) -> None:
     }
     for sink in run.sinks:
         sink.write(record)
-    with JsonlSink(run.folder.path / "digests.jsonl") as sink:
-        sink.write({"first": step - len(digests) + 1, "digests": digests})
     run.watcher.progress(progress)
 
 
-def _global_digests(run: _Run) -> list[str]:
-    """The digests of the steps since the last line, summed over ranks."""
+def _write_digests(run: _Run) -> None:
+    """The digests of the steps since the last time, summed over ranks. Collective. A later line for a step wins."""
     own, run.step_digests = run.step_digests, []
+    if not own:
+        return
     everyone = gather_json(own) if run.world_size > 1 else [own]
-    return [str(Digest(sum(int(d, 16) for d in step))) for step in zip(*everyone, strict=True)]
+    if run.rank == 0:
+        digests = [str(Digest(sum(int(d, 16) for d in step))) for step in zip(*everyone, strict=True)]
+        with JsonlSink(run.folder.path / "digests.jsonl") as sink:
+            sink.write({"first": run.trainer.steps_taken - len(digests) + 1, "digests": digests})
 
 
 # ---------------------------------------------------------------------------------------------- checkpoint
@@ -313,7 +329,8 @@ def _global_digests(run: _Run) -> list[str]:
 def _save(run: _Run) -> None:
     """Model, optimiser and cursor of this step, as one file. Collective."""
     step = run.trainer.steps_taken
-    if step == run.saved or step == 0:
+    _write_digests(run)  # no step of a checkpoint may be missing there
+    if (step, run.loader.ended) == run.saved or step == 0:
         return
     state = run.loader.gather_state()
     if run.rank == 0:
@@ -321,13 +338,13 @@ def _save(run: _Run) -> None:
         run.store.save(
             step, arrays, dtypes,
             {
-                "kind": "lm", "trainer": meta, "data": state, "loss_first": run.loss_first, "losses": list(run.losses),
+                "kind": "lm", "trainer": meta, "data": state, "loss_first": None if math.isnan(run.loss_first) else run.loss_first, "losses": list(run.losses),
                 "world_size": run.world_size, "digest": state["body"]["digest"], "model_sha256": run.trainer.model_sha256(),
                 "config_hash": run.folder.config.hash,
             },
         )  # fmt: skip
         _note(run, "saved", step=step, digest=state["body"]["digest"])
-    run.saved = step
+    run.saved = (step, run.loader.ended)
 
 
 def _finish(run: _Run, state: str) -> Summary:
@@ -360,10 +377,11 @@ def _finish(run: _Run, state: str) -> Summary:
         model_sha256=run.trainer.model_sha256(),
         config_hash=config.hash,
         resume=f"headrace run --resume {folder.path}",
+        signal=run.asked_to_stop if state == "stopped" else 0,
     )
     if run.rank == 0:
         _note(run, state, step=summary.step, digest=summary.digest)
-        folder.finish({k: (None if v != v else v) for k, v in summary.to_dict().items()})
+        folder.finish(summary.to_dict())
     return summary
 
 
@@ -408,12 +426,11 @@ def _stop_on_signal(run: _Run) -> Generator[None]:
     """The first SIGINT or SIGTERM asks for a stop after the step, with a checkpoint; the second is as rude as ever."""
 
     def ask(number: int, _: Any) -> None:
-        run.asked_to_stop = True
+        run.asked_to_stop = number
         signal.signal(number, before[number])
         if run.rank == 0:
-            run.watcher.notice(
-                f"{signal.Signals(number).name}: stopping after this step (again: at once, without saving)"
-            )
+            when = "after this step" if run.world_size == 1 else "at the next line, when all ranks know"
+            run.watcher.notice(f"{signal.Signals(number).name}: stopping {when} (again: at once, without saving)")
 
     before: dict[int, Any] = {}
     try:

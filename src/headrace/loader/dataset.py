@@ -49,7 +49,7 @@ class TextDataset:
 
     def __init__(
         self,
-        sources: Sequence[Source | str],
+        sources: Sequence[Source | str] | Source | str,
         *,
         tokenizer: str | Path | Tokenizer | None = None,
         seq_len: int,
@@ -78,6 +78,8 @@ class TextDataset:
         self.lanes = lanes
         self.shuffle = shuffle
         self.exhausted: Exhausted = exhausted
+        if isinstance(sources, str | Source):
+            sources = [sources]
         described = _named([Source.parse(s) if isinstance(s, str) else s for s in sources])
         if not described:
             raise ConfigError('a dataset needs at least one source, such as Source("sample:prose")')
@@ -114,7 +116,7 @@ class TextDataset:
         self.makers = tuple(
             WindowMaker(
                 i, s, self.deals[i], self.tokenizer, self.packing,
-                key=key("text.window", seed=seed, source=i), shuffle=shuffle, cache=self.chunks, meter=self.meter,
+                key=key(f"text.window/{s.name}", seed=seed), shuffle=shuffle, cache=self.chunks, meter=self.meter,
             )
             for i, s in enumerate(self.sources)
         )  # fmt: skip
@@ -166,7 +168,7 @@ class TextDataset:
         found["config:limits"] = fingerprint_json(limits)
         found["tokenizer"] = f"{self.tokenizer.fingerprint}"
         found["sources"] = ", ".join(self.names)
-        found["weights"] = ", ".join(f"{s.source.weight:g}" for s in self.sources)
+        found["weights"] = ", ".join(f"{s.source.weight!r}" for s in self.sources)
         return found
 
     def estimated_tokens(self, sample_chunks: int = 3) -> tuple[int, ...]:
@@ -193,7 +195,7 @@ class TextDataset:
             sizes = sizes * kept // np.maximum(rows, 1)
             rows = kept
         return Deal(
-            rows, sizes, key=key("text.deal", seed=self.seed, source=index), lanes=self.lanes, shuffle=self.shuffle
+            rows, sizes, key=key(f"text.deal/{source.name}", seed=self.seed), lanes=self.lanes, shuffle=self.shuffle
         )
 
     def _max_epochs(self, source: Source) -> int | None:

@@ -73,22 +73,25 @@ class ReplayEnds:
 class StoreEnds:
     """Ranks tell each other through the process group's key-value store, from the producing thread."""
 
-    def __init__(self, store: Any, name: str, rank: int, world_size: int, meter: Meter, deadline: float) -> None:
+    def __init__(self, store: Any, name: str, rank: int, world_size: int, meter: Meter) -> None:
         self._store = store
         self._name = name
         self._rank = rank
         self._others = [r for r in range(world_size) if r != rank]
         self._meter = meter
-        self._deadline = deadline
+        self._dry_at: int | None = None
 
     def others_have_data(self, step: int, first_sample: int, own: bool, stopped: Callable[[], bool]) -> bool:
-        self._store.set(f"{self._name}/{self._rank}", f"{step if own else -step - 1}")
         if own:
+            self._store.set(f"{self._name}/{self._rank}", f"{step}")
             return False
-        with Wait(
-            "loader.epoch_end", meter=self._meter, deadline=self._deadline, hidden=True,
-            remedy=f"Rank {self._rank} has no more data at step {step} and another rank has not said whether it has: is it alive?",
-        ) as wait:  # fmt: skip
+        if self._dry_at is None:
+            # Said once, and with the step: another rank may ask about an earlier one, at which this rank still had data.
+            self._dry_at = step
+            self._store.set(f"{self._name}/{self._rank}", f"{-step - 1}")
+        # No deadline of its own: another rank may be busy for an hour while this one looks ahead. Who waits for a batch
+        # has a deadline, and is told by this wait's name what it hangs on.
+        with Wait("loader.epoch_end", meter=self._meter, deadline=1e6, hidden=True):
             pause = 0.0005
             while not stopped():
                 answers = [self._answer(rank, step) for rank in self._others]
@@ -96,8 +99,7 @@ class StoreEnds:
                     return True
                 if all(a is False for a in answers):
                     return False
-                wait.check()
-                time.sleep(min(pause, wait.remaining()))
+                time.sleep(pause)
                 pause = min(pause * 2, 0.02)
         return False
 
@@ -107,8 +109,6 @@ class StoreEnds:
         if not self._store.check([name]):
             return None
         said = int(self._store.get(name))
-        if said >= step:
-            return True
         if said < 0:
-            return False  # dry once is dry for the rest of the pass
-        return None
+            return step < -said - 1  # dry once is dry for the rest of the pass
+        return True if said >= step else None

@@ -74,9 +74,7 @@ class LanePlan:
     def start(self, lane: int) -> tuple[tuple[Entry, ...], tuple[int, ...]]:
         """The state of a lane before its first sample."""
         entries = tuple(
-            Entry(self.first_epoch(i), 0, 0, 0, 0)
-            if self.weights[lane][i] > 0 and deal.rows
-            else Entry(DRY, 0, 0, 0, 0)
+            Entry(self.first_epoch(i), 0, 0, 0, 0) if deal.rows else Entry(DRY, 0, 0, 0, 0)
             for i, deal in enumerate(self.deals)
         )
         if self.stop_first and any(e.epoch == DRY and w > 0 for e, w in zip(entries, self.weights[lane], strict=True)):
@@ -92,15 +90,20 @@ class LanePlan:
 
     def first_epoch(self, source: int) -> int:
         epochs = self.max_epochs[source]
-        return 0 if epochs is None else self.number * epochs
+        # Without a number of epochs a pass ends by its tokens; the next one starts far beyond, in another order.
+        return self.number << 20 if epochs is None else self.number * epochs
 
     def epoch_limit(self, source: int) -> int | None:
         epochs = self.max_epochs[source]
         return None if epochs is None else (self.number + 1) * epochs
 
     def token_cap(self, source: int, lane: int) -> int | None:
+        """A lane's share of `max_tokens`, in whole blocks: a cap below one block a lane is served by some lanes only."""
         cap = self.max_tokens[source]
-        return None if cap is None else cap * (lane + 1) // self.lanes - cap * lane // self.lanes
+        if cap is None:
+            return None
+        blocks = -(-cap // self.seq_len)
+        return (blocks * (lane + 1) // self.lanes - blocks * lane // self.lanes) * self.seq_len
 
 
 class Lane:
@@ -114,7 +117,9 @@ class Lane:
         self._pool = pool
         self._entries = list(entries)
         self._windows: list[Window | None] = [None] * len(plan.deals)
-        self._mix = LaneMix(plan.active_weights(index, entries), credits, block=plan.seq_len)
+        weights = plan.active_weights(index, entries)
+        self._mix = LaneMix(weights, credits, block=plan.seq_len)
+        self._mix.reweight(weights)  # changes nothing unless weights were changed at a resume
         self._caps = [plan.token_cap(i, index) for i in range(len(plan.deals))]
 
     def announce(self, now: float) -> None:
@@ -161,7 +166,7 @@ class Lane:
         """A window of the source with a block left in it, or None when the source is dry."""
         entry = self._entries[source]
         cap = self._caps[source]
-        if cap is not None and entry.tokens >= cap:
+        if cap is not None and 2 * (cap - entry.tokens) < self._plan.seq_len:
             return None
         window = self._windows[source]
         barren = 0

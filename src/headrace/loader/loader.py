@@ -128,7 +128,8 @@ class Loader:
         self._device = device
         self._deadline = deadline
         self._own = tuple(range(self.rank, data.lanes, self.world_size))
-        self._number = next(_numbers)
+        # Only loaders that all ranks make are counted: a rank may have others of its own.
+        self._number = next(_numbers) if self._distributed else -1
         self._plan: LanePlan = data.plan(0)
         self._state = LoaderState(source_tokens=[0] * len(data.sources))
         self._state.lanes = {lane: self._plan.start(lane) for lane in self._own}
@@ -140,7 +141,7 @@ class Loader:
         self._step_digest = Digest()
         self._drained: dict[str, int] = {}
         self._running: _Pipeline | None = None
-        self._delivered: deque[_Made] = deque(maxlen=2)
+        self._delivered: deque[_Made] = deque(maxlen=1)
 
     # -------------------------------------------------------------------------------------- iteration
 
@@ -245,7 +246,7 @@ class Loader:
         self._origin = loaded.sample
         self._step_digest = Digest()
         self._started = None
-        self._drained = {}
+        self._drained = self._totals()
         self._delivered.clear()
 
     def gather_state(self) -> dict[str, Any]:
@@ -261,6 +262,11 @@ class Loader:
         from headrace.loader.exchange import gather_json
 
         return merge_states(gather_json(own))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the pass is over and was seen to be; iterating then starts the next one."""
+        return self._state.ended
 
     @property
     def step(self) -> int:
@@ -280,7 +286,7 @@ class Loader:
     # ---------------------------------------------------------------------------------------- insight
 
     def pieces(self, batch: Mapping[str, Any]) -> list[Piece]:
-        """Where the tokens of one of the last two batches come from."""
+        """Where the tokens of the batch that was delivered last come from."""
         first = int(batch["sample_index"][0])
         for made in self._delivered:
             if made.indices.start == first:
@@ -290,22 +296,28 @@ class Loader:
                     if sample.window is not None
                     for piece in self.data.makers[sample.source].pieces(sample.window, sample.block, g)
                 ]
-        raise ValueError(f"the batch with sample {first} is not one of the last two this loader delivered")
+        raise ValueError(
+            f"the batch with sample {first} is not the one this loader delivered last: ask before taking the next"
+        )
 
     def metric_specs(self) -> tuple[MetricSpec, ...]:
         return _SPECS
 
     def drain_metrics(self) -> dict[str, int | float]:
         """What was delivered since the last call; {} if nothing was."""
-        totals = {f"data/{k}": v for k, v in self._state.delivered.items()}
-        totals |= {
-            f"data/source_tokens/{n}": t for n, t in zip(self.data.names, self._state.source_tokens, strict=True)
-        }
+        totals = self._totals()
         changed: dict[str, int | float] = {k: v - self._drained.get(k, 0) for k, v in totals.items()}
         self._drained = totals
         if not any(changed.values()):
             return {}
         return changed | self._next_times.drain()
+
+    def _totals(self) -> dict[str, int]:
+        totals = {f"data/{k}": v for k, v in self._state.delivered.items()}
+        totals |= {
+            f"data/source_tokens/{n}": t for n, t in zip(self.data.names, self._state.source_tokens, strict=True)
+        }
+        return totals
 
     def report(self) -> LoaderReport:
         """What this loader did since it started: speed, waits by name, realised mix, padding."""
@@ -383,7 +395,7 @@ class Loader:
             from headrace.loader.exchange import process_group_store
 
             name = f"headrace/ends/{self._number}/{self._state.number}/{self._origin}"
-            return StoreEnds(process_group_store(), name, self.rank, self.world_size, self.meter, self._deadline)
+            return StoreEnds(process_group_store(), name, self.rank, self.world_size, self.meter)
         known = self._foreign or {}
         others = {
             lane: Lane(
@@ -406,7 +418,6 @@ class _Pipeline:
     def __init__(self, loader: Loader) -> None:
         # A loader that is let go without close() takes its threads along: they hold the pipeline, which must not hold it.
         self._loader: Loader = weakref.proxy(loader)
-        weakref.finalize(loader, self.close).atexit = False
         self._meter = loader.meter
         state = loader._state
         self._step, self._sample = state.step, state.sample
@@ -426,8 +437,10 @@ class _Pipeline:
         origin = self._sample
         for lane in sorted(self._lanes, key=lambda lane: (lane - origin) % loader.data.lanes):
             self._lanes[lane].announce(float(origin + (lane - origin) % loader.data.lanes))
-        _pipelines.add(self)
         self._thread: threading.Thread | None = None
+        self._forgotten = weakref.finalize(loader, self.close)
+        self._forgotten.atexit = False
+        _pipelines.add(self)
         if loader._prefetch:
             self._thread = threading.Thread(target=self._produce, name="headrace-batches", daemon=True)
             self._thread.start()
@@ -450,12 +463,14 @@ class _Pipeline:
         return made
 
     def close(self, timeout: float = 2.0) -> None:
+        self._forgotten.detach()  # it would keep this pipeline and its buffers for as long as the loader lives
+        until = time.monotonic() + timeout
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._pool.close(timeout)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+            self._thread.join(max(until - time.monotonic(), 0.0))
 
     def _release(self) -> None:
         before = self._handed_over

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import threading
+import time
 from collections.abc import Callable
 
 from headrace.errors import WorkerDied
@@ -106,9 +107,10 @@ class WindowPool:
             self._closed = True
             self._heap.clear()
             self._changed.notify_all()
+        until = time.monotonic() + timeout
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(timeout)
+                thread.join(max(until - time.monotonic(), 0.0))
 
     def _push(self, key: WindowKey, priority: float) -> None:
         self._order += 1

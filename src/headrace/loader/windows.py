@@ -113,8 +113,8 @@ class ChunkCache:
                     texts = source.read(chunk)
                 size = sum(len(t) for t in texts if t) + 64 * len(texts)
                 with self._lock:
+                    self._bytes += size - self._held.get(key, (texts, 0))[1]
                     self._held[key] = (texts, size)
-                    self._bytes += size
                     self.misses += 1
                     while self._bytes > self._limit and len(self._held) > 1:
                         self._bytes -= self._held.popitem(last=False)[1][1]
@@ -269,9 +269,33 @@ class WindowMaker:
         except Exception as error:
             raise self._culprit(texts, chunks, rows, error) from error
         tokens = len(batch.ids)
+        self._check(batch, texts, chunks, rows)
         if tokens > 1000:
             self._chars_per_token = 0.5 * self._chars_per_token + 0.5 * sum(map(len, texts)) / tokens
         return batch
+
+    def _check(self, batch: TokenBatch, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> None:
+        """The compiled loops trust offsets and ids: a tokenizer of the user's own may not be trusted with that."""
+        name, offsets, ids = self._tokenizer.name, batch.offsets, batch.ids
+        if ids.dtype != np.int32 or offsets.dtype != np.int64 or not ids.flags.c_contiguous:
+            raise TokenizerError(
+                f"tokenizer {name} gave ids of {ids.dtype} and offsets of {offsets.dtype}; int32 and int64 are needed"
+            )
+        if len(batch) != len(texts) or offsets[0] != 0 or offsets[-1] != len(ids) or (offsets[1:] < offsets[:-1]).any():
+            raise TokenizerError(
+                f"tokenizer {name} gave {len(batch)} documents for {len(texts)} texts, or offsets that do not cover its ids"
+            )
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self._tokenizer.vocab_size):
+            wrong = int(np.flatnonzero((ids < 0) | (ids >= self._tokenizer.vocab_size))[0])
+            doc = int(np.searchsorted(offsets, wrong, side="right")) - 1
+            raise TokenizerError(
+                f"tokenizer {name} gave id {int(ids[wrong])} for {self._place(int(chunks[doc]), int(rows[doc]))}, outside its vocabulary of "
+                f"{self._tokenizer.vocab_size:,}. Use the tokenizer that belongs to this vocabulary."
+            )
+
+    def _place(self, chunk: int, row: int) -> str:
+        file, local = self.source.manifest.locate(int(self.source.manifest.first_row[chunk]) + row)
+        return f"row {local} of {self.source.manifest.files[file].path} (source {self.source.name})"
 
     def _culprit(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray, error: Exception) -> HeadraceError:
         """The error with the document's name: the tokenizer only says that one of a batch failed."""
@@ -279,11 +303,9 @@ class WindowMaker:
             try:
                 self._tokenizer.encode([text])
             except Exception as alone:
-                file, local = self.source.manifest.locate(int(self.source.manifest.first_row[chunk]) + row)
-                path = self.source.manifest.files[file].path
                 return TokenizerError(
-                    f"tokenizer {self._tokenizer.name} failed on row {local} of {path} (source {self.source.name}): {alone}. "
-                    "Remove the row, or use another tokenizer."
+                    f"tokenizer {self._tokenizer.name} failed on {self._place(chunk, row)}: {alone}. Remove the row, or use another "
+                    "tokenizer."
                 )
         return TokenizerError(
             f"tokenizer {self._tokenizer.name} failed on a batch of source {self.source.name}: {error}"

@@ -117,7 +117,7 @@ class Deal:
             order = np.arange(chunks, dtype=np.int64)
         ends = np.cumsum(self.chunk_rows[order])
         borders = self._borders(order, ends)
-        if chunks >= _SNAP_AT * self.lanes:
+        if np.count_nonzero(self.chunk_rows) >= _SNAP_AT * self.lanes:
             edges = np.concatenate([np.zeros(1, np.int64), ends])
             above = np.searchsorted(edges, borders, side="left")
             below = np.maximum(above - 1, 0)

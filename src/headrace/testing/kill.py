@@ -8,9 +8,11 @@ the last continuation runs to its end. Afterwards compare what the job left behi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,35 +54,48 @@ def kill_sweep(
     command = list(start)
     for k in range(kills):
         moment = shortest + (derive(key("kill", seed=seed), k) >> 11) / (1 << 53) * (longest - shortest)
-        process = subprocess.Popen(
-            command,
-            env=env,
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            _until_ready(process, ready, deadline)
-            output, _ = process.communicate(timeout=moment)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        code, output = _run(command, env, cwd, deadline, ready=ready, kill_after=moment)
+        if code is None:
             moments.append(moment)
             command = list(resume)
             continue
-        if process.returncode != 0:
-            raise AssertionError(
-                f"{' '.join(command)} exited with {process.returncode} before it was killed:\n{output}"
-            )
+        if code != 0:
+            raise AssertionError(f"{' '.join(command)} exited with {code} before it was killed:\n{output}")
         return KillSweep(tuple(moments), True, output)
-    last = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=deadline, check=False)
-    if last.returncode != 0:
-        raise AssertionError(
-            f"{' '.join(command)} exited with {last.returncode} after {kills} kills:\n{last.stdout}{last.stderr}"
+    code, output = _run(command, env, cwd, deadline)
+    if code != 0:
+        raise AssertionError(f"{' '.join(command)} exited with {code} after {kills} kills:\n{output}")
+    return KillSweep(tuple(moments), False, output)
+
+
+def _run(
+    command: Sequence[str],
+    env: Mapping[str, str] | None,
+    cwd: Path | None,
+    deadline: float,
+    *,
+    ready: Callable[[], bool] | None = None,
+    kill_after: float | None = None,
+) -> tuple[int | None, str]:
+    """Exit code (None: it was killed) and output. Whatever happens, nothing of the process group is left running."""
+    with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would stop a talkative job
+        process = subprocess.Popen(
+            list(command), env=env, cwd=cwd, stdout=said, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
-    return KillSweep(tuple(moments), False, last.stdout + last.stderr)
+        code: int | None = None
+        try:
+            _until_ready(process, ready, deadline)
+            with Wait("kill.run", deadline=deadline + 1):
+                code = process.wait(timeout=deadline if kill_after is None else kill_after)
+        except subprocess.TimeoutExpired:
+            if kill_after is None:
+                raise
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said.seek(0)
+        return code, said.read()
 
 
 def _until_ready(process: subprocess.Popen[str], ready: Callable[[], bool] | None, deadline: float) -> None:
