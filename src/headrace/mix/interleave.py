@@ -13,10 +13,9 @@ samples on, the lanes' rounding errors cancel, and a batch is mixed about as wel
 at random, 2 to 20 sources, blocks three quarters to quite full, batches of 24:
 
     phases                                worst lane drift, blocks     share error of a batch, mean of the worst case
-    none (lanes in step)                  1.0                          all of a batch from one source
     spread over half a block              1.0                          20 points
     three quarters (this one)             1.2                          15 points
-    a whole block                         1.3                          13 points   (drawing sources at random: 8)
+    a whole block                         1.3                          13 points   (independent draws: 7.5 expected for .7 / .3)
 
 All arithmetic is on integers (weights in units of 2**-24), so every machine takes the same source. Reads no clock,
 opens no file, starts no thread.
