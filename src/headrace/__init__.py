@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from headrace import testing
     from headrace.batch import LM_SCHEMA, Batch, Field, Schema
     from headrace.jobs.wiring import Job, load
-    from headrace.loader import Loader, LoaderReport, Piece, TextDataset, merge_states
+    from headrace.loader import Loader, LoaderReport, Piece, PreparedDataset, PreparedLoader, TextDataset, merge_states
+    from headrace.loader.torch_adapters import TorchDataset, attach_to_trainer
     from headrace.metrics import MetricSpec, Reducer, Reduction, Wait, phase
     from headrace.order import Cursor, Digest
     from headrace.sources import Source
@@ -51,7 +52,8 @@ __version__ = "0.1.0"
 _HOME = {
     "Batch": "batch", "Field": "batch", "Schema": "batch", "LM_SCHEMA": "batch",
     "Job": "jobs.wiring", "load": "jobs.wiring",
-    "Loader": "loader", "LoaderReport": "loader", "Piece": "loader", "TextDataset": "loader", "merge_states": "loader",
+    "Loader": "loader", "LoaderReport": "loader", "Piece": "loader", "PreparedDataset": "loader", "PreparedLoader": "loader", "TextDataset": "loader", "merge_states": "loader",
+    "TorchDataset": "loader.torch_adapters", "attach_to_trainer": "loader.torch_adapters",
     "MetricSpec": "metrics", "Reducer": "metrics", "Reduction": "metrics", "Wait": "metrics", "phase": "metrics",
     "Cursor": "order", "Digest": "order",
     "Source": "sources",
@@ -76,6 +78,8 @@ __all__ = [
     "LoaderReport",
     "MetricSpec",
     "Piece",
+    "PreparedDataset",
+    "PreparedLoader",
     "Reducer",
     "Reduction",
     "Schema",
@@ -83,9 +87,11 @@ __all__ = [
     "StorageError",
     "TextDataset",
     "TokenizerError",
+    "TorchDataset",
     "Wait",
     "WorkerDied",
     "__version__",
+    "attach_to_trainer",
     "global_token_mean",
     "load",
     "merge_states",

@@ -95,7 +95,7 @@ MISTAKES = {
         "lanes = 3",
     ],
     "text": ["pack = 'x'", "bos = 'yes'", "labels = 1", "sek_len = 4", "window_blocks = 0", "eos = 1.0"],
-    "loader": ["lanes = 0", "exhausted = 'go'", "pin_memory = 1", "data_loader_workers = 1", "zzz = 1", "lr = 1"],
+    "loader": ["lanes = 0", "exhausted = 'go'", "pin_memory = 1", "data_loader_workers = -1", "zzz = 1", "lr = 1"],
     "train": ["lr = 'x'", "betas = 3", "model = 'gpt'", "threads = 0", "min_lr_ratio = 1.5", "device = 'gpu'"],
 }
 EVERY_MISTAKE = [(name, line) for name, lines in MISTAKES.items() for line in lines]

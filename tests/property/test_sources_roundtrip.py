@@ -1,7 +1,10 @@
 """For any texts, any split over files and any chunk size: what was written is what is read."""
 
+import gzip
+import itertools
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import DataChanged, DataError
-from headrace.sources import Source, lines, open_source
+from headrace.sources import Source, lines, open_source, packed
 from headrace.sources.records import _parse, _record
 
 settings.register_profile("sources", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
@@ -67,6 +70,78 @@ def test_the_chunks_in_order_hold_the_texts_in_order_and_locate_finds_each(
             ]
 
 
+def members(data: bytes, cuts: list[int], suffix: str) -> bytes:
+    """The data packed in as many members or frames as there are cuts, some of them of nothing."""
+    places = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    pack = gzip.compress if suffix == ".gz" else partial(pa.Codec("zstd").compress, asbytes=True)
+    return b"".join(pack(data[a:b]) for a, b in itertools.pairwise(places))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@settings(SOURCES, max_examples=25)
+@given(
+    texts=st.lists(any_text, max_size=30),
+    cuts=st.lists(st.integers(0, 5000), max_size=6),
+    chunk_bytes=chunk_sizes,
+    smallest=st.integers(1, 300),
+    largest=st.sampled_from([1, 100, 1 << 20]),
+    piece=st.integers(1, 500),
+)
+def test_a_packed_shard_is_its_text_wherever_it_was_cut_and_however_it_is_kept(
+    suffix, texts, cuts, chunk_bytes, smallest, largest, piece
+):
+    data = b"".join(orjson.dumps({"text": text}) + b"\n" for text in texts)
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        for constant, value in {"_SMALLEST_UNIT": smallest, "_LARGEST_UNIT": largest, "_PIECE": piece}.items():
+            patch.setattr(packed, constant, value)
+        folder = Path(name)
+        (folder / f"d.jsonl{suffix}").write_bytes(members(data, cuts, suffix))
+        (folder / "p.jsonl").write_bytes(data)
+        one, other = (
+            open_source(Source(f"jsonl:{file}"), base=folder, cache=folder / "c", chunk_bytes=chunk_bytes)
+            for file in (f"d.jsonl{suffix}", "p.jsonl")
+        )
+        with one, other:
+            np.testing.assert_array_equal(one.manifest.chunk_end, other.manifest.chunk_end)
+            chunks = [one.read(chunk) for chunk in reversed(range(one.manifest.chunks))][::-1]
+            assert [text for chunk in chunks for text in chunk] == texts
+
+
+@pytest.mark.parametrize("name", ["d.jsonl.gz", "d.jsonl.zst", "d.arrow"])
+@settings(SOURCES, max_examples=25)
+@given(data=st.data())
+def test_a_packed_or_arrow_file_with_any_damage_is_read_refused_with_a_sentence_or_a_hole(name, data):
+    texts = ["alpha", "beta " * 40, ""] * 5
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        path = folder / name
+        if name.endswith(".arrow"):
+            table = pa.table({"n": range(15), "text": texts})
+            make = data.draw(st.sampled_from([pa.ipc.new_file, pa.ipc.new_stream]))
+            options = pa.ipc.IpcWriteOptions(compression=data.draw(st.sampled_from([None, "lz4", "zstd"])))
+            with make(path, table.schema, options=options) as writer:
+                writer.write_table(table, max_chunksize=7)
+        else:
+            lines_ = b"".join(orjson.dumps({"text": text}) + b"\n" for text in texts)
+            path.write_bytes(members(lines_, [200, 700], name[-4:].lstrip("l")))
+        raw = bytearray(path.read_bytes())
+        for _ in range(data.draw(st.integers(1, 4))):
+            raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+        path.write_bytes(raw[: data.draw(st.integers(0, len(raw)) | st.just(len(raw)))])
+        said, refused = [], []
+        for on_bad in ("fail", "skip"):
+            spec = Source(f"{name.split('.')[1]}:{name}", on_bad=on_bad)
+            try:
+                with open_source(spec, base=folder, cache=folder / "c") as source:
+                    for chunk in range(source.manifest.chunks):
+                        assert len(source.read(chunk)) == source.manifest.chunk_rows[chunk]
+                    said += [hole["reason"] for hole in source.holes()]
+            except DataError as error:
+                refused.append(str(error))
+    assert all(name in sentence for sentence in refused)
+    assert not any("\n" in sentence for sentence in said + refused)
+
+
 def reference(data: bytes) -> list[str | None]:
     """One line at a time, by the standard library."""
     texts: list[str | None] = []
@@ -92,13 +167,19 @@ fragments = st.sampled_from(
 
 
 @settings(SOURCES, max_examples=200)
-@given(parts=st.lists(fragments, max_size=30), chunk_bytes=chunk_sizes, block=st.integers(1, 80))
+@given(
+    parts=st.lists(fragments, max_size=30),
+    chunk_bytes=chunk_sizes,
+    block=st.integers(1, 80),
+    few=st.sampled_from([0, 20, 1 << 30]),
+)
 def test_any_bytes_give_the_rows_a_line_by_line_reader_gives_whatever_the_size_of_chunks_and_blocks(
-    parts, chunk_bytes, block
+    parts, chunk_bytes, block, few
 ):
     data = b"".join(parts)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines, "_BLOCK", block)
+        patch.setattr(lines, "_FEW", few)
         folder = Path(name)
         (folder / "d.jsonl").write_bytes(data)
         source = Source("jsonl:d.jsonl", on_bad="skip")

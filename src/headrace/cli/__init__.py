@@ -3,7 +3,10 @@
 app       the verbs, and what an error looks like
 run       headrace run CONFIG, headrace run --resume RUNDIR
 check     what a config would do, without doing it
+plan      how its mix, epochs and repeats would go
+prepare   tokenise once, into shards that are mapped
 inspect   what a file or a folder of ours holds
+flight    headrace step, find, diff: what a run saw, and when
 facts     headrace metrics, headrace env
 terminal  what a person sees while a run goes on
 """
@@ -11,11 +14,14 @@ terminal  what a person sees while a run goes on
 from headrace.cli.app import app, main
 from headrace.cli.check import check
 from headrace.cli.facts import env, metrics
+from headrace.cli.flight import diff, find, step
 from headrace.cli.inspect import inspect
+from headrace.cli.plan import plan
+from headrace.cli.prepare import prepare
 from headrace.cli.run import run
 
 # Verbs import what is heavy when they are called, so that `headrace --help` is quick and imports no torch.
-for verb in (run, check, inspect, metrics, env):
+for verb in (run, check, plan, prepare, inspect, step, find, diff, metrics, env):
     app.command(verb)
 
 __all__ = ["main"]

@@ -8,6 +8,7 @@ The values are checked once, by pydantic; its words are never shown. Nothing her
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,8 @@ from headrace.errors import ConfigError
 
 __all__ = [
     "LoaderSection",
+    "MixChangeSection",
+    "MixSection",
     "RunConfig",
     "RunSection",
     "SourceSection",
@@ -103,6 +106,22 @@ class RunSection(_Section):
     """Stop cleanly after this step, with a checkpoint. The learning rate still follows `steps`."""
     deadline: float = Field(300.0, gt=0)
     """Seconds that any wait may take."""
+    skip: _Text = Field("", examples=["1200:1240"])
+    """Steps whose data is passed over, such as "1200:1240" for 1200 to 1239; several are separated by commas."""
+
+    @field_validator("skip")
+    @classmethod
+    def _require_ranges(cls, text: str) -> str:
+        ranges = _ranges(text)
+        for (_, end), (start, _) in itertools.pairwise(ranges):
+            if start < end:
+                raise ValueError(f"ranges of steps must follow each other without overlap, found {found_text(text)}")
+        return ",".join(f"{a}:{b}" for a, b in ranges)
+
+    @property
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """The same as ranges of steps counted from 0, as a loader does."""
+        return tuple((a - 1, b - 1) for a, b in _ranges(self.skip))
 
     @model_validator(mode="after")
     def _choose_folder(self) -> RunSection:
@@ -126,6 +145,11 @@ class SourceSection(_Section):
     max_epochs: int | None = Field(None, ge=1, examples=[4])
     on_bad: Literal["fail", "skip"] = "fail"
     allow_symlinks: bool = False
+    split: _Text | None = Field(None, examples=["train"])
+    """Of hf: only, as is `config`."""
+    config: _Text | None = Field(None, examples=["en"])
+    cache: _Text | None = Field(None, examples=["/scratch/headrace"])
+    """A folder for what is kept of this source, in place of the common cache."""
 
     @field_validator("spec")
     @classmethod
@@ -144,6 +168,21 @@ class SourceSection(_Section):
         return self
 
 
+class MixChangeSection(_Section):
+    """[[mix.change]]: other weights from a step on."""
+
+    step: int = Field(ge=1, le=1 << 40, examples=[500])
+    """The first step with the new weights, as a run counts: its first is 1."""
+    weights: dict[str, Annotated[float, Field(ge=0)]] = Field(examples=[{"web": 0.5}])
+    """By the name of the source; sources that are not named keep theirs."""
+
+
+class MixSection(_Section):
+    """[mix]: how the mix changes over the run."""
+
+    change: Annotated[tuple[MixChangeSection, ...], BeforeValidator(_array)] = ()
+
+
 class TextSection(_Section):
     """[text]: how documents become blocks of tokens."""
 
@@ -156,6 +195,8 @@ class TextSection(_Section):
     eos_token: _Text | None = Field(None, examples=["<|endoftext|>"])
     """The token that ends a document, where the tokenizer has none under a usual name."""
     bos_token: _Text | None = Field(None, examples=["<|bos|>"])
+    engine: Literal["auto", "tokenizers", "fastokens", "gigatoken", "tiktoken"] = "auto"
+    """Which library encodes: the fastest one installed that proves to give the same ids, unless one is named."""
     labels: Literal["shifted", "hf"] = "shifted"
     window_blocks: int = Field(64, ge=1, validate_default=True)
     """Blocks that are tokenised and packed as one unit."""
@@ -184,7 +225,8 @@ class LoaderSection(_Section):
     """Fixed virtual consumers. They belong to the run; the number of ranks, which must divide them, to the day."""
     tokenizer_workers: int = Field(_CHOSEN_LATER, ge=0, le=1024, examples=[4])
     """Threads; 4 unless given, or 0 when there are worker processes."""
-    data_loader_workers: int = Field(0, ge=0)
+    data_loader_workers: int = Field(0, ge=0, le=1024, examples=[2])
+    """Processes in place of threads, for tokenizers that hold Python's lock."""
     prefetch_batches: int = Field(2, ge=0, le=1 << 16)
     exhausted: Literal["repeat", "drop", "stop_first"] = "repeat"
     """What becomes of a source that is dry. A run has a number of steps, so it starts again unless told otherwise."""
@@ -192,16 +234,12 @@ class LoaderSection(_Section):
 
     @field_validator("data_loader_workers")
     @classmethod
-    def _refuse_worker_processes(cls, workers: int, info: ValidationInfo) -> int:
+    def _refuse_both_kinds(cls, workers: int, info: ValidationInfo) -> int:
         if workers > 0 and info.data.get("tokenizer_workers", 0) > 0:
             raise ValueError(
                 "data_loader_workers and tokenizer_workers cannot both be above 0: nested process and thread pools can "
-                "lead to oversubscription or stalls. Choose data_loader_workers = 0, as worker processes are not "
-                "available yet"
-            )
-        if workers > 0:
-            raise ValueError(
-                "worker processes are not available yet; tokenizer_workers threads do this work. Set it to 0"
+                "lead to oversubscription or stalls. Set tokenizer_workers = 0 for processes, which pay for slow Python "
+                "tokenizers only, or data_loader_workers = 0 for threads"
             )
         return workers
 
@@ -235,6 +273,7 @@ class RunConfig(_Section):
 
     run: RunSection = RunSection()
     source: Annotated[tuple[SourceSection, ...], BeforeValidator(_array)]
+    mix: MixSection = MixSection()
     text: TextSection = TextSection()
     loader: LoaderSection = LoaderSection()
     train: TrainSection = TrainSection()
@@ -250,6 +289,20 @@ class RunConfig(_Section):
         return tuple(
             s if s.name == name else s.model_copy(update={"name": name}) for s, name in zip(sources, names, strict=True)
         )
+
+    @model_validator(mode="after")
+    def _know_the_changed_sources(self) -> RunConfig:
+        names = [s.name for s in self.source]
+        for change in self.mix.change:
+            for name in change.weights:
+                if name not in names:
+                    raise ValueError(
+                        f"mix.change at step {change.step}: there is no source {found_text(name)}; there are {', '.join(names)}"
+                    )
+        steps = [c.step for c in self.mix.change]
+        if len(set(steps)) < len(steps):
+            raise ValueError("mix.change: two changes at the same step; put all weights of a step into one")
+        return self
 
     @property
     def kind(self) -> Literal["lm"]:
@@ -275,7 +328,13 @@ class RunConfig(_Section):
         for table, keys in _WITHOUT_EFFECT.items():
             for key in keys:
                 tables[table].pop(key, None)
+        for source in tables["source"]:
+            source.pop("cache", None)
         tables["text"].setdefault("tokenizer", "bytes")
+        if not tables["run"]["skip"]:
+            del tables["run"]["skip"]
+        if not tables["mix"]["change"]:
+            del tables["mix"]
         return fingerprint_json(tables)[:12]
 
     def to_toml(self) -> str:
@@ -285,6 +344,7 @@ class RunConfig(_Section):
             del tables["run"]["dir"]  # so that the copy can be run under another name and get a folder of its own
         parts = [_table_toml("[run]", tables["run"])]
         parts += [_table_toml("[[source]]", source) for source in tables["source"]]
+        parts += [_table_toml("[[mix.change]]", change) for change in tables["mix"]["change"]]
         parts += [_table_toml(f"[{name}]", tables[name]) for name in ("text", "loader", "train")]
         return "\n".join(parts)
 
@@ -293,6 +353,7 @@ NO_SOURCE = 'missing, expected at least one [[source]] with a spec such as spec 
 ALL_ZERO = "every source has weight 0, so there is nothing to deliver; give at least one a weight above 0"
 _WITHOUT_EFFECT = {
     "run": ("name", "dir", "checkpoint_every", "keep_checkpoints", "log_every", "sinks", "stop_after", "deadline"),
+    "text": ("engine",),
     "loader": ("tokenizer_workers", "data_loader_workers", "prefetch_batches", "pin_memory"),
 }
 
@@ -309,6 +370,19 @@ def check_world_size(config: RunConfig, world: int) -> None:
         f"the number of ranks must divide both; start {fitting} ranks, or change loader.global_batch_size (and "
         "loader.lanes, in a new run only)"
     )
+
+
+def _ranges(text: str) -> list[tuple[int, int]]:
+    """`1200:1240, 1300:1310` as numbers, in order."""
+    found = []
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        match = re.fullmatch(r"([0-9]{1,13})\s*:\s*([0-9]{1,13})", part)
+        if match is None or not 1 <= int(match[1]) < int(match[2]):
+            raise ValueError(
+                f'expected a range of steps FROM:TO with 1 <= FROM < TO, such as "1200:1240" for 1200 to 1239, found {found_text(part)}'
+            )
+        found.append((int(match[1]), int(match[2])))
+    return sorted(found)
 
 
 def _name_of(spec: str) -> str:
@@ -348,6 +422,8 @@ def toml_text(value: Any) -> str:
         return quoted(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(toml_text, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{quoted(str(k))} = {toml_text(v)}' for k, v in value.items())}}}"
     return repr(value)  # int and float: Python's shortest exact form is TOML
 
 

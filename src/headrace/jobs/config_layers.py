@@ -8,8 +8,8 @@ A value comes from the last of these that names it:
 
     default < file < environment (CONTEXT_LEN, TOKENIZER_WORKERS, DATA_LOADER_WORKERS, PREFETCH_BATCHES) < override
 
-DATASET_SPECS holds one-line specs, separated by newlines or ";" (a spec may hold a comma). It stands in for [[source]]
-and is refused beside it. A variable that is set but empty counts as not set.
+DATASET_SPECS holds one-line specs, separated by newlines or ";" (a spec may hold a comma), or a JSON list of them. It
+stands in for [[source]] and is refused beside it. A variable that is set but empty counts as not set.
 
 All that is wrong is said at once, where the user wrote it, with the nearest thing that would be right:
 
@@ -23,6 +23,7 @@ The values are checked once, by pydantic; its words are never shown. Nothing her
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import stat
@@ -45,6 +46,7 @@ from headrace.jobs.config import (
     ALL_ZERO,
     NO_SOURCE,
     LoaderSection,
+    MixSection,
     RunConfig,
     RunSection,
     SourceSection,
@@ -76,8 +78,6 @@ _OPTIONS = re.compile(r"(?P<spec>.+?)\?(?P<options>\w+=[^&]*(?:&\w+=[^&]*)*)", r
 """A spec with options; their "?" is told from that of a pattern by the "=" that follows."""
 _SHORT_FLOAT = re.compile(r"[+-]?(?:[0-9]*\.[0-9]+|[0-9]+\.)(?:[eE][+-]?[0-9]+)?")
 """`.3` and `3.` are no TOML, but on a command line nobody would know."""
-_KEPT_OPTIONS = ("split", "cache")
-"""Options of a spec that are not keys of [[source]]; the reader of that kind takes them from the spec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +134,13 @@ class _Layers:
             if env.get(variable, "").strip():
                 origin = _Origin(layer="environment", place=place, label=variable)
                 self._put(path, _parsed(env[variable].strip(), path), origin)
-        specs = [line.strip() for line in re.split(r"[\n;]", env.get("DATASET_SPECS", "")) if line.strip()]
+        origin = _Origin(layer="environment", place=len(_ENVIRONMENT), label="DATASET_SPECS")
+        specs = _one_line_specs(env.get("DATASET_SPECS", ""))
+        if specs is None:
+            self._report(origin, ("source",), 'expected a JSON list of specs such as ["jsonl:web", "sample:prose"]')
+            self.values.setdefault("source", [{"spec": "sample:prose"}])  # so that it is not reported as missing too
         if not specs:
             return
-        origin = _Origin(layer="environment", place=len(_ENVIRONMENT), label="DATASET_SPECS")
         if "source" in self.values:
             self._report(origin, ("source",), "the file has [[source]] too; unset DATASET_SPECS or remove [[source]]")
             return
@@ -228,7 +231,6 @@ class _Layers:
         if split is None:
             return
         origin = self._origin_of(("source", index, "spec"))
-        kept = []
         for option in split["options"].split("&"):
             name, _, text = option.partition("=")
             path: KeyPath = ("source", index, name)
@@ -238,17 +240,15 @@ class _Layers:
                 label=origin.label,
                 written=f"source.{index}.spec?{shortened(name)}",
             )
-            if name in _KEPT_OPTIONS:
-                kept.append(option)
-            elif name not in SourceSection.model_fields or name == "spec":
-                options = [*(n for n in SourceSection.model_fields if n != "spec"), *_KEPT_OPTIONS]
+            if name not in SourceSection.model_fields or name == "spec":
+                options = [n for n in SourceSection.model_fields if n != "spec"]
                 near = _did_you_mean(_nearest(name, options)) or f", a spec takes {', '.join(options)}"
                 self._report(lifted, path, f"unknown option{near}")
             elif name in table and not replace:
                 self._report(lifted, path, f"{name} is set elsewhere too; keep one of the two")
             else:
                 self._put(path, _parsed(text, path), lifted)
-        table["spec"] = split["spec"] + ("?" + "&".join(kept) if kept else "")
+        table["spec"] = split["spec"]
 
     # ---------------------------------------------------------------------------------- what is wrong
 
@@ -429,6 +429,17 @@ def _parsed(text: str, path: KeyPath) -> Any:
     return text if value is None else value
 
 
+def _one_line_specs(text: str) -> list[str] | None:
+    """The specs of DATASET_SPECS; None if it is meant as a JSON list and is none of texts."""
+    if not text.lstrip().startswith("["):  # which no spec does: it would have no scheme
+        return [line.strip() for line in re.split(r"[\n;]", text) if line.strip()]
+    try:
+        specs = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return specs if all(isinstance(spec, str) and spec.strip() for spec in specs) else None
+
+
 def _toml_value(text: str) -> Any:
     try:
         document = tomllib.loads(f"value = {text}")
@@ -465,6 +476,9 @@ class _Shape:
                 args = get_args(kind)
                 kind = args[0] if len(args) < 2 or args[1] is ... else args[-1]
                 example = example[0] if isinstance(example, (list, tuple)) and example else None
+            elif get_origin(kind) is dict:
+                kind = get_args(kind)[1]
+                example = next(iter(example.values()), None) if isinstance(example, dict) else None
             else:
                 return cls()
             while get_origin(kind) in (Annotated, Union, UnionType):
@@ -522,6 +536,7 @@ def _keys_of(model: type[BaseModel]) -> tuple[str, ...]:
 _KEYS: dict[str, tuple[str, ...]] = {
     "run": _keys_of(RunSection),
     "source": _keys_of(SourceSection),
+    "mix": _keys_of(MixSection),
     "text": (*_keys_of(TextSection), *(str(alias[1]) for alias in _ALIASES)),
     "loader": _keys_of(LoaderSection),
     "train": _keys_of(TrainSection),

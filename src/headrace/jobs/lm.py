@@ -18,8 +18,9 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from headrace.errors import CursorMismatch, HeadraceError
+from headrace.errors import ConfigError, CursorMismatch, HeadraceError
 from headrace.files import Container
+from headrace.jobs.flight_record import merge_flights
 from headrace.jobs.folder import RunFolder
 from headrace.jobs.wiring import Job
 from headrace.loader import Loader, TextDataset, merge_states
@@ -137,6 +138,9 @@ class _Run:
     """Step of the newest checkpoint, and whether the data had ended."""
     asked_to_stop: int = 0
     """The signal that asked, if one did."""
+    noted_step: int = 0
+    """Data steps before this one have had their changes journalled."""
+    noted_holes: set[tuple[str, str, int]] = field(default_factory=set)
 
 
 def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), full_check: bool = False) -> Summary:
@@ -163,7 +167,7 @@ def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (),
         )
         device = trainer.device if trainer.device.type == "cuda" else None
         with contextlib.ExitStack() as stack:
-            loader = stack.enter_context(job.loader(data, device=device))
+            loader = stack.enter_context(job.loader(data, device=device, record=True))
             lead = ranks.rank == 0
             run = _Run(
                 job=job, folder=folder, loader=loader, trainer=trainer, rank=ranks.rank, world_size=ranks.world_size,
@@ -185,9 +189,16 @@ def _restore(run: _Run, data: TextDataset, accept: Collection[str]) -> None:
     chosen: int | None = None
     container: Container | None = None
     if run.rank == 0:
-        found = run.store.latest()
+        _say_engine(run, data)
+        found = run.store.latest(lambda c: _skips_fit(c.meta, run.folder.config.run.skips))
         if found is not None:
             chosen, container = found
+        elif run.store.steps():
+            raise ConfigError(
+                f"run.skip {run.folder.config.run.skip} begins before every checkpoint of {run.folder.path} (they are of steps "
+                f"{', '.join(map(str, run.store.steps()))}), so that data is trained on already. Keep more with "
+                "run.keep_checkpoints, or start a new run with this run.skip."
+            )
     if run.world_size > 1:
         chosen = gather_json(chosen)[0]
     if chosen is None:
@@ -200,9 +211,9 @@ def _restore(run: _Run, data: TextDataset, accept: Collection[str]) -> None:
     except CursorMismatch as error:
         raise CursorMismatch(f"cannot resume {run.folder.path} at step {chosen}: {error}", error.differences) from error
     run.trainer.load_state_arrays(container.arrays, container.dtypes, meta["trainer"])
-    if run.loader.step != chosen or run.trainer.steps_taken != chosen:
+    if run.loader.step - run.loader.skipped_steps != chosen or run.trainer.steps_taken != chosen:
         raise HeadraceError(
-            f"checkpoint of step {chosen} holds data of step {run.loader.step} and a model of step {run.trainer.steps_taken}; "
+            f"checkpoint of step {chosen} holds data of step {run.loader.step - run.loader.skipped_steps} and a model of step {run.trainer.steps_taken}; "
             "it was put together by hand, use another"
         )
     run.loss_first = float("nan") if meta["loss_first"] is None else meta["loss_first"]
@@ -212,6 +223,23 @@ def _restore(run: _Run, data: TextDataset, accept: Collection[str]) -> None:
         run.watcher.notice(f"resuming at step {chosen} of {run.folder.config.run.steps}")
         run.folder.keep_config()
     _note(run, "resumed", step=chosen, accepted=sorted(accept), config_hash=run.folder.config.hash)
+
+
+def _skips_fit(meta: Any, wanted: Sequence[tuple[int, int]]) -> bool:
+    """Whether a checkpoint lies on the way of a run that passes over these steps: it is from before them, or skipped them."""
+    body = meta["data"]["body"]
+    return all(
+        start >= body["step"] or any(a <= start and end <= b for a, b in body.get("skipped", ()))
+        for start, end in wanted
+    )
+
+
+def _say_engine(run: _Run, data: TextDataset) -> None:
+    """Which encoder is at work, and why no faster one."""
+    engine = getattr(data.tokenizer, "engine", None)
+    if engine is not None:
+        _note(run, "engine", name=engine.name, version=engine.version, passed_over=list(engine.passed_over))
+        run.watcher.notice(f"tokenizer engine: {engine}")
 
 
 # --------------------------------------------------------------------------------------------------- loop
@@ -229,6 +257,7 @@ def _go(run: _Run) -> Summary:
     state = "completed"
     if run.loader.ended:  # iterating would begin another pass, which nobody asked for
         return _finish(run, "data_ended")
+    run.noted_step = run.loader.step
     batches = iter(run.loader)
     if run.trainer.steps_taken < last:
         run.watcher.waiting("the first batch")
@@ -249,6 +278,7 @@ def _go(run: _Run) -> Summary:
             run.loss_first = loss if math.isnan(run.loss_first) else run.loss_first
             run.losses.append(loss)
         run.step_digests.append(run.loader.step_digest)
+        _note_changes(run)
         values: dict[str, Any] = {**meter.drain(), **run.loader.drain_metrics()}
         run.exposed += float(values.get("wait/loader.next/seconds", 0.0))
         # The loss is the same on every rank; a rank's own share of the tokens is its weight in the mean.
@@ -312,7 +342,10 @@ def _log(run: _Run, step: int, line: Mapping[str, Any], seconds: float) -> None:
 
 
 def _write_digests(run: _Run) -> None:
-    """The digests of the steps since the last time, summed over ranks. Collective. A later line for a step wins."""
+    """The digests of the steps since the last time, summed over ranks, and where their samples came from. Collective.
+
+    A later line for a step wins.
+    """
     own, run.step_digests = run.step_digests, []
     if not own:
         return
@@ -321,9 +354,40 @@ def _write_digests(run: _Run) -> None:
         digests = [str(Digest(sum(int(d, 16) for d in step))) for step in zip(*everyone, strict=True)]
         with JsonlSink(run.folder.path / "digests.jsonl") as sink:
             sink.write({"first": run.trainer.steps_taken - len(digests) + 1, "digests": digests})
+    told = {"flight": run.loader.drain_flight(), "holes": _new_holes(run)}
+    everyone = gather_json(told) if run.world_size > 1 else [told]
+    if run.rank == 0:
+        with JsonlSink(run.folder.path / "flight.jsonl") as sink:
+            sink.write(merge_flights([t["flight"] for t in everyone]))
+        holes = {(h["source"], h["file"], h["row"]): h for t in everyone for h in t["holes"]}
+        for _, hole in sorted(holes.items()):  # what a hole is follows from the bytes: ranks and re-runs find the same
+            _note(run, "hole", **hole)
 
 
 # ---------------------------------------------------------------------------------------------- checkpoint
+
+
+def _note_changes(run: _Run) -> None:
+    """Journal what changed the order in this step: other weights, steps passed over."""
+    step, skipped = run.trainer.steps_taken, run.loader.skipped
+    for change in run.loader.data.mix_changes:
+        if run.noted_step <= change.step < run.loader.step:
+            _note(run, "weights", step=step, data_step=change.step + 1, weights=dict(change.weights))
+            run.watcher.notice(
+                f"step {step}: weights are now {', '.join(f'{n} {w:g}' for n, w in change.weights.items())}"
+            )
+    for a, b in skipped:
+        if b > run.noted_step:
+            _note(run, "skipped", step=step, data_steps=[a + 1, b + 1])
+            run.watcher.notice(f"step {step}: the data of steps {a + 1} to {b} was passed over")
+    run.noted_step = run.loader.step
+
+
+def _new_holes(run: _Run) -> list[dict[str, Any]]:
+    """Rows and shards that this rank could not use and passed over (on_bad = "skip"), each once."""
+    found = [h for h in run.loader.data.holes() if (h["source"], h["file"], h["row"]) not in run.noted_holes]
+    run.noted_holes |= {(h["source"], h["file"], h["row"]) for h in found}
+    return found
 
 
 def _save(run: _Run) -> None:
@@ -371,7 +435,12 @@ def _finish(run: _Run, state: str) -> Summary:
         documents=delivered["rows"],
         mix={
             n: {"realised": t / total, "target": w}
-            for n, t, w in zip(run.loader.data.names, body["source_tokens"], run.loader.data.weights, strict=True)
+            for n, t, w in zip(
+                run.loader.data.names,
+                body["source_tokens"],
+                run.loader.data.mean_weights(run.loader.step),
+                strict=True,
+            )
         },
         digest=body["digest"],
         model_sha256=run.trainer.model_sha256(),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.jobs.config import RunConfig
 from headrace.jobs.config_layers import load_config
-from headrace.loader import Loader, TextDataset
+from headrace.loader import Loader, MixChange, TextDataset
 from headrace.metrics import Meter
 from headrace.sources import Source
 
@@ -51,10 +51,12 @@ class Job:
             window_blocks=text.window_blocks,
             shuffle=text.shuffle,
             exhausted=loader.exhausted,
+            mix_changes=[MixChange(c.step - 1, c.weights) for c in self.config.mix.change],
             bos=text.bos,
             eos=text.eos,
             eos_token=text.eos_token,
             bos_token=text.bos_token,
+            engine=text.engine,
             base=self.base,
             cache=cache,
             records=records,
@@ -70,6 +72,8 @@ class Job:
             "global_batch_size": section.global_batch_size,
             "tokenizer_workers": section.tokenizer_workers,
             "prefetch_batches": section.prefetch_batches,
+            "data_loader_workers": section.data_loader_workers,
+            "skip": self.config.run.skips,
             "pin_memory": section.pin_memory,
             "labels": self.config.text.labels,
             "segment_ids": self.config.text.segment_ids,

@@ -3,19 +3,37 @@
 dataset   sources, deal, mix, tokenizer and packer wired together; holds no position
 windows   what the documents from a given row on look like as blocks (pure)
 pool      windows made ahead of need, by threads
-lanes     what a lane delivers next, and where it stands
-loader    batches, prefetch, state
+processes the same by worker processes
+lanes     what a lane delivers next, and where it stands (kernels: its compiled loops)
+pipeline  batches made ahead of need
+loader    batches delivered, and what is saved
 state     what is saved; states of several ranks put together
 ends      the step at which all ranks end
 exchange  what ranks tell each other
 report    what the loader did
+prepared  blocks from token shards: block i without the ones before it
+prepared_loader  batches of them; one integer of state
+schedule  which source sample g comes from (pure)
+torch_adapters   the same batches in torch's DataLoader and the Hugging Face Trainer; imports torch, so only on request
 """
 
-from headrace.loader.dataset import TextDataset
+from headrace.loader.dataset import MixChange, TextDataset
 from headrace.loader.lanes import LanePlan
 from headrace.loader.loader import Loader
+from headrace.loader.prepared import PreparedDataset
+from headrace.loader.prepared_loader import PreparedLoader
 from headrace.loader.report import LoaderReport
 from headrace.loader.state import merge_states
 from headrace.loader.windows import Piece
 
-__all__ = ["LanePlan", "Loader", "LoaderReport", "Piece", "TextDataset", "merge_states"]
+__all__ = [
+    "LanePlan",
+    "Loader",
+    "LoaderReport",
+    "MixChange",
+    "Piece",
+    "PreparedDataset",
+    "PreparedLoader",
+    "TextDataset",
+    "merge_states",
+]

@@ -12,31 +12,49 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import difflib
+import itertools
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from headrace.errors import ConfigError, DataError, TokenizerError
+from headrace.errors import ConfigError, DataError, HeadraceError, TokenizerError
 from headrace.files import publish
 from headrace.loader.lanes import LanePlan
+from headrace.loader.lanes import kernels as lane_kernels
 from headrace.loader.pool import WindowKey
 from headrace.loader.windows import Carry, ChunkCache, Window, WindowMaker
 from headrace.metrics import Meter, Wait
 from headrace.mix import Deal, lane_weight_factors
 from headrace.order import fingerprint_json, key
 from headrace.sources import OpenSource, Source, cache_folder, open_source
-from headrace.text import BpeTokenizer, Packing, Tokenizer, load_tokenizer, train_bpe, warm_kernels
+from headrace.text import BpeTokenizer, EngineName, Packing, Tokenizer, load_tokenizer, train_bpe, warm_kernels
 
-__all__ = ["TextDataset", "sample_tokenizer"]
+__all__ = ["MixChange", "TextDataset", "sample_tokenizer"]
 
 SAMPLE_VOCAB = 4096
 _SAMPLE_TEXT = 2_000_000
 _SCALED_BELOW = 64
 """A source with fewer rows a lane than this is dealt unevenly enough for its weight to be scaled lane by lane."""
 
+_PLANS_KEPT = 8
+_READERS = 16
+
 Exhausted = Literal["drop", "repeat", "stop_first"]
+
+
+@dataclass(frozen=True, slots=True)
+class MixChange:
+    """Other weights once `step` steps have been delivered. Sources that are not named keep theirs."""
+
+    step: int
+    weights: Mapping[str, float]
 
 
 class TextDataset:
@@ -59,10 +77,12 @@ class TextDataset:
         window_blocks: int = 64,
         shuffle: bool = True,
         exhausted: Exhausted = "drop",
+        mix_changes: Sequence[MixChange] = (),
         bos: bool = False,
         eos: bool = True,
         eos_token: str | None = None,
         bos_token: str | None = None,
+        engine: EngineName = "auto",
         base: Path | None = None,
         cache: Path | None = None,
         records: Path | None = None,
@@ -70,8 +90,16 @@ class TextDataset:
         accept_changes: bool = False,
         meter: Meter | None = None,
     ) -> None:
+        # What a worker process or a foreign DataLoader makes this dataset from again.
+        self.recipe: dict[str, Any] = {
+            "sources": sources, "tokenizer": tokenizer, "seq_len": seq_len, "pack": pack, "seed": seed, "lanes": lanes,
+            "window_blocks": window_blocks, "shuffle": shuffle, "exhausted": exhausted, "mix_changes": tuple(mix_changes),
+            "bos": bos, "eos": eos, "eos_token": eos_token, "bos_token": bos_token, "engine": engine,
+            "base": base if base is not None else Path.cwd(), "cache": cache, "records": records,
+            "accept_changes": accept_changes,
+        }  # fmt: skip
         _check(seq_len=seq_len, lanes=lanes, window_blocks=window_blocks, seed=seed, pack=pack, exhausted=exhausted)
-        warm_kernels()
+        warm_kernels(lane_kernels)
         self.meter = meter if meter is not None else Meter()
         self.seq_len = seq_len
         self.seed = seed
@@ -85,7 +113,9 @@ class TextDataset:
             raise ConfigError('a dataset needs at least one source, such as Source("sample:prose")')
         if not any(s.weight > 0 for s in described):
             raise ConfigError("all sources have weight 0: give at least one of them a positive weight")
+        self.mix_changes = _checked_changes(mix_changes, described)
         self.cache = cache if cache is not None else cache_folder()
+        self.recipe["cache"] = self.cache
         with Wait("source.open", meter=self.meter):
             self.sources: tuple[OpenSource, ...] = tuple(
                 open_source(
@@ -102,7 +132,7 @@ class TextDataset:
             names = ", ".join(s.source.spec for s in self.sources)
             raise DataError(f"no source has any rows ({names}): check the paths, or the files they point to")
         with Wait("tokenizer.load", meter=self.meter):
-            self.tokenizer = self._tokenizer(tokenizer, eos_token, bos_token)
+            self.tokenizer = self._tokenizer(tokenizer, eos_token, bos_token, engine)
         self.packing = Packing(
             seq_len=seq_len,
             strategy=pack,
@@ -112,6 +142,10 @@ class TextDataset:
             pad_id=self.tokenizer.pad_id if self.tokenizer.pad_id is not None else 0,
         )
         self.chunks = ChunkCache(self.meter)
+        self._plans: dict[tuple[int, int], LanePlan] = {}
+        self._lock = threading.Lock()
+        self._readers: ThreadPoolExecutor | None = None
+        self._foreign_holes: dict[int, dict[tuple[str, int], dict[str, Any]]] = {}
         self.deals = tuple(self._deal(i, s) for i, s in enumerate(self.sources))
         self.makers = tuple(
             WindowMaker(
@@ -132,18 +166,43 @@ class TextDataset:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The sources' weights, adding up to 1. Sources without rows have none."""
-        raw = [s.source.weight if s.manifest.rows else 0.0 for s in self.sources]
+        """The sources' weights at the start, adding up to 1. Sources without rows have none."""
+        return self.weights_at(-1)
+
+    def weights_at(self, step: int) -> tuple[float, ...]:
+        """The weights that hold in a step, adding up to 1. Sources without rows have none."""
+        weights = dict(zip(self.names, (s.source.weight for s in self.sources), strict=True))
+        for change in self.mix_changes:
+            if change.step <= step:
+                weights |= change.weights
+        raw = [weights[s.name] if s.manifest.rows else 0.0 for s in self.sources]
         return tuple(w / sum(raw) for w in raw)
 
-    def plan(self, number: int) -> LanePlan:
-        """What the lanes do in pass `number`."""
+    def mean_weights(self, steps: int) -> tuple[float, ...]:
+        """What the weights add up to over the first `steps` steps: the shares that a run should have reached by then."""
+        cuts = sorted({0, *(min(c.step, steps) for c in self.mix_changes), max(steps, 1)})
+        parts = [np.array(self.weights_at(a)) * (b - a) for a, b in itertools.pairwise(cuts)]
+        return tuple(float(w) for w in np.sum(parts, axis=0) / max(steps, 1))
+
+    def changes_from(self, step: int, number: int) -> list[tuple[int, tuple[tuple[float, ...], ...]]]:
+        """The changes of weights at `step` or later, per lane and source."""
+        return [(c.step, self._lane_weights(c.step, number)) for c in self.mix_changes if c.step >= step]
+
+    def plan(self, number: int, step: int = -1) -> LanePlan:
+        """What the lanes do in pass `number`, with the weights that hold in `step`."""
+        changes_made = sum(1 for change in self.mix_changes if change.step <= step)
+        found = self._plans.get((number, changes_made))
+        if found is None:
+            found = self._plans[number, changes_made] = self._new_plan(number, step)
+            while len(self._plans) > _PLANS_KEPT:
+                del self._plans[next(iter(self._plans))]
+        return found
+
+    def _new_plan(self, number: int, step: int) -> LanePlan:
         epochs = tuple(self._max_epochs(s.source) for s in self.sources)
-        factors = np.stack([self._lane_factors(i, epochs[i], number) for i in range(len(self.sources))])
-        weights = np.asarray(self.weights)[:, None] * factors
         return LanePlan(
             deals=self.deals,
-            weights=tuple(tuple(float(w) for w in weights[:, lane]) for lane in range(self.lanes)),
+            weights=self._lane_weights(step, number),
             lanes=self.lanes,
             seq_len=self.seq_len,
             seed=self.seed,
@@ -153,8 +212,8 @@ class TextDataset:
             number=number,
         )
 
-    def fingerprint(self) -> dict[str, str]:
-        """What the order depends on, by name: what a cursor records and a resume compares."""
+    def fingerprint(self, step: int = 0) -> dict[str, str]:
+        """What the order before `step` depends on, by name: what a cursor records and a resume compares."""
         found: dict[str, str] = {}
         for source in self.sources:
             found |= source.fingerprint()
@@ -169,6 +228,10 @@ class TextDataset:
         found["tokenizer"] = f"{self.tokenizer.fingerprint}"
         found["sources"] = ", ".join(self.names)
         found["weights"] = ", ".join(f"{s.source.weight!r}" for s in self.sources)
+        for change in self.mix_changes:  # what lies ahead may be changed freely
+            if change.step < step:
+                listed = ", ".join(f"{name} {weight!r}" for name, weight in sorted(change.weights.items()))
+                found["weights"] += f"; from step {change.step}: {listed}"
         return found
 
     def estimated_tokens(self, sample_chunks: int = 3) -> tuple[int, ...]:
@@ -180,8 +243,49 @@ class TextDataset:
         source, lane, start = wanted
         return self.makers[source].make(lane, start, carry)
 
+    def look_ahead(self, wanted: WindowKey) -> None:
+        """Have the chunks of a window read in the background, where reading waits for a network.
+
+        Tokenizer threads are few, because they use the processor; reads that only wait may be many at a time.
+        """
+        index, lane, start = wanted
+        source = self.sources[index]
+        if "://" not in source.source.place:
+            return
+        with self._lock:
+            if self._readers is None:
+                self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="headrace-read")
+            readers = self._readers
+        for chunk in self.makers[index].first_chunks(lane, start):
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                readers.submit(self._read_ahead, index, chunk)
+
+    def _read_ahead(self, index: int, chunk: int) -> None:
+        with contextlib.suppress(HeadraceError):  # whoever needs the chunk meets the error again, at the right sample
+            self.chunks.texts(index, self.sources[index], chunk)
+
+    def note_hole(self, source: int, hole: dict[str, Any]) -> None:
+        """A hole that a worker process met."""
+        with self._lock:
+            known = self._foreign_holes.setdefault(source, {})
+            known[hole["file"], hole["row"]] = hole
+
+    def holes(self) -> list[dict[str, Any]]:
+        """Rows and shards that cannot be used and were passed over so far (on_bad = "skip")."""
+        found = []
+        with self._lock:
+            foreign = {i: dict(holes) for i, holes in self._foreign_holes.items()}
+        for i, source in enumerate(self.sources):
+            own = {(hole["file"], hole["row"]): hole for hole in source.holes()}
+            found += [{"source": source.name, **hole} for _, hole in sorted((foreign.get(i, {}) | own).items())]
+        return found
+
     def close(self) -> None:
         """Let go of the files. Loaders over this dataset must be closed first."""
+        with self._lock:
+            readers, self._readers = self._readers, None
+        if readers is not None:
+            readers.shutdown(wait=False, cancel_futures=True)
         for source in self.sources:
             source.close()
 
@@ -203,6 +307,13 @@ class TextDataset:
             return source.max_epochs
         return source.max_epochs if source.max_epochs is not None else 1
 
+    def _lane_weights(self, step: int, number: int) -> tuple[tuple[float, ...], ...]:
+        """Per lane and source."""
+        epochs = [self._max_epochs(s.source) for s in self.sources]
+        factors = np.stack([self._lane_factors(i, epochs[i], number) for i in range(len(self.sources))])
+        weights = np.asarray(self.weights_at(step))[:, None] * factors
+        return tuple(tuple(float(w) for w in weights[:, lane]) for lane in range(self.lanes))
+
     def _lane_factors(self, index: int, epochs: int | None, number: int) -> np.ndarray:
         deal = self.deals[index]
         if epochs is None or deal.rows == 0 or deal.rows >= _SCALED_BELOW * self.lanes:
@@ -222,11 +333,13 @@ class TextDataset:
             rows += len(texts)
         return round(tokens / rows * deal.rows) if rows else 0
 
-    def _tokenizer(self, given: str | Path | Tokenizer | None, eos: str | None, bos: str | None) -> Tokenizer:
+    def _tokenizer(
+        self, given: str | Path | Tokenizer | None, eos: str | None, bos: str | None, engine: EngineName
+    ) -> Tokenizer:
         if given == "sample":
-            return sample_tokenizer(self.cache)
+            return sample_tokenizer(self.cache, engine)
         if given is None or isinstance(given, str | Path):
-            return load_tokenizer(given, eos=eos, bos=bos)
+            return load_tokenizer(given, eos=eos, bos=bos, engine=engine)
         return given
 
     def _special(self, role: str, found: int | None) -> int:
@@ -238,7 +351,7 @@ class TextDataset:
         return found
 
 
-def sample_tokenizer(cache: Path) -> BpeTokenizer:
+def sample_tokenizer(cache: Path, engine: EngineName = "auto") -> BpeTokenizer:
     """The small BPE of the built-in corpora: trained on them once, then frozen in the cache."""
     folder = cache / "samples"
     path = folder / f"bpe-{SAMPLE_VOCAB}-v1.json"
@@ -257,7 +370,7 @@ def sample_tokenizer(cache: Path) -> BpeTokenizer:
             FileExistsError
         ):  # another process trained it too: the file that came first is used by all
             publish(path, train_bpe(texts, SAMPLE_VOCAB))
-    return BpeTokenizer(path.read_bytes(), name="sample")
+    return BpeTokenizer(path.read_bytes(), name="sample", engine=engine)
 
 
 def _named(sources: Sequence[Source]) -> list[Source]:
@@ -273,6 +386,35 @@ def _named(sources: Sequence[Source]) -> list[Source]:
         seen.setdefault(unique, 1)
         named.append(dataclasses.replace(source, name=unique))
     return named
+
+
+def _checked_changes(changes: Sequence[MixChange], sources: Sequence[Source]) -> tuple[MixChange, ...]:
+    """In the order of their steps, every one of them possible."""
+    weights = {s.name or "": s.weight for s in sources}
+    problems: list[str] = []
+    ordered = tuple(sorted(changes, key=lambda c: c.step))
+    for i, change in enumerate(ordered):
+        what = f"mix.change at step {change.step}"
+        if not isinstance(change.step, int) or change.step < 0:
+            problems.append(f"{what}: a step is a whole number of at least 0")
+        if i and ordered[i - 1].step == change.step:
+            problems.append(f"{what} is given twice; put all weights of a step into one")
+        if not change.weights:
+            problems.append(f"{what} changes nothing: name at least one source and its weight")
+        for name, weight in change.weights.items():
+            if name not in weights:
+                near = difflib.get_close_matches(name, weights, 1)
+                meant = f", did you mean {near[0]!r}?" if near else ""
+                problems.append(f"{what}: there is no source {name!r}{meant} (sources: {', '.join(weights)})")
+            elif not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+                problems.append(f"{what}: the weight of {name} must be finite and at least 0, got {weight!r}")
+            else:
+                weights[name] = float(weight)
+        if not any(w > 0 for w in weights.values()):
+            problems.append(f"{what} leaves every source with weight 0: give at least one a positive weight")
+    if problems:
+        raise ConfigError(problems)
+    return ordered
 
 
 def _check(**settings: Any) -> None:

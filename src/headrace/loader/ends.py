@@ -11,11 +11,11 @@ with blocks that teach nothing until all are dry, and the ranks agree on that st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from headrace.errors import ConfigError
-from headrace.loader.lanes import Lane
+from headrace.loader.lanes import LaneTable
 from headrace.metrics import Meter, Wait
 
 __all__ = ["AloneEnds", "Ends", "ReplayEnds", "StoreEnds"]
@@ -39,9 +39,8 @@ class AloneEnds:
 class ReplayEnds:
     """Other lanes are walked to their end, once, when this rank's own are dry. Exact, and as costly as their data."""
 
-    def __init__(self, lanes: Mapping[int, Lane], *, lane_count: int, origin: int, missing: bool, meter: Meter) -> None:
-        self._lanes = lanes
-        self._lane_count = lane_count
+    def __init__(self, others: LaneTable, *, origin: int, missing: bool, meter: Meter) -> None:
+        self._others = others
         self._origin = origin  # the global sample at which the lanes were handed over
         self._missing = missing
         self._meter = meter
@@ -57,17 +56,17 @@ class ReplayEnds:
             )
         if self._last is None:
             with Wait("loader.epoch_end", meter=self._meter, hidden=True):
-                self._last = max((self._last_sample(lane, stopped) for lane in self._lanes.values()), default=-1)
+                self._last = max((self._last_sample(lane, stopped) for lane in self._others.lanes), default=-1)
         return self._last >= first_sample
 
-    def _last_sample(self, lane: Lane, stopped: Callable[[], bool]) -> int:
+    def _last_sample(self, lane: int, stopped: Callable[[], bool]) -> int:
         """The global index of the lane's last real sample, counted from where the lane was loaded."""
-        taken = 0
-        while lane.has_more(0.0) and not stopped():
-            lane.take(0.0)
-            taken += 1
-        first = self._origin + (lane.index - self._origin) % self._lane_count
-        return first + (taken - 1) * self._lane_count if taken else -1
+        last, g = -1, self._others.next_sample(lane, self._origin)
+        while self._others.has_more(lane, g) and not stopped():
+            taken = self._others.take(range(g, g + 1))
+            last = g if taken.sources[0] >= 0 else last
+            g = self._others.next_sample(lane, g + 1)
+        return last
 
 
 class StoreEnds:

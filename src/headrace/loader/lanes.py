@@ -1,55 +1,64 @@
 """What a lane delivers next, and where it stands.
 
 A lane is one of L fixed virtual consumers: sample g belongs to lane g mod L, for any number of ranks. It knows nothing of
-other lanes, so ranks need not talk. Its whole state is one `Entry` and one credit per source:
+other lanes, so ranks need not talk. Its whole state is six numbers per source:
 
-    lane 5   prose  epoch 0, row 1,204, block 17 of its window, 5.1 M tokens delivered     credit +812
-             code   epoch 2, row    88, block  3 of its window, 2.2 M tokens delivered     credit −812
+    lane 5   prose  epoch 0, row 1,204, token 0, block 17 of its window, 5.1 M tokens delivered, credit +812
+             code   epoch 2, row    88, token 0, block  3 of its window, 2.2 M tokens delivered, credit −812
 
-`take` decides by the quota rule, opens windows as it goes (the pool has usually made them by then) and returns the
-block. A source that has run dry leaves the lane, and its share goes to the rest.
+The lanes of a rank are one table, so that a whole batch is decided in one compiled call. What is rare (a window to open,
+a source that has run dry, weights that change) is done here, in Python, between two such calls. Everything that happens
+to a lane happens at one of its own samples, so it does not matter which other lanes a rank has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
-from headrace.loader.pool import WindowPool
+import numpy as np
+
+from headrace.loader.pool import WindowSupply
 from headrace.loader.windows import Window, WindowStart
+from headrace.metrics import Wait
 from headrace.mix import Deal, LaneMix, fixed_point, starting_credits
 
-__all__ = ["DRY", "Entry", "Lane", "LanePlan", "Sample"]
+__all__ = ["DRY", "LanePlan", "LaneTable", "Taken", "WeightChange", "kernels"]
 
 DRY = -1
-"""The epoch of an entry whose source has nothing more for this lane."""
+"""The epoch of a source that has nothing more for a lane."""
+EPOCH, POSITION, OFFSET, BLOCK, TOKENS, CREDIT = range(6)
+_NEVER = np.iinfo(np.int64).max
+
+_lock = threading.Lock()
+_module: ModuleType | None = None
 
 
-class Entry(NamedTuple):
-    """Where a lane stands in one source: the open window's start, the next block in it, and tokens delivered so far."""
+def kernels() -> ModuleType:
+    """The compiled kernels; the first call compiles them or loads them from numba's cache."""
+    global _module
+    if _module is None:
+        with Wait("kernels.compile"), _lock:
+            if _module is None:
+                import headrace.loader.kernels as module
 
-    epoch: int
-    position: int
-    offset: int
-    block: int
-    tokens: int
-
-
-class Sample(NamedTuple):
-    """What a lane delivered, and its state right after."""
-
-    lane: int
-    source: int
-    """-1: nothing left, a block without anything to learn."""
-    window: Window | None
-    block: int
-    tokens: int
-    entries: tuple[Entry, ...]
-    credits: tuple[int, ...]
+                _module = module
+    return _module
 
 
-@dataclass(frozen=True, slots=True)
+class WeightChange(NamedTuple):
+    """Other weights from a sample on."""
+
+    sample: int
+    weights: tuple[tuple[float, ...], ...]
+    """Per lane, per source."""
+
+
+@dataclass(frozen=True)
 class LanePlan:
     """What all lanes of a dataset have in common."""
 
@@ -71,22 +80,24 @@ class LanePlan:
         bounded = [e is not None or t is not None for e, t in zip(self.max_epochs, self.max_tokens, strict=True)]
         return any(bounded) if self.stop_first else all(bounded)
 
-    def start(self, lane: int) -> tuple[tuple[Entry, ...], tuple[int, ...]]:
-        """The state of a lane before its first sample."""
-        entries = tuple(
-            Entry(self.first_epoch(i), 0, 0, 0, 0) if deal.rows else Entry(DRY, 0, 0, 0, 0)
-            for i, deal in enumerate(self.deals)
-        )
-        if self.stop_first and any(e.epoch == DRY and w > 0 for e, w in zip(entries, self.weights[lane], strict=True)):
-            entries = tuple(Entry(DRY, 0, 0, 0, 0) for _ in entries)
-        weights = self.active_weights(lane, entries)
-        return entries, tuple(
-            starting_credits(weights, block=self.seq_len, lane=lane, lanes=self.lanes, seed=self.seed)
-        )
+    @functools.cached_property
+    def starts(self) -> tuple[np.ndarray, ...]:
+        """The state of every lane before its first sample: int64 [sources, 6] each."""
+        return tuple(self._start(lane) for lane in range(self.lanes))
 
-    def active_weights(self, lane: int, entries: Sequence[Entry]) -> tuple[int, ...]:
+    def _start(self, lane: int) -> np.ndarray:
+        state = np.zeros((len(self.deals), 6), np.int64)
+        for i, deal in enumerate(self.deals):
+            state[i, EPOCH] = self.first_epoch(i) if deal.rows else DRY
+        if self.stop_first and ((state[:, EPOCH] == DRY) & (np.asarray(self.weights[lane]) > 0)).any():
+            state[:, EPOCH] = DRY
+        weights = self.active_weights(self.weights[lane], state)
+        state[:, CREDIT] = starting_credits(weights, block=self.seq_len, lane=lane, lanes=self.lanes, seed=self.seed)
+        return state
+
+    def active_weights(self, weights: Sequence[float], state: np.ndarray) -> tuple[int, ...]:
         """Fixed-point weights of the sources that have something left."""
-        return fixed_point([w if e.epoch != DRY else 0.0 for w, e in zip(self.weights[lane], entries, strict=True)])
+        return fixed_point([w if e != DRY else 0.0 for w, e in zip(weights, state[:, EPOCH].tolist(), strict=True)])
 
     def first_epoch(self, source: int) -> int:
         epochs = self.max_epochs[source]
@@ -106,112 +117,215 @@ class LanePlan:
         return (blocks * (lane + 1) // self.lanes - blocks * lane // self.lanes) * self.seq_len
 
 
-class Lane:
-    """One lane in motion. Owned by one thread."""
+class Taken(NamedTuple):
+    """The samples of one batch."""
+
+    samples: range
+    """Their global indices."""
+    rows: np.ndarray
+    """int64 [samples, ROW_FIELDS]."""
+    windows: Mapping[int, Window]
+    """By serial number: those the rows point into. They live as long as this does."""
+
+    @property
+    def sources(self) -> np.ndarray:
+        """-1: nothing left, a block without anything to learn."""
+        return self.rows[:, 0]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.rows[:, 2]
+
+    def window(self, i: int) -> Window | None:
+        return self.windows[int(self.rows[i, 4])] if self.rows[i, 0] >= 0 else None
+
+    def block(self, i: int) -> int:
+        return int(self.rows[i, 1])
+
+
+class LaneTable:
+    """Some lanes in motion. Owned by one thread."""
 
     def __init__(
-        self, index: int, plan: LanePlan, pool: WindowPool, entries: Sequence[Entry], credits: Sequence[int]
+        self,
+        plan: LanePlan,
+        supply: WindowSupply,
+        states: Mapping[int, np.ndarray],
+        changes: Sequence[WeightChange] = (),
     ) -> None:
-        self.index = index
+        """`changes` in the order of their samples; the plan's weights hold before the first of them."""
         self._plan = plan
-        self._pool = pool
-        self._entries = list(entries)
-        self._windows: list[Window | None] = [None] * len(plan.deals)
-        weights = plan.active_weights(index, entries)
-        self._mix = LaneMix(weights, credits, block=plan.seq_len)
-        self._mix.reweight(weights)  # changes nothing unless weights were changed at a resume
-        self._caps = [plan.token_cap(i, index) for i in range(len(plan.deals))]
+        self._supply = supply
+        self._kernels = kernels()
+        self.lanes = tuple(states)
+        count, sources = len(states), len(plan.deals)
+        self.state = np.ascontiguousarray(
+            np.stack([states[lane] for lane in self.lanes]) if count else np.zeros((0, sources, 6)), np.int64
+        )
+        self._slots = np.full(plan.lanes, -1, np.int64)
+        self._slots[list(self.lanes)] = np.arange(count)
+        self._weights = np.zeros((count, sources), np.int64)
+        self._table = np.zeros((count, sources, self._kernels.WINDOW_FIELDS), np.int64)
+        self._windows: list[list[Window | None]] = [[None] * sources for _ in range(count)]
+        self._caps = np.full((count, sources), -1, np.int64)
+        # The weights that hold now are a change before all others, so that a lane takes them up at its next sample: of
+        # several that lie between two of its samples only the last is made, whether or not the run was resumed in between.
+        self._changes = (WeightChange(-1, plan.weights), *changes)
+        self._current: list[tuple[float, ...]] = [plan.weights[lane] for lane in self.lanes]
+        self._change_at = np.full(count, -1, np.int64)
+        self._serial = 0
+        self._live: dict[int, Window] = {}
+        for slot, lane in enumerate(self.lanes):
+            for i in range(sources):
+                cap = plan.token_cap(i, lane)
+                self._caps[slot, i] = -1 if cap is None else cap
+            self._weights[slot] = plan.active_weights(self._current[slot], self.state[slot])
 
-    def announce(self, now: float) -> None:
-        """Ask the pool for the windows this lane will open, the one of its very next sample first."""
-        following = self._mix.next_source()
-        for i, entry in enumerate(self._entries):
-            if entry.epoch == DRY or self._mix.weights[i] == 0 or self._windows[i] is not None:
-                continue
-            start = self._settle(i, WindowStart(entry.epoch, entry.position, entry.offset))
-            if start is not None:
-                self._pool.request((i, self.index, start), now if i == following else self._needed_at(i, now, 0))
+    def announce(self, origin: int) -> None:
+        """Ask for the windows that these lanes will open, those of the very next samples first."""
+        total = self._plan.lanes
+        for slot, lane in sorted(enumerate(self.lanes), key=lambda sl: (sl[1] - origin) % total):
+            now = float(origin + (lane - origin) % total)
+            following = self._kernels.next_source(self._weights[slot], self.state[slot], self._plan.seq_len)
+            for i in range(len(self._plan.deals)):
+                if self.state[slot, i, EPOCH] == DRY or self._weights[slot, i] == 0:
+                    continue
+                start = self._settle(lane, i, self._start(slot, i))
+                if start is not None:
+                    priority = now if i == following else self._needed_at(slot, i, now, 0)
+                    self._supply.request((i, lane, start), priority)
 
-    def has_more(self, now: float) -> bool:
-        """Whether the lane has another block with something to learn."""
-        return self._next(now) is not None
-
-    def take(self, now: float) -> Sample:
-        """The lane's next sample. `now` is its global index: it orders the requests for windows."""
-        found = self._next(now)
-        if found is None:
-            return Sample(self.index, -1, None, 0, 0, tuple(self._entries), tuple(self._mix.credits))
-        source, window = found
-        entry = self._entries[source]
-        tokens = int(window.blocks.real[entry.block])
-        self._mix.deliver(source, tokens)
-        if entry.block + 1 < len(window.blocks):
-            self._entries[source] = entry._replace(block=entry.block + 1, tokens=entry.tokens + tokens)
-        else:  # a resume from here need not make the old window again to learn where it ended
-            self._entries[source] = Entry(*window.end, 0, entry.tokens + tokens)
-            self._windows[source] = None
-        return Sample(self.index, source, window, entry.block, tokens, tuple(self._entries), tuple(self._mix.credits))
-
-    def _next(self, now: float) -> tuple[int, Window] | None:
+    def take(self, samples: range) -> Taken:
+        """The samples of a batch; all of them in lanes of this table."""
+        count = len(samples)
+        rows = np.empty((count, self._kernels.ROW_FIELDS), np.int64)
+        at, lanes = 0, self._plan.lanes
+        used: dict[int, Window] = {}
         while True:
-            source = self._mix.next_source()
-            if source < 0:
-                return None
-            window = self._open(source, now)
-            if window is not None:
-                return source, window
-            self._drop(source)
+            at = self._kernels.take_samples(
+                samples.start, samples.step, at, count, lanes, self._slots, self.state, self._weights, self._table,
+                self._caps, self._change_at, self._plan.seq_len, rows,
+            )  # fmt: skip
+            if at == count:
+                break
+            g = samples[at]
+            self._ready(int(self._slots[g % lanes]), g, used)
+        live = self._live
+        for serial in rows[:, 4].tolist():
+            if serial not in used and serial in live:
+                used[serial] = live[serial]
+        return Taken(samples, rows, used)
 
-    def _open(self, source: int, now: float) -> Window | None:
-        """A window of the source with a block left in it, or None when the source is dry."""
-        entry = self._entries[source]
-        cap = self._caps[source]
-        if cap is not None and 2 * (cap - entry.tokens) < self._plan.seq_len:
-            return None
-        window = self._windows[source]
+    def has_more(self, lane: int, sample: int) -> bool:
+        """Whether the lane has another block with something to learn, at `sample` (its next one) or after a later change."""
+        slot = int(self._slots[lane])
+        if self._ready(slot, sample, {}):
+            return True
+        later = [c.weights[lane] for c in self._changes if c.sample > sample]
+        dry = self.state[slot, :, EPOCH] == DRY
+        return any(w > 0 and not d for weights in later for w, d in zip(weights, dry.tolist(), strict=True))
+
+    def next_sample(self, lane: int, sample: int) -> int:
+        """The first sample of a lane at or after `sample`."""
+        return sample + (lane - sample) % self._plan.lanes
+
+    # ---------------------------------------------------------------------------------------- private
+
+    def _ready(self, slot: int, g: int, used: dict[int, Window]) -> bool:
+        """Bring a lane to where its next sample can be taken; False: there is nothing left for it."""
+        if g >= self._change_at[slot]:
+            self._change_weights(slot, g)
+        while True:
+            source = self._kernels.next_source(self._weights[slot], self.state[slot], self._plan.seq_len)
+            if source < 0:
+                return False
+            if self._open(slot, source, g, used):
+                return True
+            self._drop(slot, source)
+
+    def _open(self, slot: int, source: int, g: int, used: dict[int, Window]) -> bool:
+        """Have a window of the source with a block left in it; False: the source is dry."""
+        entry, table, plan = self.state[slot, source], self._table[slot, source], self._plan
+        cap = int(self._caps[slot, source])
+        if cap >= 0 and 2 * (cap - int(entry[TOKENS])) < plan.seq_len:
+            return False
+        if entry[BLOCK] < table[0]:
+            return True
+        lane = self.lanes[slot]
+        start, block = self._start(slot, source), int(entry[BLOCK])
         barren = 0
-        while window is None or entry.block >= len(window.blocks):
-            start = WindowStart(entry.epoch, entry.position, entry.offset) if window is None else window.end
-            block = entry.block if window is None else 0
-            settled = self._settle(source, start)
+        while True:
+            settled = self._settle(lane, source, start)
             if settled is None:
-                return None
+                return False
             if settled != start:
                 block = 0
-            window = self._pool.take((source, self.index, settled), now)
-            entry = Entry(*settled, block, entry.tokens)
+            window = self._supply.take((source, lane, settled), float(g))
+            following = self._settle(lane, source, window.end)
+            if following is not None:
+                self._supply.request(
+                    (source, lane, following), self._needed_at(slot, source, float(g), len(window.blocks) - block)
+                )
+            if block < len(window.blocks):
+                entry[EPOCH], entry[POSITION], entry[OFFSET] = settled
+                entry[BLOCK] = block
+                self._install(slot, source, window, used)
+                return True
             if len(window.blocks) == 0:
                 barren += max(window.end.position - settled.position, 1)
-                if barren > 2 * self._plan.deals[source].rows:  # a source of empty documents must not spin for ever
-                    return None
-            following = self._settle(source, window.end)
-            if following is not None:
-                self._pool.request(
-                    (source, self.index, following), self._needed_at(source, now, len(window.blocks) - block)
-                )
-        self._windows[source] = window
-        self._entries[source] = entry
-        return window
+                if barren > 2 * plan.deals[source].rows:  # a source of empty documents must not spin for ever
+                    return False
+            start, block = window.end, 0
 
-    def _settle(self, source: int, start: WindowStart) -> WindowStart | None:
+    def _install(self, slot: int, source: int, window: Window, used: dict[int, Window]) -> None:
+        before = self._windows[slot][source]
+        if before is not None:  # rows of the batch in the making may still point into it
+            old = int(self._table[slot, source, 1])
+            used[old] = self._live.pop(old)
+        self._serial += 1
+        blocks = window.blocks
+        self._windows[slot][source] = window
+        self._live[self._serial] = window
+        arrays = (blocks.tokens, blocks.piece_ptr, blocks.piece_len, blocks.piece_next, blocks.real, blocks.row_count)
+        self._table[slot, source] = (len(blocks), self._serial, *window.end, *(a.ctypes.data for a in arrays))
+
+    def _start(self, slot: int, source: int) -> WindowStart:
+        epoch, position, offset = self.state[slot, source, :3].tolist()
+        return WindowStart(epoch, position, offset)
+
+    def _settle(self, lane: int, source: int, start: WindowStart) -> WindowStart | None:
         """A start past the end of the lane's part moves to the next epoch in which it owns rows; None: no such epoch."""
         deal, limit = self._plan.deals[source], self._plan.epoch_limit(source)
         epoch = start.epoch
-        while start.position >= deal.lane_rows(self.index, epoch):
+        while start.position >= deal.lane_rows(lane, epoch):
             epoch += 1
             if limit is not None and epoch >= limit:
                 return None
             start = WindowStart(epoch, 0, 0)
         return start
 
-    def _drop(self, source: int) -> None:
-        dropped = range(len(self._entries)) if self._plan.stop_first else (source,)
+    def _drop(self, slot: int, source: int) -> None:
+        dropped = range(len(self._plan.deals)) if self._plan.stop_first else (source,)
         for i in dropped:
-            self._entries[i] = Entry(DRY, 0, 0, 0, self._entries[i].tokens)
-            self._windows[i] = None
-        self._mix.reweight(self._plan.active_weights(self.index, self._entries))
+            self.state[slot, i, :4] = (DRY, 0, 0, 0)
+            self._table[slot, i, 0] = 0
+        self._reweigh(slot, self._current[slot])
 
-    def _needed_at(self, source: int, now: float, blocks: int) -> float:
+    def _change_weights(self, slot: int, g: int) -> None:
+        due = [c for c in self._changes if c.sample <= g]
+        later = [c.sample for c in self._changes if c.sample > g]
+        self._current[slot] = due[-1].weights[self.lanes[slot]]
+        self._change_at[slot] = later[0] if later else _NEVER
+        self._reweigh(slot, self._current[slot])
+
+    def _reweigh(self, slot: int, weights: Sequence[float]) -> None:
+        state = self.state[slot]
+        fixed = self._plan.active_weights(weights, state)
+        mix = LaneMix(fixed, state[:, CREDIT].tolist(), block=self._plan.seq_len)
+        mix.reweight(fixed)
+        self._weights[slot], state[:, CREDIT] = mix.weights, mix.credits
+
+    def _needed_at(self, slot: int, source: int, now: float, blocks: int) -> float:
         """About the global index at which the source's next window will be opened."""
-        share = self._mix.weights[source] / (1 << 24)
+        share = int(self._weights[slot, source]) / (1 << 24)
         return now + self._plan.lanes * blocks / max(share, 1e-9) + self._plan.lanes

@@ -6,96 +6,64 @@
         saved = loader.state_dict()           # what was delivered, not what was prefetched; local, needs no other rank
     loader.load_state_dict(saved)             # or the list of all ranks' states, at any world size that divides the lanes
 
-Step t is samples t·B … t·B+B−1; rank r of W delivers those with g mod W = r; sample g is made by lane g mod L. A thread
-assembles batches ahead of need into a ring of buffers; every sample carries the state of its lane right after it, and
-that state counts only once the batch is handed over. So prefetching can never leak into a checkpoint.
+Step t is samples t·B … t·B+B−1; rank r of W delivers those with g mod W = r; sample g is made by lane g mod L. Batches
+are made ahead of need (pipeline.py); what is saved moves only here, when one is handed over.
 """
 
 from __future__ import annotations
 
-import atexit
+import base64
 import itertools
 import sys
-import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from headrace.batch import Batch
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError
 from headrace.loader.dataset import TextDataset
 from headrace.loader.ends import AloneEnds, Ends, ReplayEnds, StoreEnds
-from headrace.loader.lanes import Lane, LanePlan, Sample
-from headrace.loader.pool import WindowPool
+from headrace.loader.lanes import LanePlan, LaneTable, Taken, WeightChange
+from headrace.loader.pipeline import TOKEN_FIELDS, Made, Pipeline, Shape, Slot
+from headrace.loader.pool import WindowPool, WindowSupply
 from headrace.loader.report import LoaderReport
-from headrace.loader.state import LaneState, LoaderState, load_states, merge_states
+from headrace.loader.state import LoaderState, load_states, merge_states
 from headrace.loader.windows import Piece
-from headrace.metrics import Histogram, Meter, MetricSpec, Reduction, Wait, phase, register
-from headrace.order import Digest, content_hash, sample_term
-from headrace.text import expand_block
+from headrace.metrics import Histogram, Meter, MetricSpec, Reduction, Wait, register
+from headrace.order import Digest
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Loader"]
+__all__ = ["FIELDS", "Loader"]
 
+FIELDS = ("input_ids", "labels", "position_ids", "cu_seqlens", "row_count")
+"""The whole contract; `max_seqlen` comes with cu_seqlens, `sample_index` always."""
 _SPECS = (
     MetricSpec("data/tokens", Reduction.SUM, unit="tokens", help="tokens delivered that are not padding"),
     MetricSpec("data/padding", Reduction.SUM, unit="tokens", help="padding delivered"),
     MetricSpec("data/rows", Reduction.SUM, unit="documents", help="documents whose last token was delivered"),
     MetricSpec("data/samples", Reduction.SUM, unit="samples", help="rows of batches delivered"),
     MetricSpec("data/fillers", Reduction.SUM, unit="samples", help="samples without anything to learn, at the end of finite sources"),
+    MetricSpec("data/skipped", Reduction.SUM, unit="samples", help="samples of steps that were passed over on request"),
     MetricSpec("data/source_tokens/<source>", Reduction.SUM, unit="tokens", help="tokens delivered from this source"),
+    MetricSpec("text/spot_checks", Reduction.SUM, unit="documents", help="documents that the reference tokenizer encoded too, and agreed on"),
     *Histogram("loader/next").metric_specs(),
 )  # fmt: skip
 register(*_SPECS)
 
-_FILLER = content_hash(b"filler")
-_pipelines: weakref.WeakSet[_Pipeline] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Threads that are still in a tokenizer when the interpreter goes away can abort the process: stop them first."""
-    for pipeline in list(_pipelines):
-        pipeline.close()
-
-
 _numbers = itertools.count()
-
-
-@dataclass(slots=True)
-class _Made:
-    """A batch on its way: its arrays, its samples, and the buffer it occupies."""
-
-    batch: Batch
-    indices: range
-    """The global index of each sample. The buffers are reused, so what must last is kept here."""
-    samples: tuple[Sample, ...]
-    digest: int
-    next_sample: int
-    slot: _Slot
-    ready: Any = None
-    """A CUDA event: the copy to the device has been made."""
-
-
-@dataclass(slots=True)
-class _Slot:
-    """One set of buffers of the ring."""
-
-    arrays: dict[str, np.ndarray]
-    tensors: dict[str, Any] = field(default_factory=dict)
 
 
 class Loader:
     """Walks over a dataset and delivers this rank's share of each global batch.
 
-    Batches are views of reused buffers: valid until the next one is taken, unless `copy=True`.
+    Windows are made by `tokenizer_workers` threads (4), or by `data_loader_workers` processes, which pay only for tokenizers
+    that hold Python's lock. Batches are views of reused buffers: valid until the next one is taken, unless `copy=True`. `fields` leaves parts of
+    the contract out. `skip` passes over ranges of steps [from, to): their documents count as read and are not delivered.
+    `record` keeps what `drain_flight` tells.
     """
 
     def __init__(
@@ -105,10 +73,14 @@ class Loader:
         global_batch_size: int,
         dp_rank: int | None = None,
         dp_world_size: int | None = None,
-        tokenizer_workers: int = 4,
+        tokenizer_workers: int | None = None,
+        data_loader_workers: int = 0,
         prefetch_batches: int = 2,
         labels: Literal["shifted", "hf"] = "shifted",
+        fields: Sequence[str] = FIELDS,
         segment_ids: bool = False,
+        skip: Sequence[tuple[int, int]] = (),
+        record: bool = False,
         copy: bool = False,
         pin_memory: bool = False,
         device: str | torch.device | None = None,
@@ -118,11 +90,13 @@ class Loader:
         self.meter: Meter = data.meter
         self.rank, self.world_size, self._distributed = _rank_and_world(dp_rank, dp_world_size)
         self.global_batch_size = global_batch_size
-        self._check(tokenizer_workers, prefetch_batches, labels)
-        self._workers = tokenizer_workers
+        self._fields = (*fields, "segment_ids") if segment_ids and "segment_ids" not in fields else tuple(fields)
+        self._skip = tuple((int(a), int(b)) for a, b in skip)
+        self._check(tokenizer_workers or 0, data_loader_workers, prefetch_batches, labels)
+        self._workers = tokenizer_workers if tokenizer_workers is not None else 0 if data_loader_workers else 4
+        self._processes = data_loader_workers
         self._prefetch = prefetch_batches
         self._unshifted = labels == "hf"
-        self._segments = segment_ids
         self._copy = copy
         self._pin = pin_memory
         self._device = device
@@ -130,18 +104,20 @@ class Loader:
         self._own = tuple(range(self.rank, data.lanes, self.world_size))
         # Only loaders that all ranks make are counted: a rank may have others of its own.
         self._number = next(_numbers) if self._distributed else -1
-        self._plan: LanePlan = data.plan(0)
-        self._state = LoaderState(source_tokens=[0] * len(data.sources))
-        self._state.lanes = {lane: self._plan.start(lane) for lane in self._own}
-        self._foreign: dict[int, LaneState] | None = {lane: self._plan.start(lane) for lane in range(data.lanes)}
+        self._state = LoaderState(source_tokens=[0] * len(data.sources), lane_ids=self._own)
+        self._foreign: dict[int, np.ndarray] | None = None
+        self._start_pass(0)
         self._origin = 0
         self._started: float | None = None
         self._begun_tokens = 0
         self._next_times = Histogram("loader/next")
         self._step_digest = Digest()
         self._drained: dict[str, int] = {}
-        self._running: _Pipeline | None = None
-        self._delivered: deque[_Made] = deque(maxlen=1)
+        self._running: Pipeline | None = None
+        self._forgotten: weakref.finalize | None = None
+        self._last: Made | None = None
+        self._record = record
+        self._flight: list[tuple[int, Made]] = []
 
     # -------------------------------------------------------------------------------------- iteration
 
@@ -154,7 +130,7 @@ class Loader:
         if self._state.ended:
             raise StopIteration
         if self._running is None:
-            self._running = _Pipeline(self)
+            self._running = self._new_pipeline()
         if self._started is None:
             self._started = time.perf_counter()
             self._begun_tokens = self._state.delivered["tokens"]
@@ -172,53 +148,67 @@ class Loader:
         self._count(made)
         return self._tensors(made)
 
-    def _count(self, made: _Made) -> None:
+    def _count(self, made: Made) -> None:
         """From here on the batch is delivered: this is the only place where the saved state moves."""
-        state, batch = self._state, made.batch
-        for sample in made.samples:
-            state.lanes[sample.lane] = (sample.entries, sample.credits)
-            if sample.source >= 0:
-                state.source_tokens[sample.source] += sample.tokens
-        delivered = state.delivered
-        delivered["tokens"] += batch.tokens
-        delivered["padding"] += len(made.samples) * self.data.seq_len - batch.tokens
-        delivered["rows"] += batch.rows
-        delivered["samples"] += len(made.samples)
-        delivered["fillers"] += sum(1 for s in made.samples if s.source < 0)
+        state, delivered, count = self._state, self._state.delivered, len(made.taken.samples)
+        state.lanes = made.lanes
+        for i, tokens in enumerate(made.source_tokens):
+            state.source_tokens[i] += tokens
+        delivered["tokens"] += made.tokens
+        delivered["padding"] += count * self.data.seq_len - made.tokens
+        delivered["rows"] += made.documents
+        delivered["samples"] += count
+        delivered["fillers"] += made.fillers
+        for step, taken in made.skipped:
+            delivered["skipped"] += len(taken.samples)
+            if state.skipped and state.skipped[-1][1] == step:
+                state.skipped[-1][1] = step + 1
+            else:
+                state.skipped.append([step, step + 1])
         state.digest.add(made.digest)
         self._step_digest = Digest(made.digest)
-        state.step = batch.step + 1
+        state.step = made.step + 1
         state.sample = made.next_sample
-        self._delivered.append(made)
+        self._last = made
+        if self._record:
+            self._flight.append((state.step - state.skipped_steps, made))
 
-    def _tensors(self, made: _Made) -> dict[str, Any]:
-        import torch
-
+    def _tensors(self, made: Made) -> dict[str, Any]:
         tensors = dict(made.slot.tensors)
-        arrays = made.batch.arrays
-        tensors["cu_seqlens"] = torch.from_numpy(arrays["cu_seqlens"])
+        if made.borders is not None:
+            import torch
+
+            tensors["cu_seqlens"] = torch.from_numpy(made.borders)
         if self._copy:
             tensors = {name: t.clone() for name, t in tensors.items()}
         if self._device is not None:
             tensors = {name: t.to(self._device, non_blocking=self._pin) for name, t in tensors.items()}
             if self._pin:
+                import torch
+
                 made.ready = torch.cuda.Event()
                 made.ready.record()
-        return tensors | {"max_seqlen": made.batch.max_seqlen}
+        if made.borders is not None:
+            tensors["max_seqlen"] = made.max_seqlen
+        return tensors
 
     def _begin_pass(self, number: int) -> None:
         self.close()
-        self._plan = self.data.plan(number)
         self._state.number, self._state.ended = number, False
-        self._state.lanes = {lane: self._plan.start(lane) for lane in self._own}
-        self._foreign = {lane: self._plan.start(lane) for lane in range(self.data.lanes)}
+        self._start_pass(number)
         self._origin = self._state.sample
+
+    def _start_pass(self, number: int) -> None:
+        plan = self.data.plan(number, self._state.step - 1)
+        self._foreign = dict(enumerate(plan.starts))
+        self._state.lanes = np.stack([self._foreign[lane] for lane in self._own])
 
     # ------------------------------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has delivered, as a plain JSON-able dict. Not collective."""
-        return self._state.to_cursor(self.data.fingerprint(), self.data.lanes, self.data.names).to_dict()
+        fingerprint = self.data.fingerprint(self._state.step)
+        return self._state.to_cursor(fingerprint, self.data.lanes, self.data.names).to_dict()
 
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, accept: Collection[str] = ()
@@ -229,25 +219,26 @@ class Loader:
         names (such as {"weights"}) that may differ.
         """
         self.close()
-        number = _pass_of(state)
-        plan = self.data.plan(number)
+        number, step = _body_number(state, "pass"), _body_number(state, "step")
+        plan = self.data.plan(number, step - 1)
         loaded, known = load_states(
             state,
-            fingerprint=self.data.fingerprint(),
+            fingerprint=self.data.fingerprint(step),
             names=self.data.names,
             lanes=self.data.lanes,
             own=self._own,
             rank=self.rank,
             accept=accept,
-            fresh={lane: plan.start(lane) for lane in range(self.data.lanes)},
+            fresh=dict(enumerate(plan.starts)),
         )
-        self._plan, self._state = plan, loaded
+        self._state = loaded
         self._foreign = known if len(known) == self.data.lanes else None
         self._origin = loaded.sample
         self._step_digest = Digest()
         self._started = None
         self._drained = self._totals()
-        self._delivered.clear()
+        self._last = None
+        self._flight.clear()
 
     def gather_state(self) -> dict[str, Any]:
         """The states of all ranks as one. Collective: every rank must call it, and every rank gets it."""
@@ -274,6 +265,16 @@ class Loader:
         return self._state.step
 
     @property
+    def skipped_steps(self) -> int:
+        """How many of the steps were passed over."""
+        return self._state.skipped_steps
+
+    @property
+    def skipped(self) -> list[list[int]]:
+        """The ranges of steps [from, to) that were passed over."""
+        return [list(r) for r in self._state.skipped]
+
+    @property
     def digest(self) -> str:
         """Over everything this rank delivered. The sum over ranks is the run's digest: see `gather_state`."""
         return str(self._state.digest)
@@ -287,18 +288,50 @@ class Loader:
 
     def pieces(self, batch: Mapping[str, Any]) -> list[Piece]:
         """Where the tokens of the batch that was delivered last come from."""
-        first = int(batch["sample_index"][0])
-        for made in self._delivered:
-            if made.indices.start == first:
-                return [
-                    piece
-                    for g, sample in zip(made.indices, made.samples, strict=True)
-                    if sample.window is not None
-                    for piece in self.data.makers[sample.source].pieces(sample.window, sample.block, g)
-                ]
-        raise ValueError(
-            f"the batch with sample {first} is not the one this loader delivered last: ask before taking the next"
-        )
+        first, made = int(batch["sample_index"][0]), self._last
+        if made is None or made.taken.samples.start != first:
+            raise ValueError(
+                f"the batch with sample {first} is not the one this loader delivered last: ask before taking the next"
+            )
+        return [
+            piece
+            for i, g in enumerate(made.taken.samples)
+            if (window := made.taken.window(i)) is not None
+            for piece in self.data.makers[window.source].pieces(window, made.taken.block(i), g)
+        ]
+
+    def drain_flight(self) -> dict[str, Any] | None:
+        """What was delivered since the last call, as one line of a flight record (jobs/flight.py); None if nothing was.
+
+        It tells of this rank's own samples; lines of several ranks are put together by their sample indices.
+        """
+        records, self._flight = self._flight, []
+        if not records:
+            return None
+        size = self.global_batch_size
+        steps = [made.next_sample - size for _, made in records]
+        delivered = [made.taken for _, made in records]
+        skipped = [
+            (made.next_sample - size * (1 + len(made.skipped) - i), taken)
+            for _, made in records
+            for i, (_, taken) in enumerate(made.skipped)
+        ]
+        opened = [
+            [taken.samples[i], taken.samples[i] % self.data.lanes, window.source, *window.start]
+            for taken in [*delivered, *(t for _, t in skipped)]
+            for i in np.flatnonzero((taken.rows[:, 1] == 0) & (taken.sources >= 0)).tolist()
+            if (window := taken.window(i)) is not None
+        ]
+        line: dict[str, Any] = {
+            "first": records[0][0],
+            "samples": [*steps, records[-1][1].next_sample],
+            "picks": _picks(delivered),
+            "opened": sorted(opened),
+        }
+        if skipped:
+            line["skipped"] = [[first, first + size] for first, _ in skipped]
+            line["skipped_picks"] = _picks([t for _, t in skipped])
+        return line
 
     def metric_specs(self) -> tuple[MetricSpec, ...]:
         return _SPECS
@@ -324,7 +357,7 @@ class Loader:
         seconds = time.perf_counter() - self._started if self._started is not None else 0.0
         return LoaderReport.of(
             names=self.data.names,
-            targets=self.data.weights,
+            targets=self.data.mean_weights(self._state.step),
             source_tokens=self._state.source_tokens,
             delivered=self._state.delivered,
             new_tokens=self._state.delivered["tokens"] - self._begun_tokens,
@@ -334,8 +367,14 @@ class Loader:
             steps=self._state.step,
         )
 
+    def __repr__(self) -> str:
+        return f"Loader(rank {self.rank} of {self.world_size}, global_batch_size {self.global_batch_size}, step {self.step})"
+
     def close(self) -> None:
         """Stop the threads. What was prefetched and not delivered is forgotten; iterating again makes it anew."""
+        if self._forgotten is not None:
+            self._forgotten.detach()  # it would keep the pipeline and its buffers for as long as the loader lives
+            self._forgotten = None
         if self._running is not None:
             self._running.close()
             self._running = None
@@ -348,7 +387,7 @@ class Loader:
 
     # ---------------------------------------------------------------------------------------- private
 
-    def _check(self, workers: int, prefetch: int, labels: str) -> None:
+    def _check(self, workers: int, processes: int, prefetch: int, labels: str) -> None:
         problems = []
         size, world, lanes = self.global_batch_size, self.world_size, self.data.lanes
         if not isinstance(size, int) or size < 1:
@@ -362,32 +401,98 @@ class Loader:
             problems.append(f"{lanes} lanes cannot be shared by {world} ranks: use a world size that divides them")
         if not isinstance(workers, int) or workers < 0:
             problems.append(f"tokenizer_workers must be 0 or more, got {workers!r}")
+        if not isinstance(processes, int) or processes < 0:
+            problems.append(f"data_loader_workers must be 0 or more, got {processes!r}")
+        elif processes and workers:
+            problems.append(
+                f"data_loader_workers={processes} and tokenizer_workers={workers} cannot both be above 0: nested process and "
+                "thread pools can lead to oversubscription or stalls. Choose one of the two"
+            )
         if not isinstance(prefetch, int) or prefetch < 0:
             problems.append(f"prefetch_batches must be 0 or more, got {prefetch!r}")
         if labels not in ("shifted", "hf"):
             problems.append(f'labels must be "shifted" or "hf", got {labels!r}')
+        known = (*FIELDS, "segment_ids")
+        problems += [
+            f"fields: there is no field {f!r}; there are {', '.join(known)}" for f in self._fields if f not in known
+        ]
+        if "input_ids" not in self._fields:
+            problems.append("fields must hold 'input_ids'")
+        problems += [
+            f"skip: a range of steps is [from, to) with 0 <= from < to, got {a}:{b}"
+            for a, b in self._skip
+            if not 0 <= a < b
+        ]
         if problems:
             raise ConfigError(problems)
 
-    def _new_slot(self) -> _Slot:
+    def _new_pipeline(self) -> Pipeline:
+        state, data, size = self._state, self.data, self.global_batch_size
+        plan = data.plan(state.number, state.step - 1)
+        changes = [
+            WeightChange(state.sample + (step - state.step) * size, weights)
+            for step, weights in data.changes_from(state.step, state.number)
+        ]
+        supply = self._new_supply()
+        table = LaneTable(plan, supply, dict(zip(self._own, state.lanes, strict=True)), changes)
+        shape = Shape(
+            global_batch_size=size,
+            rank=self.rank,
+            world_size=self.world_size,
+            seq_len=data.seq_len,
+            lanes=data.lanes,
+            sources=len(data.sources),
+            pad_id=data.packing.pad_id,
+            unshifted=self._unshifted,
+            borders="cu_seqlens" in self._fields,
+        )
+        pipeline = Pipeline(
+            shape, table, supply, self._new_ends(plan, changes), self._slot_maker(),
+            step=state.step, sample=state.sample, skip=self._skip, prefetch=self._prefetch, meter=self.meter,
+        )  # fmt: skip
+        # A loader that is let go without close() takes its threads along: they hold the pipeline, which does not hold it.
+        self._forgotten = weakref.finalize(self, pipeline.close)
+        self._forgotten.atexit = False
+        return pipeline
+
+    def _new_supply(self) -> WindowSupply:
+        if self._processes:
+            from headrace.loader.processes import WindowProcesses
+
+            return WindowProcesses(
+                self.data.recipe,
+                workers=self._processes,
+                meter=self.meter,
+                deadline=self._deadline,
+                found=self.data.note_hole,
+            )
+        return WindowPool(
+            self.data.make_window,
+            workers=self._workers,
+            meter=self.meter,
+            deadline=self._deadline,
+            look_ahead=self.data.look_ahead,
+        )
+
+    def _slot_maker(self) -> Any:
         import torch
 
-        rows, width = self.global_batch_size // self.world_size, self.data.seq_len
-        shapes: dict[str, tuple[int, ...]] = {
-            "input_ids": (rows, width),
-            "labels": (rows, width),
-            "position_ids": (rows, width),
-        }
-        shapes |= {"sample_index": (rows,), "row_count": (rows,)}
-        if self._segments:
-            shapes["segment_ids"] = (rows, width)
         if self._pin and not torch.cuda.is_available():
             raise ConfigError("pin_memory=True needs a CUDA device, and torch sees none here: leave it off")
-        tensors = {name: torch.empty(shape, dtype=torch.int64, pin_memory=self._pin) for name, shape in shapes.items()}
-        return _Slot(arrays={name: t.numpy() for name, t in tensors.items()}, tensors=tensors)
+        rows, width, pin = self.global_batch_size // self.world_size, self.data.seq_len, self._pin
+        shapes = {name: (rows, width) for name in TOKEN_FIELDS if name in self._fields}
+        vectors = {
+            name: (rows,) for name in ("sample_index", "row_count") if name == "sample_index" or name in self._fields
+        }
 
-    def _new_ends(self, pool: WindowPool) -> Ends | None:
-        if not self._plan.finite():
+        def make() -> Slot:
+            tensors = {n: torch.empty(s, dtype=torch.int64, pin_memory=pin) for n, s in (shapes | vectors).items()}
+            return Slot(arrays={name: t.numpy() for name, t in tensors.items()}, tensors=tensors)
+
+        return make
+
+    def _new_ends(self, plan: LanePlan, changes: Sequence[WeightChange]) -> Ends | None:
+        if not plan.finite():
             return None
         if self.world_size == 1:
             return AloneEnds()
@@ -396,200 +501,14 @@ class Loader:
 
             name = f"headrace/ends/{self._number}/{self._state.number}/{self._origin}"
             return StoreEnds(process_group_store(), name, self.rank, self.world_size, self.meter)
-        known = self._foreign or {}
-        others = {
-            lane: Lane(
-                lane,
-                self._plan,
-                WindowPool(self.data.make_window, workers=0, meter=self.meter, deadline=self._deadline),
-                *known[lane],
-            )
-            for lane in known
-            if lane not in self._own
-        }
+        others = {lane: s for lane, s in (self._foreign or {}).items() if lane not in self._own}
+        alone = WindowPool(self.data.make_window, workers=0, meter=self.meter, deadline=self._deadline)
         return ReplayEnds(
-            others, lane_count=self.data.lanes, origin=self._origin, missing=self._foreign is None, meter=self.meter
+            LaneTable(plan, alone, others, changes),
+            origin=self._origin,
+            missing=self._foreign is None,
+            meter=self.meter,
         )
-
-
-class _Pipeline:
-    """Lanes in motion, and the thread that turns their samples into batches. Lives from one load to the next."""
-
-    def __init__(self, loader: Loader) -> None:
-        # A loader that is let go without close() takes its threads along: they hold the pipeline, which must not hold it.
-        self._loader: Loader = weakref.proxy(loader)
-        self._meter = loader.meter
-        state = loader._state
-        self._step, self._sample = state.step, state.sample
-        self._pool = WindowPool(
-            loader.data.make_window, workers=loader._workers, meter=loader.meter, deadline=loader._deadline
-        )
-        self._lanes = {lane: Lane(lane, loader._plan, self._pool, *state.lanes[lane]) for lane in loader._own}
-        self._ends = loader._new_ends(self._pool)
-        self._free: deque[_Slot] = deque()
-        self._made: deque[_Made | None] = deque()
-        self._failure: BaseException | None = None
-        self._handed_over: _Made | None = None
-        self._closed = False
-        self._changed = threading.Condition()
-        self._depth = loader._prefetch + 2
-        self._slots = 0
-        origin = self._sample
-        for lane in sorted(self._lanes, key=lambda lane: (lane - origin) % loader.data.lanes):
-            self._lanes[lane].announce(float(origin + (lane - origin) % loader.data.lanes))
-        self._thread: threading.Thread | None = None
-        self._forgotten = weakref.finalize(loader, self.close)
-        self._forgotten.atexit = False
-        _pipelines.add(self)
-        if loader._prefetch:
-            self._thread = threading.Thread(target=self._produce, name="headrace-batches", daemon=True)
-            self._thread.start()
-
-    def next(self, wait: Wait) -> _Made | None:
-        """The next batch, or None at the end. Gives the buffers of the one before back to the ring."""
-        self._release()
-        if self._thread is None:
-            made = self._assemble(self._slot())
-        else:
-            with self._changed:
-                while not self._made:
-                    if self._failure is not None:
-                        raise self._failure
-                    wait.check()
-                    self._changed.wait(min(0.5, max(wait.remaining(), 0.001)))
-                made = self._made.popleft()
-                self._changed.notify_all()
-        self._handed_over = made
-        return made
-
-    def close(self, timeout: float = 2.0) -> None:
-        self._forgotten.detach()  # it would keep this pipeline and its buffers for as long as the loader lives
-        until = time.monotonic() + timeout
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._pool.close(timeout)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(max(until - time.monotonic(), 0.0))
-
-    def _release(self) -> None:
-        before = self._handed_over
-        if before is None:
-            return
-        if before.ready is not None:
-            with Wait("loader.copy", meter=self._meter):
-                before.ready.synchronize()
-        with self._changed:
-            self._free.append(before.slot)
-            self._handed_over = None
-            self._changed.notify_all()
-
-    def _produce(self) -> None:
-        try:
-            while True:
-                with self._changed, Wait("loader.ahead", meter=self._meter, deadline=1e6, hidden=True):
-                    while not self._closed and (len(self._made) > self._loader._prefetch or not self._may_take_slot()):
-                        self._changed.wait(1.0)
-                    if self._closed:
-                        return
-                made = self._assemble(self._slot())
-                with self._changed:
-                    self._made.append(made)
-                    self._changed.notify_all()
-                if made is None:
-                    return
-        except BaseException as error:  # raised again by the next() that needs the batch
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
-
-    def _may_take_slot(self) -> bool:
-        return bool(self._free) or self._slots < self._depth
-
-    def _slot(self) -> _Slot:
-        with self._changed:
-            if self._free:
-                return self._free.popleft()
-            self._slots += 1
-        return self._loader._new_slot()
-
-    def _assemble(self, slot: _Slot) -> _Made | None:
-        """Step `self._step`, or None when no rank has anything more to deliver."""
-        loader = self._loader
-        lanes, world, rank = loader.data.lanes, loader.world_size, loader.rank
-        first = self._sample
-        mine = range(first + (rank - first) % world, first + loader.global_batch_size, world)
-        with phase("lanes", meter=self._meter):
-            own = self._has_data(mine)
-            if self._ends is None:
-                if not own:
-                    raise HeadraceError(
-                        "no source has a single document with text left to read: repeating would go on for ever without "
-                        "delivering anything. Check the files, or text_key."
-                    )
-            else:
-                others = self._ends.others_have_data(self._step, first, own, lambda: self._closed)
-                if not own and not others:
-                    return None
-            samples = tuple(self._lanes[g % lanes].take(float(g)) for g in mine)
-        with phase("assemble", meter=self._meter):
-            made = self._fill(slot, mine, samples, first)
-        self._step += 1
-        self._sample = first + loader.global_batch_size
-        return made
-
-    def _has_data(self, mine: range) -> bool:
-        lanes = self._loader.data.lanes
-        seen = dict.fromkeys(g % lanes for g in mine)
-        return any(self._lanes[lane].has_more(float(mine.start)) for lane in itertools.chain(seen, self._lanes))
-
-    def _fill(self, slot: _Slot, mine: range, samples: Sequence[Sample], first: int) -> _Made:
-        loader, arrays = self._loader, slot.arrays
-        pad, width = loader.data.packing.pad_id, loader.data.seq_len
-        digest = tokens = rows = 0
-        lengths: list[np.ndarray] = []
-        for i, (g, sample) in enumerate(zip(mine, samples, strict=True)):
-            arrays["sample_index"][i] = g
-            if sample.window is None:
-                arrays["input_ids"][i] = pad
-                arrays["labels"][i] = -100
-                arrays["position_ids"][i] = np.arange(width)
-                arrays["row_count"][i] = 0
-                pieces, content = np.empty(0, np.int32), _FILLER
-            else:
-                blocks, b = sample.window.blocks, sample.block
-                expand_block(
-                    blocks,
-                    b,
-                    pad,
-                    loader._unshifted,
-                    arrays["input_ids"][i],
-                    arrays["labels"][i],
-                    arrays["position_ids"][i],
-                )
-                arrays["row_count"][i] = blocks.row_count[b]
-                pieces = blocks.piece_len[blocks.piece_ptr[b] : blocks.piece_ptr[b + 1]]
-                content = blocks.hashes[b]
-                rows += int(blocks.row_count[b])
-                tokens += sample.tokens
-            if loader._segments:
-                arrays["segment_ids"][i, : sample.tokens] = np.repeat(np.arange(1, len(pieces) + 1), pieces)
-                arrays["segment_ids"][i, sample.tokens :] = 0
-            lengths.append(pieces)
-            if sample.tokens < width:
-                lengths.append(np.array([width - sample.tokens], np.int32))
-            digest += sample_term(g, content)
-        sizes = np.concatenate(lengths)
-        borders = np.zeros(len(sizes) + 1, np.int32)
-        np.cumsum(sizes, out=borders[1:])
-        batch = Batch(
-            arrays={**arrays, "cu_seqlens": borders},
-            step=self._step,
-            max_seqlen=int(sizes.max()),
-            tokens=tokens,
-            rows=rows,
-        )
-        return _Made(batch, mine, tuple(samples), digest, first + loader.global_batch_size, slot)
 
 
 def _rank_and_world(rank: int | None, world: int | None) -> tuple[int, int, bool]:
@@ -615,12 +534,18 @@ def _rank_and_world(rank: int | None, world: int | None) -> tuple[int, int, bool
     return rank, world, bool(same)
 
 
-def _pass_of(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> int:
-    """Which pass a state is in; a state that does not say is refused later, by name."""
+def _body_number(state: Mapping[str, Any] | Sequence[Mapping[str, Any]], name: str) -> int:
+    """A number that a state should hold; a state that does not is refused later, by name."""
     first = state if isinstance(state, Mapping) else (state[0] if state else {})
     body = first.get("body") if isinstance(first, Mapping) else None
-    number = body.get("pass", 0) if isinstance(body, Mapping) else 0
+    number = body.get(name, 0) if isinstance(body, Mapping) else 0
     return number if isinstance(number, int) and number >= 0 else 0
+
+
+def _picks(taken: Sequence[Taken]) -> str:
+    """The source of every sample, 0xFFFF for a filler, as text."""
+    sources = np.concatenate([t.sources for t in taken])
+    return base64.b64encode(sources.astype("<i2").astype("<u2").tobytes()).decode()
 
 
 def _divisors(size: int, lanes: int) -> str:

@@ -11,15 +11,30 @@ import heapq
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from headrace.errors import WorkerDied
 from headrace.loader.windows import Carry, Window, WindowStart
 from headrace.metrics import Meter, Wait
 
-__all__ = ["WindowKey", "WindowPool"]
+__all__ = ["WindowKey", "WindowPool", "WindowSupply"]
 
 WindowKey = tuple[int, int, WindowStart]
 """(source, lane, start)"""
+
+
+class WindowSupply(Protocol):
+    """Where lanes get their windows from."""
+
+    def request(self, key: WindowKey, priority: float) -> None:
+        """Say that a window will be wanted; the lowest priority is made first."""
+        ...
+
+    def take(self, key: WindowKey, priority: float = ...) -> Window:
+        """The window, made now or earlier. It is the caller's from here on."""
+        ...
+
+    def close(self, timeout: float = ...) -> None: ...
 
 
 class _Task:
@@ -42,8 +57,11 @@ class WindowPool:
         workers: int,
         meter: Meter,
         deadline: float,
+        look_ahead: Callable[[WindowKey], None] = lambda key: None,
     ) -> None:
+        """`look_ahead` is told of every window that will be wanted, before a thread has time for it."""
         self._make = make
+        self._look_ahead = look_ahead
         self._meter = meter
         self._deadline = deadline
         self._changed = threading.Condition()
@@ -63,9 +81,11 @@ class WindowPool:
         if not self._threads:
             return
         with self._changed:
-            if key not in self._tasks:
-                self._tasks[key] = _Task()
-                self._push(key, priority)
+            if key in self._tasks:
+                return
+            self._tasks[key] = _Task()
+            self._push(key, priority)
+        self._look_ahead(key)
 
     def take(self, key: WindowKey, priority: float = float("-inf")) -> Window:
         """The window, made now or earlier. It is the caller's from here on."""

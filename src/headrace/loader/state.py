@@ -14,16 +14,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from headrace.errors import CursorMismatch
-from headrace.loader.lanes import DRY, Entry
+from headrace.loader.lanes import CREDIT, DRY, EPOCH
 from headrace.order import Cursor, Digest
 
-__all__ = ["KIND", "VERSION", "LaneState", "LoaderState", "load_states", "merge_states"]
+__all__ = ["KIND", "VERSION", "LoaderState", "load_states", "merge_states"]
 
 KIND, VERSION = "text", 1
-
-LaneState = tuple[tuple[Entry, ...], tuple[int, ...]]
-"""Entries and credits of one lane."""
 
 
 @dataclass(slots=True)
@@ -37,21 +36,26 @@ class LoaderState:
     ended: bool = False
     digest: Digest = field(default_factory=Digest)
     delivered: dict[str, int] = field(
-        default_factory=lambda: {"tokens": 0, "padding": 0, "rows": 0, "samples": 0, "fillers": 0}
+        default_factory=lambda: {"tokens": 0, "padding": 0, "rows": 0, "samples": 0, "fillers": 0, "skipped": 0}
     )
     source_tokens: list[int] = field(default_factory=list)
     """Per source, over all passes, by this rank (rank 0 also holds what ranks of an earlier shape delivered)."""
-    lanes: dict[int, LaneState] = field(default_factory=dict)
+    skipped: list[list[int]] = field(default_factory=list)
+    """Ranges of steps [from, to) that were passed over."""
+    lane_ids: tuple[int, ...] = ()
+    lanes: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 6), np.int64))
+    """int64 [lanes, sources, 6], as in lanes.py; replaced as a whole, never written to."""
+
+    @property
+    def skipped_steps(self) -> int:
+        return sum(b - a for a, b in self.skipped)
 
     def to_cursor(self, fingerprint: Mapping[str, str], lane_count: int, names: Sequence[str]) -> Cursor:
-        entries = {
-            str(lane): [[*entry, credit] for entry, credit in zip(es, cs, strict=True)]
-            for lane, (es, cs) in sorted(self.lanes.items())
-        }
+        entries = {str(lane): state for lane, state in zip(self.lane_ids, self.lanes.tolist(), strict=True)}
         body = {
             "step": self.step, "sample": self.sample, "pass": self.number, "ended": self.ended, "lanes": lane_count,
             "sources": list(names), "digest": str(self.digest), "delivered": dict(self.delivered),
-            "source_tokens": list(self.source_tokens), "entries": entries,
+            "source_tokens": list(self.source_tokens), "skipped": [list(r) for r in self.skipped], "entries": entries,
         }  # fmt: skip
         return Cursor(kind=KIND, version=VERSION, fingerprint=fingerprint, body=body)
 
@@ -69,7 +73,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             kind=first.kind, version=first.version, fingerprint=first.fingerprint, what=f"state {i} of {len(states)}"
         )
     bodies = [dict(c.body) for c in cursors]
-    for name in ("step", "sample", "pass", "lanes", "sources"):
+    for name in ("step", "sample", "pass", "lanes", "sources", "skipped"):
         found = [b.get(name) for b in bodies]
         if any(f != found[0] for f in found):
             raise CursorMismatch(
@@ -88,7 +92,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "entries": entries,
         "ended": all(b["ended"] for b in bodies),
         "digest": str(Digest(sum(Digest(b["digest"]).value for b in bodies))),
-        "delivered": {k: sum(b["delivered"][k] for b in bodies) for k in bodies[0]["delivered"]},
+        "delivered": {k: sum(b["delivered"].get(k, 0) for b in bodies) for k in bodies[0]["delivered"]},
         "source_tokens": [sum(t) for t in zip(*(b["source_tokens"] for b in bodies), strict=True)],
     }
     return Cursor(kind=first.kind, version=first.version, fingerprint=first.fingerprint, body=merged).to_dict()
@@ -103,8 +107,8 @@ def load_states(
     own: Collection[int],
     rank: int,
     accept: Collection[str],
-    fresh: Mapping[int, LaneState],
-) -> tuple[LoaderState, dict[int, LaneState]]:
+    fresh: Mapping[int, np.ndarray],
+) -> tuple[LoaderState, dict[int, np.ndarray]]:
     """The state for one rank, and the lanes of the other ranks as far as they are known.
 
     `fresh` is what a lane looks like before its first sample; a source that a state does not know (accepted as
@@ -121,25 +125,26 @@ def load_states(
                 f"state was saved with {body['lanes']} lanes, this dataset has {lanes}; lanes belong to the run"
             )
         place = {name: i for i, name in enumerate(saved_names)}
-        known: dict[int, LaneState] = {}
+        known: dict[int, np.ndarray] = {}
         for lane, rows in entries.items():
-            fresh_entries, fresh_credits = fresh[lane]
-            parsed = [
-                _entry(rows[place[n]]) if n in place else (fresh_entries[i], fresh_credits[i])
-                for i, n in enumerate(names)
-            ]
-            known[lane] = tuple(e for e, _ in parsed), _balanced([c for _, c in parsed])
+            state_of = fresh[lane].copy()
+            for i, name in enumerate(names):
+                if name in place:
+                    state_of[i] = _entry(rows[place[name]])
+            state_of[:, CREDIT] = _balanced(state_of[:, CREDIT].tolist())
+            known[lane] = state_of
         partial = set(known) != set(range(lanes))
         loaded = LoaderState(
             step=int(body["step"]),
             sample=int(body["sample"]),
             number=int(body["pass"]),
             ended=bool(body["ended"]),
+            skipped=[[int(a), int(b)] for a, b in body.get("skipped", ())],
         )
         # What earlier ranks delivered is added up once: here if this rank goes on alone from its own state, else on rank 0.
         if partial or rank == 0:
             loaded.digest = Digest(body["digest"])
-            loaded.delivered = {k: int(v) for k, v in body["delivered"].items()}
+            loaded.delivered |= {k: int(v) for k, v in body["delivered"].items()}
             tokens = dict(zip(saved_names, body["source_tokens"], strict=True))
             loaded.source_tokens = [int(tokens.get(n, 0)) for n in names]
         else:
@@ -152,16 +157,18 @@ def load_states(
             f"state has lanes {_ranges(known)} of {lanes}, this rank needs lanes {_ranges(own)}: it was saved by one rank of "
             "several. Pass the list of all ranks' states, or the one from gather_state()."
         )
-    loaded.lanes = {lane: known[lane] for lane in sorted(own)}
+    loaded.lane_ids = tuple(sorted(own))
+    loaded.lanes = np.stack([known[lane] for lane in loaded.lane_ids])
     return loaded, known
 
 
-def _entry(row: Sequence[int]) -> tuple[Entry, int]:
-    *values, credit = (int(v) for v in row)
-    entry = Entry(*values)
-    if min(entry[1:]) < 0 or entry.epoch < DRY:
-        raise ValueError(f"negative position {row}")
-    return entry, credit
+def _entry(row: Sequence[int]) -> list[int]:
+    values = [int(v) for v in row]
+    if len(values) != CREDIT + 1:
+        raise ValueError(f"an entry of {len(values)} numbers, expected {CREDIT + 1}: {row}")
+    if min(values[EPOCH + 1 : CREDIT]) < 0 or values[EPOCH] < DRY or max(map(abs, values)) >= 1 << 62:
+        raise ValueError(f"an impossible position {row}")
+    return values
 
 
 def _balanced(credits: list[int]) -> tuple[int, ...]:

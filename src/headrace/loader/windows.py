@@ -22,13 +22,13 @@ import numpy as np
 from headrace.errors import HeadraceError, TokenizerError
 from headrace.metrics import Meter, Wait, phase
 from headrace.mix import Deal
-from headrace.order import derive
+from headrace.order import derive, mix64_array
 from headrace.sources import OpenSource
-from headrace.text import Blocks, Packing, TokenBatch, Tokenizer, join_batches, pack
+from headrace.text import SPOT_CHECK_EVERY, Blocks, Encode, Packing, TokenBatch, Tokenizer, join_batches, pack
 
 __all__ = ["Carry", "ChunkCache", "Piece", "Window", "WindowMaker", "WindowStart"]
 
-_ROWS_AT_ONCE = 512
+_ROWS_AT_ONCE = 4096
 
 
 class WindowStart(NamedTuple):
@@ -144,14 +144,16 @@ class WindowMaker:
         self.source = source
         self.deal = deal
         self._tokenizer = tokenizer
+        self._reference: Encode | None = getattr(tokenizer, "reference", None)
+        self._check_key = derive(key, 0)
         self._packing = packing
         self._key = key
         self._shuffle = shuffle
         self._cache = cache
         self._meter = meter
-        self._chars_per_token = (
-            3.0  # a guess that is corrected as documents are seen; decides only how many are encoded at once
-        )
+        # Guesses, corrected as documents are seen: they decide only how many are read and encoded at once.
+        self._chars_per_token = 3.0
+        self._rows_per_char = source.manifest.rows / max(int(source.manifest.chunk_bytes.sum()), 1)
 
     def make(self, lane: int, start: WindowStart, carry: Carry | None = None) -> tuple[Window, Carry | None]:
         """The window that starts at `start`, and what was encoded beyond it."""
@@ -205,6 +207,12 @@ class WindowMaker:
         )
         return window, left
 
+    def first_chunks(self, lane: int, start: WindowStart) -> list[int]:
+        """The chunks that a window will likely need."""
+        chars = self._packing.budget * self._chars_per_token
+        likely = min(int(chars * self._rows_per_char) + 8, _ROWS_AT_ONCE)
+        return [span.chunk for span in self.deal.spans(lane, start.epoch, start.position, likely)]
+
     def pieces(self, window: Window, block: int, sample_index: int) -> list[Piece]:
         """The pieces of one block."""
         blocks, manifest = window.blocks, self.source.manifest
@@ -242,22 +250,19 @@ class WindowMaker:
         rows: list[np.ndarray] = []
         holes = 0
         while chars > 0 and at < total_rows:
-            for span in self.deal.spans(lane, epoch, at, min(_ROWS_AT_ONCE, total_rows - at)):
+            likely = min(int(chars * self._rows_per_char) + 8, _ROWS_AT_ONCE, total_rows - at)
+            for span in self.deal.spans(lane, epoch, at, likely):
                 held = self._cache.texts(self.index, self.source, span.chunk)
-                taken = 0
-                for row in span.rows.tolist():
-                    text = held[row]
-                    if text is None:
-                        holes += 1
-                        text = ""
-                    texts.append(text)
-                    taken += 1
-                    chars -= len(text)
-                    if chars <= 0:
-                        break
+                read = [held[row] for row in span.rows.tolist()]
+                found = [text or "" for text in read]
+                holes += read.count(None)
+                upto = np.cumsum(np.fromiter(map(len, found), np.int64, len(found)))
+                taken = min(int(np.searchsorted(upto, chars)) + 1, len(found))
+                texts += found[:taken]
                 chunks.append(np.full(taken, span.chunk, np.int64))
                 rows.append(span.rows[:taken])
                 at += taken
+                chars -= int(upto[taken - 1])
                 if chars <= 0:
                     break
         return texts, np.concatenate(chunks), np.concatenate(rows), holes
@@ -270,6 +275,8 @@ class WindowMaker:
             raise self._culprit(texts, chunks, rows, error) from error
         tokens = len(batch.ids)
         self._check(batch, texts, chunks, rows)
+        if self._reference is not None:
+            self._spot_check(batch, texts, chunks, rows)
         if tokens > 1000:
             self._chars_per_token = 0.5 * self._chars_per_token + 0.5 * sum(map(len, texts)) / tokens
         return batch
@@ -292,6 +299,26 @@ class WindowMaker:
                 f"tokenizer {name} gave id {int(ids[wrong])} for {self._place(int(chunks[doc]), int(rows[doc]))}, outside its vocabulary of "
                 f"{self._tokenizer.vocab_size:,}. Use the tokenizer that belongs to this vocabulary."
             )
+
+    def _spot_check(self, batch: TokenBatch, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> None:
+        """Some documents, the same in every run, are encoded by the reference too."""
+        assert self._reference is not None
+        numbers = self.source.manifest.first_row[chunks] + rows
+        drawn = mix64_array(numbers.astype(np.uint64) ^ np.uint64(self._check_key)) % np.uint64(SPOT_CHECK_EVERY)
+        for i in np.flatnonzero(drawn == 0).tolist():
+            found, expected = batch.documents(i, i + 1).ids, self._reference([texts[i]]).ids
+            self._meter.add("text/spot_checks")
+            if not np.array_equal(found, expected):
+                at = (
+                    int(np.argmax(found[: len(expected)] != expected[: len(found)]))
+                    if min(len(found), len(expected))
+                    else 0
+                )
+                raise TokenizerError(
+                    f"the engine of tokenizer {self._tokenizer.name} does not agree with `tokenizers` on "
+                    f"{self._place(int(chunks[i]), int(rows[i]))}: {len(found)} ids, expected {len(expected)}; the first that differs is "
+                    f'number {at}. Set engine = "tokenizers", and report the document to the makers of the engine.'
+                )
 
     def _place(self, chunk: int, row: int) -> str:
         file, local = self.source.manifest.locate(int(self.source.manifest.first_row[chunk]) + row)

@@ -30,6 +30,7 @@ __all__ = ["Deal", "Span"]
 
 _SNAP_AT = 16
 _EPOCHS_KEPT = 4
+_ORDERS_KEPT = 256
 
 
 class Span(NamedTuple):
@@ -70,6 +71,7 @@ class Deal:
         self.shuffle = shuffle
         self._key = key
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
+        self._orders: dict[tuple[int, int], Permutation] = {}
 
     def lane_rows(self, lane: int, epoch: int) -> int:
         """How many rows a lane reads in an epoch."""
@@ -95,11 +97,26 @@ class Deal:
             at = upto
         return spans
 
+    def find(self, epoch: int, chunk: int, row: int) -> tuple[int, int]:
+        """(lane, position in its part) of a row of a chunk: the inverse of `spans`."""
+        if not (0 <= chunk < len(self.chunk_rows) and 0 <= row < self.chunk_rows[chunk]):
+            raise IndexError(f"row {row} of chunk {chunk} is not among the {self.rows} rows that are dealt")
+        layout = self._layout(epoch)
+        place = int(np.flatnonzero(layout.order == chunk)[0])
+        into = self._order_in_chunk(epoch, chunk).position(row) if self.shuffle else row
+        at = int(layout.ends[place]) - int(self.chunk_rows[chunk]) + into
+        # The last part that starts at or before the row: parts without rows start where the next one does.
+        slot = int(np.searchsorted(layout.borders[:-1], at, side="right")) - 1
+        return (slot - epoch) % self.lanes, at - int(layout.borders[slot])
+
     def _rows_in_chunk(self, epoch: int, chunk: int, start: int, stop: int) -> np.ndarray:
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
+        return self._order_in_chunk(epoch, chunk).slice(start, stop)
+
+    def _order_in_chunk(self, epoch: int, chunk: int) -> Permutation:
         rows_key = derive(derive(derive(self._key, 1), epoch), chunk)
-        return Permutation(int(self.chunk_rows[chunk]), rows_key).slice(start, stop)
+        return Permutation(int(self.chunk_rows[chunk]), rows_key)
 
     def _part(self, lane: int, epoch: int) -> tuple[int, int]:
         borders = self._layout(epoch).borders

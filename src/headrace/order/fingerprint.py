@@ -15,9 +15,16 @@ import xxhash
 
 from headrace.order.keys import derive, key
 
-__all__ = ["chunk_hash", "file_fingerprint", "fingerprint_json", "full_fingerprint"]
+__all__ = [
+    "SAMPLED_BLOCK",
+    "chunk_hash",
+    "file_fingerprint",
+    "fingerprint_json",
+    "full_fingerprint",
+    "sampled_offsets",
+]
 
-_BLOCK = 64 * 1024
+SAMPLED_BLOCK = 64 * 1024
 _SAMPLES = 14
 
 
@@ -37,9 +44,9 @@ def file_fingerprint(path: Path, size: int) -> str:
     hasher = xxhash.xxh3_64()
     hasher.update(size.to_bytes(8, "little"))
     with open(path, "rb") as handle:
-        for start in _sampled_offsets(size):
+        for start in sampled_offsets(size):
             handle.seek(start)
-            hasher.update(handle.read(_BLOCK))
+            hasher.update(handle.read(SAMPLED_BLOCK))
     return hasher.hexdigest()
 
 
@@ -52,10 +59,10 @@ def full_fingerprint(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def _sampled_offsets(size: int) -> list[int]:
-    if size <= (_SAMPLES + 2) * _BLOCK:
-        return list(range(0, size, _BLOCK))
+def sampled_offsets(size: int) -> list[int]:
+    if size <= (_SAMPLES + 2) * SAMPLED_BLOCK:
+        return list(range(0, size, SAMPLED_BLOCK))
     parent = key("fingerprint.blocks", size=size)
-    blocks = size // _BLOCK
+    blocks = size // SAMPLED_BLOCK
     between = {derive(parent, i) % blocks for i in range(_SAMPLES)}
-    return sorted({0, size - _BLOCK, *(b * _BLOCK for b in between)})
+    return sorted({0, size - SAMPLED_BLOCK, *(b * SAMPLED_BLOCK for b in between)})

@@ -1,9 +1,10 @@
 """Rows enter: which files, chunks and rows a source has, and what the text of a chunk's rows is.
 
     spec       what the user wants read                     Source("jsonl:web/*.jsonl", weight=0.7)
-    matching   which files a spec names
-    raw        bytes of a file that may vanish under us
-    reader     what a format must know how to do            lines (txt, jsonl), columns (parquet; footer)
+    matching   which files a spec names                     stores (s3, gs, az, http), hub (hf)
+    raw        bytes of a file that may vanish under us     stores, packed (gz, zst); access chooses
+    reader     what a format must know how to do            lines (txt, jsonl), columns (parquet; footer),
+                                                            batches (arrow; messages)
     manifest   files, chunks, rows, fingerprints; cached
     records    are these the bytes that were read the first time
     samples    a corpus for those who have none yet

@@ -20,15 +20,15 @@ import numpy as np
 from headrace.errors import DataError
 from headrace.order import chunk_hash
 from headrace.sources.footer import parse_footer
-from headrace.sources.raw import RawFile
-from headrace.sources.reader import BadRow, FileScan, Loaded, not_utf8
+from headrace.sources.raw import ByteFile
+from headrace.sources.reader import BadRow, FileScan, Loaded, Undecodable, all_bad, first_line, not_utf8
 from headrace.sources.spec import nearest
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-__all__ = ["ParquetColumn"]
+__all__ = ["ParquetColumn", "texts_of"]
 
 _MAX_COLUMN_BYTES = 4 << 30
 _MAX_GROUP_ROWS = 1 << 26
@@ -41,12 +41,13 @@ class ParquetColumn:
 
     format = "parquet"
     suffixes: tuple[str, ...] = (".parquet", ".pq")
+    packings: tuple[str, ...] = ()
     unit = "row"
     span = "row groups"
 
     def __init__(self, *, text_key: str) -> None:
         self.text_key = text_key
-        self._kept: OrderedDict[tuple[str, int, int], _Column] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int, int | str], _Column] = OrderedDict()
         self._lock = threading.Lock()
 
     def parameters(self) -> dict[str, Any]:
@@ -55,7 +56,7 @@ class ParquetColumn:
     def chunk_bytes(self, total: int) -> int:
         return 0
 
-    def scan(self, file: RawFile, chunk_bytes: int) -> FileScan:
+    def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan:
         column = _Column(file, self.text_key)
         rows = np.array(column.group_rows, dtype=np.int64)
         kept = np.flatnonzero(rows)
@@ -63,7 +64,7 @@ class ParquetColumn:
         sizes = np.array([max(pages.uncompressed, 0) for pages in column.pages], dtype=np.int64)
         return FileScan(start=kept, end=kept + 1, rows=rows[kept], line=first[kept], size=sizes[kept])
 
-    def load(self, file: RawFile, start: int, end: int) -> Loaded:
+    def load(self, file: ByteFile, start: int, end: int) -> Loaded:
         column = self._column(file)
         if not 0 <= start < len(column.pages):
             raise DataError(
@@ -73,7 +74,7 @@ class ParquetColumn:
         data = file.read(pages.offset, pages.compressed)
         return Loaded(hash=chunk_hash(memoryview(data)), size=len(data), payload=(start, data))
 
-    def decode(self, file: RawFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
+    def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -96,18 +97,18 @@ class ParquetColumn:
             for array in arrays:
                 for _ in range(column.depth - 1):
                     array = array.flatten()[0]
-                more, why = _texts(array)
+                more, why = texts_of(array)
                 bad += [BadRow(row=r + len(texts), line=r + len(texts), reason=why[r]) for r in sorted(why)]
                 texts += more
         except (pa.ArrowException, OSError, ValueError, IndexError, MemoryError) as error:
-            return _all_bad(rows, f"row group {group} cannot be decoded ({_first_line(error)})")
+            return all_bad(rows, f"row group {group} cannot be decoded ({first_line(error)})")
         if len(texts) != rows:
-            return _all_bad(rows, f"row group {group} holds {len(texts):,} rows, its footer says {rows:,}")
+            return all_bad(rows, f"row group {group} holds {len(texts):,} rows, its footer says {rows:,}")
         return texts, bad
 
-    def _column(self, file: RawFile) -> _Column:
+    def _column(self, file: ByteFile) -> _Column:
         """What the footer says; that of the last 64 files is kept, because consecutive chunks come from few files."""
-        key = (str(file.path), file.size, file.mtime_ns)
+        key = (str(file.path), file.size, file.version)
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -123,7 +124,7 @@ class ParquetColumn:
 class _Column:
     """The text column of one file as its footer describes it, every claim held against the file and the caps."""
 
-    def __init__(self, file: RawFile, text_key: str) -> None:
+    def __init__(self, file: ByteFile, text_key: str) -> None:
         raw = _footer_bytes(file)
         try:
             footer = parse_footer(raw)
@@ -148,24 +149,28 @@ class _Column:
             self._check(file, text_key, group)
         self.for_pyarrow = _for_pyarrow(file, raw)
 
-    def _check(self, file: RawFile, text_key: str, group: int) -> None:
+    def _check(self, file: ByteFile, text_key: str, group: int) -> None:
         rows, pages = self.group_rows[group], self.pages[group]
         if not 0 <= rows <= _MAX_GROUP_ROWS:
-            raise DataError(
-                f"row group {group} of {file.path} claims {rows:,} rows; between 0 and {_MAX_GROUP_ROWS:,} are accepted. "
-                "The file is damaged, or should be written with smaller row groups."
+            raise Undecodable(
+                file.path,
+                f"has a row group {group} that claims {rows:,} rows; between 0 and {_MAX_GROUP_ROWS:,} are accepted",
+                "It is damaged, or should be written with smaller row groups",
             )
         if rows == 0:
             return  # has no pages, and writers leave anything as their place
         if pages.offset < 4 or pages.compressed < 0 or pages.offset + pages.compressed > file.size:
-            raise DataError(
-                f"{file.path} is cut short or damaged: column {text_key!r} of row group {group} should lie at bytes "
-                f"{pages.offset:,} to {pages.offset + pages.compressed:,}, the file has {file.size:,}. Restore the file."
+            raise Undecodable(
+                file.path,
+                f"is cut short or damaged: column {text_key!r} of row group {group} should lie at bytes {pages.offset:,} to "
+                f"{pages.offset + pages.compressed:,}, the file has {file.size:,}",
             )
         if max(pages.uncompressed, pages.compressed) > _MAX_COLUMN_BYTES:
-            raise DataError(
-                f"column {text_key!r} of row group {group} in {file.path} unpacks to {pages.uncompressed:,} bytes, more than "
-                f"the {_MAX_COLUMN_BYTES:,} a chunk may have. Write the file with smaller row groups."
+            raise Undecodable(
+                file.path,
+                f"has a row group {group} whose column {text_key!r} unpacks to {pages.uncompressed:,} bytes, more than the "
+                f"{_MAX_COLUMN_BYTES:,} a chunk may have",
+                "Write it with smaller row groups",
             )
 
 
@@ -202,29 +207,22 @@ class _Pages(io.RawIOBase):
         return got
 
 
-def _footer_bytes(file: RawFile) -> bytes:
+def _footer_bytes(file: ByteFile) -> bytes:
     tail = 8
     if file.size < 4 + tail:
-        raise DataError(
-            f"{file.path} is not a parquet file: it has {file.size:,} bytes. Restore it or take it out of the source."
-        )
+        raise Undecodable(file.path, f"is not a parquet file: it has {file.size:,} bytes")
     trailer = bytes(file.read(file.size - tail, tail))
     if trailer[4:] == b"PARE":
-        raise DataError(f"{file.path} is an encrypted parquet file, which cannot be read. Write it unencrypted.")
+        raise Undecodable(file.path, "is an encrypted parquet file, which cannot be read", "Write it unencrypted")
     if trailer[4:] != b"PAR1" or file.read(0, 4) != b"PAR1":
-        raise DataError(
-            f"{file.path} is not a parquet file, or was cut short: it does not begin and end with PAR1. Restore it or take "
-            "it out of the source."
-        )
+        raise Undecodable(file.path, "is not a parquet file, or was cut short: it does not begin and end with PAR1")
     length = int.from_bytes(trailer[:4], "little")
     if length > file.size - 4 - tail:
-        raise DataError(
-            f"{file.path} is damaged: its footer claims {length:,} bytes, the file has {file.size:,}. Restore the file."
-        )
+        raise Undecodable(file.path, f"is damaged: its footer claims {length:,} bytes, the file has {file.size:,}")
     return bytes(file.read(file.size - tail - length, length))
 
 
-def _for_pyarrow(file: RawFile, raw: bytes) -> pq.FileMetaData:
+def _for_pyarrow(file: ByteFile, raw: bytes) -> pq.FileMetaData:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -235,16 +233,16 @@ def _for_pyarrow(file: RawFile, raw: bytes) -> pq.FileMetaData:
         raise _damaged(file, error) from error
 
 
-def _damaged(file: RawFile, error: BaseException) -> DataError:
-    return DataError(f"{file.path} is damaged: its footer does not parse ({_first_line(error)}). Restore the file.")
+def _damaged(file: ByteFile, error: BaseException) -> Undecodable:
+    return Undecodable(file.path, f"is damaged: its footer does not parse ({first_line(error)})")
 
 
-def _texts(array: pa.Array) -> tuple[list[str | None], dict[int, str]]:
+def texts_of(array: pa.Array) -> tuple[list[str | None], dict[int, str]]:
     """The texts of an array, None where there is none, and why not."""
     import pyarrow as pa
 
     if isinstance(array, pa.DictionaryArray):
-        values, reasons = _texts(array.dictionary)
+        values, reasons = texts_of(array.dictionary)
         indices = array.indices.to_pylist()
         texts = [None if i is None else values[i] for i in indices]
         return texts, {row: reasons.get(i, _NULL) for row, i in enumerate(indices) if i is None or i in reasons}
@@ -257,13 +255,13 @@ def _texts(array: pa.Array) -> tuple[list[str | None], dict[int, str]]:
         ):
             texts = [None if text is None else text.decode("utf-8") for text in texts]
     except UnicodeDecodeError:
-        return _texts_one_by_one(array)
+        return _one_by_one(array)
     if not array.null_count:
         return texts, {}
     return texts, {row: _NULL for row, text in enumerate(texts) if text is None}
 
 
-def _texts_one_by_one(array: pa.Array) -> tuple[list[str | None], dict[int, str]]:
+def _one_by_one(array: pa.Array) -> tuple[list[str | None], dict[int, str]]:
     texts: list[str | None] = []
     reasons: dict[int, str] = {}
     for row, value in enumerate(array):
@@ -278,11 +276,3 @@ def _texts_one_by_one(array: pa.Array) -> tuple[list[str | None], dict[int, str]
                 reasons[row] = not_utf8(error)
         texts.append(text)
     return texts, reasons
-
-
-def _all_bad(rows: int, reason: str) -> tuple[list[str | None], list[BadRow]]:
-    return [None] * rows, [BadRow(row=0, line=0, rows=rows, reason=reason)]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -8,6 +8,10 @@ A manifest is a pure function of the files' bytes, so every rank makes the same 
 reading (files side by side in threads), and cached under a key of (path, size, mtime) and of what the scan depends on.
 On a cache hit only the sampled blocks of every file are read again, about a millisecond a file; a file that changed
 behind an unchanged size and mtime is thereby noticed in most cases, and the rest when its chunks are read (records.py).
+Objects of a store have entity tags in place of the mtime, and these are believed.
+
+A shard that cannot be decoded stops the run, or with on_bad = "skip" is a hole: a file of no rows, the reason beside it. It
+is in the fingerprint like any file, so that a run that left it out does not continue, unnoticed, over a mended shard.
 """
 
 from __future__ import annotations
@@ -22,12 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from headrace.errors import DataChanged, FileCorrupt, StorageError
+from headrace.errors import FileCorrupt, StorageError
 from headrace.files import open_container, quarantine, write_container
-from headrace.order import file_fingerprint, fingerprint_json
+from headrace.order import fingerprint_json
+from headrace.sources.access import Access
 from headrace.sources.matching import Found, FoundFile
-from headrace.sources.raw import RawFile, Tally, patiently
-from headrace.sources.reader import FileScan, Reader
+from headrace.sources.raw import Tally
+from headrace.sources.reader import FileScan, Reader, Undecodable
 
 __all__ = ["FileEntry", "Manifest", "make_manifest"]
 
@@ -53,13 +58,16 @@ class FileEntry:
     rows: int
     fingerprint: str
     """16 hex digits over the size and sampled blocks (order.file_fingerprint)."""
+    hole: str = ""
+    """Why the file is left out as a whole; empty for one that is read."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
     """The files and chunks of a source. Two manifests with equal fingerprints hold the same rows in the same chunks."""
 
-    root: Path
+    root: Path | str
+    """The folder all paths are relative to, or the URL of one in a store."""
     files: tuple[FileEntry, ...]
     chunk_file: np.ndarray
     chunk_start: np.ndarray
@@ -84,6 +92,10 @@ class Manifest:
     def bytes(self) -> int:
         return sum(file.size for file in self.files)
 
+    def path_of(self, chunk: int) -> str:
+        """The file of a chunk, with its root: what an error calls it."""
+        return f"{self.root}/{self.files[int(self.chunk_file[chunk])].path}"
+
     def locate(self, row: int) -> tuple[int, int]:
         """(index of the file, row within it) of a row of the source. O(log files)."""
         if not 0 <= row < self.rows:
@@ -93,22 +105,64 @@ class Manifest:
 
 
 def make_manifest(
-    found: Found, reader: Reader, *, chunk_bytes: int | None, follow: bool, fresh: bool, cache: Path, tally: Tally
+    found: Found,
+    reader: Reader,
+    access: Access,
+    *,
+    chunk_bytes: int | None,
+    holes: bool,
+    fresh: bool,
+    cache: Path,
+    tally: Tally,
 ) -> Manifest:
     """The manifest of the found files: from the cache if it is there and still true, else by scanning them.
 
-    `fresh` scans in any case: whoever accepts changed bytes wants them counted anew.
+    `holes`: whether a file that cannot be decoded is left out rather than an error. `fresh` scans in any case: whoever
+    accepts changed bytes wants them counted anew.
     """
     target = reader.chunk_bytes(sum(f.size for f in found.files)) if chunk_bytes is None else chunk_bytes
     recipe = {"version": _VERSION, "format": reader.format, "parameters": reader.parameters(), "chunk_bytes": target}
-    listing = [[f.path, f.size, f.mtime_ns] for f in found.files]
+    listing = [[f.path, f.size, f.version] for f in found.files]
     path = cache / "manifests" / f"{fingerprint_json({**recipe, 'root': str(found.root), 'files': listing})}.manifest"
-    prints = _side_by_side(lambda f: _fingerprint(found.root / f.path, f.size, tally), found.files)
-    cached = None if fresh else _from_cache(path, found, prints, recipe, tally)
-    if cached is not None:
-        return cached
-    scans = _side_by_side(lambda f: _scan(found.root / f.path, f, reader, target, follow, tally), found.files)
-    rows = [int(scan.rows.sum()) for scan in scans]
+    prints = None if access.vouched_for else _side_by_side(access.fingerprint, found.files)
+    manifest = None if fresh else _from_cache(path, found, prints, recipe, tally)
+    if manifest is None:
+        manifest = _scanned(found, reader, access, prints, recipe, path, holes, tally)
+    left_out = [file for file in manifest.files if file.hole]
+    if left_out and not holes:
+        raise Undecodable(f"{manifest.root}/{left_out[0].path}", left_out[0].hole)
+    tally.add(shard_holes=len(left_out))
+    return manifest
+
+
+def _scanned(
+    found: Found,
+    reader: Reader,
+    access: Access,
+    prints: list[str] | None,
+    recipe: dict[str, Any],
+    path: Path,
+    holes: bool,
+    tally: Tally,
+) -> Manifest:
+    prints = _side_by_side(access.fingerprint, found.files) if prints is None else prints
+    print_of = {f.path: p for f, p in zip(found.files, prints, strict=True)}
+
+    def scanned(file: FoundFile) -> FileScan | str:
+        try:
+            with access.open(file.path, file.size, print_of[file.path]) as bytes_:
+                scan = reader.scan(bytes_, recipe["chunk_bytes"])
+        except Undecodable as error:
+            access.require_unchanged(file)  # a file that is still being written is no hole
+            if not holes:
+                raise
+            return error.reason
+        access.require_unchanged(file)
+        return scan
+
+    results = _side_by_side(scanned, found.files)
+    scans = [_nothing() if isinstance(result, str) else result for result in results]
+    reasons = {f.path: result for f, result in zip(found.files, results, strict=True) if isinstance(result, str)}
     columns = {
         "chunk_file": np.repeat(np.arange(len(scans), dtype=np.int32), [len(scan.rows) for scan in scans]),
         "chunk_start": _joined([scan.start for scan in scans]),
@@ -118,16 +172,26 @@ def make_manifest(
         "chunk_bytes": _joined([scan.size for scan in scans]),
     }
     blank = sum(scan.blank_lines for scan in scans)
-    files = [[f.path, f.size, n, p] for f, n, p in zip(found.files, rows, prints, strict=True)]
-    _to_cache(path, columns, {"recipe": recipe, "files": files, "blank_lines": blank}, tally)
+    files = [[f.path, f.size, int(scan.rows.sum()), p] for f, scan, p in zip(found.files, scans, prints, strict=True)]
+    _to_cache(path, columns, {"recipe": recipe, "files": files, "blank_lines": blank, "holes": reasons}, tally)
     tally.add(manifests_built=1)
-    return _manifest(found.root, files, columns, blank, recipe)
+    return _manifest(found.root, files, columns, blank, reasons, recipe)
+
+
+def _nothing() -> FileScan:
+    none = np.zeros(0, dtype=np.int64)
+    return FileScan(start=none, end=none, rows=none, line=none, size=none)
 
 
 def _manifest(
-    root: Path, files: list[list[Any]], columns: dict[str, np.ndarray], blank: int, recipe: dict[str, Any]
+    root: Path | str,
+    files: list[list[Any]],
+    columns: dict[str, np.ndarray],
+    blank: int,
+    holes: dict[str, str],
+    recipe: dict[str, Any],
 ) -> Manifest:
-    entries = tuple(FileEntry(path=p, size=s, rows=r, fingerprint=f) for p, s, r, f in files)
+    entries = tuple(FileEntry(path=p, size=s, rows=r, fingerprint=f, hole=holes.get(p, "")) for p, s, r, f in files)
     typed = {name: _frozen(columns[name].astype(dtype, copy=False)) for name, dtype in _COLUMNS.items()}
     first_row = np.concatenate(([0], np.cumsum(typed["chunk_rows"], dtype=np.int64))).astype(np.int64)
     file_first = np.concatenate(([0], np.cumsum([e.rows for e in entries], dtype=np.int64))).astype(np.int64)
@@ -141,21 +205,6 @@ def _manifest(
         blank_lines=blank,
         fingerprint=fingerprint_json({**recipe, "files": files}),
     )
-
-
-def _scan(path: Path, listed: FoundFile, reader: Reader, target: int, follow: bool, tally: Tally) -> FileScan:
-    with RawFile(path, follow=follow, size=listed.size, tally=tally) as file:
-        scan = reader.scan(file, target)
-    with RawFile(path, follow=follow, size=listed.size, tally=tally) as file:
-        if file.mtime_ns != listed.mtime_ns:
-            raise DataChanged(
-                f"{path} was written to while its rows were counted. Wait until it is complete and run again."
-            )
-    return scan
-
-
-def _fingerprint(path: Path, size: int, tally: Tally) -> str:
-    return patiently(f"reading {path}", lambda: file_fingerprint(path, size), tally)
 
 
 def _side_by_side(call: Any, items: tuple[FoundFile, ...]) -> list[Any]:
@@ -180,8 +229,10 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------ cache
 
 
-def _from_cache(path: Path, found: Found, prints: list[str], recipe: dict[str, Any], tally: Tally) -> Manifest | None:
-    """The cached manifest if it is whole and the files' sampled blocks are what they were."""
+def _from_cache(
+    path: Path, found: Found, prints: list[str] | None, recipe: dict[str, Any], tally: Tally
+) -> Manifest | None:
+    """The cached manifest if it is whole and the files' sampled blocks, if they were read, are what they were."""
     if not path.exists():
         return None
     try:
@@ -197,15 +248,16 @@ def _from_cache(path: Path, found: Found, prints: list[str], recipe: dict[str, A
         ):
             raise FileCorrupt(f"{path} describes another source than its name says")
         blank = int(meta["blank_lines"])
-    except (FileCorrupt, KeyError, TypeError, ValueError) as error:
+        holes = {str(path): str(reason) for path, reason in meta.get("holes", {}).items()}
+    except (FileCorrupt, KeyError, TypeError, ValueError, AttributeError) as error:
         tally.add(cache_damaged=1)
         with contextlib.suppress(OSError, StorageError):  # another rank may have moved it aside already
             quarantine(path, f"{error} (found {time.strftime('%Y-%m-%d %H:%M:%S')})")
         return None
-    if [f[3] for f in files] != prints:
+    if prints is not None and [f[3] for f in files] != prints:
         tally.add(cache_stale=1)
         return None
-    return _manifest(found.root, files, columns, blank, recipe)
+    return _manifest(found.root, files, columns, blank, holes, recipe)
 
 
 def _to_cache(path: Path, columns: dict[str, np.ndarray], meta: dict[str, Any], tally: Tally) -> None:

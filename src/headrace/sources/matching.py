@@ -21,37 +21,50 @@ from headrace.errors import ConfigError, DataError
 from headrace.sources.raw import patiently
 from headrace.sources.spec import nearest
 
-__all__ = ["Found", "FoundFile", "matches"]
+__all__ = ["COMPRESSED", "MAX_FILES", "Found", "FoundFile", "fits", "matches", "named_files"]
 
-_MAX_FILES = 1_000_000
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".br", ".zip")
+MAX_FILES = 1_000_000
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".br", ".zip")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundFile:
-    """A regular file below the root, as it was when it was listed."""
+    """A regular file (or an object of a store) below the root, as it was when it was listed."""
 
     path: str
     """Relative to the root, with slashes."""
     size: int
-    mtime_ns: int
+    version: int | str
+    """Its time of modification in ns; of an object the entity tag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    root: Path
+    root: Path | str
+    """A folder, or the URL of one."""
     files: tuple[FoundFile, ...]
 
 
-def matches(place: str, *, base: Path, suffixes: Sequence[str], allow_symlinks: bool, what: str) -> Found:
-    """The regular files that `place` names. `what` opens every sentence, such as "source 'jsonl:web/'"."""
+def matches(
+    place: str,
+    *,
+    base: Path,
+    suffixes: Sequence[str],
+    packings: Sequence[str] = (),
+    allow_symlinks: bool,
+    what: str,
+) -> Found:
+    """The regular files that `place` names. `what` opens every sentence, such as "source 'jsonl:web/'".
+
+    `packings` are the suffixes of compressed files that can be read; others are refused by name.
+    """
     parts = PurePosixPath(place).parts
     if ".." in parts and not allow_symlinks:
         raise ConfigError(
             f"{what} goes through '..', which can leave the folder it starts in; write the path without it, or allow it "
             "with allow_symlinks = true"
         )
-    walk = _Walk(suffixes, allow_symlinks, what)
+    walk = _Walk(suffixes, packings, allow_symlinks, what)
     literal = base / place
     if not _is_pattern(place) or walk.lstat(literal) is not None:
         walk.check_named(base, PurePosixPath(place).parts)
@@ -67,6 +80,29 @@ def matches(place: str, *, base: Path, suffixes: Sequence[str], allow_symlinks: 
     if not found:
         raise DataError(_nothing(what, place, root))
     return Found(root=root, files=tuple(found))
+
+
+def named_files(root: Path, paths: Sequence[str], *, packings: Sequence[str], allow_symlinks: bool, what: str) -> Found:
+    """The regular files of these paths below a folder, by the same rules."""
+    walk = _Walk((), packings, allow_symlinks, what)
+    walk.check_named(root.parent, (root.name,))
+    return Found(
+        root=root,
+        files=tuple(walk.file(root / path, path) for path in sorted(set(paths), key=lambda p: os.fsencode(p))),
+    )
+
+
+def fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether the parts of a path match those of a glob: `**` is any number of folders, a leading dot must be asked for."""
+    if not pattern or not names:
+        return not pattern and not names
+    head, rest = pattern[0], pattern[1:]
+    if head == "**":
+        deeper = len(names) > 1 and not names[0].startswith(".") and fits(names[1:], pattern)
+        return deeper or fits(names, rest or ("*",))
+    if names[0].startswith(".") and not head.startswith("."):
+        return False
+    return fnmatch.fnmatchcase(names[0], head) and fits(names[1:], rest)
 
 
 def _literal(walk: _Walk, literal: Path, place: str) -> Found:
@@ -87,9 +123,10 @@ def _literal(walk: _Walk, literal: Path, place: str) -> Found:
 class _Walk:
     """One listing, with its rules and its count."""
 
-    def __init__(self, suffixes: Sequence[str], allow_symlinks: bool, what: str) -> None:
+    def __init__(self, suffixes: Sequence[str], packings: Sequence[str], allow_symlinks: bool, what: str) -> None:
         self.suffixes = tuple(suffixes)
-        self.compressed = tuple(own + packed for own in suffixes for packed in _COMPRESSED)
+        self.packings = tuple(packings)
+        self.compressed = tuple(own + packed for own in suffixes for packed in COMPRESSED)
         self.allow_symlinks = allow_symlinks
         self.what = what
         self.count = 0
@@ -127,9 +164,11 @@ class _Walk:
                 f"{self.what}: {path} is {_kind(status.st_mode)}; a source reads regular files only. Take it out of the "
                 "folder, or name the files with a narrower glob."
             )
-        if relative.endswith(_COMPRESSED):
+        if relative.endswith(COMPRESSED) and not relative.endswith(self.packings):
             raise DataError(
-                f"{self.what}: {path} is compressed, which cannot be read yet. Unpack it, or write it as parquet."
+                f"{self.what}: {path} is compressed, which this scheme does not read"
+                + (f" (it reads {' and '.join(self.packings)})" if self.packings else "")
+                + ". Unpack it, or take it out of the source."
             )
         try:
             relative.encode()
@@ -139,9 +178,9 @@ class _Walk:
                 "Rename the file."
             ) from None
         self.count += 1
-        if self.count > _MAX_FILES:
-            raise DataError(f"{self.what} names more than {_MAX_FILES:,} files; join them into fewer shards")
-        return FoundFile(path=relative, size=status.st_size, mtime_ns=status.st_mtime_ns)
+        if self.count > MAX_FILES:
+            raise DataError(f"{self.what} names more than {MAX_FILES:,} files; join them into fewer shards")
+        return FoundFile(path=relative, size=status.st_size, version=status.st_mtime_ns)
 
     def below(self, folder: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[FoundFile]:
         """All files of our suffixes below a folder."""
@@ -150,7 +189,7 @@ class _Walk:
                 inner = folder / name
                 yield from self.below(inner, f"{prefix}{name}/", (*above, self.identity(inner)))
             elif name.endswith(self.suffixes) or name.endswith(self.compressed):
-                # a.jsonl.gz is taken up too, to be refused by name: a shard left out in silence changes the data
+                # a.jsonl.xz is taken up too, to be refused by name: a shard left out in silence changes the data
                 yield self.file(folder / name, f"{prefix}{name}")
 
     def expand(

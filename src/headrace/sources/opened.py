@@ -5,7 +5,7 @@
     source.read(17)                     the texts of chunk 17, None where a row is bad and on_bad = "skip"
 
 Opening lists, counts and fingerprints; it holds no file open. Reading opens one file, reads one chunk, compares its hash
-with the one recorded when it was first read, and only then decodes it.
+with the one recorded when it was first read, and only then decodes it. `holes()` says what on_bad = "skip" left out.
 """
 
 from __future__ import annotations
@@ -26,15 +26,20 @@ import orjson
 from headrace.errors import ConfigError, DataChanged, DataError, StorageError
 from headrace.files import publish
 from headrace.order import fingerprint_json
+from headrace.sources.access import Access
+from headrace.sources.batches import ArrowBatches
 from headrace.sources.columns import ParquetColumn
+from headrace.sources.hub import find_dataset
 from headrace.sources.lines import JsonLines, TextLines
 from headrace.sources.manifest import Manifest, make_manifest
-from headrace.sources.matching import matches
-from headrace.sources.raw import RawFile, Tally
+from headrace.sources.matching import Found, matches, named_files
+from headrace.sources.packed import UnpackedFile, Unpacker
+from headrace.sources.raw import ByteFile, Tally
 from headrace.sources.reader import BadRow, Reader
 from headrace.sources.records import ChunkRecords
 from headrace.sources.samples import sample_folder
-from headrace.sources.spec import Source
+from headrace.sources.spec import Source, store_of
+from headrace.sources.stores import DEADLINE, Store, stored_matches
 
 __all__ = ["MAX_LINE_BYTES", "OpenSource", "cache_folder", "open_source"]
 
@@ -45,7 +50,7 @@ _FILES_IN_CURSOR = 64
 _COMBINED = re.compile(r"([0-9a-f]{16}) \(")
 _COUNTERS = (
     "chunks_read", "rows_read", "bytes_read", "bad_rows", "empty_rows", "blank_lines", "retries", "manifests_built",
-    "cache_damaged", "cache_stale", "cache_unwritable", "accepted_chunks", "unrecorded_chunks",
+    "cache_damaged", "cache_stale", "cache_unwritable", "accepted_chunks", "unrecorded_chunks", "shard_holes", "shards_unpacked",
 )  # fmt: skip
 
 
@@ -68,30 +73,44 @@ def open_source(
     accept_changes: bool = False,
     max_line_bytes: int = MAX_LINE_BYTES,
     chunk_bytes: int | None = None,
+    deadline: float = DEADLINE,
 ) -> OpenSource:
     """List, count and fingerprint a source.
 
     `base` is where relative specs start (default: the working folder). `records` is the folder of chunk hashes, as a
     rule the run's own; without it they lie in the cache and hold for this place on this machine. `full_check` compares
-    every recorded chunk now rather than when it is read. `accept_changes` takes changed bytes as the new truth.
+    every recorded chunk now rather than when it is read. `accept_changes` takes changed bytes as the new truth. `deadline`
+    is how many seconds an object store may stay out of reach before a read gives up.
     """
     if max_line_bytes < 1:
         raise ConfigError(f"max_line_bytes must be at least 1, got {max_line_bytes}")
     if chunk_bytes is not None and not 1 <= chunk_bytes <= _MAX_CHUNK_BYTES:
         raise ConfigError(f"chunk_bytes must lie between 1 and {_MAX_CHUNK_BYTES:,}, got {chunk_bytes:,}")
-    cache = (cache if cache is not None else cache_folder()).absolute()
+    if not deadline > 0:
+        raise ConfigError(f"deadline must be a number of seconds above 0, got {deadline}")
     base = (base if base is not None else Path.cwd()).absolute()
-    what = f"source {source.spec!r}"
-    if source.scheme == "sample":
-        place, follow = str(sample_folder(source.place, cache)), True
-        reader: Reader = JsonLines(text_key="text", max_line_bytes=max_line_bytes)
-    else:
-        place, follow = str(Path(source.place).expanduser()), source.allow_symlinks
-        reader = _reader(source, max_line_bytes)
+    if source.cache is not None:
+        cache = base / Path(source.cache).expanduser()
+    cache = (cache if cache is not None else cache_folder()).absolute()
     tally = Tally(*_COUNTERS)
-    found = matches(place, base=base, suffixes=reader.suffixes, allow_symlinks=follow, what=what)
+    found, reader, follow, store = _find(source, base, cache, max_line_bytes, deadline, tally)
+    access = Access(
+        found,
+        packings=reader.packings,
+        store=store,
+        follow=follow,
+        unpacker=Unpacker(cache, tally, fresh=accept_changes),
+        tally=tally,
+    )
     manifest = make_manifest(
-        found, reader, chunk_bytes=chunk_bytes, follow=follow, fresh=accept_changes, cache=cache, tally=tally
+        found,
+        reader,
+        access,
+        chunk_bytes=chunk_bytes,
+        holes=source.on_bad == "skip",
+        fresh=accept_changes,
+        cache=cache,
+        tally=tally,
     )
     tally.add(blank_lines=manifest.blank_lines)
     family: dict[str, Any] = {"format": reader.format, "parameters": reader.parameters()}
@@ -105,9 +124,9 @@ def open_source(
         source,
         manifest,
         reader,
+        access,
         records=ChunkRecords(folder / f"{stem}.chunks", manifest, tally),
         listings=folder / "listings",
-        follow=follow,
         accept_changes=accept_changes,
         tally=tally,
     )
@@ -116,14 +135,60 @@ def open_source(
     return opened
 
 
-def _reader(source: Source, max_line_bytes: int) -> Reader:
-    if source.scheme == "jsonl":
-        return JsonLines(text_key=source.text_key, max_line_bytes=max_line_bytes)
-    if source.scheme == "txt":
+def _find(
+    source: Source, base: Path, cache: Path, max_line_bytes: int, deadline: float, tally: Tally
+) -> tuple[Found, Reader, bool, Store | None]:
+    """The files of a source, who reads them, whether their names may be links, and the store they lie in, if any."""
+    what = f"source {source.spec!r}"
+    if source.scheme == "hf":
+        dataset = find_dataset(
+            source.place,
+            split=source.split,
+            config=source.config,
+            text_key=source.text_key,
+            max_rows=source.max_rows,
+            base=base,
+            cache=cache,
+            allow_symlinks=source.allow_symlinks,
+            what=what,
+        )
+        reader = _reader(dataset.format, dataset.text_key, max_line_bytes)
+        found = named_files(
+            dataset.root, dataset.files, packings=reader.packings, allow_symlinks=dataset.follow, what=what
+        )
+        return found, reader, dataset.follow, None
+    if source.scheme == "sample":
+        reader = _reader("jsonl", "text", max_line_bytes)
+        place, follow = str(sample_folder(source.place, cache)), True
+    else:
+        reader = _reader(source.scheme, source.text_key, max_line_bytes)
+        place, follow = source.place, source.allow_symlinks
+    if store_of(place) is not None:
+        found, store = stored_matches(
+            place, suffixes=reader.suffixes, packings=reader.packings, what=what, deadline=deadline, tally=tally
+        )
+        return found, reader, False, store
+    found = matches(
+        str(Path(place).expanduser()),
+        base=base,
+        suffixes=reader.suffixes,
+        packings=reader.packings,
+        allow_symlinks=follow,
+        what=what,
+    )
+    return found, reader, follow, None
+
+
+def _reader(scheme: str, text_key: str, max_line_bytes: int) -> Reader:
+    if scheme == "jsonl":
+        return JsonLines(text_key=text_key, max_line_bytes=max_line_bytes)
+    if scheme == "txt":
         return TextLines(max_line_bytes=max_line_bytes)
-    if source.scheme == "parquet":
-        return ParquetColumn(text_key=source.text_key)
-    raise AssertionError(f"Source lets no scheme {source.scheme!r} through")
+    if scheme == "parquet":
+        return ParquetColumn(text_key=text_key)
+    if scheme == "arrow":
+        return ArrowBatches(text_key=text_key)
+    raise AssertionError(f"Source lets no scheme {scheme!r} through")
 
 
 class OpenSource:
@@ -134,26 +199,26 @@ class OpenSource:
         source: Source,
         manifest: Manifest,
         reader: Reader,
+        access: Access,
         *,
         records: ChunkRecords,
         listings: Path,
-        follow: bool,
         accept_changes: bool,
         tally: Tally,
     ) -> None:
         self.source = source
         self.manifest = manifest
         self.name: str = source.name or source.scheme
-        self._root = str(manifest.root)
         self._reader = reader
+        self._access = access
         self._records = records
         self._listings = listings
-        self._follow = follow
         self._accept = accept_changes
         self._tally = tally
         self._lock = threading.Lock()
         self._looked_at = np.zeros(manifest.chunks, dtype=bool)
         self._bad: list[tuple[str, int, str]] = []
+        self._holes: list[tuple[int, int, int, str]] = []
         self._listed = False
 
     def __enter__(self) -> OpenSource:
@@ -172,17 +237,18 @@ class OpenSource:
         rows = int(manifest.chunk_rows[chunk])
         with self._open(chunk) as file:
             loaded = self._reader.load(file, int(manifest.chunk_start[chunk]), int(manifest.chunk_end[chunk]))
-            changed = self._compare(chunk, loaded.hash)
+            recorded = self._records.recorded(chunk)
+            changed = recorded is not None and recorded != loaded.hash
             if changed and not self._accept:
                 raise DataChanged(
                     f"{self._where(chunk)} of source {self.name!r} changed since it was first read (hash "
-                    f"{self._records.recorded(chunk) or 0:016x} then, {loaded.hash:016x} now). The run would train on other "
+                    f"{recorded or 0:016x} then, {loaded.hash:016x} now). The run would train on other "
                     "text than it says; restore the file, or accept the change with --accept data."
                 )
             texts, bad = self._reader.decode(file, loaded, rows)
         if bad and self.source.on_bad == "fail":
             raise DataError(self._sentence(chunk, bad))
-        if changed or self._records.recorded(chunk) is None:
+        if changed or recorded is None:
             self._records.add(chunk, loaded.hash)
             self._tally.add(accepted_chunks=int(changed))
         self._count(chunk, texts, bad, loaded.size)
@@ -226,6 +292,8 @@ class OpenSource:
     def check_recorded(self) -> int:
         """Compare every chunk that has a record with it, now; how many were compared. DataChanged names what differs."""
         known = [int(chunk) for chunk in self._records.known()]
+        if not self._accept:
+            self._check_copies()
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="headrace-check") as pool:
             hashes = list(pool.map(self._hash, known))
         changed = [(chunk, value) for chunk, value in zip(known, hashes, strict=True) if self._compare(chunk, value)]
@@ -241,10 +309,30 @@ class OpenSource:
         self._tally.add(accepted_chunks=len(changed))
         return len(known)
 
+    def _check_copies(self) -> None:
+        """What lies unpacked in the cache is compared with the shards it was made of."""
+        for entry in self.manifest.files:
+            if self._access.is_packed(entry.path) and not entry.hole:
+                with self._access.open(entry.path, entry.size, entry.fingerprint) as file:
+                    if isinstance(file, UnpackedFile):
+                        file.verify()
+
     def bad_rows(self) -> list[tuple[str, int, str]]:
         """(file, line or row from 1, reason) of the bad rows met so far, each once; the first 1,000 are kept."""
         with self._lock:
             return list(self._bad)
+
+    def holes(self) -> list[dict[str, Any]]:
+        """What was left out: `file`, `row` (the first, in that file, from 0), `rows` and `reason`, in the order of the source.
+
+        A whole shard has `rows` 0 and is there from the start; rows and chunks appear once their chunk was read, at most
+        1,000 of them. Each is a pure function of the bytes: whoever reads the chunk, now or again, finds the same.
+        """
+        files = self.manifest.files
+        shards = [(index, 0, 0, file.hole) for index, file in enumerate(files) if file.hole]
+        with self._lock:
+            found = sorted(shards + self._holes)
+        return [{"file": files[f].path, "row": row, "rows": rows, "reason": why} for f, row, rows, why in found]
 
     def counters(self) -> dict[str, int]:
         """chunks, rows and bytes count every read; bad and empty rows count once, however often they are read."""
@@ -256,9 +344,9 @@ class OpenSource:
     def _text_key(self) -> str:
         return "" if self._reader.format == "txt" else self.source.text_key
 
-    def _open(self, chunk: int) -> RawFile:
+    def _open(self, chunk: int) -> ByteFile:
         entry = self.manifest.files[int(self.manifest.chunk_file[chunk])]
-        return RawFile(f"{self._root}/{entry.path}", follow=self._follow, size=entry.size, tally=self._tally)
+        return self._access.open(entry.path, entry.size, entry.fingerprint)
 
     def _hash(self, chunk: int) -> int:
         with self._open(chunk) as file:
@@ -270,14 +358,15 @@ class OpenSource:
         return recorded is not None and recorded != value
 
     def _where(self, chunk: int) -> str:
-        path = self.manifest.root / self.manifest.files[int(self.manifest.chunk_file[chunk])].path
+        path = self.manifest.path_of(chunk)
         start, end = int(self.manifest.chunk_start[chunk]), int(self.manifest.chunk_end[chunk])
-        if self._reader.span == "bytes":
-            return f"{path} (bytes {start:,} to {end:,})"
-        return f"{path} (row group {start})"
+        if self._reader.span == "row groups":
+            return f"{path} (row group {start})"
+        text = " of its text" if self._access.is_packed(path) else ""
+        return f"{path} ({self._reader.span} {start:,} to {end:,}{text})"
 
     def _sentence(self, chunk: int, bad: list[BadRow]) -> str:
-        path = self.manifest.root / self.manifest.files[int(self.manifest.chunk_file[chunk])].path
+        path = self.manifest.path_of(chunk)
         number = int(self.manifest.chunk_line[chunk]) + bad[0].line + 1
         count = sum(b.rows for b in bad)
         others = f" ({count:,} bad rows in this chunk)" if count > 1 else ""
@@ -292,10 +381,13 @@ class OpenSource:
             if self._looked_at[chunk]:
                 return
             self._looked_at[chunk] = True
-            path = self.manifest.files[int(self.manifest.chunk_file[chunk])].path
-            line = int(self.manifest.chunk_line[chunk])
+            index = int(self.manifest.chunk_file[chunk])
+            path, line = self.manifest.files[index].path, int(self.manifest.chunk_line[chunk])
             each = ((path, line + b.line + i + 1, b.reason) for b in bad for i in range(b.rows))
             self._bad += itertools.islice(each, _BAD_ROWS_KEPT - len(self._bad))
+            first = int(self.manifest.first_row[chunk] - self.manifest.file_first_row[index])
+            left = _BAD_ROWS_KEPT - len(self._holes)
+            self._holes += [(index, first + b.row, b.rows, b.reason) for b in bad[:left]]
         self._tally.add(bad_rows=sum(b.rows for b in bad), empty_rows=texts.count(""))
 
     def _publish_listing(self, whole: str) -> None:

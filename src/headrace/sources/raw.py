@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from headrace.errors import DataChanged, DataError
 from headrace.metrics import Wait
 
-__all__ = ["RawFile", "Tally", "patiently"]
+__all__ = ["ByteFile", "RawFile", "Tally", "patiently"]
 
 T = TypeVar("T")
 
@@ -83,6 +83,31 @@ def patiently(doing: str, call: Callable[[], T], tally: Tally | None = None) -> 
     raise AssertionError("the last try returns or raises")
 
 
+class ByteFile(Protocol):
+    """What a format reads from: bytes at any offset of something whose size is known. A file on disk (RawFile), an object
+    in a store (stores.py), or what a compressed one unpacks to (packed.py)."""
+
+    path: Path | str
+    """What an error calls it."""
+    size: int
+    version: int | str
+    """Another content has another version, as far as the place can tell: a time of modification, an entity tag."""
+
+    def __enter__(self) -> ByteFile: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def read(self, offset: int, length: int) -> bytearray:
+        """Exactly these bytes. Memory is taken only for what the file can hold."""
+        ...
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill `view` from `offset` on."""
+        ...
+
+
 class RawFile:
     """One regular file, open for reading at any offset. Safe to share between threads."""
 
@@ -96,7 +121,7 @@ class RawFile:
         self._tally = tally
         self._fd = -1
         self.size = 0
-        self.mtime_ns = 0
+        self.version: int | str = 0
 
     def __enter__(self) -> RawFile:
         self._fd = patiently(f"opening {self.path}", self._open, self._tally)
@@ -104,7 +129,7 @@ class RawFile:
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(_not_regular(self.path, status.st_mode))
-            self.size, self.mtime_ns = status.st_size, status.st_mtime_ns
+            self.size, self.version = status.st_size, status.st_mtime_ns
             if self._expected is not None and self.size != self._expected:
                 raise DataChanged(
                     f"{self.path} has {self.size:,} bytes; it had {self._expected:,} when its rows were counted. Its rows "

@@ -4,8 +4,11 @@
     load(file, start, end)     the bytes of one chunk, and their hash                           every time it is read
     decode(loaded)             the texts of its rows                                            after the hash was checked
 
-`start` and `end` mean what the format says: byte offsets of whole lines (lines.py), row groups (columns.py). A new
-format is a class with these three methods and an entry in `opened._reader`.
+`start` and `end` mean what the format says: byte offsets of whole lines (lines.py), row groups (columns.py), offsets of
+messages (batches.py). A new format is a class with these three methods and an entry in `opened._reader`.
+
+What is wrong with the bytes themselves is `Undecodable`, which on_bad = "skip" turns into a hole: it says the same on
+every rank and every time. A disk that fails, a file that vanished or changed is any other DataError and always stops.
 """
 
 from __future__ import annotations
@@ -15,9 +18,22 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from headrace.sources.raw import RawFile
+from headrace.errors import DataError
+from headrace.sources.raw import ByteFile
 
-__all__ = ["BadRow", "FileScan", "Loaded", "Reader", "not_utf8"]
+__all__ = ["BadRow", "FileScan", "Loaded", "Reader", "Undecodable", "all_bad", "first_line", "not_utf8"]
+
+
+class Undecodable(DataError):
+    """The content of a shard cannot be decoded. `reason` ("is cut short: ...") is a pure function of its bytes."""
+
+    def __init__(self, path: object, reason: str, remedy: str = "Restore it, or take it out of the source") -> None:
+        self.reason = reason
+        self._parts = (str(path), reason, remedy)
+        super().__init__(f'{path} {reason}. {remedy}; on_bad = "skip" leaves such a shard out as a recorded hole.')
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return type(self), self._parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +74,8 @@ class Reader(Protocol):
 
     format: str
     suffixes: tuple[str, ...]
+    packings: tuple[str, ...]
+    """Suffixes of compressed files whose text it reads."""
     unit: str
     """What an error calls a row: "line" or "row"."""
     span: str
@@ -71,11 +89,11 @@ class Reader(Protocol):
         """How large a chunk should be in a source of `total` bytes; 0 where the files decide."""
         ...
 
-    def scan(self, file: RawFile, chunk_bytes: int) -> FileScan: ...
+    def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan: ...
 
-    def load(self, file: RawFile, start: int, end: int) -> Loaded: ...
+    def load(self, file: ByteFile, start: int, end: int) -> Loaded: ...
 
-    def decode(self, file: RawFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
+    def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
         """Exactly `rows` texts; None where a row is bad, and why. DataError if the chunk does not hold `rows` rows."""
         ...
 
@@ -83,3 +101,13 @@ class Reader(Protocol):
 def not_utf8(error: UnicodeDecodeError) -> str:
     """Why a row is bad, for every format alike."""
     return f"it is not valid UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start:,}: {error.reason})"
+
+
+def all_bad(rows: int, reason: str) -> tuple[list[str | None], list[BadRow]]:
+    """A chunk of which nothing can be used."""
+    return [None] * rows, [BadRow(row=0, line=0, rows=rows, reason=reason)]
+
+
+def first_line(error: BaseException) -> str:
+    """What another library says, short enough for our sentence."""
+    return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -4,7 +4,8 @@
     Source.parse("jsonl:web/*.jsonl?weight=0.7&text_key=content")      the same in one line
 
 A spec is `scheme:place`. The place is a file, a folder (all files of the scheme's suffixes below it) or a glob (`**`
-too). Nothing is opened here: a value checks itself, `open_source` looks at the disk.
+too), on disk or in an object store (`jsonl:s3://bucket/web/*.jsonl.zst`); of `hf:` it is a dataset of the hub or a folder
+laid out like one. Nothing is opened here: a value checks itself, `open_source` looks at the disk.
 """
 
 from __future__ import annotations
@@ -20,25 +21,36 @@ from urllib.parse import unquote_plus
 
 from headrace.errors import ConfigError
 
-__all__ = ["SAMPLES", "SCHEMES", "Source", "nearest"]
+__all__ = ["SAMPLES", "SCHEMES", "STORES", "Source", "nearest", "store_of"]
 
 SCHEMES: dict[str, str] = {
     "jsonl": "one JSON object per line",
     "txt": "one document per line",
     "parquet": "one document per row",
+    "arrow": "Arrow IPC files or streams, one document per row",
+    "hf": "a dataset of the Hugging Face hub, or a folder laid out like one",
     "sample": "a corpus made from the standard library (prose, code)",
 }
 SAMPLES: dict[str, str] = {
     "prose": "the language reference and the docstrings of the standard library",
     "code": "the source of the standard library",
 }
-_LATER = {
-    "hf": "the Hugging Face hub",
-    "arrow": "Arrow IPC files",
-    "s3": "object stores",
-    "gs": "object stores",
+STORES: dict[str, str] = {
+    "s3": "Amazon S3 and what speaks its protocol",
+    "gs": "Google Cloud Storage",
+    "az": "Azure Blob Storage",
     "http": "the web",
     "https": "the web",
+}
+_ONLY_FOR: dict[str, tuple[str, ...]] = {"split": ("hf",), "config": ("hf",)}
+"""Options that mean something for some schemes only."""
+_BY_SUFFIX = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".txt": "txt",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "arrow",
 }
 _NAME = re.compile(r"[\w.+-]{1,80}")
 _QUERY = re.compile(r"\A(?P<spec>.*)\?(?P<query>[^?=&]+=[^?]*)\Z", re.DOTALL)
@@ -47,6 +59,12 @@ _QUERY = re.compile(r"\A(?P<spec>.*)\?(?P<query>[^?=&]+=[^?]*)\Z", re.DOTALL)
 def nearest(word: str, valid: Iterable[str]) -> list[str]:
     """All of `valid`, the likeliest meant first."""
     return sorted(valid, key=lambda v: (-difflib.SequenceMatcher(None, word.lower(), v.lower()).ratio(), v))
+
+
+def store_of(place: str) -> str | None:
+    """`s3` of `s3://bucket/web/*.jsonl`; None for a path, of which `file://` is a long form."""
+    scheme, separator, _ = place.partition("://")
+    return scheme if separator and scheme != "file" and re.fullmatch(r"[A-Za-z][\w+.-]*", scheme) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +77,20 @@ class Source:
     name: str | None = None
     """What metrics and errors call it; derived from the spec when not given."""
     text_key: str = "text"
-    """The field (jsonl) or column (parquet) that holds the text. `a.b` means field b of object a."""
+    """The field (jsonl) or column (parquet, arrow) that holds the text. `a.b` means field b of object a."""
     max_rows: int | None = None
     max_tokens: int | None = None
     max_epochs: int | None = None
     on_bad: Literal["fail", "skip"] = "fail"
-    """A row that cannot be used stops the run, or becomes a counted hole."""
+    """A row, chunk or shard that cannot be used stops the run, or becomes a counted hole."""
     allow_symlinks: bool = False
     """Let the spec lead elsewhere: through symbolic links, and through `..`."""
+    split: str | None = None
+    """Of `hf:`: which part of the dataset; train unless given."""
+    config: str | None = None
+    """Of `hf:`: which of the dataset's configurations; its default one unless given."""
+    cache: str | None = None
+    """A folder for what is kept of this source (manifest, unpacked and downloaded copies) in place of the common cache."""
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -82,8 +106,8 @@ class Source:
 
     @property
     def place(self) -> str:
-        """The spec without its scheme."""
-        return self.spec.partition(":")[2]
+        """The spec without its scheme, and without the `file://` that a path may begin with."""
+        return self.spec.partition(":")[2].removeprefix("file://")
 
     @classmethod
     def parse(cls, line: str) -> Source:
@@ -123,8 +147,8 @@ class Source:
         scheme, colon, place = self.spec.partition(":")
         if not colon or not scheme:
             yield f"{what} has no scheme, expected scheme:place such as 'jsonl:{self.spec}'. Schemes are {_listed(scheme)}."
-        elif scheme in _LATER:
-            yield f"{what}: {_LATER[scheme]} ({scheme}:) cannot be read yet. Schemes are {_listed(scheme)}."
+        elif scheme in STORES or scheme == "file":
+            yield f"{what} does not say what the files hold; write {_guessed(self.spec)}:{self.spec}"
         elif scheme not in SCHEMES:
             yield (
                 f"{what}: unknown scheme {scheme!r}, did you mean {nearest(scheme, SCHEMES)[0]!r}? "
@@ -132,8 +156,15 @@ class Source:
             )
         elif not place or "\0" in place:
             yield f"{what} names no place, expected a file, a folder or a glob after '{scheme}:'"
-        elif place.startswith("//") or "://" in place:
-            yield f"{what}: object stores cannot be read yet; give a local path"
+        elif (store := store_of(place)) is not None and store not in STORES:
+            yield (
+                f"{what}: unknown store {store + '://'!r}, did you mean {nearest(store, STORES)[0] + '://'!r}? There are "
+                f"{', '.join(f'{name}://' for name in STORES)}, and plain paths."
+            )
+        elif store is not None and scheme in ("hf", "sample"):
+            yield f"{what}: {scheme}: reads no object store; name the files, such as 'parquet:{place}'"
+        elif store is not None and not place.partition("://")[2].strip("/"):
+            yield f"{what} names no place in the store, expected {store}://bucket/path or a glob"
         elif _QUERY.match(place):
             yield f"{what} holds options after '?'; a one-line spec is read by Source.parse(...), or give them as fields"
         elif scheme == "sample" and place not in SAMPLES:
@@ -156,10 +187,31 @@ class Source:
             yield f"{what}: on_bad must be 'fail' or 'skip', got {self.on_bad!r}"
         if not isinstance(self.allow_symlinks, bool):
             yield f"{what}: allow_symlinks must be true or false, got {self.allow_symlinks!r}"
+        for key in ("split", "config", "cache"):
+            value = getattr(self, key)
+            if value is not None and not (isinstance(value, str) and value.strip() and "\0" not in value):
+                yield f"{what}: {key} must be a text, got {value!r}"
+        yield from self._out_of_place(what, scheme, place)
+
+    def _out_of_place(self, what: str, scheme: str, place: str) -> Iterable[str]:
+        """Options that say nothing for this scheme: whoever set one believes that it does."""
+        for key, schemes in _ONLY_FOR.items():
+            if getattr(self, key) is not None and scheme in SCHEMES and scheme not in schemes:
+                yield f"{what}: {key} means something for {' and '.join(schemes)}: only; leave it out, or name the files themselves"
+        if scheme == "txt" and self.text_key != "text":
+            yield f"{what}: a line of a txt file is its text; leave text_key out, got {self.text_key!r}"
+        if self.allow_symlinks is True and (scheme == "sample" or store_of(place)):
+            yield f"{what}: allow_symlinks is about folders on disk; leave it out here"
 
 
 def _listed(word: str) -> str:
     return ", ".join(f"{scheme}: ({SCHEMES[scheme]})" for scheme in nearest(word, SCHEMES))
+
+
+def _guessed(spec: str) -> str:
+    """The scheme that the suffix of a bare URL speaks for; jsonl if it does not say."""
+    bare = re.sub(r"\.(gz|zst)\Z", "", spec)
+    return next((scheme for suffix, scheme in _BY_SUFFIX.items() if bare.endswith(suffix)), "jsonl")
 
 
 def _derived_name(scheme: str, place: str) -> str:
@@ -171,7 +223,8 @@ def _derived_name(scheme: str, place: str) -> str:
         literal.append(part)
     last = literal[-1] if literal else ""
     if scheme != "sample" and len(literal) == len(PurePosixPath(place).parts):
-        last = last.removesuffix(f".{scheme}")
+        for suffix in (".gz", ".zst", f".{scheme}"):
+            last = last.removesuffix(suffix)
     name = re.sub(r"[^\w.+-]+", "-", last).strip("-.")
     return name[:80] or scheme
 
@@ -205,4 +258,7 @@ _OPTION_TYPES: dict[str, Any] = {
     "max_epochs": _whole,
     "on_bad": str,
     "allow_symlinks": _boolean,
+    "split": str,
+    "config": str,
+    "cache": str,
 }

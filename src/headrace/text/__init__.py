@@ -1,30 +1,31 @@
 """Documents become tokens, tokens become blocks.
 
 tokenizer  text → flat int32 ids; any tokenizer.json, or bytes
+ranks      .tiktoken vocabularies as a tokenizer.json
+engines    which library encodes, and the proof that it agrees with the reference
 pack       documents → blocks of seq_len tokens with their pieces; pure in the token counts
+shards     tokens at rest: shards, packed index, manifest (shard_kernels: their compiled loops)
 kernels    the compiled loops behind pack; imported only through it
 """
 
-from headrace.text.pack import Blocks, Packed, Packing, expand_block, kernels, pack, warm_kernels
-from headrace.text.tokenizer import (
-    BpeTokenizer,
-    ByteTokenizer,
-    TokenBatch,
-    Tokenizer,
-    join_batches,
-    load_tokenizer,
-    train_bpe,
-)
+from headrace.text.engines import ENGINES, SPOT_CHECK_EVERY, Encode, EngineChoice, EngineName
+from headrace.text.pack import Blocks, Packed, Packing, kernels, pack, warm_kernels
+from headrace.text.token_batch import TokenBatch, join_batches
+from headrace.text.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
 __all__ = [
+    "ENGINES",
+    "SPOT_CHECK_EVERY",
     "Blocks",
     "BpeTokenizer",
     "ByteTokenizer",
+    "Encode",
+    "EngineChoice",
+    "EngineName",
     "Packed",
     "Packing",
     "TokenBatch",
     "Tokenizer",
-    "expand_block",
     "join_batches",
     "kernels",
     "load_tokenizer",

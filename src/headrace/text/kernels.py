@@ -125,26 +125,52 @@ def bins_in_document_order(piece_bin, piece_doc, pieces, bins, order, bin_ptr):
             order[j + 1] = p
 
 
-@njit(nb.void(_R32, _R64, _A64, _A64, _A64, _A64, _A64, _I64, _I64, _M32, _A32), **_OPTIONS)
-def lay_tokens(ids, offsets, lengths, piece_doc, piece_start, piece_len, block_ptr, bos, eos, tokens, piece_next):
+@njit(nb.void(_R32, _R64, _A64, _A64, _A64, _A64, _A64, _I64, _I64, _I64, _M32, _A32, _A32, _A64), **_OPTIONS)
+def lay_tokens(
+    ids,
+    offsets,
+    lengths,
+    piece_doc,
+    piece_start,
+    piece_len,
+    block_ptr,
+    bos,
+    eos,
+    pad,
+    tokens,
+    piece_next,
+    stamp,
+    stamp_ptr,
+):
     """Write every piece's tokens into its block, and for each piece the token that follows it in its document (-100 at
-    a document's end). `bos`/`eos` < 0: none. `tokens` arrives filled with padding."""
+    a document's end). `bos`/`eos` < 0: none.
+
+    `stamp` receives what a block's hash is taken over, one block after the other: its tokens, the lengths of its pieces
+    and the tokens that follow them, each led by its size in bytes as 64 bits.
+    """
     head = 1 if bos >= 0 else 0
+    at = 0
     for b in range(len(block_ptr) - 1):
         column = 0
+        row = tokens[b]
         for p in range(block_ptr[b], block_ptr[b + 1]):
             d = piece_doc[p]
             base = offsets[d]
             encoded = offsets[d + 1] - base
             start = piece_start[p]
             end = start + piece_len[p]
-            for k in range(start, end):
-                if k < head:
-                    tokens[b, column] = bos
-                elif k - head < encoded:
-                    tokens[b, column] = ids[base + k - head]
-                else:
-                    tokens[b, column] = eos
+            k = start
+            if k < head:
+                row[column] = bos
+                column += 1
+                k += 1
+            upto = min(end, encoded + head)
+            shift = base - head
+            for j in range(upto - k):
+                row[column + j] = ids[shift + k + j]
+            column += max(upto - k, 0)
+            if upto < end:
+                row[column] = eos
                 column += 1
             if end == lengths[d]:
                 piece_next[p] = -100
@@ -152,27 +178,23 @@ def lay_tokens(ids, offsets, lengths, piece_doc, piece_start, piece_len, block_p
                 piece_next[p] = ids[base + end - head]
             else:
                 piece_next[p] = eos
-
-
-@njit(nb.void(_R32, _R32, _R32, _I64, nb.boolean, _A64, _A64, _A64), **_OPTIONS)
-def expand_row(tokens, piece_len, piece_next, pad, unshifted, input_ids, labels, position_ids):
-    """One block as the batch contract has it: int64 ids, labels and positions."""
-    column = 0
-    for p in range(len(piece_len)):
-        n = piece_len[p]
-        for k in range(n):
-            input_ids[column + k] = tokens[column + k]
-            position_ids[column + k] = k
-        if unshifted:
-            labels[column] = -100
-            for k in range(1, n):
-                labels[column + k] = tokens[column + k]
-        else:
-            for k in range(n - 1):
-                labels[column + k] = tokens[column + k + 1]
-            labels[column + n - 1] = piece_next[p]
-        column += n
-    for k in range(column, len(input_ids)):
-        input_ids[k] = pad
-        labels[k] = -100
-        position_ids[k] = k - column
+        stamp_ptr[b] = at
+        stamp[at], stamp[at + 1] = 4 * column, 0
+        at += 2
+        for j in range(column):
+            stamp[at + j] = row[j]
+        at += column
+        pieces = block_ptr[b + 1] - block_ptr[b]
+        stamp[at], stamp[at + 1] = 4 * pieces, 0
+        at += 2
+        for p in range(pieces):
+            stamp[at + p] = piece_len[block_ptr[b] + p]
+        at += pieces
+        stamp[at], stamp[at + 1] = 4 * pieces, 0
+        at += 2
+        for p in range(pieces):
+            stamp[at + p] = piece_next[block_ptr[b] + p]
+        at += pieces
+        for j in range(column, tokens.shape[1]):
+            row[j] = pad
+    stamp_ptr[len(block_ptr) - 1] = at

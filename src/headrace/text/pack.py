@@ -14,18 +14,22 @@ from which labels, positions and provenance follow:
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal, NamedTuple
 
 import numpy as np
+import xxhash
 
 from headrace.metrics import Wait
-from headrace.order import Permutation, content_hash
-from headrace.text.tokenizer import TokenBatch
+from headrace.order import Permutation
+from headrace.text.token_batch import TokenBatch
 
-__all__ = ["Blocks", "Packing", "expand_block", "kernels", "pack", "warm_kernels"]
+__all__ = ["Blocks", "Packing", "kernels", "pack", "warm_kernels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +114,23 @@ def kernels() -> ModuleType:
     return _module
 
 
-def warm_kernels() -> threading.Thread:
+_warming: list[threading.Thread] = []
+
+
+def _finish_warming() -> None:
+    """A process that forks while a thread imports the compiler leaves the import lock held in its child for ever."""
+    while _warming:
+        _warming.pop().join()
+
+
+os.register_at_fork(before=_finish_warming)
+
+
+def warm_kernels(*others: Callable[[], ModuleType]) -> threading.Thread:
     """Compile in the background, while files are opened. Not a daemon: a process must not end inside the compiler."""
-    thread = threading.Thread(target=kernels, name="headrace-kernels")
+    thread = threading.Thread(target=lambda: [load() for load in (kernels, *others)], name="headrace-kernels")
     thread.start()
+    _warming.append(thread)
     return thread
 
 
@@ -130,11 +147,27 @@ def pack(batch: TokenBatch, packing: Packing, *, offset: int = 0, last: bool, sh
     count = len(ptr) - 1
     if shuffle_key is not None and count > 1:
         doc, start, length, ptr = _shuffled(doc, start, length, ptr, shuffle_key)
-    tokens = np.full((count, packing.seq_len), packing.pad_id, np.int32)
+    tokens = np.empty((count, packing.seq_len), np.int32)
     piece_next = np.empty(len(doc), np.int32)
+    stamp, stamp_ptr = np.empty(int(length.sum()) + 2 * len(doc) + 6 * count, np.int32), np.empty(count + 1, np.int64)
     bos = -1 if packing.bos_id is None else packing.bos_id
     eos = -1 if packing.eos_id is None else packing.eos_id
-    kernels().lay_tokens(batch.ids, batch.offsets, lengths, doc, start, length, ptr, bos, eos, tokens, piece_next)
+    kernels().lay_tokens(
+        batch.ids,
+        batch.offsets,
+        lengths,
+        doc,
+        start,
+        length,
+        ptr,
+        bos,
+        eos,
+        packing.pad_id,
+        tokens,
+        piece_next,
+        stamp,
+        stamp_ptr,
+    )
     ends = piece_next == -100
     whole = np.bincount(doc, minlength=1)
     piece_len = length.astype(np.int32)
@@ -148,29 +181,9 @@ def pack(batch: TokenBatch, packing: Packing, *, offset: int = 0, last: bool, sh
         piece_next=piece_next,
         real=real,
         row_count=_sums(ends.astype(np.int64), ptr),
-        hashes=tuple(
-            content_hash(tokens[b, : real[b]], piece_len[ptr[b] : ptr[b + 1]], piece_next[ptr[b] : ptr[b + 1]])
-            for b in range(count)
-        ),
+        hashes=_hashes(stamp, stamp_ptr),
     )
     return Packed(blocks, used, next_offset, int((whole > 1).sum()))
-
-
-def expand_block(
-    blocks: Blocks, block: int, pad_id: int, unshifted: bool, ids: np.ndarray, labels: np.ndarray, positions: np.ndarray
-) -> None:
-    """Write one block into rows of a batch."""
-    first, last = blocks.piece_ptr[block], blocks.piece_ptr[block + 1]
-    kernels().expand_row(
-        blocks.tokens[block],
-        blocks.piece_len[first:last],
-        blocks.piece_next[first:last],
-        pad_id,
-        unshifted,
-        ids,
-        labels,
-        positions,
-    )
 
 
 def _best_fit(lengths: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int, int]:
@@ -238,6 +251,13 @@ def _shuffled(
     moved = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
     pieces = np.repeat(ptr[:-1][order] - moved[:-1], sizes) + np.arange(moved[-1])
     return doc[pieces], start[pieces], length[pieces], moved
+
+
+def _hashes(stamp: np.ndarray, ptr: np.ndarray) -> tuple[bytes, ...]:
+    """`order.content_hash` of every block's tokens, piece lengths and following tokens, laid out by the kernel."""
+    whole = stamp.view(np.uint8).data
+    borders = (4 * ptr).tolist()
+    return tuple(xxhash.xxh3_128_digest(whole[a:b]) for a, b in itertools.pairwise(borders))
 
 
 def _sums(values: np.ndarray, ptr: np.ndarray) -> np.ndarray:

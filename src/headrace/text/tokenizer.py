@@ -1,6 +1,7 @@
 """How text becomes token ids.
 
-    load_tokenizer("tokenizer.json")   any Hugging Face tokenizer file, through the Rust library
+    load_tokenizer("tokenizer.json")   any Hugging Face tokenizer file
+    load_tokenizer("cl100k_base.tiktoken")   a vocabulary as tiktoken publishes them
     load_tokenizer(None)               bytes: 256 ids and three special tokens; needs no file
     train_bpe(texts, 4096)             a small byte-level BPE, for corpora that come without a tokenizer
 
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -20,32 +20,16 @@ import numpy as np
 import xxhash
 
 from headrace.errors import TokenizerError
+from headrace.text.engines import Encode, EngineName, Reference, choose_engine
+from headrace.text.ranks import tokenizer_json_of_ranks
+from headrace.text.token_batch import TokenBatch
 
-__all__ = ["BpeTokenizer", "ByteTokenizer", "TokenBatch", "Tokenizer", "join_batches", "load_tokenizer", "train_bpe"]
+__all__ = ["BpeTokenizer", "ByteTokenizer", "Tokenizer", "load_tokenizer", "train_bpe"]
 
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "[EOS]", "[SEP]")
 _BOS_NAMES = ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 _PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
 _MAX_FILE = 512 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
-    """The ids of documents 0…n−1: document d is ids[offsets[d]:offsets[d + 1]]."""
-
-    ids: np.ndarray
-    offsets: np.ndarray
-
-    def counts(self) -> np.ndarray:
-        return self.offsets[1:] - self.offsets[:-1]
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def documents(self, start: int, stop: int | None = None) -> TokenBatch:
-        """The documents [start, stop) alone, as views."""
-        offsets = self.offsets[start : None if stop is None else stop + 1]
-        return TokenBatch(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
 
 
 class Tokenizer(Protocol):
@@ -65,18 +49,6 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str: ...
     def encode(self, texts: Sequence[str]) -> TokenBatch: ...
     def decode(self, ids: np.ndarray) -> str: ...
-
-
-def join_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
-    """Several batches as one."""
-    if len(batches) == 1:
-        return batches[0]
-    if not batches:
-        return TokenBatch(np.empty(0, np.int32), np.zeros(1, np.int64))
-    counts = np.concatenate([b.counts() for b in batches])
-    return TokenBatch(
-        np.concatenate([b.ids for b in batches]), np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    )
 
 
 class ByteTokenizer:
@@ -100,9 +72,17 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """A tokenizer.json, whatever its model, run by the `tokenizers` library."""
+    """A tokenizer.json, whatever its model: described by the `tokenizers` library, run by the fastest engine that agrees."""
 
-    def __init__(self, text: bytes, *, name: str, eos: str | None = None, bos: str | None = None) -> None:
+    def __init__(
+        self,
+        text: bytes,
+        *,
+        name: str,
+        eos: str | None = None,
+        bos: str | None = None,
+        engine: EngineName = "auto",
+    ) -> None:
         # Our threads are the parallelism; a second pool inside every call only adds switches (0.93x on 2 cores).
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
@@ -122,14 +102,13 @@ class BpeTokenizer:
         self.fingerprint = f"{xxhash.xxh3_64_intdigest(text):016x} ({self.vocab_size:,} ids)"
         if self.vocab_size == 0:
             raise TokenizerError(f"{name} has an empty vocabulary: train it, or give another tokenizer")
+        reference = Reference(self._inner)
+        self.engine = choose_engine(engine, text, reference, name=name)
+        self.reference: Encode | None = None if self.engine.name == "tokenizers" else reference
+        """What a spot check compares with; None where the reference itself encodes."""
 
     def encode(self, texts: Sequence[str]) -> TokenBatch:
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        rows = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=offsets[1:])
-        ids = np.concatenate(rows) if rows else np.empty(0, np.int32)
-        return TokenBatch(ids, offsets)
+        return self.engine.encode(texts)
 
     def decode(self, ids: np.ndarray) -> str:
         return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
@@ -144,7 +123,7 @@ class BpeTokenizer:
 
 
 def load_tokenizer(
-    path: str | Path | None, *, eos: str | None = None, bos: str | None = None
+    path: str | Path | None, *, eos: str | None = None, bos: str | None = None, engine: EngineName = "auto"
 ) -> ByteTokenizer | BpeTokenizer:
     """The tokenizer of a path, or the byte tokenizer for None and "bytes"."""
     if path is None or path == "bytes":
@@ -163,7 +142,9 @@ def load_tokenizer(
         text = file.read_bytes()
     except OSError as error:
         raise TokenizerError(f"tokenizer {path} cannot be read: {error.strerror or error}") from error
-    return BpeTokenizer(text, name=str(path), eos=eos, bos=bos)
+    if file.suffix == ".tiktoken":
+        text = tokenizer_json_of_ranks(text, encoding=file.stem, name=str(path))
+    return BpeTokenizer(text, name=str(path), eos=eos, bos=bos, engine=engine)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:

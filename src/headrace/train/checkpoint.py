@@ -85,8 +85,8 @@ class CheckpointStore:
         """One generation, verified; for ranks that are told which by rank 0."""
         return open_container(self.path(step))
 
-    def latest(self) -> tuple[int, Container] | None:
-        """The newest generation that verifies; None if there never was one.
+    def latest(self, suits: Callable[[Container], bool] = lambda _: True) -> tuple[int, Container] | None:
+        """The newest generation that verifies, of those that suit; None if there is none.
 
         What a rank finds may depend on the moment when another one sets a file aside: let rank 0 ask, and tell the
         others the step.
@@ -102,6 +102,11 @@ class CheckpointStore:
                         f"{error}. Make it readable and resume, or move it away to use an older one."
                     ) from error
                 damaged.append((path, str(error)))
+                continue
+            if not suits(found):
+                self._report(
+                    f"the checkpoint of step {step} is passed over: its run read data that is to be skipped now"
+                )
                 continue
             for bad, reason in damaged:
                 went = quarantine(bad, reason) if self.writer else bad

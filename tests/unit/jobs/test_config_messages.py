@@ -14,6 +14,12 @@ from headrace.jobs.config_layers import load_config
 GOOD = '[[source]]\nspec = "sample:prose"\n'
 
 
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
 def problems(folder: Path, text: str, *overrides: str, env: dict[str, str] | None = None) -> list[str]:
     """What is said about a file run.toml, with the folder's name taken off."""
     path = folder / "run.toml"
@@ -57,7 +63,7 @@ prefetch_batches = 4
         ("[text]\nzzz = 8", "text.zzz: unknown key, [text] takes tokenizer, seq_len, pack, "),
         ("[loader]\nname = 'x'", "loader.name: unknown key, belongs in [run] or [[source]]"),
         ("[trian]\nlr = 1.0", "trian: unknown table, did you mean [train]?"),
-        ("[zzz]\nlr = 1.0", "zzz: unknown table, the tables are [run], [[source]], [text], [loader], [train]"),
+        ("[zzz]\nlr = 1.0", "zzz: unknown table, the tables are [run], [[source]], [mix], [text], [loader], [train]"),
         ("[streams]\nk = 1", "streams: [streams] is not built yet"),
         ("[rollouts]\nk = 1", "rollouts: [rollouts] is not built yet"),
         ("[text]\nseq_len = '64'", 'text.seq_len: expected an integer such as 1024, found the string "64"; write it with'),
@@ -127,14 +133,41 @@ def test_weights_that_are_all_zero_are_reported_beside_another_mistake_of_a_sour
     ]
 
 
-def test_worker_processes_are_refused_until_they_exist(tmp_path):
-    alone = problems(tmp_path, GOOD + "[loader]\ndata_loader_workers = 2")
+def test_threads_and_processes_together_are_refused_with_the_reason(tmp_path):
+    alone = load_config(written(tmp_path, GOOD + "[loader]\ndata_loader_workers = 2"), [], {})
+    assert (alone.loader.data_loader_workers, alone.loader.tokenizer_workers) == (2, 0)
     both = problems(tmp_path, GOOD + "[loader]\ndata_loader_workers = 2\ntokenizer_workers = 2")
-    assert len(alone) == len(both) == 1
-    assert alone[0].startswith(
-        "run.toml:4: loader.data_loader_workers: worker processes are not available yet; tokenizer_workers threads do this"
+    assert len(both) == 1
+    assert both[0].startswith(
+        "run.toml:4: loader.data_loader_workers: data_loader_workers and tokenizer_workers cannot both be above 0: nested process"
     )
-    assert "nested process and thread pools can lead to oversubscription or stalls" in both[0]
+
+
+def test_skips_and_changes_of_the_mix_are_checked(tmp_path):
+    config = load_config(
+        written(tmp_path, GOOD + "[run]\nskip = '1200:1240, 7 : 9'\n[[mix.change]]\nstep = 3\nweights = {prose = 1}\n"),
+        [],
+        {},
+    )
+    assert config.run.skips == ((6, 8), (1199, 1239))
+    assert config.mix.change[0].weights == {"prose": 1.0}
+    again = load_config(written(tmp_path, config.to_toml()), [], {})
+    assert again == config
+    for text, said in (
+        ("[run]\nskip = '9:7'", 'run.skip: expected a range of steps FROM:TO with 1 <= FROM < TO, such as "1200:1240"'),
+        ("[run]\nskip = '1:5,4:9'", "run.skip: ranges of steps must follow each other without overlap"),
+        ("[[mix.change]]\nstep = 0\nweights = {prose = 1}", "mix.change.0.step: must be at least 1"),
+        (
+            "[[mix.change]]\nstep = 2\nweights = {prose = -1}",
+            "mix.change.0.weights.prose: must be at least 0, found -1",
+        ),
+        (
+            "[[mix.change]]\nstep = 2\nweights = {pros = 1}",
+            'mix.change at step 2: there is no source "pros"; there are prose',
+        ),
+        ("[[mix.change]]\nstep = 2", "mix.change.0.weights: missing"),
+    ):
+        assert said in problems(tmp_path, GOOD + text)[0]
 
 
 @pytest.mark.parametrize(

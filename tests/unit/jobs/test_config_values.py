@@ -61,11 +61,42 @@ def test_dataset_specs_stand_in_for_sources_and_are_refused_beside_them(tmp_path
 
 
 def test_a_question_mark_of_a_pattern_stays_in_the_spec(tmp_path):
-    text = '[[source]]\nspec = "txt:part-?.txt"\n[[source]]\nspec = "txt:p?/x?weight=0.5&split=train"\n'
+    text = '[[source]]\nspec = "txt:part-?.txt"\n[[source]]\nspec = "txt:p?/x?weight=0.5"\n'
     assert [(s.spec, s.weight) for s in config_of(tmp_path, text).source] == [
         ("txt:part-?.txt", 1.0),
-        ("txt:p?/x?split=train", 0.5),
+        ("txt:p?/x", 0.5),
     ]
+
+
+def test_the_options_of_a_hub_dataset_are_keys_of_a_source(tmp_path):
+    line = "hf:org/name?split=test&config=en&cache=/scratch"
+    for source in (
+        config_of(tmp_path, f'[[source]]\nspec = "{line}"\n').source[0],
+        config_of(
+            tmp_path, '[[source]]\nspec = "hf:org/name"\nsplit = "test"\nconfig = "en"\ncache = "/scratch"\n'
+        ).source[0],
+        config_of(tmp_path, "", env={"DATASET_SPECS": line}).source[0],
+    ):
+        assert (source.spec, source.name, source.split, source.config, source.cache) == (
+            "hf:org/name", "name", "test", "en", "/scratch"
+        )  # fmt: skip
+
+
+def test_dataset_specs_may_be_a_json_list(tmp_path):
+    env = {"DATASET_SPECS": ' ["jsonl:a;b.jsonl?weight=0.25", "parquet:code/"]'}
+    assert [(s.spec, s.weight) for s in config_of(tmp_path, "", env=env).source] == [
+        ("jsonl:a;b.jsonl", 0.25),
+        ("parquet:code/", 1.0),
+    ]
+    for text in ("[", "[1]", '[["txt:a"]]', '["txt:a", ""]', '["txt:a"] x'):
+        with pytest.raises(
+            ConfigError, match=r"\ADATASET_SPECS: source: expected a JSON list of specs such as [^\n]*\Z"
+        ):
+            config_of(tmp_path, "", env={"DATASET_SPECS": text})
+    with pytest.raises(
+        ConfigError, match=r"DATASET_SPECS: source\.0\.spec\?wieght: unknown option, did you mean weight"
+    ):
+        config_of(tmp_path, "", env={"DATASET_SPECS": '["txt:a?wieght=1"]'})
 
 
 def test_an_override_of_a_spec_brings_its_options_along(tmp_path):

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from headrace.errors import ConfigError, DataChanged, DataError
-from headrace.sources import Source, open_source
+from headrace.sources import Source, lines, open_source
 from headrace.sources.lines import default_chunk_bytes
 
 
@@ -91,8 +91,8 @@ def test_chunks_are_whole_lines_and_a_long_line_is_a_chunk_of_its_own(read):
     assert manifest.chunk_line.tolist() == [0, 2, 3]
 
 
-def test_the_chunk_size_is_a_4096th_of_the_source_within_its_bounds():
-    assert [default_chunk_bytes(n) for n in (0, 1 << 20, 1 << 30, 1 << 40)] == [65536, 65536, 262144, 1 << 20]
+def test_the_chunk_size_is_a_1024th_of_the_source_within_its_bounds():
+    assert [default_chunk_bytes(n) for n in (0, 1 << 20, 1 << 28, 1 << 40)] == [65536, 65536, 262144, 1 << 20]
 
 
 BAD = [
@@ -134,9 +134,16 @@ def test_a_bad_jsonl_row_is_a_counted_hole_when_skipped(read, line, reason, chun
     assert re.search(reason, why)
 
 
-def test_a_value_over_two_lines_and_two_values_on_a_line_do_not_cancel_out(read):
+@pytest.mark.parametrize("few", [0, 1 << 30])
+@pytest.mark.parametrize(
+    "value",
+    [b'{"text":\n"c"}', b'{"text":"c","x":\n{}}', b'{"text":"c","x":{}\n,"y":{}}'],
+    ids=["neither brace", "only {", "only }"],
+)
+def test_a_value_over_two_lines_and_two_values_on_a_line_do_not_cancel_out(read, value, few, monkeypatch):
     """msgspec's decode_lines takes all four lines for four rows."""
-    data = b'{"text":"a"} {"text":"b"}\n{"text":\n"c"}\n{"text":"d"}\n'
+    monkeypatch.setattr(lines, "_FEW", few)
+    data = b'{"text":"a"} {"text":"b"}\n' + value + b'\n{"text":"d"}\n'
     assert read("jsonl", data, on_bad="skip")[0] == [None, None, None, "d"]
 
 

@@ -70,11 +70,15 @@ def test_a_folder_without_such_files_says_which_suffixes_were_looked_for(tmp_pat
         listed(tmp_path, "jsonl:d")
 
 
-def test_compressed_shards_are_refused_by_name_not_left_out(tmp_path, base):
-    lines(base, "d/a.jsonl", "d/b.jsonl.zst")
-    for spec in ("jsonl:d", "jsonl:d/*", "jsonl:d/b.jsonl.zst"):
-        with pytest.raises(DataError, match=r"b.jsonl.zst is compressed, which cannot be read yet"):
+def test_shards_compressed_in_a_way_that_is_not_read_are_refused_by_name_not_left_out(tmp_path, base):
+    lines(base, "d/a.jsonl", "d/b.jsonl.xz", "e/c.parquet.gz")
+    for spec in ("jsonl:d", "jsonl:d/*", "jsonl:d/b.jsonl.xz"):
+        with pytest.raises(
+            DataError, match=r"b.jsonl.xz is compressed, which this scheme does not read .it reads .gz and .zst"
+        ):
             listed(tmp_path, spec)
+    with pytest.raises(DataError, match=r"c.parquet.gz is compressed, which this scheme does not read. Unpack it"):
+        listed(tmp_path, "parquet:e")
 
 
 def test_dot_dot_is_refused_unless_allowed(tmp_path, base):

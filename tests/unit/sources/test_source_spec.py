@@ -31,6 +31,9 @@ def test_option_values_are_unquoted():
         ("jsonl:data/web/", "web"),
         ("parquet:code/**/*.parquet", "code"),
         ("txt:books.txt", "books"),
+        ("txt:books.txt.gz", "books"),
+        ("jsonl:s3://bucket/web/*.jsonl.zst", "web"),
+        ("hf:org/name", "name"),
         ("jsonl:*.jsonl", "jsonl"),
         ("jsonl:v1.5/", "v1.5"),
         ("jsonl:two words/", "two-words"),
@@ -68,10 +71,11 @@ def test_a_weight_of_zero_is_accepted():
     [
         ("jsnol:web", r"unknown scheme 'jsnol', did you mean 'jsonl'\? Schemes are jsonl: .*parquet: .*txt: "),
         ("web/*.jsonl", "has no scheme, expected scheme:place"),
-        ("hf:org/name", r"the Hugging Face hub \(hf:\) cannot be read yet. Schemes are .*jsonl"),
-        ("arrow:x", "cannot be read yet. Schemes are"),
-        ("s3://bucket/x.jsonl", "cannot be read yet"),
-        ("jsonl:s3://bucket/x.jsonl", "object stores cannot be read yet; give a local path"),
+        ("s3://bucket/x.parquet", "does not say what the files hold; write parquet:s3://bucket/x.parquet"),
+        ("https://host/x.jsonl.gz", "does not say what the files hold; write jsonl:https://host/x.jsonl.gz"),
+        ("jsonl:s33://bucket/x.jsonl", r"unknown store 's33://', did you mean 's3://'\? There are s3://, gs://"),
+        ("jsonl:s3://", "names no place in the store, expected s3://bucket/path"),
+        ("hf:s3://bucket/x", "hf: reads no object store; name the files, such as 'parquet:s3://bucket/x'"),
         ("jsonl:", "names no place"),
         ("jsonl:a\0b", "names no place"),
         ("jsonl:web?weight=.3", r"read by Source.parse\(...\)"),
@@ -94,6 +98,9 @@ def test_a_spec_that_names_nothing_readable_is_refused(spec, sentence):
         ({"name": "a/b"}, "name must be 1 to 80 letters"),
         ({"weight": "1"}, "weight must be a number, got '1'"),
         ({"allow_symlinks": 1}, "allow_symlinks must be true or false"),
+        ({"split": "train"}, "split means something for hf: only; leave it out"),
+        ({"config": "en"}, "config means something for hf: only; leave it out"),
+        ({"cache": ""}, "cache must be a text, got ''"),
     ],
 )
 def test_a_field_out_of_its_range_is_refused(fields, sentence):
@@ -110,6 +117,32 @@ def test_all_wrong_fields_are_named_at_once():
 def test_a_sample_with_another_text_key_is_refused():
     with pytest.raises(ConfigError, match="the samples hold their text under 'text'"):
         Source("sample:prose", text_key="content")
+
+
+@pytest.mark.parametrize(
+    ("spec", "fields", "sentence"),
+    [
+        ("txt:a.txt", {"text_key": "body"}, "a line of a txt file is its text; leave text_key out, got 'body'"),
+        ("jsonl:s3://b/x", {"allow_symlinks": True}, "allow_symlinks is about folders on disk; leave it out here"),
+        ("sample:prose", {"allow_symlinks": True}, "allow_symlinks is about folders on disk"),
+        ("sample:prose", {"split": "test"}, "split means something for hf: only"),
+        ("hf:org/name", {"split": 7}, "split must be a text, got 7"),
+    ],
+)
+def test_an_option_that_says_nothing_for_a_scheme_is_refused_by_name(spec, fields, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        Source(spec, **fields)
+
+
+def test_the_options_of_a_hub_dataset_stand_in_one_line_too():
+    line = "hf:org/name?split=validation&config=en&text_key=body&cache=/scratch/kept"
+    assert Source.parse(line) == Source(
+        "hf:org/name", split="validation", config="en", text_key="body", cache="/scratch/kept"
+    )
+
+
+def test_a_file_url_is_a_path():
+    assert Source("jsonl:file:///data/web/*.jsonl").place == "/data/web/*.jsonl"
 
 
 def test_samples_are_prose_and_code():

@@ -1,0 +1,157 @@
+"""headrace prepare CONFIG: tokenise once, read at the speed of memory ever after."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from headrace.cli.app import Settings, overrides
+from headrace.cli.terminal import console_for, short
+from headrace.jobs.config_layers import load_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+    from headrace.jobs.prepare import PrepareProgress, PrepareSummary
+    from headrace.loader import TextDataset
+
+__all__ = ["prepare"]
+
+_EVERY = 10.0
+"""Seconds between two lines where there is no terminal."""
+
+
+def prepare(
+    config: Path,
+    /,
+    *,
+    settings: Settings = (),
+    out: Annotated[Path | None, Parameter(help="The folder to write; prepared/<run.name> unless given.")] = None,
+    workers: Annotated[int | None, Parameter(help="Threads that tokenise; one a processor unless given.")] = None,
+    shard_mb: Annotated[int, Parameter(help="Size of a shard in MiB. Cannot change in a folder once begun.")] = 128,
+    format: Annotated[Literal["text", "json"], Parameter(help="json: print the summary as one JSON object.")] = "text",
+    quiet: Annotated[bool, Parameter(help="Print nothing but errors.", negative=())] = False,
+) -> int:
+    """Tokenise every document of a config's sources once, into checked shards that `PreparedDataset` maps.
+
+    Can be stopped or killed at any moment: the same command goes on, and the result has the same bytes.
+
+    ```
+    headrace prepare examples/quickstart.toml
+    headrace prepare run.toml --out /data/web-mix --workers 8 --text.seq_len 4096
+    python -c "import headrace as hr; print(len(hr.PreparedDataset('prepared/quickstart')))"
+    ```
+    """
+    from headrace.jobs.prepare import prepare as run
+
+    checked = load_config(config, overrides(settings))
+    folder = out if out is not None else Path("prepared") / checked.run.name
+    talks = not quiet and format == "text"
+    console = console_for()
+    watcher = _Watcher(console if talks else None, None if quiet else console_for(sys.stderr), folder)
+    with watcher:
+        summary = run(checked, folder, watcher, workers=workers, shard_bytes=shard_mb << 20)
+    if talks:
+        _closing(console, summary, _command(config, settings, out, shard_mb))
+    elif format == "json":
+        console.print_json(json.dumps(summary.to_dict()))
+    return 128 + summary.signal if summary.signal else 0
+
+
+class _Watcher:
+    """Lines, and a bar where there is a terminal."""
+
+    def __init__(self, console: Console | None, errors: Console | None, folder: Path) -> None:
+        self._console, self._errors, self._folder = console, errors, folder
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._said = time.perf_counter()
+
+    def __enter__(self) -> _Watcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def began(self, data: TextDataset, workers: int, resumed: bool) -> None:
+        if self._console is None:
+            return
+        self._console.print(
+            f"[bold]headrace[/] {'goes on preparing' if resumed else 'prepares'} [bold]{self._folder}[/]",
+            highlight=False,
+        )
+        sources = "  ".join(f"{s.name} {deal.rows:,} rows" for s, deal in zip(data.sources, data.deals, strict=True))
+        rows = [
+            ("sources", sources),
+            (
+                "text",
+                f"{data.tokenizer.name} tokenizer ({data.vocab_size:,} ids), seq_len {data.seq_len}, {data.packing.strategy}",
+            ),
+            ("threads", str(workers)),
+        ]
+        for name, text in rows:
+            self._console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+        if self._console.is_terminal:
+            from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
+                console=self._console, transient=True,
+            )  # fmt: skip
+            self._bar.start()
+            self._task = self._bar.add_task("starting", total=None)
+
+    def progress(self, progress: PrepareProgress) -> None:
+        if self._console is None:
+            return
+        line = f"{progress.source}  {progress.rows:,} of {progress.total_rows:,} rows  {short(progress.tokens)} tokens"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=line, completed=progress.all_rows, total=progress.all_total_rows)
+        elif time.perf_counter() - self._said >= _EVERY:
+            self._said = time.perf_counter()
+            self._console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
+
+    def notice(self, sentence: str) -> None:
+        if self._errors is not None:
+            self._errors.print(f"  {sentence}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _closing(console: Console, summary: PrepareSummary, command: str) -> None:
+    words = {"prepared": "prepared", "complete": "is complete already", "stopped": "stopped"}[summary.state]
+    console.print(f"\n[bold]{words}[/]  {summary.folder}", highlight=False)
+    speed = summary.new_tokens / summary.seconds if summary.seconds else 0.0
+    rows = [
+        ("data", f"{summary.documents:,} documents, {summary.tokens:,} tokens, {summary.bytes / 1e6:,.1f} MB in {summary.shards:,} shards"),
+        ("sources", "  ".join(f"{name} {short(s['tokens'])}" for name, s in summary.sources.items())),
+        ("speed", f"{short(speed)} tokens/s over {summary.seconds:.1f} s"),
+    ]  # fmt: skip
+    if summary.kept or summary.remade:
+        rows.append(("shards", f"{summary.kept:,} kept, {summary.remade:,} made again"))
+    if summary.bad_rows:
+        rows.append(("left out", f"{summary.bad_rows:,} bad rows"))
+    if summary.state == "stopped":
+        rows.append(("go on", command))
+    else:
+        rows.append(("use", f'headrace.PreparedDataset("{summary.folder}")'))
+    for name, text in rows:
+        console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+
+
+def _command(config: Path, settings: tuple[str, ...], out: Path | None, shard_mb: int) -> str:
+    """What was typed, as far as it matters for going on."""
+    words = ["headrace", "prepare", str(config), *(f"--{setting}" for setting in settings)]
+    if out is not None:
+        words += ["--out", str(out)]
+    if shard_mb != 128:
+        words += ["--shard-mb", str(shard_mb)]
+    return shlex.join(words)

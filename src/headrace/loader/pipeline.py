@@ -1,0 +1,271 @@
+"""Batches made ahead of need.
+
+A thread asks the lanes for the samples of the next step and writes their blocks into a ring of buffers. Every batch
+carries the state of the lanes right after it; that state counts only once the batch is handed over (loader.py), so
+prefetching can never leak into a checkpoint. A pipeline lives from one load of a state to the next.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import HeadraceError
+from headrace.loader.ends import Ends
+from headrace.loader.lanes import LaneTable, Taken, kernels
+from headrace.loader.pool import WindowSupply
+from headrace.metrics import Meter, Wait, phase
+from headrace.order import content_hash, sample_term
+
+__all__ = ["TOKEN_FIELDS", "Made", "Pipeline", "Shape", "Slot"]
+
+TOKEN_FIELDS = ("input_ids", "labels", "position_ids", "segment_ids")
+"""What a batch may hold of [b, T] each."""
+_FILLER = content_hash(b"filler")
+_NO_ROWS, _NONE = np.empty((0, 0), np.int64), np.empty(0, np.int64)
+_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Threads that are still in a tokenizer when the interpreter goes away can abort the process: stop them first."""
+    for pipeline in list(_pipelines):
+        pipeline.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a batch of this rank looks like."""
+
+    global_batch_size: int
+    rank: int
+    world_size: int
+    seq_len: int
+    lanes: int
+    sources: int
+    pad_id: int
+    unshifted: bool
+    borders: bool
+    """Whether cu_seqlens is wanted."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """One set of buffers of the ring."""
+
+    arrays: dict[str, np.ndarray]
+    tensors: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Made:
+    """A batch on its way: its arrays, what it was made of, and the state of the lanes after it."""
+
+    step: int
+    taken: Taken
+    slot: Slot
+    digest: int
+    tokens: int
+    documents: int
+    fillers: int
+    source_tokens: Sequence[int]
+    max_seqlen: int
+    borders: np.ndarray | None
+    next_sample: int
+    lanes: np.ndarray
+    skipped: tuple[tuple[int, Taken], ...] = ()
+    """Steps that were passed over on the way to this one."""
+    ready: Any = None
+    """A CUDA event: the copy to the device has been made."""
+
+
+class Pipeline:
+    """Lanes in motion, and the thread that turns their samples into batches."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        table: LaneTable,
+        supply: WindowSupply,
+        ends: Ends | None,
+        new_slot: Callable[[], Slot],
+        *,
+        step: int,
+        sample: int,
+        skip: Sequence[tuple[int, int]],
+        prefetch: int,
+        meter: Meter,
+    ) -> None:
+        self._shape = shape
+        self._table = table
+        self._supply = supply
+        self._ends = ends
+        self._new_slot = new_slot
+        self._step, self._sample = step, sample
+        self._skip = tuple(skip)
+        self._prefetch = prefetch
+        self._meter = meter
+        self._kernels = kernels()
+        self._free: deque[Slot] = deque()
+        self._made: deque[Made | None] = deque()
+        self._failure: BaseException | None = None
+        self._handed_over: Made | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._slots = 0
+        table.announce(sample)
+        self._thread: threading.Thread | None = None
+        _pipelines.add(self)
+        if prefetch:
+            self._thread = threading.Thread(target=self._produce, name="headrace-batches", daemon=True)
+            self._thread.start()
+
+    def next(self, wait: Wait) -> Made | None:
+        """The next batch, or None at the end. Gives the buffers of the one before back to the ring."""
+        self._release()
+        if self._thread is None:
+            made = self._assemble()
+        else:
+            with self._changed:
+                while not self._made:
+                    if self._failure is not None:
+                        raise self._failure
+                    wait.check()
+                    self._changed.wait(min(0.5, max(wait.remaining(), 0.001)))
+                made = self._made.popleft()
+                self._changed.notify_all()
+        self._handed_over = made
+        return made
+
+    def close(self, timeout: float = 2.0) -> None:
+        until = time.monotonic() + timeout
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._supply.close(timeout)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(max(until - time.monotonic(), 0.0))
+
+    def _release(self) -> None:
+        before = self._handed_over
+        if before is None:
+            return
+        if before.ready is not None:
+            with Wait("loader.copy", meter=self._meter):
+                before.ready.synchronize()
+        with self._changed:
+            self._free.append(before.slot)
+            self._handed_over = None
+            self._changed.notify_all()
+
+    def _produce(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    if not self._may_go_on():
+                        with Wait("loader.ahead", meter=self._meter, deadline=1e6, hidden=True):
+                            while not self._may_go_on():
+                                self._changed.wait(1.0)
+                    if self._closed:
+                        return
+                made = self._assemble()
+                with self._changed:
+                    self._made.append(made)
+                    self._changed.notify_all()
+                if made is None:
+                    return
+        except BaseException as error:  # raised again by the next() that needs the batch
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _may_go_on(self) -> bool:
+        """One batch is with the trainer, `prefetch` are ready, one is being made: that many buffers, and no more."""
+        room = bool(self._free) or self._slots < self._prefetch + 2
+        return self._closed or (room and len(self._made) <= self._prefetch)
+
+    def _slot(self) -> Slot:
+        with self._changed:
+            if self._free:
+                return self._free.popleft()
+            self._slots += 1
+        return self._new_slot()
+
+    def _assemble(self) -> Made | None:
+        """The next step that is not passed over, or None when no rank has anything more to deliver."""
+        skipped: list[tuple[int, Taken]] = []
+        while True:
+            with phase("lanes", meter=self._meter):
+                taken = self._take()
+            if taken is None:
+                return None
+            step = self._step
+            self._step += 1
+            self._sample += self._shape.global_batch_size
+            if not any(a <= step < b for a, b in self._skip):
+                break
+            skipped.append((step, taken))
+        with phase("assemble", meter=self._meter):
+            return self._fill(step, taken, tuple(skipped))
+
+    def _take(self) -> Taken | None:
+        """This rank's samples of the step, or None at the end of all ranks' data."""
+        shape, first = self._shape, self._sample
+        mine = range(first + (shape.rank - first) % shape.world_size, first + shape.global_batch_size, shape.world_size)
+        taken = self._table.take(mine)
+        own = bool((taken.sources >= 0).any()) or self._any_lane_has_more(first)
+        if self._ends is None:
+            if not own:
+                raise HeadraceError(
+                    "no source has a single document with text left to read: repeating would go on for ever without "
+                    "delivering anything. Check the files, or text_key."
+                )
+            return taken
+        others = self._ends.others_have_data(self._step, first, own, lambda: self._closed)
+        return taken if own or others else None
+
+    def _any_lane_has_more(self, first: int) -> bool:
+        table, after = self._table, first + self._shape.global_batch_size
+        taken = {g % self._shape.lanes for g in range(first, min(after, first + self._shape.lanes))}
+        return any(
+            table.has_more(lane, table.next_sample(lane, after if lane in taken else first)) for lane in table.lanes
+        )
+
+    def _fill(self, step: int, taken: Taken, skipped: tuple[tuple[int, Taken], ...]) -> Made:
+        slot, shape, rows, k = self._slot(), self._shape, taken.rows, self._kernels
+        arrays, samples = slot.arrays, taken.samples
+        borders = np.empty(k.count_borders(rows), np.int32)
+        sums = np.empty(k.SUM_SOURCES + shape.sources, np.int64)
+        k.fill_rows(
+            rows, samples.start, samples.step, shape.seq_len, shape.pad_id, shape.unshifted,
+            arrays["sample_index"], arrays.get("row_count", _NONE), *(arrays.get(name, _NO_ROWS) for name in TOKEN_FIELDS),
+            borders, sums,
+        )  # fmt: skip
+        tokens, documents, fillers, count, longest, *source_tokens = sums.tolist()
+        windows = taken.windows
+        digest = 0
+        for g, (source, block, _, _, serial, *_) in zip(samples, rows.tolist(), strict=True):
+            digest += sample_term(g, windows[serial].blocks.hashes[block] if source >= 0 else _FILLER)
+        return Made(
+            step=step,
+            taken=taken,
+            slot=slot,
+            digest=digest,
+            tokens=tokens,
+            documents=documents,
+            fillers=fillers,
+            source_tokens=source_tokens,
+            max_seqlen=longest,
+            borders=borders[:count] if shape.borders else None,
+            next_sample=self._sample,
+            lanes=self._table.state.copy(),
+            skipped=skipped,
+        )

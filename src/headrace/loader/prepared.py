@@ -1,0 +1,578 @@
+"""Blocks of tokens that were prepared beforehand: block i is known without reading the ones before it.
+
+    data = PreparedDataset("prepared/web-mix", seed=7)            what `headrace prepare` wrote
+    data.block(123_456)                                           a pure function of the data, the seed and i
+
+    sample g ──► source, its k-th block        schedule: from the weights alone
+             ──► epoch, block                  a keyed permutation of all blocks of the source, another one each epoch
+             ──► shard, pieces                 prefix sums, the packed index
+             ──► row of a batch                one compiled call for all rows, straight from the mapped files
+
+There are no lanes, no windows and nothing to tokenise. Tokens are compared with their checksums the first time a block touches
+them; a flipped bit is an error that names the shard, before anything of it is handed out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError
+from headrace.loader.dataset import Exhausted
+from headrace.loader.schedule import Schedule
+from headrace.loader.windows import Piece
+from headrace.metrics import Meter, Wait
+from headrace.order import Permutation, fingerprint_json, key, mix64_array
+from headrace.text.shards import (
+    SHARD_FOLDER,
+    PackedShard,
+    PreparedManifest,
+    PreparedSource,
+    TokenShard,
+    open_packed,
+    open_shard,
+    pack_shard,
+    packed_name,
+    read_packed_counts,
+    shard_kernels,
+    write_packed,
+    write_packed_counts,
+)
+
+__all__ = ["FIELDS", "BatchRows", "Planned", "PreparedBlock", "PreparedDataset", "checked_fields"]
+
+FIELDS = ("input_ids", "labels", "position_ids", "cu_seqlens", "row_count", "segment_ids")
+"""What may be asked for; the first five are what comes unasked. `cu_seqlens` brings `max_seqlen`; `sample_index` always comes."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FILLER_SUM = key("prepared.filler")
+
+
+class PreparedBlock(NamedTuple):
+    """One block, as `PreparedDataset.block` gives it."""
+
+    source: str
+    epoch: int
+    block: int
+    """Which block of its source, from 0."""
+    arrays: dict[str, np.ndarray]
+
+
+class Planned(NamedTuple):
+    """What many samples are made of; one entry a sample. Source and shard are -1 beyond the end of the data."""
+
+    sample: np.ndarray
+    source: np.ndarray
+    epoch: np.ndarray
+    block: np.ndarray
+    """Block of the source."""
+    shard: np.ndarray
+    """Shard of the dataset, all sources counted through."""
+    local: np.ndarray
+    """Block of the shard."""
+    low: np.ndarray
+    high: np.ndarray
+    """What the sample adds to the digest: two halves of 64 bits."""
+
+
+class PreparedDataset:
+    """Blocks of prepared sources. Holds no position; several loaders may share one.
+
+    Weights, seq_len and packing are those of the config that was prepared, unless others are given. A seq_len that was not
+    prepared for is indexed when it is first asked for, about a second for a million documents.
+    """
+
+    def __init__(
+        self,
+        paths: str | Path | Sequence[str | Path],
+        *,
+        weights: Mapping[str, float] | Sequence[float] | None = None,
+        seq_len: int | None = None,
+        pack: Literal["best_fit", "concat"] | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        exhausted: Exhausted = "drop",
+        full_check: bool = False,
+        meter: Meter | None = None,
+    ) -> None:
+        self._arguments = {
+            "paths": paths, "weights": weights, "seq_len": seq_len, "pack": pack, "seed": seed, "shuffle": shuffle,
+            "exhausted": exhausted,
+        }  # fmt: skip
+        self.meter = meter if meter is not None else Meter()
+        self.folders = tuple(Path(p) for p in ([paths] if isinstance(paths, str | Path) else paths))
+        if not self.folders:
+            raise ConfigError("a prepared dataset needs at least one folder that `headrace prepare` wrote")
+        with Wait("prepared.open", meter=self.meter):
+            manifests = tuple(PreparedManifest.read(folder) for folder in self.folders)
+            first = manifests[0]
+            _check_alike(self.folders, manifests)
+            self.seq_len = first.seq_len if seq_len is None else seq_len
+            self.pack = first.pack if pack is None else pack
+            self.seed, self.shuffle, self.exhausted = seed, shuffle, exhausted
+            _check(self.seq_len, self.pack, seed, exhausted)
+            self.vocab_size, self.pad_id, self.tokenizer = first.vocab_size, first.pad_id, first.tokenizer
+            self._item = np.dtype(first.dtype).itemsize
+            self.sources: tuple[PreparedSource, ...] = tuple(s for m in manifests for s in m.sources)
+            self.names = _unique([s.name for s in self.sources])
+            self._files = [
+                (folder / SHARD_FOLDER / s.name, number, entry, s)
+                for folder, m in zip(self.folders, manifests, strict=True)
+                for s in m.sources
+                for number, entry in enumerate(s.shards)
+            ]
+            self._check_files()
+            self._lock = threading.Lock()
+            self._mapped: dict[int, tuple[TokenShard, PackedShard | None, np.ndarray]] = {}
+            self._unsaved: dict[int, PackedShard] = {}
+            self._table = np.zeros((max(len(self._files), 1), shard_kernels().COLUMNS), np.int64)
+            counts = self._block_counts(manifests)
+        self._count_blocks(counts)
+        self._given = self._weights_given(weights)
+        self._data = fingerprint_json([m.data for m in manifests])
+        self._orders: dict[tuple[int, int], Permutation] = {}
+        self._file_ends: dict[int, np.ndarray] = {}
+        self.schedule = Schedule(self._block_weights(), limits=self._limits(), stop_first=exhausted == "stop_first")
+        if full_check:
+            self.check()
+
+    # ------------------------------------------------------------------------------------------ public
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The sources' shares of the tokens, adding up to 1. Sources without tokens have none."""
+        return tuple(w / sum(self._given) for w in self._given)
+
+    def __len__(self) -> int:
+        """How many samples one pass has; TypeError if it never ends."""
+        total = self.schedule.total
+        if total is None:
+            raise TypeError('a dataset that repeats for ever has no length: give max_epochs, or exhausted="drop"')
+        return total
+
+    def block(self, i: int, fields: Sequence[str] = FIELDS[:3]) -> PreparedBlock:
+        """Sample i of the first pass: a pure function of the prepared data, the seed and i."""
+        planned = self.plan(np.array([i], np.int64))
+        source = int(planned.source[0])
+        if source < 0:
+            raise IndexError(f"sample {i} of a dataset of {len(self)}")
+        rows = BatchRows(1, self.seq_len, checked_fields(fields), len(self.sources))
+        self.fill(planned, 0, 1, rows)
+        arrays = {name: array[0] if array.ndim == 2 else array for name, array in rows.arrays.items()}
+        if "cu_seqlens" in arrays:
+            arrays["cu_seqlens"] = arrays["cu_seqlens"][: int(rows.found[0]) + 1]
+        return PreparedBlock(self.names[source], int(planned.epoch[0]), int(planned.block[0]), arrays)
+
+    def plan(self, samples: np.ndarray, number: int = 0, begun: int = 0) -> Planned:
+        """What the given samples are made of, in pass `number` that began at sample `begun`; maps the shards they need."""
+        source, pick = self.schedule.at(samples - begun)
+        epoch, block = np.zeros_like(pick), np.zeros_like(pick)
+        for s in np.flatnonzero(np.bincount(source + 1)[1:]).tolist():
+            mine = np.flatnonzero(source == s)
+            turn_of, place = np.divmod(pick[mine], self._blocks[s])
+            epochs = turn_of + number * self._epochs_a_pass(s)
+            epoch[mine] = epochs
+            for e in range(int(epochs.min()), int(epochs.max()) + 1):
+                those = epochs == e
+                block[mine[those]] = self._order(s, e).take(place[those]) if self.shuffle else place[those]
+        through = self._first_block_of[source] + block
+        shard = np.searchsorted(self._first_block, through, side="right") - 1
+        shard[source < 0] = -1
+        local = through - self._first_block[shard]
+        self._map(np.flatnonzero(np.bincount(shard + 1)[1:]))
+        # As `sample_term(g, content)`: the content of a block is given by the checksum of its shard and its place in it.
+        at = samples.astype(np.uint64) * _GOLDEN
+        which = (local.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+        low = mix64_array(mix64_array(self._sum_low[shard] + which) + at)
+        high = mix64_array(mix64_array(self._sum_high[shard] + which) ^ at)
+        return Planned(samples, source, epoch, block, shard, local, low, high)
+
+    def fill(self, planned: Planned, begin: int, end: int, rows: BatchRows, unshifted: bool = False) -> None:
+        """Write planned samples [begin, end) into the rows of a batch."""
+        k = shard_kernels()
+        code = k.fill(
+            self._table, planned.sample, planned.source, planned.shard, planned.local, begin, end, self.seq_len, self._item,
+            self.pad_id, unshifted, self.pack == "concat", *rows.outputs,
+        )  # fmt: skip
+        if code != k.FINE:
+            self._refuse(code == k.BAD_TOKENS, int(rows.found[0]), int(rows.found[1]))
+
+    def pieces(self, sample: int, source: int, shard: int, local: int) -> list[Piece]:
+        """Where the tokens of a planned sample come from."""
+        return self._pieces(sample, source, shard, local) if shard >= 0 else []
+
+    def fingerprint(self) -> dict[str, str]:
+        """What the order depends on, by name. Short, whatever the number of sources: it is in every cursor."""
+        tokens = sum(s.tokens for s in self.sources)
+        limits = [[s.max_epochs, s.max_tokens] for s in self.sources]
+        return {
+            "data": f"{self._data} ({len(self.sources):,} sources, {tokens:,} tokens)",
+            "tokenizer": self.tokenizer,
+            "sources": _shortened(", ".join(self.names)),
+            "weights": _shortened(", ".join(f"{w:.6g}" for w in self._given)),
+            "config:packing": f"{self.pack} {self.seq_len}",
+            "config:order": f"seed {self.seed}, {'shuffled' if self.shuffle else 'in order'}, {self.exhausted}",
+            "config:limits": fingerprint_json(limits),
+        }
+
+    def check(self) -> int:
+        """Read every shard and compare it with its checksums, now; how many bytes were read."""
+        for folder, _, entry, _ in self._files:
+            with Wait("prepared.check", meter=self.meter):
+                open_shard(folder / entry.file, entry, full=True)
+        return sum(entry.size for _, _, entry, _ in self._files)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A process that was spawned opens the folder itself: mapped files do not travel."""
+        return _reopened, (self._arguments,)
+
+    def close(self) -> None:
+        """Let go of the mapped files. Loaders over this dataset must be closed first."""
+        with self._lock:
+            self._table[:] = 0
+            self._mapped.clear()
+
+    # ----------------------------------------------------------------------------------------- blocks
+
+    def _block_counts(self, manifests: Sequence[PreparedManifest]) -> list[int]:
+        if self.pack == "concat":
+            return [-(-entry.tokens // self.seq_len) for _, _, entry, _ in self._files]
+        counts: list[int] = []
+        for folder, manifest in zip(self.folders, manifests, strict=True):
+            known = read_packed_counts(folder, self.seq_len, manifest)
+            counts += (
+                self._index(folder, manifest) if known is None else [n for s in manifest.sources for n in known[s.name]]
+            )
+        return counts
+
+    def _index(self, folder: Path, manifest: PreparedManifest) -> list[int]:
+        """Pack a seq_len that was not prepared for. Kept in the folder if that can be written, else in memory."""
+        counts: dict[str, list[int]] = {}
+        saved = True
+        numbered = {place / entry.file: n for n, (place, _, entry, _) in enumerate(self._files)}
+        for source in manifest.sources:
+            counts[source.name] = []
+            place = folder / SHARD_FOLDER / source.name
+            for number, entry in enumerate(source.shards):
+                with Wait("prepared.index", meter=self.meter):
+                    packed = pack_shard(open_shard(place / entry.file, entry).offsets, self.seq_len)
+                try:
+                    path = place / packed_name(self.seq_len, number)
+                    write_packed(path, packed, seq_len=self.seq_len, of=entry)
+                except StorageError:
+                    saved = False  # a read-only folder costs the next start the same time again, nothing else
+                    self._unsaved[numbered[place / entry.file]] = packed
+                counts[source.name].append(len(packed))
+        if saved:
+            with contextlib.suppress(StorageError):
+                write_packed_counts(folder, self.seq_len, manifest.data, counts)
+        return [n for s in manifest.sources for n in counts[s.name]]
+
+    def _count_blocks(self, counts: Sequence[int]) -> None:
+        """Prefix sums of blocks, over all shards and by source, and what each shard adds to a digest."""
+        self._first_block = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(np.asarray(counts, np.int64), out=self._first_block[1:])
+        ends = np.cumsum([0, *(len(s.shards) for s in self.sources)])
+        edges = self._first_block[ends]
+        self._first_block_of, self._blocks = edges[:-1], np.diff(edges)
+        if not self._blocks.any():
+            raise DataError(
+                f"{', '.join(map(str, self.folders))}: no source has a single token. Check the files that were prepared, or text_key."
+            )
+        salt = key("prepared.block", seq_len=self.seq_len, best_fit=int(self.pack == "best_fit"))
+        sums = [int(entry.sum, 16) for _, _, entry, _ in self._files] + [_FILLER_SUM]  # the last: index -1, filler
+        mask = (1 << 64) - 1
+        self._sum_low = mix64_array(np.array([(s ^ salt) & mask for s in sums], np.uint64))
+        self._sum_high = mix64_array(np.array([(s >> 64) ^ salt for s in sums], np.uint64))
+
+    def _order(self, source: int, epoch: int) -> Permutation:
+        found = self._orders.get((source, epoch))
+        if found is None:
+            name = f"prepared.blocks/{self.names[source]}"
+            found = Permutation(int(self._blocks[source]), key(name, seed=self.seed, epoch=epoch))
+            if len(self._orders) > 4 * len(self.sources):
+                self._orders.clear()
+            self._orders[source, epoch] = found
+        return found
+
+    def _weights_given(self, weights: Mapping[str, float] | Sequence[float] | None) -> list[float]:
+        given = [s.weight for s in self.sources]
+        if isinstance(weights, Mapping):
+            unknown = sorted(str(name) for name in weights if name not in self.names)
+            if unknown:
+                raise ConfigError(
+                    f"weights name {', '.join(unknown)}; the prepared sources are {', '.join(self.names)}"
+                )
+            given = [float(weights.get(name, 0.0)) for name in self.names]
+        elif weights is not None:
+            given = [float(w) for w in weights]
+            if len(given) != len(self.sources):
+                raise ConfigError(f"{len(given)} weights for {len(self.sources)} sources ({', '.join(self.names)})")
+        if any(not 0 <= w < float("inf") for w in given):
+            raise ConfigError(f"weights must be finite and at least 0, got {given}")
+        given = [w if n else 0.0 for w, n in zip(given, self._blocks.tolist(), strict=True)]
+        if not any(given):
+            raise ConfigError(
+                "all prepared sources with tokens have weight 0: give at least one of them a positive weight"
+            )
+        return given
+
+    def _block_weights(self) -> list[float]:
+        """Turns in proportion to weight / tokens a block: the weights are shares of tokens, and padding differs by source."""
+        if self.pack == "concat":
+            return self._given
+        return [
+            w * n / s.tokens if w else 0.0
+            for w, n, s in zip(self._given, self._blocks.tolist(), self.sources, strict=True)
+        ]
+
+    def _limits(self) -> list[int | None]:
+        limits: list[int | None] = []
+        for source, blocks in zip(self.sources, self._blocks.tolist(), strict=True):
+            epochs = source.max_epochs if self.exhausted == "repeat" else source.max_epochs or 1
+            limit = None if epochs is None else blocks * epochs
+            if source.max_tokens is not None and blocks:
+                capped = -(-source.max_tokens * blocks // source.tokens)
+                limit = capped if limit is None else min(limit, capped)
+            limits.append(limit)
+        return limits
+
+    def _epochs_a_pass(self, source: int) -> int:
+        limit = self.schedule.limits[source]
+        return 0 if limit is None else -(-limit // int(self._blocks[source]))
+
+    # ------------------------------------------------------------------------------------------ files
+
+    def _check_files(self) -> None:
+        """Sizes now, so that a shard that was cut short is a sentence and not a signal in the middle of a run."""
+        wrong = []
+        for folder, _, entry, _ in self._files:
+            try:
+                size = (folder / entry.file).stat().st_size
+            except OSError as error:
+                wrong.append(f"{folder / entry.file}: {error.strerror or error}")
+                continue
+            if size != entry.size:
+                wrong.append(f"{folder / entry.file} has {size:,} bytes, expected {entry.size:,}")
+        if wrong:
+            more = f"; and {len(wrong) - 3:,} more" if len(wrong) > 3 else ""
+            raise FileCorrupt(
+                f"{len(wrong):,} of {len(self._files):,} shards are not whole: {'; '.join(wrong[:3])}{more}. The others remain; run "
+                "`headrace prepare` again with the same config and only the damaged ones are made anew."
+            )
+        _allow_open_files(2 * len(self._files))
+
+    def _map(self, wanted: np.ndarray) -> None:
+        for s in wanted.tolist():
+            if s < 0 or self._table[s, 0]:
+                continue
+            with Wait("prepared.map", meter=self.meter, hidden=True), self._lock:
+                if not self._table[s, 0]:
+                    self._map_one(s)
+
+    def _map_one(self, s: int) -> None:
+        k = shard_kernels()
+        folder, number, entry, _ = self._files[s]
+        shard = open_shard(folder / entry.file, entry)
+        if shard.tokens.dtype.itemsize != self._item:
+            raise FileCorrupt(
+                f"{folder / entry.file} holds {shard.tokens.dtype}, the manifest says {8 * self._item} bits"
+            )
+        checked = np.zeros(len(shard.segment_sums), np.uint8)
+        row = np.zeros(k.COLUMNS, np.int64)
+        row[k.TOKEN_COUNT], row[k.OFFSETS], row[k.DOCUMENTS] = len(shard.tokens), shard.offsets.ctypes.data, entry.rows
+        row[k.SUMS], row[k.FIRST_DOCS] = shard.segment_sums.ctypes.data, shard.segment_docs.ctypes.data
+        row[k.CHECKED] = checked.ctypes.data
+        packed = None
+        if self.pack == "best_fit":
+            packed = self._unsaved.get(s)
+            if packed is None:
+                path = folder / packed_name(self.seq_len, number)
+                packed = open_packed(path, seq_len=self.seq_len, of=entry)
+            if len(packed) != self._first_block[s + 1] - self._first_block[s]:
+                raise FileCorrupt(
+                    f"{folder / packed_name(self.seq_len, number)} has {len(packed):,} blocks, another number was counted"
+                )
+            row[k.BLOCK_PTR], row[k.BLOCKS] = packed.block_ptr.ctypes.data, len(packed)
+            row[k.PIECE_AT], row[k.PIECE_LEN] = packed.piece_at.ctypes.data, packed.piece_len.ctypes.data
+            row[k.PIECES] = len(packed.piece_at)
+        self._mapped[s] = (shard, packed, checked)
+        self._table[s, 1:] = row[1:]
+        self._table[s, k.TOKENS] = (
+            shard.tokens.ctypes.data
+        )  # last: other threads take this as the sign that all is there
+
+    def _refuse(self, tokens: bool, s: int, place: int) -> None:
+        folder, _, entry, source = self._files[s]
+        path = folder / entry.file
+        remedy = "Run `headrace prepare` again with the same config: it checks every shard, keeps the whole ones and makes this one anew."
+        if tokens:
+            size = shard_kernels().SEGMENT
+            raise FileCorrupt(
+                f"{path} is damaged: tokens {place * size:,} to {min((place + 1) * size, entry.tokens):,} of source {source.name} fail "
+                f"their checksum. Nothing of them was delivered. {remedy}"
+            )
+        raise FileCorrupt(f"{path} or its index is damaged: block {place:,} points outside the shard. {remedy}")
+
+    def _pieces(self, g: int, source: int, s: int, local: int) -> list[Piece]:
+        shard, packed, _ = self._mapped[s]
+        offsets, entry = shard.offsets, shard.entry
+        if packed is None:
+            start, stop = local * self.seq_len, min((local + 1) * self.seq_len, entry.tokens)
+            inside = slice(np.searchsorted(offsets, start, side="right"), np.searchsorted(offsets, stop, side="left"))
+            edges = np.unique(np.concatenate([[start], offsets[inside], [stop]]))
+            spans = list(zip(edges[:-1].tolist(), np.diff(edges).tolist(), strict=True))
+        else:
+            own = slice(int(packed.block_ptr[local]), int(packed.block_ptr[local + 1]))
+            spans = list(zip(packed.piece_at[own].tolist(), np.abs(packed.piece_len[own]).tolist(), strict=True))
+        found, column = [], 0
+        for at, length in spans:
+            document = int(np.searchsorted(offsets, at, side="right")) - 1
+            file, row = self._locate(source, entry.first_row + document)
+            found.append(Piece(g, column, self.names[source], file, row, at - int(offsets[document]), length))
+            column += length
+        return found
+
+    def _locate(self, source: int, row: int) -> tuple[str, int]:
+        files = self.sources[source].files
+        if source not in self._file_ends:
+            self._file_ends[source] = np.cumsum([rows for _, rows in files])
+        ends = self._file_ends[source]
+        file = int(np.searchsorted(ends, row, side="right"))
+        if file == len(files):
+            raise FileCorrupt(
+                f"row {row:,} lies beyond the files that the manifest names for source {self.names[source]}"
+            )
+        return files[file][0], row - int(ends[file] - files[file][1])
+
+
+class BatchRows:
+    """One set of buffers, that `PreparedDataset.fill` writes a batch into."""
+
+    __slots__ = ("arrays", "by_source", "count", "found", "outputs", "ready", "tensors")
+
+    def __init__(
+        self,
+        rows: int,
+        width: int,
+        fields: Collection[str],
+        sources: int,
+        *,
+        pin: bool = False,
+        torch_too: bool = False,
+    ) -> None:
+        shapes: dict[str, tuple[int, ...]] = {
+            name: (rows, width) for name in ("input_ids", "labels", "position_ids", "segment_ids") if name in fields
+        }
+        shapes |= {"sample_index": (rows,)}
+        if "row_count" in fields:
+            shapes["row_count"] = (rows,)
+        self.tensors: dict[str, Any] = {}
+        if torch_too:
+            import torch
+
+            if pin and not torch.cuda.is_available():
+                raise ConfigError("pin_memory=True needs a CUDA device, and torch sees none here: leave it off")
+            self.tensors = {n: torch.empty(s, dtype=torch.int64, pin_memory=pin) for n, s in shapes.items()}
+            if "cu_seqlens" in fields:
+                self.tensors["cu_seqlens"] = torch.empty(rows * width + 1, dtype=torch.int32, pin_memory=pin)
+            self.arrays: dict[str, np.ndarray] = {n: t.numpy() for n, t in self.tensors.items()}
+        else:
+            self.arrays = {n: np.empty(s, np.int64) for n, s in shapes.items()}
+            if "cu_seqlens" in fields:
+                self.arrays["cu_seqlens"] = np.empty(rows * width + 1, np.int32)
+        none, no_edges = np.empty((0, width), np.int64), np.empty(0, np.int32)
+        self.count = rows
+        self.by_source = np.empty(sources + 1, np.int64)
+        """Tokens of each source; filler (source -1) counts in the spare last place."""
+        self.found = np.empty(4, np.int64)
+        """Number of piece borders, longest piece, tokens that are not padding, documents that end: see `shard_kernels.fill`."""
+        self.outputs = (
+            *(self.arrays.get(n, none) for n in ("input_ids", "labels", "position_ids", "segment_ids")),
+            self.arrays["sample_index"],
+            self.arrays.get("row_count", np.empty(rows, np.int64)),
+            self.by_source,
+            self.arrays.get("cu_seqlens", no_edges),
+            self.found,
+        )
+        self.ready: Any = None
+        """A CUDA event: the copy to the device has been made."""
+
+
+# ------------------------------------------------------------------------------------------------- checks
+
+
+def _reopened(arguments: dict[str, Any]) -> PreparedDataset:
+    return PreparedDataset(**arguments)
+
+
+def checked_fields(fields: Sequence[str]) -> tuple[str, ...]:
+    unknown = [f for f in fields if f not in FIELDS]
+    if unknown:
+        raise ConfigError(f"fields hold {unknown[0]!r}, expected some of {', '.join(FIELDS)}")
+    if "input_ids" not in fields:
+        raise ConfigError("fields must hold input_ids: the others describe them")
+    return tuple(f for f in FIELDS if f in fields)
+
+
+def _check(seq_len: object, pack: object, seed: object, exhausted: object) -> None:
+    problems = []
+    if not isinstance(seq_len, int) or not 2 <= seq_len <= 1 << 24:
+        problems.append(f"seq_len must be an integer between 2 and 2**24, got {seq_len!r}")
+    if pack not in ("best_fit", "concat"):
+        problems.append(f'pack must be "best_fit" or "concat", got {pack!r}')
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        problems.append(f"seed must be an integer in [0, 2**63), got {seed!r}")
+    if exhausted not in ("drop", "repeat", "stop_first"):
+        problems.append(f'exhausted must be "drop", "repeat" or "stop_first", got {exhausted!r}')
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_alike(folders: Sequence[Path], manifests: Sequence[PreparedManifest]) -> None:
+    first = manifests[0]
+    for folder, other in zip(folders[1:], manifests[1:], strict=True):
+        for name in ("tokenizer", "vocab_size", "dtype", "bos_id", "eos_id", "pad_id"):
+            mine, theirs = getattr(first, name), getattr(other, name)
+            if mine != theirs:
+                raise ConfigError(
+                    f"{folder} and {folders[0]} were prepared differently: {name} is {theirs} there, {mine} here. Prepare both with "
+                    "the same tokenizer."
+                )
+
+
+def _unique(names: Sequence[str]) -> tuple[str, ...]:
+    """Names of different folders may be equal: the second `web` becomes `web-2`."""
+    taken: list[str] = []
+    for name in names:
+        number, candidate = 1, name
+        while candidate in taken:
+            number += 1
+            candidate = f"{name}-{number}"
+        taken.append(candidate)
+    return tuple(taken)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 160 else f"{fingerprint_json(text)} ({text[:40]}…)"
+
+
+def _allow_open_files(wanted: int) -> None:
+    """A mapped file holds a descriptor. Take as many as the system lets us have; say so beforehand if that is too few."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + 256
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise StorageError(
+            f"{wanted:,} files have to be mapped and this process may open {hard:,}: raise the limit (ulimit -Hn), or prepare again "
+            "with a larger --shard-mb"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

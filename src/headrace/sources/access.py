@@ -1,0 +1,89 @@
+"""How are the bytes of a source's shards reached?
+
+    on disk, in a store           RawFile, StoredObject         what lies there
+    packed (.gz, .zst)            UnpackedFile                  the text in it
+
+The formats see a ByteFile and do not ask.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import xxhash
+
+from headrace.errors import DataChanged
+from headrace.order import file_fingerprint
+from headrace.order.fingerprint import SAMPLED_BLOCK, sampled_offsets
+from headrace.sources.matching import Found, FoundFile
+from headrace.sources.packed import UnpackedFile, Unpacker
+from headrace.sources.raw import ByteFile, RawFile, Tally, patiently
+from headrace.sources.stores import Store, StoredObject
+
+__all__ = ["Access"]
+
+
+class Access:
+    """The way to the found files. Every method may be called from many threads."""
+
+    def __init__(
+        self,
+        found: Found,
+        *,
+        packings: tuple[str, ...],
+        store: Store | None,
+        follow: bool,
+        unpacker: Unpacker,
+        tally: Tally,
+    ) -> None:
+        self.root = str(found.root)
+        self._versions = {file.path: file.version for file in found.files}
+        self._packings = packings
+        self._store = store
+        self._follow = follow
+        self._unpacker = unpacker
+        self._tally = tally
+
+    @property
+    def vouched_for(self) -> bool:
+        """Whether the place itself says when a file changed: every object of a store carries an entity tag."""
+        return self._store is not None and all(str(v).endswith('"') for v in self._versions.values())
+
+    def open(self, path: str, size: int, fingerprint: str) -> ByteFile:
+        """What the formats read: the text of a packed file, the bytes of any other."""
+        file = self.bare(path, size)
+        if not path.endswith(self._packings):
+            return file
+        return UnpackedFile(self._unpacker, file, identity=(self.root, path, size, fingerprint, self._versions[path]))
+
+    def is_packed(self, path: str) -> bool:
+        return path.endswith(self._packings)
+
+    def bare(self, path: str, size: int) -> ByteFile:
+        """The bytes as they lie there."""
+        if self._store is None:
+            return RawFile(f"{self.root}/{path}", follow=self._follow, size=size, tally=self._tally)
+        key = f"{self.root}/{path}".removeprefix(f"{self._store.root}/")
+        return StoredObject(self._store, key, size=size, tag=str(self._versions[path]))
+
+    def fingerprint(self, file: FoundFile) -> str:
+        """16 hex digits over the size and sampled blocks: the same for a file on disk and its copy in a store."""
+        name = f"{self.root}/{file.path}"
+        if self._store is None:
+            return patiently(f"reading {name}", lambda: file_fingerprint(Path(name), file.size), self._tally)
+        hasher = xxhash.xxh3_64()
+        hasher.update(file.size.to_bytes(8, "little"))
+        with self.bare(file.path, file.size) as stored:
+            for start in sampled_offsets(file.size):
+                hasher.update(stored.read(start, min(SAMPLED_BLOCK, file.size - start)))
+        return hasher.hexdigest()
+
+    def require_unchanged(self, file: FoundFile) -> None:
+        """Refuse a file that was written to since it was listed. A store refuses by itself, at every read."""
+        if self._store is not None:
+            return
+        with self.bare(file.path, file.size) as now:
+            if now.version != file.version:
+                raise DataChanged(
+                    f"{now.path} was written to while its rows were counted. Wait until it is complete and run again."
+                )

@@ -1,0 +1,523 @@
+"""Which files are a dataset of the Hugging Face hub?
+
+    hf:org/name?split=train&config=en        in the hub's cache on this machine, else through `datasets`
+    hf:path/to/folder?split=test             a folder laid out like a dataset, or one that `save_to_disk` made
+
+Files that are there (parquet, jsonl, arrow, txt) are read by our own readers, where they lie; `datasets` is not imported.
+Which of them are a split is decided as the hub decides it: by `configs:` in the README's header; else by names such as
+data/train-00000-of-00004.parquet; else by train, test, validation (and their kin) in file and folder names; else all is
+train. Of shards numbered 0 to n - 1 all must be there.
+
+What is not there, or in other formats, comes through `datasets` (extra [hf]) as a stream. A stream has no fixed bytes to
+come back to, so its texts are written to the cache once, shard by shard, as jsonl, and read from there: order and resume
+are then as exact as for any file. It is written once per (dataset, config, split, text_key, max_rows), by one process
+while others wait; one that is killed goes on at the first unfinished shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from headrace.errors import ConfigError, DataError, StorageError
+from headrace.files import publish, publish_json, sync_folder
+from headrace.metrics import Wait
+from headrace.order import fingerprint_json
+from headrace.sources.matching import fits
+from headrace.sources.packed import PACKINGS
+from headrace.sources.reader import first_line
+from headrace.sources.spec import nearest
+
+__all__ = ["Dataset", "find_dataset"]
+
+_FORMATS = {
+    ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
+    ".txt": "txt",
+}  # fmt: skip
+_NOT_DATA = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"})
+_KEYWORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_SHARDED = re.compile(r"data/(?P<split>\w+(?:\.\w+)*)-(?P<shard>\d{5})-of-(?P<of>\d{5})[^/]*")
+_OF = re.compile(r"\A(?P<stem>.*)-(?P<shard>\d{5})-of-(?P<of>\d{5})(?P<rest>\.[^/]*)\Z")
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_MAX_README = 4 << 20
+_PART_BYTES = 64 << 20
+_NO_PROGRESS = 600.0
+_SEAL = "dataset.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """The files of one split."""
+
+    root: Path
+    files: tuple[str, ...]
+    format: str
+    follow: bool
+    """Whether its files are links, as those in the hub's cache are."""
+    text_key: str
+
+
+def find_dataset(
+    place: str,
+    *,
+    split: str | None,
+    config: str | None,
+    text_key: str,
+    max_rows: int | None,
+    base: Path,
+    cache: Path,
+    allow_symlinks: bool,
+    what: str,
+) -> Dataset:
+    """The files of the dataset's split, on this machine by the time this returns."""
+    if split is not None and "[" in split:
+        raise ConfigError(f"{what}: split {split!r} is a part of a split; name a whole one, and bound it with max_rows")
+    local = base / Path(place).expanduser()
+    snapshot = local if local.is_dir() else _snapshot(place, what)
+    if snapshot is not None:
+        found = _Layout(snapshot, what).files_of(split, config)
+        if found:
+            kind = _format(found, what)
+            return Dataset(
+                root=snapshot, files=found, format=kind, follow=allow_symlinks or snapshot != local, text_key=text_key
+            )
+    streamed = str(local) if local.is_dir() else place
+    if snapshot is None and not _REPOSITORY.fullmatch(place):
+        raise DataError(f"{what}: {local} is no folder, and {place!r} is no name of a dataset (org/name)")
+    folder = _frozen(streamed, split or "train", config, text_key, max_rows, cache, what)
+    files = tuple(sorted(path.name for path in folder.glob("*.jsonl")))
+    return Dataset(root=folder, files=files, format="jsonl", follow=False, text_key="text")
+
+
+# ---------------------------------------------------------------------------------------- files on this machine
+
+
+def _snapshot(place: str, what: str) -> Path | None:
+    """The dataset's folder in the hub's cache: that of refs/main, or the only one."""
+    if not _REPOSITORY.fullmatch(place):
+        return None
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    folder = hub / f"datasets--{place.replace('/', '--')}"
+    snapshots = folder / "snapshots"
+    if not snapshots.is_dir():
+        return None
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        revision = (folder / "refs" / "main").read_text().strip()
+        if re.fullmatch(r"[\w.-]{1,80}", revision) and (snapshots / revision).is_dir():
+            return snapshots / revision
+    present = sorted(path for path in snapshots.iterdir() if path.is_dir())
+    if len(present) > 1:
+        names = ", ".join(path.name[:12] for path in present[:5])
+        raise DataError(
+            f"{what}: {snapshots} holds {len(present)} revisions ({names}) and refs/main names none; name the folder"
+        )
+    return present[0] if present else None
+
+
+class _Layout:
+    """A folder of files, seen as the hub sees it."""
+
+    def __init__(self, root: Path, what: str) -> None:
+        self.root = root
+        self.what = what
+        self.files = tuple(_walk(root))
+
+    def files_of(self, split: str | None, config: str | None) -> tuple[str, ...]:
+        """Paths below the root, of every shard of the split; none if nothing here is in a format that we read."""
+        if (self.root / "dataset_dict.json").is_file() or (self.root / "state.json").is_file():
+            return self._saved_to_disk(split, config)
+        data = [path for path in self.files if _format_of(path) is not None]
+        if not data:
+            return ()
+        declared = self._declared()
+        if declared:
+            splits = self._configured(declared, config, data)
+        elif config in (None, "default"):
+            splits = _by_names(data)
+        else:
+            inside = [path.removeprefix(f"{config}/") for path in data if path.startswith(f"{config}/")]
+            if not inside:
+                folders = sorted({path.partition("/")[0] for path in data if "/" in path})
+                raise DataError(
+                    f"{self.what}: there is no configuration {config!r} in {self.root}; its README declares none, and of folders "
+                    f"there are {', '.join(folders) or 'none'}"
+                )
+            splits = {name: [f"{config}/{path}" for path in paths] for name, paths in _by_names(inside).items()}
+        chosen = self._chosen(splits, split)
+        _require_all_shards(chosen, self.root, self.what)
+        return tuple(chosen)
+
+    def _chosen(self, splits: dict[str, list[str]], split: str | None) -> list[str]:
+        if split is None:
+            split = "train" if "train" in splits or len(splits) != 1 else next(iter(splits))
+        if split not in splits:
+            names = ", ".join(nearest(split, splits)) or "none"
+            raise DataError(
+                f"{self.what}: {self.root} has no split {split!r}; it has {names}. Set split to one of them."
+            )
+        if not splits[split]:
+            raise DataError(
+                f"{self.what}: no file in {self.root} belongs to split {split!r}, which its README declares"
+            )
+        return splits[split]
+
+    def _declared(self) -> list[dict[str, Any]]:
+        """`configs:` of the README's header."""
+        readme = self.root / "README.md"
+        if not readme.is_file() or readme.stat().st_size > _MAX_README:
+            return []
+        text = readme.read_text(encoding="utf-8", errors="replace")
+        header = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", text, re.DOTALL)
+        if header is None or "configs:" not in header[1]:
+            return []
+        try:
+            import yaml
+        except ImportError as error:
+            raise ConfigError(
+                f"{self.what}: {readme} says which files are meant, in YAML; pip install pyyaml to have it read"
+            ) from error
+        try:
+            value = yaml.safe_load(header[1])
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            raise DataError(f"{self.what}: the header of {readme} is no YAML ({first_line(error)})") from error
+        configs = value.get("configs") if isinstance(value, dict) else None
+        return [entry for entry in configs if isinstance(entry, dict)] if isinstance(configs, list) else []
+
+    def _configured(self, declared: list[dict[str, Any]], config: str | None, data: list[str]) -> dict[str, list[str]]:
+        names = [str(entry.get("config_name", "default")) for entry in declared]
+        if config is None:
+            default = [
+                n for n, entry in zip(names, declared, strict=True) if entry.get("default") is True or n == "default"
+            ]
+            if not default and len(names) > 1:
+                raise DataError(
+                    f"{self.what}: the dataset has several configurations; set config to one of {', '.join(names)}"
+                )
+            config = default[0] if default else names[0]
+        if config not in names:
+            raise DataError(
+                f"{self.what}: there is no configuration {config!r}; there are {', '.join(nearest(config, names))}"
+            )
+        entry = declared[names.index(config)]
+        below = str(entry.get("data_dir") or "").strip("/")
+        inside = [path for path in data if not below or path.startswith(f"{below}/")]
+        if "data_files" not in entry:
+            bare = {path.removeprefix(f"{below}/") if below else path: path for path in inside}
+            return {name: [bare[path] for path in paths] for name, paths in _by_names(list(bare)).items()}
+        splits: dict[str, list[str]] = {}
+        for split, patterns in _data_files(entry["data_files"]):
+            taken = splits.setdefault(split, [])
+            for pattern in patterns:
+                parts = [part for part in f"{below}/{pattern}".split("/") if part not in ("", ".")]
+                folder = "/".join(parts) + "/"
+                taken += [
+                    path
+                    for path in inside
+                    if path not in taken and (fits(path.split("/"), parts) or path.startswith(folder))
+                ]
+        return splits
+
+    def _saved_to_disk(self, split: str | None, config: str | None) -> tuple[str, ...]:
+        """What `Dataset.save_to_disk` or `DatasetDict.save_to_disk` left: state.json lists the arrow files of a split."""
+        if config is not None:
+            raise ConfigError(f"{self.what}: a folder that save_to_disk made has no configurations; leave config out")
+        prefix = ""
+        if (self.root / "dataset_dict.json").is_file():
+            names = [str(name) for name in self._json("dataset_dict.json").get("splits", [])]
+            chosen = split or ("train" if "train" in names or len(names) != 1 else names[0])
+            if chosen not in names:
+                raise DataError(
+                    f"{self.what}: {self.root} has no split {chosen!r}; it has {', '.join(nearest(chosen, names))}"
+                )
+            prefix = f"{chosen}/"
+        state = self._json(f"{prefix}state.json")
+        own = state.get("_split")
+        if not prefix and split is not None and own is not None and own != split:
+            raise DataError(f"{self.what}: {self.root} holds the split {own!r}, not {split!r}")
+        if state.get("_indices_files") or state.get("_indices_data_files"):
+            raise DataError(
+                f"{self.what}: {self.root / prefix} is a selection of rows that is stored as indices. Save it again after "
+                "flatten_indices()."
+            )
+        listed = state.get("_data_files")
+        names = (
+            [f"{prefix}{entry['filename']}" for entry in listed if isinstance(entry, dict) and "filename" in entry]
+            if isinstance(listed, list)
+            else []
+        )
+        if any(".." in Path(name).parts or Path(name).is_absolute() for name in names):
+            raise DataError(f"{self.what}: {self.root / prefix}state.json names files outside of its folder")
+        return tuple(names)
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            value = json.loads((self.root / name).read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError(f"{self.what}: {self.root / name} cannot be read ({first_line(error)})") from error
+        if not isinstance(value, dict):
+            raise DataError(f"{self.what}: {self.root / name} holds no JSON object")
+        return value
+
+
+def _walk(root: Path) -> Iterator[str]:
+    """Files below a folder, bytewise, without what is hidden or begins with two underscores, as the hub leaves it out."""
+    found: list[str] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
+        below = Path(folder).relative_to(root)
+        found += [(below / name).as_posix() for name in names if not name.startswith((".", "__"))]
+    return iter(sorted(found, key=os.fsencode))
+
+
+def _format_of(path: str) -> str | None:
+    name = path.rpartition("/")[2]
+    if name in _NOT_DATA:
+        return None
+    for packed in PACKINGS:
+        if name.endswith(packed):
+            plain = name.removesuffix(packed)
+            return next((f for s, f in _FORMATS.items() if plain.endswith(s) and f in ("jsonl", "txt")), None)
+    return next((f for s, f in _FORMATS.items() if name.endswith(s)), None)
+
+
+def _format(files: Sequence[str], what: str) -> str:
+    formats = sorted({str(_format_of(path)) for path in files})
+    if len(formats) > 1:
+        raise DataError(
+            f"{what}: the split has files of several formats ({', '.join(formats)}); name those that are meant, such as "
+            f"'{formats[0]}:...'"
+        )
+    return formats[0]
+
+
+def _by_names(files: Sequence[str]) -> dict[str, list[str]]:
+    """The splits that the hub sees in bare names."""
+    splits: dict[str, list[str]] = {}
+    for path in files:
+        match = _SHARDED.fullmatch(path)
+        if match is not None:
+            splits.setdefault(match["split"], []).append(path)
+    if splits:
+        return splits
+    for split, words in _KEYWORDS.items():
+        # Delimited by the start, the end, a slash, or what is no letter.
+        pattern = re.compile(rf"(?:\A|[-._ 0-9/])(?:{'|'.join(words)})(?:[-._ 0-9/]|\Z)")
+        taken = [path for path in files if pattern.search(path)]
+        if taken:
+            splits[split] = taken
+    return splits or {"train": list(files)}
+
+
+def _data_files(value: Any) -> Iterator[tuple[str, list[str]]]:
+    """(split, patterns) of every form that `data_files` may take in a README."""
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value)):
+        yield "train", [value] if isinstance(value, str) else value
+    elif isinstance(value, dict):
+        for split, patterns in value.items():
+            yield str(split), _strings(patterns)
+    elif isinstance(value, list):
+        for entry in value:
+            if isinstance(entry, dict):
+                yield str(entry.get("split", "train")), _strings(entry.get("path"))
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    return [str(v) for v in value] if isinstance(value, list) else []
+
+
+def _require_all_shards(files: Iterable[str], root: Path, what: str) -> None:
+    """A snapshot may hold a part of what the hub has; numbered shards tell."""
+    present: dict[tuple[str, str, int], set[int]] = {}
+    for path in files:
+        match = _OF.match(path)
+        if match is not None:
+            present.setdefault(
+                (match["stem"], re.sub(r"-[0-9a-f]{16}", "", match["rest"]), int(match["of"])), set()
+            ).add(int(match["shard"]))
+    for (stem, rest, of), shards in present.items():
+        missing = sorted(set(range(of)) - shards)
+        if missing:
+            raise DataError(
+                f"{what}: {len(missing)} of {of} shards are not in {root}, the first is {stem}-{missing[0]:05}-of-{of:05}{rest}. "
+                "Download the rest (hf download --repo-type dataset), or name the files that are meant."
+            )
+
+
+# ------------------------------------------------------------------------------------- through `datasets`
+
+
+def _frozen(
+    place: str, split: str, config: str | None, text_key: str, max_rows: int | None, cache: Path, what: str
+) -> Path:
+    """The folder of jsonl files that holds the stream's texts, written now if this is the first use."""
+    key = fingerprint_json(
+        {"place": place, "split": split, "config": config, "text_key": text_key, "max_rows": max_rows}
+    )
+    name = re.sub(r"[^\w.-]+", "-", place).strip("-.")[-60:]
+    folder = cache / "hf" / f"{name}-{key}"
+    if (folder / _SEAL).is_file():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _only_one(folder):
+            if not (folder / _SEAL).is_file():
+                stream = _stream(place, split, config, what)
+                _write(stream, folder, place, text_key, max_rows, what)
+    except OSError as error:
+        raise StorageError(
+            f"{what}: could not keep the dataset in {folder}: {error.strerror or error}. Make room there, or choose a folder with "
+            "cache = ... in the source."
+        ) from error
+    return folder
+
+
+def _stream(place: str, split: str, config: str | None, what: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"{what}: the files of {place!r} are not on this machine in a format that is read directly (parquet, jsonl, arrow, "
+            "txt), and datasets, which could stream them, is not installed: pip install 'headrace[hf]'"
+        ) from error
+    try:
+        return datasets.load_dataset(place, name=config, split=split, streaming=True)
+    except Exception as error:  # datasets, fsspec and the HTTP client each have errors of their own
+        raise _unreachable(place, what, error) from error
+
+
+def _unreachable(place: str, what: str, error: BaseException) -> DataError:
+    return DataError(
+        f"{what}: datasets could not read {place!r} ({type(error).__name__}: {first_line(error)}). Check the name, the split, the "
+        f"config and the network; or fetch it where there is one (hf download --repo-type dataset {place}) and run again."
+    )
+
+
+def _write(stream: Any, folder: Path, place: str, text_key: str, max_rows: int | None, what: str) -> None:
+    """Shard by shard into a folder aside, each finished one marked; then the seal and the name."""
+    aside = folder.with_name(folder.name + ".partial")
+    aside.mkdir(exist_ok=True)
+    keys = text_key.split(".")
+    shards = int(getattr(stream, "num_shards", None) or getattr(stream, "n_shards", 1) or 1)
+    total = 0
+    for shard in range(shards):
+        done = aside / f"{shard:05}.done"
+        if done.is_file():
+            total += int(json.loads(done.read_bytes())["rows"])
+        else:
+            for left in aside.glob(f"{shard:05}-*.jsonl"):
+                left.unlink()
+            part = stream.shard(num_shards=shards, index=shard) if shards > 1 else stream
+            most = None if max_rows is None else max_rows - total
+            rows = _write_shard(part, aside, shard, place, keys, most, what)
+            publish_json(done, {"rows": rows})
+            total += rows
+        if max_rows is not None and total >= max_rows:
+            break
+    for done in aside.glob("*.done"):
+        done.unlink()
+    publish_json(aside / _SEAL, {"rows": total, "shards": shards}, replace=True)
+    if folder.exists():  # without a seal: left by hand, or by a disk that lost it
+        shutil.rmtree(folder)
+    aside.rename(folder)
+    sync_folder(folder.parent)
+
+
+def _write_shard(part: Any, aside: Path, shard: int, place: str, keys: list[str], most: int | None, what: str) -> int:
+    rows, number = 0, 0
+    lines: list[bytes] = []
+    held = 0
+
+    def flush() -> None:
+        nonlocal number, held
+        if lines:
+            publish(aside / f"{shard:05}-{number:04}.jsonl", lines)
+            number, held = number + 1, 0
+            lines.clear()
+
+    stream = iter(part)
+    while most is None or rows < most:
+        try:
+            with Wait("source.hf", hidden=True):
+                row = next(stream, None)
+        except Exception as error:  # as above: whatever a remote stream can throw
+            raise _unreachable(place, what, error) from error
+        if row is None:
+            break
+        lines.append(orjson.dumps({"text": _value(row, keys, what)}, default=str) + b"\n")
+        held += len(lines[-1])
+        rows += 1
+        if held >= _PART_BYTES:
+            flush()
+    flush()
+    if hasattr(stream, "close"):
+        stream.close()  # a generator that is left in the middle keeps its files open
+    return rows
+
+
+def _value(row: Any, keys: list[str], what: str) -> Any:
+    value = row
+    for depth, key in enumerate(keys):
+        if not isinstance(value, dict) or key not in value:
+            if depth and value is None:
+                return None
+            have = (
+                ", ".join(map(repr, nearest(key, map(str, value))[:8])) if isinstance(value, dict) else repr(value)[:80]
+            )
+            raise DataError(
+                f"{what}: a row has no {'.'.join(keys)!r}; it has {have}. Set text_key to the one that holds the text."
+            )
+        value = value[key]
+    return value
+
+
+@contextlib.contextmanager
+def _only_one(folder: Path) -> Generator[None]:
+    """One process writes; the others wait as long as it makes progress."""
+    lock = folder.with_name(folder.name + ".lock")
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        seen, since = (0, 0), time.monotonic()
+        with Wait("source.hf.lock", hidden=True):
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    now = _progress(folder)
+                    if now != seen:
+                        seen, since = now, time.monotonic()
+                    elif time.monotonic() - since > _NO_PROGRESS:
+                        raise DataError(
+                            f"another process holds {lock} and has written nothing for {_NO_PROGRESS:.0f} s. End it and run again."
+                        ) from None
+                    time.sleep(0.1)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _progress(folder: Path) -> tuple[int, int]:
+    aside = folder.with_name(folder.name + ".partial")
+    try:
+        sizes = [entry.stat().st_size for entry in os.scandir(aside)]
+    except OSError:
+        return 0, 0
+    return len(sizes), sum(sizes)

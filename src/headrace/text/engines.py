@@ -1,0 +1,317 @@
+"""Which encoder turns text into ids, and how do we know that it is right?
+
+    tokenizers   the reference: any tokenizer.json, 0.65 M tokens/s a core; always there
+    fastokens    byte-level BPE of the usual shapes, about 40 times as fast; its own threads; Apache-2.0, no dependencies
+    gigatoken    as fast; runs in our threads; MIT, needs awkward
+    tiktoken     byte-level BPE, about 4 times as fast; MIT
+
+The fast ones are optional, young, and each supports only some tokenizers. None is trusted: an engine is used for a
+tokenizer only after it gave the reference's ids on a fixed sample of ugly text, with the tokenizer's own special tokens in
+it, and one live document in 2,048 is encoded by both for as long as the run lasts (windows.py). `auto` takes the first of
+`ENGINES` that is installed and proves itself, and says why the others were not taken.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from headrace.errors import TokenizerError
+from headrace.order import draws, key
+from headrace.text.token_batch import TokenBatch
+
+__all__ = [
+    "ENGINES",
+    "SPOT_CHECK_EVERY",
+    "Encode",
+    "EngineChoice",
+    "EngineName",
+    "Reference",
+    "choose_engine",
+    "proof_sample",
+]
+
+EngineName = Literal["auto", "tokenizers", "fastokens", "gigatoken", "tiktoken"]
+ENGINES: tuple[str, ...] = ("fastokens", "gigatoken", "tiktoken")
+"""The fast ones, in the order in which `auto` tries them."""
+SPOT_CHECK_EVERY = 2048
+"""One document in so many is encoded by the reference too: about 2 % of the work of the fastest engine."""
+
+Encode = Callable[[Sequence[str]], TokenBatch]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """What encodes from here on, and what was said about the others."""
+
+    name: str
+    version: str
+    encode: Encode = field(repr=False)
+    passed_over: tuple[str, ...] = ()
+    """Why a faster engine was not taken, a phrase each."""
+
+    def __str__(self) -> str:
+        reasons = f" ({'; '.join(self.passed_over)})" if self.passed_over else ""
+        return f"{self.name} {self.version}{reasons}"
+
+
+class Reference:
+    """The `tokenizers` library, which every other engine must agree with."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __call__(self, texts: Sequence[str]) -> TokenBatch:
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        rows = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=offsets[1:])
+        return TokenBatch(np.concatenate(rows) if rows else np.empty(0, np.int32), offsets)
+
+
+def choose_engine(wanted: EngineName, definition: bytes, reference: Reference, *, name: str) -> EngineChoice:
+    """The encoder for a tokenizer.json. `auto` falls back to the reference; an engine asked for by name must prove itself."""
+    if wanted not in ("auto", "tokenizers", *ENGINES):
+        raise TokenizerError(f"there is no engine {wanted!r}: choose auto, tokenizers, {', '.join(ENGINES)}")
+    own = EngineChoice("tokenizers", _version("tokenizers") or "", reference)
+    if wanted == "tokenizers":
+        return own
+    passed_over: list[str] = []
+    sample: tuple[list[str], TokenBatch] | None = None
+    for engine in ENGINES if wanted == "auto" else (wanted,):
+        version = _version(engine)
+        if version is None:
+            passed_over.append(f"{engine} is not installed")
+            continue
+        try:
+            encode = _MAKERS[engine](definition)
+        except Exception as error:  # each library has its own errors, some of them bare
+            passed_over.append(f"{engine} {version} does not support it: {_first_line(error)}")
+            continue
+        if sample is None:
+            texts = proof_sample(definition)
+            sample = texts, reference(texts)
+        reason = disagreement(encode, *sample)
+        if reason is None:
+            return EngineChoice(engine, version, encode, tuple(passed_over))
+        passed_over.append(f"{engine} {version} gave other ids: {reason}")
+    if wanted != "auto":
+        raise TokenizerError(
+            f"engine {wanted} cannot be used for tokenizer {name}: {passed_over[0]}. Install headrace[fast], or leave "
+            'engine = "auto".'
+        )
+    return EngineChoice(own.name, own.version, own.encode, tuple(passed_over))
+
+
+def disagreement(encode: Encode, texts: Sequence[str], expected: TokenBatch) -> str | None:
+    """The first text on which an encoder differs from the expected ids, in words; None if there is none."""
+    try:
+        found = encode(texts)
+    except Exception as error:
+        return f"it failed on the sample ({_first_line(error)})"
+    if len(found) != len(texts):
+        return f"it gave {len(found)} documents for {len(texts)} texts"
+    for i, text in enumerate(texts):
+        ours, theirs = expected.documents(i, i + 1).ids, found.documents(i, i + 1).ids
+        if not np.array_equal(ours, theirs):
+            return f"{_shown(text)} is {_ids(ours)} by the reference and {_ids(theirs)} by it"
+    return None
+
+
+# -------------------------------------------------------------------------------------------- the engines
+
+
+def _fastokens(definition: bytes) -> Encode:
+    import fastokens
+
+    tokenizer = fastokens.Tokenizer.from_json_str(definition.decode())
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+
+    def encode(texts: Sequence[str]) -> TokenBatch:
+        if not texts:
+            return TokenBatch(np.empty(0, np.int32), np.zeros(1, np.int64))
+        ids, offsets = tokenizer.encode_batch_flat(texts if isinstance(texts, list) else list(texts))
+        return TokenBatch(np.frombuffer(ids, np.int32), np.frombuffer(offsets, np.int64))
+
+    return encode
+
+
+def _gigatoken(definition: bytes) -> Encode:
+    import awkward  # noqa: F401  what encode_batch answers with: its absence should be noticed here
+    import gigatoken
+
+    backend = gigatoken.Tokenizer.from_json(definition.decode()).backend
+
+    def encode(texts: Sequence[str]) -> TokenBatch:
+        if not texts:
+            return TokenBatch(np.empty(0, np.int32), np.zeros(1, np.int64))
+        layout: Any = backend.encode_batch(texts if isinstance(texts, list) else list(texts), parallel=False).layout
+        offsets = np.ascontiguousarray(layout.offsets.data, np.int64)
+        ids = np.ascontiguousarray(layout.content.data).view(np.int32)
+        return TokenBatch(ids[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+    return encode
+
+
+GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+def _tiktoken(definition: bytes) -> Encode:
+    """A byte-level BPE as tiktoken has it: the rank of a token is its id, so merges must be listed in the order of ids."""
+    import tiktoken
+
+    described = json.loads(definition)
+    model = described["model"]
+    if model.get("type") not in (None, "BPE") or described.get("normalizer") is not None:
+        raise ValueError("it is no plain byte-level BPE")
+    if model.get("dropout") or model.get("byte_fallback") or model.get("continuing_subword_prefix"):
+        raise ValueError("its model has options that tiktoken has not")
+    specials = {t["content"]: t["id"] for t in described.get("added_tokens", ())}
+    if any(t.get(flag) for t in described.get("added_tokens", ()) for flag in ("single_word", "lstrip", "rstrip")):
+        raise ValueError("its added tokens strip blanks")
+    to_byte = {c: b for b, c in byte_characters().items()}
+    ranks = {bytes(to_byte[c] for c in token): rank for token, rank in model["vocab"].items() if token not in specials}
+    merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    made = [model["vocab"][left + right] for left, right in merges]
+    if any(a >= b for a, b in itertools.pairwise(made)):
+        raise ValueError("its merges are not in the order of ids")
+    encoding = tiktoken.Encoding(
+        "headrace", pat_str=_pattern(described.get("pre_tokenizer")), mergeable_ranks=ranks, special_tokens=specials
+    )
+
+    def encode(texts: Sequence[str]) -> TokenBatch:
+        rows = [encoding.encode_to_numpy(text, allowed_special="all") for text in texts]
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=offsets[1:])
+        return TokenBatch(np.concatenate(rows).view(np.int32) if rows else np.empty(0, np.int32), offsets)
+
+    return encode
+
+
+_MAKERS: dict[str, Callable[[bytes], Encode]] = {
+    "fastokens": _fastokens,
+    "gigatoken": _gigatoken,
+    "tiktoken": _tiktoken,
+}
+
+
+def _pattern(pre_tokenizer: Any) -> str:
+    if not isinstance(pre_tokenizer, dict):
+        raise ValueError("it has no pre-tokenizer")
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
+    kinds = [step.get("type") for step in steps]
+    if any(step.get("add_prefix_space") for step in steps):
+        raise ValueError("it adds a blank before the text")
+    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+        return GPT2_PATTERN
+    if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
+        split = steps[0]
+        if split.get("behavior") == "Isolated" and not split.get("invert") and "Regex" in split.get("pattern", {}):
+            return split["pattern"]["Regex"]
+    raise ValueError(f"its pre-tokenizer ({', '.join(map(str, kinds))}) is not one that a single pattern expresses")
+
+
+def byte_characters() -> dict[int, str]:
+    """The printable character that byte-level BPE writes for each byte."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {b: chr(b) for b in plain}
+    table |= {b: chr(256 + n) for n, b in enumerate(b for b in range(256) if b not in table)}
+    return table
+
+
+# --------------------------------------------------------------------------------------------- the sample
+
+_WORDS = (
+    "", " ", "\n", "\t", "\r\n", "  ", "\n\n\n", " \n \n", "\u00a0", "\u3000", "\u2028", "\u2029", "\u0085", "\x0b\x0c",
+    "\ufeff", "\ufeffstart", "\x00", "a\x00b", "\x01\x02\x1f", "\x7f", "\x80\x9f", "\u200b", "\u200d", "\u00ad",
+    "hello", "Hello, world!", "don't I'LL we've 'S'T'RE she'd", "don’t we’ll", "''''", "it's's", "I'M",
+    "0", "007", "1234567890", "3.14159e-10", "١٢٣", "१२३", "Ⅷ½²", "1,000,000.00", "12ab34", "0x1F",
+    "naïve café", "nai\u0308ve cafe\u0301", "ÅÅ", "ﬁﬂ", "ǅ", "İstanbul ıI", "ß ẞ", "ſ", "ΑΒΓ αβγς", "Привет, мир", "עברית שלום",
+    "العربية مَرْحَبًا", "हिन्दी नमस्ते", "ไทยภาษา", "한국어 조선말", "\u1112\u1161\u11ab", "日本語テキスト。漢字、かな", "中文分词测试", "ᠮᠣᠩᠭᠣᠯ",
+    "👍", "👨‍👩‍👧‍👦", "🇩🇪🇫🇷", "👍🏽👍🏿", "❤️", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "\U0001f9ff\U000e0001", "\U0010ffff", "\ue000\uf8ff", "\ufffd", "\ufdd0", "𝔘𝔫𝔦", "𐍈",
+    "a\u0300\u0301\u0302\u0303\u0304", "\u0301leading", "Z̸̡a̵l̶g̷o̴", "\u202eabc\u202c", "\u2066x\u2069",
+    "def f(x):\n    return x  # ok\n\n\n\tif  True :\n", "{\"a\": [1, 2, {\"b\": null}]}", "<div class='x'>&nbsp;</div>", "C:\\path\\n", "$x^2$ \\frac{1}{2}",
+    "https://example.org/a?b=c&d=%20#e", "user@example.org", "a_b__c___d", "--flag=--", "!!!???...", "…—–‐", "“q” ‘q’ «q»", "©®™", "№ § ¶",
+    " leading", "trailing ", "  two  blanks  ", "tab\tsep\t\t", "mixed \t \n \r end", "\n \n", " \r", "a\rb", "end\n", "x \u00a0 y", "word\u2003word",
+    "<|endoftext|>", "<|endoftext", "endoftext|>", "<s>", "</s>", "[CLS]", "<pad>", "<unk>", "<|im_start|>user\n", "▁under", "Ġtoken Ċ", "##ing",
+    "CamelCaseWord", "ALLCAPS", "snake_case", "xXxX", "aaaaaaaaaaaaaaaa", "ababababab", "the the the", "\u0130\u0307", "ŉ", "\u1e9b\u0323",
+)  # fmt: skip
+_ALPHABETS = (
+    "abcdefghij ",
+    "aB1 \n\t'.,",
+    "'sStTrReEvVmMlLdD ",
+    "0123456789 ,.",
+    "  \n\n\t\r\u00a0\u2003\u3000a",
+    "äöüßéèñçåøÆ \u0301",
+    "абвгд АБВ",
+    "漢字かなカナ。、 a",
+    "한국어조 1",
+    "אבגד \u05b0\u05b7",
+    "👍😀🏽\u200d❤\ufe0f a",
+    "{}[]()<>;:=+-*/&|^%$#@!~`\"'\\_ ",
+    "\x00\x01\x1f\x7f\x80\u0085\u2028\ufeff ",
+    "aÀ漢👍\U0010ffff\u0301\u200b 1\n",
+)
+
+
+def proof_sample(definition: bytes) -> list[str]:
+    """About 1,500 texts on which encoders are known to part: the same for every run of a tokenizer."""
+    texts = list(_WORDS)
+    texts += [a + b for a in _WORDS[:24] for b in ("x", "1", "'s", " y")]
+    texts += [f"x{a}y" for a in _WORDS[:24]]
+    for letters_index, letters in enumerate(_ALPHABETS):
+        random = draws(key("text.proof", alphabet=letters_index), 60 * 48)
+        picks = (random % np.uint64(len(letters))).astype(np.int64).reshape(60, 48)
+        lengths = 1 + (random[:60] >> np.uint64(32)) % np.uint64(47)
+        texts += ["".join(letters[p] for p in row[: int(n)]) for row, n in zip(picks, lengths, strict=True)]
+    everything = " ".join(_WORDS)
+    texts += [everything, everything[::-1], "a" * 5000, " " * 3000, "\n" * 2000, "ab " * 2000, "1" * 1500, "é" * 1500]
+    texts += ["漢" * 1200, "👍" * 800, "'" * 1000, " \n" * 1000, "!?" * 700, "x" * 300 + " " + "y" * 300]
+    added = _added_tokens(definition)
+    for token in added[:24]:
+        texts += [
+            token,
+            f"a{token}b",
+            f" {token} ",
+            token * 3,
+            token[:-1],
+            f"\n{token}\n",
+            f"{token}'s 12",
+            f"  {token}",
+        ]
+    texts += ["".join(added[:50]), " ".join(added[:50])]
+    return texts
+
+
+def _added_tokens(definition: bytes) -> list[str]:
+    try:
+        return [str(t["content"]) for t in json.loads(definition).get("added_tokens") or ()]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{lines[0][:160]}" if lines else type(error).__name__
+
+
+def _shown(text: str) -> str:
+    return ascii(text if len(text) <= 40 else text[:40] + "…")
+
+
+def _ids(ids: np.ndarray) -> str:
+    return "[" + ", ".join(map(str, ids[:8].tolist())) + (", …]" if len(ids) > 8 else "]")

@@ -1,0 +1,453 @@
+"""Documents as token ids at rest: shards that are mapped, an index of blocks over them, a manifest that names them all.
+
+    prepared/web-mix/
+      manifest.json                        sources, shards, counts, checksums, tokenizer; published last
+      best_fit-2048.json                   blocks per shard for one seq_len, published after the files it counts
+      tokens/web/tokens-00000.safetensors  tokens, document offsets, a checksum for every 4,096 tokens
+      tokens/web/best_fit-2048-00000.…     the pieces of every block of that shard
+
+Documents stand in row order with their BOS and EOS, and none is divided between shards. So a shard serves every seq_len
+and both ways of packing: a `concat` block is a run of tokens, a `best_fit` block is a few runs found through the index.
+Storing the tokens in packed order instead would make every block one run, but for one seq_len only; reading the runs of a
+block costs little more than reading one (benchmarks/prepared.py).
+
+What a reader trusts was checked before: the header and the small arrays when a shard is mapped, every segment of tokens
+the first time a block touches it. A file that is cut short while it is mapped ends the process (SIGBUS); sizes are
+compared when a folder is opened, and nothing here ever shortens a file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+
+from headrace.errors import DataError, FileCorrupt
+from headrace.files import open_container, publish, write_container
+from headrace.metrics import Wait
+from headrace.order import fingerprint_json
+from headrace.text.pack import Packing, kernels
+from headrace.text.token_batch import TokenBatch
+
+__all__ = [
+    "MANIFEST",
+    "SHARD_FOLDER",
+    "PackedShard",
+    "PreparedManifest",
+    "PreparedSource",
+    "ShardEntry",
+    "TokenShard",
+    "lay_documents",
+    "open_packed",
+    "open_shard",
+    "pack_shard",
+    "packed_name",
+    "read_packed_counts",
+    "shard_kernels",
+    "shard_name",
+    "token_dtype",
+    "write_packed",
+    "write_packed_counts",
+    "write_shard",
+]
+
+MANIFEST = "manifest.json"
+SHARD_FOLDER = "tokens"
+"""Holds a folder for every source, so that no name of a source can be that of another file."""
+WINDOW_BLOCKS = 2048
+"""Documents are packed in runs of this many blocks. Nothing waits for a run here, so it can be long: .04 % of padding where
+runs of 512 blocks leave .17 and runs of 64 leave 1.1 (seq_len 2,048, log-normal documents, median 400)."""
+_KIND, _VERSION = "headrace-prepared", 1
+_MAX_JSON = 256 << 20
+_SAFE_NAME = re.compile(r"\w[\w.-]{0,127}")
+
+_lock = threading.Lock()
+_module: ModuleType | None = None
+
+
+def shard_kernels() -> ModuleType:
+    """The compiled loops; the first call compiles them or loads them from numba's cache."""
+    global _module
+    if _module is None:
+        with Wait("kernels.compile"), _lock:
+            if _module is None:
+                import headrace.text.shard_kernels as module
+
+                _module = module
+    return _module
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """uint16 where every id fits, else uint32."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def lay_documents(batch: TokenBatch, packing: Packing, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Documents one after the other with BOS and EOS as the packing says, and how many tokens each has."""
+    lengths = packing.lengths(batch.counts()).astype(np.int64)
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    tokens = np.empty(total, dtype)
+    filled = lengths > 0
+    own = np.ones(total, dtype=bool)
+    if packing.bos_id is not None:
+        first = (ends - lengths)[filled]
+        tokens[first], own[first] = packing.bos_id, False
+    if packing.eos_id is not None:
+        last = ends[filled] - 1
+        tokens[last], own[last] = packing.eos_id, False
+    tokens[own] = batch.ids
+    return tokens, lengths
+
+
+# ------------------------------------------------------------------------------------------------ shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardEntry:
+    """One shard as the manifest names it."""
+
+    file: str
+    first_row: int
+    """Row of the source at which the shard begins; it holds `rows` rows from there on, in order."""
+    rows: int
+    documents: int
+    """Rows that have tokens."""
+    bad: int
+    """Rows that were left out because on_bad = "skip"."""
+    tokens: int
+    size: int
+    """Bytes of the file."""
+    sum: str
+    """32 hex digits over tokens and offsets."""
+
+    def __post_init__(self) -> None:
+        if not _SAFE_NAME.fullmatch(self.file):
+            raise ValueError(f"shard {self.file!r} is not a plain file name")
+        counts = (self.first_row, self.rows, self.documents, self.bad, self.tokens, self.size)
+        if any(type(n) is not int or not 0 <= n < 1 << 62 for n in counts):
+            raise ValueError(f"shard {self.file!r} has an impossible count among {counts}")
+        if not re.fullmatch(r"[0-9a-f]{32}", self.sum):
+            raise ValueError(f"shard {self.file!r} has no checksum of 32 hex digits")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenShard:
+    """A mapped shard. Its tokens are checked segment by segment as they are read; the rest was checked when it was mapped."""
+
+    entry: ShardEntry
+    tokens: np.ndarray
+    offsets: np.ndarray
+    """int64 [rows + 1]: row d holds tokens [offsets[d], offsets[d + 1])."""
+    segment_sums: np.ndarray
+    segment_docs: np.ndarray
+    """int64: the row that holds each segment's first token."""
+
+
+def shard_name(number: int) -> str:
+    return f"tokens-{number:05d}.safetensors"
+
+
+def write_shard(
+    path: Path, tokens: np.ndarray, lengths: np.ndarray, *, first_row: int, bad: int, about: Mapping[str, Any]
+) -> ShardEntry:
+    """Publish a shard; how the manifest names it. The same documents always give the same bytes."""
+    segment = shard_kernels().SEGMENT
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    starts = np.arange(0, len(tokens), segment, dtype=np.int64)
+    sums = np.empty(len(starts), np.uint64)
+    tokens = np.ascontiguousarray(tokens)
+    shard_kernels().segment_sums(tokens.ctypes.data, len(tokens), tokens.dtype.itemsize, sums)
+    docs = np.searchsorted(offsets, starts, side="right").astype(np.int64) - 1
+    content = xxhash.xxh3_128(tokens.dtype.str.encode())
+    content.update(tokens.data)
+    content.update(offsets.data)
+    counts = {
+        "first_row": first_row, "rows": len(lengths), "documents": int(np.count_nonzero(lengths)), "bad": bad,
+        "tokens": len(tokens), "sum": content.hexdigest(),
+    }  # fmt: skip
+    arrays = {"tokens": tokens, "offsets": offsets, "segment_sums": sums, "segment_docs": docs}
+    meta = {
+        "kind": "tokens", "version": _VERSION, "segment": segment, **counts, "index": _sum_of(offsets, sums, docs), **about,
+    }  # fmt: skip
+    write_container(path, arrays, meta)
+    return ShardEntry(file=path.name, size=path.stat().st_size, **counts)
+
+
+def open_shard(path: Path, expected: ShardEntry | None = None, *, full: bool = False) -> TokenShard:
+    """Map a shard. `expected` is what the manifest says of it; `full` reads and checks all of it now."""
+    container = open_container(path, verify=full)
+    try:
+        meta, arrays = container.meta, container.arrays
+        entry = ShardEntry(
+            file=path.name,
+            size=path.stat().st_size,
+            **{k: meta[k] for k in ("first_row", "rows", "documents", "bad", "tokens", "sum")},
+        )
+        tokens, offsets = arrays["tokens"], arrays["offsets"]
+        sums, docs = arrays["segment_sums"], arrays["segment_docs"]
+        segment = shard_kernels().SEGMENT
+        parts = -(-len(tokens) // segment)
+        sound = (
+            (meta["kind"], meta["version"], meta["segment"]) == ("tokens", _VERSION, segment)
+            and (len(tokens), len(offsets), len(sums), len(docs)) == (entry.tokens, entry.rows + 1, parts, parts)
+            and tokens.dtype in (np.dtype("<u2"), np.dtype("<u4"))
+            and (offsets.dtype, sums.dtype, docs.dtype) == (np.int64, np.uint64, np.int64)
+            and _sum_of(offsets, sums, docs) == meta["index"]
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise FileCorrupt(f"{path} is not a shard of tokens: {type(error).__name__} {error}. {_REMEDY}") from error
+    if not sound:
+        raise FileCorrupt(f"{path} is damaged: its counts, types or document offsets do not fit its header. {_REMEDY}")
+    if expected is not None and entry != expected:
+        raise FileCorrupt(
+            f"{path} is not the shard that the manifest names: expected {expected.tokens:,} tokens with checksum {expected.sum}, "
+            f"found {entry.tokens:,} with {entry.sum}. {_REMEDY}"
+        )
+    return TokenShard(entry, tokens, offsets, sums, docs)
+
+
+_REMEDY = (
+    "Run `headrace prepare` again with the same config: it keeps the shards that are whole and makes this one anew"
+)
+
+
+def _sum_of(*arrays: np.ndarray) -> str:
+    hasher = xxhash.xxh3_128()
+    for array in arrays:
+        hasher.update(np.ascontiguousarray(array).data)
+    return hasher.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------ packed index
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShard:
+    """The blocks of one shard: block b is pieces [block_ptr[b], block_ptr[b + 1])."""
+
+    block_ptr: np.ndarray
+    piece_at: np.ndarray
+    """int64: the piece's first token in the shard."""
+    piece_len: np.ndarray
+    """int32: how many tokens; negative where the document ends with this piece."""
+
+    def __len__(self) -> int:
+        return len(self.block_ptr) - 1
+
+
+def pack_shard(offsets: np.ndarray, seq_len: int) -> PackedShard:
+    """Best-fit decreasing over runs of documents that fill 2,048 blocks; a pure function of the documents' lengths."""
+    k = kernels()
+    lengths = np.diff(offsets).astype(np.int64)
+    ptrs: list[np.ndarray] = [np.zeros(1, np.int64)]
+    ats: list[np.ndarray] = [np.empty(0, np.int64)]
+    lens: list[np.ndarray] = [np.empty(0, np.int32)]
+    first, pieces_before, budget = 0, 0, WINDOW_BLOCKS * seq_len
+    while first < len(lengths):
+        stop = int(np.searchsorted(offsets, offsets[first] + budget, side="right")) - 1
+        stop = max(stop, first + 1)
+        window = np.ascontiguousarray(lengths[first:stop])
+        room = int((-(-window // seq_len)).sum()) + 1
+        doc, start, length, bin_of = (np.empty(room, np.int64) for _ in range(4))
+        bins = k.best_fit_bins(window, len(window), seq_len, doc, start, length, bin_of)
+        pieces = int(doc[-1])
+        order, ptr = np.empty(pieces, np.int64), np.empty(bins + 1, np.int64)
+        k.bins_in_document_order(bin_of, doc, pieces, bins, order, ptr)
+        doc, start, length = doc[order], start[order], length[order]
+        closes = start + length == window[doc]
+        ats.append(offsets[first + doc] + start)
+        lens.append(np.where(closes, -length, length).astype(np.int32))
+        ptrs.append(ptr[1:] + pieces_before)
+        pieces_before += pieces
+        first = stop
+    return PackedShard(np.concatenate(ptrs), np.concatenate(ats), np.concatenate(lens))
+
+
+def packed_name(seq_len: int, number: int) -> str:
+    return f"best_fit-{seq_len}-{number:05d}.safetensors"
+
+
+def write_packed(path: Path, packed: PackedShard, *, seq_len: int, of: ShardEntry) -> None:
+    """Publish the index of one shard."""
+    arrays = {"block_ptr": packed.block_ptr, "piece_at": packed.piece_at, "piece_len": packed.piece_len}
+    write_container(path, arrays, _packed_meta(seq_len, of), replace=True)
+
+
+def open_packed(path: Path, *, seq_len: int, of: ShardEntry) -> PackedShard:
+    """Map the index of one shard, checked as a whole: it is a fiftieth of the tokens."""
+    container = open_container(path)
+    arrays = container.arrays
+    if container.meta != _packed_meta(seq_len, of):
+        raise FileCorrupt(f"{path} is an index of other tokens, or of another packing, than {of.file}. {_REMEDY}")
+    types = {"block_ptr": np.int64, "piece_at": np.int64, "piece_len": np.int32}
+    if {n: a.dtype for n, a in arrays.items()} != types or any(a.ndim != 1 for a in arrays.values()):
+        raise FileCorrupt(f"{path} is damaged: its arrays are not those of an index. {_REMEDY}")
+    packed = PackedShard(**arrays)
+    if not len(packed.block_ptr) or len(packed.piece_at) != len(packed.piece_len):
+        raise FileCorrupt(f"{path} is damaged: its arrays do not fit each other. {_REMEDY}")
+    return packed
+
+
+def _packed_meta(seq_len: int, of: ShardEntry) -> dict[str, Any]:
+    return {
+        "kind": "packed", "version": _VERSION, "strategy": "best_fit", "seq_len": seq_len, "window": WINDOW_BLOCKS,
+        "tokens": of.tokens, "sum": of.sum,
+    }  # fmt: skip
+
+
+def write_packed_counts(folder: Path, seq_len: int, data: str, blocks: Mapping[str, Sequence[int]]) -> None:
+    """Publish how many blocks each shard has: from here on the index is complete."""
+    body = {"kind": "headrace-packed", "version": _VERSION, "seq_len": seq_len, "window": WINDOW_BLOCKS, "data": data,
+            "blocks": {name: [int(n) for n in counts] for name, counts in blocks.items()}}  # fmt: skip
+    publish_checked(folder / f"best_fit-{seq_len}.json", body)
+
+
+def read_packed_counts(folder: Path, seq_len: int, manifest: PreparedManifest) -> dict[str, tuple[int, ...]] | None:
+    """Blocks per shard of every source, or None if this packing was not made yet (or was made of other tokens)."""
+    path = folder / f"best_fit-{seq_len}.json"
+    if not path.exists():
+        return None
+    body = read_checked(path, "headrace-packed")
+    if (body.get("data"), body.get("seq_len"), body.get("window")) != (manifest.data, seq_len, WINDOW_BLOCKS):
+        return None
+    try:
+        found = {str(name): tuple(int(n) for n in counts) for name, counts in body["blocks"].items()}
+        if any(len(found[s.name]) != len(s.shards) or min(found[s.name], default=0) < 0 for s in manifest.sources):
+            raise ValueError("another number of shards than the manifest")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FileCorrupt(f"{path} is damaged: {error}. Delete it: it is made again when it is needed.") from error
+    return found
+
+
+# --------------------------------------------------------------------------------------------- manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSource:
+    """One source of a prepared folder."""
+
+    name: str
+    spec: str
+    weight: float
+    max_epochs: int | None
+    max_tokens: int | None
+    data: str
+    """Fingerprint of the files that were read."""
+    files: tuple[tuple[str, int], ...]
+    """(path, rows) in row order: where a row came from."""
+    shards: tuple[ShardEntry, ...]
+
+    def __post_init__(self) -> None:
+        if not _SAFE_NAME.fullmatch(self.name):
+            raise ValueError(f"source {self.name!r} is not a plain folder name")
+        if not 0 <= self.weight < float("inf"):
+            raise ValueError(f"source {self.name!r} has weight {self.weight}")
+        at = 0
+        for shard in self.shards:
+            if shard.first_row != at:
+                raise ValueError(f"shard {shard.file} of {self.name!r} begins at row {shard.first_row}, expected {at}")
+            at += shard.rows
+
+    @property
+    def tokens(self) -> int:
+        return sum(s.tokens for s in self.shards)
+
+    @property
+    def documents(self) -> int:
+        return sum(s.documents for s in self.shards)
+
+    @property
+    def rows(self) -> int:
+        return sum(s.rows for s in self.shards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedManifest:
+    """What a prepared folder holds."""
+
+    tokenizer: str
+    """Fingerprint."""
+    vocab_size: int
+    dtype: Literal["uint16", "uint32"]
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int
+    seq_len: int
+    pack: Literal["best_fit", "concat"]
+    """The config's packing: what a reader gets who asks for no other."""
+    sources: tuple[PreparedSource, ...]
+
+    def __post_init__(self) -> None:
+        names = [s.name for s in self.sources]
+        if len(set(names)) != len(names) or not names:
+            raise ValueError(f"a prepared folder needs sources of different names, got {names}")
+        if self.dtype not in ("uint16", "uint32") or self.pack not in ("best_fit", "concat"):
+            raise ValueError(f"dtype {self.dtype!r} and pack {self.pack!r} are not both known")
+        if type(self.seq_len) is not int or self.seq_len < 2 or not 0 <= self.pad_id < 1 << 31:
+            raise ValueError(f"seq_len {self.seq_len!r} and pad_id {self.pad_id!r} cannot be")
+
+    @property
+    def data(self) -> str:
+        """16 hex digits over the tokens alone: weights and limits may change, the blocks stay."""
+        return fingerprint_json([[s.name, [e.sum for e in s.shards]] for s in self.sources])
+
+    def write(self, folder: Path) -> None:
+        publish_checked(folder / MANIFEST, {"kind": _KIND, "version": _VERSION, **asdict(self)})
+
+    @classmethod
+    def read(cls, folder: Path) -> PreparedManifest:
+        """The manifest of a folder, checked; nothing in it can name a file outside."""
+        path = folder / MANIFEST
+        if not path.exists():
+            raise DataError(
+                f"{folder} holds no prepared data (it has no {MANIFEST}): make it with `headrace prepare CONFIG --out {folder}`"
+            )
+        body = read_checked(path, _KIND)
+        try:
+            sources = tuple(
+                PreparedSource(
+                    **{k: v for k, v in s.items() if k not in ("files", "shards")},
+                    files=tuple((str(p), int(n)) for p, n in s["files"]),
+                    shards=tuple(ShardEntry(**e) for e in s["shards"]),
+                )
+                for s in body.pop("sources")
+            )
+            return cls(sources=sources, **body)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FileCorrupt(f"{path} does not describe prepared data: {error}. {_REMEDY}.") from error
+
+
+def publish_checked(path: Path, body: Mapping[str, Any]) -> None:
+    """Publish a JSON object with a checksum over itself, in place of an older one."""
+    text = json.dumps({**body, "checksum": fingerprint_json(body)}, indent=1, ensure_ascii=False, allow_nan=False)
+    publish(path, text.encode() + b"\n", replace=True)
+
+
+def read_checked(path: Path, kind: str) -> dict[str, Any]:
+    """The object that `publish_checked` wrote, without kind, version and checksum."""
+    try:
+        if not path.is_file():
+            raise FileCorrupt(f"{path} is not a regular file")
+        if path.stat().st_size > _MAX_JSON:
+            raise FileCorrupt(f"{path} has {path.stat().st_size:,} bytes; at most {_MAX_JSON:,} are read")
+        body = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise FileCorrupt(f"{path} cannot be read: {error}. {_REMEDY}.") from error
+    if not isinstance(body, dict) or body.get("kind") != kind:
+        raise FileCorrupt(f"{path} is not a file of kind {kind!r}. {_REMEDY}.")
+    if body.get("version") != _VERSION:
+        raise FileCorrupt(f"{path} is version {body.get('version')}; this headrace reads version {_VERSION}")
+    checksum = body.pop("checksum", None)
+    if checksum != fingerprint_json(body):
+        raise FileCorrupt(f"{path} is damaged: it fails its own checksum. {_REMEDY}.")
+    return {k: v for k, v in body.items() if k not in ("kind", "version")}

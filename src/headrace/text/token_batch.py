@@ -1,0 +1,43 @@
+"""The ids of several documents, in one flat array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["TokenBatch", "join_batches"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """The ids of documents 0…n−1: document d is ids[offsets[d]:offsets[d + 1]]."""
+
+    ids: np.ndarray
+    """int32."""
+    offsets: np.ndarray
+    """int64, one more than documents."""
+
+    def counts(self) -> np.ndarray:
+        return self.offsets[1:] - self.offsets[:-1]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def documents(self, start: int, stop: int | None = None) -> TokenBatch:
+        """The documents [start, stop) alone, as views."""
+        offsets = self.offsets[start : None if stop is None else stop + 1]
+        return TokenBatch(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+
+def join_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
+    """Several batches as one."""
+    if len(batches) == 1:
+        return batches[0]
+    if not batches:
+        return TokenBatch(np.empty(0, np.int32), np.zeros(1, np.int64))
+    counts = np.concatenate([b.counts() for b in batches])
+    return TokenBatch(
+        np.concatenate([b.ids for b in batches]), np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    )
