@@ -43,6 +43,7 @@ SHARDS = 16
 VOCAB = 32_000
 MEDIAN_BYTES, SPREAD = 2500, 1.0
 TRAIN_BYTES = 12_000_000
+UNEVEN = 0.13  # as in peers/measure.py
 
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "hf": ("datasets", "transformers", "torchdata", "tokenizers", "fastokens"),
@@ -506,7 +507,7 @@ def make_row(who: Contestant, answers: Mapping[str, Any]) -> Row:
 
 COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("", lambda r: r.who.name),
-    ("M tokens/s", lambda r: ("~" if r.uneven and r.uneven > 0.13 else "") + _speed(r.speed)),
+    ("M tokens/s", lambda r: ("~" if r.uneven and r.uneven > UNEVEN else "") + _speed(r.speed)),
     ("of rounds", lambda r: f"{_speed(min(r.speeds))}–{_speed(max(r.speeds))}"),
     ("a CPU s", lambda r: "–" if r.per_cpu_second is None else _speed(r.per_cpu_second)),
     ("first batch", lambda r: _seconds(r.first_from_start)),
@@ -585,6 +586,13 @@ AGAINST = (
 )
 
 
+LEGEND = """M tokens/s: steady state, padding not counted; ~: its bursts were too long for the time measured. a CPU s: M tokens a second
+of processor time of the process tree. first batch: since the process was started; of it open: since the loader was asked
+for. restore: a fresh object and the state of half a pass → first batch. p50, p99, max: next() under a consumer that works
+20 ms a step; exposed: points of wait above a loader that returns the same tensor. RSS: peak of the process tree, shared
+pages counted in each process."""
+
+
 def ratios(rows: Sequence[Row]) -> list[Ratio]:
     """headrace over the best of each kind in its table, round by round. The encoder's limits hold for both online tables."""
     found: list[Ratio] = []
@@ -616,11 +624,7 @@ def report(rows: Sequence[Row], skipped: Mapping[str, str], machine: Mapping[str
         parts.append(f"== {name}\n" + table(own))
         parts.append("\n".join(f"{r.who.name}: {r.note}" for r in own if r.note))
         parts.append("\n".join(str(r) for r in found if r.table == name))
-    parts.append(
-        "a CPU s: M tokens a second of processor time of the whole process tree. first batch: since the process was started; of it open: since the loader was asked for. restore: a fresh object and the\n"
-        "state of half a pass → first batch. p50, p99, max: next() under a consumer that works 20 ms a step; exposed: points of\n"
-        "wait above a loader that returns the same tensor. ~: its bursts were too long for the time measured. RSS: peak of the process tree, shared pages counted in each."
-    )
+    parts.append(LEGEND)
     if skipped:
         parts.append("skipped\n" + "\n".join(f"  {who}: {why}" for who, why in skipped.items()))
     return "\n\n".join(p for p in parts if p)

@@ -78,7 +78,6 @@ class Feed:
     batches: Iterator[Any]
     state: Callable[[], Any] | None = None
     tokens: Callable[[], int] | None = None
-    close: Callable[[], object] | None = None
     note: str = ""
     """What the table should say about it, such as the engine it chose."""
 
@@ -221,16 +220,14 @@ def cpu_seconds() -> float:
 
 
 def _stalls(open_loader: Opener, task: Task) -> dict[str, Any]:
-    feed, batch, _ = _first(open_loader, task)
+    steps = max(50, round(task.seconds / WORK))
+    # Before the loader exists: its threads and processes would be felt in the floor too.
+    _, floor = _walk(itertools.repeat(np.zeros((BATCH, SEQ_LEN), np.int64)), steps, 3 * task.seconds)
+    feed, _, _ = _first(open_loader, task)
     for _ in range(10):
         next(feed.batches)
-    steps = max(50, round(task.seconds / WORK))
     gc.collect()
     times, share = _walk(feed.batches, steps, 3 * task.seconds)
-    if feed.close:
-        feed.close()
-    same = np.array(batch)
-    _, floor = _walk(itertools.repeat(same), steps, 3 * task.seconds)
     p50, p99 = np.percentile(times, [50, 99])
     return {"p50": p50, "p99": p99, "max": max(times), "exposed": share, "floor": floor, "steps": len(times)}
 

@@ -71,7 +71,7 @@ def open_loader(task: Task, state: Any) -> Feed:
 
     engine = getattr(getattr(loader.data, "tokenizer", None), "engine", None)
     return Feed(
-        batches=batches(), state=loader.state_dict, tokens=lambda: loader.report().tokens, close=loader.close,
+        batches=batches(), state=loader.state_dict, tokens=lambda: loader.report().tokens,
         note=f"engine {engine}" if engine else "",
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from headrace.jobs.config import RunConfig, check_world_size
 from headrace.jobs.wiring import Job
 from headrace.loader import TextDataset
 
-__all__ = ["Plan", "SourcePlan", "check_job"]
+__all__ = ["Plan", "SourcePlan", "check_job", "plan_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +54,13 @@ def check_job(config: RunConfig, *, ranks: int = 1, full_check: bool = False) ->
     check_world_size(config, ranks)
     data = Job(config).dataset(full_check=full_check)
     try:
-        return _plan(config, data)
+        return plan_of(config, data)
     finally:
         data.close()
 
 
-def _plan(config: RunConfig, data: TextDataset) -> Plan:
+def plan_of(config: RunConfig, data: TextDataset) -> Plan:
+    """What a run over an open dataset would deliver."""
     total = config.run.steps * config.loader.global_batch_size * config.text.seq_len
     tokens = data.estimated_tokens()
     sources = tuple(

@@ -38,10 +38,11 @@ from headrace.jobs.flight_record import FlightRecord, OpenedWindow, Place, bound
 from headrace.jobs.folder import RunFolder
 from headrace.jobs.wiring import Job
 from headrace.loader import Piece, TextDataset
+from headrace.loader.pipeline import FILLER_HASH
 from headrace.loader.pool import WindowKey
 from headrace.loader.windows import Window
 from headrace.metrics import Wait
-from headrace.order import Digest, content_hash, sample_term
+from headrace.order import Digest, sample_term
 from headrace.train import CheckpointStore
 
 __all__ = ["Document", "RunFlight", "Sighting", "Sightings", "SourceShare", "StepStory", "Upcoming"]
@@ -49,7 +50,6 @@ __all__ = ["Document", "RunFlight", "Sighting", "Sightings", "SourceShare", "Ste
 _THREADS = 4
 _MAX_ABOUT = 1 << 20
 _MAX_RECORDS = 4 << 30
-_FILLER = content_hash(b"filler")
 """What a sample with nothing to learn adds to the digest (loader.py)."""
 
 
@@ -291,7 +291,7 @@ class RunFlight:
         told = []
         for place in places:
             if place.window is None:
-                told.append(Told(place, None, _FILLER))
+                told.append(Told(place, None, FILLER_HASH))
                 continue
             window = windows[self._key(place.lane, place.source, place.window)]
             if place.block >= len(window.blocks):
@@ -328,13 +328,11 @@ class RunFlight:
 
     @cached_property
     def worlds(self) -> list[tuple[int, int]]:
-        """(step, ranks): how many ranks took the steps after `step`."""
+        """(step, ranks) whenever the run was begun or taken up again after `step`; of those before a step the last holds."""
         found: list[tuple[int, int]] = []
         for value in _objects(self.path / "journal.jsonl"):
             step, ranks = value.get("step"), value.get("world_size")
             if value.get("event") in ("started", "resumed") and isinstance(step, int) and isinstance(ranks, int):
-                while found and found[-1][0] >= step:
-                    found.pop()
                 found.append((step, ranks))
         return found
 
@@ -393,7 +391,7 @@ class RunFlight:
 
     def _made_again(self, keys: Mapping[WindowKey, None]) -> dict[WindowKey, Window]:
         data, began = self.data, time.perf_counter()
-        threads = max(min(_THREADS, len(keys), len(os.sched_getaffinity(0))), 1)
+        threads = max(min(_THREADS, len(keys), os.cpu_count() or 1), 1)
         with Wait("flight.windows", meter=data.meter), ThreadPoolExecutor(threads, "headrace-flight") as pool:
             made = list(pool.map(self._make, keys))
         self.windows_made += len(made)

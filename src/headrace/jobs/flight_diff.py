@@ -51,7 +51,7 @@ class Difference:
     steps_b: int
     same: bool
     samples_compared: int
-    """Samples, from the first on, that were compared and found equal."""
+    """The samples before this one were compared and found equal."""
     step_a: int | None
     step_b: int | None
     """The first step that differs, as each of them counts."""
@@ -98,6 +98,7 @@ def diff_runs(a: Path, b: Path) -> Difference:
         if sample is not None:
             found = [f.record.step_of(sample) for f in (first, second)]
             steps = (found[0] or steps[0], found[1] or steps[1])
+            compared = sample
         return Difference(
             a=str(a), b=str(b), steps_a=len(ledgers[0]), steps_b=len(ledgers[1]), same=parted is None, samples_compared=compared,
             step_a=steps[0], step_b=steps[1], sample=sample, seen_a=seen[0], seen_b=seen[1],

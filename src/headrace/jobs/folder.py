@@ -6,6 +6,7 @@
       journal.jsonl       facts, appended: started, resumed, saved, stopped, accepted
       metrics.jsonl       one line an interval, reduced over ranks
       digests.jsonl       the digest of every step, summed over ranks
+      flight.jsonl        which source and window every sample came from (headrace step, find, diff)
       records/            a content hash of every chunk that was read
       checkpoints/        two generations, checksummed
       summary.json        how it ended; written last

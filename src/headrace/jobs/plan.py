@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import ConfigError
-from headrace.jobs.check import Plan, check_job
-from headrace.jobs.config import RunConfig
+from headrace.jobs.check import Plan, plan_of
+from headrace.jobs.config import RunConfig, check_world_size
 from headrace.jobs.wiring import Job
 from headrace.loader import LanePlan, TextDataset
 from headrace.mix import LaneMix, fixed_point, starting_credits
@@ -94,10 +94,10 @@ def plan_run(config: RunConfig, *, steps: int | None = None, ranks: int = 1) -> 
     if not 1 <= count <= _MAX_STEPS:
         raise ConfigError(f"--steps must be between 1 and 2**40, got {count}")
     config = config.model_copy(update={"run": config.run.model_copy(update={"steps": count})})
-    sheet = check_job(config, ranks=ranks)
+    check_world_size(config, ranks)
     data = Job(config).dataset()
     try:
-        return _Play(config, sheet, data).forecast()
+        return _Play(config, plan_of(config, data), data).forecast()
     finally:
         data.close()
 

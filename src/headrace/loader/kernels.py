@@ -190,11 +190,11 @@ def fill_rows(
             for p in range(pieces):
                 n = lengths[p]
                 if len(positions):
+                    place = positions[i, column : column + n]  # indices from 0 compile to vector instructions
                     for k in range(n):
-                        positions[i, column + k] = k
+                        place[k] = k
                 if len(segments):
-                    for k in range(n):
-                        segments[i, column + k] = p + 1
+                    segments[i, column : column + n] = p + 1
                 longest = max(longest, n)
                 column += n
                 at += 1

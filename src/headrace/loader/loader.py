@@ -324,6 +324,7 @@ class Loader:
         ]
         line: dict[str, Any] = {
             "first": records[0][0],
+            "sources": list(self.data.names),
             "samples": [*steps, records[-1][1].next_sample],
             "picks": _picks(delivered),
             "opened": sorted(opened),

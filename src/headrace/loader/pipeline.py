@@ -25,11 +25,12 @@ from headrace.loader.pool import WindowSupply
 from headrace.metrics import Meter, Wait, phase
 from headrace.order import content_hash, sample_term
 
-__all__ = ["TOKEN_FIELDS", "Made", "Pipeline", "Shape", "Slot"]
+__all__ = ["FILLER_HASH", "TOKEN_FIELDS", "Made", "Pipeline", "Shape", "Slot"]
 
 TOKEN_FIELDS = ("input_ids", "labels", "position_ids", "segment_ids")
 """What a batch may hold of [b, T] each."""
-_FILLER = content_hash(b"filler")
+FILLER_HASH = content_hash(b"filler")
+"""The content of a sample with nothing to learn, as the digest has it."""
 _NO_ROWS, _NONE = np.empty((0, 0), np.int64), np.empty(0, np.int64)
 _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
@@ -253,7 +254,7 @@ class Pipeline:
         windows = taken.windows
         digest = 0
         for g, (source, block, _, _, serial, *_) in zip(samples, rows.tolist(), strict=True):
-            digest += sample_term(g, windows[serial].blocks.hashes[block] if source >= 0 else _FILLER)
+            digest += sample_term(g, windows[serial].blocks.hashes[block] if source >= 0 else FILLER_HASH)
         return Made(
             step=step,
             taken=taken,

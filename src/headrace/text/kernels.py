@@ -166,9 +166,9 @@ def lay_tokens(
                 k += 1
             upto = min(end, encoded + head)
             shift = base - head
-            for j in range(upto - k):
-                row[column + j] = ids[shift + k + j]
-            column += max(upto - k, 0)
+            if upto > k:
+                row[column : column + upto - k] = ids[shift + k : shift + upto]
+                column += upto - k
             if upto < end:
                 row[column] = eos
                 column += 1
@@ -181,8 +181,7 @@ def lay_tokens(
         stamp_ptr[b] = at
         stamp[at], stamp[at + 1] = 4 * column, 0
         at += 2
-        for j in range(column):
-            stamp[at + j] = row[j]
+        stamp[at : at + column] = row[:column]
         at += column
         pieces = block_ptr[b + 1] - block_ptr[b]
         stamp[at], stamp[at + 1] = 4 * pieces, 0

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -259,6 +260,19 @@ def test_the_world_size_is_the_one_that_took_the_step(fly):
         assert [flight.world_at(n) for n in (1, 2, 3, 6)] == [1, 1, 2, 2]
 
 
+def test_the_digests_of_a_future_that_did_not_happen_are_forgotten(fly):
+    run = fly("r")
+    with open(run / "digests.jsonl", "a") as handle:
+        handle.write('{"first": 3, "digests": ["0a"]}\n{"first": 4, "dig\n{"digests": 7}\n[]\n')
+    with RunFlight(run) as flight:
+        assert sorted(flight.digests) == [1, 2, 3]
+        assert flight.digests[3] == 10
+        assert flight.step(2).recorded is not None
+        assert flight.step(4).recorded is None, "told, and said to be unproven"
+        with pytest.raises(DataChanged, match=r"cannot tell step 3 .* the run recorded 0{30}0a"):
+            flight.step(3)
+
+
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
@@ -346,6 +360,7 @@ def test_a_record_that_was_tampered_with_does_not_reach_the_packer(fly, offset):
 
 def test_asking_changes_nothing_in_the_run(fly):
     run = fly("r", checkpoint=True)
+    shutil.rmtree(run / "records")  # what was read before must not be written down again, either
     before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(run.rglob("*")) if p.is_file()}
     with RunFlight(run) as flight:
         flight.step(6)
