@@ -53,7 +53,7 @@ def fast_tokenise(task: Task) -> Callable[[Rows], Rows]:
     def tokenise(examples: Rows) -> Rows:
         ids, offsets = tokenizer.encode_batch_flat(examples["text"])
         rows = np.split(np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.uint64)[1:-1].astype(np.int64))
-        return {"input_ids": [np.append(row, np.uint32(eos)) for row in rows]}
+        return {"input_ids": [[*row.tolist(), eos] for row in rows]}
 
     return tokenise
 

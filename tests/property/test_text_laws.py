@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.text import ByteTokenizer, Packing, TokenBatch, expand_block, pack
+from headrace.loader.lanes import kernels
+from headrace.text import Blocks, ByteTokenizer, Packing, TokenBatch, pack
 
 lengths = st.lists(st.integers(0, 70), max_size=40)
 
@@ -14,6 +15,49 @@ lengths = st.lists(st.integers(0, 70), max_size=40)
 def batch_of(sizes: list[int]) -> TokenBatch:
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(sizes, np.int64))])
     return TokenBatch(np.arange(1000, 1000 + offsets[-1], dtype=np.int32), offsets)
+
+
+def expand_block(blocks: Blocks, b: int, pad_id: int, unshifted: bool, ids, labels, positions) -> None:
+    """A block as the batch contract has it, piece by piece: what the compiled loop of the loader must equal."""
+    ids[:], labels[:] = pad_id, -100
+    column = 0
+    for p in range(blocks.piece_ptr[b], blocks.piece_ptr[b + 1]):
+        n = int(blocks.piece_len[p])
+        tokens = blocks.tokens[b, column : column + n]
+        ids[column : column + n] = tokens
+        positions[column : column + n] = np.arange(n)
+        labels[column : column + n] = [-100, *tokens[1:]] if unshifted else [*tokens[1:], blocks.piece_next[p]]
+        column += n
+    positions[column:] = np.arange(len(ids) - column)
+
+
+def compiled(blocks: Blocks, b: int, packing: Packing, unshifted: bool) -> list[np.ndarray]:
+    k = kernels()
+    first = int(blocks.piece_ptr[b])
+    row = [0, b, int(blocks.real[b]), 0, 1]
+    row += [
+        blocks.tokens[b].ctypes.data, blocks.piece_len[first:].ctypes.data, blocks.piece_next[first:].ctypes.data,
+        int(blocks.piece_ptr[b + 1]) - first,
+    ]  # fmt: skip
+    rows = np.array([row], np.int64)
+    arrays = [np.empty((1, packing.seq_len), np.int64) for _ in range(3)]
+    borders, sums = np.empty(k.count_borders(rows), np.int32), np.empty(k.SUM_SOURCES + 1, np.int64)
+    none, no_rows = np.empty(0, np.int64), np.empty((0, 0), np.int64)
+    k.fill_rows(
+        rows,
+        7,
+        1,
+        packing.seq_len,
+        packing.pad_id,
+        unshifted,
+        np.empty(1, np.int64),
+        none,
+        *arrays,
+        no_rows,
+        borders,
+        sums,
+    )
+    return [a[0] for a in arrays]
 
 
 def delivered(batch: TokenBatch, packing: Packing, *, shuffle_key: int | None = 3, unshifted: bool = False):
@@ -26,6 +70,10 @@ def delivered(batch: TokenBatch, packing: Packing, *, shuffle_key: int | None = 
         for b in range(len(packed.blocks)):
             ids, labels, positions = (np.empty(packing.seq_len, np.int64) for _ in range(3))
             expand_block(packed.blocks, b, packing.pad_id, unshifted, ids, labels, positions)
+            for array, fast in zip(
+                (ids, labels, positions), compiled(packed.blocks, b, packing, unshifted), strict=True
+            ):
+                assert (array == fast).all()
             column = 0
             for p in range(packed.blocks.piece_ptr[b], packed.blocks.piece_ptr[b + 1]):
                 n = int(packed.blocks.piece_len[p])

@@ -5,7 +5,8 @@ windows   what the documents from a given row on look like as blocks (pure)
 pool      windows made ahead of need, by threads
 processes the same by worker processes
 lanes     what a lane delivers next, and where it stands (kernels: its compiled loops)
-pipeline  batches made ahead of need
+ahead     who makes the next batch: a thread, or whoever asks
+pipeline  samples become batches
 loader    batches delivered, and what is saved
 state     what is saved; states of several ranks put together
 ends      the step at which all ranks end

@@ -124,6 +124,8 @@ class Taken(NamedTuple):
     """Their global indices."""
     rows: np.ndarray
     """int64 [samples, ROW_FIELDS]."""
+    listed: list[list[int]]
+    """The same as plain numbers: Python reads them several times."""
     windows: Mapping[int, Window]
     """By serial number: those the rows point into. They live as long as this does."""
 
@@ -137,10 +139,10 @@ class Taken(NamedTuple):
         return self.rows[:, 2]
 
     def window(self, i: int) -> Window | None:
-        return self.windows[int(self.rows[i, 4])] if self.rows[i, 0] >= 0 else None
+        return self.windows[self.listed[i][4]] if self.listed[i][0] >= 0 else None
 
     def block(self, i: int) -> int:
-        return int(self.rows[i, 1])
+        return self.listed[i][1]
 
 
 class LaneTable:
@@ -210,11 +212,12 @@ class LaneTable:
                 break
             g = samples[at]
             self._ready(int(self._slots[g % lanes]), g, used)
-        live = self._live
-        for serial in rows[:, 4].tolist():
+        live, listed = self._live, rows.tolist()
+        for row in listed:
+            serial = row[4]
             if serial not in used and serial in live:
                 used[serial] = live[serial]
-        return Taken(samples, rows, used)
+        return Taken(samples, rows, listed, used)
 
     def has_more(self, lane: int, sample: int) -> bool:
         """Whether the lane has another block with something to learn, at `sample` (its next one) or after a later change."""

@@ -8,10 +8,8 @@ prefetching can never leak into a checkpoint. A pipeline lives from one load of 
 from __future__ import annotations
 
 import atexit
-import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import HeadraceError
+from headrace.loader.ahead import Ahead
 from headrace.loader.ends import Ends
 from headrace.loader.lanes import LaneTable, Taken, kernels
 from headrace.loader.pool import WindowSupply
@@ -109,98 +108,37 @@ class Pipeline:
         self._table = table
         self._supply = supply
         self._ends = ends
-        self._new_slot = new_slot
+        self._closed = False
         self._step, self._sample = step, sample
         self._skip = tuple(skip)
-        self._prefetch = prefetch
         self._meter = meter
         self._kernels = kernels()
-        self._free: deque[Slot] = deque()
-        self._made: deque[Made | None] = deque()
-        self._failure: BaseException | None = None
         self._handed_over: Made | None = None
-        self._closed = False
-        self._changed = threading.Condition()
-        self._slots = 0
         table.announce(sample)
-        self._thread: threading.Thread | None = None
         _pipelines.add(self)
-        if prefetch:
-            self._thread = threading.Thread(target=self._produce, name="headrace-batches", daemon=True)
-            self._thread.start()
+        self._ahead: Ahead[Slot, Made] = Ahead(
+            self._assemble, new_slot, depth=prefetch, name="headrace-batches", meter=meter
+        )
 
     def next(self, wait: Wait) -> Made | None:
         """The next batch, or None at the end. Gives the buffers of the one before back to the ring."""
-        self._release()
-        if self._thread is None:
-            made = self._assemble()
-        else:
-            with self._changed:
-                while not self._made:
-                    if self._failure is not None:
-                        raise self._failure
-                    wait.check()
-                    self._changed.wait(min(0.5, max(wait.remaining(), 0.001)))
-                made = self._made.popleft()
-                self._changed.notify_all()
-        self._handed_over = made
+        before = self._handed_over
+        if before is not None:
+            if before.ready is not None:
+                with Wait("loader.copy", meter=self._meter):
+                    before.ready.synchronize()
+            self._handed_over = None
+            self._ahead.release(before.slot)
+        made = self._handed_over = self._ahead.next(wait)
         return made
 
     def close(self, timeout: float = 2.0) -> None:
         until = time.monotonic() + timeout
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
         self._supply.close(timeout)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(max(until - time.monotonic(), 0.0))
+        self._ahead.close(until - time.monotonic())
 
-    def _release(self) -> None:
-        before = self._handed_over
-        if before is None:
-            return
-        if before.ready is not None:
-            with Wait("loader.copy", meter=self._meter):
-                before.ready.synchronize()
-        with self._changed:
-            self._free.append(before.slot)
-            self._handed_over = None
-            self._changed.notify_all()
-
-    def _produce(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    if not self._may_go_on():
-                        with Wait("loader.ahead", meter=self._meter, deadline=1e6, hidden=True):
-                            while not self._may_go_on():
-                                self._changed.wait(1.0)
-                    if self._closed:
-                        return
-                made = self._assemble()
-                with self._changed:
-                    self._made.append(made)
-                    self._changed.notify_all()
-                if made is None:
-                    return
-        except BaseException as error:  # raised again by the next() that needs the batch
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
-
-    def _may_go_on(self) -> bool:
-        """One batch is with the trainer, `prefetch` are ready, one is being made: that many buffers, and no more."""
-        room = bool(self._free) or self._slots < self._prefetch + 2
-        return self._closed or (room and len(self._made) <= self._prefetch)
-
-    def _slot(self) -> Slot:
-        with self._changed:
-            if self._free:
-                return self._free.popleft()
-            self._slots += 1
-        return self._new_slot()
-
-    def _assemble(self) -> Made | None:
+    def _assemble(self, slot: Slot) -> Made | None:
         """The next step that is not passed over, or None when no rank has anything more to deliver."""
         skipped: list[tuple[int, Taken]] = []
         while True:
@@ -215,14 +153,14 @@ class Pipeline:
                 break
             skipped.append((step, taken))
         with phase("assemble", meter=self._meter):
-            return self._fill(step, taken, tuple(skipped))
+            return self._fill(slot, step, taken, tuple(skipped))
 
     def _take(self) -> Taken | None:
         """This rank's samples of the step, or None at the end of all ranks' data."""
         shape, first = self._shape, self._sample
         mine = range(first + (shape.rank - first) % shape.world_size, first + shape.global_batch_size, shape.world_size)
         taken = self._table.take(mine)
-        own = bool((taken.sources >= 0).any()) or self._any_lane_has_more(first)
+        own = any(row[0] >= 0 for row in taken.listed) or self._any_lane_has_more(first)
         if self._ends is None:
             if not own:
                 raise HeadraceError(
@@ -240,8 +178,8 @@ class Pipeline:
             table.has_more(lane, table.next_sample(lane, after if lane in taken else first)) for lane in table.lanes
         )
 
-    def _fill(self, step: int, taken: Taken, skipped: tuple[tuple[int, Taken], ...]) -> Made:
-        slot, shape, rows, k = self._slot(), self._shape, taken.rows, self._kernels
+    def _fill(self, slot: Slot, step: int, taken: Taken, skipped: tuple[tuple[int, Taken], ...]) -> Made:
+        shape, rows, k = self._shape, taken.rows, self._kernels
         arrays, samples = slot.arrays, taken.samples
         borders = np.empty(k.count_borders(rows), np.int32)
         sums = np.empty(k.SUM_SOURCES + shape.sources, np.int64)
@@ -253,7 +191,7 @@ class Pipeline:
         tokens, documents, fillers, count, longest, *source_tokens = sums.tolist()
         windows = taken.windows
         digest = 0
-        for g, (source, block, _, _, serial, *_) in zip(samples, rows.tolist(), strict=True):
+        for g, (source, block, _, _, serial, *_) in zip(samples, taken.listed, strict=True):
             digest += sample_term(g, windows[serial].blocks.hashes[block] if source >= 0 else FILLER_HASH)
         return Made(
             step=step,

@@ -10,7 +10,6 @@ costs what a start costs, wherever the run stands.
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections import deque
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import numpy as np
 
 from headrace.errors import ConfigError, CursorMismatch
+from headrace.loader.ahead import Ahead
 from headrace.loader.loader import _SPECS, _rank_and_world
 from headrace.loader.prepared import FIELDS, BatchRows, Planned, PreparedDataset, checked_fields
 from headrace.loader.report import LoaderReport
@@ -345,96 +345,40 @@ class _Assembly:
         self._planned: Planned | None = None
         self._batches: deque[tuple[int, int, int]] = deque()
         """Where in `_planned` the next batches begin and end, and what each adds to the digest."""
-        self._free: deque[BatchRows] = deque()
         self._held: BatchRows | None = None
-        self._made: deque[_Made | None] = deque()
-        self._failure: BaseException | None = None
-        self._closed = False
-        self._changed = threading.Condition()
-        self._depth = loader._prefetch
-        self._slots = 0
-        self._thread: threading.Thread | None = None
+        self._ahead_of_need: Ahead[BatchRows, _Made] = Ahead(
+            self._assemble, self._new_rows, depth=loader._prefetch, name="headrace-prepared", meter=self._meter
+        )
         # A loader that is let go without close() must not leave its thread behind.
         self._forgotten = weakref.finalize(loader, self.close)
-        if self._depth:
-            self._thread = threading.Thread(target=self._produce, name="headrace-prepared", daemon=True)
-            self._thread.start()
 
     def next(self, wait: Wait) -> _Made | None:
         """The next batch, or None at the end. Gives the buffers of the one before back."""
-        self._release()
-        if self._thread is None:
-            made = self._assemble()
-        else:
-            with self._changed:
-                while not self._made:
-                    if self._failure is not None:
-                        raise self._failure
-                    wait.check()
-                    self._changed.wait(min(0.5, max(wait.remaining(), 0.001)))
-                made = self._made.popleft()
-                self._changed.notify()
+        rows = self._held
+        if rows is not None:
+            if rows.ready is not None:
+                with Wait("loader.copy", meter=self._meter):
+                    rows.ready.synchronize()
+            self._held = None
+            self._ahead_of_need.release(rows)
+        made = self._ahead_of_need.next(wait)
         self._held = made.rows if made is not None else None
         return made
 
     def close(self, timeout: float = 2.0) -> None:
         self._forgotten.detach()  # it would keep the buffers for as long as the loader lives
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+        self._ahead_of_need.close(timeout)
 
-    def _release(self) -> None:
-        rows = self._held
-        if rows is None:
-            return
-        if rows.ready is not None:
-            with Wait("loader.copy", meter=self._meter):
-                rows.ready.synchronize()
-        self._held = None
-        if self._thread is None:
-            self._free.append(rows)
-            return
-        with self._changed:
-            self._free.append(rows)
-            self._changed.notify()
-
-    def _produce(self) -> None:
-        try:
-            while True:
-                with self._changed, Wait("loader.ahead", meter=self._meter, deadline=1e6, hidden=True):
-                    while not self._closed and (
-                        len(self._made) >= self._depth or not (self._free or self._slots < self._depth + 1)
-                    ):
-                        self._changed.wait(1.0)
-                    if self._closed:
-                        return
-                made = self._assemble()
-                with self._changed:
-                    self._made.append(made)
-                    self._changed.notify()
-                if made is None:
-                    return
-        except BaseException as error:  # raised again by the next() that needs the batch
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
-
-    def _rows(self) -> BatchRows:
-        if self._free:  # only the maker of batches takes from here
-            return self._free.popleft()
-        self._slots += 1
+    def _new_rows(self) -> BatchRows:
         return BatchRows(
             self._most, self._data.seq_len, self._fields, len(self._data.sources), pin=self._pin, torch_too=True
         )
 
-    def _assemble(self) -> _Made | None:
+    def _assemble(self, rows: BatchRows) -> _Made | None:
         """The next batch, or None when the pass is over."""
         if not self._batches and not self._plan():
             return None
         assert self._planned is not None
-        rows = self._rows()
         begin, end, digest = self._batches.popleft()
         self._data.fill(self._planned, begin, end, rows, self._unshifted)
         self._sample += self._size

@@ -253,11 +253,11 @@ class WindowMaker:
             likely = min(int(chars * self._rows_per_char) + 8, _ROWS_AT_ONCE, total_rows - at)
             for span in self.deal.spans(lane, epoch, at, likely):
                 held = self._cache.texts(self.index, self.source, span.chunk)
-                read = [held[row] for row in span.rows.tolist()]
-                found = [text or "" for text in read]
-                holes += read.count(None)
-                upto = np.cumsum(np.fromiter(map(len, found), np.int64, len(found)))
-                taken = min(int(np.searchsorted(upto, chars)) + 1, len(found))
+                found: list[str] = [held[row] or "" for row in span.rows.tolist()]
+                if "" in found:
+                    holes += sum(held[row] is None for row in span.rows.tolist())
+                upto = np.fromiter(map(len, found), np.int64, len(found)).cumsum()
+                taken = min(int(upto.searchsorted(chars)) + 1, len(found))
                 texts += found[:taken]
                 chunks.append(np.full(taken, span.chunk, np.int64))
                 rows.append(span.rows[:taken])

@@ -18,6 +18,7 @@ is a binary search. Opens no file, starts no thread.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -115,8 +116,15 @@ class Deal:
         return self._order_in_chunk(epoch, chunk).slice(start, stop)
 
     def _order_in_chunk(self, epoch: int, chunk: int) -> Permutation:
-        rows_key = derive(derive(derive(self._key, 1), epoch), chunk)
-        return Permutation(int(self.chunk_rows[chunk]), rows_key)
+        """Kept for a while: a lane comes back to a chunk once or twice, and making a small one costs 20 us."""
+        found = self._orders.get((epoch, chunk))
+        if found is None:
+            rows_key = derive(derive(derive(self._key, 1), epoch), chunk)
+            found = self._orders[epoch, chunk] = Permutation(int(self.chunk_rows[chunk]), rows_key)
+            if len(self._orders) > _ORDERS_KEPT:
+                with contextlib.suppress(KeyError, RuntimeError):  # another thread has made room
+                    del self._orders[next(iter(self._orders))]
+        return found
 
     def _part(self, lane: int, epoch: int) -> tuple[int, int]:
         borders = self._layout(epoch).borders

@@ -44,9 +44,9 @@ _FEW = 1024
 
 
 def default_chunk_bytes(total: int) -> int:
-    """A 1024th of the source, at least 64 KiB and at most 1 MiB: a chunk costs 40 us besides its bytes, so larger ones are
-    cheaper to read, and a thousand of them are still enough to deal and to shuffle."""
-    return min(max(total // 1024, 64 << 10), 1 << 20)
+    """A 1024th of the source, at least 256 KiB (64 for sources so small that lanes would share) and at most 1 MiB: a chunk
+    costs 60 us besides its bytes, so larger ones are cheaper to read, and a few hundred of them are enough to deal."""
+    return min(max(total // 1024, 256 << 10 if total >= 64 << 20 else 64 << 10), 1 << 20)
 
 
 class TextLines:

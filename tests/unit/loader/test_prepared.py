@@ -354,7 +354,7 @@ def test_a_loader_that_is_left_in_the_middle_leaves_no_thread(original):
 
     loader = PreparedLoader(PreparedDataset(original), global_batch_size=2)
     next(loader)
-    thread = loader._running._thread
+    thread = loader._running._ahead_of_need._thread
     assert thread.is_alive()
     del loader
     gc.collect()
