@@ -44,6 +44,8 @@ VOCAB = 32_000
 MEDIAN_BYTES, SPREAD = 2500, 1.0
 TRAIN_BYTES = 12_000_000
 UNEVEN = 0.13  # as in peers/measure.py
+PAUSE = 0.5
+"""Seconds for which nothing ran, above which a figure is taken again, and a sleep is worth a line."""
 
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "hf": ("datasets", "transformers", "torchdata", "tokenizers", "fastokens"),
@@ -328,13 +330,13 @@ class Arena:
             child = subprocess.Popen(
                 [*command, f"--born={time.monotonic()}"], stdout=out, stderr=err, env=self._environment(), start_new_session=True
             )  # fmt: skip
-            peak = PeakMemory(child.pid)
+            witness = Witness(child.pid)
             try:
                 code = child.wait(limit)
             except subprocess.TimeoutExpired:
                 raise Skipped(f"{mode} did not finish in {limit:.0f} s") from None
             finally:
-                peak.stop()
+                witness.stop()
                 with contextlib.suppress(ProcessLookupError):  # what it left behind, too
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
@@ -343,7 +345,7 @@ class Arena:
             lines, errors = out.read().splitlines(), err.read()
         if code != 0 or not lines:
             raise Skipped(f"{mode} failed: {_last_line(errors) or f'exit {code}'}")
-        return json.loads(lines[-1]) | {"rss": peak.bytes}
+        return json.loads(lines[-1]) | {"rss": witness.bytes, "pause": witness.pause}
 
     def _environment(self) -> dict[str, str]:
         cache = self.work / "caches"
@@ -353,14 +355,15 @@ class Arena:
         }  # fmt: skip
 
 
-class PeakMemory:
-    """The largest sum of resident sets over a process and its descendants, looked at five times a second.
+class Witness:
+    """What can only be seen from outside: the memory of a process tree, and whether the machine stood still.
 
-    Pages that processes share are counted in each of them.
+    Looks five times a second. `bytes` is the largest sum of resident sets, shared pages counted in each process; `pause` is
+    by how much the longest of its own naps was too long, which no contestant can cause but by taking all processors.
     """
 
     def __init__(self, pid: int) -> None:
-        self.bytes = 0
+        self.bytes, self.pause = 0, 0.0
         self._pid, self._done = pid, threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -370,7 +373,11 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._done.wait(0.2):
+        while True:
+            began = time.monotonic()
+            if self._done.wait(0.2):
+                return
+            self.pause = max(self.pause, time.monotonic() - began - 0.2)
             self.bytes = max(self.bytes, sum(map(_resident, _tree(self._pid))))
 
 
@@ -408,6 +415,11 @@ def run_all(
             return None
         try:
             answer = arena.ask(who, mode)
+            for _ in range(2):
+                if answer["pause"] < PAUSE:
+                    break
+                say(f"{who.key}: {mode} again, the machine stood still for {answer['pause']:.1f} s")
+                answer = arena.ask(who, mode)
         except Skipped as reason:
             skipped[who.key] = str(reason)
             say(f"{who.key}: skipped, {reason}")
@@ -469,6 +481,8 @@ class Row:
     rss: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
+    overslept: float | None = None
+    """The longest oversleep of the consumer, in the loader's walk or in the floor's."""
 
     @property
     def speed(self) -> float:
@@ -502,6 +516,7 @@ def make_row(who: Contestant, answers: Mapping[str, Any]) -> Row:
         rss=None if limit else max(a["rss"] for a in speeds),
         versions=speeds[-1]["versions"],
         note=speeds[-1].get("note", ""),
+        overslept=max(stalls["overslept"], stalls["floor_overslept"]) if stalls else None,
     )
 
 
@@ -549,6 +564,12 @@ def _bytes(value: int | None) -> str:
     if value is None:
         return "–"
     return f"{value} B" if value < 1000 else f"{value / 1e3:.1f} KB" if value < 1e6 else f"{value / 1e6:.0f} MB"
+
+
+def _slept(row: Row) -> str:
+    return (
+        f"its consumer slept {_seconds(row.overslept)} too long once while the machine ran; its `exposed` says nothing"
+    )
 
 
 def _restored(row: Row) -> str:
@@ -623,6 +644,7 @@ def report(rows: Sequence[Row], skipped: Mapping[str, str], machine: Mapping[str
         own = [r for r in rows if r.who.table == name]
         parts.append(f"== {name}\n" + table(own))
         parts.append("\n".join(f"{r.who.name}: {r.note}" for r in own if r.note))
+        parts.append("\n".join(f"{r.who.name}: {_slept(r)}" for r in own if (r.overslept or 0) > PAUSE))
         parts.append("\n".join(str(r) for r in found if r.table == name))
     parts.append(LEGEND)
     if skipped:

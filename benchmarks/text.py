@@ -1,4 +1,4 @@
-"""Packing and laying out blocks, beside a memcpy of the same tokens and beside concatenation in plain Python and numpy."""
+"""Packing beside a memcpy of the same tokens and beside plain lists; every installed engine beside the reference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import time
 
 import numpy as np
 
-from headrace.text import Packing, TokenBatch, expand_block, kernels, pack
+from headrace.errors import TokenizerError
+from headrace.loader.dataset import sample_tokenizer
+from headrace.sources import Source, cache_folder, open_source
+from headrace.text import ENGINES, Packing, TokenBatch, pack, pack_kernels
 
 SEQ_LEN = 2048
 
@@ -38,7 +41,7 @@ def concatenated(batch: TokenBatch) -> np.ndarray:
 
 
 def main() -> None:
-    kernels()
+    pack_kernels()
     batch = documents()
     packing = Packing(seq_len=SEQ_LEN, blocks=64, eos_id=1)
     packed = pack(batch, packing, last=False, shuffle_key=3)
@@ -51,13 +54,25 @@ def main() -> None:
     print(
         f"best_fit   {tokens / seconds / 1e6:7.0f} M tokens/s   memcpy {tokens / limit / 1e6:7.0f}   ratio {limit / seconds:.3f}   lists, concat {tokens / hand / 1e6:5.1f}   ratio {hand / seconds:.0f}   {seconds / packed.documents * 1e6:.2f} us a document, padding {padding:.2%}"
     )
-    ids, labels, positions = (np.empty(SEQ_LEN, np.int64) for _ in range(3))
-    row = best(lambda: expand_block(packed.blocks, 5, 0, False, ids, labels, positions), 2000)
-    source = ids.copy()
-    three = best(lambda: (np.copyto(ids, source), np.copyto(labels, source), np.copyto(positions, source)), 2000)
-    print(
-        f"expand     {row * 1e6:7.2f} us a row of ids, labels, positions   memcpy of the three {three * 1e6:.2f} us   ratio {three / row:.2f}"
-    )
+    engines()
+
+
+def engines() -> None:
+    """The same documents through every engine, one call a time; an engine's own threads are its own."""
+    source = open_source(Source("sample:code"))
+    texts = [t for chunk in range(min(source.manifest.chunks, 8)) for t in source.read(chunk) if t]
+    reference = sample_tokenizer(cache_folder(), "tokenizers")
+    tokens = len(reference.encode(texts).ids)
+    slow = best(lambda: reference.encode(texts), 3)
+    print(f"tokenizers {tokens / slow / 1e6:7.2f} M tokens/s   the reference")
+    for name in ENGINES:
+        try:
+            tokenizer = sample_tokenizer(cache_folder(), name)
+        except TokenizerError as error:
+            print(f"{name:<10} skipped: {error}")
+            continue
+        seconds = best(lambda encode=tokenizer.encode: encode(texts), 10)
+        print(f"{name:<10} {tokens / seconds / 1e6:7.2f} M tokens/s   ratio to the reference {slow / seconds:.1f}")
 
 
 if __name__ == "__main__":

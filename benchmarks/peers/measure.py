@@ -222,26 +222,31 @@ def cpu_seconds() -> float:
 def _stalls(open_loader: Opener, task: Task) -> dict[str, Any]:
     steps = max(50, round(task.seconds / WORK))
     # Before the loader exists: its threads and processes would be felt in the floor too.
-    _, floor = _walk(itertools.repeat(np.zeros((BATCH, SEQ_LEN), np.int64)), steps, 3 * task.seconds)
+    _, floor, floor_overslept = _walk(itertools.repeat(np.zeros((BATCH, SEQ_LEN), np.int64)), steps, 3 * task.seconds)
     feed, _, _ = _first(open_loader, task)
     for _ in range(10):
         next(feed.batches)
     gc.collect()
-    times, share = _walk(feed.batches, steps, 3 * task.seconds)
+    times, share, overslept = _walk(feed.batches, steps, 3 * task.seconds)
     p50, p99 = np.percentile(times, [50, 99])
-    return {"p50": p50, "p99": p99, "max": max(times), "exposed": share, "floor": floor, "steps": len(times)}
+    return {
+        "p50": p50, "p99": p99, "max": max(times), "exposed": share, "floor": floor, "steps": len(times),
+        "overslept": overslept, "floor_overslept": floor_overslept,
+    }  # fmt: skip
 
 
-def _walk(batches: Iterator[Any], steps: int, limit: float) -> tuple[list[float], float]:
-    """The times of next(), and the share of the time that was not the consumer's own 20 ms."""
+def _walk(batches: Iterator[Any], steps: int, limit: float) -> tuple[list[float], float, float]:
+    """The times of next(), the share of the time that was not the consumer's own 20 ms, and its longest oversleep."""
     times: list[float] = []
-    began = time.perf_counter()
+    overslept, began = 0.0, time.perf_counter()
     while len(times) < steps and time.perf_counter() - began < limit:
         asked = time.perf_counter()
         next(batches)
-        times.append(time.perf_counter() - asked)
+        given = time.perf_counter()
         time.sleep(WORK)  # a step on the device: the host waits and holds no lock
-    return times, 1 - len(times) * WORK / (time.perf_counter() - began)
+        times.append(given - asked)
+        overslept = max(overslept, time.perf_counter() - given - WORK)
+    return times, 1 - len(times) * WORK / (time.perf_counter() - began), overslept
 
 
 def _halfway(open_loader: Opener, task: Task) -> dict[str, Any]:

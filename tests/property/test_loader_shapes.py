@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headrace.loader import Loader, MixChange, TextDataset, merge_states
 from headrace.loader.lanes import kernels
-from headrace.mix import LaneMix, fixed_point
+from headrace.mix import LaneMix, fixed_point, starting_credits
 from headrace.sources import Source
 
 LANES, BATCH = 12, 12
@@ -209,3 +209,36 @@ def test_the_compiled_rule_takes_the_source_that_the_readable_one_takes(raw, wid
         tokens = data.draw(st.integers(1, width))
         mix.deliver(source, tokens)
         state[:, 5] = mix.credits
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [[0.7, 0.3], [0.9] + [0.1 / 50] * 50, [2.0**-i for i in range(12)], [1.0] * 7, [0.999, 0.001]],
+    ids=["two", "fifty tiny beside a big one", "powers of two", "equal", "one in a thousand"],
+)
+def test_shares_are_within_the_stated_bounds_after_10_000_and_100_000_samples(raw):
+    """Blocks of very unequal filling: a source of long documents fills its blocks, one of odd lengths three quarters."""
+    lanes, width = 48, 2048
+    weights = np.array(fixed_point(raw), np.int64)
+    share = weights / (1 << 24)
+    states = np.zeros((lanes, len(raw), 6), np.int64)
+    for lane in range(lanes):
+        states[lane, :, 5] = starting_credits(weights.tolist(), block=width, lane=lane, lanes=lanes, seed=3)
+    rng = np.random.default_rng(0)
+    filling = (width * rng.uniform(0.75, 1.0, 4096)).astype(np.int64)
+    full = np.arange(len(raw)) % 2 == 0
+    delivered = np.zeros((lanes, len(raw)))
+    choose = kernels().next_source
+    for g in range(100_000):
+        state = states[g % lanes]
+        source = choose(weights, state, width)
+        tokens = width if full[source] else filling[g % 4096]
+        state[:, 5] += weights * tokens
+        state[source, 5] -= int(tokens) << 24
+        delivered[g % lanes, source] += tokens
+        if g + 1 in (1_000, 10_000, 100_000):
+            totals = delivered.sum(0)
+            error = np.abs(totals / totals.sum() - share).max()
+            drift = np.abs(delivered - share * delivered.sum(1, keepdims=True)).max() / width
+            assert drift <= 1.4
+            assert error <= {1_000: 0.02, 10_000: 0.0025, 100_000: 0.0005}[g + 1]

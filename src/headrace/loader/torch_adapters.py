@@ -36,7 +36,7 @@ from headrace.loader.lanes import LanePlan, WeightChange
 from headrace.loader.lanes import kernels as lane_kernels
 from headrace.loader.loader import Loader
 from headrace.order import Cursor
-from headrace.text import kernels as text_kernels
+from headrace.text import pack_kernels
 
 __all__ = ["TorchDataset", "attach_to_trainer"]
 
@@ -87,7 +87,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         self._forget()
         # The dataset has them compiled by a thread. A process that forks meanwhile hands its child an import lock that nobody
         # will ever release: so wait, before there can be a worker.
-        text_kernels(), lane_kernels()
+        pack_kernels(), lane_kernels()
 
     # -------------------------------------------------------------------------------------- iteration
 

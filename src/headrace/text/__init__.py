@@ -9,7 +9,7 @@ kernels    the compiled loops behind pack; imported only through it
 """
 
 from headrace.text.engines import ENGINES, SPOT_CHECK_EVERY, Encode, EngineChoice, EngineName
-from headrace.text.pack import Blocks, Packed, Packing, kernels, pack, warm_kernels
+from headrace.text.pack import Blocks, Packed, Packing, pack, pack_kernels, warm_kernels
 from headrace.text.token_batch import TokenBatch, join_batches
 from headrace.text.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
@@ -27,9 +27,9 @@ __all__ = [
     "TokenBatch",
     "Tokenizer",
     "join_batches",
-    "kernels",
     "load_tokenizer",
     "pack",
+    "pack_kernels",
     "train_bpe",
     "warm_kernels",
 ]

@@ -1,7 +1,7 @@
 """The few loops over tokens that numpy cannot express, compiled.
 
 Compiling takes seconds the first time and milliseconds from numba's cache after that, so nothing imports this module at
-the top: `headrace.text.pack.kernels()` imports it in a thread while sources open. All kernels release the GIL.
+the top: `headrace.text.pack.pack_kernels()` imports it in a thread while sources open. All kernels release the GIL.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from headrace.metrics import Wait
 from headrace.order import Permutation
 from headrace.text.token_batch import TokenBatch
 
-__all__ = ["Blocks", "Packing", "kernels", "pack", "warm_kernels"]
+__all__ = ["Blocks", "Packing", "pack", "pack_kernels", "warm_kernels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ _lock = threading.Lock()
 _module: ModuleType | None = None
 
 
-def kernels() -> ModuleType:
+def pack_kernels() -> ModuleType:
     """The compiled kernels; the first call compiles them or loads them from numba's cache."""
     global _module
     if _module is None:
@@ -128,7 +128,7 @@ os.register_at_fork(before=_finish_warming)
 
 def warm_kernels(*others: Callable[[], ModuleType]) -> threading.Thread:
     """Compile in the background, while files are opened. Not a daemon: a process must not end inside the compiler."""
-    thread = threading.Thread(target=lambda: [load() for load in (kernels, *others)], name="headrace-kernels")
+    thread = threading.Thread(target=lambda: [load() for load in (pack_kernels, *others)], name="headrace-kernels")
     thread.start()
     _warming.append(thread)
     return thread
@@ -152,7 +152,7 @@ def pack(batch: TokenBatch, packing: Packing, *, offset: int = 0, last: bool, sh
     stamp, stamp_ptr = np.empty(int(length.sum()) + 2 * len(doc) + 6 * count, np.int32), np.empty(count + 1, np.int64)
     bos = -1 if packing.bos_id is None else packing.bos_id
     eos = -1 if packing.eos_id is None else packing.eos_id
-    kernels().lay_tokens(
+    pack_kernels().lay_tokens(
         batch.ids,
         batch.offsets,
         lengths,
@@ -194,7 +194,7 @@ def _best_fit(lengths: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.nda
     count = max(count, _through_first_document(lengths))
     room = int((-(-lengths[:count] // capacity)).sum()) + 1
     doc, start, length, bin_of = (np.empty(room, np.int64) for _ in range(4))
-    k = kernels()
+    k = pack_kernels()
     least = _through_first_document(lengths)
     while True:
         bins = k.best_fit_bins(lengths, count, capacity, doc, start, length, bin_of)

@@ -34,7 +34,7 @@ from headrace.errors import DataError, FileCorrupt
 from headrace.files import open_container, publish, write_container
 from headrace.metrics import Wait
 from headrace.order import fingerprint_json
-from headrace.text.pack import Packing, kernels
+from headrace.text.pack import Packing, pack_kernels
 from headrace.text.token_batch import TokenBatch
 
 __all__ = [
@@ -247,7 +247,7 @@ class PackedShard:
 
 def pack_shard(offsets: np.ndarray, seq_len: int) -> PackedShard:
     """Best-fit decreasing over runs of documents that fill 2,048 blocks; a pure function of the documents' lengths."""
-    k = kernels()
+    k = pack_kernels()
     lengths = np.diff(offsets).astype(np.int64)
     ptrs: list[np.ndarray] = [np.zeros(1, np.int64)]
     ats: list[np.ndarray] = [np.empty(0, np.int64)]
