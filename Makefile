@@ -51,7 +51,7 @@ run: $(VENV)/.run
 
 test: $(VENV)/.dev
 	@echo "==> tests (unit, property, integration)"
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 
 test-faults: $(VENV)/.dev
 	@echo "==> fault sweeps ($(FAULTS))"

@@ -39,7 +39,16 @@ if TYPE_CHECKING:
     from headrace import testing
     from headrace.batch import LM_SCHEMA, Batch, Field, Schema
     from headrace.jobs.wiring import Job, load
-    from headrace.loader import Loader, LoaderReport, Piece, PreparedDataset, PreparedLoader, TextDataset, merge_states
+    from headrace.loader import (
+        Loader,
+        LoaderReport,
+        MixChange,
+        Piece,
+        PreparedDataset,
+        PreparedLoader,
+        TextDataset,
+        merge_states,
+    )
     from headrace.loader.torch_adapters import TorchDataset, attach_to_trainer
     from headrace.metrics import MetricSpec, Reducer, Reduction, Wait, phase
     from headrace.order import Cursor, Digest
@@ -52,7 +61,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Batch": "batch", "Field": "batch", "Schema": "batch", "LM_SCHEMA": "batch",
     "Job": "jobs.wiring", "load": "jobs.wiring",
-    "Loader": "loader", "LoaderReport": "loader", "Piece": "loader", "PreparedDataset": "loader", "PreparedLoader": "loader", "TextDataset": "loader", "merge_states": "loader",
+    "Loader": "loader", "LoaderReport": "loader", "MixChange": "loader", "Piece": "loader", "PreparedDataset": "loader", "PreparedLoader": "loader", "TextDataset": "loader", "merge_states": "loader",
     "TorchDataset": "loader.torch_adapters", "attach_to_trainer": "loader.torch_adapters",
     "MetricSpec": "metrics", "Reducer": "metrics", "Reduction": "metrics", "Wait": "metrics", "phase": "metrics",
     "Cursor": "order", "Digest": "order",
@@ -77,6 +86,7 @@ __all__ = [
     "Loader",
     "LoaderReport",
     "MetricSpec",
+    "MixChange",
     "Piece",
     "PreparedDataset",
     "PreparedLoader",

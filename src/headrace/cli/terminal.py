@@ -75,6 +75,9 @@ class Silent:
     def progress(self, progress: Progress) -> None:
         return None
 
+    def info(self, sentence: str) -> None:
+        return None
+
     def notice(self, sentence: str) -> None:
         if self._console is not None:
             self._console.print(sentence, highlight=False, soft_wrap=True)
@@ -130,6 +133,9 @@ class TerminalWatcher:
         )
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=progress.step)
+
+    def info(self, sentence: str) -> None:
+        self._line(f"  {sentence}")
 
     def notice(self, sentence: str) -> None:
         self._line(f"  {sentence}")

@@ -111,7 +111,13 @@ class Watcher(Protocol):
     def waiting(self, what: str) -> None: ...
     def first_batch(self, seconds: float, waits: Mapping[str, float]) -> None: ...
     def progress(self, progress: Progress) -> None: ...
-    def notice(self, sentence: str) -> None: ...
+    def info(self, sentence: str) -> None:
+        """Worth a line to whoever looks on."""
+        ...
+
+    def notice(self, sentence: str) -> None:
+        """Worth a line even where nothing else is printed."""
+        ...
 
 
 @dataclass(slots=True)
@@ -239,7 +245,7 @@ def _say_engine(run: _Run, data: TextDataset) -> None:
     engine = getattr(data.tokenizer, "engine", None)
     if engine is not None:
         _note(run, "engine", name=engine.name, version=engine.version, passed_over=list(engine.passed_over))
-        run.watcher.notice(f"tokenizer engine: {engine}")
+        run.watcher.info(f"tokenizer engine: {engine}")
 
 
 # --------------------------------------------------------------------------------------------------- loop
@@ -373,13 +379,13 @@ def _note_changes(run: _Run) -> None:
     for change in run.loader.data.mix_changes:
         if run.noted_step <= change.step < run.loader.step:
             _note(run, "weights", step=step, data_step=change.step + 1, weights=dict(change.weights))
-            run.watcher.notice(
+            run.watcher.info(
                 f"step {step}: weights are now {', '.join(f'{n} {w:g}' for n, w in change.weights.items())}"
             )
     for a, b in skipped:
         if b > run.noted_step:
             _note(run, "skipped", step=step, data_steps=[a + 1, b + 1])
-            run.watcher.notice(f"step {step}: the data of steps {a + 1} to {b} was passed over")
+            run.watcher.info(f"step {step}: the data of steps {a + 1} to {b} was passed over")
     run.noted_step = run.loader.step
 
 

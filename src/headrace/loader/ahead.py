@@ -107,7 +107,7 @@ class Ahead(Generic[Slot, Made]):
 
     def _make_one(self) -> Made | None:
         with self._changed:
-            slot = self._free.popleft() if self._free else None
+            slot = self._free.pop() if self._free else None  # the last one back is still in the processor's cache
         if slot is None:
             self._slots += 1
             slot = self._new_slot()
