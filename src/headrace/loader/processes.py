@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -214,7 +214,7 @@ class WindowProcesses:
 
 
 @contextlib.contextmanager
-def _one_native_thread() -> Iterator[None]:
+def _one_native_thread() -> Generator[None]:
     """Workers are the parallelism: native libraries in them start no threads of their own. They read this when they load."""
     before = {name: os.environ.get(name) for name in _NATIVE_THREADS}
     os.environ.update(dict.fromkeys(_NATIVE_THREADS, "1"))
