@@ -84,7 +84,11 @@ def test_a_folder_takes_packed_and_plain_shards_in_the_order_of_their_names(tmp_
         assert [file.rows for file in source.manifest.files] == [1, 2, 1]
 
 
-@pytest.mark.parametrize("data", [gzip.compress(b""), zst(b""), b"", b"\x50\x2a\x4d\x18\x02\0\0\0hi"])
+@pytest.mark.parametrize(
+    "data",
+    [gzip.compress(b""), zst(b""), b"", b"\x50\x2a\x4d\x18\x02\0\0\0hi"],
+    ids=["gzip", "zstandard", "no bytes", "a skippable frame"],
+)
 def test_a_packed_shard_of_nothing_has_no_rows(tmp_path, data):
     name = "d.txt.gz" if data[:1] == b"\x1f" else "d.txt.zst"
     (tmp_path / name).write_bytes(data)
