@@ -99,7 +99,8 @@ def test_env_says_what_is_here(headrace):
     assert facts["cache"]["publishing"] == "durable and exclusive"
 
 
-def test_inspect_shows_runs_checkpoints_and_cursors(headrace, tmp_path, write_jsonl):
+def test_inspect_shows_runs_checkpoints_and_cursors(headrace, tmp_path, write_jsonl, monkeypatch):
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))  # others fill the common one meanwhile
     write_jsonl("a.jsonl", [f"document {i} with text" for i in range(60)])
     (tmp_path / "c.toml").write_text(
         '[run]\ndir = "r"\nsteps = 3\n[[source]]\nspec = "jsonl:a.jsonl"\n[text]\nseq_len = 16\n[loader]\nglobal_batch_size = 4\nlanes = 4\n[train]\n'
