@@ -111,7 +111,7 @@ def two_ranks(example: dict, spec: str, folder: Path, rank: int, port: int) -> N
 
     told: dict = {"losses": {}, "seen": []}
     shifted = hr.TorchDataset(hr.TextDataset(spec, seq_len=64), global_batch_size=4)
-    told["compiled"] = lanes._module is not None
+    told["compiled"] = lanes.kernels._module is not None
     straight = example["new_trainer"](spec, STEPS, folder)
     loader = straight.get_train_dataloader()
     collate = loader.collate_fn

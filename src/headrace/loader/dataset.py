@@ -34,7 +34,16 @@ from headrace.metrics import Meter, Wait
 from headrace.mix import Deal, lane_weight_factors
 from headrace.order import fingerprint_json, key
 from headrace.sources import OpenSource, Source, cache_folder, open_source
-from headrace.text import BpeTokenizer, EngineName, Packing, Tokenizer, load_tokenizer, train_bpe, warm_kernels
+from headrace.text import (
+    BpeTokenizer,
+    EngineName,
+    Packing,
+    Tokenizer,
+    load_tokenizer,
+    pack_kernels,
+    train_bpe,
+    warm_kernels,
+)
 
 __all__ = ["MixChange", "TextDataset", "sample_tokenizer"]
 
@@ -99,7 +108,7 @@ class TextDataset:
             "accept_changes": accept_changes,
         }  # fmt: skip
         _check(seq_len=seq_len, lanes=lanes, window_blocks=window_blocks, seed=seed, pack=pack, exhausted=exhausted)
-        warm_kernels(lane_kernels)
+        warm_kernels(pack_kernels, lane_kernels)
         self.meter = meter if meter is not None else Meter()
         self.seq_len = seq_len
         self.seed = seed

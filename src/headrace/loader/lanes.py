@@ -14,18 +14,16 @@ to a lane happens at one of its own samples, so it does not matter which other l
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 
 from headrace.loader.pool import WindowSupply
 from headrace.loader.windows import Window, WindowStart
-from headrace.metrics import Wait
 from headrace.mix import Deal, LaneMix, fixed_point, starting_credits
+from headrace.text import CompiledLoops
 
 __all__ = ["DRY", "LanePlan", "LaneTable", "Taken", "WeightChange", "kernels"]
 
@@ -34,20 +32,7 @@ DRY = -1
 EPOCH, POSITION, OFFSET, BLOCK, TOKENS, CREDIT = range(6)
 _NEVER = np.iinfo(np.int64).max
 
-_lock = threading.Lock()
-_module: ModuleType | None = None
-
-
-def kernels() -> ModuleType:
-    """The compiled kernels; the first call compiles them or loads them from numba's cache."""
-    global _module
-    if _module is None:
-        with Wait("kernels.compile"), _lock:
-            if _module is None:
-                import headrace.loader.kernels as module
-
-                _module = module
-    return _module
+kernels = CompiledLoops("headrace.loader.kernels")
 
 
 class WeightChange(NamedTuple):

@@ -15,21 +15,17 @@ from which labels, positions and provenance follow:
 from __future__ import annotations
 
 import itertools
-import os
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Literal, NamedTuple
 
 import numpy as np
 import xxhash
 
-from headrace.metrics import Wait
 from headrace.order import Permutation
+from headrace.text.compiled import CompiledLoops
 from headrace.text.token_batch import TokenBatch
 
-__all__ = ["Blocks", "Packing", "pack", "pack_kernels", "warm_kernels"]
+__all__ = ["Blocks", "Packing", "pack", "pack_kernels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,40 +94,7 @@ class Packed(NamedTuple):
     """Documents that are in more than one piece."""
 
 
-_lock = threading.Lock()
-_module: ModuleType | None = None
-
-
-def pack_kernels() -> ModuleType:
-    """The compiled kernels; the first call compiles them or loads them from numba's cache."""
-    global _module
-    if _module is None:
-        with Wait("kernels.compile"), _lock:
-            if _module is None:
-                import headrace.text.kernels as module
-
-                _module = module
-    return _module
-
-
-_warming: list[threading.Thread] = []
-
-
-def _finish_warming() -> None:
-    """A process that forks while a thread imports the compiler leaves the import lock held in its child for ever."""
-    while _warming:
-        _warming.pop().join()
-
-
-os.register_at_fork(before=_finish_warming)
-
-
-def warm_kernels(*others: Callable[[], ModuleType]) -> threading.Thread:
-    """Compile in the background, while files are opened. Not a daemon: a process must not end inside the compiler."""
-    thread = threading.Thread(target=lambda: [load() for load in (pack_kernels, *others)], name="headrace-kernels")
-    thread.start()
-    _warming.append(thread)
-    return thread
+pack_kernels = CompiledLoops("headrace.text.kernels")
 
 
 def pack(batch: TokenBatch, packing: Packing, *, offset: int = 0, last: bool, shuffle_key: int | None = None) -> Packed:

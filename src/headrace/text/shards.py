@@ -20,11 +20,9 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -32,8 +30,8 @@ import xxhash
 
 from headrace.errors import DataError, FileCorrupt
 from headrace.files import open_container, publish, write_container
-from headrace.metrics import Wait
 from headrace.order import fingerprint_json
+from headrace.text.compiled import CompiledLoops
 from headrace.text.pack import Packing, pack_kernels
 from headrace.text.token_batch import TokenBatch
 
@@ -69,20 +67,7 @@ _KIND, _VERSION = "headrace-prepared", 1
 _MAX_JSON = 256 << 20
 _SAFE_NAME = re.compile(r"\w[\w.-]{0,127}")
 
-_lock = threading.Lock()
-_module: ModuleType | None = None
-
-
-def shard_kernels() -> ModuleType:
-    """The compiled loops; the first call compiles them or loads them from numba's cache."""
-    global _module
-    if _module is None:
-        with Wait("kernels.compile"), _lock:
-            if _module is None:
-                import headrace.text.shard_kernels as module
-
-                _module = module
-    return _module
+shard_kernels = CompiledLoops("headrace.text.shard_kernels")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -313,13 +313,15 @@ def test_a_killed_worker_is_the_dataloaders_own_error(tmp_path, write_jsonl):
     # In a process of its own: torch raises from a signal handler, which strikes wherever this process happens to be.
     parent = multiprocessing.get_context("fork").Process(target=lose_a_worker, args=(loader, tmp_path / "said"))
     parent.start()
-    parent.join(60)
+    parent.join(100)
     assert parent.exitcode == 0
-    assert re.search(r"DataLoader worker|Connection reset", (tmp_path / "said").read_text())
+    said = (tmp_path / "said").read_text()
+    assert re.search(r"DataLoader worker|Connection reset|EOFError|FileNotFoundError|ConnectionRefused", said), said
 
 
 def lose_a_worker(loader, said) -> None:
-    """What follows the death of a worker: torch says which one died, or a batch on its way is a broken connection."""
+    """What follows the death of a worker: torch says which one died, or a batch on its way is a connection that is broken,
+    cut off or gone, as the moment has it. Never a hang, and never the end of the data."""
     try:
         try:
             batches = iter(loader)
@@ -328,8 +330,8 @@ def lose_a_worker(loader, said) -> None:
             list(itertools.islice(batches, 10_000))
         finally:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    except (RuntimeError, ConnectionError) as error:
-        said.write_text(str(error))
+    except Exception as error:
+        said.write_text(f"{type(error).__name__}: {error}")
     os._exit(0)
 
 

@@ -1,0 +1,55 @@
+"""When are compiled loops compiled?
+
+    pack_kernels = CompiledLoops("headrace.text.kernels")
+    pack_kernels().lay_tokens(...)          the first call imports the module: numba compiles it, or loads it from its cache
+
+Compiling takes seconds the first time and milliseconds from numba's cache after that, so nothing imports such a module at
+the top, and `warm_kernels` does it in a thread while files are opened.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from types import ModuleType
+
+from headrace.metrics import Wait
+
+__all__ = ["CompiledLoops", "warm_kernels"]
+
+_lock = threading.Lock()
+
+
+class CompiledLoops:
+    """A module of compiled loops, imported when it is first asked for."""
+
+    def __init__(self, module: str) -> None:
+        self._name = module
+        self._module: ModuleType | None = None
+
+    def __call__(self) -> ModuleType:
+        if self._module is None:
+            with Wait("kernels.compile"), _lock:
+                self._module = importlib.import_module(self._name)
+        return self._module
+
+
+_warming: list[threading.Thread] = []
+
+
+def _finish_warming() -> None:
+    """A process that forks while a thread imports the compiler leaves the import lock held in its child for ever."""
+    while _warming:
+        _warming.pop().join()
+
+
+os.register_at_fork(before=_finish_warming)
+
+
+def warm_kernels(*loops: CompiledLoops) -> threading.Thread:
+    """Compile in the background, while files are opened. Not a daemon: a process must not end inside the compiler."""
+    thread = threading.Thread(target=lambda: [load() for load in loops], name="headrace-kernels")
+    thread.start()
+    _warming.append(thread)
+    return thread
