@@ -301,8 +301,10 @@ def _go(run: _Run) -> Summary:
             line = reducer.reduce(interval.drain())
             _log(run, step, line, time.perf_counter() - since)
             since = time.perf_counter()
-            run.asked_to_stop = int(line["run/stop"])
-            stop = bool(run.asked_to_stop)
+            agreed = int(line["run/stop"])
+            # A signal may have come since the line was summed up: it must not be forgotten. Several ranks stop by what they agreed.
+            run.asked_to_stop = run.asked_to_stop or agreed
+            stop = bool(run.asked_to_stop if run.world_size == 1 else agreed)
         if stop:
             state = "stopped"
             break
