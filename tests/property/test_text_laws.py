@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.loader.lanes import kernels
+from headrace.loader.lanes import BORDERS, DIGEST_HIGH, DIGEST_LOW, SOURCES_MADE, kernels
+from headrace.order import sample_term
 from headrace.text import Blocks, ByteTokenizer, Packing, TokenBatch, pack
 
 lengths = st.lists(st.integers(0, 70), max_size=40)
@@ -37,26 +38,20 @@ def compiled(blocks: Blocks, b: int, packing: Packing, unshifted: bool) -> list[
     row = [0, b, int(blocks.real[b]), 0, 1]
     row += [
         blocks.tokens[b].ctypes.data, blocks.piece_len[first:].ctypes.data, blocks.piece_next[first:].ctypes.data,
-        int(blocks.piece_ptr[b + 1]) - first,
+        int(blocks.piece_ptr[b + 1]) - first, blocks.hashes[b:].ctypes.data,
     ]  # fmt: skip
-    rows = np.array([row], np.int64)
+    rows, facts = np.array([row], np.int64), np.empty(SOURCES_MADE + 1, np.int64)
+    k.count_rows(rows, 7, 1, packing.seq_len, np.zeros(2, np.uint64), facts)
+    low, high = facts[DIGEST_LOW : DIGEST_HIGH + 1].view(np.uint64).tolist()
+    assert low | high << 64 == sample_term(7, blocks.content(b))
     arrays = [np.empty((1, packing.seq_len), np.int64) for _ in range(3)]
-    borders, sums = np.empty(k.count_borders(rows), np.int32), np.empty(k.SUM_SOURCES + 1, np.int64)
+    borders = np.empty(facts[BORDERS], np.int32)
     none, no_rows = np.empty(0, np.int64), np.empty((0, 0), np.int64)
-    k.fill_rows(
-        rows,
-        7,
-        1,
-        packing.seq_len,
-        packing.pad_id,
-        unshifted,
-        np.empty(1, np.int64),
-        none,
-        *arrays,
-        no_rows,
-        borders,
-        sums,
+    longest = k.fill_rows(
+        rows, 7, 1, packing.seq_len, packing.pad_id, unshifted, np.empty(1, np.int64), none, *arrays, no_rows, borders
     )
+    assert longest == np.diff(borders).max()
+    assert borders[-1] == packing.seq_len
     return [a[0] for a in arrays]
 
 
@@ -130,7 +125,7 @@ def test_unshifted_labels_never_cross_a_piece(sizes, seq_len):
 def test_packing_is_a_pure_function_of_its_documents(sizes, seq_len, key):
     packing = Packing(seq_len=seq_len, blocks=3, eos_id=8)
     first, second = (pack(batch_of(sizes), packing, last=True, shuffle_key=key) for _ in range(2))
-    assert first.blocks.hashes == second.blocks.hashes
+    assert np.array_equal(first.blocks.hashes, second.blocks.hashes)
     assert np.array_equal(first.blocks.tokens, second.blocks.tokens)
 
 
@@ -145,7 +140,7 @@ def test_a_longer_look_ahead_does_not_change_a_window(sizes):
             continue  # a window must look past its budget to know that it is full
         part = pack(batch_of(sizes[:extra]), packing, last=False, shuffle_key=1)
         assert part.documents == whole.documents
-        assert part.blocks.hashes == whole.blocks.hashes
+        assert np.array_equal(part.blocks.hashes, whole.blocks.hashes)
 
 
 @given(sizes=st.lists(st.integers(1, 400), min_size=200, max_size=260))

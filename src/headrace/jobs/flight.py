@@ -38,7 +38,7 @@ from headrace.jobs.flight_record import FlightRecord, OpenedWindow, Place, bound
 from headrace.jobs.folder import RunFolder
 from headrace.jobs.wiring import Job
 from headrace.loader import Piece, TextDataset
-from headrace.loader.pipeline import FILLER_HASH
+from headrace.loader.lanes import FILLER_HASH
 from headrace.loader.pool import WindowKey
 from headrace.loader.windows import Window
 from headrace.metrics import Wait
@@ -296,7 +296,7 @@ class RunFlight:
             window = windows[self._key(place.lane, place.source, place.window)]
             if place.block >= len(window.blocks):
                 raise self._other_window(place, len(window.blocks))
-            told.append(Told(place, window, window.blocks.hashes[place.block]))
+            told.append(Told(place, window, window.blocks.hashes[place.block].tobytes()))
         return told
 
     def pieces(self, told: Told, chars: int | None = 200) -> list[tuple[Piece, str | None]]:

@@ -1,11 +1,13 @@
 """The loops over samples and tokens between the windows and a batch, compiled.
 
-    take_samples    which block each sample of a batch is, and where the lanes stand after it
-    fill_rows       those blocks as the batch contract has them
+    next_batch          a whole batch in one call:
+        take_samples    which block each sample is, and where the lanes stand after it
+        fill_rows       those blocks as the batch contract has them, and what a run counts of them
 
-A batch of 8 x 2,048 tokens is due every 370 us when the encoder does 44 M tokens/s: one call each for a batch takes 60,
-the same in Python a row took 400. Blocks are reached by address: the table of lanes keeps the windows alive, and a batch
-keeps those that it was made from. Imported only through `headrace.loader.lanes.kernels()`, in the background.
+A batch of 8 x 2,048 tokens is due every 200 us when the encoder does 80 M tokens/s. Each argument of a call costs .2 us to
+hand over, so what stays the same from batch to batch is passed as one array of addresses. Blocks are reached by address,
+too: the table of lanes keeps the windows alive, and a batch keeps those that it was made from. Imported only through
+`headrace.loader.lanes.kernels()`, in the background.
 """
 
 from __future__ import annotations
@@ -18,18 +20,35 @@ from numba.core import cgutils
 from numba.core import types as nb
 from numba.extending import intrinsic
 
+from headrace.loader.lanes import (
+    BORDERS,
+    DIGEST_HIGH,
+    DIGEST_LOW,
+    DOCUMENTS_MADE,
+    FILLERS_MADE,
+    LONGEST,
+    PADDING_MADE,
+    SAMPLES_MADE,
+    SOURCES_MADE,
+    TOKENS_MADE,
+)
+from headrace.text.xxh3 import term_of
+
 _I64 = nb.int64
-_A32, _A64 = nb.Array(nb.int32, 1, "C"), nb.Array(nb.int64, 1, "C")
+_A32, _A64, _U64 = nb.Array(nb.int32, 1, "C"), nb.Array(nb.int64, 1, "C"), nb.Array(nb.uint64, 1, "C")
 _M64, _C64 = nb.Array(nb.int64, 2, "C"), nb.Array(nb.int64, 3, "C")
 _OPTIONS: Any = {"nogil": False, "cache": True, "error_model": "numpy", "boundscheck": False}
+_LONG: Any = _OPTIONS | {"nogil": True}
 
 # One source in one lane, as it is saved.
 EPOCH, POSITION, OFFSET, BLOCK, TOKENS, CREDIT = range(6)
 STATE_FIELDS = 6
 
 # The window that is open there.
-COUNT, SERIAL, END_EPOCH, END_POSITION, END_OFFSET, TOKENS_AT, PTR_AT, LEN_AT, NEXT_AT, REAL_AT, ROWS_AT = range(11)
-WINDOW_FIELDS = 11
+COUNT, SERIAL, END_EPOCH, END_POSITION, END_OFFSET, TOKENS_AT, PTR_AT, LEN_AT, NEXT_AT, REAL_AT, ROWS_AT, HASH_AT = (
+    range(12)
+)
+WINDOW_FIELDS = 12
 
 # One sample of a batch.
 (
@@ -42,8 +61,9 @@ WINDOW_FIELDS = 11
     ROW_LEN_AT,
     ROW_NEXT_AT,
     ROW_PIECES,
-) = range(9)
-ROW_FIELDS = 9
+    ROW_HASH_AT,
+) = range(10)
+ROW_FIELDS = 10
 
 SCALE_BITS = 24
 
@@ -117,6 +137,7 @@ def take_samples(first, stride, begin, count, lanes, slots, state, weights, wind
         rows[i, ROW_LEN_AT] = window[LEN_AT] + 4 * ptr[b]
         rows[i, ROW_NEXT_AT] = window[NEXT_AT] + 4 * ptr[b]
         rows[i, ROW_PIECES] = ptr[b + 1] - ptr[b]
+        rows[i, ROW_HASH_AT] = window[HASH_AT] + 16 * b
         for j in range(weights.shape[1]):
             state[s, j, CREDIT] += weights[s, j] * tokens
         entry[CREDIT] -= tokens << SCALE_BITS
@@ -129,38 +150,46 @@ def take_samples(first, stride, begin, count, lanes, slots, state, weights, wind
     return count
 
 
-@njit(_I64(_M64), **_OPTIONS)
-def count_borders(rows):
-    """Room for the borders of all pieces, each row perhaps with one of padding."""
-    total = 1
+@njit(nb.void(_M64, _I64, _I64, _I64, _U64, _A64), **_OPTIONS)
+def count_rows(rows, first, stride, width, filler, facts):
+    """All facts but the longest piece. The digest is the sum of `order.sample_term`; `filler`: the content of a sample
+    without anything to learn."""
+    low = high = np.uint64(0)
+    facts[:] = 0
+    facts[SAMPLES_MADE] = len(rows)
+    facts[BORDERS] = 1
     for i in range(len(rows)):
-        total += rows[i, ROW_PIECES] + 1
-    return total
+        source, tokens = rows[i, ROW_SOURCE], rows[i, ROW_TOKENS]
+        facts[TOKENS_MADE] += tokens
+        facts[PADDING_MADE] += width - tokens
+        facts[DOCUMENTS_MADE] += rows[i, ROW_DOCUMENTS]
+        facts[BORDERS] += rows[i, ROW_PIECES] + (1 if tokens < width else 0)
+        content = filler
+        if source < 0:
+            facts[FILLERS_MADE] += 1
+        else:
+            facts[SOURCES_MADE + source] += tokens
+            content = carray(_pointer(rows[i, ROW_HASH_AT]), (2,), np.uint64)
+        a, b = term_of(content[0], content[1], np.uint64(first + i * stride))
+        low += a
+        high += b
+        if low < a:
+            high += np.uint64(1)
+    facts[DIGEST_LOW], facts[DIGEST_HIGH] = np.int64(low), np.int64(high)
 
 
-# What fill_rows counts: real tokens, documents, fillers, borders, the longest piece; then tokens per source.
-SUM_TOKENS, SUM_DOCUMENTS, SUM_FILLERS, SUM_BORDERS, SUM_LONGEST, SUM_SOURCES = range(6)
-
-
-@njit(nb.void(_M64, _I64, _I64, _I64, _I64, nb.boolean, _A64, _A64, _M64, _M64, _M64, _M64, _A32, _A64), **_OPTIONS)
+@njit(_I64(_M64, _I64, _I64, _I64, _I64, nb.boolean, _A64, _A64, _M64, _M64, _M64, _M64, _A32), **_OPTIONS)
 def fill_rows(
-    rows, first, stride, width, pad, unshifted, index, documents, input_ids, labels, positions, segments, borders, sums
+    rows, first, stride, width, pad, unshifted, index, documents, input_ids, labels, positions, segments, borders
 ):
-    """Blocks into the rows of a batch, the borders of their pieces, and the sums. An array of no rows is left out."""
+    """Blocks into the rows of a batch, and the borders of their pieces; the longest piece. An array of no rows is left out."""
     longest = 0
     at = 0
     borders[0] = 0
-    sums[:] = 0
     for i in range(len(rows)):
         index[i] = first + i * stride
         if len(documents):
             documents[i] = rows[i, ROW_DOCUMENTS]
-        sums[SUM_DOCUMENTS] += rows[i, ROW_DOCUMENTS]
-        sums[SUM_TOKENS] += rows[i, ROW_TOKENS]
-        if rows[i, ROW_SOURCE] < 0:
-            sums[SUM_FILLERS] += 1
-        else:
-            sums[SUM_SOURCES + rows[i, ROW_SOURCE]] += rows[i, ROW_TOKENS]
         real = rows[i, ROW_TOKENS]
         pieces = rows[i, ROW_PIECES]
         ids = input_ids[i]
@@ -214,5 +243,59 @@ def fill_rows(
             longest = max(longest, width - real)
             at += 1
             borders[at] = borders[at - 1] + (width - real)
-    sums[SUM_BORDERS] = at + 1
-    sums[SUM_LONGEST] = longest
+    return longest
+
+
+# Where the table of lanes and the buffers of a batch are.
+(
+    AT_SLOTS, AT_STATE, AT_WEIGHTS, AT_WINDOWS, AT_CAPS, AT_CHANGE, AT_FILLER, LANES_ALL, LANES_OWN, SOURCES_ALL, WIDTH_OF_ROW,
+) = range(11)  # fmt: skip
+TABLE_WORDS = 11
+AT_INDEX, AT_DOCUMENTS, AT_FIELDS, AT_BORDERS, BORDER_ROOM, PAD_WITH, UNSHIFTED = 0, 1, 2, 6, 7, 8, 9
+BATCH_WORDS = 10
+
+
+@njit(**_OPTIONS)
+def _matrix(address, rows, columns):
+    """An int64 array at an address; of no rows if there is none."""
+    return carray(_pointer(address), (rows if address else 0, columns), np.int64)
+
+
+@njit(_I64(_A64, _A64, _I64, _I64, _I64, _I64, _M64, _A64), **_LONG)
+def next_batch(table, batch, first, stride, begin, count, rows, facts):
+    """Samples first + i·stride for i in [begin, count) taken from the lanes, and all `count` of them laid out and counted.
+
+    `count` when that is done. Less: a lane needs a closer look before that sample, and the next call begins there. More: there
+    are so many borders more than `count` that the buffer must grow first. A `batch` of zeros is counted and not laid out.
+    """
+    own, sources, width = table[LANES_OWN], table[SOURCES_ALL], table[WIDTH_OF_ROW]
+    if begin < count:
+        at = take_samples(
+            first, stride, begin, count, table[LANES_ALL],
+            carray(_pointer(table[AT_SLOTS]), (table[LANES_ALL],), np.int64),
+            carray(_pointer(table[AT_STATE]), (own, sources, STATE_FIELDS), np.int64),
+            carray(_pointer(table[AT_WEIGHTS]), (own, sources), np.int64),
+            carray(_pointer(table[AT_WINDOWS]), (own, sources, WINDOW_FIELDS), np.int64),
+            carray(_pointer(table[AT_CAPS]), (own, sources), np.int64),
+            carray(_pointer(table[AT_CHANGE]), (own,), np.int64),
+            width, rows,
+        )  # fmt: skip
+        if at < count:
+            return at
+    count_rows(rows, first, stride, width, carray(_pointer(table[AT_FILLER]), (2,), np.uint64), facts)
+    if batch[AT_INDEX] == 0:
+        return count
+    if facts[BORDERS] > batch[BORDER_ROOM]:
+        return count + facts[BORDERS]
+    documents = batch[AT_DOCUMENTS]
+    facts[LONGEST] = fill_rows(
+        rows, first, stride, width, batch[PAD_WITH], batch[UNSHIFTED] != 0,
+        carray(_pointer(batch[AT_INDEX]), (count,), np.int64),
+        carray(_pointer(documents), (count if documents else 0,), np.int64),
+        _matrix(batch[AT_FIELDS], count, width),
+        _matrix(batch[AT_FIELDS + 1], count, width),
+        _matrix(batch[AT_FIELDS + 2], count, width),
+        _matrix(batch[AT_FIELDS + 3], count, width),
+        carray(_pointer(batch[AT_BORDERS]), (batch[BORDER_ROOM],), np.int32),
+    )  # fmt: skip
+    return count

@@ -16,21 +16,35 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from headrace.loader.pool import WindowSupply
 from headrace.loader.windows import Window, WindowStart
 from headrace.mix import Deal, LaneMix, fixed_point, starting_credits
+from headrace.order import content_hash
 from headrace.text import CompiledLoops
 
-__all__ = ["DRY", "LanePlan", "LaneTable", "Taken", "WeightChange", "kernels"]
+__all__ = ["DRY", "FILLER_HASH", "TOKEN_FIELDS", "LanePlan", "LaneTable", "Slot", "Taken", "WeightChange", "kernels"]
 
 DRY = -1
 """The epoch of a source that has nothing more for a lane."""
 EPOCH, POSITION, OFFSET, BLOCK, TOKENS, CREDIT = range(6)
 _NEVER = np.iinfo(np.int64).max
+
+# What is counted of a batch: real tokens, padding, documents, samples, samples without anything to learn, (skipped ones: a batch
+# has none); the borders of its pieces, the longest of them; its digest; then tokens per source.
+(
+    TOKENS_MADE, PADDING_MADE, DOCUMENTS_MADE, SAMPLES_MADE, FILLERS_MADE, SKIPPED_MADE, BORDERS, LONGEST, DIGEST_LOW, DIGEST_HIGH,
+    SOURCES_MADE,
+) = range(11)  # fmt: skip
+
+TOKEN_FIELDS = ("input_ids", "labels", "position_ids", "segment_ids")
+"""What a batch may hold of [b, T] each."""
+FILLER_HASH = content_hash(b"filler")
+"""The content of a sample with nothing to learn, as the digest has it."""
+_FILLER_WORDS = np.frombuffer(bytearray(FILLER_HASH), np.uint64)
 
 kernels = CompiledLoops("headrace.loader.kernels")
 
@@ -102,6 +116,30 @@ class LanePlan:
         return (blocks * (lane + 1) // self.lanes - blocks * lane // self.lanes) * self.seq_len
 
 
+class Slot:
+    """One set of buffers that batches are laid out in, one after the other."""
+
+    __slots__ = ("arrays", "borders", "tensors", "where")
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], tensors: dict[str, Any], *, pad: int, unshifted: bool) -> None:
+        k = kernels()
+        self.arrays = arrays
+        self.tensors = tensors
+        self.where = np.zeros(k.BATCH_WORDS, np.int64)
+        """What the compiled loop is told: addresses, and the two settings."""
+        places = {"sample_index": k.AT_INDEX, "row_count": k.AT_DOCUMENTS}
+        places |= {name: k.AT_FIELDS + i for i, name in enumerate(TOKEN_FIELDS)}
+        for name, array in arrays.items():
+            self.where[places[name]] = address(array)
+        self.where[k.PAD_WITH], self.where[k.UNSHIFTED] = pad, unshifted
+        self.make_room(16 * len(arrays["sample_index"]))
+
+    def make_room(self, borders: int) -> None:
+        k = kernels()
+        self.borders = np.empty(borders, np.int32)
+        self.where[k.AT_BORDERS], self.where[k.BORDER_ROOM] = address(self.borders), borders
+
+
 class Taken(NamedTuple):
     """The samples of one batch."""
 
@@ -109,10 +147,12 @@ class Taken(NamedTuple):
     """Their global indices."""
     rows: np.ndarray
     """int64 [samples, ROW_FIELDS]."""
-    listed: list[list[int]]
-    """The same as plain numbers: Python reads them several times."""
-    windows: Mapping[int, Window]
-    """By serial number: those the rows point into. They live as long as this does."""
+    facts: np.ndarray
+    """int64: what is counted of them."""
+    live: Mapping[int, Window]
+    """The windows that were open at the end, by serial number."""
+    left: Mapping[int, Window]
+    """Those that were left on the way. The rows point into both; they live as long as this does."""
 
     @property
     def sources(self) -> np.ndarray:
@@ -120,14 +160,21 @@ class Taken(NamedTuple):
         return self.rows[:, 0]
 
     @property
-    def tokens(self) -> np.ndarray:
-        return self.rows[:, 2]
+    def real(self) -> bool:
+        """Whether any sample has something to learn."""
+        return bool(self.facts[SAMPLES_MADE] > self.facts[FILLERS_MADE])
 
     def window(self, i: int) -> Window | None:
-        return self.windows[self.listed[i][4]] if self.listed[i][0] >= 0 else None
+        serial = int(self.rows[i, 4])
+        return None if self.rows[i, 0] < 0 else self.left.get(serial) or self.live[serial]
 
     def block(self, i: int) -> int:
-        return self.listed[i][1]
+        return int(self.rows[i, 1])
+
+
+def address(array: np.ndarray) -> int:
+    """`array.ctypes.data` in a tenth of the time."""
+    return array.__array_interface__["data"][0]
 
 
 class LaneTable:
@@ -162,6 +209,17 @@ class LaneTable:
         self._change_at = np.full(count, -1, np.int64)
         self._serial = 0
         self._live: dict[int, Window] = {}
+        """Replaced, never changed: batches hold on to the one of their time."""
+        k = self._kernels
+        places = {
+            k.AT_SLOTS: self._slots, k.AT_STATE: self.state, k.AT_WEIGHTS: self._weights, k.AT_WINDOWS: self._table,
+            k.AT_CAPS: self._caps, k.AT_CHANGE: self._change_at, k.AT_FILLER: _FILLER_WORDS,
+        }  # fmt: skip
+        self._where, self._nowhere = np.zeros(k.TABLE_WORDS, np.int64), np.zeros(k.BATCH_WORDS, np.int64)
+        for place, array in places.items():
+            self._where[place] = address(array)
+        self._where[k.LANES_ALL], self._where[k.LANES_OWN] = plan.lanes, count
+        self._where[k.SOURCES_ALL], self._where[k.WIDTH_OF_ROW] = sources, plan.seq_len
         for slot, lane in enumerate(self.lanes):
             for i in range(sources):
                 cap = plan.token_cap(i, lane)
@@ -182,27 +240,26 @@ class LaneTable:
                     priority = now if i == following else self._needed_at(slot, i, now, 0)
                     self._supply.request((i, lane, start), priority)
 
-    def take(self, samples: range) -> Taken:
-        """The samples of a batch; all of them in lanes of this table."""
-        count = len(samples)
-        rows = np.empty((count, self._kernels.ROW_FIELDS), np.int64)
-        at, lanes = 0, self._plan.lanes
-        used: dict[int, Window] = {}
+    def take(self, samples: range, slot: Slot | None = None) -> Taken:
+        """The samples of a batch, all of them in lanes of this table; laid out in `slot` if there is one."""
+        k, count = self._kernels, len(samples)
+        rows, facts = (
+            np.empty((count, k.ROW_FIELDS), np.int64),
+            np.empty(SOURCES_MADE + len(self._plan.deals), np.int64),
+        )
+        left: dict[int, Window] = {}
+        into, at = self._nowhere if slot is None else slot.where, 0
         while True:
-            at = self._kernels.take_samples(
-                samples.start, samples.step, at, count, lanes, self._slots, self.state, self._weights, self._table,
-                self._caps, self._change_at, self._plan.seq_len, rows,
-            )  # fmt: skip
+            at = k.next_batch(self._where, into, samples.start, samples.step, at, count, rows, facts)
             if at == count:
-                break
-            g = samples[at]
-            self._ready(int(self._slots[g % lanes]), g, used)
-        live, listed = self._live, rows.tolist()
-        for row in listed:
-            serial = row[4]
-            if serial not in used and serial in live:
-                used[serial] = live[serial]
-        return Taken(samples, rows, listed, used)
+                return Taken(samples, rows, facts, self._live, left)
+            if at > count:
+                assert slot is not None
+                slot.make_room(2 * (at - count))
+                at = count
+            else:
+                g = samples[at]
+                self._ready(int(self._slots[g % self._plan.lanes]), g, left)
 
     def has_more(self, lane: int, sample: int) -> bool:
         """Whether the lane has another block with something to learn, at `sample` (its next one) or after a later change."""
@@ -219,7 +276,7 @@ class LaneTable:
 
     # ---------------------------------------------------------------------------------------- private
 
-    def _ready(self, slot: int, g: int, used: dict[int, Window]) -> bool:
+    def _ready(self, slot: int, g: int, left: dict[int, Window]) -> bool:
         """Bring a lane to where its next sample can be taken; False: there is nothing left for it."""
         if g >= self._change_at[slot]:
             self._change_weights(slot, g)
@@ -227,11 +284,11 @@ class LaneTable:
             source = self._kernels.next_source(self._weights[slot], self.state[slot], self._plan.seq_len)
             if source < 0:
                 return False
-            if self._open(slot, source, g, used):
+            if self._open(slot, source, g, left):
                 return True
             self._drop(slot, source)
 
-    def _open(self, slot: int, source: int, g: int, used: dict[int, Window]) -> bool:
+    def _open(self, slot: int, source: int, g: int, left: dict[int, Window]) -> bool:
         """Have a window of the source with a block left in it; False: the source is dry."""
         entry, table, plan = self.state[slot, source], self._table[slot, source], self._plan
         cap = int(self._caps[slot, source])
@@ -257,7 +314,7 @@ class LaneTable:
             if block < len(window.blocks):
                 entry[EPOCH], entry[POSITION], entry[OFFSET] = settled
                 entry[BLOCK] = block
-                self._install(slot, source, window, used)
+                self._install(slot, source, window, left)
                 return True
             if len(window.blocks) == 0:
                 barren += max(window.end.position - settled.position, 1)
@@ -265,17 +322,20 @@ class LaneTable:
                     return False
             start, block = window.end, 0
 
-    def _install(self, slot: int, source: int, window: Window, used: dict[int, Window]) -> None:
-        before = self._windows[slot][source]
+    def _install(self, slot: int, source: int, window: Window, left: dict[int, Window]) -> None:
+        before, live = self._windows[slot][source], dict(self._live)
         if before is not None:  # rows of the batch in the making may still point into it
             old = int(self._table[slot, source, 1])
-            used[old] = self._live.pop(old)
+            left[old] = live.pop(old)
         self._serial += 1
         blocks = window.blocks
         self._windows[slot][source] = window
-        self._live[self._serial] = window
-        arrays = (blocks.tokens, blocks.piece_ptr, blocks.piece_len, blocks.piece_next, blocks.real, blocks.row_count)
-        self._table[slot, source] = (len(blocks), self._serial, *window.end, *(a.ctypes.data for a in arrays))
+        live[self._serial] = window
+        self._live = live
+        arrays = (
+            blocks.tokens, blocks.piece_ptr, blocks.piece_len, blocks.piece_next, blocks.real, blocks.row_count, blocks.hashes,
+        )  # fmt: skip
+        self._table[slot, source] = (len(blocks), self._serial, *window.end, *map(address, arrays))
 
     def _start(self, slot: int, source: int) -> WindowStart:
         epoch, position, offset = self.state[slot, source, :3].tolist()

@@ -25,11 +25,23 @@ import numpy as np
 from headrace.errors import ConfigError
 from headrace.loader.dataset import TextDataset
 from headrace.loader.ends import AloneEnds, Ends, ReplayEnds, StoreEnds
-from headrace.loader.lanes import LanePlan, LaneTable, Taken, WeightChange
-from headrace.loader.pipeline import TOKEN_FIELDS, Made, Pipeline, Shape, Slot
+from headrace.loader.lanes import (
+    BORDERS,
+    DIGEST_HIGH,
+    DIGEST_LOW,
+    LONGEST,
+    SOURCES_MADE,
+    TOKEN_FIELDS,
+    LanePlan,
+    LaneTable,
+    Slot,
+    Taken,
+    WeightChange,
+)  # fmt: skip
+from headrace.loader.pipeline import Made, Pipeline, Shape
 from headrace.loader.pool import WindowPool, WindowSupply
 from headrace.loader.report import LoaderReport
-from headrace.loader.state import LoaderState, load_states, merge_states
+from headrace.loader.state import COUNTS, LoaderState, load_states, merge_states
 from headrace.loader.windows import Piece
 from headrace.metrics import Histogram, Meter, MetricSpec, Reduction, Wait, register
 from headrace.order import Digest
@@ -91,6 +103,7 @@ class Loader:
         self.rank, self.world_size, self._distributed = _rank_and_world(dp_rank, dp_world_size)
         self.global_batch_size = global_batch_size
         self._fields = (*fields, "segment_ids") if segment_ids and "segment_ids" not in fields else tuple(fields)
+        self._borders = "cu_seqlens" in self._fields
         self._skip = tuple((int(a), int(b)) for a, b in skip)
         self._check(tokenizer_workers or 0, data_loader_workers, prefetch_batches, labels)
         self._workers = tokenizer_workers if tokenizer_workers is not None else 0 if data_loader_workers else 4
@@ -104,7 +117,7 @@ class Loader:
         self._own = tuple(range(self.rank, data.lanes, self.world_size))
         # Only loaders that all ranks make are counted: a rank may have others of its own.
         self._number = next(_numbers) if self._distributed else -1
-        self._state = LoaderState(source_tokens=[0] * len(data.sources), lane_ids=self._own)
+        self._state = LoaderState(source_tokens=np.zeros(len(data.sources), np.int64), lane_ids=self._own)
         self._foreign: dict[int, np.ndarray] | None = None
         self._start_pass(0)
         self._origin = 0
@@ -150,23 +163,19 @@ class Loader:
 
     def _count(self, made: Made) -> None:
         """From here on the batch is delivered: this is the only place where the saved state moves."""
-        state, delivered, count = self._state, self._state.delivered, len(made.taken.samples)
+        state, facts = self._state, made.taken.facts
         state.lanes = made.lanes
-        for i, tokens in enumerate(made.source_tokens):
-            state.source_tokens[i] += tokens
-        delivered["tokens"] += made.tokens
-        delivered["padding"] += count * self.data.seq_len - made.tokens
-        delivered["rows"] += made.documents
-        delivered["samples"] += count
-        delivered["fillers"] += made.fillers
+        state.counts += facts[: len(COUNTS)]
+        state.source_tokens += facts[SOURCES_MADE:]
         for step, taken in made.skipped:
-            delivered["skipped"] += len(taken.samples)
+            state.counts[-1] += len(taken.samples)
             if state.skipped and state.skipped[-1][1] == step:
                 state.skipped[-1][1] = step + 1
             else:
                 state.skipped.append([step, step + 1])
-        state.digest.add(made.digest)
-        self._step_digest = Digest(made.digest)
+        low, high = facts[DIGEST_LOW : DIGEST_HIGH + 1].view(np.uint64).tolist()
+        self._step_digest = Digest(low | high << 64)
+        state.digest.add(self._step_digest.value)
         state.step = made.step + 1
         state.sample = made.next_sample
         self._last = made
@@ -174,22 +183,21 @@ class Loader:
             self._flight.append((state.step - state.skipped_steps, made))
 
     def _tensors(self, made: Made) -> dict[str, Any]:
-        tensors = dict(made.slot.tensors)
-        if made.borders is not None:
-            import torch
+        import torch
 
-            tensors["cu_seqlens"] = torch.from_numpy(made.borders)
+        tensors = dict(made.slot.tensors)
+        facts = made.taken.facts
+        if self._borders:
+            tensors["cu_seqlens"] = torch.from_numpy(made.slot.borders[: facts[BORDERS]])
         if self._copy:
             tensors = {name: t.clone() for name, t in tensors.items()}
         if self._device is not None:
             tensors = {name: t.to(self._device, non_blocking=self._pin) for name, t in tensors.items()}
-            if self._pin:
-                import torch
-
-                made.ready = torch.cuda.Event()
-                made.ready.record()
-        if made.borders is not None:
-            tensors["max_seqlen"] = made.max_seqlen
+            if self._pin and self._running is not None:
+                self._running.copied = torch.cuda.Event()
+                self._running.copied.record()
+        if self._borders:
+            tensors["max_seqlen"] = int(facts[LONGEST])
         return tensors
 
     def _begin_pass(self, number: int) -> None:
@@ -349,7 +357,8 @@ class Loader:
     def _totals(self) -> dict[str, int]:
         totals = {f"data/{k}": v for k, v in self._state.delivered.items()}
         totals |= {
-            f"data/source_tokens/{n}": t for n, t in zip(self.data.names, self._state.source_tokens, strict=True)
+            f"data/source_tokens/{n}": t
+            for n, t in zip(self.data.names, self._state.source_tokens.tolist(), strict=True)
         }
         return totals
 
@@ -359,7 +368,7 @@ class Loader:
         return LoaderReport.of(
             names=self.data.names,
             targets=self.data.mean_weights(self._state.step),
-            source_tokens=self._state.source_tokens,
+            source_tokens=self._state.source_tokens.tolist(),
             delivered=self._state.delivered,
             new_tokens=self._state.delivered["tokens"] - self._begun_tokens,
             seconds=seconds,
@@ -440,12 +449,7 @@ class Loader:
             global_batch_size=size,
             rank=self.rank,
             world_size=self.world_size,
-            seq_len=data.seq_len,
             lanes=data.lanes,
-            sources=len(data.sources),
-            pad_id=data.packing.pad_id,
-            unshifted=self._unshifted,
-            borders="cu_seqlens" in self._fields,
         )
         pipeline = Pipeline(
             shape, table, supply, self._new_ends(plan, changes), self._slot_maker(),
@@ -480,7 +484,9 @@ class Loader:
 
         if self._pin and not torch.cuda.is_available():
             raise ConfigError("pin_memory=True needs a CUDA device, and torch sees none here: leave it off")
+        # Nothing here may hold the loader itself: see `_forgotten`.
         rows, width, pin = self.global_batch_size // self.world_size, self.data.seq_len, self._pin
+        pad, unshifted = self.data.packing.pad_id, self._unshifted
         shapes = {name: (rows, width) for name in TOKEN_FIELDS if name in self._fields}
         vectors = {
             name: (rows,) for name in ("sample_index", "row_count") if name == "sample_index" or name in self._fields
@@ -488,7 +494,8 @@ class Loader:
 
         def make() -> Slot:
             tensors = {n: torch.empty(s, dtype=torch.int64, pin_memory=pin) for n, s in (shapes | vectors).items()}
-            return Slot(arrays={name: t.numpy() for name, t in tensors.items()}, tensors=tensors)
+            arrays = {name: t.numpy() for name, t in tensors.items()}
+            return Slot(arrays, tensors, pad=pad, unshifted=unshifted)
 
         return make
 

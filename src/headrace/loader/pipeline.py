@@ -11,26 +11,20 @@ import atexit
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from headrace.errors import HeadraceError
 from headrace.loader.ahead import Ahead
 from headrace.loader.ends import Ends
-from headrace.loader.lanes import LaneTable, Taken, kernels
+from headrace.loader.lanes import LaneTable, Slot, Taken
 from headrace.loader.pool import WindowSupply
 from headrace.metrics import Meter, Wait, phase
-from headrace.order import content_hash, sample_term
 
-__all__ = ["FILLER_HASH", "TOKEN_FIELDS", "Made", "Pipeline", "Shape", "Slot"]
+__all__ = ["Made", "Pipeline", "Shape"]
 
-TOKEN_FIELDS = ("input_ids", "labels", "position_ids", "segment_ids")
-"""What a batch may hold of [b, T] each."""
-FILLER_HASH = content_hash(b"filler")
-"""The content of a sample with nothing to learn, as the digest has it."""
-_NO_ROWS, _NONE = np.empty((0, 0), np.int64), np.empty(0, np.int64)
 _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
@@ -48,43 +42,19 @@ class Shape:
     global_batch_size: int
     rank: int
     world_size: int
-    seq_len: int
     lanes: int
-    sources: int
-    pad_id: int
-    unshifted: bool
-    borders: bool
-    """Whether cu_seqlens is wanted."""
 
 
-@dataclass(slots=True)
-class Slot:
-    """One set of buffers of the ring."""
-
-    arrays: dict[str, np.ndarray]
-    tensors: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Made:
-    """A batch on its way: its arrays, what it was made of, and the state of the lanes after it."""
+class Made(NamedTuple):
+    """A batch on its way: its buffers, what it was made of, and the state of the lanes after it."""
 
     step: int
     taken: Taken
     slot: Slot
-    digest: int
-    tokens: int
-    documents: int
-    fillers: int
-    source_tokens: Sequence[int]
-    max_seqlen: int
-    borders: np.ndarray | None
     next_sample: int
     lanes: np.ndarray
     skipped: tuple[tuple[int, Taken], ...] = ()
     """Steps that were passed over on the way to this one."""
-    ready: Any = None
-    """A CUDA event: the copy to the device has been made."""
 
 
 class Pipeline:
@@ -112,8 +82,9 @@ class Pipeline:
         self._step, self._sample = step, sample
         self._skip = tuple(skip)
         self._meter = meter
-        self._kernels = kernels()
         self._handed_over: Made | None = None
+        self.copied: Any = None
+        """A CUDA event, set by whoever copies the batch: the buffers may be reused once it has happened."""
         table.announce(sample)
         _pipelines.add(self)
         self._ahead: Ahead[Slot, Made] = Ahead(
@@ -124,9 +95,10 @@ class Pipeline:
         """The next batch, or None at the end. Gives the buffers of the one before back to the ring."""
         before = self._handed_over
         if before is not None:
-            if before.ready is not None:
+            if self.copied is not None:
                 with Wait("loader.copy", meter=self._meter):
-                    before.ready.synchronize()
+                    self.copied.synchronize()
+                self.copied = None
             self._handed_over = None
             self._ahead.release(before.slot)
         made = self._handed_over = self._ahead.next(wait)
@@ -141,26 +113,25 @@ class Pipeline:
     def _assemble(self, slot: Slot) -> Made | None:
         """The next step that is not passed over, or None when no rank has anything more to deliver."""
         skipped: list[tuple[int, Taken]] = []
-        while True:
-            with phase("lanes", meter=self._meter):
-                taken = self._take()
-            if taken is None:
-                return None
-            step = self._step
-            self._step += 1
-            self._sample += self._shape.global_batch_size
-            if not any(a <= step < b for a, b in self._skip):
-                break
-            skipped.append((step, taken))
         with phase("assemble", meter=self._meter):
-            return self._fill(slot, step, taken, tuple(skipped))
+            while True:
+                step = self._step
+                passed_over = any(a <= step < b for a, b in self._skip)
+                taken = self._take(None if passed_over else slot)
+                if taken is None:
+                    return None
+                self._step += 1
+                self._sample += self._shape.global_batch_size
+                if not passed_over:
+                    return Made(step, taken, slot, self._sample, self._table.state.copy(), tuple(skipped))
+                skipped.append((step, taken))
 
-    def _take(self) -> Taken | None:
+    def _take(self, slot: Slot | None) -> Taken | None:
         """This rank's samples of the step, or None at the end of all ranks' data."""
         shape, first = self._shape, self._sample
         mine = range(first + (shape.rank - first) % shape.world_size, first + shape.global_batch_size, shape.world_size)
-        taken = self._table.take(mine)
-        own = any(row[0] >= 0 for row in taken.listed) or self._any_lane_has_more(first)
+        taken = self._table.take(mine, slot)
+        own = taken.real or self._any_lane_has_more(first)
         if self._ends is None:
             if not own:
                 raise HeadraceError(
@@ -176,35 +147,4 @@ class Pipeline:
         taken = {g % self._shape.lanes for g in range(first, min(after, first + self._shape.lanes))}
         return any(
             table.has_more(lane, table.next_sample(lane, after if lane in taken else first)) for lane in table.lanes
-        )
-
-    def _fill(self, slot: Slot, step: int, taken: Taken, skipped: tuple[tuple[int, Taken], ...]) -> Made:
-        shape, rows, k = self._shape, taken.rows, self._kernels
-        arrays, samples = slot.arrays, taken.samples
-        borders = np.empty(k.count_borders(rows), np.int32)
-        sums = np.empty(k.SUM_SOURCES + shape.sources, np.int64)
-        k.fill_rows(
-            rows, samples.start, samples.step, shape.seq_len, shape.pad_id, shape.unshifted,
-            arrays["sample_index"], arrays.get("row_count", _NONE), *(arrays.get(name, _NO_ROWS) for name in TOKEN_FIELDS),
-            borders, sums,
-        )  # fmt: skip
-        tokens, documents, fillers, count, longest, *source_tokens = sums.tolist()
-        windows = taken.windows
-        digest = 0
-        for g, (source, block, _, _, serial, *_) in zip(samples, taken.listed, strict=True):
-            digest += sample_term(g, windows[serial].blocks.hashes[block] if source >= 0 else FILLER_HASH)
-        return Made(
-            step=step,
-            taken=taken,
-            slot=slot,
-            digest=digest,
-            tokens=tokens,
-            documents=documents,
-            fillers=fillers,
-            source_tokens=source_tokens,
-            max_seqlen=longest,
-            borders=borders[:count] if shape.borders else None,
-            next_sample=self._sample,
-            lanes=self._table.state.copy(),
-            skipped=skipped,
         )

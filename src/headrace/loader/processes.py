@@ -42,7 +42,7 @@ _NATIVE_THREADS = (
 )
 _BLOCK_ARRAYS = {
     "tokens": np.int32, "piece_ptr": np.int64, "piece_doc": np.int64, "piece_start": np.int64, "piece_len": np.int32,
-    "piece_next": np.int32, "real": np.int64, "row_count": np.int64,
+    "piece_next": np.int32, "real": np.int64, "row_count": np.int64, "hashes": np.uint64,
 }  # fmt: skip
 _spawning = threading.Lock()
 
@@ -298,7 +298,6 @@ def _packed(window: Window, parts: list[bytes | memoryview]) -> dict[str, Any]:
     blocks = window.blocks
     arrays = [*(getattr(blocks, name) for name in _BLOCK_ARRAYS), window.doc_chunk, window.doc_row]
     parts.extend(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data if a.size else b"" for a in arrays)
-    parts.append(b"".join(blocks.hashes))
     return {
         "source": window.source, "lane": window.lane, "start": window.start, "end": window.end,
         "width": blocks.tokens.shape[1], "documents": window.documents, "empty": window.empty, "bad": window.bad,
@@ -309,14 +308,14 @@ def _packed(window: Window, parts: list[bytes | memoryview]) -> dict[str, Any]:
 def _unpacked(head: Mapping[str, Any], parts: list[bytes]) -> Window:
     arrays = {name: np.frombuffer(parts[i], dtype) for i, (name, dtype) in enumerate(_BLOCK_ARRAYS.items())}
     arrays["tokens"] = arrays["tokens"].reshape(-1, head["width"])
+    arrays["hashes"] = arrays["hashes"].reshape(-1, 2)
     at = len(_BLOCK_ARRAYS)
-    hashes = parts[at + 2]
     return Window(
         source=head["source"],
         lane=head["lane"],
         start=WindowStart(*head["start"]),
         end=WindowStart(*head["end"]),
-        blocks=Blocks(**arrays, hashes=tuple(hashes[i : i + 16] for i in range(0, len(hashes), 16))),
+        blocks=Blocks(**arrays),
         doc_chunk=np.frombuffer(parts[at], np.int64),
         doc_row=np.frombuffer(parts[at + 1], np.int64),
         documents=head["documents"],

@@ -20,9 +20,11 @@ from headrace.errors import CursorMismatch
 from headrace.loader.lanes import CREDIT, DRY, EPOCH
 from headrace.order import Cursor, Digest
 
-__all__ = ["KIND", "VERSION", "LoaderState", "load_states", "merge_states"]
+__all__ = ["COUNTS", "KIND", "VERSION", "LoaderState", "load_states", "merge_states"]
 
 KIND, VERSION = "text", 1
+COUNTS = ("tokens", "padding", "rows", "samples", "fillers", "skipped")
+"""As the compiled loop counts them."""
 
 
 @dataclass(slots=True)
@@ -35,16 +37,19 @@ class LoaderState:
     """Which pass over finite sources."""
     ended: bool = False
     digest: Digest = field(default_factory=Digest)
-    delivered: dict[str, int] = field(
-        default_factory=lambda: {"tokens": 0, "padding": 0, "rows": 0, "samples": 0, "fillers": 0, "skipped": 0}
-    )
-    source_tokens: list[int] = field(default_factory=list)
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(len(COUNTS), np.int64))
+    """What was delivered, in the order of COUNTS."""
+    source_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Per source, over all passes, by this rank (rank 0 also holds what ranks of an earlier shape delivered)."""
     skipped: list[list[int]] = field(default_factory=list)
     """Ranges of steps [from, to) that were passed over."""
     lane_ids: tuple[int, ...] = ()
     lanes: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 6), np.int64))
     """int64 [lanes, sources, 6], as in lanes.py; replaced as a whole, never written to."""
+
+    @property
+    def delivered(self) -> dict[str, int]:
+        return dict(zip(COUNTS, self.counts.tolist(), strict=True))
 
     @property
     def skipped_steps(self) -> int:
@@ -54,8 +59,8 @@ class LoaderState:
         entries = {str(lane): state for lane, state in zip(self.lane_ids, self.lanes.tolist(), strict=True)}
         body = {
             "step": self.step, "sample": self.sample, "pass": self.number, "ended": self.ended, "lanes": lane_count,
-            "sources": list(names), "digest": str(self.digest), "delivered": dict(self.delivered),
-            "source_tokens": list(self.source_tokens), "skipped": [list(r) for r in self.skipped], "entries": entries,
+            "sources": list(names), "digest": str(self.digest), "delivered": self.delivered,
+            "source_tokens": self.source_tokens.tolist(), "skipped": [list(r) for r in self.skipped], "entries": entries,
         }  # fmt: skip
         return Cursor(kind=KIND, version=VERSION, fingerprint=fingerprint, body=body)
 
@@ -144,12 +149,12 @@ def load_states(
         # What earlier ranks delivered is added up once: here if this rank goes on alone from its own state, else on rank 0.
         if partial or rank == 0:
             loaded.digest = Digest(body["digest"])
-            loaded.delivered |= {k: int(v) for k, v in body["delivered"].items()}
+            loaded.counts = np.array([int(body["delivered"].get(name, 0)) for name in COUNTS], np.int64)
             tokens = dict(zip(saved_names, body["source_tokens"], strict=True))
-            loaded.source_tokens = [int(tokens.get(n, 0)) for n in names]
+            loaded.source_tokens = np.array([int(tokens.get(n, 0)) for n in names], np.int64)
         else:
-            loaded.source_tokens = [0] * len(names)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            loaded.source_tokens = np.zeros(len(names), np.int64)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise CursorMismatch(f"state is damaged: {type(error).__name__} {error} while reading its body") from error
     missing = sorted(set(own) - set(known))
     if missing:

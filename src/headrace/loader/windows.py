@@ -22,9 +22,19 @@ import numpy as np
 from headrace.errors import HeadraceError, TokenizerError
 from headrace.metrics import Meter, Wait, phase
 from headrace.mix import Deal
-from headrace.order import derive, mix64_array
+from headrace.order import derive
 from headrace.sources import OpenSource
-from headrace.text import SPOT_CHECK_EVERY, Blocks, Encode, Packing, TokenBatch, Tokenizer, join_batches, pack
+from headrace.text import (
+    SPOT_CHECK_EVERY,
+    Blocks,
+    Encode,
+    Packing,
+    TokenBatch,
+    Tokenizer,
+    join_batches,
+    pack,
+    pack_kernels,
+)
 
 __all__ = ["Carry", "ChunkCache", "Piece", "Window", "WindowMaker", "WindowStart"]
 
@@ -168,7 +178,7 @@ class WindowMaker:
             chunks.append(carry.chunks)
             rows.append(carry.rows)
             at += len(carry.texts)
-            tokens += int(self._packing.lengths(carry.texts.counts()).sum())
+            tokens += self._packing.total(carry.texts)
         bad = 0
         while tokens <= wanted and at < total_rows:
             texts, chunk_of, row_of, holes = self._texts(lane, start.epoch, at, total_rows, wanted + 1 - tokens)
@@ -178,7 +188,7 @@ class WindowMaker:
             rows.append(row_of)
             at += len(texts)
             bad += holes
-            tokens += int(self._packing.lengths(batch.counts()).sum())
+            tokens += self._packing.total(batch)
         batch = join_batches(batches)
         with phase("pack", meter=self._meter):
             packed = pack(
@@ -288,12 +298,12 @@ class WindowMaker:
             raise TokenizerError(
                 f"tokenizer {name} gave ids of {ids.dtype} and offsets of {offsets.dtype}; int32 and int64 are needed"
             )
-        if len(batch) != len(texts) or offsets[0] != 0 or offsets[-1] != len(ids) or (offsets[1:] < offsets[:-1]).any():
+        wrong = pack_kernels().first_unsound(ids, offsets, self._tokenizer.vocab_size)
+        if len(batch) != len(texts) or wrong == -2:
             raise TokenizerError(
                 f"tokenizer {name} gave {len(batch)} documents for {len(texts)} texts, or offsets that do not cover its ids"
             )
-        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self._tokenizer.vocab_size):
-            wrong = int(np.flatnonzero((ids < 0) | (ids >= self._tokenizer.vocab_size))[0])
+        if wrong >= 0:
             doc = int(np.searchsorted(offsets, wrong, side="right")) - 1
             raise TokenizerError(
                 f"tokenizer {name} gave id {int(ids[wrong])} for {self._place(int(chunks[doc]), int(rows[doc]))}, outside its vocabulary of "
@@ -303,9 +313,8 @@ class WindowMaker:
     def _spot_check(self, batch: TokenBatch, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> None:
         """Some documents, the same in every run, are encoded by the reference too."""
         assert self._reference is not None
-        numbers = self.source.manifest.first_row[chunks] + rows
-        drawn = mix64_array(numbers.astype(np.uint64) ^ np.uint64(self._check_key)) % np.uint64(SPOT_CHECK_EVERY)
-        for i in np.flatnonzero(drawn == 0).tolist():
+        first_row = self.source.manifest.first_row
+        for i in pack_kernels().drawn_rows(first_row, chunks, rows, self._check_key, SPOT_CHECK_EVERY).tolist():
             found, expected = batch.documents(i, i + 1).ids, self._reference([texts[i]]).ids
             self._meter.add("text/spot_checks")
             if not np.array_equal(found, expected):

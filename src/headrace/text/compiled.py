@@ -1,7 +1,7 @@
 """When are compiled loops compiled?
 
     pack_kernels = CompiledLoops("headrace.text.kernels")
-    pack_kernels().lay_tokens(...)          the first call imports the module: numba compiles it, or loads it from its cache
+    pack_kernels().lay_blocks(...)          the first call imports the module: numba compiles it, or loads it from its cache
 
 Compiling takes seconds the first time and milliseconds from numba's cache after that, so nothing imports such a module at
 the top, and `warm_kernels` does it in a thread while files are opened.

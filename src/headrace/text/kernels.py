@@ -1,7 +1,7 @@
-"""The few loops over tokens that numpy cannot express, compiled.
+"""The few loops over tokens that numpy cannot express, compiled: where documents go, and the tokens laid there.
 
 Compiling takes seconds the first time and milliseconds from numba's cache after that, so nothing imports this module at
-the top: `headrace.text.pack.pack_kernels()` imports it in a thread while sources open. All kernels release the GIL.
+the top: `headrace.text.pack.pack_kernels()` imports it in a thread while sources open.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ import numpy as np
 from numba import njit
 from numba.core import types as nb
 
+from headrace.text.xxh3 import SHORTEST, content_words
+
 _I32, _I64 = nb.int32, nb.int64
 _A32, _A64 = nb.Array(nb.int32, 1, "C"), nb.Array(nb.int64, 1, "C")
 _R32 = nb.Array(nb.int32, 1, "C", readonly=True)
 _R64 = nb.Array(nb.int64, 1, "C", readonly=True)
-_M32 = nb.Array(nb.int32, 2, "C")
+_M32, _W64 = nb.Array(nb.int32, 2, "C"), nb.Array(nb.uint64, 2, "C")
+_PLACES = nb.Tuple((_A64, _A64, _A64, _A64, _I64, _I64))
+"""Document, first token and length of every piece; the blocks' borders; documents used up; tokens used of the one after."""
 _OPTIONS: Any = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
+_SHORT: Any = _OPTIONS | {"nogil": False}
+"""Over before another thread could make use of Python's lock."""
 
 
 @njit(_I64(_A64, _I64, _I64, _A64, _A64, _A64, _A64), **_OPTIONS)
@@ -125,41 +131,189 @@ def bins_in_document_order(piece_bin, piece_doc, pieces, bins, order, bin_ptr):
             order[j + 1] = p
 
 
-@njit(nb.void(_R32, _R64, _A64, _A64, _A64, _A64, _A64, _I64, _I64, _I64, _M32, _A32, _A32, _A64), **_OPTIONS)
-def lay_tokens(
-    ids,
-    offsets,
-    lengths,
-    piece_doc,
-    piece_start,
-    piece_len,
-    block_ptr,
-    bos,
-    eos,
-    pad,
-    tokens,
-    piece_next,
-    stamp,
-    stamp_ptr,
-):
-    """Write every piece's tokens into its block, and for each piece the token that follows it in its document (-100 at
-    a document's end). `bos`/`eos` < 0: none.
+@njit(_I64(_R32, _R64, _I64), **_SHORT)
+def first_unsound(ids, offsets, vocabulary):
+    """The place of the first id outside the vocabulary; -1: all are inside; -2: the offsets do not cover the ids."""
+    if offsets[0] != 0 or offsets[len(offsets) - 1] != len(ids):
+        return -2
+    for d in range(len(offsets) - 1):
+        if offsets[d + 1] < offsets[d]:
+            return -2
+    seen = nb.int32(0)
+    largest = nb.int32(vocabulary - 1)
+    for i in range(len(ids)):
+        seen |= ids[i] | (largest - ids[i])
+    if seen < 0:
+        for i in range(len(ids)):
+            if ids[i] < 0 or ids[i] > largest:
+                return i
+    return -1
 
-    `stamp` receives what a block's hash is taken over, one block after the other: its tokens, the lengths of its pieces
-    and the tokens that follow them, each led by its size in bytes as 64 bits.
+
+@njit(_A64(_R64, _R64, _R64, nb.uint64, _I64), **_SHORT)
+def drawn_rows(first_row, chunks, rows, key, every):
+    """Which of some rows are drawn: one in `every`, by `order.mix64` of the row's number and a key."""
+    found = np.empty(len(rows), np.int64)
+    count = 0
+    for i in range(len(rows)):
+        z = np.uint64(first_row[chunks[i]] + rows[i]) ^ key
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+        if z % np.uint64(every) == 0:
+            found[count] = i
+            count += 1
+    return found[:count].copy()
+
+
+@njit(**_OPTIONS)
+def _copy(out, values):
+    """Numba's own slice assignment takes three times as long."""
+    for i in range(len(out)):
+        out[i] = values[i]
+
+
+@njit(_A64(_R64, _I64), **_SHORT)
+def lengths_with(offsets, extra):
+    """Tokens of every document with its BOS and EOS; one without text stays empty."""
+    lengths = np.empty(len(offsets) - 1, np.int64)
+    for d in range(len(lengths)):
+        n = offsets[d + 1] - offsets[d]
+        lengths[d] = n + extra if n > 0 else 0
+    return lengths
+
+
+@njit(_PLACES(_A64, _I64, _I64), **_SHORT)
+def place_best_fit(lengths, capacity, blocks):
+    """The longest run of documents that packs into so many blocks; at least one document with tokens, however long."""
+    budget, total, count, least = capacity * blocks, 0, 0, len(lengths)
+    for d in range(len(lengths)):
+        total += lengths[d]
+        if total <= budget:
+            count = d + 1
+        if least == len(lengths) and lengths[d] > 0:
+            least = d + 1
+        if total > budget and d >= least:
+            break
+    count = max(count, least)
+    room = 1
+    for d in range(count):
+        room += (lengths[d] + capacity - 1) // capacity
+    doc, start, length, bin_of = (
+        np.empty(room, np.int64),
+        np.empty(room, np.int64),
+        np.empty(room, np.int64),
+        np.empty(room, np.int64),
+    )
+    while True:
+        bins = best_fit_bins(lengths, count, capacity, doc, start, length, bin_of)
+        if bins <= blocks or count <= least:
+            break
+        count -= 1
+    pieces = doc[room - 1]
+    order, borders = np.empty(pieces, np.int64), np.empty(bins + 1, np.int64)
+    bins_in_document_order(bin_of, doc, pieces, bins, order, borders)
+    return doc[order], start[order], length[order], borders, count, 0
+
+
+@njit(_PLACES(_A64, _I64, _I64, _I64, nb.boolean), **_SHORT)
+def place_in_a_row(lengths, capacity, blocks, offset, last):
+    """The stream of tokens from `offset` on, cut every `capacity`; reaches just over the budget, or (`last`) to its end."""
+    budget, total, count = capacity * blocks, 0, len(lengths)
+    for d in range(len(lengths)):
+        total += lengths[d]
+        if total - offset >= budget:
+            more = total - offset > budget
+            for e in range(d + 1, len(lengths)):
+                more = more or lengths[e] > 0
+            if more:
+                count, last = d + 1, False
+                break
+    whole = (total - offset + capacity - 1) // capacity if last else (total - offset) // capacity
+    stop = min(offset + whole * capacity, total)
+    room = count + whole + 1
+    doc, start, length, borders = (
+        np.empty(room, np.int64),
+        np.empty(room, np.int64),
+        np.empty(room, np.int64),
+        np.empty(whole + 1, np.int64),
+    )
+    pieces = block = 0
+    used, begin, at = 0, 0, offset
+    borders[0] = 0
+    for d in range(count):
+        end = begin + lengths[d]
+        while at < min(end, stop):
+            upto = min(end, stop, offset + (block + 1) * capacity)
+            doc[pieces], start[pieces], length[pieces] = d, at - begin, upto - at
+            pieces += 1
+            at = upto
+            if at == offset + (block + 1) * capacity or at == stop:
+                block += 1
+                borders[block] = pieces
+        if end > stop:
+            break
+        begin, used = end, d + 1
+    if stop == total:
+        return doc[:pieces].copy(), start[:pieces].copy(), length[:pieces].copy(), borders, count, 0
+    return doc[:pieces].copy(), start[:pieces].copy(), length[:pieces].copy(), borders, used, stop - begin
+
+
+@njit(
+    _I64(
+        _R32,
+        _R64,
+        _A64,
+        _A64,
+        _A64,
+        _A64,
+        _A64,
+        _R64,
+        _I64,
+        _I64,
+        _I64,
+        _M32,
+        _A64,
+        _A64,
+        _A64,
+        _A32,
+        _A32,
+        _A64,
+        _A64,
+        _W64,
+    ),
+    **_OPTIONS,
+)
+def lay_blocks(
+    ids, offsets, lengths, doc, start, length, borders, order, bos, eos, pad,
+    tokens, piece_ptr, piece_doc, piece_start, piece_len, piece_next, real, row_count, hashes,
+):  # fmt: skip
+    """The tokens of every piece into its block, the blocks in `order`; the number of documents in more than one piece.
+
+    For each piece the token that follows it in its document (-100 at its end). `bos`/`eos` < 0: none. A block's hash is taken
+    over its tokens, the lengths of its pieces and the tokens that follow them, each led by its size in bytes as 64 bits:
+    `order.content_hash`. One of fewer than SHORTEST words is left 0.
     """
     head = 1 if bos >= 0 else 0
-    at = 0
-    for b in range(len(block_ptr) - 1):
+    width = tokens.shape[1]
+    most = 0
+    for b in range(len(order)):
+        most = max(most, borders[b + 1] - borders[b])
+    stamp = np.empty(6 + width + 2 * most, np.int32)
+    times = np.zeros(len(lengths), np.int64)
+    piece = cut = 0
+    piece_ptr[0] = 0
+    for b in range(len(order)):
         column = 0
+        ended = 0
         row = tokens[b]
-        for p in range(block_ptr[b], block_ptr[b + 1]):
-            d = piece_doc[p]
+        first = piece
+        for p in range(borders[order[b]], borders[order[b] + 1]):
+            d = doc[p]
             base = offsets[d]
             encoded = offsets[d + 1] - base
-            start = piece_start[p]
-            end = start + piece_len[p]
-            k = start
+            end = start[p] + length[p]
+            k = start[p]
             if k < head:
                 row[column] = bos
                 column += 1
@@ -167,33 +321,39 @@ def lay_tokens(
             upto = min(end, encoded + head)
             shift = base - head
             if upto > k:
-                row[column : column + upto - k] = ids[shift + k : shift + upto]
+                _copy(row[column : column + upto - k], ids[shift + k : shift + upto])
                 column += upto - k
             if upto < end:
                 row[column] = eos
                 column += 1
+            following = -100
             if end == lengths[d]:
-                piece_next[p] = -100
+                ended += 1
             elif end - head < encoded:
-                piece_next[p] = ids[base + end - head]
+                following = ids[base + end - head]
             else:
-                piece_next[p] = eos
-        stamp_ptr[b] = at
-        stamp[at], stamp[at + 1] = 4 * column, 0
-        at += 2
-        stamp[at : at + column] = row[:column]
-        at += column
-        pieces = block_ptr[b + 1] - block_ptr[b]
-        stamp[at], stamp[at + 1] = 4 * pieces, 0
-        at += 2
-        for p in range(pieces):
-            stamp[at + p] = piece_len[block_ptr[b] + p]
-        at += pieces
-        stamp[at], stamp[at + 1] = 4 * pieces, 0
-        at += 2
-        for p in range(pieces):
-            stamp[at + p] = piece_next[block_ptr[b] + p]
-        at += pieces
-        for j in range(column, tokens.shape[1]):
-            row[j] = pad
-    stamp_ptr[len(block_ptr) - 1] = at
+                following = eos
+            piece_doc[piece], piece_start[piece], piece_len[piece] = d, start[p], length[p]
+            piece_next[piece] = following
+            times[d] += 1
+            if times[d] == 2:
+                cut += 1
+            piece += 1
+        pieces = piece - first
+        piece_ptr[b + 1] = piece
+        real[b], row_count[b] = column, ended
+        words = 6 + column + 2 * pieces
+        if words >= SHORTEST:
+            stamp[0], stamp[1] = 4 * column, 0
+            _copy(stamp[2 : 2 + column], row[:column])
+            at = 2 + column
+            stamp[at], stamp[at + 1] = 4 * pieces, 0
+            stamp[at + 2 : at + 2 + pieces] = piece_len[first:piece]
+            at += 2 + pieces
+            stamp[at], stamp[at + 1] = 4 * pieces, 0
+            stamp[at + 2 : at + 2 + pieces] = piece_next[first:piece]
+            hashes[b, 0], hashes[b, 1] = content_words(stamp, words)
+        else:
+            hashes[b, 0] = hashes[b, 1] = 0
+        row[column:] = pad
+    return cut

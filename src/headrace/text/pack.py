@@ -14,14 +14,12 @@ from which labels, positions and provenance follow:
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-import xxhash
 
-from headrace.order import Permutation
+from headrace.order import Permutation, content_hash
 from headrace.text.compiled import CompiledLoops
 from headrace.text.token_batch import TokenBatch
 
@@ -51,10 +49,18 @@ class Packing:
         """Tokens that a window asks for."""
         return self.seq_len * self.blocks
 
+    @property
+    def extra(self) -> int:
+        """Tokens that a document gets besides its own."""
+        return (self.bos_id is not None) + (self.eos_id is not None)
+
     def lengths(self, encoded: np.ndarray) -> np.ndarray:
         """Token counts of documents with BOS and EOS; a document without tokens stays empty."""
-        extra = (self.bos_id is not None) + (self.eos_id is not None)
-        return np.where(encoded > 0, encoded + extra, 0)
+        return np.where(encoded > 0, encoded + self.extra, 0)
+
+    def total(self, batch: TokenBatch) -> int:
+        """Tokens of documents with BOS and EOS."""
+        return len(batch.ids) + self.extra * int(np.count_nonzero(batch.counts()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +81,18 @@ class Blocks:
     """int64 [blocks]: tokens that are not padding."""
     row_count: np.ndarray
     """int64 [blocks]: documents whose last piece lies in the block."""
-    hashes: tuple[bytes, ...]
-    """16 bytes over the content of each block; what the digest is made of."""
+    hashes: np.ndarray
+    """uint64 [blocks, 2]: the 16 bytes of each block's content hash; what the digest is made of."""
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def content(self, block: int) -> bytes:
+        """The content hash of a block, worked out anew."""
+        pieces = slice(int(self.piece_ptr[block]), int(self.piece_ptr[block + 1]))
+        return content_hash(
+            self.tokens[block, : int(self.real[block])], self.piece_len[pieces], self.piece_next[pieces]
+        )
 
 
 class Packed(NamedTuple):
@@ -102,127 +115,32 @@ def pack(batch: TokenBatch, packing: Packing, *, offset: int = 0, last: bool, sh
 
     `offset` tokens of the first document are already delivered. `shuffle_key` orders the finished blocks.
     """
-    lengths = packing.lengths(batch.counts()).astype(np.int64)
-    if packing.strategy == "best_fit":
-        doc, start, length, ptr, used, next_offset = _best_fit(lengths, packing)
-    else:
-        doc, start, length, ptr, used, next_offset = _concat(lengths, packing, offset, last)
-    count = len(ptr) - 1
-    if shuffle_key is not None and count > 1:
-        doc, start, length, ptr = _shuffled(doc, start, length, ptr, shuffle_key)
-    tokens = np.empty((count, packing.seq_len), np.int32)
-    piece_next = np.empty(len(doc), np.int32)
-    stamp, stamp_ptr = np.empty(int(length.sum()) + 2 * len(doc) + 6 * count, np.int32), np.empty(count + 1, np.int64)
-    bos = -1 if packing.bos_id is None else packing.bos_id
-    eos = -1 if packing.eos_id is None else packing.eos_id
-    pack_kernels().lay_tokens(
-        batch.ids,
-        batch.offsets,
-        lengths,
-        doc,
-        start,
-        length,
-        ptr,
-        bos,
-        eos,
-        packing.pad_id,
-        tokens,
-        piece_next,
-        stamp,
-        stamp_ptr,
-    )
-    ends = piece_next == -100
-    whole = np.bincount(doc, minlength=1)
-    piece_len = length.astype(np.int32)
-    real = _sums(length, ptr)
-    blocks = Blocks(
-        tokens=tokens,
-        piece_ptr=ptr,
-        piece_doc=doc,
-        piece_start=start,
-        piece_len=piece_len,
-        piece_next=piece_next,
-        real=real,
-        row_count=_sums(ends.astype(np.int64), ptr),
-        hashes=_hashes(stamp, stamp_ptr),
-    )
-    return Packed(blocks, used, next_offset, int((whole > 1).sum()))
-
-
-def _best_fit(lengths: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int, int]:
-    """The longest prefix that packs into the budgeted blocks; at least one document, however long."""
-    capacity = packing.seq_len
-    sums = np.cumsum(lengths)
-    count = int(np.searchsorted(sums, packing.budget, side="right"))
-    count = max(count, _through_first_document(lengths))
-    room = int((-(-lengths[:count] // capacity)).sum()) + 1
-    doc, start, length, bin_of = (np.empty(room, np.int64) for _ in range(4))
     k = pack_kernels()
-    least = _through_first_document(lengths)
-    while True:
-        bins = k.best_fit_bins(lengths, count, capacity, doc, start, length, bin_of)
-        if bins <= packing.blocks or count <= least:
-            break
-        count -= 1
-    pieces = int(doc[-1])
-    order, ptr = np.empty(pieces, np.int64), np.empty(bins + 1, np.int64)
-    k.bins_in_document_order(bin_of, doc, pieces, bins, order, ptr)
-    return doc[order], start[order], length[order], ptr, count, 0
-
-
-def _concat(
-    lengths: np.ndarray, packing: Packing, offset: int, last: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int, int]:
-    """Cut the stream of tokens every seq_len; the documents reach just over the budget unless they are the last."""
-    capacity = packing.seq_len
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    count = len(lengths)
-    if total - offset > packing.budget:
-        count = max(int(np.searchsorted(ends, offset + packing.budget, side="left")) + 1, 1)
-        total = int(ends[count - 1])
-        last = False
-    blocks = -(-(total - offset) // capacity) if last else (total - offset) // capacity
-    stop = min(offset + blocks * capacity, total)
-    edges = np.unique(
-        np.concatenate(
-            [np.arange(offset, stop, capacity), ends[:count] - lengths[:count], ends[:count], [offset, stop]]
-        )
+    lengths = k.lengths_with(batch.offsets, packing.extra)
+    if packing.strategy == "best_fit":
+        places = k.place_best_fit(lengths, packing.seq_len, packing.blocks)
+    else:
+        places = k.place_in_a_row(lengths, packing.seq_len, packing.blocks, offset, last)
+    doc, start, length, borders, used, next_offset = places
+    count, pieces = len(borders) - 1, len(doc)
+    order = np.arange(count) if shuffle_key is None else Permutation(count, shuffle_key).slice(0, count)
+    blocks = Blocks(
+        tokens=np.empty((count, packing.seq_len), np.int32),
+        piece_ptr=np.empty(count + 1, np.int64),
+        piece_doc=np.empty(pieces, np.int64),
+        piece_start=np.empty(pieces, np.int64),
+        piece_len=np.empty(pieces, np.int32),
+        piece_next=np.empty(pieces, np.int32),
+        real=np.empty(count, np.int64),
+        row_count=np.empty(count, np.int64),
+        hashes=np.empty((count, 2), np.uint64),
     )
-    edges = edges[(edges >= offset) & (edges <= stop)]
-    start, end = edges[:-1], edges[1:]
-    doc = np.searchsorted(ends[:count], start, side="right")
-    ptr = np.searchsorted(start, offset + np.arange(blocks + 1) * capacity, side="left")
-    begin = ends[doc] - lengths[doc]
-    if stop == total:
-        return doc, start - begin, end - start, ptr.astype(np.int64), count, 0
-    used = int(np.searchsorted(ends[:count], stop, side="right"))
-    return doc, start - begin, end - start, ptr.astype(np.int64), used, int(stop - (ends[used] - lengths[used]))
-
-
-def _through_first_document(lengths: np.ndarray) -> int:
-    """How many documents it takes to have one with tokens (all of them, if none has)."""
-    filled = np.flatnonzero(lengths)
-    return int(filled[0]) + 1 if filled.size else len(lengths)
-
-
-def _shuffled(
-    doc: np.ndarray, start: np.ndarray, length: np.ndarray, ptr: np.ndarray, key: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    order = Permutation(len(ptr) - 1, key).slice(0, len(ptr) - 1)
-    sizes = (ptr[1:] - ptr[:-1])[order]
-    moved = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    pieces = np.repeat(ptr[:-1][order] - moved[:-1], sizes) + np.arange(moved[-1])
-    return doc[pieces], start[pieces], length[pieces], moved
-
-
-def _hashes(stamp: np.ndarray, ptr: np.ndarray) -> tuple[bytes, ...]:
-    """`order.content_hash` of every block's tokens, piece lengths and following tokens, laid out by the kernel."""
-    whole = stamp.view(np.uint8).data
-    borders = (4 * ptr).tolist()
-    return tuple(xxhash.xxh3_128_digest(whole[a:b]) for a, b in itertools.pairwise(borders))
-
-
-def _sums(values: np.ndarray, ptr: np.ndarray) -> np.ndarray:
-    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
-    return total[ptr[1:]] - total[ptr[:-1]]
+    cut = k.lay_blocks(
+        batch.ids, batch.offsets, lengths, doc, start, length, borders, order,
+        -1 if packing.bos_id is None else packing.bos_id, -1 if packing.eos_id is None else packing.eos_id, packing.pad_id,
+        blocks.tokens, blocks.piece_ptr, blocks.piece_doc, blocks.piece_start, blocks.piece_len, blocks.piece_next,
+        blocks.real, blocks.row_count, blocks.hashes,
+    )  # fmt: skip
+    for b in np.flatnonzero(blocks.hashes[:, 0] == 0).tolist():
+        blocks.hashes[b] = np.frombuffer(blocks.content(b), np.uint64)
+    return Packed(blocks, used, next_offset, cut)
