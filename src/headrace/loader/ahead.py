@@ -2,8 +2,8 @@
 
 A thread makes batches ahead of need into a ring of buffers, a bounded number of them. A trainer that asks faster than they
 are made gets no quicker by waiting for another thread: handing a batch over costs as much as making it (8 x 2,048 tokens:
-60 us either way). So when nothing is ready, `next` makes the batch itself, and the thread works ahead again as soon as the
-trainer has been away for a millisecond. Only one of the two is at work at a time, so what is made needs no lock, and the
+60 us either way). So when nothing is ready, `exchange` makes the batch itself, and the thread works ahead again as soon as the
+trainer has been away for five milliseconds. Only one of the two is at work at a time, so what is made needs no lock, and the
 order is the same whoever makes it.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["Ahead"]
 Slot = TypeVar("Slot")
 Made = TypeVar("Made")
 
-_AWAY = 0.001
+_AWAY = 0.005
 
 
 class Ahead(Generic[Slot, Made]):
@@ -64,9 +64,11 @@ class Ahead(Generic[Slot, Made]):
     def closed(self) -> bool:
         return self._closed
 
-    def next(self, wait: Wait) -> Made | None:
-        """The next batch, made before or now; None at the end."""
+    def exchange(self, slot: Slot | None, wait: Wait) -> Made | None:
+        """The buffers of the batch before for the next batch, made before or now; None at the end."""
         with self._changed:
+            if slot is not None:
+                self._free.append(slot)
             while self._busy and not self._made:
                 self._check(wait)
                 self._changed.wait(min(0.5, max(wait.remaining(), 0.001)))
@@ -76,22 +78,17 @@ class Ahead(Generic[Slot, Made]):
                 if self._sleeps:
                     self._changed.notify_all()
                 return made
-            self._check(wait)
+            if self._failure is not None:
+                raise self._failure
             if self._ended:
                 return None
             self._busy = self._hungry = True
             self._asked = time.monotonic()
+            slot = self._take_slot()
         try:
-            return self._make_one()
+            return self._make_one(slot)
         finally:
-            self._busy = False  # nobody waits for this: the thread looks every millisecond while the trainer is hungry
-
-    def release(self, slot: Slot) -> None:
-        """Give buffers back."""
-        with self._changed:
-            self._free.append(slot)
-            if self._sleeps and not self._hungry:
-                self._changed.notify_all()
+            self._busy = False  # nobody waits for this: the thread looks by itself while the trainer is hungry
 
     def close(self, timeout: float = 2.0) -> None:
         with self._changed:
@@ -105,9 +102,10 @@ class Ahead(Generic[Slot, Made]):
             raise self._failure
         wait.check()
 
-    def _make_one(self) -> Made | None:
-        with self._changed:
-            slot = self._free.pop() if self._free else None  # the last one back is still in the processor's cache
+    def _take_slot(self) -> Slot | None:
+        return self._free.pop() if self._free else None  # the last one back is still in the processor's cache
+
+    def _make_one(self, slot: Slot | None) -> Made | None:
         if slot is None:
             self._slots += 1
             slot = self._new_slot()
@@ -129,12 +127,13 @@ class Ahead(Generic[Slot, Made]):
                     if self._closed or self._ended:
                         return
                     self._busy = True
-                made = self._make_one()
+                    slot = self._take_slot()
+                made = self._make_one(slot)
                 with self._changed:
                     self._busy = False
                     self._made.append(made)
                     self._changed.notify_all()
-        except BaseException as error:  # raised again by the next() that needs the batch
+        except BaseException as error:  # raised again by the exchange() that needs the batch
             with self._changed:
                 self._busy = False
                 self._failure = error

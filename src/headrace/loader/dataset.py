@@ -271,7 +271,7 @@ class TextDataset:
 
     def _read_ahead(self, index: int, chunk: int) -> None:
         with contextlib.suppress(HeadraceError):  # whoever needs the chunk meets the error again, at the right sample
-            self.chunks.texts(index, self.sources[index], chunk)
+            self.chunks.chunk(index, self.sources[index], chunk)
 
     def note_hole(self, source: int, hole: dict[str, Any]) -> None:
         """A hole that a worker process met."""

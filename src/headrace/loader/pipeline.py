@@ -100,8 +100,7 @@ class Pipeline:
                     self.copied.synchronize()
                 self.copied = None
             self._handed_over = None
-            self._ahead.release(before.slot)
-        made = self._handed_over = self._ahead.next(wait)
+        made = self._handed_over = self._ahead.exchange(None if before is None else before.slot, wait)
         return made
 
     def close(self, timeout: float = 2.0) -> None:

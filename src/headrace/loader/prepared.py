@@ -18,12 +18,13 @@ import contextlib
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
 from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError
 from headrace.loader.dataset import Exhausted
+from headrace.loader.lanes import address
 from headrace.loader.schedule import Schedule
 from headrace.loader.windows import Piece
 from headrace.metrics import Meter, Wait
@@ -78,6 +79,8 @@ class Planned(NamedTuple):
     low: np.ndarray
     high: np.ndarray
     """What the sample adds to the digest: two halves of 64 bits."""
+    where: np.ndarray
+    """The same as addresses, for the compiled loop."""
 
 
 class PreparedDataset:
@@ -165,7 +168,7 @@ class PreparedDataset:
         self.fill(planned, 0, 1, rows)
         arrays = {name: array[0] if array.ndim == 2 else array for name, array in rows.arrays.items()}
         if "cu_seqlens" in arrays:
-            arrays["cu_seqlens"] = arrays["cu_seqlens"][: int(rows.found[0]) + 1]
+            arrays["cu_seqlens"] = arrays["cu_seqlens"][: rows.edges + 1]
         return PreparedBlock(self.names[source], int(planned.epoch[0]), int(planned.block[0]), arrays)
 
     def plan(self, samples: np.ndarray, number: int = 0, begun: int = 0) -> Planned:
@@ -190,17 +193,21 @@ class PreparedDataset:
         which = (local.astype(np.uint64) + np.uint64(1)) * _GOLDEN
         low = mix64_array(mix64_array(self._sum_low[shard] + which) + at)
         high = mix64_array(mix64_array(self._sum_high[shard] + which) ^ at)
-        return Planned(samples, source, epoch, block, shard, local, low, high)
+        where = np.array(
+            [
+                address(self._table), len(self._table), *map(address, (samples, source, shard, local)), len(samples),
+                self.seq_len, self._item, self.pad_id, self.pack == "concat",
+            ],
+            np.int64,
+        )  # fmt: skip
+        return Planned(samples, source, epoch, block, shard, local, low, high, where)
 
     def fill(self, planned: Planned, begin: int, end: int, rows: BatchRows, unshifted: bool = False) -> None:
         """Write planned samples [begin, end) into the rows of a batch."""
         k = shard_kernels()
-        code = k.fill(
-            self._table, planned.sample, planned.source, planned.shard, planned.local, begin, end, self.seq_len, self._item,
-            self.pad_id, unshifted, self.pack == "concat", *rows.outputs,
-        )  # fmt: skip
+        code = k.fill(planned.where, rows.where, begin, end, unshifted)
         if code != k.FINE:
-            self._refuse(code == k.BAD_TOKENS, int(rows.found[0]), int(rows.found[1]))
+            self.refuse(code, rows)
 
     def pieces(self, sample: int, source: int, shard: int, local: int) -> list[Piece]:
         """Where the tokens of a planned sample come from."""
@@ -407,8 +414,10 @@ class PreparedDataset:
             shard.tokens.ctypes.data
         )  # last: other threads take this as the sign that all is there
 
-    def _refuse(self, tokens: bool, s: int, place: int) -> None:
-        folder, _, entry, source = self._files[s]
+    def refuse(self, code: int, rows: BatchRows) -> NoReturn:
+        """What the compiled loop found wrong, as an error."""
+        tokens, place = code == shard_kernels().BAD_TOKENS, rows.longest
+        folder, _, entry, source = self._files[rows.edges]
         path = folder / entry.file
         remedy = "Run `headrace prepare` again with the same config: it checks every shard, keeps the whole ones and makes this one anew."
         if tokens:
@@ -454,7 +463,7 @@ class PreparedDataset:
 class BatchRows:
     """One set of buffers, that `PreparedDataset.fill` writes a batch into."""
 
-    __slots__ = ("arrays", "by_source", "count", "found", "outputs", "ready", "tensors")
+    __slots__ = ("_ended", "arrays", "count", "counts", "ready", "tensors", "where")
 
     def __init__(
         self,
@@ -486,22 +495,32 @@ class BatchRows:
             self.arrays = {n: np.empty(s, np.int64) for n, s in shapes.items()}
             if "cu_seqlens" in fields:
                 self.arrays["cu_seqlens"] = np.empty(rows * width + 1, np.int32)
-        none, no_edges = np.empty((0, width), np.int64), np.empty(0, np.int32)
         self.count = rows
-        self.by_source = np.empty(sources + 1, np.int64)
-        """Tokens of each source; filler (source -1) counts in the spare last place."""
-        self.found = np.empty(4, np.int64)
-        """Number of piece borders, longest piece, tokens that are not padding, documents that end: see `shard_kernels.fill`."""
-        self.outputs = (
-            *(self.arrays.get(n, none) for n in ("input_ids", "labels", "position_ids", "segment_ids")),
-            self.arrays["sample_index"],
-            self.arrays.get("row_count", np.empty(rows, np.int64)),
-            self.by_source,
-            self.arrays.get("cu_seqlens", no_edges),
-            self.found,
-        )
+        k = shard_kernels()
+        self.counts = np.zeros(k.COUNT_SOURCES + sources + 1, np.int64)
+        """What the batch adds to the counts of a run."""
+        self._ended = self.arrays.get("row_count", np.empty(rows, np.int64))
+        borders = self.arrays.get("cu_seqlens", np.empty(0, np.int32))
+        named = (self.arrays.get(n) for n in ("input_ids", "labels", "position_ids", "segment_ids", "sample_index"))
+        self.where = np.array(
+            [
+                *(0 if a is None else address(a) for a in named), address(self._ended), address(self.counts),
+                address(borders), rows, len(borders), len(self.counts),
+            ],
+            np.int64,
+        )  # fmt: skip
         self.ready: Any = None
         """A CUDA event: the copy to the device has been made."""
+
+    @property
+    def edges(self) -> int:
+        """How many borders the pieces have, less one; after a fault, the shard."""
+        return int(self.counts[shard_kernels().COUNT_EDGES])
+
+    @property
+    def longest(self) -> int:
+        """The longest piece; after a fault, the place in the shard."""
+        return int(self.counts[shard_kernels().COUNT_LONGEST])
 
 
 # ------------------------------------------------------------------------------------------------- checks

@@ -27,6 +27,7 @@ from headrace.loader.report import LoaderReport
 from headrace.loader.windows import Piece
 from headrace.metrics import Histogram, Meter, MetricSpec, Wait
 from headrace.order import Cursor, Digest
+from headrace.text.shards import shard_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["PreparedLoader"]
 
 KIND, VERSION = "prepared", 1
+COUNTS = ("tokens", "padding", "rows", "samples", "fillers")
+"""As the compiled loop counts them."""
 _PLANNED_FIRST, _PLANNED = 256, 8192
 """Samples that are planned at once: few at first, so that the first batch comes soon, then twice as many each time up to
 about 2 ms, .25 us a sample; 1,024 at a time take .9 us each."""
@@ -61,10 +64,16 @@ class _State:
     begun: int = 0
     ended: bool = False
     digest: int = 0
-    delivered: dict[str, int] = field(
-        default_factory=lambda: {"tokens": 0, "padding": 0, "rows": 0, "samples": 0, "fillers": 0}
-    )
-    source_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    totals: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """COUNTS, two places that mean nothing, then the tokens of each source and a spare place."""
+
+    @property
+    def delivered(self) -> dict[str, int]:
+        return dict(zip(COUNTS, self.totals.tolist(), strict=False))
+
+    @property
+    def source_tokens(self) -> list[int]:
+        return self.totals[len(COUNTS) + 2 : -1].tolist()
 
 
 class PreparedLoader:
@@ -99,7 +108,7 @@ class PreparedLoader:
         self._prefetch = prefetch_batches
         self._unshifted = labels == "hf"
         self._copy, self._pin, self._device, self._deadline = copy, pin_memory, device, deadline
-        self._state = _State(source_tokens=np.zeros(len(data.sources) + 1, np.int64))
+        self._state = _State(totals=np.zeros(len(COUNTS) + 2 + len(data.sources) + 1, np.int64))
         self._step_digest = 0
         self._started: float | None = None
         self._begun_tokens = 0
@@ -140,15 +149,8 @@ class PreparedLoader:
 
     def _count(self, made: _Made) -> None:
         """From here on the batch is delivered: this is the only place where the saved state moves."""
-        state, count, delivered = self._state, made.end - made.begin, self._state.delivered
-        _, _, tokens, documents = made.rows.found.tolist()
-        delivered["tokens"] += tokens
-        delivered["padding"] += count * self.data.seq_len - tokens
-        delivered["rows"] += documents
-        delivered["samples"] += count
-        if made.planned.shard[made.end - 1] < 0:
-            delivered["fillers"] += int((made.planned.shard[made.begin : made.end] < 0).sum())
-        state.source_tokens += made.rows.by_source
+        state = self._state
+        state.totals += made.rows.counts
         self._step_digest = made.digest
         state.digest += made.digest
         state.step += 1
@@ -158,7 +160,7 @@ class PreparedLoader:
     def _tensors(self, rows: BatchRows, count: int) -> dict[str, Any]:
         tensors = dict(rows.tensors)
         if "cu_seqlens" in tensors:
-            tensors["cu_seqlens"] = tensors["cu_seqlens"].narrow(0, 0, int(rows.found[0]) + 1)
+            tensors["cu_seqlens"] = tensors["cu_seqlens"].narrow(0, 0, rows.edges + 1)
         if count < rows.count:  # a rank that has one row less than others
             tensors |= {n: t[:count] for n, t in tensors.items() if n != "cu_seqlens"}
         if self._copy:
@@ -171,7 +173,7 @@ class PreparedLoader:
                 rows.ready = torch.cuda.Event()
                 rows.ready.record()
         if "cu_seqlens" in tensors:
-            tensors["max_seqlen"] = int(rows.found[1])
+            tensors["max_seqlen"] = rows.longest
         return tensors
 
     # ------------------------------------------------------------------------------------------ state
@@ -181,8 +183,8 @@ class PreparedLoader:
         state = self._state
         body = {
             "sample": state.sample, "step": state.step, "pass": state.number, "begun": state.begun, "ended": state.ended,
-            "share": [self.rank, self.world_size], "digest": str(Digest(state.digest)), "delivered": dict(state.delivered),
-            "source_tokens": state.source_tokens[:-1].tolist(),
+            "share": [self.rank, self.world_size], "digest": str(Digest(state.digest)), "delivered": state.delivered,
+            "source_tokens": state.source_tokens,
         }  # fmt: skip
         return Cursor(kind=KIND, version=VERSION, fingerprint=self.data.fingerprint(), body=body).to_dict()
 
@@ -198,7 +200,7 @@ class PreparedLoader:
         self.close()
         cursor = Cursor.from_dict(_merged(state if isinstance(state, Sequence) else [state]))
         cursor.require(kind=KIND, version=VERSION, fingerprint=self.data.fingerprint(), accept=accept)
-        loaded = _State(source_tokens=np.zeros(len(self.data.sources) + 1, np.int64))
+        loaded = _State(totals=np.zeros_like(self._state.totals))
         try:
             body = cursor.body
             loaded.sample, loaded.step = int(body["sample"]), int(body["step"])
@@ -209,10 +211,10 @@ class PreparedLoader:
             # What was delivered before is added up once: on rank 0, or by the rank that goes on with its own share.
             if share == (self.rank, self.world_size) or (share == (0, 1) and self.rank == 0):
                 loaded.digest = Digest(body["digest"]).value
-                loaded.delivered = {k: int(body["delivered"][k]) for k in loaded.delivered}
-                tokens = [int(n) for n in body["source_tokens"]]
-                loaded.source_tokens[: len(tokens)] = tokens[: len(self.data.sources)]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+                loaded.totals[: len(COUNTS)] = [int(body["delivered"][k]) for k in COUNTS]
+                tokens = [int(n) for n in body["source_tokens"]][: len(self.data.sources)]
+                loaded.totals[len(COUNTS) + 2 : len(COUNTS) + 2 + len(tokens)] = tokens
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CursorMismatch(f"state is damaged: {type(error).__name__} {error} while reading its body") from error
         self._state = loaded
         self._step_digest = 0
@@ -285,15 +287,15 @@ class PreparedLoader:
 
     def _totals(self) -> dict[str, int]:
         totals = {f"data/{k}": v for k, v in self._state.delivered.items()}
-        tokens = self._state.source_tokens.tolist()
-        return totals | {f"data/source_tokens/{n}": t for n, t in zip(self.data.names, tokens, strict=False)}
+        tokens = self._state.source_tokens
+        return totals | {f"data/source_tokens/{n}": t for n, t in zip(self.data.names, tokens, strict=True)}
 
     def report(self) -> LoaderReport:
         """What this loader did since it started: speed, waits by name, realised mix, padding."""
         return LoaderReport.of(
             names=self.data.names,
             targets=self.data.weights,
-            source_tokens=self._state.source_tokens[:-1].tolist(),
+            source_tokens=self._state.source_tokens,
             delivered=self._state.delivered,
             new_tokens=self._state.delivered["tokens"] - self._begun_tokens,
             seconds=time.perf_counter() - self._started if self._started is not None else 0.0,
@@ -345,6 +347,7 @@ class _Assembly:
         self._planned: Planned | None = None
         self._batches: deque[tuple[int, int, int]] = deque()
         """Where in `_planned` the next batches begin and end, and what each adds to the digest."""
+        self._fill = shard_kernels().fill
         self._held: BatchRows | None = None
         self._ahead_of_need: Ahead[BatchRows, _Made] = Ahead(
             self._assemble, self._new_rows, depth=loader._prefetch, name="headrace-prepared", meter=self._meter
@@ -360,8 +363,7 @@ class _Assembly:
                 with Wait("loader.copy", meter=self._meter):
                     rows.ready.synchronize()
             self._held = None
-            self._ahead_of_need.release(rows)
-        made = self._ahead_of_need.next(wait)
+        made = self._ahead_of_need.exchange(rows, wait)
         self._held = made.rows if made is not None else None
         return made
 
@@ -380,7 +382,9 @@ class _Assembly:
             return None
         assert self._planned is not None
         begin, end, digest = self._batches.popleft()
-        self._data.fill(self._planned, begin, end, rows, self._unshifted)
+        code = self._fill(self._planned.where, rows.where, begin, end, self._unshifted)
+        if code:
+            self._data.refuse(code, rows)
         self._sample += self._size
         return _Made(rows, self._planned, begin, end, digest, self._sample)
 

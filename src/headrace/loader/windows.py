@@ -90,6 +90,16 @@ class Window:
     cut: int
 
 
+class Chunk(NamedTuple):
+    """The rows of a chunk that was read."""
+
+    texts: Sequence[str | None]
+    sizes: np.ndarray
+    """Characters of each row."""
+    holes: bool
+    """Whether a row is missing."""
+
+
 class ChunkCache:
     """Decoded chunks, the least recently used leave first. Two threads that want the same chunk decode it once."""
 
@@ -97,41 +107,49 @@ class ChunkCache:
         self._meter = meter
         self._limit = limit_bytes
         self._lock = threading.Lock()
-        self._held: OrderedDict[tuple[int, int], tuple[Sequence[str | None], int]] = OrderedDict()
+        self._held: OrderedDict[tuple[int, int], Chunk] = OrderedDict()
         self._busy: dict[tuple[int, int], threading.Lock] = {}
         self._bytes = 0
         self.hits = 0
         self.misses = 0
 
     def texts(self, source_index: int, source: OpenSource, chunk: int) -> Sequence[str | None]:
+        return self.chunk(source_index, source, chunk).texts
+
+    def chunk(self, source_index: int, source: OpenSource, chunk: int) -> Chunk:
         key = (source_index, chunk)
         with self._lock:
             found = self._held.get(key)
             if found is not None:
                 self._held.move_to_end(key)
                 self.hits += 1
-                return found[0]
+                return found
             busy = self._busy.setdefault(key, threading.Lock())
         with Wait("source.chunk", meter=self._meter, hidden=True), busy:
             with self._lock:
                 found = self._held.get(key)
                 if found is not None:
                     self.hits += 1
-                    return found[0]
+                    return found
             try:
                 with phase("read", meter=self._meter):
                     texts = source.read(chunk)
-                size = sum(len(t) for t in texts if t) + 64 * len(texts)
+                sizes = np.fromiter((len(t) if t else 0 for t in texts), np.int64, len(texts))
+                found = Chunk(texts, sizes, None in texts)
                 with self._lock:
-                    self._bytes += size - self._held.get(key, (texts, 0))[1]
-                    self._held[key] = (texts, size)
+                    self._bytes += _memory(found)
+                    self._held[key] = found
                     self.misses += 1
                     while self._bytes > self._limit and len(self._held) > 1:
-                        self._bytes -= self._held.popitem(last=False)[1][1]
+                        self._bytes -= _memory(self._held.popitem(last=False)[1])
             finally:
                 with self._lock:
                     self._busy.pop(key, None)
-        return texts
+        return found
+
+
+def _memory(chunk: Chunk) -> int:
+    return int(chunk.sizes.sum()) + 72 * len(chunk.texts)
 
 
 class WindowMaker:
@@ -260,17 +278,19 @@ class WindowMaker:
         rows: list[np.ndarray] = []
         holes = 0
         while chars > 0 and at < total_rows:
-            likely = min(int(chars * self._rows_per_char) + 8, _ROWS_AT_ONCE, total_rows - at)
+            likely = min(int(chars * self._rows_per_char * 1.2) + 8, _ROWS_AT_ONCE, total_rows - at)
             for span in self.deal.spans(lane, epoch, at, likely):
-                held = self._cache.texts(self.index, self.source, span.chunk)
-                found: list[str] = [held[row] or "" for row in span.rows.tolist()]
-                if "" in found:
-                    holes += sum(held[row] is None for row in span.rows.tolist())
-                upto = np.fromiter(map(len, found), np.int64, len(found)).cumsum()
-                taken = min(int(upto.searchsorted(chars)) + 1, len(found))
-                texts += found[:taken]
+                held = self._cache.chunk(self.index, self.source, span.chunk)
+                upto = held.sizes[span.rows].cumsum()
+                taken = min(int(upto.searchsorted(chars)) + 1, len(upto))
+                own = span.rows[:taken]
+                found = [held.texts[row] for row in own.tolist()]
+                if held.holes:
+                    holes += found.count(None)
+                    found = [text or "" for text in found]
+                texts += found
                 chunks.append(np.full(taken, span.chunk, np.int64))
-                rows.append(span.rows[:taken])
+                rows.append(own)
                 at += taken
                 chars -= int(upto[taken - 1])
                 if chars <= 0:
