@@ -143,9 +143,11 @@ def test_a_longer_look_ahead_does_not_change_a_window(sizes):
         assert np.array_equal(part.blocks.hashes, whole.blocks.hashes)
 
 
-@given(sizes=st.lists(st.integers(1, 400), min_size=200, max_size=260))
+@given(seed=st.integers(0, 2**32), count=st.integers(600, 900))
 @settings(max_examples=20)
-def test_best_fit_pads_little(sizes):
+def test_best_fit_pads_little_where_documents_are_short_beside_a_block(seed, count):
+    # Of documents a little over half a block nobody can pack two into one: padding is then a third.
+    sizes = np.random.default_rng(seed).integers(1, 101, count).tolist()
     documents, _, blocks = delivered(batch_of(sizes), Packing(seq_len=512, blocks=32, pad_id=0))
     real = sum(len(ids) for pieces in documents.values() for ids, _, _ in pieces.values())
     windows = blocks // 32 + 1
