@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -161,3 +162,14 @@ def test_the_byte_tokenizer_gives_back_the_text(texts):
     assert len(batch) == len(texts)
     for d, text in enumerate(texts):
         assert tokenizer.decode(batch.ids[batch.offsets[d] : batch.offsets[d + 1]]) == text
+
+
+@given(count=st.integers(61, 700), seed=st.integers(0, 2**32), index=st.integers(0, 2**63 - 1))
+def test_the_compiled_hash_is_that_of_the_xxhash_package(count, seed, index):
+    from headrace.text import xxh3
+
+    words = np.random.default_rng(seed).integers(-(2**31), 2**31, count).astype(np.int32)
+    pair = np.array(xxh3.content_words(words, count), np.uint64)
+    assert pair.tobytes() == xxhash.xxh3_128_digest(words.tobytes())
+    low, high = xxh3.term_of(pair[0], pair[1], np.uint64(index))
+    assert int(low) | int(high) << 64 == sample_term(index, pair.tobytes())
