@@ -411,18 +411,6 @@ class MixPlan:
         """The lanes whose draws a rank delivers."""
         return [p for p in self.lanes if p.lane % world_size == rank] if self._rolls else self.lanes
 
-    def ordinals(self) -> list[list[int]]:
-        """How the slices of every lane are numbered: what a copy of the plan in another process must be told besides
-        the state, to deal them to the same workers."""
-        return [[pool.admitted, *(one.ordinal for one in pool.slots)] for pool in self.lanes]
-
-    def number(self, ordinals: Sequence[Sequence[int]]) -> None:
-        """Number the slices as another copy of the plan does."""
-        for pool, (admitted, *numbers) in zip(self.lanes, ordinals, strict=True):
-            pool.admitted = admitted
-            for one, ordinal in zip(pool.slots, numbers, strict=True):
-                one.ordinal = ordinal
-
     # ---------------------------------------------------------------------------------------------- state
 
     def to_body(self) -> dict[str, Any]:
