@@ -8,9 +8,11 @@
 
 Proportional is stride scheduling. A slice of n picks that came into the pool at virtual time e is due at
 
-    e + (k + ½) / n        for its picks k = 0, 1, …, n − 1        (fixed-point integers, 2**32 a unit)
+    e + (k + phase) / n        for its picks k = 0, 1, …, n − 1        (fixed-point integers, 2**32 a unit)
 
-and the earliest is picked. A heap finds it in O(log K); there is no randomness, and nothing to save but e.
+and the earliest is picked. The phase, in [0, 1), is keyed by stream and epoch: with a constant one, lanes whose files have
+equal lengths go in step, and all their slices run dry at the same steps. A heap finds the earliest in O(log K); there is no
+generator, and nothing to save but e.
 
 Weighted with refill is pathological by construction: what is left decays exponentially, so a slice with one pick left is in
 the pool in some 70 % of the steps and waits for hundreds of them. It is kept for runs that began with it. The draws are pure
@@ -30,7 +32,7 @@ __all__ = ["PICK_MODES", "PickMode", "Picker", "picker_for"]
 PickMode = Literal["proportional", "weighted", "uniform", "round_robin", "sequential"]
 PICK_MODES: tuple[PickMode, ...] = get_args(PickMode)
 
-UNIT = 1 << 32
+UNIT_BITS = 32
 
 
 class Picker:
@@ -89,7 +91,7 @@ class _Proportional(Picker):
 
 def _due(one: Slice) -> int:
     taken = -(-(one.position - one.start) // one.per_pick)
-    return one.entry + (2 * taken + 1) * UNIT // (2 * (taken + one.remaining))
+    return one.entry + ((taken << UNIT_BITS) + one.phase) // (taken + one.remaining)
 
 
 class _Weighted(Picker):

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from headrace.errors import ConfigError, CursorMismatch
-from headrace.mix.pick import PICK_MODES, PickMode, picker_for
+from headrace.mix.pick import PICK_MODES, UNIT_BITS, PickMode, picker_for
 from headrace.mix.pool import Gauges, Slice, Snapshot, gauges_for
 from headrace.mix.queue import QUEUES, Queue, queue_order
 from headrace.mix.streams import StreamTable, dealt_to_lanes, picks_of
-from headrace.order import key
+from headrace.order import derive, key
 
 __all__ = ["BATCHING_MODES", "BatchingMode", "Draw", "LanePool", "MixPlan", "MixSettings", "Reshard"]
 
@@ -185,6 +185,7 @@ class LanePool:
 
     def _start_epoch(self, epoch: int, band: int = 0) -> None:
         self.epoch = epoch
+        self._phase_key = derive(self._pick_key, ~epoch)
         self.band = band or self._settings.slots
         """The width of bands in this epoch: another pool size at a resume must not change its order."""
         self.slots: list[Slice] = []
@@ -236,6 +237,7 @@ class LanePool:
         """`at` is the step of the admission: a slice that was never picked has waited since then."""
         one.entry = self.picker.clock if entry is None else entry
         one.last = at
+        one.phase = derive(self._phase_key, one.stream) >> (64 - UNIT_BITS)
         one.ordinal = self.admitted
         self.admitted += 1
         self.picker.admitted(one)

@@ -33,6 +33,7 @@ class Slice:
         "last",
         "ordinal",
         "per_pick",
+        "phase",
         "position",
         "remaining",
         "slot",
@@ -56,6 +57,8 @@ class Slice:
         """Picks left."""
         self.entry = 0
         """Virtual time at which it came into the pool (pick.py)."""
+        self.phase = 0
+        """Where between two picks its first one lies, in fixed point (pick.py)."""
         self.due = 0
         """Virtual time of its next pick."""
         self.slot = -1
