@@ -74,27 +74,28 @@ def straight(root: Path, steps: int, **options: Any) -> list[tuple[int, list[Any
 def test_the_global_order_is_the_same_for_any_number_of_workers_and_ranks(root):
     expected = straight(root, 30, global_ranks=2, repeat=True)
     assert len(expected) == 30
-    for workers, world in SHAPES:
-        ranks = ranks_of(root, world, global_ranks=2, repeat=True, num_workers=workers, prefetch_batches=workers and 2)
-        try:
-            assert take(ranks, 30) == expected, f"{workers} workers, {world} ranks"
-            states = [rank.state_dict() for rank in ranks]
-            assert all(state == states[0] for state in states)
-        finally:
-            close(ranks)
-
-
-def test_a_run_stopped_on_two_ranks_with_two_workers_goes_on_on_one_with_three(root):
-    expected = straight(root, 30, global_ranks=2, repeat=True)
-    ranks = ranks_of(root, 2, global_ranks=2, repeat=True, num_workers=2, prefetch_batches=2)
+    kept: dict[tuple[int, int], list[StreamMixingDataset]] = {}
     try:
-        head = take(ranks, 11)
-        saved = json.loads(json.dumps([rank.state_dict() for rank in ranks]))
+        for workers, world in SHAPES:
+            ranks = ranks_of(
+                root, world, global_ranks=2, repeat=True, num_workers=workers, prefetch_batches=workers and 2
+            )
+            kept[workers, world] = ranks
+            head = take(ranks, 11)
+            states = json.loads(json.dumps([rank.state_dict() for rank in ranks]))
+            assert all(state == states[0] for state in states)
+            assert head + take(ranks, 19) == expected, f"{workers} workers, {world} ranks"
+        # Stopped on two ranks with two workers each, resumed on one with three.
+        stopped = kept[2, 2]
+        for rank in stopped:
+            rank.load_state_dict(states)
+        tail = take(stopped, 7)
+        (other,) = kept[3, 1]
+        other.load_state_dict(json.loads(json.dumps([rank.state_dict() for rank in stopped])))
+        assert head + tail + take([other], 12) == expected
     finally:
-        close(ranks)
-    with dataset(root, global_ranks=2, repeat=True, num_workers=3, prefetch_batches=1) as other:
-        other.load_state_dict(saved)
-        assert head + take([other], 19) == expected
+        for ranks in kept.values():
+            close(ranks)
 
 
 @pytest.mark.parametrize("mode", ["per_stream", "device_per_stream"])
@@ -134,17 +135,10 @@ def test_an_epoch_that_changes_its_pool_size_half_way_holds_every_row_once(root,
     assert rows == Counter(map(float, expected))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_oracle_finds_no_resume_that_is_not_exact(root, workers):
-    report = assert_exact_resume(
-        lambda: dataset(root, prefetch_batches=2),
-        steps=60,
-        at=None if not workers else (0, 7, 40),
-        tail=4,
-        chain=2,
-        make_resumed=(lambda link: dataset(root, num_workers=link and workers)) if workers else None,
-    )
+def test_the_oracle_finds_no_resume_that_is_not_exact(root):
+    report = assert_exact_resume(lambda: dataset(root, prefetch_batches=2), steps=60, tail=4, chain=2)
     assert report.ended
+    assert report.resumes > 100
 
 
 def test_the_next_iteration_is_the_next_epoch_in_another_order_also_after_a_resume_at_the_end(root):

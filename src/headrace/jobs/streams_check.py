@@ -194,16 +194,16 @@ def _warnings(
             f"spikes: slices run dry at {found.exhaust_rate:.0%} of the steps ({found.exhausts_a_step:.2f} a step); a file lasts too few "
             "batches, so the run opens files instead of reading them: lower batch_size, or join files"
         )
+    elif found.spread_mean > 0.3 and section.pick_mode != "sequential":  # of slices of a batch or two it says nothing
+        told.append(
+            f"drains unevenly: what is left of the slices differs by {found.spread_mean:.2f} on average; "
+            + ('queue = "banded" puts files of a size together' if section.pick_mode == "proportional" else 'pick_mode = "proportional" drains evenly')
+        )  # fmt: skip
     if section.pick_mode in ("weighted", "uniform") and found.worst_pick_gap > 5 * found.pool:
         told.append(
             f"waits: {found.worst_gap_stream} is not picked for {found.worst_pick_gap:,} steps, {found.worst_pick_gap / found.pool:.0f} times the pool; "
             'pick_mode = "proportional" spaces picks evenly'
         )
-    if found.spread_mean > 0.3 and section.pick_mode != "sequential":
-        told.append(
-            f"drains unevenly: what is left of the slices differs by {found.spread_mean:.2f} on average; "
-            + ('queue = "banded" puts files of a size together' if section.pick_mode == "proportional" else 'pick_mode = "proportional" drains evenly')
-        )  # fmt: skip
     empty = sum(not streams for streams in plan.dealt)
     if empty:
         told.append(

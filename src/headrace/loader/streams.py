@@ -31,7 +31,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from headrace.errors import ConfigError, CursorMismatch, DataError
 from headrace.loader.ahead import Ahead
-from headrace.loader.stream_cells import CellProcesses, CellReaders
 from headrace.loader.stream_metrics import PoolMetrics, stream_specs
 from headrace.metrics import Meter, MetricSpec, Reducer, Wait, default_meter
 from headrace.mix import (
@@ -46,6 +45,7 @@ from headrace.mix import (
     worker_of,
 )
 from headrace.order import Cursor, fingerprint_json
+from headrace.sources.cell_readers import CellProcesses, CellReaders
 from headrace.sources.cells import CellOpener, Cells, registered_cells
 from headrace.sources.stream_files import Layout, StreamListing, list_streams
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,7 @@ from headrace.errors import ConfigError, CursorMismatch, DataError, HeadraceErro
 from headrace.metrics import Wait, phase
 from headrace.order import draws, key
 from headrace.order.keys import mix64_array
-from headrace.train.lm import TrainSettings, cpu_threads, learning_rate
+from headrace.train.lm import TrainSettings, learning_rate
 from headrace.train.lm import _device as device_for
 from headrace.train.lm import _naming_lost_peers as naming_lost_peers
 
@@ -108,27 +107,32 @@ class CellTrainer:
         self.settings = settings
         self.rank, self.world_size = rank, world_size
         self.device = device_for(settings.device)
-        torch.set_num_threads(settings.threads or cpu_threads(int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+        # A step is about a millisecond of work in small pieces: on a busy machine two threads that wait for each other at
+        # every piece took 70 ms, one takes 2.
+        torch.set_num_threads(settings.threads or 1)
         self.model = CellModel(widths, dim=dim, depth=depth)
         self._shape = {"widths": self.model.widths, "dim": dim, "depth": depth}
         self._mask, self._feature = mask, feature
         self._salt = key("train.hidden", seed=settings.seed) >> 1
         _fill(self.model, settings.seed)
-        self.model.to(self.device)
-        self._parameters = [p for _, p in sorted(self.model.named_parameters())]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in self._parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-                {"params": [p for p in self._parameters if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=settings.lr,
-            betas=settings.betas,
-        )
+        # One flat tensor holds all parameters, another all gradients: they are added over ranks and stepped as one. AdamW is
+        # written out below, because torch's imports the compiler on first use: 2 s at every start for four lines.
+        parameters = sorted(self.model.named_parameters())
+        self._flat = torch.cat([p.detach().reshape(-1) for _, p in parameters]).to(self.device)
+        self._grad = torch.zeros_like(self._flat)
+        self._decays = torch.cat([torch.full((p.numel(),), float(p.ndim >= 2)) for _, p in parameters]).to(self.device)
+        self._moments = {name: torch.zeros_like(self._flat) for name in _MOMENTS}
+        at = 0
+        for _, parameter in parameters:
+            end = at + parameter.numel()
+            parameter.data = self._flat[at:end].view(parameter.shape)
+            parameter.grad = self._grad[at:end].view(parameter.shape)
+            at = end
         self.steps_taken = 0
 
     def step(self, batches: Sequence[Mapping[str, Any]]) -> CellStep:
         """Learn from this rank's batches of a step. A collective."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self._grad.zero_()
         loss, count = torch.zeros((), device=self.device), 0
         with phase("train.forward"):
             for batch in batches:
@@ -137,33 +141,36 @@ class CellTrainer:
         with phase("train.backward"):
             if loss.requires_grad:
                 loss.backward()
-        flat = torch.cat(
-            [(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1).double() for p in self._parameters]
-            + [torch.tensor([float(loss.detach()), float(count)], dtype=torch.float64, device=self.device)]
-        )
+        sums = torch.tensor([float(loss.detach()), float(count)], dtype=torch.float64, device=self.device)
+        both = torch.cat([self._grad.double(), sums])
         if self.world_size > 1:
             with Wait("train.reduce"), naming_lost_peers(f"step {self.steps_taken}"):
-                dist.all_reduce(flat)
-        total = max(float(flat[-1]), 1.0)
-        lr = learning_rate(self.steps_taken, self.settings)
+                dist.all_reduce(both)
+        total = max(float(both[-1]), 1.0)
+        mean, lr = float(both[-2]) / total, learning_rate(self.steps_taken, self.settings)
         with phase("train.optimizer"):
-            at = 0
-            for parameter in self._parameters:
-                own = flat[at : at + parameter.numel()] / total
-                parameter.grad = own.view_as(parameter).to(parameter.dtype)
-                at += parameter.numel()
-            norm = float(nn.utils.clip_grad_norm_(self._parameters, self.settings.grad_clip or math.inf))
-            mean = float(flat[-2]) / total
-            if not (math.isfinite(mean) and math.isfinite(norm)):
-                raise HeadraceError(
-                    f"step {self.steps_taken} diverged: expected a finite loss and gradient, got loss {mean}, gradient norm {norm}; "
-                    "lower train.lr or raise train.warmup_steps, and resume from the last checkpoint"
-                )
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+            norm = self._update((both[:-2] / total).to(self._flat.dtype), lr, mean)
         self.steps_taken += 1
-        return CellStep(loss=mean, values=int(flat[-1]), grad_norm=norm, lr=lr)
+        return CellStep(loss=mean, values=int(both[-1]), grad_norm=norm, lr=lr)
+
+    @torch.no_grad()
+    def _update(self, grad: Tensor, lr: float, mean: float) -> float:
+        """One step of AdamW; the norm of the gradient before it was clipped."""
+        settings = self.settings
+        norm = float(grad.norm())
+        if not (math.isfinite(mean) and math.isfinite(norm)):
+            raise HeadraceError(
+                f"step {self.steps_taken} diverged: expected a finite loss and gradient, got loss {mean}, gradient norm {norm}; "
+                "lower train.lr or raise train.warmup_steps, and resume from the last checkpoint"
+            )
+        if settings.grad_clip and norm > settings.grad_clip:
+            grad = grad * (settings.grad_clip / norm)
+        (first, second), (a, b), n = self._moments.values(), settings.betas, self.steps_taken + 1
+        first.mul_(a).add_(grad, alpha=1 - a)
+        second.mul_(b).addcmul_(grad, grad, value=1 - b)
+        self._flat.mul_(1 - lr * settings.weight_decay * self._decays)
+        self._flat.addcdiv_(first, (second / (1 - b**n)).sqrt_().add_(1e-8), value=-lr / (1 - a**n))
+        return norm
 
     def _loss_sum(self, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
         x, modality = batch.get(self._feature), batch.get("modality")
@@ -193,10 +200,7 @@ class CellTrainer:
     def state_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
         """Copies of everything the next step depends on: (arrays, stored dtypes, meta), as CheckpointStore takes them."""
         arrays = {f"model/{n}": _array(p) for n, p in self.model.named_parameters()}
-        if self.steps_taken:
-            for name, parameter in self.model.named_parameters():
-                state = self.optimizer.state[parameter]
-                arrays |= {f"optim/{moment}/{name}": _array(state[moment]) for moment in _MOMENTS}
+        arrays |= {f"optim/{name}": _array(moment) for name, moment in self._moments.items()}
         return arrays, {}, {"kind": _KIND, "version": _VERSION, "step": self.steps_taken, "model": self._shape}
 
     @torch.no_grad()
@@ -208,32 +212,23 @@ class CellTrainer:
         differing: dict[str, tuple[Any, Any]] = {
             n: (meta.get(n, "absent"), now) for n, now in expected.items() if meta.get(n) != now
         }
-        parameters = dict(self.model.named_parameters())
-        step = int(meta.get("step", 0))
-        wanted = {f"model/{n}": tuple(p.shape) for n, p in parameters.items()}
-        if step:
-            wanted |= {f"optim/{m}/{n}": tuple(p.shape) for m in _MOMENTS for n, p in parameters.items()}
+        targets: dict[str, Tensor] = {f"model/{n}": p for n, p in self.model.named_parameters()}
+        targets |= {f"optim/{n}": moment for n, moment in self._moments.items()}
         ours = {n: a for n, a in arrays.items() if n.startswith(("model/", "optim/"))}
-        differing |= {
-            n: (ours[n].shape if n in ours else "absent", wanted.get(n, "absent"))
-            for n in sorted({*wanted, *ours})
-            if n not in ours or n not in wanted or ours[n].shape != wanted[n]
-        }
+        for name in sorted({*targets, *ours}):
+            saved = ours[name].shape if name in ours else "absent"
+            now = tuple(targets[name].shape) if name in targets else "absent"
+            if saved != now:
+                differing[name] = (saved, now)
         if differing:
             first = "; ".join(f"{n}: saved {a}, now {b}" for n, (a, b) in list(differing.items())[:3])
             raise CursorMismatch(
                 f"the saved model belongs to another run ({first}). Restore [train] and the modalities of the data, or start a new run.",
                 differing,
             )
-        self.optimizer.state.clear()
-        for name, parameter in parameters.items():
-            parameter.copy_(torch.from_numpy(np.array(ours[f"model/{name}"])))
-            if step:
-                state: dict[str, Any] = {
-                    m: torch.from_numpy(np.array(ours[f"optim/{m}/{name}"])).to(self.device) for m in _MOMENTS
-                }
-                self.optimizer.state[parameter] = {"step": torch.tensor(float(step)), **state}
-        self.steps_taken = step
+        for name, target in targets.items():
+            target.copy_(torch.from_numpy(np.array(ours[name])))
+        self.steps_taken = int(meta["step"])
 
     def model_sha256(self) -> str:
         """One number for the model: names, shapes and bytes of its parameters, in the order of their names."""
