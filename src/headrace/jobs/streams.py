@@ -29,6 +29,7 @@ from headrace.jobs.streams_config import StreamsConfig
 from headrace.loader.data_stats import DataStatsCollector
 from headrace.loader.exchange import gather_json
 from headrace.loader.extra_metrics import drained_metrics
+from headrace.loader.stream_metrics import without_states
 from headrace.metrics import Accumulator, JsonlSink, Mean, Reducer, Sink, default_meter, registered_specs
 from headrace.order.keys import mix64_array
 from headrace.sources.stream_files import StreamListing, list_streams
@@ -272,7 +273,8 @@ def _go(run: _Run) -> StreamSummary:
             run.loss_first = result.loss if math.isnan(run.loss_first) else run.loss_first
             run.losses.append(result.loss)
         cells = _count(run, taken)
-        values: dict[str, Any] = {**meter.drain(), **drained_metrics(run.data)}
+        events, states = without_states(drained_metrics(run.data))
+        values: dict[str, Any] = {**meter.drain(), **events}
         run.exposed += float(values.get("wait/streams.next/seconds", 0.0))
         values |= {
             "train/loss": Mean(result.loss * result.values, result.values),
@@ -287,7 +289,7 @@ def _go(run: _Run) -> StreamSummary:
         stop = bool(run.asked_to_stop) and run.world_size == 1
         if step % config.log_every == 0 or step == last or step == 1 or stop:
             # Statistics are of the window and go in whole: what was seen so far must not be added up step by step.
-            line = reducer.reduce({**interval.drain(), **run.stats.drain()})
+            line = reducer.reduce({**interval.drain(), **states, **run.stats.drain()})
             _log(run, step, line, time.perf_counter() - since)
             since = time.perf_counter()
             agreed = int(line["run/stop"])

@@ -14,12 +14,12 @@ those after it. Counts are summed over ranks: with per_stream every rank has a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from headrace.metrics import MetricSpec, Reduction, register
 from headrace.mix import LanePool
 
-__all__ = ["PoolMetrics", "stream_specs"]
+__all__ = ["PoolMetrics", "stream_specs", "without_states"]
 
 _ACTIVE = "stream_mixing/active"
 REMAINING_MIN = f"{_ACTIVE}/remaining_min"
@@ -44,6 +44,13 @@ _FAMILIES = (
     MetricSpec("stream_mixing/picks/<modality>", Reduction.SUM, False, "batches", None, "batches drawn from this modality"),
 )  # fmt: skip
 register(*_SCALARS, *_FAMILIES)
+
+
+def without_states(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """(what may be added up over the steps of an interval, what may not): how many slices of a modality are in the pool is
+    summed over ranks, but over steps the last count stands."""
+    states = {key: value for key, value in values.items() if key.startswith(f"{_ACTIVE}/modalities/")}
+    return {key: value for key, value in values.items() if key not in states}, states
 
 
 def stream_specs(modalities: Sequence[str]) -> tuple[MetricSpec, ...]:
