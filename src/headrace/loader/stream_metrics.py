@@ -71,47 +71,38 @@ class PoolMetrics:
     """Reads the pools of a rank's lanes: the last snapshot of each, and what was added since the last drain."""
 
     def __init__(self, modalities: Sequence[str]) -> None:
-        self._modalities = [f"{_ACTIVE}/modalities/{m}" for m in modalities]
-        self._picks = [f"stream_mixing/picks/{m}" for m in modalities]
+        # In the order of a Snapshot's fields, then what is counted.
+        self._keys = (
+            REMAINING_MIN, REMAINING_MAX, FRACTION_MIN, FRACTION_MAX, SINCE_MAX, OVERDUE_MAX, EXHAUSTED,
+            *(f"{_ACTIVE}/modalities/{m}" for m in modalities), *(f"stream_mixing/picks/{m}" for m in modalities),
+        )  # fmt: skip
+        self._nothing: tuple[int, int, list[int]] = (0, 0, [0] * len(modalities))
         self._seen: dict[int, tuple[int, int, list[int]]] = {}
 
     def forget(self, lanes: Sequence[LanePool]) -> None:
         """Start counting here: what happened before belongs to another run, or to nobody."""
-        self._seen = {pool.lane: (pool.step, pool.exhausted, list(pool.picks_by_kind)) for pool in lanes}
+        self._seen = {pool.lane: (pool.step, pool.exhausted, pool.picks_by_kind.copy()) for pool in lanes}
 
     def drain(self, lanes: Sequence[LanePool]) -> dict[str, float]:
         """{} if nothing was picked since the last drain."""
-        shots = [pool.snapshot for pool in lanes if pool.snapshot is not None]
-        exhausted = picked = 0
-        picks = [0] * len(self._picks)
+        rows: list[tuple[float, ...]] = []
+        picked = False
         for pool in lanes:
-            step, dry, kinds = self._seen.get(pool.lane, (0, 0, [0] * len(picks)))
-            if pool.step == step:
+            shot = pool.snapshot
+            if shot is None:
                 continue
-            picked += 1
-            exhausted += pool.exhausted - dry
-            for i, count in enumerate(pool.picks_by_kind):
-                picks[i] += count - kinds[i]
-            self._seen[pool.lane] = (pool.step, pool.exhausted, pool.picks_by_kind.copy())
-        if not picked or not shots:
+            step, dry, before = self._seen.get(pool.lane, self._nothing)
+            counts = pool.picks_by_kind
+            rows.append(
+                (*shot[:6], pool.exhausted - dry, *shot[6], *[n - m for n, m in zip(counts, before, strict=True)])
+            )
+            if pool.step != step:
+                picked = True
+                self._seen[pool.lane] = (pool.step, pool.exhausted, counts.copy())
+        if not picked:
             return {}
-        if len(shots) == 1:
-            shot = shots[0]
-            remaining_min, remaining_max, fraction_min, fraction_max, since, overdue, kinds = shot
-        else:
-            columns = list(zip(*shots, strict=True))
-            remaining_min, fraction_min = min(columns[0]), min(columns[2])
-            remaining_max, fraction_max, since, overdue = (max(columns[i]) for i in (1, 3, 4, 5))
-            kinds = [sum(counts) for counts in zip(*columns[6], strict=True)]
-        values: dict[str, float] = {
-            REMAINING_MIN: remaining_min,
-            REMAINING_MAX: remaining_max,
-            FRACTION_MIN: fraction_min,
-            FRACTION_MAX: fraction_max,
-            SINCE_MAX: since,
-            OVERDUE_MAX: overdue,
-            EXHAUSTED: exhausted,
-        }
-        values.update(zip(self._modalities, kinds, strict=True))
-        values.update(zip(self._picks, picks, strict=True))
-        return values
+        if len(rows) == 1:
+            return dict(zip(self._keys, rows[0], strict=True))
+        columns = list(zip(*rows, strict=True))
+        together = [min(columns[0]), max(columns[1]), min(columns[2]), *(max(columns[i]) for i in (3, 4, 5))]
+        return dict(zip(self._keys, [*together, *map(sum, columns[6:])], strict=True))

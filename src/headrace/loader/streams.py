@@ -36,6 +36,7 @@ from headrace.metrics import Meter, MetricSpec, Reducer, Wait, default_meter
 from headrace.mix import (
     BatchingMode,
     Draw,
+    LanePool,
     MixPlan,
     MixSettings,
     PickMode,
@@ -179,6 +180,8 @@ class StreamMixingDataset(IterableDataset):
         self._deadline = deadline
         self._meter = meter if meter is not None else default_meter()
         self._plan = MixPlan(self.table, self.settings)
+        self._own: list[LanePool] | None = None
+        """The lanes whose draws this rank delivers, once that is known."""
         self._metrics = PoolMetrics(self.table.kinds)
         self._ended = False
         self._pass: _Pass | None = None
@@ -220,14 +223,16 @@ class StreamMixingDataset(IterableDataset):
                 meter=self._meter, deadline=self._deadline,
             )  # fmt: skip
         self._pass = _Pass(self)
+        self._own = self._plan.lanes_of(*self.rank)
         return self._pass
 
     def _delivered(self, draw: Draw, rank: int, world: int) -> None:
         """A batch is handed over: the only place where state and metrics move."""
-        if self._plan.over:
-            self._plan.next_epoch()
-        here = self._plan.next_of_rank(rank, world)
-        if here[:5] != draw[:5]:
+        plan = self._plan
+        if plan.over:
+            plan.next_epoch()
+        here = plan.next_of_rank(rank, world)
+        if here.stream != draw.stream or here.start != draw.start or here.index != draw.index:
             raise AssertionError(f"delivered {draw}, the plan stands at {here}")
 
     def _stop_pass(self) -> None:
@@ -299,7 +304,9 @@ class StreamMixingDataset(IterableDataset):
 
     def drain_step_metrics(self) -> dict[str, float]:
         """The pool at the last pick, and what was counted since the last drain; {} if there was no pick since."""
-        return self._metrics.drain(self._plan.lanes_of(*self.rank))
+        if self._own is None:
+            self._own = self._plan.lanes_of(*self.rank)
+        return self._metrics.drain(self._own)
 
     drain_metrics = drain_step_metrics
 
@@ -376,6 +383,7 @@ class StreamMixingDataset(IterableDataset):
         moved = plan.load_body(cursor.body, drop=self._on_reshard == "drop")
         self._stop_pass()
         self._plan = plan
+        self._own = None
         self._ended = bool(cursor.body.get("ended", False))
         self._metrics.forget(plan.lanes)
         if moved.dropped:
@@ -406,9 +414,11 @@ class _Pass:
         self._depth = (data._prefetch + 1) * max(data._num_workers, 1)
         self._over = False
         self._fresh = True
-        self._batches: Ahead[list[None], tuple[list[None], Draw, Any]] = Ahead(
-            self._make, list, depth=data._prefetch, name="headrace-streams", meter=data._meter
-        )
+        self._checked: set[int] = set()
+        # Without prefetch there is nobody to hand over from: 6 us of locks a batch are saved.
+        self._batches: Ahead[list[None], tuple[list[None], Draw, Any]] | None = None
+        if data._prefetch:
+            self._batches = Ahead(self._make, list, depth=data._prefetch, name="headrace-streams", meter=data._meter)
         self._closed = False
 
     def __iter__(self) -> _Pass:
@@ -419,13 +429,14 @@ class _Pass:
             raise StopIteration
         data = self._data
         with Wait("streams.next", meter=data._meter, deadline=data._deadline) as wait:
-            made = self._batches.next(wait)
+            made = self._batches.next(wait) if self._batches is not None else self._make([])
         if made is None:
             data._ended = True
             self.close()
             raise StopIteration
         slot, draw, batch = made
-        self._batches.release(slot)
+        if self._batches is not None:
+            self._batches.release(slot)
         data._delivered(draw, self._rank, self._world)
         return batch
 
@@ -433,7 +444,8 @@ class _Pass:
         if self._closed:
             return
         self._closed = True
-        self._batches.close()
+        if self._batches is not None:
+            self._batches.close()
         self._files.close()
 
     # ------------------------------------------------------------------ called by whoever makes the next batch
@@ -476,27 +488,29 @@ class _Pass:
         return rank_share(draw.start, draw.stop, self._rank, self._world)
 
     def _batch(self, draw: Draw, start: int, stop: int, cells: Cells) -> Any:
-        data = self._data
+        data, stream = self._data, draw.stream
+        if stream not in self._checked:
+            self._refuse_reserved(stream, cells)
+        rows = np.arange(start, stop, dtype=np.int64)
+        ids = np.empty(stop - start, dtype=np.int64)
+        ids.fill(stream)
+        groups = cells.get(data._group_key)
+        groups = rows + (stream << 32) if groups is None else _group_ids(data, draw, groups)
+        cells = {**cells, "group_id": groups, "stream_id": ids, "row": rows}
+        batch = data._collate(cells)
+        if isinstance(batch, dict):
+            batch["modality"] = data.table.modalities[stream] if stream >= 0 else ""
+            batch["draw"] = draw.index
+        return batch
+
+    def _refuse_reserved(self, stream: int, cells: Cells) -> None:
         for name in _RESERVED:
             if name in cells:
                 raise DataError(
-                    f"{data.stream_paths[draw.stream]} has a column {name!r}, which headrace adds itself. Rename it, or leave it out "
+                    f"{self._data.stream_paths[stream]} has a column {name!r}, which headrace adds itself. Rename it, or leave it out "
                     "with columns=."
                 )
-        count = stop - start
-        rows = np.arange(start, stop, dtype=np.int64)
-        cells = dict(cells)
-        if data._group_key in cells:
-            cells["group_id"] = _group_ids(data, draw, cells[data._group_key])
-        else:
-            cells["group_id"] = rows + (draw.stream << 32)
-        cells["stream_id"] = np.full(count, draw.stream, dtype=np.int64)
-        cells["row"] = rows
-        batch = data._collate(cells)
-        if isinstance(batch, dict):
-            batch["modality"] = data.table.modalities[draw.stream] if draw.stream >= 0 else ""
-            batch["draw"] = draw.index
-        return batch
+        self._checked.add(stream)
 
 
 def _group_ids(data: StreamMixingDataset, draw: Draw, column: np.ndarray) -> np.ndarray:

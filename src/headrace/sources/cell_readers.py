@@ -32,6 +32,9 @@ from headrace.sources.cells import CellFile, CellOpener, Cells, open_cells
 
 __all__ = ["CellProcesses", "CellReaders", "pack_cells", "unpack_cells"]
 
+_QUICK = (".npy",)
+"""Not opened ahead: that is 100 us of Python, and a thread would hold the interpreter's lock for as long at a worse moment."""
+
 
 class CellReaders:
     """Open files, by stream. One thread reads; another opens ahead."""
@@ -67,7 +70,7 @@ class CellReaders:
     def expect(self, streams: Sequence[int]) -> None:
         """Open these ahead, if they are not open yet."""
         for stream in streams:
-            if stream in self._open or stream in self._coming:
+            if stream in self._open or stream in self._coming or self._paths[stream].endswith(_QUICK):
                 continue
             if self._opener is None:
                 self._opener = ThreadPoolExecutor(1, thread_name_prefix="headrace-open-ahead")

@@ -163,8 +163,10 @@ class _Array:
             )
 
     def read(self, file: RawFile, start: int, stop: int) -> np.ndarray:
-        data = file.read(self.offset + start * self.row_bytes, (stop - start) * self.row_bytes)
-        return np.frombuffer(data, dtype=self.dtype).reshape(stop - start, *self.shape[1:])
+        out = np.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        if out.nbytes:  # straight into the array: a bytearray would be cleared first
+            file.read_into(out.reshape(-1).view(np.uint8).data, self.offset + start * self.row_bytes)
+        return out
 
 
 class _Numpy:

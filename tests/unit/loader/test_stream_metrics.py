@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 from headrace.errors import ConfigError, CursorMismatch, DataChanged, DataError
 from headrace.loader.data_stats import DataStatsCollector
+from headrace.loader.extra_metrics import drained_metrics, extra_metrics
+from headrace.loader.stream_metrics import without_states
 from headrace.loader.streams import StreamMixingDataset
 from headrace.metrics import Mean, registered_specs
 
@@ -176,6 +178,24 @@ def test_every_key_is_declared_with_its_reduction(tmp_path):
         assert reduction == ("min" if key.endswith("_min") else "max" if key.endswith("_max") else "sum")
     listed = {spec.key for spec in registered_specs()}
     assert {f"{A}/modalities/<modality>", "stream_mixing/picks/<modality>", f"{A}/overdue_max", EXHAUSTED} <= listed
+
+
+def test_a_trainer_asks_in_one_place_and_other_datasets_have_nothing_to_say(tmp_path):
+    data = four(tmp_path)
+    loader = DataLoader(data, batch_size=None)
+    next(iter(loader))
+    drained = extra_metrics(loader, world_size=1, device=torch.device("cpu"))
+    assert drained.keys() >= SEVEN
+    assert extra_metrics(loader) == {}, "it was drained"
+    for other in (None, [1, 2], DataLoader([1, 2])):
+        assert extra_metrics(other, world_size=4) == {}, "and no collective is waited for"
+        assert drained_metrics(other) == {}
+
+
+def test_counts_of_readers_stand_while_events_add_up():
+    events, states = without_states({f"{A}/modalities/rna": 3, EXHAUSTED: 1, f"{A}/remaining_min": 2})
+    assert states == {f"{A}/modalities/rna": 3}
+    assert events == {EXHAUSTED: 1, f"{A}/remaining_min": 2}
 
 
 # ------------------------------------------------------------------------------------------------ the dataset
