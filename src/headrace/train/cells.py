@@ -108,7 +108,7 @@ class CellTrainer:
         self.rank, self.world_size = rank, world_size
         self.device = device_for(settings.device)
         # A step is about a millisecond of work in small pieces: on a busy machine two threads that wait for each other at
-        # every piece took 70 ms, one takes 2.
+        # every piece took 70 ms, one takes 3.
         torch.set_num_threads(settings.threads or 1)
         self.model = CellModel(widths, dim=dim, depth=depth)
         self._shape = {"widths": self.model.widths, "dim": dim, "depth": depth}
