@@ -3,6 +3,7 @@
     files ──► sources ──► mix ──► text ──► loader ──► trainer
               rows       who is   tokens,  batches,
               enter      next     packing  state, digest             metrics beside everything
+    files of cells ───► mix ──────────────► StreamMixingDataset ──► trainer
 
     import headrace as hr
 
@@ -49,10 +50,14 @@ if TYPE_CHECKING:
         TextDataset,
         merge_states,
     )
+    from headrace.loader.data_stats import DataStatsCollector
+    from headrace.loader.extra_metrics import extra_metrics
+    from headrace.loader.streams import StreamMixingDataset
     from headrace.loader.torch_adapters import TorchDataset, attach_to_trainer
     from headrace.metrics import MetricSpec, Reducer, Reduction, Wait, phase
     from headrace.order import Cursor, Digest
     from headrace.sources import Source
+    from headrace.sources.cells import register_cells
     from headrace.train import global_token_mean
 
 __version__ = "0.1.0"
@@ -62,6 +67,7 @@ _HOME = {
     "Batch": "batch", "Field": "batch", "Schema": "batch", "LM_SCHEMA": "batch",
     "Job": "jobs.wiring", "load": "jobs.wiring",
     "Loader": "loader", "LoaderReport": "loader", "MixChange": "loader", "Piece": "loader", "PreparedDataset": "loader", "PreparedLoader": "loader", "TextDataset": "loader", "merge_states": "loader",
+    "StreamMixingDataset": "loader.streams", "DataStatsCollector": "loader.data_stats", "extra_metrics": "loader.extra_metrics", "register_cells": "sources.cells",
     "TorchDataset": "loader.torch_adapters", "attach_to_trainer": "loader.torch_adapters",
     "MetricSpec": "metrics", "Reducer": "metrics", "Reduction": "metrics", "Wait": "metrics", "phase": "metrics",
     "Cursor": "order", "Digest": "order",
@@ -77,6 +83,7 @@ __all__ = [
     "CursorMismatch",
     "DataChanged",
     "DataError",
+    "DataStatsCollector",
     "DeadlineExceeded",
     "Digest",
     "Field",
@@ -95,6 +102,7 @@ __all__ = [
     "Schema",
     "Source",
     "StorageError",
+    "StreamMixingDataset",
     "TextDataset",
     "TokenizerError",
     "TorchDataset",
@@ -102,10 +110,12 @@ __all__ = [
     "WorkerDied",
     "__version__",
     "attach_to_trainer",
+    "extra_metrics",
     "global_token_mean",
     "load",
     "merge_states",
     "phase",
+    "register_cells",
     "testing",
 ]
 

@@ -6,6 +6,7 @@ check     what a config would do, without doing it
 plan      how its mix, epochs and repeats would go
 prepare   tokenise once, into shards that are mapped
 inspect   what a file or a folder of ours holds
+report    what a run looked like, as one page
 flight    headrace step, find, diff: what a run saw, and when
 facts     headrace metrics, headrace env
 terminal  what a person sees while a run goes on
@@ -18,10 +19,11 @@ from headrace.cli.flight import diff, find, step
 from headrace.cli.inspect import inspect
 from headrace.cli.plan import plan
 from headrace.cli.prepare import prepare
+from headrace.cli.report import report
 from headrace.cli.run import run
 
 # Verbs import what is heavy when they are called, so that `headrace --help` is quick and imports no torch.
-for verb in (run, check, plan, prepare, inspect, step, find, diff, metrics, env):
+for verb in (run, check, plan, prepare, inspect, report, step, find, diff, metrics, env):
     app.command(verb)
 
 __all__ = ["main"]

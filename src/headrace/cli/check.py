@@ -10,7 +10,8 @@ from cyclopts import Parameter
 
 from headrace.cli.app import Settings, overrides
 from headrace.cli.terminal import console_for, short
-from headrace.jobs.config_layers import load_config
+from headrace.jobs.config_layers import load_any_config
+from headrace.jobs.streams_config import StreamsConfig
 
 __all__ = ["check"]
 
@@ -22,19 +23,30 @@ def check(
     settings: Settings = (),
     ranks: Annotated[int, Parameter(help="Also check that this many ranks can share the run.")] = 1,
     full: Annotated[bool, Parameter(help="Compare everything ever read with its recorded hash.", negative=())] = False,
+    stale_threshold: Annotated[
+        int | None,
+        Parameter(help="Of a stream job: would a ledger that forgets groups after so many steps do so falsely?"),
+    ] = None,
     format: Annotated[Literal["text", "json"], Parameter(help="json: one object for machines.")] = "text",
     quiet: Annotated[bool, Parameter(help="Only the exit code.", negative=())] = False,
 ) -> int:
     """Validate a config, open its sources, and print the plan: rows, tokens, weights, lanes, epochs.
 
+    Of a stream job the plan is played through, step by step and without reading a row: picks, absences, how often slices run
+    dry, how long the unluckiest waits; and it warns of runs that would starve a modality or spike.
+
     ```
     headrace check examples/quickstart.toml
+    headrace check examples/stream_mixing/diag_exhaust_spike.toml
     headrace check run.toml --loader.global_batch_size 64 --ranks 8
     ```
     """
+    checked = load_any_config(config, overrides(settings))
+    if isinstance(checked, StreamsConfig):
+        return _check_streams(config, checked, ranks=ranks, stale_threshold=stale_threshold, format=format, quiet=quiet)
     from headrace.jobs.check import check_job
 
-    plan = check_job(load_config(config, overrides(settings)), ranks=ranks, full_check=full)
+    plan = check_job(checked, ranks=ranks, full_check=full)
     if quiet:
         return 0
     console = console_for()
@@ -65,6 +77,44 @@ def check(
         soft_wrap=True,
     )
     console.print(f"tokenizer {plan.tokenizer} ({plan.vocab_size:,} ids)", highlight=False)
+    for warning in plan.warnings:
+        console.print(f"[yellow]note[/] {warning}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _check_streams(
+    path: Path, config: StreamsConfig, *, ranks: int, stale_threshold: int | None, format: str, quiet: bool
+) -> int:
+    from headrace.jobs.streams_check import check_streams
+
+    plan = check_streams(config, ranks=ranks, stale_threshold=stale_threshold)
+    if quiet:
+        return 0
+    console = console_for()
+    if format == "json":
+        console.print_json(json.dumps(plan.to_dict()))
+        return 0
+    from rich.table import Table
+
+    console.print(f"[bold]{path}[/] is valid   config {plan.config_hash}   {plan.kind}", highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("modality", "files", "rows", "batch", "picks", "share", "absent", "longest absence"):
+        table.add_column(name, justify="left" if name == "modality" else "right")
+    for m in plan.modalities:
+        table.add_row(
+            m.name, f"{m.files:,}", f"{m.rows:,}", f"{m.batch_size:,}", f"{m.picks:,}", f"{m.share:.3f}", f"{m.absent:.0%}", f"{m.longest_absence:,} steps"
+        )  # fmt: skip
+    console.print(table)
+    lines = (
+        f"{plan.steps:,} steps, {plan.epochs:.2f} epochs of {plan.picks_an_epoch:,} picks; pool of {plan.pool}"
+        + (f" in each of {plan.lanes} lanes" if plan.lanes > 1 else ""),
+        f"slices run dry at {plan.exhaust_rate:.1%} of the steps ({plan.exhausts_a_step:.2f} a step); what is left of them differs by {plan.spread_mean:.2f}",
+        f"longest wait from pick to pick: {plan.worst_pick_gap:,} steps" + (f" ({plan.worst_gap_stream})" if plan.worst_gap_stream else "")
+        + f"; overdue at most {plan.overdue_max:.1f}",
+    )  # fmt: skip
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"played {plan.played:,} steps in {plan.seconds:.1f} s", style="dim", highlight=False)
     for warning in plan.warnings:
         console.print(f"[yellow]note[/] {warning}", highlight=False, soft_wrap=True)
     return 0

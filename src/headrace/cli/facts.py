@@ -23,7 +23,9 @@ def metrics(*, format: Format = "text", quiet: Quiet = False) -> int:
     headrace metrics --format json | jq '.[].key'
     ```
     """
-    import headrace.jobs.lm  # noqa: F401  declares the metrics of every room
+    import headrace.jobs.lm
+    import headrace.jobs.streams
+    import headrace.loader.stream_metrics  # noqa: F401  these declare the metrics of every room
     from headrace.metrics import registered_specs
 
     specs = registered_specs()

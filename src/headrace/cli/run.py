@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,11 +14,20 @@ from cyclopts import Parameter
 
 from headrace import __version__
 from headrace.cli.app import Settings, overrides
-from headrace.cli.terminal import Silent, TerminalWatcher, announce, closing, console_for
+from headrace.cli.terminal import (
+    Silent,
+    TerminalWatcher,
+    announce,
+    announce_streams,
+    closing,
+    closing_streams,
+    console_for,
+)
 from headrace.errors import ConfigError
 from headrace.jobs.config import check_world_size
-from headrace.jobs.config_layers import load_config
+from headrace.jobs.config_layers import AnyConfig, load_any_config
 from headrace.jobs.folder import RunFolder
+from headrace.jobs.streams_config import StreamsConfig, check_stream_ranks
 
 __all__ = ["run"]
 
@@ -47,12 +57,13 @@ def run(
     ] = "text",
     quiet: Annotated[bool, Parameter(help="Print nothing but errors.", negative=())] = False,
 ) -> int:
-    """Train on a described mix of sources; can be killed at any moment and continued to the bit.
+    """Train on a described mix of sources, or of streams of cells; can be killed at any moment and continued to the bit.
 
     ```
     headrace run examples/quickstart.toml
     headrace run examples/quickstart.toml --run.dir A --run.steps 60 --train.lr 1e-3
     headrace run --resume A
+    headrace run examples/stream_mixing/healthy.toml
     torchrun --nproc-per-node 2 -m headrace run examples/quickstart.toml
     ```
     """
@@ -74,12 +85,12 @@ def run(
         )
     if resume is not None:
         folder = RunFolder.reopen(resume, changed)
-        check_world_size(folder.config, world)
+        _check_ranks(folder.config, world)
         if rank == 0:
             folder.lock()
     else:
-        checked = load_config(config, changed)
-        check_world_size(checked, world)
+        checked = load_any_config(config, changed)
+        _check_ranks(checked, world)
         # Rank 0 claims the folder; the others meet it again in the first collective.
         folder = (
             RunFolder.create(checked, version=__version__)
@@ -88,8 +99,10 @@ def run(
         )
     talks = rank == 0 and not quiet and format == "text"
     console = console_for()
-    if talks:
-        announce(console, folder.config, folder=str(folder.path), ranks=world, resumed=resume is not None)
+    if talks and isinstance(folder.config, StreamsConfig):
+        announce_streams(console, folder.config, folder=str(folder.path), ranks=world, resumed=resume is not None)
+    elif talks:
+        announce(console, folder.text_config, folder=str(folder.path), ranks=world, resumed=resume is not None)
     sys.stdout.flush()
     watcher = (
         TerminalWatcher(console, folder.config.run.steps)
@@ -99,15 +112,29 @@ def run(
     # torch's threads share the cores with ours: one that spins long while it waits takes them from those who have work.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-    from headrace.jobs.lm import run_lm  # brings torch: after the first lines are on the screen
-
     try:
-        with watcher:
-            summary = run_lm(folder, watcher, accept=accept, full_check=full)
+        with watcher:  # these bring torch: after the first lines are on the screen
+            if isinstance(folder.config, StreamsConfig):
+                from headrace.jobs.streams import run_streams
+
+                summary = run_streams(folder, watcher, accept=accept)
+                close = partial(closing_streams, console, summary)
+            else:
+                from headrace.jobs.lm import run_lm
+
+                summary = run_lm(folder, watcher, accept=accept, full_check=full)
+                close = partial(closing, console, summary)
     finally:
         folder.release()
     if talks:
-        closing(console, summary, str(folder.path))
+        close(str(folder.path))
     elif rank == 0 and format == "json":
         console.print_json(json.dumps(summary.to_dict()))
     return 128 + summary.signal if summary.signal else 0  # `headrace run ... && next` must not go on after Ctrl-C
+
+
+def _check_ranks(config: AnyConfig, world: int) -> None:
+    if isinstance(config, StreamsConfig):
+        check_stream_ranks(config, world)
+    else:
+        check_world_size(config, world)

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from headrace.jobs.config import RunConfig
-    from headrace.jobs.lm import Progress, Summary
+    from headrace.jobs.lm import Summary
+    from headrace.jobs.running import Progress
+    from headrace.jobs.streams import StreamSummary
+    from headrace.jobs.streams_config import StreamsConfig
 
-__all__ = ["Silent", "TerminalWatcher", "announce", "closing", "short"]
+__all__ = ["Silent", "TerminalWatcher", "announce", "announce_streams", "closing", "closing_streams", "short"]
 
 
 def short(number: float) -> str:
@@ -48,6 +51,27 @@ def announce(console: Console, config: RunConfig, *, folder: str, ranks: int, re
             f"{config.loader.global_batch_size} x {config.text.seq_len} tokens, {run.steps} steps, {config.loader.lanes} lanes",
         ),
         ("model", f"{config.train.model}, lr {config.train.lr:g}"),
+        ("seed", f"{run.seed}   ranks {ranks}   config {config.hash}"),
+    ]
+    for name, text in rows:
+        console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+
+
+def announce_streams(console: Console, config: StreamsConfig, *, folder: str, ranks: int, resumed: bool) -> None:
+    """The summary at the start of a stream run."""
+    run, streams, train = config.run, config.streams, config.train
+    console.print(
+        f"[bold]headrace[/] {'resumes' if resumed else 'runs'} [bold]{run.name}[/]  in {folder}", highlight=False
+    )
+    sizes = ", ".join([f"{streams.batch_size} rows", *(f"{m} {n}" for m, n in streams.batch_sizes.items())])
+    shape = (
+        f"{streams.lane_count} lanes" if streams.batching_mode == "device_per_stream" else f"x {streams.global_ranks}"
+    )
+    rows = [
+        ("streams", f"{'  '.join(streams.roots)} ({streams.layout})"),
+        ("mixing", f"{streams.num_streams_mixed} at a time, {streams.pick_mode}, {streams.queue}"),
+        ("batches", f"{sizes}; {streams.batching_mode} {shape}, {run.steps} steps"),
+        ("model", f"{train.depth} blocks of {train.dim}, {train.mask:.0%} of the features hidden, lr {train.lr:g}"),
         ("seed", f"{run.seed}   ranks {ranks}   config {config.hash}"),
     ]
     for name, text in rows:
@@ -128,7 +152,7 @@ class TerminalWatcher:
         mix = " ".join(f"{name} {share:.2f}".replace("0.", ".") for name, share in progress.mix.items())
         width = len(str(progress.steps))
         self._line(
-            f"step {progress.step:>{width}}  loss {progress.loss:.3f}  tok/s {short(progress.tokens_per_second):>5}  "
+            f"step {progress.step:>{width}}  loss {progress.loss:.3f}  {progress.unit}/s {short(progress.tokens_per_second):>5}  "
             f"wait {progress.wait_ms:.1f} ms ({progress.wait_share:.0%})  mix {mix}"
         )
         if self._bar is not None and self._task is not None:
@@ -164,7 +188,25 @@ def closing(console: Console, summary: Summary, folder: str) -> None:
         console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
 
 
-def _go_on(summary: Summary) -> str:
+def closing_streams(console: Console, summary: StreamSummary, folder: str) -> None:
+    """The summary at the end of a stream run."""
+    console.print(f"\n[bold]{summary.state}[/] at step {summary.step} of {summary.steps}", highlight=False)
+    rows: Sequence[tuple[str, str]] = [
+        ("loss", f"{summary.loss_first:.3f} -> {summary.loss_last:.3f}  (first step, mean of the last 10)"),
+        ("speed", f"{short(summary.cells_per_second)} cells/s over {summary.seconds:.1f} s"),
+        ("wait", f"{summary.exposed_wait_seconds:.2f} s exposed ({summary.exposed_wait_share:.1%})"),
+        ("mix", "  ".join(f"{m} {share:.3f}" for m, share in summary.mix.items()) + f"   epoch {summary.epoch}"),
+        ("order", summary.order_digest),
+        ("model", f"sha256 {summary.model_sha256[:16]}…"),
+        ("folder", folder),
+        ("look", f"headrace report {folder}"),
+        ("resume" if summary.step < summary.steps else "extend", _go_on(summary)),
+    ]
+    for name, text in rows:
+        console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+
+
+def _go_on(summary: Summary | StreamSummary) -> str:
     if summary.step < summary.steps:
         return summary.resume
     return f"{summary.resume} --run.steps {summary.steps * 2}"

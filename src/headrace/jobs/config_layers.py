@@ -58,9 +58,12 @@ from headrace.jobs.config import (
     shortened,
     toml_text,
 )
+from headrace.jobs.streams_config import REMOVED, CellTrainSection, StreamsConfig, StreamsSection
 from headrace.jobs.toml_source import KeyPath, TomlError, parse_toml
 
-__all__ = ["load_config"]
+__all__ = ["AnyConfig", "load_any_config", "load_config"]
+
+AnyConfig = RunConfig | StreamsConfig
 
 _MAX_FILE = 1 << 20
 
@@ -73,7 +76,7 @@ _ENVIRONMENT: dict[str, KeyPath] = {
 _ALIASES: dict[KeyPath, KeyPath] = {("text", "context_len"): ("text", "seq_len")}
 _BLAMED: dict[KeyPath, KeyPath] = {("text", "window_blocks"): ("text", "seq_len")}
 """Which key is told, when the checked one was left at its default."""
-_NOT_BUILT = ("streams", "rollouts")
+_NOT_BUILT = ("rollouts",)
 _OPTIONS = re.compile(r"(?P<spec>.+?)\?(?P<options>\w+=[^&]*(?:&\w+=[^&]*)*)", re.DOTALL)
 """A spec with options; their "?" is told from that of a pattern by the "=" that follows."""
 _SHORT_FLOAT = re.compile(r"[+-]?(?:[0-9]*\.[0-9]+|[0-9]+\.)(?:[eE][+-]?[0-9]+)?")
@@ -113,6 +116,11 @@ class _Layers:
     """Who is told about what is missing altogether."""
     problems: list[tuple[tuple[int, int], str]] = field(default_factory=list)
 
+    @property
+    def root(self) -> type[RunConfig] | type[StreamsConfig]:
+        """The model that the tables stand for: a job's kind follows from them."""
+        return StreamsConfig if "streams" in self.values else RunConfig
+
     # -------------------------------------------------------------------------------- reading the layers
 
     def read_file(self, path: Path) -> None:
@@ -130,10 +138,12 @@ class _Layers:
             self._lift_options(index, table, replace=False)
 
     def read_environment(self, env: Mapping[str, str]) -> None:
+        if self.root is not RunConfig:
+            return  # the variables are about text
         for place, (variable, path) in enumerate(_ENVIRONMENT.items()):
             if env.get(variable, "").strip():
                 origin = _Origin(layer="environment", place=place, label=variable)
-                self._put(path, _parsed(env[variable].strip(), path), origin)
+                self._put(path, _parsed(env[variable].strip(), path, self.root), origin)
         origin = _Origin(layer="environment", place=len(_ENVIRONMENT), label="DATASET_SPECS")
         specs = _one_line_specs(env.get("DATASET_SPECS", ""))
         if specs is None:
@@ -158,7 +168,7 @@ class _Layers:
                 self._report(origin, (), "expected an override such as --train.lr 3e-4")
                 continue
             path: KeyPath = _ALIASES.get(tuple(parts), tuple(parts))
-            self._put(path, True if text is None else _parsed(text, path), origin)
+            self._put(path, True if text is None else _parsed(text, path, self.root), origin)
             for index, table in enumerate(self._source_tables()):
                 if self._origin_of(("source", index, "spec")) is origin:
                     self._lift_options(index, table, replace=True)
@@ -174,7 +184,7 @@ class _Layers:
             if key is None:
                 return
             done = (*done, key)
-            below: Any = value if depth == len(path) else [] if _Shape.at(done).is_array else {}
+            below: Any = value if depth == len(path) else [] if _Shape.at(done, self.root).is_array else {}
             if isinstance(here, list) and key == len(here):
                 here.append(below)
             elif depth == len(path) or (isinstance(here, dict) and key not in here):
@@ -247,15 +257,15 @@ class _Layers:
             elif name in table and not replace:
                 self._report(lifted, path, f"{name} is set elsewhere too; keep one of the two")
             else:
-                self._put(path, _parsed(text, path), lifted)
+                self._put(path, _parsed(text, path, self.root), lifted)
         table["spec"] = split["spec"]
 
     # ---------------------------------------------------------------------------------- what is wrong
 
-    def checked(self) -> RunConfig:
+    def checked(self) -> AnyConfig:
         """The config, or one ConfigError with all that is wrong."""
         try:
-            config = RunConfig.model_validate(self.values)
+            config = self.root.model_validate(self.values)
         except ValidationError as error:
             self._explain(error)
         else:
@@ -284,7 +294,7 @@ class _Layers:
             return self._missing(path)
         if kind == "value_error":
             return str(error["ctx"]["error"])
-        shape = _Shape.at(path)
+        shape = _Shape.at(path, self.root)
         if self._origin_of(path).bare:
             return f"needs a value, {shape.expected()}"
         if kind == "finite_number":
@@ -307,36 +317,41 @@ class _Layers:
         origin = self._origin_of(path)
         if origin.layer == "override" and path[0] == "source":
             return f"there is no source {path[1]}; to add it, give --{_dotted(path)} too"
-        return f"missing, {_Shape.at(path).expected()}"
+        return f"missing, {_Shape.at(path, self.root).expected()}"
 
     def _unknown(self, path: KeyPath, found: object) -> str:
         """What an unknown key may have been meant to be: a key of another table, or nearly one of this table."""
         name = str(path[-1])
         origin = self._origin_of(path)
         override = origin.layer == "override"
+        tables = _KEYS if self.root is RunConfig else _STREAM_KEYS
+        if self.root is StreamsConfig and path[:1] == ("streams",) and name in REMOVED:
+            return REMOVED[name]
+        if self.root is StreamsConfig and len(path) == 1 and name in _KEYS:
+            return f"{_header(name)} belongs to a text job and [streams] to a stream job; keep one of the two"
         if len(path) == 1:
             if name in _NOT_BUILT:
                 return f"[{name}] is not built yet; this headrace runs text jobs, [[source]] with [train]"
             if _is_table(found):
-                near = _nearest(name, list(_KEYS))
+                near = _nearest(name, list(tables))
                 if not near:
-                    return f"unknown table, the tables are {', '.join(map(_header, _KEYS))}"
+                    return f"unknown table, the tables are {', '.join(map(_header, tables))}"
                 rest = origin.label.removeprefix(f"--{name}.")
                 return "unknown table" + _did_you_mean(f"--{near}.{rest}" if rest != origin.label else _header(near))
         table = str(path[0]) if len(path) > 1 else ""
-        homes = [other for other, keys in _KEYS.items() if other != table and name in keys]
+        homes = [other for other, keys in tables.items() if other != table and name in keys]
         if homes and override:
             return f"unknown key{_did_you_mean(' or '.join(f'--{home}.{_zero(home)}{name}' for home in homes))}"
         if homes:
             return f"unknown key, belongs in {' or '.join(map(_header, homes))}"
-        if near := _nearest(name, _KEYS.get(table, ())):
+        if near := _nearest(name, tables.get(table, ())):
             return f"unknown key{_did_you_mean(f'--{_dotted((*path[:-1], near))}' if override else near)}"
-        if near := _nearest(name, [key for keys in _KEYS.values() for key in keys]):
-            home = next(t for t, keys in _KEYS.items() if near in keys)
+        if near := _nearest(name, [key for keys in tables.values() for key in keys]):
+            home = next(t for t, keys in tables.items() if near in keys)
             return f"unknown key{_did_you_mean(f'--{home}.{_zero(home)}{near}' if override else f'{near} in {_header(home)}')}"
-        if table in _KEYS:
-            return f"unknown key, {_header(table)} takes {', '.join(_KEYS[table])}"
-        return f"unknown key, the tables are {', '.join(map(_header, _KEYS))}"
+        if table in tables:
+            return f"unknown key, {_header(table)} takes {', '.join(tables[table])}"
+        return f"unknown key, the tables are {', '.join(map(_header, tables))}"
 
     def _origin_of(self, path: KeyPath) -> _Origin:
         while path and path not in self.origins:
@@ -348,6 +363,17 @@ class _Layers:
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), env: Mapping[str, str] = os.environ) -> RunConfig:
+    """The checked config of a text job; see `load_any_config`. Another kind of job is refused."""
+    config = load_any_config(path, overrides, env)
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            f"{_shown(path) if path is not None else 'the config'} describes a job of kind {config.kind!r}; this works on text jobs, "
+            "[[source]] with [train]"
+        )
+    return config
+
+
+def load_any_config(path: Path | None, overrides: Sequence[str] = (), env: Mapping[str, str] = os.environ) -> AnyConfig:
     """The checked config of a file, the environment and `--section.key value` overrides; ConfigError says all problems.
 
     Overrides are what stood on the command line: `--train.lr 3e-4`, `--train.lr=3e-4`, `--source.0.weight 0.5`, and
@@ -419,9 +445,9 @@ def _override_pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str | None]
             yield name, None
 
 
-def _parsed(text: str, path: KeyPath) -> Any:
+def _parsed(text: str, path: KeyPath, root: type[BaseModel]) -> Any:
     """The TOML value that a text outside of a file stands for, or else the text itself."""
-    value, kind = _toml_value(text), _Shape.at(path).kind
+    value, kind = _toml_value(text), _Shape.at(path, root).kind
     if kind is str and not isinstance(value, str):
         return text  # where text is wanted, `--run.name 7` and `--run.name 2024-05-01` mean just that
     if value is None and kind is float and _SHORT_FLOAT.fullmatch(text):
@@ -461,8 +487,8 @@ class _Shape:
     example: Any = None
 
     @classmethod
-    def at(cls, path: KeyPath) -> _Shape:
-        kind: Any = RunConfig
+    def at(cls, path: KeyPath, root: type[BaseModel]) -> _Shape:
+        kind: Any = root
         bounds: tuple[Any, ...] = ()
         example: Any = None
         for part in path:
@@ -540,6 +566,12 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "text": (*_keys_of(TextSection), *(str(alias[1]) for alias in _ALIASES)),
     "loader": _keys_of(LoaderSection),
     "train": _keys_of(TrainSection),
+}
+
+_STREAM_KEYS: dict[str, tuple[str, ...]] = {
+    "run": _keys_of(RunSection),
+    "streams": _keys_of(StreamsSection),
+    "train": _keys_of(CellTrainSection),
 }
 
 

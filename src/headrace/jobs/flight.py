@@ -169,7 +169,7 @@ class RunFlight:
         _require_small(path / "run.json")
         self.folder = RunFolder.reopen(path)
         self.path = path
-        self.config = self.folder.config
+        self.config = self.folder.text_config
         self.names = tuple(s.name for s in self.config.source)
         self.windows_made = 0
         self.seconds = 0.0

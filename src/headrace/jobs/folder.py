@@ -30,7 +30,7 @@ from typing import Any
 from headrace.errors import ConfigError, FileCorrupt
 from headrace.files import publish, publish_json, sweep_temporaries
 from headrace.jobs.config import RunConfig
-from headrace.jobs.config_layers import load_config
+from headrace.jobs.config_layers import AnyConfig, load_any_config
 
 __all__ = ["RunFolder", "describe_run", "read_jsonl"]
 
@@ -38,14 +38,14 @@ __all__ = ["RunFolder", "describe_run", "read_jsonl"]
 class RunFolder:
     """One run's folder. Made by `create` or `reopen`; every rank holds one, rank 0 writes."""
 
-    def __init__(self, path: Path, config: RunConfig, about: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, config: AnyConfig, about: Mapping[str, Any]) -> None:
         self.path = path
         self.config = config
         self.about = dict(about)
         self._lock: int | None = None
 
     @classmethod
-    def create(cls, config: RunConfig, *, version: str) -> RunFolder:
+    def create(cls, config: AnyConfig, *, version: str) -> RunFolder:
         """Claim the folder of a new run. A folder that holds a run already is refused."""
         path = Path(config.run.dir)
         if path.exists() and not path.is_dir():
@@ -104,7 +104,7 @@ class RunFolder:
                 f"--run.dir cannot be changed at a resume: {path} is the run's folder. Copy it first, or leave that out"
             )
         about = read_json(path / "run.json")
-        config = load_config(path / "config.toml", (*overrides, "--run.dir", str(path)), env={})
+        config = load_any_config(path / "config.toml", (*overrides, "--run.dir", str(path)), env={})
         return cls(path, config, about)
 
     def lock(self) -> None:
@@ -127,6 +127,13 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    @property
+    def text_config(self) -> RunConfig:
+        """The config of a text run; another kind of run is refused."""
+        if not isinstance(self.config, RunConfig):
+            raise ConfigError(f"{self.path} holds a run of kind {self.config.kind!r}; this works on text runs only")
+        return self.config
 
     @property
     def base(self) -> Path:

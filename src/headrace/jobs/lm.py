@@ -11,66 +11,35 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 import time
 from collections import deque
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from headrace.errors import ConfigError, CursorMismatch, HeadraceError
 from headrace.files import Container
 from headrace.jobs.flight_record import merge_flights
 from headrace.jobs.folder import RunFolder
+from headrace.jobs.running import Progress, Watcher, cpu_group, open_sinks, stop_on_signal, waits_by_name
 from headrace.jobs.wiring import Job
 from headrace.loader import Loader, TextDataset, merge_states
 from headrace.loader.exchange import gather_json
 from headrace.metrics import (
     Accumulator,
-    BackgroundSinks,
     JsonlSink,
     Mean,
-    MetricSpec,
     Reducer,
-    Reduction,
     Sink,
-    TensorboardSink,
-    WandbSink,
     default_meter,
-    register,
     registered_specs,
 )
 from headrace.order import Digest
 
 __all__ = ["Progress", "Summary", "Watcher", "run_lm"]
 
-register(
-    MetricSpec("train/loss", Reduction.MEAN, unit="nat", help="mean loss per token, over the interval"),
-    MetricSpec(
-        "train/grad_norm", Reduction.MAX, unit="", help="largest gradient norm of the interval, before clipping"
-    ),
-    MetricSpec("train/lr", Reduction.MAX, unit="", help="learning rate"),
-    MetricSpec("train/tokens", Reduction.SUM, unit="tokens", help="tokens learned from"),
-    MetricSpec("run/stop", Reduction.MAX, unit="", help="1 once a rank was asked to stop"),
-)
-
 _TAIL = 10
 """The loss at the end is the mean over this many steps: one batch alone says little."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """One interval of a run, over all ranks."""
-
-    step: int
-    steps: int
-    loss: float
-    lr: float
-    tokens_per_second: float
-    wait_ms: float
-    """Exposed wait per step."""
-    wait_share: float
-    mix: Mapping[str, float]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,21 +74,6 @@ class Summary:
         return {name: None if value != value else value for name, value in values.items()}
 
 
-class Watcher(Protocol):
-    """Whoever looks on. Called on rank 0 only."""
-
-    def waiting(self, what: str) -> None: ...
-    def first_batch(self, seconds: float, waits: Mapping[str, float]) -> None: ...
-    def progress(self, progress: Progress) -> None: ...
-    def info(self, sentence: str) -> None:
-        """Worth a line to whoever looks on."""
-        ...
-
-    def notice(self, sentence: str) -> None:
-        """Worth a line even where nothing else is printed."""
-        ...
-
-
 @dataclass(slots=True)
 class _Run:
     """Everything that is open while a run goes on."""
@@ -151,7 +105,7 @@ class _Run:
 
 def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), full_check: bool = False) -> Summary:
     """Run or continue the run in `folder` until its last step, or until it is asked to stop. Every rank calls it."""
-    config = folder.config
+    config = folder.text_config
     job = Job(config, folder.base)
     # Sources first: most of what can be wrong is wrong there, and torch takes longer to import than they to open.
     watcher.waiting("sources, tokenizer")
@@ -177,11 +131,11 @@ def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (),
             lead = ranks.rank == 0
             run = _Run(
                 job=job, folder=folder, loader=loader, trainer=trainer, rank=ranks.rank, world_size=ranks.world_size,
-                watcher=watcher, sinks=_sinks(stack, folder) if lead else (),
+                watcher=watcher, sinks=open_sinks(stack, folder) if lead else (),
                 journal=stack.enter_context(JsonlSink(folder.path / "journal.jsonl")) if lead else None, store=store,
             )  # fmt: skip
             _restore(run, data, accept)
-            stack.enter_context(_stop_on_signal(run))
+            stack.enter_context(stop_on_signal(run))
             return _go(run)
     finally:
         shutdown_distributed()
@@ -256,7 +210,7 @@ def _go(run: _Run) -> Summary:
     meter = default_meter()
     last = min(config.steps, config.stop_after or config.steps)
     specs = registered_specs()
-    interval, reducer = Accumulator(specs), Reducer(specs, _cpu_group(run), deadline=config.deadline)
+    interval, reducer = Accumulator(specs), Reducer(specs, cpu_group(run.world_size), deadline=config.deadline)
     meter.drain()
     run.started = time.perf_counter()
     run.started_tokens = run.loader.report().tokens
@@ -277,7 +231,7 @@ def _go(run: _Run) -> Summary:
             state = "data_ended"
             break
         if first:
-            run.watcher.first_batch(time.perf_counter() - run.started, _waits(meter.totals()))
+            run.watcher.first_batch(time.perf_counter() - run.started, waits_by_name(meter.totals()))
             first = False
         loss, tokens = result.loss, result.tokens
         if tokens:  # a step of fillers teaches nothing and has no loss
@@ -469,54 +423,3 @@ def _note(run: _Run, event: str, **facts: Any) -> None:
     """A fact for the journal."""
     if run.journal is not None:
         run.journal.write({"event": event, "time": time.time(), "world_size": run.world_size, **facts})
-
-
-def _waits(totals: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by name of wait, the longest first."""
-    found = {k[5:-8]: float(v) for k, v in totals.items() if k.startswith("wait/") and k.endswith("/seconds")}
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def _sinks(stack: contextlib.ExitStack, folder: RunFolder) -> list[Sink]:
-    sinks: list[Sink] = [stack.enter_context(JsonlSink(folder.path / "metrics.jsonl"))]
-    slow: list[Sink] = []
-    if "tensorboard" in folder.config.run.sinks:
-        slow.append(TensorboardSink(folder.path / "tensorboard"))
-    if "wandb" in folder.config.run.sinks:
-        slow.append(WandbSink(name=folder.config.run.name, dir=str(folder.path), config=folder.config.resolved()))
-    if slow:
-        sinks.append(stack.enter_context(BackgroundSinks(slow)))
-    return sinks
-
-
-def _cpu_group(run: _Run) -> Any:
-    """Metrics are reduced in CPU memory: under nccl that takes a gloo group of its own."""
-    if run.world_size == 1:
-        return None
-    import torch.distributed as dist
-
-    return dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
-
-
-@contextlib.contextmanager
-def _stop_on_signal(run: _Run) -> Generator[None]:
-    """The first SIGINT or SIGTERM asks for a stop after the step, with a checkpoint; the second is as rude as ever."""
-
-    def ask(number: int, _: Any) -> None:
-        run.asked_to_stop = number
-        signal.signal(number, before[number])
-        if run.rank == 0:
-            when = "after this step" if run.world_size == 1 else "at the next line, when all ranks know"
-            run.watcher.notice(f"{signal.Signals(number).name}: stopping {when} (again: at once, without saving)")
-
-    before: dict[int, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, ask)
-    except ValueError:  # not the main thread: whoever runs us there handles signals
-        before.clear()
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,10 +1,46 @@
 """Who is next: pure arithmetic over row counts, weights and tokens.
 
+Documents:
 deal        which rows of a source a lane reads in an epoch, and in which order
 interleave  which source gives a lane its next block
+
+Streams (files of cells, K open at a time):
+streams     which streams there are, how many picks each lasts, which lane reads it
+queue       in which order they wait for a place in the pool
+pool        which slices are being read, and how evenly they drain
+pick        which of them gives the next batch
+plan        all of it together: what comes next, and where that stands
 """
 
 from headrace.mix.deal import Deal, Span
 from headrace.mix.interleave import LaneMix, fixed_point, lane_weight_factors, starting_credits
+from headrace.mix.pick import PICK_MODES, PickMode
+from headrace.mix.plan import BATCHING_MODES, BatchingMode, Draw, LanePool, MixPlan, MixSettings, Reshard, worker_of
+from headrace.mix.pool import Slice, Snapshot
+from headrace.mix.queue import QUEUES, Queue
+from headrace.mix.streams import StreamTable, rank_share
 
-__all__ = ["Deal", "LaneMix", "Span", "fixed_point", "lane_weight_factors", "starting_credits"]
+__all__ = [
+    "BATCHING_MODES",
+    "PICK_MODES",
+    "QUEUES",
+    "BatchingMode",
+    "Deal",
+    "Draw",
+    "LaneMix",
+    "LanePool",
+    "MixPlan",
+    "MixSettings",
+    "PickMode",
+    "Queue",
+    "Reshard",
+    "Slice",
+    "Snapshot",
+    "Span",
+    "StreamTable",
+    "fixed_point",
+    "lane_weight_factors",
+    "rank_share",
+    "starting_credits",
+    "worker_of",
+]

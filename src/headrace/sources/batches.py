@@ -29,7 +29,7 @@ from headrace.sources.spec import nearest
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["ArrowBatches"]
+__all__ = ["ArrowBatches", "batch_of", "messages_of"]
 
 _MAGIC = b"ARROW1"
 _CONTINUED = 0xFFFFFFFF
@@ -63,13 +63,13 @@ class ArrowBatches:
         found: list[tuple[int, int, int, int, int]] = []
         row = 0
         column: _Column | None = None
-        for at, end, body, kind, metadata in _messages(file):
+        for at, end, body, kind, metadata in messages_of(file):
             if kind == SCHEMA:
                 column = _Column.of(file, metadata, self.text_key)
             elif kind == BATCH:
                 if column is None:
                     raise Undecodable(file.path, "is damaged: a record batch comes before any schema")
-                batch = _batch(file, at, metadata)
+                batch = batch_of(file, at, metadata)
                 size = sum(length for _, length in column.buffers(file, at, batch, end - body, end))
                 if batch.rows:
                     found.append((at, end, batch.rows, row, size))
@@ -82,10 +82,10 @@ class ArrowBatches:
     def load(self, file: ByteFile, start: int, end: int) -> Loaded:
         column = self._column(file)
         try:
-            at, stop, body, kind, metadata = next(_messages(file, start, end))
+            at, stop, body, kind, metadata = next(messages_of(file, start, end))
             if kind != BATCH or (at, stop) != (start, end):
                 raise ValueError("no record batch")
-            batch = _batch(file, start, metadata)
+            batch = batch_of(file, start, metadata)
             places = column.buffers(file, start, batch, stop - body, stop)
         except (StopIteration, ValueError, Undecodable) as error:
             raise DataChanged(
@@ -131,7 +131,7 @@ class ArrowBatches:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        metadata = next((m for _, _, _, kind, m in _messages(file) if kind == SCHEMA), None)
+        metadata = next((m for _, _, _, kind, m in messages_of(file) if kind == SCHEMA), None)
         if metadata is None:
             raise Undecodable(file.path, "is no Arrow file or stream: it holds no schema")
         column = _Column.of(file, metadata, self.text_key)
@@ -247,7 +247,7 @@ class _Column:
         return [(start + offset, length) for offset, length in places]
 
 
-def _messages(
+def messages_of(
     file: ByteFile, at: int | None = None, end: int | None = None
 ) -> Iterator[tuple[int, int, int, int, bytes]]:
     """(start, end, length of the body, kind, metadata) of the messages from `at` on; the whole file's by default."""
@@ -298,7 +298,7 @@ def _bounds(file: ByteFile) -> tuple[int, int]:
     return 8, file.size - 10 - footer
 
 
-def _batch(file: ByteFile, at: int, metadata: bytes) -> Batch:
+def batch_of(file: ByteFile, at: int, metadata: bytes) -> Batch:
     try:
         batch = parse_batch(metadata)
     except ValueError as error:

@@ -64,7 +64,6 @@ prefetch_batches = 4
         ("[loader]\nname = 'x'", "loader.name: unknown key, belongs in [run] or [[source]]"),
         ("[trian]\nlr = 1.0", "trian: unknown table, did you mean [train]?"),
         ("[zzz]\nlr = 1.0", "zzz: unknown table, the tables are [run], [[source]], [mix], [text], [loader], [train]"),
-        ("[streams]\nk = 1", "streams: [streams] is not built yet"),
         ("[rollouts]\nk = 1", "rollouts: [rollouts] is not built yet"),
         ("[text]\nseq_len = '64'", 'text.seq_len: expected an integer such as 1024, found the string "64"; write it with'),
         ("[text]\nseq_len = 64.0", "text.seq_len: expected an integer such as 1024, found the number 64.0"),
@@ -116,7 +115,7 @@ def test_each_kind_of_mistake_is_one_line_in_plain_words(tmp_path, line, said):
         ("[[source]]\nspec = 'a:b?weight=3'\nweight = 2", "run.toml:2: source.0.spec?weight: weight is set elsewhere too"),
         (GOOD + "weight = nan", "run.toml:3: source.0.weight: must be a finite number, found the number nan"),
         (GOOD + "weight = 0", "run.toml:1: source: every source has weight 0"),
-        ("[streams]\n", "run.toml:1: streams: [streams] is not built yet"),
+        ("[streams]\n", 'run.toml:1: streams.roots: missing, expected an array such as ["data/cells"]'),
     ],
 )  # fmt: skip
 def test_mistakes_about_tables_are_told_once_and_by_their_cause(tmp_path, text, said):

@@ -1,0 +1,108 @@
+"""What do a pool's numbers tell, and how do ranks combine them?
+
+    remaining_min, remaining_max            picks left of the slices in the pool: when the next and the last will run dry
+    remaining_fraction_min, _max            the same as parts of each slice: close together while the pool drains evenly
+    modalities/<modality>                   slices in the pool
+    steps_since_pick_max                    the slice that has waited longest
+    exhaust_events                          slices that ran dry since the last drain
+    picks/<modality>                        batches drawn since the last drain; the modalities' counts stay flat where these part
+    overdue_max                             the longest wait as a multiple of what the slice's share of the picks promises
+
+`remaining_*` and `modalities/*` are those of the pool before the pick took its batch, `steps_since_pick_max` and `overdue_max`
+those after it. Counts are summed over ranks: with per_stream every rank has a reader of its own on each slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from headrace.metrics import MetricSpec, Reduction, register
+from headrace.mix import LanePool
+
+__all__ = ["PoolMetrics", "stream_specs", "without_states"]
+
+_ACTIVE = "stream_mixing/active"
+REMAINING_MIN = f"{_ACTIVE}/remaining_min"
+REMAINING_MAX = f"{_ACTIVE}/remaining_max"
+FRACTION_MIN = f"{_ACTIVE}/remaining_fraction_min"
+FRACTION_MAX = f"{_ACTIVE}/remaining_fraction_max"
+SINCE_MAX = f"{_ACTIVE}/steps_since_pick_max"
+OVERDUE_MAX = f"{_ACTIVE}/overdue_max"
+EXHAUSTED = "stream_mixing/refill/exhaust_events"
+
+_SCALARS = (
+    MetricSpec(REMAINING_MIN, Reduction.MIN, True, "picks", None, "picks left of the slice that runs dry next; near 0 for many steps: it is stuck"),
+    MetricSpec(REMAINING_MAX, Reduction.MAX, True, "picks", None, "picks left of the slice that runs dry last"),
+    MetricSpec(FRACTION_MIN, Reduction.MIN, True, "", (0, 1), "what is left of the slice that is read furthest; close to _max while the pool drains evenly"),
+    MetricSpec(FRACTION_MAX, Reduction.MAX, True, "", (0, 1), "what is left of the slice that is read least; above _min by .3 for long: draining is uneven"),
+    MetricSpec(SINCE_MAX, Reduction.MAX, True, "steps", None, "steps since the pick of the slice that has waited longest; about as many as there are slices"),
+    MetricSpec(OVERDUE_MAX, Reduction.MAX, True, "", (0, 3), "the longest wait, as a multiple of what the slice's share of the picks promises"),
+    MetricSpec(EXHAUSTED, Reduction.SUM, False, "slices", None, "slices that ran dry and were replaced; a spike is churn, 0 for long is an epoch that drags"),
+)  # fmt: skip
+_FAMILIES = (
+    MetricSpec(f"{_ACTIVE}/modalities/<modality>", Reduction.SUM, False, "slices", None, "slices of this modality in the pools; 0: it is starved"),
+    MetricSpec("stream_mixing/picks/<modality>", Reduction.SUM, False, "batches", None, "batches drawn from this modality"),
+)  # fmt: skip
+register(*_SCALARS, *_FAMILIES)
+
+
+def without_states(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """(what may be added up over the steps of an interval, what may not): how many slices of a modality are in the pool is
+    summed over ranks, but over steps the last count stands."""
+    states = {key: value for key, value in values.items() if key.startswith(f"{_ACTIVE}/modalities/")}
+    return {key: value for key, value in values.items() if key not in states}, states
+
+
+def stream_specs(modalities: Sequence[str]) -> tuple[MetricSpec, ...]:
+    """The exact keys of a dataset, fixed from its manifest: ranks with another one are refused, not summed."""
+    return (
+        *_SCALARS,
+        *(
+            MetricSpec(
+                family.key.replace("<modality>", m), family.reduction, family.with_max, family.unit, None, family.help
+            )
+            for family in _FAMILIES
+            for m in modalities
+        ),
+    )
+
+
+class PoolMetrics:
+    """Reads the pools of a rank's lanes: the last snapshot of each, and what was added since the last drain."""
+
+    def __init__(self, modalities: Sequence[str]) -> None:
+        # In the order of a Snapshot's fields, then what is counted.
+        self._keys = (
+            REMAINING_MIN, REMAINING_MAX, FRACTION_MIN, FRACTION_MAX, SINCE_MAX, OVERDUE_MAX, EXHAUSTED,
+            *(f"{_ACTIVE}/modalities/{m}" for m in modalities), *(f"stream_mixing/picks/{m}" for m in modalities),
+        )  # fmt: skip
+        self._nothing: tuple[int, int, list[int]] = (0, 0, [0] * len(modalities))
+        self._seen: dict[int, tuple[int, int, list[int]]] = {}
+
+    def forget(self, lanes: Sequence[LanePool]) -> None:
+        """Start counting here: what happened before belongs to another run, or to nobody."""
+        self._seen = {pool.lane: (pool.step, pool.exhausted, pool.picks_by_kind.copy()) for pool in lanes}
+
+    def drain(self, lanes: Sequence[LanePool]) -> dict[str, float]:
+        """{} if nothing was picked since the last drain."""
+        rows: list[tuple[float, ...]] = []
+        picked = False
+        for pool in lanes:
+            shot = pool.snapshot
+            if shot is None:
+                continue
+            step, dry, before = self._seen.get(pool.lane, self._nothing)
+            counts = pool.picks_by_kind
+            rows.append(
+                (*shot[:6], pool.exhausted - dry, *shot[6], *[n - m for n, m in zip(counts, before, strict=True)])
+            )
+            if pool.step != step:
+                picked = True
+                self._seen[pool.lane] = (pool.step, pool.exhausted, counts.copy())
+        if not picked:
+            return {}
+        if len(rows) == 1:
+            return dict(zip(self._keys, rows[0], strict=True))
+        columns = list(zip(*rows, strict=True))
+        together = [min(columns[0]), max(columns[1]), min(columns[2]), *(max(columns[i]) for i in (3, 4, 5))]
+        return dict(zip(self._keys, [*together, *map(sum, columns[6:])], strict=True))

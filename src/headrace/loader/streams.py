@@ -1,0 +1,526 @@
+"""Files of cells become mixed batches: K files open at a time, drained evenly, resumable on any shape.
+
+    data = StreamMixingDataset("cells/", batch_size={"rna": 64, "atac": 32}, num_streams_mixed=8, seed=7)
+    for batch in data:                      # dict of tensors; every cell with its group_id and stream_id
+        ...
+        metrics = data.aggregate_step_metrics(data.drain_step_metrics(), world_size, device)
+    data.state_dict()                       # a few hundred bytes: what was delivered
+
+    per_stream          one plan; all ranks draw the same stream at a step, each its share of the rows
+    device_per_stream   L lanes with streams of their own; lane l belongs to rank l mod W, and none ever lacks a batch
+
+What comes next is `mix.plan`, which reads nothing. One copy of it runs ahead and says what to read; another advances when a
+batch is handed over, and state and metrics come from that one: they are exact under any prefetch and any number of worker
+processes. Imports torch, so only on request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.utils.data import IterableDataset, get_worker_info
+
+from headrace.errors import ConfigError, CursorMismatch, DataError
+from headrace.loader.ahead import Ahead
+from headrace.loader.stream_metrics import PoolMetrics, stream_specs
+from headrace.metrics import Meter, MetricSpec, Reducer, Wait, default_meter
+from headrace.mix import (
+    BatchingMode,
+    Draw,
+    LanePool,
+    MixPlan,
+    MixSettings,
+    PickMode,
+    Queue,
+    StreamTable,
+    rank_share,
+    worker_of,
+)
+from headrace.order import Cursor, fingerprint_json
+from headrace.sources.cell_readers import CellProcesses, CellReaders
+from headrace.sources.cells import CellOpener, Cells, registered_cells
+from headrace.sources.stream_files import Layout, StreamListing, list_streams
+
+__all__ = ["StreamMixingDataset", "StreamReader", "cells_to_tensors"]
+
+_log = logging.getLogger(__name__)
+
+KIND, VERSION = "stream_mixing", 1
+_RESERVED = ("stream_id", "row", "modality", "draw")
+
+Collate = Callable[[Cells], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamReader:
+    """One slice of the pool, as it stands: the rows [slice_start, slice_end) of a stream, read up to `position`."""
+
+    stream_id: int
+    path: str
+    slice_start: int
+    slice_end: int
+    position: int
+    remaining_picks: int
+
+
+def cells_to_tensors(cells: Cells) -> dict[str, Any]:
+    """The default collator: arrays become tensors; strings and ragged lists stay lists."""
+    batch: dict[str, Any] = {}
+    for name, column in cells.items():
+        if column.dtype == object:
+            batch[name] = list(column)
+        else:
+            own = column if column.flags.writeable and column.flags.c_contiguous else np.array(column, order="C")
+            batch[name] = torch.from_numpy(own)
+    return batch
+
+
+class StreamMixingDataset(IterableDataset):
+    """Batches of cells from many files. Iterate it directly, or through `DataLoader(data, batch_size=None)`.
+
+    A batch has the file's columns, `group_id` (int64; a column of that name, or a cell of its own each), `stream_id`, `row`,
+    `modality` and `draw`, the number of the batch over all ranks. A share may have no rows: take the loss as sum / count over
+    all ranks, and take part in every collective.
+    """
+
+    def __init__(
+        self,
+        roots: str | Path | Sequence[str | Path],
+        *,
+        batch_size: int | Mapping[str, int],
+        num_streams_mixed: int = 8,
+        layout: Layout = "nested",
+        batching_mode: BatchingMode = "per_stream",
+        pick_mode: PickMode = "proportional",
+        queue: Queue = "stratified",
+        seed: int = 0,
+        global_ranks: int = 1,
+        lanes: int | None = None,
+        repeat: bool = False,
+        on_reshard: Literal["park", "drop"] = "park",
+        columns: Sequence[str] | None = None,
+        group_key: str = "group_id",
+        collate: Collate | None = None,
+        readers: Mapping[str, CellOpener] | None = None,
+        num_workers: int = 0,
+        prefetch_batches: int = 2,
+        dp_rank: int | None = None,
+        dp_world_size: int | None = None,
+        allow_symlinks: bool = False,
+        base: Path | None = None,
+        cache: Path | None = None,
+        deadline: float = 300.0,
+        meter: Meter | None = None,
+        listing: StreamListing | None = None,
+    ) -> None:
+        """List the files and make the plan; nothing else is read yet.
+
+        `batch_size` is in rows, for a rank, by modality or one for all. `global_ranks` belongs to the run: a pick of per_stream
+        covers batch_size x global_ranks rows, shared out to however many ranks there are today. `lanes` (device_per_stream;
+        default global_ranks) may change at a resume; the number of ranks must divide it. `repeat` begins the next epoch by
+        itself (device_per_stream always does). `on_reshard="drop"` loses the rest of slices that a smaller pool has no slot
+        for, as the log then says; by default they wait at the head of the queue. `columns` leaves out the others.
+        `num_workers` are processes that read; `prefetch_batches` are made ahead by a thread.
+        """
+        problems = [
+            f"{name} must be {wanted}, got {value!r}"
+            for name, value, wanted, holds in (
+                ("on_reshard", on_reshard, "park or drop", on_reshard in ("park", "drop")),
+                ("num_workers", num_workers, "between 0 and 256", 0 <= num_workers <= 256),
+                ("prefetch_batches", prefetch_batches, "between 0 and 65,536", 0 <= prefetch_batches <= 1 << 16),
+                ("deadline", deadline, "above 0 seconds", deadline > 0),
+                ("batch_size", batch_size, "1 row or more", not isinstance(batch_size, int) or batch_size >= 1),
+            )
+            if not holds
+        ]
+        if problems:
+            raise ConfigError(problems)
+        self._readers = {**registered_cells(), **(readers or {})}
+        self.listing = listing if listing is not None else list_streams(
+            roots, layout=layout, base=base, readers=self._readers, allow_symlinks=allow_symlinks, cache=cache
+        )  # fmt: skip
+        self.layout = layout
+        self.table = StreamTable(
+            paths=tuple(f.name for f in self.listing.files),
+            rows=tuple(f.rows for f in self.listing.files),
+            modalities=tuple(f.modality for f in self.listing.files),
+        )
+        sizes = dict.fromkeys(self.table.kinds, batch_size) if isinstance(batch_size, int) else dict(batch_size)
+        unknown = [m for m in sizes if m not in self.table.kinds]
+        if unknown:
+            raise ConfigError(
+                f"batch_size names {', '.join(unknown)}, and there is no such modality; there are {', '.join(self.table.kinds)}"
+            )
+        rolls = batching_mode == "device_per_stream"
+        self.settings = MixSettings(
+            batch_size=sizes, slots=num_streams_mixed, seed=seed, queue=queue, pick_mode=pick_mode, batching_mode=batching_mode,
+            global_ranks=global_ranks, lanes=(lanes or global_ranks) if rolls else lanes or 1,
+        )  # fmt: skip
+        self.stream_paths = [f.path for f in self.listing.files]
+        self.stream_groups = list(self.table.modalities)
+        self._repeat = repeat
+        self._on_reshard = on_reshard
+        self._columns = None if columns is None else list(dict.fromkeys(columns))
+        self._group_key = group_key
+        self._collate = collate if collate is not None else cells_to_tensors
+        self._num_workers = num_workers
+        self._prefetch = prefetch_batches
+        self._given_rank = (dp_rank, dp_world_size)
+        if (dp_rank is None) != (dp_world_size is None):
+            raise ConfigError("dp_rank and dp_world_size belong together; give both or neither")
+        self._deadline = deadline
+        self._meter = meter if meter is not None else default_meter()
+        self._plan = MixPlan(self.table, self.settings)
+        self._own: list[LanePool] | None = None
+        """The lanes whose draws this rank delivers, once that is known."""
+        self._metrics = PoolMetrics(self.table.kinds)
+        self._ended = False
+        self._pass: _Pass | None = None
+        self._processes: CellProcesses | None = None
+        self._reducers: dict[str, Reducer] = {}
+
+    # -------------------------------------------------------------------------------------------- iterating
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """(rank, world size): as given, or torch.distributed's, or (0, 1)."""
+        rank, world = self._given_rank
+        if rank is None or world is None:
+            joined = dist.is_available() and dist.is_initialized()
+            rank, world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        if not 0 <= rank < world:
+            raise ConfigError(f"rank {rank} of {world} ranks: expected 0 <= rank < world size")
+        if self.settings.batching_mode == "device_per_stream" and self.settings.lanes % world:
+            fitting = [n for n in range(1, self.settings.lanes + 1) if self.settings.lanes % n == 0]
+            raise ConfigError(
+                f"{world} ranks cannot share {self.settings.lanes} lanes, because the number of ranks must divide them; start "
+                f"{', '.join(map(str, fitting))} ranks, or change lanes (that may be done at a resume)"
+            )
+        return rank, world
+
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            raise ConfigError(
+                "StreamMixingDataset is iterated inside a DataLoader worker; its state and its metrics would stay there. Give "
+                "num_workers to the dataset itself, and num_workers=0 to the DataLoader."
+            )
+        self._stop_pass()
+        if self._ended:
+            self._ended = False
+            self._plan.next_epoch()
+        if self._num_workers and self._processes is None:
+            self._processes = CellProcesses(
+                self.stream_paths, workers=self._num_workers, columns=self._columns, readers=self._readers, rows=self.table.rows,
+                meter=self._meter, deadline=self._deadline,
+            )  # fmt: skip
+        self._pass = _Pass(self)
+        self._own = self._plan.lanes_of(*self.rank)
+        return self._pass
+
+    def _delivered(self, draw: Draw, rank: int, world: int) -> None:
+        """A batch is handed over: the only place where state and metrics move."""
+        plan = self._plan
+        if plan.over:
+            plan.next_epoch()
+        here = plan.next_of_rank(rank, world)
+        if here.stream != draw.stream or here.start != draw.start or here.index != draw.index:
+            raise AssertionError(f"delivered {draw}, the plan stands at {here}")
+
+    def _stop_pass(self) -> None:
+        if self._pass is not None:
+            self._pass.close()
+            self._pass = None
+
+    def close(self) -> None:
+        """Stop threads and processes. Iterating starts them again."""
+        self._stop_pass()
+        if self._processes is not None:
+            self._processes.close()
+            self._processes = None
+
+    def __enter__(self) -> StreamMixingDataset:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_processes", None) is not None or getattr(self, "_pass", None) is not None:
+            self.close()
+
+    # ---------------------------------------------------------------------------------------------- looking
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """The modalities there are, sorted."""
+        return self.table.kinds
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of per_stream; of device_per_stream that of the lane furthest behind."""
+        return min(pool.epoch for pool in self._plan.lanes)
+
+    @property
+    def delivered(self) -> int:
+        """Batches delivered so far, over all ranks."""
+        return self._plan.index
+
+    @property
+    def ended(self) -> bool:
+        """Whether the epoch was delivered to its end; iterating begins the next."""
+        return self._ended
+
+    @property
+    def active(self) -> list[StreamReader]:
+        """The slices in the pools of this rank, slot by slot."""
+        return [
+            StreamReader(
+                stream_id=one.stream, path=self.stream_paths[one.stream], slice_start=one.start, slice_end=one.end, position=one.position, remaining_picks=one.remaining,
+            )
+            for pool in self._plan.lanes_of(*self.rank)
+            for one in pool.slots
+        ]  # fmt: skip
+
+    def _modality_for_reader(self, r: StreamReader) -> str:
+        """The modality of a reader: of NESTED its group, of DIRECT the name of the folder that its file lies in."""
+        if self.layout == "nested":
+            return self.stream_groups[r.stream_id]
+        return Path(r.path).resolve().parent.name
+
+    # -------------------------------------------------------------------------------------------- metrics
+
+    def metric_specs(self) -> tuple[MetricSpec, ...]:
+        """Every key of `drain_step_metrics`, with its reduction."""
+        return stream_specs(self.table.kinds)
+
+    def drain_step_metrics(self) -> dict[str, float]:
+        """The pool at the last pick, and what was counted since the last drain; {} if there was no pick since."""
+        if self._own is None:
+            self._own = self._plan.lanes_of(*self.rank)
+        return self._metrics.drain(self._own)
+
+    drain_metrics = drain_step_metrics
+
+    def aggregate_step_metrics(
+        self,
+        local: Mapping[str, float],
+        world_size: int,
+        device: torch.device | str | None = None,
+        *,
+        collectives: Literal["all_gather", "all_reduce"] = "all_gather",
+        group: Any = None,
+        deadline: float | None = None,
+    ) -> dict[str, float]:
+        """What the ranks say together, each metric by its own reduction. Collective, unless world_size is 1.
+
+        Values are combined in CPU memory as int64 and float64 whatever `device` is. One packed all_gather by default, which
+        also names the worst rank; `collectives="all_reduce"` is one all_reduce a kind of reduction.
+        """
+        if world_size == 1:
+            return dict(local)
+        joined = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        if joined != world_size:
+            raise ConfigError(
+                f"aggregate_step_metrics was asked for {world_size} ranks and the process group has {joined}; call "
+                "torch.distributed.init_process_group first, and pass its world size"
+            )
+        if collectives not in self._reducers:
+            self._reducers[collectives] = Reducer(
+                self.metric_specs(),
+                group,
+                deadline=deadline or self._deadline,
+                collectives=collectives,
+                meter=self._meter,
+            )
+        return self._reducers[collectives].reduce(local)
+
+    # ---------------------------------------------------------------------------------------------- state
+
+    def _fingerprint(self) -> dict[str, str]:
+        chosen = self.settings
+        sizes = ",".join(f"{m}={n}" for m, n in sorted(chosen.batch_size.items()))
+        return {
+            "data": self.listing.fingerprint,
+            "config:batching_mode": chosen.batching_mode,
+            "config:batch_size": sizes if len(sizes) <= 80 else fingerprint_json(sizes),
+            "config:global_ranks": str(chosen.global_ranks),
+            "config:pick_mode": chosen.pick_mode,
+            "config:queue": chosen.queue,
+            "config:seed": str(chosen.seed),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was delivered, by all ranks together: any rank's state will do for all. Not a collective."""
+        body = self._plan.to_body()
+        if self._ended:
+            body["ended"] = True
+        return Cursor(kind=KIND, version=VERSION, fingerprint=self._fingerprint(), body=body).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Any], *, accept: Collection[str] = ()) -> None:
+        """Go on from a saved state, on any num_streams_mixed, ranks, lanes and workers. A list of the ranks' states is fine."""
+        if isinstance(state, list | tuple):
+            if not state:
+                raise CursorMismatch("the list of states is empty")
+            draws = {one["body"]["draw"] for one in state}
+            if len(draws) > 1:
+                raise CursorMismatch(
+                    f"the ranks' states are of different places (after {', '.join(map(str, sorted(draws)))} batches); save them at "
+                    "the same step"
+                )
+            state = state[0]
+        cursor = Cursor.from_dict(state)
+        cursor.require(kind=KIND, version=VERSION, fingerprint=self._fingerprint(), accept=accept)
+        plan = MixPlan(self.table, self.settings)  # nothing is changed if the state does not fit
+        moved = plan.load_body(cursor.body, drop=self._on_reshard == "drop")
+        self._stop_pass()
+        self._plan = plan
+        self._own = None
+        self._ended = bool(cursor.body.get("ended", False))
+        self._metrics.forget(plan.lanes)
+        if moved.dropped:
+            _log.info("[stream_mixing] resume reshard dropped %d still-active readers", moved.dropped)
+        if moved.parked:
+            _log.info(
+                "[stream_mixing] resume reshard parked %d still-active readers at the head of the queue", moved.parked
+            )
+
+
+class _Pass:
+    """One iteration: a copy of the plan that runs ahead, and batches in its order."""
+
+    def __init__(self, data: StreamMixingDataset) -> None:
+        self._data = data
+        self._rank, self._world = data.rank
+        self._ahead_of = max(2, min(data.settings.slots, 8))
+        self._plan = MixPlan(data.table, data.settings, watch=False)
+        self._plan.load_body(data._plan.to_body())
+        self._processes = data._processes
+        if self._processes is not None:
+            self._processes.forget()
+        self._files = CellReaders(
+            data.stream_paths, columns=data._columns, readers=data._readers, rows=data.table.rows, meter=data._meter, deadline=data._deadline
+        )  # fmt: skip
+        self._some_stream = next(s for s, n in enumerate(data.table.rows) if n)
+        self._asked: deque[tuple[Draw, int, int]] = deque()
+        self._depth = (data._prefetch + 1) * max(data._num_workers, 1)
+        self._over = False
+        self._fresh = True
+        self._checked: set[int] = set()
+        # Without prefetch there is nobody to hand over from: 6 us of locks a batch are saved.
+        self._batches: Ahead[list[None], tuple[list[None], Draw, Any]] | None = None
+        if data._prefetch:
+            self._batches = Ahead(self._make, list, depth=data._prefetch, name="headrace-streams", meter=data._meter)
+        self._closed = False
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        if self._closed:
+            raise StopIteration
+        data = self._data
+        with Wait("streams.next", meter=data._meter, deadline=data._deadline) as wait:
+            made = self._batches.next(wait) if self._batches is not None else self._make([])
+        if made is None:
+            data._ended = True
+            self.close()
+            raise StopIteration
+        slot, draw, batch = made
+        if self._batches is not None:
+            self._batches.release(slot)
+        data._delivered(draw, self._rank, self._world)
+        return batch
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._batches is not None:
+            self._batches.close()
+        self._files.close()
+
+    # ------------------------------------------------------------------ called by whoever makes the next batch
+
+    def _make(self, slot: list[None]) -> tuple[list[None], Draw, Any] | None:
+        if self._processes is None:
+            draw = self._next_draw()
+            if draw is None:
+                return None
+            start, stop = self._share(draw)
+            stream = draw.stream if draw.stream >= 0 else self._some_stream
+            if draw.dry or self._fresh:
+                self._fresh = False
+                self._files.expect(self._plan.lanes[draw.lane].upcoming(self._ahead_of))
+            cells = self._files.read(stream, start, stop)
+            if draw.dry:
+                self._files.release(stream)
+            return slot, draw, self._batch(draw, start, stop, cells)
+        while len(self._asked) < self._depth and (draw := self._next_draw()) is not None:
+            start, stop = self._share(draw)
+            stream = draw.stream if draw.stream >= 0 else self._some_stream
+            self._processes.ask(worker_of(draw, self._data._num_workers), stream, start, stop, dry=draw.dry)
+            self._asked.append((draw, start, stop))
+        if not self._asked:
+            return None
+        draw, start, stop = self._asked.popleft()
+        return slot, draw, self._batch(draw, start, stop, self._processes.answer())
+
+    def _next_draw(self) -> Draw | None:
+        plan = self._plan
+        if plan.over:
+            if not self._data._repeat:
+                return None
+            plan.next_epoch()
+        return plan.next_of_rank(self._rank, self._world)
+
+    def _share(self, draw: Draw) -> tuple[int, int]:
+        if self._data.settings.batching_mode == "device_per_stream":
+            return draw.start, draw.stop
+        return rank_share(draw.start, draw.stop, self._rank, self._world)
+
+    def _batch(self, draw: Draw, start: int, stop: int, cells: Cells) -> Any:
+        data, stream = self._data, draw.stream
+        if stream not in self._checked:
+            self._refuse_reserved(stream, cells)
+        rows = np.arange(start, stop, dtype=np.int64)
+        ids = np.empty(stop - start, dtype=np.int64)
+        ids.fill(stream)
+        groups = cells.get(data._group_key)
+        groups = rows + (stream << 32) if groups is None else _group_ids(data, draw, groups)
+        cells = {**cells, "group_id": groups, "stream_id": ids, "row": rows}
+        batch = data._collate(cells)
+        if isinstance(batch, dict):
+            batch["modality"] = data.table.modalities[stream] if stream >= 0 else ""
+            batch["draw"] = draw.index
+        return batch
+
+    def _refuse_reserved(self, stream: int, cells: Cells) -> None:
+        for name in _RESERVED:
+            if name in cells:
+                raise DataError(
+                    f"{self._data.stream_paths[stream]} has a column {name!r}, which headrace adds itself. Rename it, or leave it out "
+                    "with columns=."
+                )
+        self._checked.add(stream)
+
+
+def _group_ids(data: StreamMixingDataset, draw: Draw, column: np.ndarray) -> np.ndarray:
+    """Whole numbers as they are; strings by a hash of 63 bits, the same on every machine."""
+    if column.dtype == object and all(isinstance(item, str) for item in column):
+        hashed = (xxhash.xxh3_64_intdigest(item.encode("utf-8", "surrogatepass")) >> 1 for item in column)
+        return np.fromiter(hashed, dtype=np.int64, count=len(column))
+    if column.dtype.kind not in "iu" or column.ndim != 1:
+        raise DataError(
+            f"column {data._group_key!r} of {data.stream_paths[draw.stream]} is {column.dtype} with shape {column.shape}; a group is "
+            "one whole number or one string a cell. Set group_key to the column that holds it."
+        )
+    return column.astype(np.int64, copy=False)

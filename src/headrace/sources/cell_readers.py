@@ -1,0 +1,317 @@
+"""How do the rows of a draw leave their file?
+
+`CellReaders` keeps the files of a pool open and opens the next ones ahead, in a thread, with their first rows decoded: pools
+exhaust in clusters, up to K slices within K steps, and a row group takes longer to decode than a batch to train on.
+
+`CellProcesses` has the same done by worker processes. A worker is asked for rows and answers with rows; which worker
+reads a slice follows from the plan, a slice stays with one of them, and the answers are taken in the order of the plan. So
+the number of workers changes nothing but the time it takes, and a worker holds no state that a resume would need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from headrace import errors
+from headrace.errors import DataError, HeadraceError, WorkerDied
+from headrace.metrics import Meter, Wait, default_meter
+from headrace.sources.cells import CellFile, CellOpener, Cells, open_cells
+
+__all__ = ["CellProcesses", "CellReaders", "pack_cells", "unpack_cells"]
+
+_QUICK = (".npy",)
+"""Not opened ahead: that is 100 us of Python, and a thread would hold the interpreter's lock for as long at a worse moment."""
+
+
+class CellReaders:
+    """Open files, by stream. One thread reads; another opens ahead."""
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        *,
+        columns: Sequence[str] | None = None,
+        readers: Mapping[str, CellOpener] | None = None,
+        rows: Sequence[int] | None = None,
+        meter: Meter | None = None,
+        deadline: float = 300.0,
+    ) -> None:
+        """`rows`: what was counted when the files were listed; another number is refused."""
+        self._paths = paths
+        self._columns = columns
+        self._readers = readers
+        self._rows = rows
+        self._meter = meter if meter is not None else default_meter()
+        self._deadline = deadline
+        self._open: dict[int, CellFile] = {}
+        self._coming: dict[int, Future[CellFile]] = {}
+        self._opener: ThreadPoolExecutor | None = None
+
+    def read(self, stream: int, start: int, stop: int) -> Cells:
+        """The cells of rows [start, stop) of a stream."""
+        file = self._open.get(stream)
+        if file is None:
+            file = self._open[stream] = self._arrived(stream)
+        return file.read(start, stop)
+
+    def expect(self, streams: Sequence[int]) -> None:
+        """Open these ahead, if they are not open yet."""
+        for stream in streams:
+            if stream in self._open or stream in self._coming or self._paths[stream].endswith(_QUICK):
+                continue
+            if self._opener is None:
+                self._opener = ThreadPoolExecutor(1, thread_name_prefix="headrace-open-ahead")
+            self._coming[stream] = self._opener.submit(self._opened, stream, True)
+
+    def release(self, stream: int) -> None:
+        """Close a file that was read to its end."""
+        file = self._open.pop(stream, None)
+        if file is not None:
+            file.close()
+
+    @property
+    def open_count(self) -> int:
+        """Files open now, those opened ahead included."""
+        return len(self._open) + len(self._coming)
+
+    def close(self) -> None:
+        if self._opener is not None:
+            self._opener.shutdown(wait=True, cancel_futures=True)
+            self._opener = None
+        for future in self._coming.values():
+            if future.done() and not future.cancelled() and future.exception() is None:
+                future.result().close()
+        for file in self._open.values():
+            file.close()
+        self._coming, self._open = {}, {}
+
+    def _arrived(self, stream: int) -> CellFile:
+        future = self._coming.pop(stream, None)
+        if future is None:
+            return self._opened(stream, False)
+        if future.done():
+            return future.result()
+        with Wait("streams.open", meter=self._meter, deadline=self._deadline) as wait:
+            try:
+                return future.result(timeout=wait.remaining())
+            except TimeoutError:
+                wait.check()
+                raise
+
+    def _opened(self, stream: int, warm: bool) -> CellFile:
+        file = open_cells(Path(self._paths[stream]), self._columns, readers=self._readers)
+        if self._rows is not None and file.rows != self._rows[stream]:
+            found = file.rows
+            file.close()
+            raise errors.DataChanged(
+                f"{self._paths[stream]} has {found:,} rows; it had {self._rows[stream]:,} when it was listed. The plan was made on "
+                "those; restore the file, or start again with the new one."
+            )
+        if warm and file.rows:
+            file.read(0, 1)
+        return file
+
+
+# ------------------------------------------------------------------------------------------------- on the wire
+
+
+def pack_cells(cells: Cells) -> list[bytes | memoryview]:
+    """A header and the columns' bytes. Strings and ragged lists travel as lengths and one run of values."""
+    header: list[Any] = []
+    parts: list[bytes | memoryview] = []
+
+    def put(array: np.ndarray) -> None:
+        parts.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.nbytes else b"")
+
+    for name, column in cells.items():
+        if column.dtype != object:
+            header.append([name, "plain", column.dtype.str, list(column.shape)])
+            put(column)
+            continue
+        items = column.tolist()
+        kind = "bytes" if items and isinstance(items[0], bytes) else "text"
+        if items and isinstance(items[0], np.ndarray):
+            header.append([name, "ragged", items[0].dtype.str, [len(item) for item in items]])
+            put(np.concatenate(items))
+            continue
+        raw = [item if isinstance(item, bytes) else str(item).encode("utf-8", "surrogatepass") for item in items]
+        header.append([name, kind, "", [len(item) for item in raw]])
+        parts.append(b"".join(raw))
+    return [orjson.dumps(header), *parts]
+
+
+def unpack_cells(header: bytes, parts: Sequence[bytes]) -> Cells:
+    """The columns again, each in memory of its own that may be written to."""
+    cells: Cells = {}
+    for (name, kind, dtype, shape), data in zip(orjson.loads(header), parts, strict=True):
+        if kind == "plain":
+            cells[name] = np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+            continue
+        items = np.empty(len(shape), dtype=object)
+        ends = np.cumsum(shape, dtype=np.int64).tolist()
+        flat = np.frombuffer(bytearray(data), dtype=dtype) if kind == "ragged" else None
+        for i, (length, end) in enumerate(zip(shape, ends, strict=True)):
+            if flat is not None:
+                items[i] = flat[end - length : end]
+            else:
+                raw = data[end - length : end]
+                items[i] = raw if kind == "bytes" else raw.decode("utf-8", "surrogatepass")
+        cells[name] = items
+    return cells
+
+
+class CellProcesses:
+    """Worker processes that read rows. `ask` and `answer` are called by one thread, answers come in the order asked."""
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        *,
+        workers: int,
+        columns: Sequence[str] | None = None,
+        readers: Mapping[str, CellOpener] | None = None,
+        rows: Sequence[int] | None = None,
+        meter: Meter | None = None,
+        deadline: float = 300.0,
+    ) -> None:
+        self._meter = meter if meter is not None else default_meter()
+        self._deadline = deadline
+        self._asked: deque[int] = deque()
+        recipe = {"paths": list(paths), "columns": columns, "readers": dict(readers or {}), "rows": rows}
+        # spawn: the parent has threads, and a fork would copy their locks in whatever state they are.
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        with _one_native_thread():
+            for i in range(workers):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs, recipe), name=f"headrace-cells-{i}", daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    @property
+    def asked(self) -> int:
+        """Requests that have no answer yet."""
+        return len(self._asked)
+
+    def ask(self, worker: int, stream: int, start: int, stop: int, *, dry: bool, expect: Sequence[int] = ()) -> None:
+        """Ask for rows. `dry`: they are the last, so the file may be closed; `expect`: files to open ahead."""
+        try:
+            self._pipes[worker].send_bytes(orjson.dumps([stream, start, stop, dry, list(expect)]))
+        except OSError as error:
+            raise self._lost(worker) from error
+        self._asked.append(worker)
+
+    def answer(self) -> Cells:
+        """The rows that were asked for first."""
+        worker = self._asked.popleft()
+        pipe = self._pipes[worker]
+        with Wait("streams.worker", meter=self._meter, deadline=self._deadline) as wait:
+            try:
+                while not pipe.poll(min(0.5, max(wait.remaining(), 0.001))):
+                    wait.check()
+                header = pipe.recv_bytes()
+                if header[:1] != b"[":
+                    raise _error_of(header)
+                return unpack_cells(header, [pipe.recv_bytes() for _ in orjson.loads(header)])
+            except (EOFError, ConnectionError) as error:
+                raise self._lost(worker) from error
+
+    def forget(self) -> None:
+        """Take in and throw away what was asked for and is no longer wanted."""
+        while self._asked:
+            with contextlib.suppress(DataError):
+                self.answer()
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(1.0)
+            if process.is_alive():
+                process.kill()
+                process.join(1.0)
+        self._pipes, self._processes = [], []
+        self._asked.clear()
+
+    def _lost(self, worker: int) -> WorkerDied:
+        process = self._processes[worker]
+        process.join(1.0)
+        code = process.exitcode
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code is not None and code < 0
+            else f"ended with code {code}"
+        )
+        return WorkerDied(
+            f"reader process {worker} (pid {process.pid}) of {len(self._processes)} {how} while it read cells. Look at the system's "
+            "log (out of memory?); the run can be resumed from its last checkpoint, with any num_workers."
+        )
+
+
+def _error_of(told: bytes) -> HeadraceError:
+    name, sentence = orjson.loads(told[1:])
+    kind = getattr(errors, name, DataError)
+    return kind(sentence) if issubclass(kind, HeadraceError) else DataError(sentence)
+
+
+def _serve(pipe: Connection, recipe: Mapping[str, Any]) -> None:
+    """A worker: rows for requests, until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    readers = CellReaders(**recipe)
+    try:
+        while True:
+            stream, start, stop, dry, expect = orjson.loads(pipe.recv_bytes())
+            readers.expect(expect)
+            try:
+                packed = pack_cells(readers.read(stream, start, stop))
+            except HeadraceError as error:
+                pipe.send_bytes(b"!" + orjson.dumps([type(error).__name__, str(error)]))
+                continue
+            for part in packed:
+                pipe.send_bytes(part)
+            if dry:
+                readers.release(stream)
+    except (EOFError, ConnectionError, KeyboardInterrupt):
+        return
+    finally:
+        readers.close()
+
+
+_spawning = threading.Lock()
+_NATIVE = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@contextlib.contextmanager
+def _one_native_thread() -> Any:
+    """Children read and decode with one thread each: the processes are the parallelism."""
+    with _spawning:
+        before = {name: os.environ.get(name) for name in _NATIVE}
+        os.environ.update(dict.fromkeys(_NATIVE, "1"))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value

@@ -1,0 +1,202 @@
+"""Which stream files are there, how many rows has each, and of which modality is it?
+
+    nested    root/<modality>/<file>     the modality is the folder
+    direct    root/<file>                the modality is the root's own name, so there may be several roots
+
+The listing is in bytewise order of `modality/file`; a file's place in it is its stream_id, the same on every machine. Rows are
+counted once and kept in the cache under the file's size and time of modification.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import orjson
+
+from headrace.errors import ConfigError, DataError, StorageError
+from headrace.files import publish
+from headrace.order import file_fingerprint, fingerprint_json
+from headrace.sources.cells import CellOpener, cell_suffixes, open_cells
+from headrace.sources.matching import FoundFile, matches
+from headrace.sources.opened import cache_folder
+from headrace.sources.raw import patiently
+
+__all__ = ["LAYOUTS", "Layout", "StreamFile", "StreamListing", "list_streams"]
+
+Layout = Literal["nested", "direct"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+_MODALITY = re.compile(r"[A-Za-z0-9_.\-]+")
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamFile:
+    """One stream file as it was when it was listed."""
+
+    name: str
+    """`modality/file`: what it is called on every machine."""
+    path: str
+    """Where it lies here."""
+    modality: str
+    size: int
+    rows: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamListing:
+    """All stream files, in the order of their names."""
+
+    files: tuple[StreamFile, ...]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits over names, rows, modalities and contents."""
+        return fingerprint_json([[f.name, f.rows, f.modality, f.size, f.fingerprint] for f in self.files])
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """What a run keeps to say later which file changed."""
+        return [{"name": f.name, "rows": f.rows, "size": f.size, "fingerprint": f.fingerprint} for f in self.files]
+
+    def changes_since(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What is different from a listing that was kept, one line a file."""
+        before = {str(f["name"]): f for f in saved}
+        now = {f.name: f for f in self.files}
+        lines = [f"{name} is gone" for name in before if name not in now]
+        lines += [f"{name} is new" for name in now if name not in before]
+        for name, file in now.items():
+            old = before.get(name)
+            if old is not None and old["rows"] != file.rows:
+                lines.append(f"{name} had {old['rows']:,} rows and has {file.rows:,}")
+            elif old is not None and (old["size"], old["fingerprint"]) != (file.size, file.fingerprint):
+                lines.append(f"{name} has other content")
+        return lines
+
+
+def list_streams(
+    roots: str | Path | Sequence[str | Path],
+    *,
+    layout: Layout = "nested",
+    base: Path | None = None,
+    readers: Mapping[str, CellOpener] | None = None,
+    allow_symlinks: bool = False,
+    cache: Path | None = None,
+) -> StreamListing:
+    """List the stream files below one or several folders and count their rows."""
+    places = [roots] if isinstance(roots, str | Path) else list(roots)
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if not places:
+        raise ConfigError("stream mixing needs at least one folder of stream files, got none")
+    files: list[StreamFile] = []
+    for place in places:
+        files += _below(Path(place), layout, base or Path.cwd(), readers, allow_symlinks, cache)
+    files.sort(key=lambda f: os.fsencode(f.name))
+    for a, b in itertools.pairwise(files):
+        if a.name == b.name:
+            raise ConfigError(
+                f"{a.path} and {b.path} are both called {a.name}; in layout {layout!r} the folder's name is the modality, so "
+                "rename one of the folders or files"
+            )
+    if not any(f.rows for f in files):
+        raise DataError(f"none of the {len(files)} stream files below {', '.join(map(str, places))} has a row")
+    return StreamListing(files=tuple(files))
+
+
+def _below(
+    root: Path,
+    layout: Layout,
+    base: Path,
+    readers: Mapping[str, CellOpener] | None,
+    allow_symlinks: bool,
+    cache: Path | None,
+) -> list[StreamFile]:
+    what = f"streams {str(root)!r}"
+    suffixes = cell_suffixes(readers)
+    found = matches(str(root), base=base, suffixes=suffixes, allow_symlinks=allow_symlinks, what=what)
+    folder = Path(found.root)
+    if not (base / root).is_dir():
+        raise ConfigError(f"{what} is a file; give the folder that holds the stream files")
+    kept = _Kept(folder, cache)
+    files = []
+    for entry in found.files:
+        depth = entry.path.count("/")
+        if depth != (layout == "nested"):
+            expected = "<modality>/<file>" if layout == "nested" else "<file>"
+            hint = "direct" if layout == "nested" and depth == 0 else "nested" if depth == 1 else None
+            raise DataError(
+                f"{what}: {entry.path} does not lie at {expected}, as layout {layout!r} has it."
+                + (f" Use layout = {hint!r}, or move the file." if hint else " Move the file.")
+            )
+        # Resolved: the root may be "." or end in a slash, and a modality needs a name.
+        modality = entry.path.partition("/")[0] if layout == "nested" else folder.resolve().name
+        if not _MODALITY.fullmatch(modality):
+            raise DataError(
+                f"{what}: the folder name {modality!r} becomes a modality and part of metric keys; it may have letters, "
+                "digits, _ . and - only. Rename it."
+            )
+        path = folder / entry.path
+        rows, fingerprint = kept.of(entry) or kept.count(entry, path, readers)
+        files.append(
+            StreamFile(
+                name=f"{modality}/{entry.path.rpartition('/')[2]}",
+                path=str(path.absolute()),
+                modality=modality,
+                size=entry.size,
+                rows=rows,
+                fingerprint=fingerprint,
+            )
+        )
+    kept.publish()
+    return files
+
+
+class _Kept:
+    """Rows and fingerprints of files whose size and time of modification have not changed. Damaged: counted anew."""
+
+    def __init__(self, folder: Path, cache: Path | None) -> None:
+        name = fingerprint_json(["stream rows", _VERSION, str(folder.resolve())])
+        self._path = (cache or cache_folder()) / "streams" / f"{name}.json"
+        self._before: dict[str, Any] = {}
+        self._now: dict[str, list[Any]] = {}
+        try:
+            read = orjson.loads(self._path.read_bytes())
+            self._before = read if isinstance(read, dict) else {}
+        except (OSError, ValueError):
+            self._before = {}
+
+    def of(self, file: FoundFile) -> tuple[int, str] | None:
+        match self._before.get(file.path):
+            case [size, version, int() as rows, str() as fingerprint] if (size, version) == (file.size, file.version):
+                self._now[file.path] = [size, version, rows, fingerprint]
+                return rows, fingerprint
+        return None
+
+    def count(self, file: FoundFile, path: Path, readers: Mapping[str, CellOpener] | None) -> tuple[int, str]:
+        opened = open_cells(path, readers=readers)
+        try:
+            rows = opened.rows
+        finally:
+            opened.close()
+        fingerprint = patiently(f"reading {path}", lambda: file_fingerprint(path, file.size))
+        self._now[file.path] = [file.size, file.version, rows, fingerprint]
+        return rows, fingerprint
+
+    def publish(self) -> None:
+        if self._now == self._before:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            publish(self._path, orjson.dumps(self._now), replace=True, durable=False)
+        except (OSError, StorageError):  # a cache that cannot be written costs time at the next start, nothing else
+            return

@@ -1,0 +1,256 @@
+"""How a small model learns from cells: some features of each are hidden, and it says what they were.
+
+    trainer = CellTrainer(settings, widths={"atac": 48, "rna": 64}, dim=64, depth=2, mask=0.25)
+    result = trainer.step([batch])                          result.loss, .values, .grad_norm, .lr
+
+                 x, a quarter of it hidden                       what was hidden
+    modality ──► Linear ──►  ┌ residual MLP blocks ┐  ──► Linear ──► squared error, hidden features only
+    its own       in         └ shared by all       ┘       out         sum / count over all ranks
+
+Which features are hidden follows from the cell's stream, row and epoch of training: no generator, the same on any number
+of ranks. A step may have several batches (the lanes of device_per_stream that a rank has), and a batch may have no rows. Gradients
+are added over ranks as one flat array, so ranks may work on different modalities at a step, and the order of additions
+never depends on which.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from headrace.errors import ConfigError, CursorMismatch, DataError, HeadraceError
+from headrace.metrics import Wait, phase
+from headrace.order import draws, key
+from headrace.order.keys import mix64_array
+from headrace.train.lm import TrainSettings, learning_rate
+from headrace.train.lm import _device as device_for
+from headrace.train.lm import _naming_lost_peers as naming_lost_peers
+
+__all__ = ["CellModel", "CellStep", "CellTrainer", "hidden_features"]
+
+_KIND, _VERSION = "headrace.cells", 1
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class CellModel(nn.Module):
+    """A linear map in and out for every modality, and residual blocks that they share."""
+
+    def __init__(self, widths: Mapping[str, int], *, dim: int, depth: int) -> None:
+        super().__init__()
+        self.widths = dict(sorted(widths.items()))
+        self.into = nn.ModuleDict({_name(m): nn.Linear(n, dim) for m, n in self.widths.items()})
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+            for _ in range(depth)
+        )
+        self.out = nn.ModuleDict({_name(m): nn.Linear(dim, n) for m, n in self.widths.items()})
+
+    def forward(self, modality: str, x: Tensor) -> Tensor:
+        h = self.into[_name(modality)](x)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.out[_name(modality)](h)
+
+
+def _name(modality: str) -> str:
+    """A modality may have a dot in its name; a module's may not."""
+    return "m_" + modality.replace("_", "__").replace(".", "_d")
+
+
+def hidden_features(stream: np.ndarray, row: np.ndarray, width: int, *, share: float, salt: int) -> np.ndarray:
+    """Which features of each cell are hidden: bool [cells, width], a function of (stream, row, salt)."""
+    cells = mix64_array(stream.astype(np.uint64) * np.uint64(1 << 40) + row.astype(np.uint64) + np.uint64(salt))
+    bits = mix64_array((cells[:, None] + np.arange(1, width + 1, dtype=np.uint64)[None, :]).reshape(-1))
+    return (bits < np.uint64(min(int(share * 2**64), 2**64 - 1))).reshape(len(cells), width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellStep:
+    """What one step did, over all ranks."""
+
+    loss: float
+    """Mean squared error of a hidden feature; 0 if there was none."""
+    values: int
+    """Hidden features learned from."""
+    grad_norm: float
+    lr: float
+
+
+class CellTrainer:
+    """A model, its optimiser and the number of steps it has taken. Every rank steps and loads at the same time."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        *,
+        widths: Mapping[str, int],
+        dim: int = 64,
+        depth: int = 2,
+        mask: float = 0.25,
+        feature: str = "x",
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if world_size > 1 and not dist.is_initialized():
+            raise ConfigError(
+                f"a trainer for rank {rank} of {world_size} needs a process group and there is none; call "
+                "init_distributed() first, under torchrun"
+            )
+        self.settings = settings
+        self.rank, self.world_size = rank, world_size
+        self.device = device_for(settings.device)
+        # A step is about a millisecond of work in small pieces: on a busy machine two threads that wait for each other at
+        # every piece took 70 ms, one takes 3.
+        torch.set_num_threads(settings.threads or 1)
+        self.model = CellModel(widths, dim=dim, depth=depth)
+        self._shape = {"widths": self.model.widths, "dim": dim, "depth": depth}
+        self._mask, self._feature = mask, feature
+        self._salt = key("train.hidden", seed=settings.seed) >> 1
+        _fill(self.model, settings.seed)
+        # One flat tensor holds all parameters, another all gradients: they are added over ranks and stepped as one. AdamW is
+        # written out below, because torch's imports the compiler on first use: 2 s at every start for four lines.
+        parameters = sorted(self.model.named_parameters())
+        self._flat = torch.cat([p.detach().reshape(-1) for _, p in parameters]).to(self.device)
+        self._grad = torch.zeros_like(self._flat)
+        self._decays = torch.cat([torch.full((p.numel(),), float(p.ndim >= 2)) for _, p in parameters]).to(self.device)
+        self._moments = {name: torch.zeros_like(self._flat) for name in _MOMENTS}
+        at = 0
+        for _, parameter in parameters:
+            end = at + parameter.numel()
+            parameter.data = self._flat[at:end].view(parameter.shape)
+            parameter.grad = self._grad[at:end].view(parameter.shape)
+            at = end
+        self.steps_taken = 0
+
+    def step(self, batches: Sequence[Mapping[str, Any]]) -> CellStep:
+        """Learn from this rank's batches of a step. A collective."""
+        self._grad.zero_()
+        loss, count = torch.zeros((), device=self.device), 0
+        with phase("train.forward"):
+            for batch in batches:
+                more, hidden = self._loss_sum(batch)
+                loss, count = loss + more, count + hidden
+        with phase("train.backward"):
+            if loss.requires_grad:
+                loss.backward()
+        sums = torch.tensor([float(loss.detach()), float(count)], dtype=torch.float64, device=self.device)
+        both = torch.cat([self._grad.double(), sums])
+        if self.world_size > 1:
+            with Wait("train.reduce"), naming_lost_peers(f"step {self.steps_taken}"):
+                dist.all_reduce(both)
+        total = max(float(both[-1]), 1.0)
+        mean, lr = float(both[-2]) / total, learning_rate(self.steps_taken, self.settings)
+        with phase("train.optimizer"):
+            norm = self._update((both[:-2] / total).to(self._flat.dtype), lr, mean)
+        self.steps_taken += 1
+        return CellStep(loss=mean, values=int(both[-1]), grad_norm=norm, lr=lr)
+
+    @torch.no_grad()
+    def _update(self, grad: Tensor, lr: float, mean: float) -> float:
+        """One step of AdamW; the norm of the gradient before it was clipped."""
+        settings = self.settings
+        norm = float(grad.norm())
+        if not (math.isfinite(mean) and math.isfinite(norm)):
+            raise HeadraceError(
+                f"step {self.steps_taken} diverged: expected a finite loss and gradient, got loss {mean}, gradient norm {norm}; "
+                "lower train.lr or raise train.warmup_steps, and resume from the last checkpoint"
+            )
+        if settings.grad_clip and norm > settings.grad_clip:
+            grad = grad * (settings.grad_clip / norm)
+        (first, second), (a, b), n = self._moments.values(), settings.betas, self.steps_taken + 1
+        first.mul_(a).add_(grad, alpha=1 - a)
+        second.mul_(b).addcmul_(grad, grad, value=1 - b)
+        self._flat.mul_(1 - lr * settings.weight_decay * self._decays)
+        self._flat.addcdiv_(first, (second / (1 - b**n)).sqrt_().add_(1e-8), value=-lr / (1 - a**n))
+        return norm
+
+    def _loss_sum(self, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
+        x, modality = batch.get(self._feature), batch.get("modality")
+        if not isinstance(x, Tensor) or x.ndim != 2:
+            raise DataError(
+                f"step {self.steps_taken} got a batch whose {self._feature!r} is not [cells, features]; the trainer learns from one "
+                "fixed-size column, named by streams.feature"
+            )
+        if not modality or not len(x):
+            return torch.zeros((), device=self.device), 0
+        if modality not in self.model.widths or x.shape[1] != self.model.widths[modality]:
+            raise DataError(
+                f"step {self.steps_taken} got {x.shape[1]} features of {modality!r}; the model was made for {self.model.widths}. All "
+                "files of a modality have the same features."
+            )
+        hidden = torch.from_numpy(
+            hidden_features(
+                batch["stream_id"].numpy(), batch["row"].numpy(), x.shape[1], share=self._mask, salt=self._salt
+            )
+        ).to(self.device)
+        x = x.to(self.device, torch.float32)
+        guess = self.model(modality, x.masked_fill(hidden, 0.0))
+        return ((guess - x).square() * hidden).sum(), int(hidden.sum())
+
+    # ----------------------------------------------------------------------------------------------- state
+
+    def state_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
+        """Copies of everything the next step depends on: (arrays, stored dtypes, meta), as CheckpointStore takes them."""
+        arrays = {f"model/{n}": _array(p) for n, p in self.model.named_parameters()}
+        arrays |= {f"optim/{name}": _array(moment) for name, moment in self._moments.items()}
+        return arrays, {}, {"kind": _KIND, "version": _VERSION, "step": self.steps_taken, "model": self._shape}
+
+    @torch.no_grad()
+    def load_state_arrays(
+        self, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str], meta: Mapping[str, Any]
+    ) -> None:
+        """Become the trainer that gave this state. Nothing is changed if it does not fit."""
+        expected = {"kind": _KIND, "version": _VERSION, "model": self._shape}
+        differing: dict[str, tuple[Any, Any]] = {
+            n: (meta.get(n, "absent"), now) for n, now in expected.items() if meta.get(n) != now
+        }
+        targets: dict[str, Tensor] = {f"model/{n}": p for n, p in self.model.named_parameters()}
+        targets |= {f"optim/{n}": moment for n, moment in self._moments.items()}
+        ours = {n: a for n, a in arrays.items() if n.startswith(("model/", "optim/"))}
+        for name in sorted({*targets, *ours}):
+            saved = ours[name].shape if name in ours else "absent"
+            now = tuple(targets[name].shape) if name in targets else "absent"
+            if saved != now:
+                differing[name] = (saved, now)
+        if differing:
+            first = "; ".join(f"{n}: saved {a}, now {b}" for n, (a, b) in list(differing.items())[:3])
+            raise CursorMismatch(
+                f"the saved model belongs to another run ({first}). Restore [train] and the modalities of the data, or start a new run.",
+                differing,
+            )
+        for name, target in targets.items():
+            target.copy_(torch.from_numpy(np.array(ours[name])))
+        self.steps_taken = int(meta["step"])
+
+    def model_sha256(self) -> str:
+        """One number for the model: names, shapes and bytes of its parameters, in the order of their names."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.model.named_parameters()):
+            digest.update(f"{name} {list(parameter.shape)}\n".encode())
+            digest.update(_array(parameter).tobytes())
+        return digest.hexdigest()
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return np.array(tensor.detach().cpu().numpy(), order="C")
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, seed: int) -> None:
+    """Matrices about normal with variance 1 / fan-in, by keyed integers: the same on every machine; biases 0, norms 1."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            parameter.fill_(1.0 if name.endswith("0.weight") else 0.0)
+            continue
+        parts = draws(key(f"train.init:{name}", seed=seed), parameter.numel()).view(np.uint16).reshape(-1, 4)
+        centred = (parts.sum(axis=1, dtype=np.int32) - 2 * (2**16 - 1)).astype(np.float32)
+        scale = 1.0 / math.sqrt(parameter.shape[1]) / math.sqrt(4 * (2**32 - 1) / 12)
+        parameter.copy_(torch.from_numpy(centred * np.float32(scale)).view(parameter.shape))

@@ -1,0 +1,298 @@
+"""Stream runs: what the three example configs show on 1 and on 4 ranks, exact resume, sinks, and bad configs.
+
+Ranks are forked by the server of test_metrics_ranks.py; runs on one rank happen in this process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli.terminal import Silent
+from headrace.errors import ConfigError, CursorMismatch
+from headrace.jobs.config_layers import load_any_config, load_config
+from headrace.jobs.folder import RunFolder, read_jsonl
+from headrace.jobs.streams_config import StreamsConfig
+
+HERE = Path(__file__).resolve()
+ROOT = HERE.parents[2]
+EXAMPLES = ROOT / "examples" / "stream_mixing"
+A = "stream_mixing/active"
+EXHAUSTED = "stream_mixing/refill/exhaust_events"
+
+
+def _borrowed(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_for_runs", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+shared = _borrowed(HERE.with_name("test_metrics_ranks.py"))
+ranks = shared.ranks
+
+
+def run(config: str, folder: str, *overrides: str, rank: int = 0, world: int = 1) -> dict[str, Any]:
+    """One rank of a run; what it came to."""
+    from headrace.jobs.streams import run_streams
+
+    changed = ("--run.dir", folder, *overrides)
+    if (Path(folder) / "config.toml").exists() and "--fresh" not in overrides:
+        opened = RunFolder.reopen(Path(folder), overrides)
+    elif rank == 0:
+        opened = RunFolder.create(load_any_config(Path(config), changed, env={}), version="test")
+    else:
+        opened = RunFolder(Path(folder), load_any_config(Path(config), changed, env={}), {"base": os.getcwd()})
+    try:
+        return run_streams(opened, Silent()).to_dict()
+    finally:
+        opened.release()
+
+
+def trained(rank: int, world: int, config: str, folder: str, overrides: Sequence[str], exists: bool) -> Any:
+    import torch.distributed as dist
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    store = dist.distributed_c10d._get_default_store()
+    told = run(config, folder, *overrides, rank=rank, world=world)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("after", store), rank=rank, world_size=world
+    )  # the server ends it
+    return told
+
+
+shared.SCENARIOS |= {"trained": trained}
+
+if __name__ == "__main__":
+    import headrace.jobs.streams
+    import headrace.train.cells  # noqa: F401  (once, for all ranks to come)
+
+    shared.serve()
+    sys.exit(0)
+
+
+@pytest.fixture(scope="module")
+def server(desk) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=desk
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.stdin.close()
+    process.wait(10)
+    process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory) -> Iterator[Path]:
+    """A folder in which the examples' relative paths lead somewhere; the working folder of this module's tests."""
+    folder = tmp_path_factory.mktemp("desk")
+    make = _borrowed(EXAMPLES / "make_data.py")
+    before, argv = os.getcwd(), sys.argv
+    os.chdir(folder)
+    sys.argv = ["make_data.py", "--out", "examples/stream_mixing/data"]
+    try:
+        make.main()
+        yield folder
+    finally:
+        os.chdir(before)
+        sys.argv = argv
+
+
+@pytest.fixture
+def on_four(ranks: Callable[..., Any], desk: Path) -> Callable[..., Any]:
+    def run_on_four(config: str, folder: Path, *overrides: str) -> dict[str, Any]:
+        told = ranks(4, "trained", config=config, folder=str(folder), overrides=overrides, exists=folder.exists())
+        assert "result" in told[0], told[0]
+        return told[0]["result"]
+
+    return run_on_four
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return list(read_jsonl(folder / "metrics.jsonl"))
+
+
+def healthy(found: list[dict[str, Any]], ranks: int) -> None:
+    losses = [line["train/loss"] for line in found]
+    assert sum(losses[-20:]) < 0.7 * sum(losses[:20])
+    spread = [line[f"{A}/remaining_fraction_max"] - line[f"{A}/remaining_fraction_min"] for line in found]
+    assert sum(spread) / len(spread) < 0.3
+    assert max(line[f"{A}/overdue_max"] for line in found) < 3
+    assert max(line[f"{A}/steps_since_pick_max"] for line in found) < 5 * 4
+    for modality in ("atac", "morphology", "protein", "rna"):
+        present = sum(line[f"{A}/modalities/{modality}"] > 0 for line in found)
+        assert present > 0.9 * len(found), modality
+    assert 0 < sum(line[EXHAUSTED] > 0 for line in found) < 0.2 * len(found)
+    assert sum(line["data/rows"] for line in found[:50]) / 50 > 28, "32 rows a step, whatever the ranks"
+
+
+def imbalanced(found: list[dict[str, Any]], ranks: int) -> None:
+    spread = [line[f"{A}/remaining_fraction_max"] - line[f"{A}/remaining_fraction_min"] for line in found]
+    assert sum(spread) / len(spread) < 0.2, "draining is healthy under this stress"
+    picks = {m: sum(line[f"stream_mixing/picks/{m}"] for line in found) / ranks for m in ("atac", "protein", "rna")}
+    assert picks["rna"] > 0.9 * len(found)
+    assert picks["atac"] < 0.05 * len(found)
+    assert {line[f"{A}/modalities/rna"] for line in found} == {ranks}, "counts of readers stay flat"
+    assert max(line[f"{A}/steps_since_pick_max"] for line in found) > 5 * 4, "the large batches wait"
+    assert max(line[f"{A}/overdue_max"] for line in found) < 3, "and no longer than their share promises"
+
+
+def spiking(found: list[dict[str, Any]], ranks: int) -> None:
+    dry = sum(line[EXHAUSTED] > 0 for line in found) / len(found)
+    assert dry > 0.9
+    assert sum(line[EXHAUSTED] for line in found) / len(found) > 2
+
+
+STEPS = 80
+"""Of the 200 that the configs have: their signatures are there by then."""
+SIGNATURES = {"healthy": healthy, "diag_imbalanced_bs": imbalanced, "diag_exhaust_spike": spiking}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_config_shows_its_signature_on_one_and_on_four_ranks(name, desk, tmp_path, on_four):
+    config = str(EXAMPLES / f"{name}.toml")
+    small = ("--run.steps", str(STEPS), "--train.dim", "16", "--train.depth", "0")
+    one = run(config, str(tmp_path / "one"), *small)
+    four = on_four(config, tmp_path / "four", *small)
+    for world, folder, summary in ((1, "one", one), (4, "four", four)):
+        found = lines(tmp_path / folder)
+        assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+        assert summary["state"] == "completed"
+        assert summary["world_size"] == world
+        SIGNATURES[name](found, world)
+    assert four["order_digest"] == one["order_digest"], "the same cells in the same draws"
+    assert four["mix"] == one["mix"]
+    worst = lines(tmp_path / "four")[-1]
+    assert worst[f"{A}/steps_since_pick_max/worst_rank"] in range(4)
+
+
+def test_a_run_that_stopped_on_four_ranks_goes_on_on_one_and_ends_where_the_straight_one_does(desk, tmp_path, on_four):
+    config = str(EXAMPLES / "healthy.toml")
+    fast = ("--run.steps", "24", "--run.log_every", "6")
+    straight = run(config, str(tmp_path / "straight"), *fast)
+    on_four(config, tmp_path / "chain", *fast, "--run.stop_after", "7")
+    run("", str(tmp_path / "chain"), "--run.stop_after", "8", "--streams.num_workers", "1")
+    end = run("", str(tmp_path / "chain"), "--streams.num_streams_mixed", "4")
+    assert end["step"] == 24
+    assert end["order_digest"] == straight["order_digest"]
+    assert end["mix"] == straight["mix"]
+    assert (
+        lines(tmp_path / "chain")[-1]["data/tokens_seen/rna"]
+        == lines(tmp_path / "straight")[-1]["data/tokens_seen/rna"]
+    )
+
+
+def test_stopping_and_going_on_on_the_same_shape_gives_the_same_model_to_the_bit(desk, tmp_path):
+    config = str(EXAMPLES / "diag_exhaust_spike.toml")
+    straight = run(config, str(tmp_path / "straight"), "--run.steps", "12")
+    run(config, str(tmp_path / "chain"), "--run.steps", "12", "--run.stop_after", "5")
+    end = run("", str(tmp_path / "chain"))
+    assert end["model_sha256"] == straight["model_sha256"]
+    assert end["order_digest"] == straight["order_digest"]
+    again = run("", str(tmp_path / "chain"))
+    assert (again["state"], again["step"], again["model_sha256"]) == ("completed", 12, end["model_sha256"])
+
+
+def test_a_resume_on_changed_files_is_refused_and_names_them(desk, tmp_path):
+    import numpy as np
+
+    for file in ("a.npz", "b.npz"):
+        (tmp_path / "cells" / "rna").mkdir(parents=True, exist_ok=True)
+        np.savez(tmp_path / "cells" / "rna" / file, x=np.ones((40, 4), np.float32))
+    config = tmp_path / "c.toml"
+    config.write_text(f'[run]\nsteps = 6\n[streams]\nroots = ["{tmp_path}/cells"]\nbatch_size = 4\n')
+    run(str(config), str(tmp_path / "run"), "--run.stop_after", "3")
+    np.savez(tmp_path / "cells" / "rna" / "b.npz", x=np.zeros((40, 4), np.float32))
+    with pytest.raises(CursorMismatch, match=r"Since then: rna/b\.npz has other content"):
+        run("", str(tmp_path / "run"))
+
+
+def test_the_file_and_tensorboard_get_the_stream_metrics(desk, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(
+        str(EXAMPLES / "healthy.toml"),
+        str(tmp_path / "run"),
+        "--run.steps",
+        "3",
+        "--run.sinks",
+        '["tensorboard", "wandb"]',
+    )
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert {f"{A}/remaining_min", EXHAUSTED, f"{A}/modalities/rna", "data/tokens_seen/rna"} <= set(
+        events.Tags()["scalars"]
+    )
+    assert {f"{A}/overdue_max", "stream_mixing/picks/atac"} <= lines(tmp_path / "run")[-1].keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[streams]\nroots = ['a']\ndebug_log_active_every_n_batches = 5", r"c.toml:3: streams.debug_log_active_every_n_batches: removed; metrics are emitted every step"),
+        ("[streams]\nroots = ['a']\npick_mode = 'wieghted'", r'c.toml:3: streams.pick_mode: unknown value "wieghted", did you mean "weighted"'),
+        ("[streams]\nroot = ['a']", r"c.toml:2: streams.root: unknown key, did you mean roots\?"),
+        ("[streams]\nroots = []", "expected at least one folder"),
+        ("[streams]\nroots = ['a']\nbatch_size = 0", "c.toml:3: streams.batch_size: must be at least 1"),
+        ("[streams]\nroots = ['a']\nbatch_sizes = {rna = 0}", "streams.batch_sizes.rna: must be at least 1"),
+        ("[streams]\nroots = ['a']\nlanes = 2", "streams.lanes belong to batching_mode"),
+        ("[streams]\nroots = ['a']\n[[source]]\nspec = 'sample:prose'", "belongs to a text job and"),
+        ("[streams]\nroots = ['a']\n[train]\nmodel = 'gpt-tiny'", r"train.model: unknown key"),
+        ("[streams]\nroots = ['a']\n[text]\nseq_len = 4", "belongs to a text job and"),
+        ("[rollouts]\n", "is not built yet|not built"),
+    ],
+)  # fmt: skip
+def test_a_config_that_is_wrong_says_so_where_it_is_written(tmp_path, text, sentence):
+    (tmp_path / "c.toml").write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        load_any_config(tmp_path / "c.toml", env={})
+
+
+def test_a_config_is_written_back_as_it_was_read_and_verbs_for_text_refuse_it(tmp_path):
+    config = load_any_config(
+        EXAMPLES / "diag_imbalanced_bs.toml", ["--streams.batch_sizes.atac", "3"], env={"CONTEXT_LEN": "7"}
+    )
+    assert isinstance(config, StreamsConfig)
+    assert config.streams.batch_sizes == {"rna": 1, "atac": 3}
+    (tmp_path / "again.toml").write_text(config.to_toml())
+    assert load_any_config(tmp_path / "again.toml", env={}) == config
+    with pytest.raises(ConfigError, match="describes a job of kind 'streams'; this works on text jobs"):
+        load_config(EXAMPLES / "healthy.toml", env={})
+
+
+def test_check_warns_of_runs_that_starve_spike_or_evict(desk, tmp_path):
+    from headrace.jobs.streams_check import check_streams
+
+    def warned(name: str, *overrides: str, **options: Any) -> str:
+        return "\n".join(
+            check_streams(load_any_config(EXAMPLES / f"{name}.toml", overrides, env={}), **options).warnings
+        )
+
+    assert warned("healthy") == ""
+    assert "spikes: slices run dry at 9" in warned("diag_exhaust_spike")
+    assert "lopsided: protein gets" in warned("diag_imbalanced_bs")
+    assert "waits: " in warned("healthy", "--streams.pick_mode", "weighted", "--run.steps", "400")
+    assert "starves: " in warned(
+        "healthy", "--streams.queue", "permuted", "--streams.num_streams_mixed", "1", "--run.steps", "60"
+    )
+    assert "evicts falsely: a ledger with stale_threshold = 5" in warned(
+        "healthy", "--streams.pick_mode", "weighted", stale_threshold=5
+    )
+    assert "evicts" not in warned("healthy", stale_threshold=20)
+    assert "lanes have no stream" in warned("diag_exhaust_spike", "--streams.lanes", "120")
+    with pytest.raises(ConfigError, match="3 ranks cannot share 4 lanes"):
+        warned("diag_exhaust_spike", ranks=3)
+    with pytest.raises(ConfigError, match="name protien"):
+        warned("healthy", "--streams.batch_sizes.protien", "4")
