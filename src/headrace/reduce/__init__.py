@@ -11,6 +11,9 @@
     coordinator   what arrived, what is missing, and the one sum
     assembler     row batches of any size, re-cut into chunks
     checkpoints   two generations of saved state
+    columns       which columns are multiplied: rows, targets, a one; shifted, weighted
+    result        covariance, correlation, PCA, whitening, ridge
+    stream        one process, rows in hand
 
 G = Σ xₙ xₙᵀ depends on the rows and on (n_rows, chunk_size) alone: not on nodes, threads, processors, arrival or crashes. The
 core does no networking; `headrace.jobs.gram` wires it to shards and engines.
@@ -18,10 +21,13 @@ core does no networking; `headrace.jobs.gram` wires it to shards and engines.
 
 from headrace.reduce.assembler import ChunkAssembler
 from headrace.reduce.checkpoints import CheckpointFiles
+from headrace.reduce.columns import Columns, RowBatch
 from headrace.reduce.coordinator import CrossNodeCheckpoint, CrossNodeGramReduction, Receipt
 from headrace.reduce.kernel import chunk_gram, chunk_gram_packed, warm_gram_kernel
 from headrace.reduce.partial import NodePartial
 from headrace.reduce.partition import CROSS_CHUNK_BASE, CrossNodePartition, Provenance, default_chunk_size
+from headrace.reduce.result import GramResult, Pca, Ridge
+from headrace.reduce.stream import GramStream, gram
 from headrace.reduce.tree import BorderState, StreamingBorderGram, pack_upper, pairwise_sum, unpack_upper
 from headrace.reduce.worker import NodeWorker, NodeWorkerCheckpoint
 
@@ -30,18 +36,25 @@ __all__ = [
     "BorderState",
     "CheckpointFiles",
     "ChunkAssembler",
+    "Columns",
     "CrossNodeCheckpoint",
     "CrossNodeGramReduction",
     "CrossNodePartition",
+    "GramResult",
+    "GramStream",
     "NodePartial",
     "NodeWorker",
     "NodeWorkerCheckpoint",
+    "Pca",
     "Provenance",
     "Receipt",
+    "Ridge",
+    "RowBatch",
     "StreamingBorderGram",
     "chunk_gram",
     "chunk_gram_packed",
     "default_chunk_size",
+    "gram",
     "pack_upper",
     "pairwise_sum",
     "unpack_upper",

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -83,7 +84,7 @@ class NodeWorker:
         provenance: Provenance | None = None,
         threads: int = 1,
         next_ordinal: int = 0,
-        compute: Callable[[np.ndarray, int], np.ndarray] | None = None,
+        compute: Callable[[Any, int], np.ndarray] | None = None,
     ) -> None:
         """`compute(rows, threads)` gives the packed Gram of a chunk where rows are not plain (shifted, weighted, with
         targets); `chunk_gram_packed` unless given."""
@@ -120,20 +121,19 @@ class NodeWorker:
         """How many partials were received of this rank."""
         return self._done
 
-    def compute(self, rows: np.ndarray) -> NodePartial | None:
-        """The partial of the next chunk; inside a span None until its last chunk."""
+    def compute(self, rows: Any) -> NodePartial | None:
+        """The partial of the next chunk, from its rows (or from whatever the given `compute` takes that has their number as its
+        length); inside a span None until its last chunk."""
         chunk = self.next_chunk
         if chunk is None:
             raise DataError(f"rank {self.rank} is past the end: all of its {self._made} partials are made")
         start, end = self.partition.chunk_rows(chunk)
         what = f"chunk {chunk} (rows {start:,} to {end:,})"
-        if rows.ndim != 2 or len(rows) != end - start:
-            raise DataError(
-                f"{what} of rank {self.rank} needs {end - start:,} rows, got an array of shape {rows.shape}"
-            )
+        if len(rows) != end - start:
+            raise DataError(f"{what} of rank {self.rank} needs {end - start:,} rows, got {len(rows):,}")
         if self._compute is None:
-            if rows.shape[1] != self.partition.k:
-                raise DataError(f"{what} needs rows of {self.partition.k} columns, got {rows.shape[1]}")
+            if rows.ndim != 2 or rows.shape[1] != self.partition.k:
+                raise DataError(f"{what} needs rows of {self.partition.k} columns, got shape {rows.shape}")
             if row_dtype_name(rows) != self.provenance.rows:
                 raise DataError(f"{what} needs rows of {self.provenance.rows}, got {row_dtype_name(rows)}")
             gram = chunk_gram_packed(rows, threads=self.threads)
@@ -191,7 +191,7 @@ class NodeWorker:
         *,
         provenance: Provenance | None = None,
         threads: int = 1,
-        compute: Callable[[np.ndarray, int], np.ndarray] | None = None,
+        compute: Callable[[Any, int], np.ndarray] | None = None,
     ) -> NodeWorker:
         """Go on where receipts stopped."""
         if provenance is not None and (differences := provenance.differences(saved.provenance)):
