@@ -122,7 +122,7 @@ def test_the_kernel_gives_the_bits_of_exact_fractions_rounded_once_a_step_for_f6
     assert chunk_gram(rows, threads=threads).tobytes() == fused_gram(rows).tobytes()
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     n_rows=st.integers(0, 120), chunk_size=st.integers(1, 17), n_ranks=st.integers(1, 5), data=st.data(),
 )  # fmt: skip

@@ -44,7 +44,7 @@ def test_the_public_names_are_the_ones_that_exist():
 
 
 @pytest.mark.parametrize(
-    "verb", ["run", "check", "prepare", "plan", "step", "find", "diff", "inspect", "metrics", "env"]
+    "verb", ["run", "check", "prepare", "plan", "step", "find", "diff", "gram", "inspect", "metrics", "env"]
 )
 def test_every_verb_has_help_with_an_example_and_the_common_options(headrace, verb):
     done = headrace(verb, "--help")
