@@ -14,6 +14,10 @@
     columns       which columns are multiplied: rows, targets, a one; shifted, weighted
     result        covariance, correlation, PCA, whitening, ridge
     stream        one process, rows in hand
+    hooks         the activations of a module, while a model runs
+    shards        rows at rest: npy, safetensors, parquet
+    orders, crew  what a worker needs to know; the seam to a transport, and the loop that asks
+    processes, gloo, ray_actors     the transports
 
 G = Σ xₙ xₙᵀ depends on the rows and on (n_rows, chunk_size) alone: not on nodes, threads, processors, arrival or crashes. The
 core does no networking; `headrace.jobs.gram` wires it to shards and engines.
@@ -23,6 +27,7 @@ from headrace.reduce.assembler import ChunkAssembler
 from headrace.reduce.checkpoints import CheckpointFiles
 from headrace.reduce.columns import Columns, RowBatch
 from headrace.reduce.coordinator import CrossNodeCheckpoint, CrossNodeGramReduction, Receipt
+from headrace.reduce.hooks import activations
 from headrace.reduce.kernel import chunk_gram, chunk_gram_packed, warm_gram_kernel
 from headrace.reduce.partial import NodePartial
 from headrace.reduce.partition import CROSS_CHUNK_BASE, CrossNodePartition, Provenance, default_chunk_size
@@ -51,6 +56,7 @@ __all__ = [
     "Ridge",
     "RowBatch",
     "StreamingBorderGram",
+    "activations",
     "chunk_gram",
     "chunk_gram_packed",
     "default_chunk_size",
