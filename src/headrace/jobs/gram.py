@@ -203,8 +203,9 @@ def _fold(
     if group is not None:
         from headrace.reduce.gloo import coordinate_group
 
-        coordinate_group(reduction, order, save=save, save_every=plan.save_every, progress=progress)
-        return True
+        return coordinate_group(
+            reduction, order, save=save, save_every=plan.save_every, progress=progress, stop=lambda: stopped() != 0
+        )
     crew: Crew
     if plan.engine == "ray":
         from headrace.reduce.ray_actors import RayCrew

@@ -35,8 +35,10 @@ def coordinate_group(
     save: Callable[[], object] = lambda: None,
     save_every: float = 30.0,
     progress: Callable[[FoldProgress], None] = lambda _: None,
-) -> None:
-    """Rank 0's part: tell the others where to begin, then fold until everything is there."""
+    stop: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Rank 0's part: tell the others where to begin, then fold until everything is there (True), or until `stop` says so: then
+    it saves and leaves (False), and the others end with the group."""
     import torch
     import torch.distributed as dist
 
@@ -54,6 +56,9 @@ def coordinate_group(
         cursors[rank] += 1
         reduction.receive(NodePartial.from_bytes(message, sender=f"rank {rank}"))
         now = time.monotonic()
+        if stop():
+            save()
+            return False
         if now - saved >= save_every:
             save()
             saved = time.monotonic()
@@ -66,6 +71,7 @@ def coordinate_group(
                 seconds=now - began,
             )
         )
+    return True
 
 
 def work_in_group(order: WorkOrder, rank: int, *, group: Any = None) -> int:

@@ -27,8 +27,9 @@ def loaded_after(code: str) -> set[str]:
         "import headrace",
         "from headrace.cli import app\ntry: app(['--help'])\nexcept SystemExit: ...",
         "import headrace; headrace.TextDataset, headrace.Loader, headrace.Source, headrace.Wait",
+        "import headrace; headrace.reduce.gram, headrace.reduce.activations",
     ],
-    ids=["import headrace", "headrace --help", "naming the loader"],
+    ids=["import headrace", "headrace --help", "naming the loader", "naming the reduction"],
 )
 def test_torch_and_numba_come_only_when_they_are_needed(code):
     assert not {"torch", "numba", "wandb", "tensorboard"} & loaded_after(code)
