@@ -7,6 +7,7 @@
 #   make bench          benchmarks, as ratios                       make bench ROOM=loader
 #   make bench-mixing   stream mixing: picks, metrics, batches, ranks
 #   make bench-text     headrace beside the loaders people use, each in an environment of its own    ARGS="--make-envs"
+#   make bench-reduce   Gram matrices beside numpy, scipy and sklearn                 ARGS=kernel-1 for one part
 #   make docs           check that the documents' snippets, links and figures are true
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ ROOM   ?=
 RUN    := examples/quickstart.toml
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: run test test-faults check bench bench-mixing bench-text docs clean
+.PHONY: run test test-faults check bench bench-mixing bench-text bench-reduce docs clean
 .DEFAULT_GOAL := run
 
 # torch first and alone: a range asked for by another package could otherwise bring a CUDA build with it.
@@ -73,6 +74,10 @@ bench-mixing: $(VENV)/.dev
 bench-text: $(VENV)/.dev
 	@echo "==> text pipelines side by side (peers without an environment are skipped: ARGS=--make-envs makes them)"
 	@$(BIN)/python benchmarks/bench_text.py $(ARGS)
+
+bench-reduce: $(VENV)/.dev
+	@echo "==> Gram matrices: kernel, fold, workers, PCA, errors"
+	@$(BIN)/python benchmarks/reduce.py $(ARGS)
 
 docs: $(VENV)/.dev
 	@echo "==> documents: snippets are run, links and figures are checked"

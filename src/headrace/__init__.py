@@ -37,7 +37,7 @@ from headrace.errors import (
 )
 
 if TYPE_CHECKING:
-    from headrace import testing
+    from headrace import reduce, testing
     from headrace.batch import LM_SCHEMA, Batch, Field, Schema
     from headrace.jobs.wiring import Job, load
     from headrace.loader import (
@@ -115,14 +115,15 @@ __all__ = [
     "load",
     "merge_states",
     "phase",
+    "reduce",
     "register_cells",
     "testing",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "testing":
-        return importlib.import_module("headrace.testing")
+    if name in ("reduce", "testing"):
+        return importlib.import_module(f"headrace.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'headrace' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"headrace.{_HOME[name]}"), name)

@@ -8,6 +8,7 @@ prepare   tokenise once, into shards that are mapped
 inspect   what a file or a folder of ours holds
 report    what a run looked like, as one page
 flight    headrace step, find, diff: what a run saw, and when
+gram      headrace gram: the Gram matrix of rows in shards
 facts     headrace metrics, headrace env
 terminal  what a person sees while a run goes on
 """
@@ -16,6 +17,7 @@ from headrace.cli.app import app, main
 from headrace.cli.check import check
 from headrace.cli.facts import env, metrics
 from headrace.cli.flight import diff, find, step
+from headrace.cli.gram import gram
 from headrace.cli.inspect import inspect
 from headrace.cli.plan import plan
 from headrace.cli.prepare import prepare
@@ -23,7 +25,7 @@ from headrace.cli.report import report
 from headrace.cli.run import run
 
 # Verbs import what is heavy when they are called, so that `headrace --help` is quick and imports no torch.
-for verb in (run, check, plan, prepare, inspect, report, step, find, diff, metrics, env):
+for verb in (run, check, plan, prepare, inspect, report, step, find, diff, gram, metrics, env):
     app.command(verb)
 
 __all__ = ["main"]

@@ -52,7 +52,7 @@ from headrace.text.shards import (
     write_shard,
 )
 
-__all__ = ["PrepareProgress", "PrepareSummary", "PrepareWatcher", "default_workers", "prepare"]
+__all__ = ["PrepareProgress", "PrepareSummary", "PrepareWatcher", "default_workers", "prepare", "stop_on_signal"]
 
 _PLAN, _LOCK = "prepare.json", "prepare.lock"
 _DOCUMENTS_AT_ONCE = 1024
@@ -146,7 +146,7 @@ def prepare(
         plan = _plan(data, dtype, shard_bytes // dtype.itemsize)
         _compare(folder, plan, data, resumed)
         watcher.began(data, workers, resumed)
-        stop = stack.enter_context(_stop_on_signal())
+        stop = stack.enter_context(stop_on_signal())
         work = _Work(folder, data, config, dtype, plan["shard_tokens"], workers, watcher, stop)
         return work.run()
 
@@ -554,7 +554,7 @@ def _compare(folder: Path, plan: dict[str, Any], data: TextDataset, resumed: boo
 
 
 @contextlib.contextmanager
-def _stop_on_signal() -> Generator[Callable[[], int]]:
+def stop_on_signal() -> Generator[Callable[[], int]]:
     """SIGINT and SIGTERM ask once; a second one ends the process as usual. Off the main thread signals stay as they are."""
     asked = [0]
 

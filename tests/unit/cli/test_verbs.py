@@ -27,8 +27,9 @@ def loaded_after(code: str) -> set[str]:
         "import headrace",
         "from headrace.cli import app\ntry: app(['--help'])\nexcept SystemExit: ...",
         "import headrace; headrace.TextDataset, headrace.Loader, headrace.Source, headrace.Wait",
+        "import headrace; headrace.reduce.gram, headrace.reduce.activations",
     ],
-    ids=["import headrace", "headrace --help", "naming the loader"],
+    ids=["import headrace", "headrace --help", "naming the loader", "naming the reduction"],
 )
 def test_torch_and_numba_come_only_when_they_are_needed(code):
     assert not {"torch", "numba", "wandb", "tensorboard"} & loaded_after(code)
@@ -44,7 +45,7 @@ def test_the_public_names_are_the_ones_that_exist():
 
 
 @pytest.mark.parametrize(
-    "verb", ["run", "check", "prepare", "plan", "step", "find", "diff", "inspect", "metrics", "env"]
+    "verb", ["run", "check", "prepare", "plan", "step", "find", "diff", "gram", "inspect", "metrics", "env"]
 )
 def test_every_verb_has_help_with_an_example_and_the_common_options(headrace, verb):
     done = headrace(verb, "--help")

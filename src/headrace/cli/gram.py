@@ -1,0 +1,153 @@
+"""headrace gram SHARDS...: the Gram matrix of rows, the same bits on any number of workers."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from headrace.cli.terminal import console_for, short
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+    from headrace.jobs.gram import GramSummary
+    from headrace.reduce.crew import FoldProgress
+    from headrace.reduce.orders import WorkOrder
+    from headrace.reduce.shards import RowShards
+
+__all__ = ["gram"]
+
+_EVERY = 10.0
+"""Seconds between two lines where there is no terminal."""
+
+
+def gram(
+    *shards: Annotated[str, Parameter(help="Files, folders or globs of .npy, .safetensors or .parquet, in the order of the sum.")],
+    out: Annotated[Path, Parameter(help="The result; OUT.json beside it says what it is.")] = Path("gram.safetensors"),
+    field: Annotated[str | None, Parameter(help="Tensor or column of the rows (parquet: a,b,c for several columns).")] = None,
+    targets: Annotated[str | None, Parameter(help="Tensor or column of targets: also sums the cross-Gram, for ridge.")] = None,
+    weights: Annotated[str | None, Parameter(help="Tensor or column of row weights.")] = None,
+    shift: Annotated[Path | None, Parameter(help="A .npy vector to subtract from every row: keeps digits where means are large.")] = None,
+    rows: Annotated[Literal["f64", "f32", "f16", "bf16"] | None, Parameter(help="Convert rows to this type; as stored unless given.")] = None,
+    chunk: Annotated[int | None, Parameter(help="Rows a chunk; part of what the bits depend on. 4 a column, 4,096 at least, unless given.")] = None,
+    span: Annotated[int, Parameter(help="Chunks shipped as one partial: 1, or 128, 256, 512, … for wide fleets. Never changes bits.")] = 1,
+    workers: Annotated[int | None, Parameter(help="Worker processes or actors; one a processor unless given. Never changes bits.")] = None,
+    threads: Annotated[int, Parameter(help="Threads a worker. Never changes bits.")] = 1,
+    engine: Annotated[Literal["local", "torchrun", "ray"] | None, Parameter(help="Who works: processes here, ranks of torchrun, Ray actors.")] = None,
+    window: Annotated[int, Parameter(help="Partials a worker may be ahead of the slowest.")] = 4,
+    save_every: Annotated[float, Parameter(help="Seconds between two checkpoints.")] = 30.0,
+    replace: Annotated[bool, Parameter(help="Overwrite a result of something else.", negative=())] = False,
+    format: Annotated[Literal["text", "json"], Parameter(help="json: print the summary as one JSON object.")] = "text",
+    quiet: Annotated[bool, Parameter(help="Print nothing but errors.", negative=())] = False,
+) -> int:  # fmt: skip
+    """Sum x·xᵀ over all rows of the shards, to the same bits on any number of workers, threads and processors.
+
+    Can be killed at any moment, worker or coordinator: the same command goes on.
+
+    ```
+    headrace gram acts/*.npy --out layer12.safetensors
+    headrace gram acts.parquet --field hidden --targets label --workers 8 --out probe.safetensors
+    torchrun --nproc-per-node 4 -m headrace gram acts/ --out layer12.safetensors
+    python -c "import headrace as hr; print(hr.reduce.GramResult.load('layer12.safetensors').pca(8).share)"
+    ```
+    """
+    from headrace.errors import ConfigError
+    from headrace.jobs.gram import GramPlan, reduce_shards
+
+    if not shards:
+        raise ConfigError("name at least one shard: headrace gram acts/*.npy --out layer12.safetensors")
+    plan = GramPlan(
+        shards=shards, out=out, field=field, targets=targets, weights=weights, rows=rows, shift=shift, chunk=chunk, span=span,
+        workers=workers, threads=threads, engine=engine, window=window, save_every=save_every, replace=replace,
+    )  # fmt: skip
+    talks = not quiet and format == "text"
+    console = console_for()
+    with _Watcher(console if talks else None, None if quiet else console_for(sys.stderr), out) as watcher:
+        summary = reduce_shards(plan, watcher)
+    if summary.state == "worker":
+        return 0
+    if talks:
+        _closing(console, summary)
+    elif format == "json":
+        console.print_json(json.dumps(summary.to_dict()))
+    return 128 + summary.signal if summary.signal else 0
+
+
+class _Watcher:
+    """Lines, and a bar where there is a terminal."""
+
+    def __init__(self, console: Console | None, errors: Console | None, out: Path) -> None:
+        self._console, self._errors, self._out = console, errors, out
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._said = time.perf_counter()
+
+    def __enter__(self) -> _Watcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def began(self, order: WorkOrder, shards: RowShards, engine: str, resumed_at: int) -> None:
+        if self._console is None:
+            return
+        partition = order.partition
+        self._console.print(
+            f"[bold]headrace[/] {'goes on with' if resumed_at else 'reduces to'} [bold]{self._out}[/]", highlight=False
+        )
+        lines = [
+            ("rows", f"{shards.n_rows:,} x {shards.width:,} {shards.dtype} in {len(shards.spec.paths):,} shards"),
+            ("chunks", f"{partition.n_chunks:,} of {partition.chunk_size:,} rows" + (f", {resumed_at:,} folded already" if resumed_at else "")),
+            ("workers", f"{partition.n_ranks} ({engine}), {order.threads} thread{'s' if order.threads > 1 else ''} each"),
+        ]  # fmt: skip
+        for name, text in lines:
+            self._console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+        if self._console.is_terminal:
+            from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
+                console=self._console, transient=True,
+            )  # fmt: skip
+            self._bar.start()
+            self._task = self._bar.add_task("starting", total=partition.n_chunks, completed=resumed_at)
+
+    def progress(self, progress: FoldProgress) -> None:
+        if self._console is None:
+            return
+        line = f"folded {progress.frontier:,} of {progress.n_chunks:,} chunks, {progress.pending} pending"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=line, completed=progress.frontier)
+        elif time.perf_counter() - self._said >= _EVERY:
+            self._said = time.perf_counter()
+            self._console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
+
+    def notice(self, sentence: str) -> None:
+        if self._errors is not None:
+            self._errors.print(f"  {sentence}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _closing(console: Console, summary: GramSummary) -> None:
+    words = {"reduced": "reduced", "complete": "is complete already", "stopped": "stopped"}[summary.state]
+    console.print(f"\n[bold]{words}[/]  {summary.out}", highlight=False)
+    lines = [("rows", f"{summary.n_rows:,} x {summary.width:,}, chunks of {summary.chunk_size:,}")]
+    if summary.sha256:
+        lines.append(("sha256", summary.sha256))
+    if summary.seconds:
+        done = summary.n_rows * max(0.0, 1 - summary.resumed_at / max(summary.n_chunks, 1))
+        lines.append(("speed", f"{short(done / summary.seconds)} rows/s over {summary.seconds:.1f} s"))
+    if summary.replaced:
+        lines.append(("workers", f"{summary.replaced} died and were replaced"))
+    if summary.state == "stopped":
+        lines.append(("go on", "the same command"))
+    for name, text in lines:
+        console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)

@@ -1,0 +1,328 @@
+"""The Gram matrix of rows in shards, by any number of workers, whatever dies on the way.
+
+    shards ──► partition ──► engine: processes here │ ranks of torchrun │ Ray actors ──► one fold ──► OUT.safetensors
+
+Beside the result stands OUT.work/ while a pass is under way: the lock of whoever coordinates, and two generations of what was
+received. The same command goes on from there, on as many workers as it is given now; when the result is published the folder
+goes. What the sum depends on (the files, the columns, the chunk size) is compared first: anything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace.errors import ConfigError, CursorMismatch
+from headrace.files import sweep_temporaries
+from headrace.jobs.prepare import default_workers, stop_on_signal
+from headrace.order import fingerprint_json
+from headrace.reduce.checkpoints import CheckpointFiles
+from headrace.reduce.columns import Columns
+from headrace.reduce.coordinator import DEFAULT_WINDOW, CrossNodeCheckpoint, CrossNodeGramReduction
+from headrace.reduce.crew import Crew, FoldProgress, drive
+from headrace.reduce.orders import WorkOrder
+from headrace.reduce.partition import CrossNodePartition, Provenance, default_chunk_size
+from headrace.reduce.result import GramResult
+from headrace.reduce.shards import RowShards
+
+__all__ = ["ENGINES", "GramPlan", "GramSummary", "GramWatcher", "reduce_shards"]
+
+ENGINES = ("local", "torchrun", "ray")
+_COORDINATOR = "coordinator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GramPlan:
+    """What is asked for."""
+
+    shards: Sequence[str]
+    out: Path
+    field: str | None = None
+    targets: str | None = None
+    weights: str | None = None
+    rows: str | None = None
+    shift: Path | None = None
+    """A .npy vector that is subtracted from every row."""
+    chunk: int | None = None
+    span: int = 1
+    workers: int | None = None
+    threads: int = 1
+    engine: str | None = None
+    """local, torchrun or ray; torchrun where its environment is found, else local."""
+    window: int = DEFAULT_WINDOW
+    save_every: float = 30.0
+    deadline: float = 600.0
+    replace: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"--{name} must be between 1 and {most:,}, got {value}"
+            for name, value, most in (
+                ("chunk", self.chunk, 1 << 40), ("workers", self.workers, 65536), ("threads", self.threads, 1024), ("window", self.window, 1 << 20),
+            )
+            if value is not None and not 1 <= value <= most
+        ]  # fmt: skip
+        if self.engine is not None and self.engine not in ENGINES:
+            problems.append(f"--engine must be one of {', '.join(ENGINES)}, got {self.engine!r}")
+        if problems:
+            raise ConfigError(problems)
+
+
+@dataclass(slots=True, kw_only=True)
+class GramSummary:
+    """How a pass ended."""
+
+    out: str
+    state: str
+    """reduced, complete (there was nothing to do), stopped, or worker (a rank that only sent)."""
+    sha256: str = ""
+    n_rows: int = 0
+    width: int = 0
+    rows: str = ""
+    chunk_size: int = 0
+    n_chunks: int = 0
+    workers: int = 0
+    engine: str = ""
+    resumed_at: int = 0
+    """Chunks that were folded already."""
+    duplicates: int = 0
+    most_pending: int = 0
+    replaced: int = 0
+    seconds: float = 0.0
+    signal: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class GramWatcher(Protocol):
+    """Whoever looks on."""
+
+    def began(self, order: WorkOrder, shards: RowShards, engine: str, resumed_at: int) -> None: ...
+    def progress(self, progress: FoldProgress) -> None: ...
+    def notice(self, sentence: str) -> None: ...
+
+
+def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
+    """Reduce, or go on reducing. Returns early, and cleanly, on SIGINT and SIGTERM."""
+    began = time.perf_counter()
+    engine = plan.engine or ("torchrun" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "local")
+    with contextlib.ExitStack() as stack:
+        group = _Group.join(stack) if engine == "torchrun" else None
+        shards = RowShards.open(
+            plan.shards, field=plan.field, targets=plan.targets, weights=plan.weights, rows=plan.rows
+        )
+        columns = Columns(
+            width=shards.width,
+            targets=shards.n_targets,
+            weighted=shards.weighted,
+            shift=_shift(plan.shift, shards.width),
+        )
+        data = shards.fingerprint()
+        workers = group.size if group is not None else plan.workers if plan.workers is not None else default_workers()
+        partition = CrossNodePartition(
+            k=columns.k,
+            n_rows=shards.n_rows,
+            chunk_size=plan.chunk or default_chunk_size(columns.k),
+            n_ranks=workers,
+            span=plan.span,
+        )
+        provenance = Provenance(
+            job=plan.out.name[-200:], data=fingerprint_json([data, columns.fingerprint]), rows=shards.dtype
+        )
+        work = plan.out.with_name(plan.out.name + ".work")
+        order = WorkOrder(
+            partition=partition, provenance=provenance, columns=columns, shards=shards.spec, data=data, threads=plan.threads,
+            folder=str(work.absolute()) if plan.span > 1 else None,
+        )  # fmt: skip
+        summary = GramSummary(
+            out=str(plan.out), state="reduced", n_rows=shards.n_rows, width=shards.width, rows=shards.dtype,
+            chunk_size=partition.chunk_size, n_chunks=partition.n_chunks, workers=workers, engine=engine,
+        )  # fmt: skip
+        if group is not None and group.rank > 0:
+            return _send(order, group, summary)
+        stopped = stack.enter_context(stop_on_signal())
+        done = _finished(plan, partition, provenance)
+        if done is not None and group is None:
+            summary.state, summary.sha256, summary.resumed_at = "complete", done.sha256, partition.n_chunks
+            return summary
+        _claim(work, stack)
+        files = CheckpointFiles(work, _COORDINATOR, report=watcher.notice)
+        reduction = _resumed(files, partition, provenance, plan.window)
+        summary.resumed_at = reduction.frontier
+        watcher.began(order, shards, engine, reduction.frontier)
+        seen = FoldProgress(frontier=0, n_chunks=0, pending=0, replaced=0, seconds=0.0)
+
+        def progress(now: FoldProgress) -> None:
+            nonlocal seen
+            seen = now
+            watcher.progress(now)
+
+        whole = _fold(plan, order, reduction, group, files, watcher, progress, stopped, stack)
+        summary.duplicates, summary.most_pending, summary.replaced = (
+            reduction.duplicates,
+            reduction.most_pending,
+            seen.replaced,
+        )
+        if not whole:
+            summary.state, summary.signal = "stopped", stopped()
+        else:
+            about = _about(partition, provenance)
+            result = GramResult.of(reduction.finish(), columns, shards.n_rows, about)
+            result.save(plan.out, replace=plan.replace or done is not None)
+            summary.sha256 = result.sha256
+            shutil.rmtree(work, ignore_errors=True)
+        summary.seconds = time.perf_counter() - began
+        return summary
+
+
+def _fold(
+    plan: GramPlan,
+    order: WorkOrder,
+    reduction: CrossNodeGramReduction,
+    group: _Group | None,
+    files: CheckpointFiles,
+    watcher: GramWatcher,
+    progress: Callable[[FoldProgress], None],
+    stopped: Callable[[], int],
+    stack: contextlib.ExitStack,
+) -> bool:
+    def save() -> None:
+        reduction.checkpoint().save(files)
+
+    if group is not None:
+        from headrace.reduce.gloo import coordinate_group
+
+        return coordinate_group(
+            reduction, order, save=save, save_every=plan.save_every, progress=progress, stop=lambda: stopped() != 0
+        )
+    crew: Crew
+    if plan.engine == "ray":
+        from headrace.reduce.ray_actors import RayCrew
+
+        crew = RayCrew(order, address=os.environ.get("RAY_ADDRESS"))
+    else:
+        from headrace.reduce.processes import ProcessCrew
+
+        crew = ProcessCrew(order)
+    stack.callback(crew.close)
+    return drive(
+        reduction, crew, save=save, save_every=plan.save_every, progress=progress, notice=watcher.notice,
+        stop=lambda: stopped() != 0, deadline=plan.deadline,
+    )  # fmt: skip
+
+
+def _send(order: WorkOrder, group: _Group, summary: GramSummary) -> GramSummary:
+    from headrace.reduce.gloo import work_in_group
+
+    work_in_group(order, group.rank)
+    summary.state = "worker"
+    return summary
+
+
+class _Group:
+    """This process's place among the ranks that torchrun started."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    @classmethod
+    def join(cls, stack: contextlib.ExitStack) -> _Group:
+        if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+            raise ConfigError(
+                "--engine torchrun is for ranks that torchrun started: torchrun --nproc-per-node 2 -m headrace gram SHARDS... "
+                "(or leave --engine out for processes of this machine)"
+            )
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+            stack.callback(dist.destroy_process_group)
+        return cls(dist.get_rank(), dist.get_world_size())
+
+
+# ------------------------------------------------------------------------------------------------ state
+
+
+def _about(partition: CrossNodePartition, provenance: Provenance) -> dict[str, Any]:
+    """What the bits depend on, as the result tells it."""
+    return partition.order | {"rows": provenance.rows, "data": provenance.data, "arithmetic": provenance.arithmetic}
+
+
+def _finished(plan: GramPlan, partition: CrossNodePartition, provenance: Provenance) -> GramResult | None:
+    """The result, if it is there already; a result of something else is not touched."""
+    if not plan.out.exists():
+        if not plan.out.absolute().parent.is_dir():
+            raise ConfigError(
+                f"there is no folder {plan.out.absolute().parent} to write the result to; make it, or give another --out"
+            )
+        return None
+    if plan.replace:
+        return None
+    done = GramResult.load(plan.out)
+    now = _about(partition, provenance)
+    differing = [
+        f"{name} was {done.about.get(name)}, is {now[name]}" for name in now if done.about.get(name) != now[name]
+    ]
+    if differing:
+        raise ConfigError(
+            f"{plan.out} holds the sum of something else ({'; '.join(differing)}): give another --out, or --replace to overwrite it"
+        )
+    return done
+
+
+def _resumed(
+    files: CheckpointFiles, partition: CrossNodePartition, provenance: Provenance, window: int
+) -> CrossNodeGramReduction:
+    saved = CrossNodeCheckpoint.load(files)
+    if saved is None:
+        return CrossNodeGramReduction(partition, provenance=provenance, window=window)
+    then, now = saved.partition.order | {"span": saved.partition.span}, partition.order | {"span": partition.span}
+    differing = {name: (then[name], now[name]) for name in now if then[name] != now[name]}
+    if differing:
+        listed = "; ".join(f"{name} was {a}, is {b}" for name, (a, b) in differing.items())
+        raise CursorMismatch(
+            f"{files.folder} holds a pass that was cut otherwise ({listed}). Restore that, or remove the folder to begin again",
+            differing,
+        )
+    return CrossNodeGramReduction.resume(saved, provenance=provenance, window=window, n_ranks=partition.n_ranks)
+
+
+def _claim(work: Path, stack: contextlib.ExitStack) -> None:
+    """Be the only coordinator of this result."""
+    try:
+        work.mkdir(exist_ok=True)
+        lock = os.open(work / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise ConfigError(f"{work} cannot be written: {error.strerror or error}. Give another --out") from error
+    stack.callback(os.close, lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
+        raise ConfigError(f"{work} is being written by {holder}: wait for it, or stop it first") from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+    sweep_temporaries(work)
+
+
+def _shift(path: Path | None, width: int) -> np.ndarray | None:
+    if path is None:
+        return None
+    try:
+        shift = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"--shift {path} cannot be read as .npy: {error}") from error
+    if shift.shape != (width,):
+        raise ConfigError(f"--shift {path} has shape {shift.shape}; rows have {width} columns")
+    return shift

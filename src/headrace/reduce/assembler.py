@@ -1,0 +1,133 @@
+"""Row batches of any size, re-cut into chunks.
+
+    assembler = ChunkAssembler.of(partition, rank=0)
+    for batch in batches:
+        for chunk, rows in assembler.push(batch): ...
+    assembler.finish()                               refuses an end inside a chunk
+
+    assembler = ChunkAssembler.unbounded(k=512, chunk_size=4096)      n_rows is known at the end: finish gives the last chunk
+
+Where batches are cut does not reach the sum. It can be saved between two chunks only: rows inside one are not state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from headrace.errors import ConfigError, DataError
+from headrace.reduce.partition import CrossNodePartition
+
+__all__ = ["ChunkAssembler"]
+
+
+class ChunkAssembler:
+    """Collects rows until a chunk is whole. Made by `of` or `unbounded`."""
+
+    def __init__(
+        self, *, k: int, chunk_size: int, partition: CrossNodePartition | None, rank: int, ordinal: int
+    ) -> None:
+        self.k, self.chunk_size = k, chunk_size
+        self._partition, self._rank = partition, rank
+        self._ordinal = ordinal
+        """Chunks given out."""
+        self._buffer: np.ndarray | None = None
+        self._filled = 0
+
+    @classmethod
+    def of(cls, partition: CrossNodePartition, *, rank: int = 0, ordinal: int = 0) -> ChunkAssembler:
+        """For the rows of one rank's chunks, one after the other; `ordinal` chunks are done already."""
+        if partition.span != 1:
+            raise ConfigError("an assembler cuts single chunks: give it the partition with span=1")
+        if not 0 <= rank < partition.n_ranks or not 0 <= ordinal <= partition.owned(rank):
+            raise ConfigError(f"rank {rank} has no chunk number {ordinal} in a partition of {partition.n_ranks} ranks")
+        return cls(k=partition.k, chunk_size=partition.chunk_size, partition=partition, rank=rank, ordinal=ordinal)
+
+    @classmethod
+    def unbounded(cls, *, k: int, chunk_size: int, ordinal: int = 0) -> ChunkAssembler:
+        """For rows whose number nobody knows yet."""
+        return cls(k=k, chunk_size=chunk_size, partition=None, rank=0, ordinal=ordinal)
+
+    @property
+    def next_chunk(self) -> int | None:
+        """Index of the chunk being filled; None past the last."""
+        if self._partition is None:
+            return self._ordinal
+        at = self._partition.unit_of(self._rank, self._ordinal)
+        return at if at < self._partition.n_chunks else None
+
+    @property
+    def held(self) -> int:
+        """Rows of the chunk being filled."""
+        return self._filled
+
+    def push(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Take rows and give out the chunks that became whole. The arrays given out are the caller's."""
+        if rows.ndim != 2 or rows.shape[1] != self.k:
+            raise DataError(f"rows of {self.k} columns are expected, got an array of shape {rows.shape}")
+        if self._buffer is not None and self._filled and rows.dtype != self._buffer.dtype:
+            raise DataError(
+                f"the chunk began with rows of {self._buffer.dtype}, now {rows.dtype} came: convert them first"
+            )
+        return self._cut(rows)
+
+    def _cut(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        at = 0
+        while at < len(rows):
+            chunk = self.next_chunk
+            if chunk is None:
+                raise DataError(
+                    f"{len(rows) - at} rows came past the last chunk of rank {self._rank}: the partition has {self._total()} rows"
+                )
+            wanted = self._length(chunk)
+            if self._filled == 0 and len(rows) - at >= wanted:  # a whole chunk lies in the batch: no copy
+                self._ordinal += 1
+                yield chunk, rows[at : at + wanted]
+                at += wanted
+                continue
+            if self._buffer is None or self._filled == 0:
+                self._buffer = np.empty((wanted, self.k), rows.dtype)
+            take = min(wanted - self._filled, len(rows) - at)
+            self._buffer[self._filled : self._filled + take] = rows[at : at + take]
+            self._filled += take
+            at += take
+            if self._filled == wanted:
+                whole, self._buffer, self._filled = self._buffer, None, 0
+                self._ordinal += 1
+                yield chunk, whole
+
+    def finish(self) -> tuple[int, np.ndarray] | None:
+        """The last, short chunk of an unbounded sequence. With a partition everything must have been given out."""
+        chunk = self.next_chunk
+        if self._partition is None:
+            if not self._filled:
+                return None
+            assert self._buffer is not None
+            assert chunk is not None
+            last, self._buffer = self._buffer[: self._filled], None
+            self._filled, self._ordinal = 0, self._ordinal + 1
+            return chunk, last
+        if chunk is not None:
+            raise DataError(
+                f"the rows ended inside chunk {chunk}: it has {self._filled} of its {self._length(chunk)} rows. Give all rows of the "
+                "partition, or make one with fewer"
+            )
+        return None
+
+    def checkpoint(self) -> int:
+        """Chunks given out, to begin again from with `ordinal=`. Only between two chunks."""
+        if self._filled:
+            raise DataError(
+                f"the assembler holds {self._filled} rows of chunk {self.next_chunk}: save it between two chunks"
+            )
+        return self._ordinal
+
+    def _length(self, chunk: int) -> int:
+        if self._partition is None:
+            return self.chunk_size
+        start, end = self._partition.chunk_rows(chunk)
+        return end - start
+
+    def _total(self) -> str:
+        return f"{self._partition.n_rows:,}" if self._partition is not None else "any number of"

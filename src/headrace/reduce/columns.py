@@ -1,0 +1,129 @@
+"""Which columns are multiplied: the rows, what else is wanted of them, and a one.
+
+    [ (x − shift)·√w │ y·√w │ √w ]      k = width + targets + 1
+
+The last column gives the row count (or the sum of weights) and the column sums, `y` the cross-Gram, all in one pass and in
+one tree. A shift near the mean keeps the digits that an uncentred covariance loses when means are large. Plain rows go to
+the kernel as they are stored; with a shift or weights they become f64 first, by one subtraction and one product an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import ConfigError, DataError
+from headrace.order import fingerprint_json
+from headrace.reduce.kernel import chunk_gram_packed, row_dtype_name
+
+__all__ = ["Columns", "RowBatch", "as_rows"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBatch:
+    """Some rows, with their targets and weights where the pass has them."""
+
+    x: np.ndarray
+    y: np.ndarray | None = None
+    w: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The design of a pass. Checks itself; equal designs have equal fingerprints."""
+
+    width: int
+    targets: int = 0
+    weighted: bool = False
+    shift: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.targets < 0:
+            raise ConfigError(f"rows need at least one column, got width {self.width} and {self.targets} targets")
+        if self.shift is not None:
+            shift = np.ascontiguousarray(self.shift, np.float64)
+            if shift.shape != (self.width,) or not np.isfinite(shift).all():
+                raise ConfigError(f"a shift is {self.width} finite numbers, one a column; got shape {shift.shape}")
+            object.__setattr__(self, "shift", shift)
+
+    @property
+    def k(self) -> int:
+        """Columns of the matrix that is reduced."""
+        return self.width + self.targets + 1
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint_json(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        shift = None if self.shift is None else [float(v).hex() for v in self.shift]
+        return {"width": self.width, "targets": self.targets, "weighted": self.weighted, "shift": shift}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Columns:
+        shift = value["shift"]
+        return cls(
+            width=value["width"],
+            targets=value["targets"],
+            weighted=value["weighted"],
+            shift=None if shift is None else np.array([float.fromhex(v) for v in shift]),
+        )
+
+    def gram(self, batch: RowBatch, threads: int = 1) -> np.ndarray:
+        """The packed Gram of one chunk under this design."""
+        x, y, w = batch.x, batch.y, batch.w
+        n = len(x)
+        if x.ndim != 2 or x.shape[1] != self.width:
+            raise DataError(f"rows of {self.width} columns are expected, got an array of shape {x.shape}")
+        if (y is not None) != bool(self.targets) or (y is not None and y.shape != (n, self.targets)):
+            raise DataError(f"{n} rows of {self.targets} targets are expected, got {None if y is None else y.shape}")
+        if (w is not None) != self.weighted or (w is not None and w.shape != (n,)):
+            raise DataError(
+                f"{n if self.weighted else 'no'} weights are expected, got {None if w is None else w.shape}"
+            )
+        extra = np.empty((n, self.targets + 1))
+        extra[:, -1] = 1.0
+        if y is not None:
+            extra[:, :-1] = _wide(y)
+        if self.shift is None and w is None:
+            return chunk_gram_packed(x, extra, threads=threads)
+        wide = np.array(_wide(x), np.float64)
+        if self.shift is not None:
+            wide -= self.shift
+        if w is not None:
+            w = np.asarray(w, np.float64)
+            if not (np.isfinite(w) & (w >= 0)).all():
+                bad = int(np.flatnonzero(~(np.isfinite(w) & (w >= 0)))[0])
+                raise DataError(f"weights must be finite and not negative, got {w[bad]} at row {bad} of the chunk")
+            root = np.sqrt(w)[:, None]
+            wide *= root
+            extra *= root
+        return chunk_gram_packed(wide, extra, threads=threads)
+
+
+def as_rows(value: Any) -> np.ndarray:
+    """An array or a torch tensor as rows the kernel takes; bfloat16 becomes uint16 without a copy."""
+    if isinstance(value, np.ndarray):
+        return value
+    if type(value).__module__.partition(".")[0] == "torch":
+        import torch
+
+        tensor = value.detach()
+        tensor = tensor.cpu() if tensor.device.type != "cpu" else tensor
+        if tensor.dtype == torch.bfloat16:
+            return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+        return tensor.numpy()
+    return np.asarray(value)
+
+
+def _wide(values: np.ndarray) -> np.ndarray:
+    """f64, exactly."""
+    if row_dtype_name(values) == "bf16":
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    return values.astype(np.float64, copy=False)

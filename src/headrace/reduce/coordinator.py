@@ -1,0 +1,322 @@
+"""What arrived, what is still missing, and the one sum.
+
+    reduction = CrossNodeGramReduction(partition)
+    receipt = reduction.receive(partial)          TAKEN, DUPLICATE (equal bits, counted) or WAIT (the rank is too far ahead)
+    reduction.checkpoint().save(files)
+    gram = reduction.finish()
+
+Each rank's partials come in its own order; ranks may be as far apart as the window allows. What is refused, in this order:
+another pass or partition, a rank out of range, a rank that does not own the chunk, a chunk that is not the rank's next, then
+what the fold refuses. A refused message changes nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from headrace.errors import ConfigError, CursorMismatch, DataError, FileCorrupt
+from headrace.files import Container
+from headrace.metrics import MetricSpec, Reduction, default_meter, register
+from headrace.reduce.checkpoints import CheckpointFiles, state_arrays, state_from
+from headrace.reduce.partial import NodePartial
+from headrace.reduce.partition import CrossNodePartition, Provenance
+from headrace.reduce.tree import BorderState, StreamingBorderGram
+
+__all__ = ["DEFAULT_WINDOW", "CrossNodeCheckpoint", "CrossNodeGramReduction", "Receipt"]
+
+DEFAULT_WINDOW = 4
+"""Partials a rank may be ahead of the fold: pending memory is at most window · ranks partials."""
+
+_KIND = "reduce-coordinator"
+
+register(
+    MetricSpec("reduce/partials", Reduction.SUM, False, "", None, "partial Grams taken"),
+    MetricSpec("reduce/duplicates", Reduction.SUM, False, "", None, "partials that came again with equal bits"),
+    MetricSpec(
+        "reduce/waits", Reduction.SUM, False, "", None, "partials sent back because their rank was too far ahead"
+    ),
+    MetricSpec("reduce/refused", Reduction.SUM, False, "", (0, 0), "partials refused with an error"),
+)
+
+
+class Receipt(enum.Enum):
+    """What became of a partial."""
+
+    TAKEN = "taken"
+    DUPLICATE = "duplicate"
+    """It was taken before, with the same bits: the sender may go on."""
+    WAIT = "wait"
+    """Its rank is a whole window ahead of the slowest: send it again once the fold has moved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossNodeCheckpoint:
+    """The coordinator's whole state. Its arrays are the reduction's own: save it before the next message."""
+
+    partition: CrossNodePartition
+    provenance: Provenance
+    received_per_rank: tuple[int, ...]
+    fold: BorderState
+    digests: tuple[np.ndarray, ...]
+    """64 bits of every partial received, by rank: what a late retry is compared with."""
+    entries: tuple[int, int]
+    """The part of the triangle that this coordinator folds."""
+
+    def save(self, files: CheckpointFiles) -> Path:
+        arrays, fold = state_arrays(self.fold)
+        arrays["digests"] = np.concatenate(self.digests)
+        return files.save(arrays, {
+            "kind": _KIND, "version": 1, "partition": self.partition.to_dict(), "pass": self.provenance.to_dict(),
+            "received_per_rank": list(self.received_per_rank), "entries": list(self.entries), "fold": fold,
+        })  # fmt: skip
+
+    @classmethod
+    def load(cls, files: CheckpointFiles) -> CrossNodeCheckpoint | None:
+        """The newest generation that verifies and adds up; None if there is none."""
+        return files.newest(cls._read)
+
+    @classmethod
+    def _read(cls, container: Container) -> CrossNodeCheckpoint:
+        meta, what = container.meta, str(container.path)
+        if not isinstance(meta, dict) or meta.get("kind") != _KIND or meta.get("version") != 1:
+            raise DataError(f"{what} is no coordinator's checkpoint of version 1")
+        received, entries, digests = meta.get("received_per_rank"), meta.get("entries"), container.arrays.get("digests")
+        partition = CrossNodePartition.from_dict(meta.get("partition"), what=what)
+        if (
+            not _whole_numbers(received) or len(received) != partition.n_ranks or min(received) < 0
+            or not _whole_numbers(entries) or len(entries) != 2
+            or digests is None or digests.dtype != np.uint64 or len(digests) != sum(received)
+        ):  # fmt: skip
+            raise DataError(f"{what} does not say what was received of {partition.n_ranks} ranks")
+        saved = cls(
+            partition=partition,
+            provenance=Provenance.from_dict(meta.get("pass"), what=what),
+            received_per_rank=tuple(received),
+            fold=state_from(container, meta.get("fold")),
+            digests=tuple(np.split(digests, np.cumsum(received)[:-1])),
+            entries=(entries[0], entries[1]),
+        )
+        CrossNodeGramReduction.resume(saved)  # refuses numbers that do not add up, while an older generation is at hand
+        return saved
+
+
+def _whole_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(type(n) is int for n in value)
+
+
+class CrossNodeGramReduction:
+    """Folds the partials of all ranks into one sum whose bits know nothing of ranks."""
+
+    def __init__(
+        self,
+        partition: CrossNodePartition,
+        *,
+        provenance: Provenance | None = None,
+        window: int = DEFAULT_WINDOW,
+        entries: tuple[int, int] | None = None,
+    ) -> None:
+        """`entries=(start, end)`: fold that part of the triangle only; several coordinators then share a wide matrix."""
+        start, end = entries if entries is not None else (0, partition.entries)
+        if window < 1:
+            raise ConfigError(f"a window of {window} would let no rank send anything; give 1 or more")
+        if not 0 <= start < end <= partition.entries:
+            raise ConfigError(f"entries {start} … {end} lie outside a triangle of {partition.entries:,}")
+        self.partition, self.window, self.entries = partition, window, (start, end)
+        self.provenance = provenance if provenance is not None else Provenance()
+        self._fingerprint = partition.fingerprint
+        self._fold = StreamingBorderGram(entries=end - start, n_chunks=partition.n_chunks, span=partition.span)
+        self._received = [0] * partition.n_ranks
+        self._digests: list[list[int]] = [[] for _ in range(partition.n_ranks)]
+        self.duplicates = 0
+        self.waits = 0
+        self.most_pending = 0
+
+    # ------------------------------------------------------------------------------------------ receive
+
+    @property
+    def frontier(self) -> int:
+        """Chunks folded."""
+        return self._fold.frontier
+
+    @property
+    def pending(self) -> int:
+        """Partials parked until the ones before them are there."""
+        return self._fold.pending
+
+    @property
+    def received_per_rank(self) -> tuple[int, ...]:
+        return tuple(self._received)
+
+    def credit(self, rank: int) -> int:
+        """How many more partials a rank may send before the fold has to move."""
+        ahead = self._received[rank] - self.partition.owned_below(rank, self.frontier)
+        left = self.partition.owned(rank) - self._received[rank]
+        return min(self.window - ahead, left)
+
+    def receive(self, partial: NodePartial) -> Receipt:
+        """Take one partial, say that it was taken before, or ask for patience; anything else is an error."""
+        try:
+            receipt = self._receive(partial)
+        except DataError:
+            default_meter().add("reduce/refused")
+            raise
+        if receipt is Receipt.TAKEN:
+            default_meter().add("reduce/partials")
+        elif receipt is Receipt.DUPLICATE:
+            self.duplicates += 1
+            default_meter().add("reduce/duplicates")
+        else:
+            self.waits += 1
+            default_meter().add("reduce/waits")
+        return receipt
+
+    def _receive(self, partial: NodePartial) -> Receipt:
+        chunk, rank, partition = partial.chunk, partial.rank, self.partition
+        self._require_same_pass(partial)
+        if not 0 <= rank < partition.n_ranks:
+            raise DataError(f"a partial came from rank {rank}; this pass has ranks 0 to {partition.n_ranks - 1}")
+        if chunk < 0 or chunk % partition.span or partition.owner(chunk) != rank:
+            owner = (
+                f"it belongs to rank {partition.owner(chunk)}"
+                if chunk >= 0 and not chunk % partition.span
+                else "no partial starts there"
+            )
+            raise DataError(f"rank {rank} sent chunk {chunk}: {owner}")
+        ordinal, cursor = partition.ordinal_of(chunk), self._received[rank]
+        if ordinal < cursor:
+            return self._compare(partial, ordinal)
+        if ordinal != cursor or chunk >= partition.n_chunks:
+            if cursor >= partition.owned(rank):
+                raise DataError(f"rank {rank} sent chunk {chunk}: it is past the end of its {cursor} partials")
+            expected = partition.unit_of(rank, cursor) * partition.span
+            raise DataError(f"rank {rank} sent chunk {chunk}: its cursor expects chunk {expected}")
+        count = min(partition.span, partition.n_chunks - chunk)
+        if partial.chunks != count or partial.first_entry != self.entries[0]:
+            raise DataError(
+                f"rank {rank} sent chunk {chunk} as a sum of {partial.chunks} chunks from entry {partial.first_entry} on; expected {count} "
+                f"chunks from entry {self.entries[0]} on"
+            )
+        if self.credit(rank) < 1:
+            return Receipt.WAIT
+        try:
+            self._fold.submit_chunk_gram(chunk, partial.gram)
+        except DataError as error:
+            raise DataError(f"rank {rank}: {error}") from None
+        self._digests[rank].append(partial.digest)
+        self._received[rank] += 1
+        self.most_pending = max(self.most_pending, self.pending)
+        return Receipt.TAKEN
+
+    def _require_same_pass(self, partial: NodePartial) -> None:
+        differences = self.provenance.differences(partial.provenance)
+        if partial.partition != self._fingerprint:
+            differences["partition"] = (partial.partition, self._fingerprint)
+        if differences:
+            listed = "; ".join(f"{name}: theirs {theirs}, ours {ours}" for name, (theirs, ours) in differences.items())
+            raise DataError(
+                f"rank {partial.rank} sent chunk {partial.chunk} of another pass ({listed}); it was not added"
+            )
+
+    def _compare(self, partial: NodePartial, ordinal: int) -> Receipt:
+        if partial.digest == self._digests[partial.rank][ordinal]:
+            return Receipt.DUPLICATE
+        raise DataError(
+            f"rank {partial.rank} sent chunk {partial.chunk} again with other bits than the first time: its rows changed, or its memory "
+            "is failing. The first answer stands; find out which is right before you trust the sum"
+        )
+
+    # ------------------------------------------------------------------------------------------- finish
+
+    @property
+    def complete(self) -> bool:
+        return self._fold.complete
+
+    def missing(self, limit: int = 8) -> list[int]:
+        """The first chunks that nobody sent."""
+        return self._fold.missing(limit)
+
+    def finish(self) -> np.ndarray:
+        """The packed sum of everything. Too early it names the first missing chunks."""
+        return self._fold.finish()
+
+    # -------------------------------------------------------------------------------------------- state
+
+    def checkpoint(self) -> CrossNodeCheckpoint:
+        return CrossNodeCheckpoint(
+            partition=self.partition, provenance=self.provenance, received_per_rank=self.received_per_rank,
+            fold=self._fold.state(), digests=tuple(np.array(d, np.uint64) for d in self._digests), entries=self.entries,
+        )  # fmt: skip
+
+    @classmethod
+    def resume(
+        cls,
+        saved: CrossNodeCheckpoint,
+        *,
+        provenance: Provenance | None = None,
+        window: int = DEFAULT_WINDOW,
+        n_ranks: int | None = None,
+    ) -> CrossNodeGramReduction:
+        """Go on from a checkpoint, on the same number of ranks or on another: then what was parked is computed again."""
+        if provenance is not None and (differences := provenance.differences(saved.provenance)):
+            listed = "; ".join(f"{n}: saved {theirs}, now {ours}" for n, (theirs, ours) in differences.items())
+            raise CursorMismatch(
+                f"the reduction was saved for another pass ({listed}). Going on would mix two sums; restore what changed, or begin "
+                "again in a new folder",
+                differences,
+            )
+        partition = saved.partition
+        reduction = cls(partition, provenance=saved.provenance, window=window, entries=saved.entries)
+        _check_cursors(saved)
+        width = saved.entries[1] - saved.entries[0]
+        fold = StreamingBorderGram.resume(saved.fold, entries=width, n_chunks=partition.n_chunks, span=partition.span)
+        reduction._fold = fold
+        reduction._received = list(saved.received_per_rank)
+        reduction._digests = [d.tolist() for d in saved.digests]
+        if n_ranks is None or n_ranks == partition.n_ranks:
+            return reduction
+        return reduction._redealt(n_ranks)
+
+    def _redealt(self, n_ranks: int) -> CrossNodeGramReduction:
+        """The same sum on other ranks. Digests are kept for what is folded; what was parked goes."""
+        old = self.partition
+        new = CrossNodePartition(**(old.to_dict() | {"n_ranks": n_ranks}))
+        other = CrossNodeGramReduction(new, provenance=self.provenance, window=self.window, entries=self.entries)
+        state = self._fold.state()
+        kept = BorderState(
+            frontier=state.frontier,
+            block_len=state.block_len,
+            block_partial=state.block_partial,
+            forest=state.forest,
+            tail=state.tail,
+        )
+        width = self.entries[1] - self.entries[0]
+        other._fold = StreamingBorderGram.resume(kept, entries=width, n_chunks=new.n_chunks, span=new.span)
+        other._received = [new.owned_below(rank, self.frontier) for rank in range(n_ranks)]
+        for rank, count in enumerate(other._received):
+            units = (new.unit_of(rank, ordinal) for ordinal in range(count))
+            other._digests[rank] = [self._digests[u % old.n_ranks][u // old.n_ranks] for u in units]
+        return other
+
+
+def _check_cursors(saved: CrossNodeCheckpoint) -> None:
+    """What was received of each rank must be what is folded and parked of it, without a hole."""
+    partition, frontier = saved.partition, saved.fold.frontier
+    parked: list[list[int]] = [[] for _ in range(partition.n_ranks)]
+    for chunk, _ in saved.fold.pending:
+        parked[partition.owner(chunk)].append(partition.ordinal_of(chunk))
+    for rank, received in enumerate(saved.received_per_rank):
+        folded = partition.owned_below(rank, min(frontier, partition.n_chunks))
+        if parked[rank] != list(range(folded, received)):
+            raise FileCorrupt(
+                f"the saved reduction does not add up: {received} partials received of rank {rank}, but {folded} are folded and "
+                f"{_shown(parked[rank])} parked. Go on from the generation before it"
+            )
+
+
+def _shown(ordinals: Sequence[int]) -> str:
+    return f"its numbers {', '.join(map(str, ordinals[:8]))}" if ordinals else "none"

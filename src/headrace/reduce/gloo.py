@@ -1,0 +1,142 @@
+"""Workers as the ranks of a torch.distributed group (torchrun, gloo).
+
+Every rank computes its own chunks and sends the partials to rank 0, one travelling while the next is computed; rank 0 computes
+its share too and folds in chunk order, so nothing is ever parked. Where to begin is what rank 0's checkpoint says, on as many
+ranks as there are today. A rank that fails or is gone ends the pass with its name; started again, it goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from headrace import errors
+from headrace.errors import HeadraceError, WorkerDied
+from headrace.metrics import Wait
+from headrace.reduce.coordinator import CrossNodeGramReduction
+from headrace.reduce.crew import FoldProgress
+from headrace.reduce.orders import PartialMaker, WorkOrder
+from headrace.reduce.partial import NodePartial
+
+__all__ = ["coordinate_group", "work_in_group"]
+
+_DEADLINE = 1800.0
+
+
+def coordinate_group(
+    reduction: CrossNodeGramReduction,
+    order: WorkOrder,
+    *,
+    group: Any = None,
+    save: Callable[[], object] = lambda: None,
+    save_every: float = 30.0,
+    progress: Callable[[FoldProgress], None] = lambda _: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Rank 0's part: tell the others where to begin, then fold until everything is there (True), or until `stop` says so: then
+    it saves and leaves (False), and the others end with the group."""
+    import torch
+    import torch.distributed as dist
+
+    partition = reduction.partition
+    received = reduction.received_per_rank
+    _all_ranks(lambda: dist.broadcast(torch.tensor(received, dtype=torch.int64), src=0, group=group), "begin")
+    maker = PartialMaker(order, 0)
+    cursors = list(received)
+    began = saved = time.monotonic()
+    for unit in range(reduction.frontier // partition.span, partition.n_units):
+        rank = unit % partition.n_ranks
+        if reduction.received_per_rank[rank] > partition.ordinal_of(unit * partition.span):
+            continue  # it was parked when the pass was saved
+        message = maker.make(cursors[0]) if rank == 0 else _received(rank, group)
+        cursors[rank] += 1
+        reduction.receive(NodePartial.from_bytes(message, sender=f"rank {rank}"))
+        now = time.monotonic()
+        if stop():
+            save()
+            return False
+        if now - saved >= save_every:
+            save()
+            saved = time.monotonic()
+        progress(
+            FoldProgress(
+                frontier=reduction.frontier,
+                n_chunks=partition.n_chunks,
+                pending=reduction.pending,
+                replaced=0,
+                seconds=now - began,
+            )
+        )
+    return True
+
+
+def work_in_group(order: WorkOrder, rank: int, *, group: Any = None) -> int:
+    """The part of every other rank; how many partials it sent."""
+    import torch
+    import torch.distributed as dist
+
+    received = torch.zeros(order.partition.n_ranks, dtype=torch.int64)
+    _all_ranks(lambda: dist.broadcast(received, src=0, group=group), "begin")
+    first, last = int(received[rank]), order.partition.owned(rank)
+    travelling: list[tuple[Any, torch.Tensor]] = []
+    try:
+        maker = PartialMaker(order, rank)
+        for ordinal in range(first, last):
+            message = torch.from_numpy(np.frombuffer(bytearray(maker.make(ordinal)), np.uint8))
+            _landed(travelling)
+            size = torch.tensor([len(message)], dtype=torch.int64)
+            travelling = [(dist.isend(part, dst=0, group=group), part) for part in (size, message)]
+    except HeadraceError as error:
+        _landed(travelling)
+        told = json.dumps({"kind": type(error).__name__, "sentence": str(error)}).encode()
+        body = torch.from_numpy(np.frombuffer(bytearray(told), np.uint8))
+        _landed([(dist.isend(part, dst=0, group=group), part) for part in (torch.tensor([-len(body)]), body)])
+        raise
+    _landed(travelling)
+    return last - first
+
+
+def _received(rank: int, group: Any) -> memoryview:
+    import torch
+    import torch.distributed as dist
+
+    size = torch.zeros(1, dtype=torch.int64)
+    try:
+        with Wait("reduce.partial", deadline=_DEADLINE):
+            dist.recv(size, src=rank, group=group)
+            body = torch.empty(abs(int(size)), dtype=torch.uint8)
+            dist.recv(body, src=rank, group=group)
+    except RuntimeError as error:
+        raise _gone(f"rank {rank}", error) from error
+    if int(size) > 0:
+        return body.numpy().data
+    told = json.loads(body.numpy().tobytes())
+    raise getattr(errors, told["kind"], errors.DataError)(f"rank {rank}: {told['sentence']}")
+
+
+def _landed(travelling: list[tuple[Any, Any]]) -> None:
+    try:
+        with Wait("reduce.send", deadline=_DEADLINE):
+            for work, _ in travelling:
+                work.wait()
+    except RuntimeError as error:
+        raise _gone("rank 0", error) from error
+
+
+def _all_ranks(collective: Callable[[], object], what: str) -> None:
+    try:
+        with Wait(f"reduce.{what}", deadline=_DEADLINE):
+            collective()
+    except RuntimeError as error:
+        raise _gone("a rank", error) from error
+
+
+def _gone(who: str, error: Exception) -> WorkerDied:
+    reason = str(error).strip().splitlines()[0][:200]
+    return WorkerDied(
+        f"{who} of the group is gone or did not answer ({reason}). Start the same command again: it goes on from what was saved"
+    )

@@ -1,0 +1,105 @@
+"""What a worker needs to know, and how its answer is made.
+
+    order = WorkOrder(partition=…, provenance=…, columns=…, shards=…)        JSON: goes to any process or host
+    maker = PartialMaker(order, rank=3)
+    maker.make(ordinal)                                                      the rank's partial of that number, as bytes
+
+Whoever asks decides what comes next; a maker that is new, or is asked for something else than it expected, goes there. With
+spans it saves the open span now and then, so that a replacement does not begin it again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.reduce.checkpoints import CheckpointFiles
+from headrace.reduce.columns import Columns
+from headrace.reduce.partition import CrossNodePartition, Provenance
+from headrace.reduce.shards import RowShards, ShardSpec, require_unchanged
+from headrace.reduce.worker import NodeWorker, NodeWorkerCheckpoint
+
+__all__ = ["PartialMaker", "WorkOrder"]
+
+_SAVE_SPAN_EVERY = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkOrder:
+    """One pass, described so that any process can take part in it."""
+
+    partition: CrossNodePartition
+    provenance: Provenance
+    columns: Columns
+    shards: ShardSpec
+    data: str
+    """Fingerprint of the shards alone; a worker that sees other files refuses."""
+    threads: int = 1
+    folder: str | None = None
+    """Where open spans are saved; nowhere unless given."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "partition": self.partition.to_dict(), "pass": self.provenance.to_dict(), "columns": self.columns.to_dict(),
+            "shards": self.shards.to_dict(), "data": self.data, "threads": self.threads, "folder": self.folder,
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> WorkOrder:
+        return cls(
+            partition=CrossNodePartition.from_dict(value["partition"], what="the order"),
+            provenance=Provenance.from_dict(value["pass"], what="the order"),
+            columns=Columns.from_dict(value["columns"]),
+            shards=ShardSpec.from_dict(value["shards"]),
+            data=value["data"],
+            threads=value["threads"],
+            folder=value["folder"],
+        )
+
+
+class PartialMaker:
+    """One rank of a pass over shards."""
+
+    def __init__(self, order: WorkOrder, rank: int) -> None:
+        self.order, self.rank = order, rank
+        self._shards = RowShards.of(order.shards)
+        require_unchanged(self._shards, order.data)
+        spans = order.partition.span > 1 and order.folder is not None
+        self._files = CheckpointFiles(Path(order.folder or ""), f"worker-{rank}") if spans else None
+        self._worker: NodeWorker | None = None
+        self._next = -1
+
+    def make(self, ordinal: int) -> bytes:
+        """The message for the rank's ordinal-th unit."""
+        worker = self._at(ordinal)
+        saved = time.monotonic()
+        while True:
+            rows = worker.next_rows
+            assert rows is not None
+            partial = worker.compute(self._shards.read(*rows))
+            if partial is not None:
+                worker.acknowledge(partial)
+                self._next = ordinal + 1
+                return partial.to_bytes()
+            if self._files is not None and time.monotonic() - saved >= _SAVE_SPAN_EVERY:
+                worker.checkpoint().save(self._files)
+                saved = time.monotonic()
+
+    def _at(self, ordinal: int) -> NodeWorker:
+        if self._worker is None or self._next != ordinal:
+            order = self.order
+            held = NodeWorkerCheckpoint.load(self._files) if self._files is not None else None
+            same = held is not None and (held.partition, held.provenance, held.next_ordinal) == (
+                order.partition, order.provenance, ordinal,
+            )  # fmt: skip
+            if held is not None and same:
+                self._worker = NodeWorker.resume(held, threads=order.threads, compute=order.columns.gram)
+            else:
+                self._worker = NodeWorker(
+                    order.partition, rank=self.rank, provenance=order.provenance, threads=order.threads,
+                    next_ordinal=ordinal, compute=order.columns.gram,
+                )  # fmt: skip
+        return self._worker

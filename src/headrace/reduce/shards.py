@@ -1,0 +1,408 @@
+"""Rows at rest: .npy, .safetensors and .parquet files as one long matrix.
+
+    shards = RowShards.open(["acts/*.npy"])
+    shards = RowShards.open(["acts/"], field="hidden", targets="label", weights="w", rows="f32")
+    shards.n_rows, shards.width, shards.dtype
+    shards.read(start, end)            a RowBatch of those rows
+
+Files are taken in the order of their names (the order is part of the sum). npy and safetensors are mapped, parquet is read by
+row groups; nothing is unpickled, and a header is compared with the file's size before it is believed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace.errors import ConfigError, DataChanged, DataError
+from headrace.order import file_fingerprint, fingerprint_json
+from headrace.reduce.columns import RowBatch
+from headrace.reduce.kernel import row_dtype_name
+from headrace.reduce.partition import ROW_DTYPES
+
+__all__ = ["RowShards", "ShardSpec"]
+
+_SUFFIXES = (".npy", ".safetensors", ".parquet")
+_MAX_HEADER = 100 << 20
+_SAFE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_OF_NAME = {"f64": np.float64, "f32": np.float32, "f16": np.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSpec:
+    """Which files, and what of them: everything a worker needs to open the same rows."""
+
+    paths: tuple[str, ...]
+    field: str | None = None
+    """Tensor or column (or columns, with commas) that holds the rows; may be left out where there is only one."""
+    targets: str | None = None
+    weights: str | None = None
+    rows: str | None = None
+    """Convert rows to this type; as they are stored unless given."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"paths": list(self.paths), "field": self.field, "targets": self.targets, "weights": self.weights, "rows": self.rows}  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> ShardSpec:
+        return cls(
+            paths=tuple(value["paths"]),
+            field=value["field"],
+            targets=value["targets"],
+            weights=value["weights"],
+            rows=value["rows"],
+        )
+
+
+class _File(Protocol):
+    """One shard. `shape` of a field is (rows, width)."""
+
+    path: Path
+
+    def find(self, field: str | None, what: str) -> str: ...
+    def shape(self, field: str) -> tuple[int, int]: ...
+    def dtype(self, field: str) -> str: ...
+    def read(self, field: str, start: int, end: int) -> np.ndarray: ...
+
+
+class RowShards:
+    """Shards in order, read by global row."""
+
+    def __init__(self, spec: ShardSpec, files: Sequence[_File]) -> None:
+        self.spec = spec
+        self._files = files
+        self._fields = [f.find(spec.field, "rows") for f in files]
+        counts = [f.shape(name)[0] for f, name in zip(files, self._fields, strict=True)]
+        self._ends = np.cumsum(counts, dtype=np.int64)
+        self.n_rows = int(self._ends[-1])
+        self.width = _same(files, [f.shape(n)[1] for f, n in zip(files, self._fields, strict=True)], "columns")
+        stored = [f.dtype(n) for f, n in zip(files, self._fields, strict=True)]
+        self.dtype: str = spec.rows or _same(files, stored, "as the type of its rows; choose one with --rows")
+        self.n_targets = 0
+        if spec.targets is not None:
+            self.n_targets = _same(files, [f.shape(f.find(spec.targets, "targets"))[1] for f in files], "targets")
+        for f, count in zip(files, counts, strict=True):
+            for name, what in ((spec.targets, "targets"), (spec.weights, "weights")):
+                if name is not None and f.shape(f.find(name, what))[0] != count:
+                    raise DataError(f"{f.path} has {count:,} rows and {f.shape(f.find(name, what))[0]:,} {what}")
+        if spec.weights is not None and any(f.shape(f.find(spec.weights, "weights"))[1] != 1 for f in files):
+            raise DataError(f"weights are one number a row; {spec.weights!r} has more")
+
+    @classmethod
+    def open(
+        cls,
+        paths: Sequence[str | Path],
+        *,
+        field: str | None = None,
+        targets: str | None = None,
+        weights: str | None = None,
+        rows: str | None = None,
+    ) -> RowShards:
+        """Files, folders and globs. Folders give all shards in them."""
+        if rows is not None and rows not in ROW_DTYPES:
+            raise ConfigError(f"rows must be one of {', '.join(ROW_DTYPES)}, got {rows!r}")
+        found = _matching([str(p) for p in paths])
+        return cls.of(ShardSpec(paths=tuple(found), field=field, targets=targets, weights=weights, rows=rows))
+
+    @classmethod
+    def of(cls, spec: ShardSpec) -> RowShards:
+        """The files of a spec, opened."""
+        return cls(spec, [_opened(Path(p)) for p in spec.paths])
+
+    @property
+    def weighted(self) -> bool:
+        return self.spec.weights is not None
+
+    def fingerprint(self) -> str:
+        """16 hex digits over sizes and sampled blocks of all files, in order, and over what is read of them."""
+        told = [file_fingerprint(Path(p), Path(p).stat().st_size) for p in self.spec.paths]
+        return fingerprint_json([told, self._fields, self.spec.targets, self.spec.weights, self.dtype])
+
+    def read(self, start: int, end: int) -> RowBatch:
+        """The rows [start, end). Inside one file, and as they are stored, without a copy."""
+        if not 0 <= start <= end <= self.n_rows:
+            raise DataError(f"rows {start:,} to {end:,} were asked of shards with {self.n_rows:,}")
+        parts: list[tuple[_File, str, int, int]] = []
+        at = int(np.searchsorted(self._ends, start, side="right"))
+        while start < end:
+            begin = int(self._ends[at - 1]) if at else 0
+            stop = min(end, int(self._ends[at]))
+            parts.append((self._files[at], self._fields[at], start - begin, stop - begin))
+            start, at = stop, at + 1
+        x = _joined([self._converted(f.read(name, a, b), f) for f, name, a, b in parts], self.width, self.dtype)
+        y = w = None
+        if self.spec.targets is not None:
+            name = self.spec.targets
+            y = _joined([_as_f64(f.read(f.find(name, "targets"), a, b)) for f, _, a, b in parts], self.n_targets, "f64")
+        if self.spec.weights is not None:
+            name = self.spec.weights
+            w = _joined([_as_f64(f.read(f.find(name, "weights"), a, b)) for f, _, a, b in parts], 1, "f64")[:, 0]
+        return RowBatch(x=x, y=y, w=w)
+
+    def _converted(self, rows: np.ndarray, file: _File) -> np.ndarray:
+        if row_dtype_name(rows) == self.dtype:
+            return rows
+        if self.dtype == "bf16":
+            raise ConfigError(
+                f"{file.path} holds {row_dtype_name(rows)} rows: they can be converted to f64, f32 or f16, not to bf16"
+            )
+        return _as_f64(rows).astype(_OF_NAME[self.dtype])
+
+
+def _as_f64(values: np.ndarray) -> np.ndarray:
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    return values.astype(np.float64)
+
+
+def _joined(parts: list[np.ndarray], width: int, dtype: str) -> np.ndarray:
+    if not parts:
+        return np.empty((0, width), np.uint16 if dtype == "bf16" else _OF_NAME[dtype])
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _same(files: Sequence[_File], values: Sequence[Any], what: str) -> Any:
+    for file, value in zip(files, values, strict=True):
+        if value != values[0]:
+            raise DataError(f"{files[0].path} has {values[0]} {what}, {file.path} has {value}")
+    return values[0]
+
+
+def _matching(patterns: Sequence[str]) -> list[str]:
+    found: list[Path] = []
+    for pattern in patterns:
+        path = Path(pattern)
+        if path.is_dir():
+            inside = sorted(p for p in path.iterdir() if p.suffix in _SUFFIXES)
+        elif path.exists():
+            inside = [path]
+        else:
+            inside = sorted(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))
+        if not inside:
+            raise ConfigError(f"no shards match {pattern}: give .npy, .safetensors or .parquet files, folders or globs")
+        found += inside
+    wrong = [p for p in found if p.suffix not in _SUFFIXES]
+    if wrong:
+        raise ConfigError(f"{wrong[0]} is none of {', '.join(_SUFFIXES)}")
+    return [str(p.absolute()) for p in found]
+
+
+def _opened(path: Path) -> _File:
+    if not path.is_file():
+        raise DataError(f"{path} is no regular file")
+    return {".npy": _Npy, ".safetensors": _Safetensors, ".parquet": _Parquet}[path.suffix](path)
+
+
+# ------------------------------------------------------------------------------------------------- formats
+
+
+class _Npy:
+    """A .npy file: one matrix, mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise DataError(f"{path} cannot be read as .npy: {error}") from error
+        if array.ndim != 2 or array.shape[1] < 1:
+            raise DataError(f"{path} holds an array of shape {array.shape}; rows are a matrix")
+        if not array.dtype.isnative or (array.flags.f_contiguous and not array.flags.c_contiguous):
+            raise DataError(f"{path} is stored in another byte order, or by columns: save it as plain C order")
+        self._array = array
+        self._dtype = row_dtype_name(array)
+
+    def find(self, field: str | None, what: str) -> str:
+        if field is not None:
+            raise ConfigError(
+                f"{self.path} is a .npy file and has no field {field!r} for {what}; only .safetensors and .parquet do"
+            )
+        return ""
+
+    def shape(self, field: str) -> tuple[int, int]:
+        return self._array.shape
+
+    def dtype(self, field: str) -> str:
+        return self._dtype
+
+    def read(self, field: str, start: int, end: int) -> np.ndarray:
+        return self._array[start:end]
+
+
+class _Safetensors:
+    """A .safetensors file: named tensors, mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        size = path.stat().st_size
+        with open(path, "rb") as handle:
+            length = int.from_bytes(handle.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER):
+                raise DataError(
+                    f"{path} is no .safetensors file: its header claims {length:,} bytes, the file has {size:,}"
+                )
+            header = handle.read(length)
+        try:
+            entries = json.loads(header)
+            entries.pop("__metadata__", None)
+            self._tensors = {
+                str(n): self._mapped(e, 8 + length, size) for n, e in entries.items() if e["dtype"] in _SAFE
+            }
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(f"{path} has a damaged header: {error}") from error
+
+    def _mapped(self, entry: Mapping[str, Any], base: int, size: int) -> np.ndarray:
+        start, end = entry["data_offsets"]
+        shape = tuple(int(n) for n in entry["shape"])
+        dtype = np.dtype(_SAFE[entry["dtype"]])
+        count = int(np.prod(shape, dtype=object)) if shape else 1
+        if min((start, *shape), default=0) < 0 or end - start != count * dtype.itemsize or base + end > size:
+            raise ValueError("a tensor lies outside the file")
+        if count == 0:
+            return np.empty(shape, dtype)
+        return np.memmap(self.path, dtype, "r", base + start, shape)
+
+    def find(self, field: str | None, what: str) -> str:
+        wide = sorted(n for n, t in self._tensors.items() if t.ndim == 2)
+        if field is None:
+            if len(wide) != 1:
+                raise ConfigError(
+                    f"{self.path} holds {len(wide)} matrices ({', '.join(wide[:8])}): name one with --field"
+                )
+            return wide[0]
+        if field not in self._tensors or self._tensors[field].ndim not in (1, 2):
+            raise ConfigError(
+                f"{self.path} has no float matrix {field!r} for {what}; it has {', '.join(sorted(self._tensors)[:8])}"
+            )
+        return field
+
+    def shape(self, field: str) -> tuple[int, int]:
+        shape = self._tensors[field].shape
+        return (shape[0], shape[1] if len(shape) == 2 else 1)
+
+    def dtype(self, field: str) -> str:
+        return row_dtype_name(self._tensors[field])
+
+    def read(self, field: str, start: int, end: int) -> np.ndarray:
+        part = self._tensors[field][start:end]
+        return part.reshape(end - start, -1)
+
+
+class _Parquet:
+    """A .parquet file: a column of lists of equal length, or several columns of numbers."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.path = path
+        try:
+            self._file = pq.ParquetFile(path)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path} cannot be read as .parquet: {error}") from error
+        groups = [self._file.metadata.row_group(g).num_rows for g in range(self._file.num_row_groups)]
+        self._ends = np.cumsum([0, *groups])
+        self._held: tuple[int, tuple[str, ...], Any] | None = None
+        self._widths: dict[str, int] = {}
+
+    def find(self, field: str | None, what: str) -> str:
+        import pyarrow as pa
+
+        schema = self._file.schema_arrow
+        if field is None:
+            lists = [f.name for f in schema if pa.types.is_list(f.type) or pa.types.is_fixed_size_list(f.type)]
+            if len(lists) != 1:
+                raise ConfigError(
+                    f"{self.path} has {len(lists)} columns of lists: name the rows with --field (several columns: a,b,c)"
+                )
+            return lists[0]
+        missing = [n for n in field.split(",") if n not in schema.names]
+        if missing:
+            raise ConfigError(
+                f"{self.path} has no column {missing[0]!r} for {what}; it has {', '.join(schema.names[:8])}"
+            )
+        return field
+
+    def shape(self, field: str) -> tuple[int, int]:
+        if field not in self._widths:
+            rows = int(self._ends[-1])
+            self._widths[field] = self._matrix(field, 0).shape[1] if rows else len(field.split(","))
+        return int(self._ends[-1]), self._widths[field]
+
+    def dtype(self, field: str) -> str:
+        return row_dtype_name(self._matrix(field, 0)) if self._ends[-1] else "f64"
+
+    def read(self, field: str, start: int, end: int) -> np.ndarray:
+        width = self.shape(field)[1]
+        parts = []
+        group = int(np.searchsorted(self._ends, start, side="right")) - 1
+        while start < end:
+            first, stop = int(self._ends[group]), min(end, int(self._ends[group + 1]))
+            matrix = self._matrix(field, group)
+            if matrix.shape[1] != width:
+                raise DataError(
+                    f"row group {group} of {self.path} has rows of {matrix.shape[1]} numbers, the first one has {width}"
+                )
+            parts.append(matrix[start - first : stop - first])
+            start, group = stop, group + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty((0, width))
+
+    def _matrix(self, field: str, group: int) -> np.ndarray:
+        names = tuple(field.split(","))
+        if self._held is None or self._held[:2] != (group, names):
+            self._held = (group, names, self._decoded(names, group))
+        return self._held[2]
+
+    def _decoded(self, names: tuple[str, ...], group: int) -> np.ndarray:
+        import pyarrow as pa
+
+        try:
+            table = self._file.read_row_group(group, columns=list(names))
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"row group {group} of {self.path} cannot be read: {error}") from error
+        columns = [table.column(name).combine_chunks() for name in names]
+        if any(c.null_count for c in columns):
+            raise DataError(
+                f"row group {group} of {self.path} has nulls in {', '.join(names)}: fill or leave out those rows"
+            )
+        flat = [self._flat(c, group, n) for c, n in zip(columns, names, strict=True)]
+        return flat[0] if len(flat) == 1 else np.concatenate(flat, axis=1)
+
+    def _flat(self, column: Any, group: int, name: str) -> np.ndarray:
+        import pyarrow as pa
+
+        kind = column.type
+        rows = len(column)
+        if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind):
+            values = column.flatten()
+            width = kind.list_size if pa.types.is_fixed_size_list(kind) else len(values) // max(rows, 1)
+            even = (
+                pa.types.is_fixed_size_list(kind)
+                or (np.diff(column.offsets.to_numpy(zero_copy_only=False)) == width).all()
+            )
+            if not even or values.null_count:
+                raise DataError(
+                    f"row group {group} of {self.path}: the lists of {name!r} are not of one length, or hold nulls"
+                )
+        else:
+            values, width = column, 1
+        array = values.to_numpy(zero_copy_only=False)
+        if array.dtype.kind in "iub":
+            array = array.astype(np.float64)
+        if array.dtype.kind != "f":
+            raise DataError(f"column {name!r} of {self.path} holds {kind}, not numbers")
+        return array.reshape(rows, width)
+
+
+def require_unchanged(shards: RowShards, fingerprint: str) -> None:
+    """A worker's files must be the coordinator's."""
+    if shards.fingerprint() != fingerprint:
+        raise DataChanged(
+            f"the shards are not those the pass was begun with ({shards.spec.paths[0]} and {len(shards.spec.paths) - 1} more): they changed, "
+            "or this host sees others. Restore them, or begin again with another --out"
+        )

@@ -1,0 +1,120 @@
+"""One process, rows in hand: the Gram of an array, or of batches as they come.
+
+    result = gram(x)                                    an array, or a torch tensor
+    result = gram(x, targets=y, weights=w, shift=mu)
+
+    stream = GramStream(width=512)                      nobody knows yet how many rows there will be
+    for batch in batches: stream.push(batch)
+    result = stream.finish()
+
+Both give the bits that any number of workers would give with the same chunk_size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import DataError
+from headrace.reduce.assembler import ChunkAssembler
+from headrace.reduce.columns import Columns, RowBatch, as_rows
+from headrace.reduce.kernel import row_dtype_name
+from headrace.reduce.partition import ARITHMETIC, default_chunk_size
+from headrace.reduce.result import GramResult
+from headrace.reduce.tree import StreamingBorderGram
+
+__all__ = ["GramStream", "gram"]
+
+
+class GramStream:
+    """Sums rows as they come; `finish` seals the partition."""
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        targets: int = 0,
+        weighted: bool = False,
+        shift: Any = None,
+        chunk_size: int | None = None,
+        threads: int = 1,
+    ) -> None:
+        self.columns = Columns(width=width, targets=targets, weighted=weighted, shift=shift)
+        self.chunk_size = chunk_size if chunk_size is not None else default_chunk_size(self.columns.k)
+        self.threads = threads
+        self.n_rows = 0
+        self._rows: str | None = None
+        widths = [width] + ([targets] if targets else []) + ([1] if weighted else [])
+        self._parts = [ChunkAssembler.unbounded(k=n, chunk_size=self.chunk_size) for n in widths]
+        self._fold = StreamingBorderGram(entries=self.columns.k * (self.columns.k + 1) // 2, n_chunks=None)
+
+    def push(self, x: Any, targets: Any = None, weights: Any = None) -> None:
+        """Add rows; those of a chunk that is not whole yet are held."""
+        rows = as_rows(x)
+        name = row_dtype_name(rows)
+        if self._rows is not None and name != self._rows:
+            raise DataError(f"the stream began with {self._rows} rows, now {name} came: convert them first")
+        self._rows = name
+        given = [rows]
+        if self.columns.targets:
+            given.append(_beside(targets, len(rows), self.columns.targets, "targets"))
+        if self.columns.weighted:
+            given.append(_beside(weights, len(rows), 1, "weights"))
+        # zip pulls one chunk of every part at a time: all parts are cut at the same rows.
+        for cut in zip(*(part.push(values) for part, values in zip(self._parts, given, strict=True)), strict=True):
+            self._add(cut[0][0], [values for _, values in cut])
+        self.n_rows += len(rows)
+
+    def finish(self) -> GramResult:
+        """The result over everything that was pushed."""
+        last = [part.finish() for part in self._parts]
+        if last[0] is not None:
+            self._add(last[0][0], [values for _, values in filter(None, last)])
+        self._fold.seal(self._fold.frontier)
+        about = {"chunk_size": self.chunk_size, "rows": self._rows or "f64", "arithmetic": ARITHMETIC}
+        return GramResult.of(self._fold.finish(), self.columns, self.n_rows, about)
+
+    def _add(self, chunk: int, parts: list[np.ndarray]) -> None:
+        x, rest = parts[0], parts[1:]
+        y = rest.pop(0) if self.columns.targets else None
+        w = rest.pop(0)[:, 0] if self.columns.weighted else None
+        try:
+            self._fold.submit_chunk_gram(chunk, self.columns.gram(RowBatch(x=x, y=y, w=w), self.threads))
+        except DataError as error:
+            start = chunk * self.chunk_size
+            raise DataError(f"rows {start:,} to {start + len(x):,}: {error}") from None
+
+
+def gram(
+    rows: Any,
+    *,
+    targets: Any = None,
+    weights: Any = None,
+    shift: Any = None,
+    chunk_size: int | None = None,
+    threads: int = 1,
+) -> GramResult:
+    """The sums over an array of rows that is in memory or mapped."""
+    x = as_rows(rows)
+    if x.ndim != 2:
+        raise DataError(f"rows are a matrix, got shape {x.shape}")
+    y = None if targets is None else _beside(targets, len(x), None, "targets")
+    stream = GramStream(
+        width=x.shape[1], targets=0 if y is None else y.shape[1], weighted=weights is not None, shift=shift,
+        chunk_size=chunk_size, threads=threads,
+    )  # fmt: skip
+    stream.push(x, y, weights)
+    return stream.finish()
+
+
+def _beside(values: Any, n: int, width: int | None, what: str) -> np.ndarray:
+    if values is None:
+        raise DataError(f"this pass has {what}: give them with every batch of rows")
+    array = as_rows(values)
+    array = array[:, None] if array.ndim == 1 else array
+    if array.dtype.kind in "iub" and array.dtype != np.uint16:
+        array = array.astype(np.float64)
+    if array.ndim != 2 or len(array) != n or (width is not None and array.shape[1] != width):
+        raise DataError(f"{what} of shape {array.shape} do not fit {n} rows")
+    return array

@@ -1,0 +1,320 @@
+"""The compiled loops of a Gram: pack rows, multiply tiles, cascade.
+
+    rows ──pack──► panels of NR columns, 256 rows at a time ──► tiles of MR x NR in registers, 128 rows each ──► cascade
+
+A tile is multiplied by an intrinsic that writes the vector code itself: `llvm.fma` on vectors of VW doubles, every
+accumulator starting at −0.0 (adding to which changes nothing, not even the sign of a zero) and taking rows in order. So neither
+the compiler nor the processor decides where a sum is rounded; tile shapes, vector widths and threads decide who computes an
+entry, never how. On a processor without fused multiply-add LLVM calls C's `fma`: slow, and the same bits.
+
+Blocks of 128 rows become nodes of a binary cascade: within a macro tile that stays in the second-level cache first (partial
+sums never leave it), then over superblocks of rows. Only the upper triangle is computed.
+
+Imported through `headrace.reduce.kernel` only: compiling takes seconds the first time and milliseconds from numba's cache.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils
+from numba.core import types as nb
+from numba.extending import intrinsic
+
+BLOCK = 128
+"""Rows of one left fold."""
+
+
+def _shape() -> tuple[int, int, int]:
+    """(MR, NR, VW). 4 x 8 in vectors of four reaches the multiply-add limit of AVX2 (50 GFLOP/s where a 4 x 12 tile reaches 49
+    and OpenBLAS 32 to 40) and wastes least at the diagonal; AVX-512 has the registers for 8 x 16."""
+    told = os.environ.get("HEADRACE_GRAM_TILE")
+    if told:
+        mr, nr, vw = (int(n) for n in told.split("x"))
+        return mr, nr, vw
+    if os.environ.get("NUMBA_CPU_NAME", "host") != "host" or not llvm.get_host_cpu_features().get("avx512f", False):
+        return 4, 8, 4
+    return 8, 16, 8
+
+
+MR, NR, VW = _shape()
+NV, SUB, TILE = NR // VW, NR // MR, MR * NR
+if NR % VW or NR % MR:
+    raise ValueError(f"a tile needs MR and VW to divide NR, got {MR}x{NR}x{VW}")
+MACRO = 256 // NR
+"""Panels on a side of a macro tile: 256 columns. 64 and 128 are as good to k = 256 and up to a tenth slower beyond."""
+UNROLL = 4
+
+_OPTIONS: Any = {
+    "nogil": True, "cache": "HEADRACE_GRAM_TILE" not in os.environ, "error_model": "numpy", "boundscheck": False,
+}  # fmt: skip
+_F64, _I64, _I32 = ir.DoubleType(), ir.IntType(64), ir.IntType(32)
+_VEC = ir.VectorType(_F64, VW)
+
+
+def _constant(n: int) -> ir.Constant:
+    return ir.Constant(_I64, n)
+
+
+def _multiply(builder: ir.IRBuilder, a: Any, b: Any, rows: Any) -> list[Any]:
+    """Emit the loop over rows; the accumulators, MR x NV vectors."""
+    fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_VEC, [_VEC] * 3), f"llvm.fma.v{VW}f64")
+    undefined = ir.Constant(_VEC, ir.Undefined)
+    everywhere = ir.Constant(ir.VectorType(_I32, VW), [0] * VW)
+
+    def one_row(sums: list[Any], a_row: Any, b_row: Any) -> list[Any]:
+        right = []
+        for v in range(NV):
+            place = builder.bitcast(builder.gep(b_row, [_constant(v * VW)]), _VEC.as_pointer())
+            right.append(builder.load(place, align=8))
+        sums = list(sums)
+        for i in range(MR):
+            left = builder.load(builder.gep(a_row, [_constant(i)]))
+            left = builder.insert_element(undefined, left, ir.Constant(_I32, 0))
+            left = builder.shuffle_vector(left, undefined, everywhere)
+            for v in range(NV):
+                sums[i * NV + v] = builder.call(fma, [left, right[v], sums[i * NV + v]])
+        return sums
+
+    def loop(sums: list[Any], start: Any, end: Any, step: int) -> tuple[Any, list[Any]]:
+        before = builder.block
+        head, body, done = (builder.append_basic_block(name) for name in ("rows.head", "rows.body", "rows.done"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        row = builder.phi(_I64)
+        row.add_incoming(start, before)
+        carried = [builder.phi(_VEC) for _ in sums]
+        for phi, value in zip(carried, sums, strict=True):
+            phi.add_incoming(value, before)
+        builder.cbranch(builder.icmp_signed("<", row, end), body, done)
+        builder.position_at_end(body)
+        offset = builder.mul(row, _constant(NR))
+        a_row, b_row = builder.gep(a, [offset]), builder.gep(b, [offset])
+        now = list(carried)
+        for u in range(step):
+            now = one_row(now, builder.gep(a_row, [_constant(u * NR)]), builder.gep(b_row, [_constant(u * NR)]))
+        row.add_incoming(builder.add(row, _constant(step)), builder.block)
+        for phi, value in zip(carried, now, strict=True):
+            phi.add_incoming(value, builder.block)
+        builder.branch(head)
+        builder.position_at_end(done)
+        return row, carried
+
+    whole = builder.sub(rows, builder.srem(rows, _constant(UNROLL)))
+    row, sums = loop([ir.Constant(_VEC, [ir.Constant(_F64, -0.0)] * VW)] * (MR * NV), _constant(0), whole, UNROLL)
+    return loop(sums, row, rows, 1)[1]
+
+
+def _tile(typingctx, panels, a, b, rows, levels, slot, size, level):
+    """One tile over up to 128 rows, and its carries: levels[level] = levels[level−1] + (… + (levels[0] + tile)), in registers."""
+
+    def codegen(context, builder, signature, arguments):
+        held = context.make_array(signature.args[0])(context, builder, arguments[0])
+        a, b = builder.gep(held.data, [arguments[1]]), builder.gep(held.data, [arguments[2]])
+        sums = _multiply(builder, a, b, arguments[3])
+        held = context.make_array(signature.args[4])(context, builder, arguments[4])
+        base, size, level = builder.gep(held.data, [arguments[5]]), arguments[6], arguments[7]
+        before = builder.block
+        head, body, done = (builder.append_basic_block(name) for name in ("carry.head", "carry.body", "carry.done"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        lower = builder.phi(_I64)
+        lower.add_incoming(_constant(0), before)
+        carried = [builder.phi(_VEC) for _ in sums]
+        for phi, value in zip(carried, sums, strict=True):
+            phi.add_incoming(value, before)
+        builder.cbranch(builder.icmp_signed("<", lower, level), body, done)
+        builder.position_at_end(body)
+        place = builder.gep(base, [builder.mul(lower, size)])
+        for at, phi in enumerate(carried):
+            vector = builder.bitcast(builder.gep(place, [_constant(at * VW)]), _VEC.as_pointer())
+            phi.add_incoming(builder.fadd(builder.load(vector, align=8), phi), builder.block)
+        lower.add_incoming(builder.add(lower, _constant(1)), builder.block)
+        builder.branch(head)
+        builder.position_at_end(done)
+        place = builder.gep(base, [builder.mul(level, size)])
+        for at, value in enumerate(carried):
+            vector = builder.bitcast(builder.gep(place, [_constant(at * VW)]), _VEC.as_pointer())
+            builder.store(value, vector, align=8)
+        return context.get_dummy_value()
+
+    whole = nb.int64
+    return nb.void(panels, whole, whole, whole, levels, whole, whole, whole), codegen
+
+
+tile: Any = intrinsic(_tile)
+
+
+def _line_codegen(add: bool) -> Any:
+    def codegen(context, builder, signature, arguments):
+        out = context.make_array(signature.args[0])(context, builder, arguments[0])
+        held = context.make_array(signature.args[2])(context, builder, arguments[2])
+        to, come = builder.gep(out.data, [arguments[1]]), builder.gep(held.data, [arguments[3]])
+        for at in range(0, NR, VW):
+            place = builder.bitcast(builder.gep(to, [_constant(at)]), _VEC.as_pointer())
+            value = builder.load(builder.bitcast(builder.gep(come, [_constant(at)]), _VEC.as_pointer()), align=8)
+            value = builder.fadd(builder.load(place, align=8), value) if add else value
+            builder.store(value, place, align=8)
+        return context.get_dummy_value()
+
+    return codegen
+
+
+def _line_set(typingctx, out, to, levels, come):
+    """out[to : to+NR] = levels[come : come+NR], without the checks for negative indices that keep loops from being vectors."""
+    return nb.void(out, nb.int64, levels, nb.int64), _line_codegen(add=False)
+
+
+def _line_add(typingctx, out, to, levels, come):
+    """out[to : to+NR] += levels[come : come+NR]."""
+    return nb.void(out, nb.int64, levels, nb.int64), _line_codegen(add=True)
+
+
+line_set: Any = intrinsic(_line_set)
+line_add: Any = intrinsic(_line_add)
+
+_V64 = nb.Array(nb.float64, 1, "C")
+_R64, _R32 = nb.Array(nb.float64, 2, "C", readonly=True), nb.Array(nb.float32, 2, "C", readonly=True)
+_PACK = [nb.void(rows, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, _V64) for rows in (_R64, _R32)]
+
+
+@njit(_PACK, **_OPTIONS)
+def pack(x, first, count, column, width, panels_count, panels):
+    """Columns 0 … width−1 of rows [first, first+count) into the panels, as columns `column` … of the whole; f64.
+
+    Eight rows at a time: whole lines are read in order and 512 bytes are written in order, where row by row would write one
+    line in each of hundreds of places that share a cache set.
+    """
+    slices = (count + BLOCK - 1) // BLOCK
+    whole = width // NR if column == 0 else 0
+    for s in range(slices):
+        rows = min(BLOCK, count - s * BLOCK)
+        base = s * panels_count * BLOCK * NR
+        for r0 in range(0, rows, 8):
+            r1 = min(r0 + 8, rows)
+            for p in range(whole):
+                at = base + p * BLOCK * NR
+                for r in range(r0, r1):
+                    row = x[first + s * BLOCK + r]
+                    for c in range(NR):
+                        panels[at + r * NR + c] = row[p * NR + c]
+            for c in range(whole * NR, width):
+                to = column + c
+                at = base + (to // NR) * BLOCK * NR + to % NR
+                for r in range(r0, r1):
+                    panels[at + r * NR] = x[first + s * BLOCK + r, c]
+
+
+@njit(nb.void(nb.int64, nb.int64, nb.int64, _V64), **_OPTIONS)
+def blank(count, columns, panels_count, panels):
+    """Zero what lies right of the last column in the last panel: those entries are computed and thrown away."""
+    slices = (count + BLOCK - 1) // BLOCK
+    for s in range(slices):
+        at = (s * panels_count + panels_count - 1) * BLOCK * NR
+        for r in range(min(BLOCK, count - s * BLOCK)):
+            for c in range(columns - (panels_count - 1) * NR, NR):
+                panels[at + r * NR + c] = 0.0
+
+
+@njit(nb.void(_V64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, _V64), **_OPTIONS)
+def _macro(panels, base, s, rows, i0, i1, j0, j1, levels):
+    """Multiply one macro tile over the s-th block of rows; the cascade stands in `levels`, one level for each bit of s+1."""
+    size = MACRO * MACRO * SUB * TILE
+    level = 0
+    while (s >> level) & 1:
+        level += 1
+    for j in range(j0, j1):
+        b = base + j * BLOCK * NR
+        slot = (j - j0) * MACRO * SUB * TILE
+        for i in range(i0, min(i1, j + 1)):
+            for sub in range(SUB):
+                tile(panels, base + i * BLOCK * NR + sub * MR, b, rows, levels, slot, size, level)
+                slot += TILE
+
+
+@njit(nb.int64(nb.int64, _V64), **_OPTIONS)
+def fold(slices, levels):
+    """Add what the cascade of `slices` blocks left, right to left; the level that holds the sum."""
+    size = MACRO * MACRO * SUB * TILE
+    lowest = 0
+    while not (slices >> lowest) & 1:
+        lowest += 1
+    total = levels[lowest * size : (lowest + 1) * size]
+    for higher in range(lowest + 1, 63):
+        if (slices >> higher) & 1:
+            held = levels[higher * size : (higher + 1) * size]
+            for e in range(size):
+                total[e] = held[e] + total[e]
+    return lowest
+
+
+@njit(nb.void(nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, _V64, nb.boolean, _V64), **_OPTIONS)
+def write(columns, level, i0, i1, j0, j1, levels, add, out):
+    """Put the upper triangle of a macro tile into its place: out = it, or out = out + it where `add`."""
+    for j in range(j0, j1):
+        for i in range(i0, min(i1, j + 1)):
+            at = ((level * MACRO + j - j0) * MACRO + i - i0) * SUB * TILE
+            for r in range(NR):
+                row = i * NR + r
+                if row >= columns:
+                    break
+                first = max(j * NR, row)
+                to = row * columns - row * (row - 1) // 2 + first - row
+                come = at + r * NR + first - j * NR
+                many = min(j * NR + NR, columns) - first
+                if many == NR and add:
+                    line_add(out, to, levels, come)
+                elif many == NR:
+                    line_set(out, to, levels, come)
+                else:
+                    for c in range(many):
+                        out[to + c] = (out[to + c] if add else -0.0) + levels[come + c]
+
+
+@njit(nb.void(_V64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, _V64), **_OPTIONS)
+def multiply(panels, count, panels_count, i0, i1, j0, j1, levels):
+    """The cascade of one macro tile over `count` packed rows."""
+    slices = (count + BLOCK - 1) // BLOCK
+    for s in range(slices):
+        rows = min(BLOCK, count - s * BLOCK)
+        _macro(panels, s * panels_count * BLOCK * NR, s, rows, i0, i1, j0, j1, levels)
+
+
+_NARROW = [nb.void(rows, _R64, nb.int64, nb.int64, nb.int64, _V64, _V64) for rows in (_R64, _R32)]
+
+
+@njit(_NARROW, **_OPTIONS)
+def narrow(x, extra, first, count, columns, panels, levels):
+    """`pack` and `multiply` in one for matrices of a single macro tile: 128 packed rows stay in the second-level cache, and
+    the cascade takes any number of them. At k = 64 packing everything first took a fifth of the time."""
+    panels_count = (columns + NR - 1) // NR
+    slices = (count + BLOCK - 1) // BLOCK
+    for s in range(slices):
+        rows = min(BLOCK, count - s * BLOCK)
+        pack(x, first + s * BLOCK, rows, 0, x.shape[1], panels_count, panels)
+        pack(extra, first + s * BLOCK, rows, x.shape[1], extra.shape[1], panels_count, panels)
+        blank(rows, columns, panels_count, panels)
+        _macro(panels, 0, s, rows, 0, panels_count, 0, panels_count, levels)
+
+
+@njit(nb.void(_V64, nb.int64, nb.Array(nb.float64, 2, "C")), **_OPTIONS)
+def mirror(packed, k, full):
+    """The full symmetric matrix of a packed triangle, in blocks: a whole column at once would miss the cache each time."""
+    step = 32
+    for i0 in range(0, k, step):
+        for j0 in range(i0, k, step):
+            for i in range(i0, min(i0 + step, k)):
+                base = i * k - i * (i - 1) // 2 - i
+                for j in range(max(j0, i), min(j0 + step, k)):
+                    value = packed[base + j]
+                    full[i, j] = value
+                    full[j, i] = value
+
+
+def level_size(slices: int) -> int:
+    """Doubles that `multiply` needs for its cascade."""
+    return max(1, slices.bit_length()) * MACRO * MACRO * SUB * TILE

@@ -1,0 +1,150 @@
+"""One sum, whoever computes it and whoever dies on the way. Real processes, sockets, gloo groups and actors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from headrace.errors import DataError, WorkerDied
+from headrace.reduce import Columns, CrossNodeGramReduction, CrossNodePartition, GramResult, Provenance, gram
+from headrace.reduce.crew import drive
+from headrace.reduce.orders import WorkOrder
+from headrace.reduce.processes import ProcessCrew
+from headrace.reduce.shards import RowShards
+
+ENV = os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+CHUNK = 10
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    x = np.random.default_rng(2).standard_normal((2011, 5)).astype("f4")
+    np.save(folder / "0.npy", x[:900])
+    np.save(folder / "1.npy", x[900:])
+    return folder, gram(x, chunk_size=CHUNK).sha256
+
+
+def order_for(folder, n_ranks, span=1, chunk=CHUNK) -> WorkOrder:
+    shards = RowShards.open([folder])
+    columns = Columns(width=shards.width)
+    partition = CrossNodePartition(k=columns.k, n_rows=shards.n_rows, chunk_size=chunk, n_ranks=n_ranks, span=span)
+    return WorkOrder(
+        partition=partition, provenance=Provenance(job="t", rows=shards.dtype), columns=columns, shards=shards.spec, data=shards.fingerprint()
+    )  # fmt: skip
+
+
+def sha(reduction, order) -> str:
+    return GramResult.of(reduction.finish(), order.columns, order.partition.n_rows, {}).sha256
+
+
+def test_workers_that_are_killed_are_replaced_and_the_sum_has_the_same_bits(rows):
+    folder, expected = rows
+    order = order_for(folder, 2)
+    reduction = CrossNodeGramReduction(order.partition, provenance=order.provenance)
+    crew, told, kill_at = ProcessCrew(order), [], [5, 60]
+
+    def kill(progress):
+        if kill_at and progress.frontier >= kill_at[0]:
+            os.kill(crew.pids[kill_at.pop() % 2], signal.SIGKILL)
+
+    try:
+        assert drive(reduction, crew, progress=kill, notice=told.append, deadline=60)
+    finally:
+        crew.close()
+    assert [sentence.partition(" (")[2] for sentence in told] == [
+        "killed by SIGKILL); a new one goes on where it was"
+    ] * 2
+    assert sha(reduction, order) == expected
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_pass_with_its_name(rows):
+    class Doomed:
+        def ask(self, rank, ordinal): ...
+        def replace(self, rank): ...
+        def close(self): ...
+        def answer(self, timeout):
+            from headrace.reduce.crew import Answer
+
+            return Answer(rank=1, lost="exit code 137")
+
+    order = order_for(rows[0], 2)
+    with pytest.raises(WorkerDied, match=r"rank 1 died 6 times in a row without an answer .exit code 137"):
+        drive(CrossNodeGramReduction(order.partition, provenance=order.provenance), Doomed(), deadline=10)
+
+
+def test_a_row_that_is_not_finite_is_named_by_the_worker_that_read_it(tmp_path):
+    bad = np.ones((95, 3))
+    bad[57, 1] = np.inf
+    np.save(tmp_path / "a.npy", bad)
+    order = order_for(tmp_path, 1)
+    crew = ProcessCrew(order)
+    try:
+        with pytest.raises(DataError, match=r"rank 0: chunk 5 \(rows 50 to 60\) gives NaN or infinity"):
+            drive(CrossNodeGramReduction(order.partition, provenance=order.provenance), crew, deadline=60)
+    finally:
+        crew.close()
+
+
+def test_the_command_goes_on_after_its_coordinator_was_killed(rows, headrace, tmp_path):
+    folder, expected = rows
+    words = ("gram", str(folder), "--chunk", str(CHUNK), "--out", "g.safetensors", "--format", "json")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace", *words, "--workers", "1", "--save-every", "0"],
+        cwd=tmp_path,
+        env=ENV,
+        stdout=subprocess.DEVNULL,
+    )
+    work = tmp_path / "g.safetensors.work"
+    while process.poll() is None and len(list(work.glob("coordinator-*"))) < 2:  # until it has saved something
+        try:
+            process.wait(0.01)
+        except subprocess.TimeoutExpired:
+            continue
+    process.kill()
+    process.wait()
+    assert list(work.glob("coordinator-*")), "it was killed under way"
+    done = headrace(*words, "--workers", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["sha256"] == expected
+    assert 0 < told["resumed_at"] < told["n_chunks"]
+    assert not work.exists()
+    again = headrace(*words, cwd=tmp_path)
+    assert json.loads(again.stdout)["state"] == "complete"
+    assert json.loads((tmp_path / "g.safetensors.json").read_text())["sha256"] == expected
+    other = headrace("gram", str(folder), "--chunk", "99", "--out", "g.safetensors", cwd=tmp_path)
+    assert other.returncode == 1
+    assert "holds the sum of something else (chunk_size was 10, is 99)" in other.stderr
+    none = headrace("gram", "nothing/*.npy", cwd=tmp_path)
+    assert (none.returncode, none.stderr.count("\n")) == (1, 1)
+
+
+def test_a_gloo_group_gives_the_bits_of_one_process(rows, tmp_path):
+    folder, expected = rows
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "headrace", "gram", str(folder), "--chunk", str(CHUNK),
+         "--out", "g.safetensors", "--format", "json"],
+        cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["sha256"] == expected
+    assert json.loads(done.stdout)["engine"] == "torchrun"
+
+
+def test_ray_actors_give_the_bits_of_one_process(rows, tmp_path):
+    pytest.importorskip("ray")
+    folder, expected = rows
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace", "gram", str(folder), "--chunk", str(CHUNK), "--workers", "2", "--engine", "ray",
+         "--out", "g.safetensors", "--format", "json"],
+        cwd=tmp_path, env=ENV | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["sha256"] == expected
