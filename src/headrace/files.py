@@ -12,6 +12,9 @@ time: the error goes up, and the next attempt is a new temp file.
 Containers are ordinary safetensors, so any tool reads them; our part sits in `__metadata__["headrace"]`: a checksum of
 every tensor, one of the header itself (with its own digits blanked), and a JSON value of the caller's. Neither
 safetensors nor torch.load notices a flipped bit; here all of them are found before use.
+
+A tensor may be summed in segments of rows instead of as a whole (`segments`): then a reader who needs some rows checks
+those and touches no other (`Container.check_rows`). The sums of the segments are a tensor of their own, summed as a whole.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ import xxhash
 from headrace.errors import FileCorrupt, StorageError
 
 __all__ = [
+    "SEGMENT_SUMS",
     "TEMP_PREFIX",
     "Container",
     "open_container",
@@ -45,6 +49,8 @@ __all__ = [
 ]
 
 TEMP_PREFIX = ".tmp-"
+SEGMENT_SUMS = "!sums"
+"""Ends the name of the tensor that holds another tensor's sums by segment."""
 _MAX_HEADER = 64 << 20
 _BLANK = "0" * 32
 _ALIGN = 64
@@ -175,6 +181,29 @@ class Container:
     dtypes: Mapping[str, str]
     """safetensors dtype names; BF16 arrays appear as uint16 in `arrays`, because numpy has no bfloat16."""
     meta: Any
+    sums: Mapping[str, str]
+    """Checksum of each tensor, or `rows:<n>` where segments of n rows are summed in the tensor beside it."""
+
+    def check_rows(self, name: str, start: int = 0, stop: int | None = None, step: int = 1) -> None:
+        """Check the rows start, start + step, … below stop of one tensor, and nothing else where it is summed by segments."""
+        data = _bytes_of(self.arrays[name])
+        recorded = self.sums.get(name, "")
+        if not recorded.startswith("rows:"):
+            if xxhash.xxh3_128_hexdigest(data) != recorded:
+                raise FileCorrupt(f"{self.path} is damaged: tensor {name!r} fails its checksum")
+            return
+        array, per = self.arrays[name], int(recorded[5:])
+        sums = self.arrays.get(name + SEGMENT_SUMS)
+        if sums is None or per < 1 or sums.shape != (-(-len(array) // per),) or sums.dtype != np.uint64:
+            raise FileCorrupt(f"{self.path} is damaged: tensor {name!r} has no sums for its segments")
+        size = per * (array.nbytes // max(len(array), 1))
+        stop = len(array) if stop is None else stop
+        segments = range(start // per, -(-stop // per)) if step <= per else [r // per for r in range(start, stop, step)]
+        for segment in segments:
+            if xxhash.xxh3_64_intdigest(data[segment * size : (segment + 1) * size]) != sums[segment]:
+                raise FileCorrupt(
+                    f"{self.path} is damaged: tensor {name!r} fails its checksum in rows {segment * per} to {min((segment + 1) * per, len(array)) - 1}"
+                )
 
 
 def write_container(
@@ -183,15 +212,18 @@ def write_container(
     meta: Any,
     *,
     dtypes: Mapping[str, str] | None = None,
+    segments: Mapping[str, int] | None = None,
     replace: bool = False,
     durable: bool = True,
 ) -> None:
     """Publish named arrays and a JSON value as one checked safetensors file.
 
-    `dtypes` overrides the stored dtype name of an array of the same item size (BF16 for uint16).
+    `dtypes` overrides the stored dtype name of an array of the same item size (BF16 for uint16). `segments` gives the rows
+    per checksum of the arrays that are summed by segments.
     """
-    dtypes = dtypes or {}
+    dtypes, segments = dtypes or {}, segments or {}
     little = {name: _little_endian(array) for name, array in arrays.items()}
+    little |= {name + SEGMENT_SUMS: _segment_sums(little[name], rows) for name, rows in segments.items()}
     names = sorted(little, key=lambda n: (-little[n].dtype.itemsize, n))  # keeps every tensor aligned to its item size
     entries: dict[str, Any] = {}
     sums: dict[str, str] = {}
@@ -202,7 +234,7 @@ def write_container(
         if stored is None or np.dtype(_NUMPY_OF[stored]).itemsize != array.dtype.itemsize:
             raise TypeError(f"array {name!r} has dtype {array.dtype}, which a container cannot hold as {stored}")
         entries[name] = {"dtype": stored, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
-        sums[name] = xxhash.xxh3_128_hexdigest(_bytes_of(array))
+        sums[name] = f"rows:{segments[name]}" if name in segments else xxhash.xxh3_128_hexdigest(_bytes_of(array))
         offset += array.nbytes
     ours = {"version": 1, "sums": sums, "header": _BLANK, "meta": meta}
     header = _header_bytes(entries, ours)
@@ -214,7 +246,8 @@ def write_container(
 
 
 def open_container(path: Path, *, verify: bool = True) -> Container:
-    """Map a container and check it. `verify=False` skips the checksums of the tensors, never that of the header."""
+    """Map a container and check it. `verify=False` leaves tensors that are summed by segments, or all where there are none,
+    to `check_rows`; the header is always checked."""
     with _mapped(path) as buffer:
         size = len(buffer)
         if size < 8:
@@ -230,11 +263,14 @@ def open_container(path: Path, *, verify: bool = True) -> Container:
         arrays: dict[str, np.ndarray] = {}
         dtypes: dict[str, str] = {}
         for name, start, end, dtype, shape in _layout(path, entries, len(data)):
-            if verify and xxhash.xxh3_128_hexdigest(data[start:end]) != ours["sums"].get(name):
-                raise FileCorrupt(f"{path} is damaged: tensor {name!r} fails its checksum")
             arrays[name] = np.frombuffer(data[start:end], dtype=_NUMPY_OF[dtype]).reshape(shape)
             dtypes[name] = dtype
-        return Container(path=path, arrays=arrays, dtypes=dtypes, meta=ours["meta"])
+        container = Container(path=path, arrays=arrays, dtypes=dtypes, meta=ours["meta"], sums=ours["sums"])
+        segmented = any(name.endswith(SEGMENT_SUMS) for name in arrays)
+        for name in sorted(arrays, key=lambda n: not n.endswith(SEGMENT_SUMS)):  # sums first: the others lean on them
+            if verify or (segmented and not ours["sums"].get(name, "").startswith("rows:")):
+                container.check_rows(name)
+        return container
 
 
 @contextlib.contextmanager
@@ -265,7 +301,13 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, 
         ours = json.loads(entries.pop("__metadata__")["headrace"])
         recorded, version = ours["header"], ours["version"]
         if not (
-            isinstance(recorded, str) and len(recorded) == 32 and isinstance(ours["sums"], dict) and "meta" in ours
+            isinstance(recorded, str)
+            and len(recorded) == 32
+            and isinstance(ours["sums"], dict)
+            and "meta" in ours
+            and all(
+                isinstance(v, str) and (not v.startswith("rows:") or v[5:].isdecimal()) for v in ours["sums"].values()
+            )
         ):
             raise ValueError("malformed metadata")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -302,6 +344,13 @@ def _layout(path: Path, entries: Mapping[str, Any], size: int) -> Iterator[tuple
         raise FileCorrupt(f"{path} is damaged: its header does not describe its data ({error})") from error
     if expected != size:
         raise FileCorrupt(f"{path} is damaged: {size:,} bytes of data, {expected:,} described")
+
+
+def _segment_sums(array: np.ndarray, rows: int) -> np.ndarray:
+    data, size = _bytes_of(array), rows * (array.nbytes // max(len(array), 1))
+    return np.array(
+        [xxhash.xxh3_64_intdigest(data[i * size : (i + 1) * size]) for i in range(-(-len(array) // rows))], np.uint64
+    )
 
 
 def _little_endian(array: np.ndarray) -> np.ndarray:
