@@ -561,6 +561,8 @@ class DatasetConsumer:
         self._ahead.drain(5.0)
         self._closed = True
         self._ahead.close()
+        self._ahead.forget()
+        self._readers.clear()  # and with them the mapped files
         if self._lock is not None:
             self._lock.release()
             self._lock = None

@@ -213,16 +213,22 @@ def _sum(value: Any) -> str:
 
 
 def _read_small(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC) if not path.is_symlink() else -1
-    if fd < 0:
+    if path.is_symlink():
         raise FileCorrupt(f"{path} is a symbolic link; a spool follows none. Put the file itself there")
-    with open(fd, "rb") as handle:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise FileCorrupt(f"{path} cannot be opened: {error.strerror or error}") from error
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise FileCorrupt(f"{path} is not a regular file")
         if status.st_size > _MAX_META:
             raise FileCorrupt(f"{path} has {status.st_size:,} bytes; a meta has at most {_MAX_META:,}")
-        return handle.read(_MAX_META)
+        with open(fd, "rb", closefd=False) as handle:
+            return handle.read(_MAX_META)
+    finally:
+        os.close(fd)
 
 
 def _parse_json(path: Path, raw: bytes) -> Any:
@@ -259,6 +265,7 @@ class _Builder(pickle.Unpickler):
 
 
 def _parse_pickle(path: Path, raw: bytes) -> Any:
+    count = 0
     try:
         for count, (opcode, argument, _) in enumerate(pickletools.genops(raw), 1):
             if opcode.name not in _BUILDERS:
@@ -269,7 +276,7 @@ def _parse_pickle(path: Path, raw: bytes) -> Any:
             if count > _MAX_OPCODES:
                 raise pickle.UnpicklingError(f"it has more than {_MAX_OPCODES:,} opcodes")
         value = _Builder(io.BytesIO(raw)).load()
-        _check_plain(value)
+        _check_plain(value, budget=1000 + 10 * count)
     except Exception as error:  # the opcodes of hostile bytes can fail in any way; none of them is ours
         raise FileCorrupt(
             f"{path} was not read: {error}. A meta.pkl holds dict, list, tuple, str, int, float, bool and None, and nothing "
@@ -278,9 +285,9 @@ def _parse_pickle(path: Path, raw: bytes) -> Any:
     return value
 
 
-def _check_plain(value: Any) -> None:
+def _check_plain(value: Any, budget: int) -> None:
     """Walk everything once per reference, with a budget: a few bytes of pickle can refer to a list 2**60 times."""
-    budget, stack = _MAX_OPCODES, [value]
+    stack = [value]
     while stack:
         budget -= 1
         if budget < 0:

@@ -81,7 +81,7 @@ class DataProviderBase:
         durable: bool = True,
         file_format: str = "safetensors",
         max_retained: int = 1000,
-        val_files: int | None = None,
+        val_files: int = 2,
         lease_seconds: float = 60.0,
         deadline: float = 3600.0,
         report: Callable[[str], None] | None = None,
@@ -91,7 +91,7 @@ class DataProviderBase:
 
         `join`: work beside providers that are running already. `force_regenerate`: empty the queue first. `durable=False`: no
         fsync, for data that can be made again. `file_format`: "safetensors", or "pt" for scripts that torch.load. `max_retained`:
-        files that may wait for a commit before the provider gives up. `deadline`: seconds without a need for a file, or without room
+        files that may wait for a commit before the provider gives up. `val_files`: files of a circular split. `deadline`: seconds without a need for a file, or without room
         on the disk, after which `run` ends with an error. `report`: gets one line a file.
         """
         problems = [
@@ -100,7 +100,7 @@ class DataProviderBase:
                 ("batch_size", batch_size), ("batches_per_file", batches_per_file), ("max_backlog_files", max_backlog_files),
                 ("max_retained", max_retained), ("block_size", block_size), ("target_size", target_size), ("val_files", val_files),
             )
-            if not (value is None and name in ("block_size", "target_size", "val_files")) and (type(value) is not int or value < 1)
+            if not (value is None and name in ("block_size", "target_size")) and (type(value) is not int or value < 1)
         ]  # fmt: skip
         if type(seed) is not int:
             problems.append(f"seed is {seed!r}, expected a whole number")
@@ -121,7 +121,7 @@ class DataProviderBase:
             lease_seconds,
             deadline,
         )
-        self.val_files = val_files if val_files is not None else max_backlog_files
+        self.val_files = val_files
         self.folder = SpoolFolder(self.data_dir)
         self.meta: dict[str, Any] = {}
         self._report, self._meter = report, meter if meter is not None else default_meter()
@@ -284,10 +284,12 @@ class DataProviderBase:
             self.write_meta(wanted)
             found = read_meta(self.data_dir)
         if found.get("headrace", {}).get("job") != wanted["headrace"]["job"]:
+            then = {**found, **found.get("headrace", {})}
+            now = {**wanted, **wanted["headrace"]}
             differences = [
-                f"{name} is {found.get(name)!r:.80}, now {wanted.get(name)!r:.80}"
-                for name in sorted(set(found) | set(wanted), key=str)
-                if _jsonable(found.get(name)) != _jsonable(wanted.get(name))
+                f"{name} is {then.get(name)!r:.80}, now {now.get(name)!r:.80}"
+                for name in sorted((set(then) | set(now)) - {"headrace", "job"}, key=str)
+                if _jsonable(then.get(name)) != _jsonable(now.get(name))
             ]
             raise ConfigError(
                 f"{self.data_dir} was made for something else ({'; '.join(differences)}). Files of both would be mixed: use another folder, "
