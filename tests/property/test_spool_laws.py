@@ -88,7 +88,11 @@ def test_any_parts_ranks_and_resumes_deliver_the_samples_in_global_order_once(
         Counted(folder, own_batch, batches_per_file=per_file, max_backlog_files=1000, total=total, parts=parts).run()
         state, seen, ended = None, [], False
         for turn, world in enumerate(worlds):
-            with pytest.warns(UserWarning) if batch != own_batch else tempfile.SpooledTemporaryFile():
+            with (
+                pytest.warns(UserWarning, match="cut differently")
+                if batch != own_batch
+                else tempfile.SpooledTemporaryFile()
+            ):
                 ranks = open_ranks(folder, world, batch_size=batch)
             try:
                 if state is not None:
@@ -234,9 +238,11 @@ def test_noise_and_torn_files_are_refused_with_a_sentence(noise, suffix, keep):
         path.write_bytes(torn)
         if torn[: len(whole)] == whole:
             return
+        said, file = os.fspath(path), None
         try:
             file = open_batch_file(path)
             file.check()
-            assert np.array_equal(file.arrays["a"], np.arange(36).reshape(9, 4))
         except (FileCorrupt, DataError) as error:
-            assert os.fspath(path) in str(error)
+            file, said = None, str(error)
+        assert os.fspath(path) in said
+        assert file is None or np.array_equal(file.arrays["a"], np.arange(36).reshape(9, 4))

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.spool import DatasetConsumer, SequentialProvider, open_batch_file
-from headrace.spool.survey import describe
 
 BATCH = 6
 
@@ -146,14 +145,21 @@ class Spool(RuleBasedStateMachine):
     @precondition(lambda self: not self.ranks)
     @rule(which=st.integers(0, 5), bit=st.integers(0, 1 << 20))
     def a_bit_flips_in_a_file_that_will_be_read(self, which, bit):
-        # Not the file below the commit point: there is no other copy of where a producer would begin.
-        point = (describe(self.folder)["splits"].get("train") or [{"commit": 0}])[0]["commit"]
-        files = [p for p in sorted((self.folder / "queue" / "train").rglob("*.safetensors")) if int(p.stem) >= point]
+        at = (
+            self.saved[-1][0]["body"]["splits"]["train"]["at"] if self.saved and self.trained else [[0, 0]] * self.parts
+        )
+        files = [
+            path
+            for path in sorted((self.folder / "queue" / "train").rglob("*.safetensors"))
+            if int(path.stem) >= at[int(path.parent.name[-3:]) if self.parts > 1 else 0][0]
+        ]
         if files:
             path = files[which % len(files)]
             raw = bytearray(path.read_bytes())
             raw[bit // 8 % len(raw)] ^= 1 << (bit % 8)
-            path.write_bytes(raw)
+            # Not in place: to shorten a file that somebody has mapped ends that process.
+            path.with_name("changed").write_bytes(raw)
+            path.with_name("changed").replace(path)
 
     # ---------------------------------------------------------------------------------------------- laws
 
@@ -177,7 +183,7 @@ class Spool(RuleBasedStateMachine):
             try:
                 file = open_batch_file(path)
                 file.check()
-            except Exception:  # noqa: S112
+            except Exception:
                 continue  # damaged by the machine and not met by a rank since
             g = (np.arange(file.header.rows) + file.header.first) * self.parts + file.header.part
             assert np.array_equal(file.arrays["g"], g)

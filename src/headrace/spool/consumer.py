@@ -289,7 +289,7 @@ class DatasetConsumer:
         self.reset_state()
         for split, position in positions.items():
             self._readers[split] = self._make_reader(split, position)
-        self._write_read_position()
+        self._ahead.later(self._write_read_position)
 
     def _checked_position(self, split: str, value: Any) -> dict[str, Any]:
         try:
@@ -462,7 +462,7 @@ class DatasetConsumer:
             raise HeadraceError(f"this consumer of {self.data_dir} was closed")
         if split not in self._readers:
             self._readers[split] = self._make_reader(split, None)
-            self._write_read_position()
+            self._ahead.later(self._write_read_position)
         return self._readers[split]
 
     def _make_reader(self, split: str, position: Mapping[str, Any] | None) -> QueueReader | RingReader | LegacyReader:

@@ -37,7 +37,7 @@ from headrace.metrics import Meter, MetricSpec, Reduction, Wait, default_meter, 
 from headrace.order import fingerprint_json, key
 from headrace.spool.batch_file import OFFSETS, FileHeader, check_arrays, numpy_dtype, tensor_array, write_batch_file
 from headrace.spool.channel import Channel, Published
-from headrace.spool.folder import HeldLock, SpoolFolder, patiently
+from headrace.spool.folder import HeldLock, SpoolFolder
 from headrace.spool.meta import FieldSpec, check_meta, read_meta, schema_of, write_meta
 
 if TYPE_CHECKING:
@@ -129,6 +129,9 @@ class DataProviderBase:
         self._lock: HeldLock | None = None
         self._channels: dict[tuple[str, int], Channel] = {}
         self._made: dict[tuple[str, int], int] = {}
+        self._unpublished: tuple[Channel, int, FileHeader, dict[str, np.ndarray]] | None = None
+        """What was made and found no room on the disk: it is not made a second time."""
+        self._no_room_since: float | None = None
 
     # --------------------------------------------------------------------------------------------- hooks
 
@@ -158,13 +161,16 @@ class DataProviderBase:
             self.on_start()
             try:
                 while not self._stop.is_set() and (max_files is None or made < max_files):
-                    work = self._take(splits)
-                    if work is None:
-                        if self._complete(splits):
-                            break
-                        work = self._wait_for_work(splits)
-                    if work is not None and self._make(work):
-                        made += 1
+                    try:
+                        work = self._take(splits)
+                        if work is None:
+                            if self._complete(splits):
+                                break
+                            work = self._wait_for_work(splits)
+                        made += work is not None and self._make(work)
+                        self._no_room_since = None
+                    except StorageError as error:
+                        self._wait_for_room(error)
             finally:
                 self.on_stop()
         finally:
@@ -335,16 +341,20 @@ class DataProviderBase:
         for split in splits:
             for channel in self.channels(split):
                 wanted = self._wanted(split, channel.part)
-                ahead = wanted.stop - self.max_backlog_files if split not in CIRCULAR_SPLITS else 0
-                for seq in wanted:
-                    if channel.find(seq) is not None:
-                        continue
-                    if seq - wanted.start >= self.max_retained and split not in CIRCULAR_SPLITS:
-                        raise StorageError(
-                            f"{self.data_dir} holds {self.max_retained:,} files of {split} since the last commit, and max_retained allows no more. "
-                            "Call consumer.commit(state) after each checkpoint, or raise max_retained"
-                        )
-                    found.append((seq - ahead, channel, seq))
+                missing = [seq for seq in wanted if channel.find(seq) is None]
+                if split in CIRCULAR_SPLITS:
+                    found += [(seq, channel, seq) for seq in missing]
+                    continue
+                # A commit comes before the deletion: what was deleted while we looked lies below the point we read now.
+                commit = channel.commit_point() if missing else 0
+                possible = [seq for seq in missing if seq - commit < self.max_retained]
+                if missing and not possible:
+                    raise ConfigError(
+                        f"{self.data_dir} holds {self.max_retained:,} files of {split} since the last commit, and max_retained allows no more. "
+                        "Call consumer.commit(state) after each checkpoint, or raise max_retained"
+                    )
+                read = wanted.stop - self.max_backlog_files
+                found += [(seq - read, channel, seq) for seq in possible if seq >= commit]
         return sorted(found, key=lambda entry: (entry[0], entry[2]))
 
     def _take(self, splits: Sequence[str]) -> _Work | None:
@@ -376,6 +386,18 @@ class DataProviderBase:
                 wait.check()
                 pause = min(2 * pause, self.sleep_seconds)
         return None
+
+    def _wait_for_room(self, problem: StorageError) -> None:
+        """The disk is full or failing: nothing is held while we wait, so that a consumer finds room to commit and delete."""
+        now = time.monotonic()
+        self._no_room_since = since = self._no_room_since or now
+        if now - since > self.deadline:
+            raise problem
+        if self._report is not None and now == since:
+            self._report(f"waiting for the disk: {problem}")
+        pause = min(1.0, max(0.01, (now - since) / 4), self.sleep_seconds)
+        with Wait("spool.disk", deadline=self.deadline, remedy=str(problem), meter=self._meter):
+            self._stop.wait(pause)
 
     # ---------------------------------------------------------------------------------------------- make
 
@@ -417,17 +439,16 @@ class DataProviderBase:
         return outcome == "published"
 
     def _publish(self, channel: Channel, seq: int) -> Published:
-        header, arrays = self._content(channel, seq)
-
-        def attempt() -> Published:
-            channel.queue.mkdir(parents=True, exist_ok=True)
-            return channel.publish(
-                seq,
-                lambda path: write_batch_file(path, header, arrays, durable=self.durable),
-                ring=channel.split in CIRCULAR_SPLITS,
-            )
-
-        return patiently(f"publishing {channel} {seq}", attempt, deadline=self.deadline, hidden=False)
+        if self._unpublished is None or self._unpublished[:2] != (channel, seq):
+            self._unpublished = (channel, seq, *self._content(channel, seq))
+        _, _, header, arrays = self._unpublished
+        outcome = channel.publish(
+            seq,
+            lambda path: write_batch_file(path, header, arrays, durable=self.durable),
+            ring=channel.split in CIRCULAR_SPLITS,
+        )
+        self._unpublished = None
+        return outcome
 
     def _content(self, channel: Channel, seq: int) -> tuple[FileHeader, dict[str, np.ndarray]]:
         """What file `seq` holds: a function of (seed, split, seq)."""

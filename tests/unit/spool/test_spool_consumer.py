@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -328,7 +329,7 @@ def test_a_consumer_whose_place_was_taken_neither_delivers_nor_deletes(drawn, co
     (tmp_path / "spool" / "state" / "consumer-0.lock").unlink()
     successor = consumer()
     with pytest.raises(
-        HeadraceError, match="lost its place: consumer-0.lock was removed and is now held by rank 0 of 1"
+        HeadraceError, match=r"lost its place: consumer-0.lock was removed and is now held by rank 0 of 1"
     ):
         reader.get_batch("train")
     with pytest.raises(HeadraceError, match="lost its place"):
@@ -354,7 +355,7 @@ def test_arguments_that_cannot_be_are_refused(drawn, consumer, more, sentence):
 
 def test_a_folder_without_a_meta_is_refused(consumer, tmp_path):
     (tmp_path / "spool").mkdir()
-    with pytest.raises(ConfigError, match="has neither meta.json nor meta.pkl"):
+    with pytest.raises(ConfigError, match=r"has neither meta.json nor meta.pkl"):
         consumer()
     with pytest.raises(ConfigError, match="is not a folder"):
         consumer(tmp_path / "nowhere")
@@ -434,7 +435,7 @@ def test_a_file_that_went_bad_after_it_was_judged_is_found_by_the_next_process(d
     raw = bytearray(path.read_bytes())
     raw[-5] ^= 16
     path.write_bytes(raw)
-    with pytest.raises(DeadlineExceeded, match="spool.remake"):
+    with pytest.raises(DeadlineExceeded, match=r"spool.remake"):
         consumer(ack="commit", deadline=0.5).get_batch("train")
 
 
@@ -479,7 +480,7 @@ def test_a_damaged_commit_point_stops_everybody_with_the_remedy(drawn, consumer,
     path.write_bytes(path.read_bytes().replace(b'"g":8', b'"g":9'))
     with pytest.raises(FileCorrupt, match=r"commit.json does not say.*rewind=True"):
         consumer()
-    with pytest.raises(FileCorrupt, match="commit.json"):
+    with pytest.raises(FileCorrupt, match=r"commit.json"):
         drawn().run(("train",))
 
 
@@ -558,7 +559,7 @@ def test_a_closed_consumer_says_so(drawn, consumer):
 
 def test_closing_joins_the_thread_and_leaves_no_descriptor(drawn, consumer):
     drawn(max_backlog_files=3).run(("train",), max_files=3)
-    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
     for _ in range(3):
         reader = consumer(ack="commit")
         reader.get_batch("train")

@@ -250,7 +250,7 @@ def test_what_is_no_file_in_the_queue_is_set_aside_as_it_is_and_not_followed(dra
     else:
         path.symlink_to("/dev/zero")
     reader = consumer(deadline=0.3)
-    with pytest.raises(Exception, match="spool.remake"):
+    with pytest.raises(Exception, match=r"spool.remake"):
         reader.get_batch("train")
     assert outside.read_bytes() == b"precious"
     assert not os.path.lexists(path)
