@@ -79,12 +79,15 @@ class Spool(RuleBasedStateMachine):
         thread.start()
         self.providers.append((provider, thread))
 
-    @precondition(lambda self: self.providers)
-    @rule(torn=st.booleans())
-    def provider_dies_and_comes_back(self, torn):
+    def stop_provider(self):
         provider, thread = self.providers.pop()
         provider.stop()
         thread.join(10)
+
+    @precondition(lambda self: self.providers)
+    @rule(torn=st.booleans())
+    def provider_dies_and_comes_back(self, torn):
+        self.stop_provider()
         if torn:  # what a kill in the middle of a file leaves
             (self.folder / "queue" / "train" / ".tmp-999999999-abc").write_bytes(b"half")
             part = self.folder / "claims" / "train" / ("" if self.parts == 1 else "part-000")
@@ -145,6 +148,7 @@ class Spool(RuleBasedStateMachine):
     @precondition(lambda self: not self.ranks)
     @rule(which=st.integers(0, 5), bit=st.integers(0, 1 << 20))
     def a_bit_flips_in_a_file_that_will_be_read(self, which, bit):
+        self.stop_provider()
         at = (
             self.saved[-1][0]["body"]["splits"]["train"]["at"] if self.saved and self.trained else [[0, 0]] * self.parts
         )
@@ -160,6 +164,7 @@ class Spool(RuleBasedStateMachine):
             # Not in place: to shorten a file that somebody has mapped ends that process.
             path.with_name("changed").write_bytes(raw)
             path.with_name("changed").replace(path)
+        self.start_provider()
 
     # ---------------------------------------------------------------------------------------------- laws
 

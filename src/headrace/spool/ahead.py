@@ -43,6 +43,7 @@ class Ahead(Generic[T]):
         self._why: dict[Key, NotYet] = {}
         self._jobs: deque[Callable[[], None]] = deque()
         self._busy = False
+        self._failures = 0
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -98,9 +99,12 @@ class Ahead(Generic[T]):
                     del store[key]
 
     def drain(self, timeout: float) -> bool:
-        """Wait until all jobs are done; False if they were not in time."""
+        """Wait until all jobs are done; False if they were not in time, or one fails twice while we wait."""
+        failures = self._failures
         with Wait("spool.drain", deadline=timeout, meter=self._meter) as wait, self._changed:
             while (self._jobs or self._busy) and not wait.expired() and self._thread is not None:
+                if self._failures >= failures + 2:
+                    return False
                 self._changed.wait(min(0.1, wait.remaining()))
             return not self._jobs and not self._busy
 
@@ -142,6 +146,7 @@ class Ahead(Generic[T]):
                     done, job_pause = True, _LONGEST
                 except Exception as error:  # full disk, no permission: keep the job, tell, come back later
                     self._on_failure(f"{type(error).__name__}: {error}")
+                    self._failures += 1
                     done, job_at = False, time.monotonic() + job_pause
                     job_pause = min(2 * job_pause, 5.0)
                 with self._changed:

@@ -206,20 +206,19 @@ class DatasetConsumer:
 
         reader = self._readers.get(split) or self._reader(split)
         arrays = reader.next(self.batch_size)
-        kinds = {f.name: f.dtype for f in reader.schema}
         tensors: dict[str, Any] = {}
         size = 0
-        target = torch.device(device) if device is not None else None
         for name, array in arrays.items():
-            tensor = torch.from_numpy(array)
+            tensors[name] = torch.from_numpy(array)
             size += array.nbytes
-            if kinds.get(name) == "bfloat16":
-                tensor = tensor.view(torch.bfloat16)
-            if target is not None and target.type == "cuda":
-                tensor = tensor.pin_memory().to(target, non_blocking=True)
-            elif target is not None and target.type != "cpu":
-                tensor = tensor.to(target)
-            tensors[name] = tensor
+        for field in reader.schema:
+            if field.dtype == "bfloat16":
+                tensors[field.name] = tensors[field.name].view(torch.bfloat16)
+        target = torch.device(device) if device is not None else None
+        if target is not None and target.type == "cuda":
+            tensors = {n: t.pin_memory().to(target, non_blocking=True) for n, t in tensors.items()}
+        elif target is not None and target.type != "cpu":
+            tensors = {n: t.to(target) for n, t in tensors.items()}
         self._meter.add("spool/batches")
         self._meter.add("spool/bytes", size)
         return (tensors["x"], tensors["y"]) if len(tensors) == 2 and "x" in tensors and "y" in tensors else tensors

@@ -54,17 +54,17 @@ class BufferPool:
 
     def __init__(self, depth: int = 8) -> None:
         self._depth = depth
-        self._free: dict[tuple[tuple[int, ...], str], list[np.ndarray]] = {}
+        self._free: dict[tuple[tuple[int, ...], np.dtype], list[np.ndarray]] = {}
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        arrays = self._free.setdefault((shape, dtype.str), [])
+        arrays = self._free.setdefault((shape, dtype), [])
         for i in range(len(arrays)):
             if sys.getrefcount(arrays[i]) == 2:
                 return arrays[i]
         array = np.empty(shape, dtype)
         if len(arrays) < self._depth:
             if len(self._free) > 64:  # batch sizes that come and go must not pile up
-                self._free = {(shape, dtype.str): arrays}
+                self._free = {(shape, dtype): arrays}
             arrays.append(array)
         return array
 
@@ -106,6 +106,8 @@ class Part:
         self._open: deque[_Open] = deque()
         self.last: int | None = None
         """Rows of the part, once its last file is open."""
+        self.being_read: _Open | None = None
+        """The file rows were delivered from last, as long as it has more."""
 
     def cover(self, end: int) -> int:
         """Open files until they reach row `end`, or the part's end; how far they reach."""
@@ -130,6 +132,7 @@ class Part:
                 continue
             many = min(count, -(-(entry.end - first) // step))
             self._files.entered(self.number, entry.seq)
+            self.being_read = entry if entry is self._open[0] else None
             found.append((entry.file, first - entry.start, many))
             first += many * step
             count -= many
@@ -139,6 +142,7 @@ class Part:
         """Rows below `row` of the part were delivered."""
         while self._open and self._open[0].end <= row and not (self.last is not None and len(self._open) == 1):
             gone = self._open.popleft()
+            self.being_read = None
             self.seq, self.start = gone.seq + 1, gone.end
             self._files.finished(self.number, gone.seq)
         if self._open and self.last is not None and row >= self.last:
@@ -162,6 +166,8 @@ class QueueReader:
         self.position = position
         """Global index of the next sample."""
         self.batches = 0
+        self._fixed = [(f.name, f.shape, numpy_dtype(f.dtype)) for f in self.schema if not f.ragged]
+        self._ragged = [f for f in self.schema if f.ragged]
 
     def prefetch(self) -> None:
         """Let the first files be opened in the background."""
@@ -172,6 +178,10 @@ class QueueReader:
         """The rank's share of the next batch_size samples. A short last batch is filled by repeating its samples."""
         begin, parts = self.position, len(self.parts)
         end = begin + batch_size
+        if parts == 1 and not self._ragged:
+            arrays = self._straight(self.parts[0], begin, end)
+            if arrays is not None:
+                return arrays
         limit = end
         for part in self.parts:
             wanted = _rows_before(end, part.number, parts)
@@ -189,12 +199,29 @@ class QueueReader:
             part.advance(_rows_before(limit, part.number, parts))
         return arrays
 
+    def _straight(self, part: Part, begin: int, end: int) -> dict[str, np.ndarray] | None:
+        """The same where all rows lie in the file that is being read: most batches, at a third of the cost."""
+        entry = part.being_read
+        if entry is None or entry.end <= end:
+            return None
+        world, start = self.stripe.world_size, entry.start
+        first, stop = begin + (self.stripe.rank - begin) % world - start, end - start
+        count = -(-(stop - first) // world)
+        arrays, out = entry.file.arrays, {}
+        for name, shape, dtype in self._fixed:
+            array = out[name] = self.pool.array((count, *shape), dtype)
+            np.copyto(array, arrays[name][first:stop:world])
+        self.position = end
+        self.batches += 1
+        part.row = stop
+        return out
+
     def _gather(self, begin: int, end: int, stripe: Stripe, check: bool = False) -> dict[str, np.ndarray]:
         world, parts = stripe.world_size, len(self.parts)
         own = begin + (stripe.rank - begin) % world
         count = max(0, -(-(end - own) // world))
-        out = {f.name: self.pool.array((count, *f.shape), numpy_dtype(f.dtype)) for f in self.schema if not f.ragged}
-        pieces: dict[str, dict[int, np.ndarray]] = {f.name: {} for f in self.schema if f.ragged}
+        out = {name: self.pool.array((count, *shape), dtype) for name, shape, dtype in self._fixed}
+        pieces: dict[str, dict[int, np.ndarray]] = {f.name: {} for f in self._ragged}
         common = math.lcm(parts, world)
         for part in self.parts:
             first = _first_common(own, world, part.number, parts)
@@ -215,9 +242,8 @@ class QueueReader:
                         at = row + k * step
                         rows[place + k * stride] = file.arrays[name][offsets[at] : offsets[at + 1]]
                 place += here * stride
-        for field in self.schema:
-            if field.ragged:
-                _put_ragged(out, field, [pieces[field.name][i] for i in range(count)])
+        for field in self._ragged:
+            _put_ragged(out, field, [pieces[field.name][i] for i in range(count)])
         return out
 
     def _filled(self, begin: int, limit: int, batch_size: int) -> dict[str, np.ndarray]:
