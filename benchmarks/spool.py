@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import xxhash
 
-from headrace.files import SEGMENT_SUMS, write_container
 from headrace.spool import DataProviderBase, DatasetConsumer, FieldSpec, FileHeader, open_batch_file, write_batch_file
 
 
@@ -26,7 +25,10 @@ class Random(DataProviderBase):
     """x and y of `block_size` int64 tokens."""
 
     def build_meta(self) -> dict[str, Any]:
-        fields = [FieldSpec("x", "int64", (self.block_size or 0,), "input"), FieldSpec("y", "int64", (self.block_size or 0,), "target")]
+        fields = [
+            FieldSpec("x", "int64", (self.block_size or 0,), "input"),
+            FieldSpec("y", "int64", (self.block_size or 0,), "target"),
+        ]
         return {"dataset_name": "bench", "training_type": "LM", "vocab_size": 50_000, "batch_schema": fields}
 
     def sample_batch(self, split: str, rng: torch.Generator) -> dict[str, torch.Tensor]:
@@ -73,7 +75,9 @@ def batches(folder: Path, batch_size: int, block: int, per_file: int, files: int
     """get_batch over many files: usual and worst, beside a memcpy and beside the BatchManager pattern."""
     spool, pt = folder / f"s{batch_size}x{block}", folder / f"p{batch_size}x{block}"
     for path, kind in ((spool, "safetensors"), (pt, "pt")):
-        made = Random(path, batch_size, block, batches_per_file=per_file, max_backlog_files=files, durable=False, file_format=kind)
+        made = Random(
+            path, batch_size, block, batches_per_file=per_file, max_backlog_files=files, durable=False, file_format=kind
+        )
         made.run(("train",), max_files=files)
     size = 2 * batch_size * block * 8
     source = [np.random.default_rng(k).integers(0, 50_000, size // 8) for k in range(8)]
@@ -214,22 +218,37 @@ def writing(folder: Path) -> None:
     ):  # fmt: skip
         figures[label] = quantiles(timed(call, 9))[0] * 1e3
     segment = 2 * rows * block * 8 / (16 << 10)
-    summed = quantiles(timed(lambda: [xxhash.xxh3_64_intdigest(p[i : i + 16384]) for p in raw for i in range(0, len(p), 16384)], 9))[0] * 1e3
+    summed = (
+        quantiles(
+            timed(lambda: [xxhash.xxh3_64_intdigest(p[i : i + 16384]) for p in raw for i in range(0, len(p), 16384)], 9)
+        )[0]
+        * 1e3
+    )
     print(
         f"publish 50 MiB   durable {figures['durable']:.1f} ms, the same without sums {figures['unsummed']:.1f}, without fsync {figures['loose']:.1f}   plain write + fsync {figures['plain_durable']:.1f} (ratio {figures['durable'] / figures['plain_durable']:.2f})"
         f", plain write {figures['plain']:.1f}, torch.save {figures['saved']:.1f} (ratio {figures['loose'] / figures['saved']:.2f})"
     )
-    print(f"                 checksums of {segment:.0f} segments alone {summed:.1f} ms = {summed / figures['durable']:.1%} of a durable publish, {summed / figures['loose']:.1%} of one without fsync")
+    print(
+        f"                 checksums of {segment:.0f} segments alone {summed:.1f} ms = {summed / figures['durable']:.1%} of a durable publish, {summed / figures['loose']:.1%} of one without fsync"
+    )
     small = {"x": np.zeros((8, 16), np.int64), "y": np.zeros((8, 16), np.int64)}
-    tiny = FileHeader(split="train", seq=0, schema=(FieldSpec("x", "int64", (16,)), FieldSpec("y", "int64", (16,))), rows=8, first=0, batch_size=8)
+    tiny = FileHeader(
+        split="train",
+        seq=0,
+        schema=(FieldSpec("x", "int64", (16,)), FieldSpec("y", "int64", (16,))),
+        rows=8,
+        first=0,
+        batch_size=8,
+    )
     for durable in (True, False):
         times = []
         for k in range(60):
             began = time.perf_counter()
             write_batch_file(folder / f"t{durable}{k}.safetensors", tiny, small, durable=durable)
             times.append(time.perf_counter() - began)
-        print(f"                 a file of 2 KiB, {'durable' if durable else 'without fsync'}: {quantiles(times)[0] * 1e6:.0f} us")
-    assert SEGMENT_SUMS and write_container
+        print(
+            f"                 a file of 2 KiB, {'durable' if durable else 'without fsync'}: {quantiles(times)[0] * 1e6:.0f} us"
+        )
 
 
 def main() -> None:

@@ -5,6 +5,8 @@ run       headrace run CONFIG, headrace run --resume RUNDIR
 check     what a config would do, without doing it
 plan      how its mix, epochs and repeats would go
 prepare   tokenise once, into shards that are mapped
+provide   make a run's batches in a process of their own
+spool     headrace spool ls, stat, verify, quarantine, purge
 inspect   what a file or a folder of ours holds
 flight    headrace step, find, diff: what a run saw, and when
 facts     headrace metrics, headrace env
@@ -18,10 +20,12 @@ from headrace.cli.flight import diff, find, step
 from headrace.cli.inspect import inspect
 from headrace.cli.plan import plan
 from headrace.cli.prepare import prepare
+from headrace.cli.provide import provide
 from headrace.cli.run import run
+from headrace.cli.spool import spool
 
 # Verbs import what is heavy when they are called, so that `headrace --help` is quick and imports no torch.
-for verb in (run, check, plan, prepare, inspect, step, find, diff, metrics, env):
+for verb in (run, check, plan, prepare, provide, inspect, step, find, diff, spool, metrics, env):
     app.command(verb)
 
 __all__ = ["main"]
