@@ -5,6 +5,7 @@
 #   make test-faults    the long fault sweeps: kills, full disks, flipped bits    FAULTS=short for a minute of them
 #   make check          ruff, ty, import-linter
 #   make bench          benchmarks, as ratios                       make bench ROOM=loader
+#   make bench-spool    batches out of the spool, beside a memcpy and beside torch.load
 #   make bench-text     headrace beside the loaders people use, each in an environment of its own    ARGS="--make-envs"
 #   make docs           check that the documents' snippets, links and figures are true
 
@@ -17,7 +18,7 @@ ROOM   ?=
 RUN    := examples/quickstart.toml
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: run test test-faults check bench bench-text docs clean
+.PHONY: run test test-faults check bench bench-spool bench-text docs clean
 .DEFAULT_GOAL := run
 
 # torch first and alone: a range asked for by another package could otherwise bring a CUDA build with it.
@@ -64,6 +65,10 @@ check: $(VENV)/.dev
 bench: $(VENV)/.dev
 	@echo "==> benchmarks: ratios to a physical limit and to what one would use instead"
 	@$(BIN)/python benchmarks/run.py $(ROOM)
+
+bench-spool: $(VENV)/.dev
+	@echo "==> the spool: a batch, a boundary between files, a rank's share, a durable file"
+	@$(BIN)/python benchmarks/run.py spool
 
 bench-text: $(VENV)/.dev
 	@echo "==> text pipelines side by side (peers without an environment are skipped: ARGS=--make-envs makes them)"

@@ -1,8 +1,8 @@
 """headrace: the data plane for training foundation models with PyTorch.
 
-    files ──► sources ──► mix ──► text ──► loader ──► trainer
-              rows       who is   tokens,  batches,
-              enter      next     packing  state, digest             metrics beside everything
+    files ──► sources ──► mix ──► text ──► loader ──────────────────► trainer
+              rows       who is   tokens,  batches,       │        ▲
+              enter      next     packing  state, digest  └► spool ┘        metrics beside everything
 
     import headrace as hr
 
@@ -28,6 +28,7 @@ from headrace.errors import (
     DataChanged,
     DataError,
     DeadlineExceeded,
+    EndOfData,
     FileCorrupt,
     HeadraceError,
     StorageError,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from headrace.metrics import MetricSpec, Reducer, Reduction, Wait, phase
     from headrace.order import Cursor, Digest
     from headrace.sources import Source
+    from headrace.spool import DataProviderBase, DatasetConsumer, SequentialProvider
     from headrace.train import global_token_mean
 
 __version__ = "0.1.0"
@@ -66,6 +68,7 @@ _HOME = {
     "MetricSpec": "metrics", "Reducer": "metrics", "Reduction": "metrics", "Wait": "metrics", "phase": "metrics",
     "Cursor": "order", "Digest": "order",
     "Source": "sources",
+    "DataProviderBase": "spool", "DatasetConsumer": "spool", "SequentialProvider": "spool",
     "global_token_mean": "train",
 }  # fmt: skip
 
@@ -77,8 +80,11 @@ __all__ = [
     "CursorMismatch",
     "DataChanged",
     "DataError",
+    "DataProviderBase",
+    "DatasetConsumer",
     "DeadlineExceeded",
     "Digest",
+    "EndOfData",
     "Field",
     "FileCorrupt",
     "HeadraceError",
@@ -93,6 +99,7 @@ __all__ = [
     "Reducer",
     "Reduction",
     "Schema",
+    "SequentialProvider",
     "Source",
     "StorageError",
     "TextDataset",

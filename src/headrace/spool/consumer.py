@@ -25,6 +25,7 @@ import contextlib
 import os
 import re
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,7 +33,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from headrace.errors import ConfigError, CursorMismatch, DeadlineExceeded, FileCorrupt, HeadraceError
-from headrace.metrics import Meter, MetricSpec, Reduction, default_meter, register
+from headrace.metrics import Meter, MetricSpec, Reduction, Wait, default_meter, register
 from headrace.order import Cursor
 from headrace.spool.ahead import Ahead
 from headrace.spool.batch_file import BatchFile
@@ -399,20 +400,30 @@ class DatasetConsumer:
         advice = "a spool has one consumer per rank. Stop that one first, or give this one another dp_rank"
         self._lock = self._folder.take_lock(f"consumer-{self.rank}", who, advice)
         try:
-            for name in os.listdir(self._folder.state):
-                match = re.fullmatch(r"consumer-(\d{1,9})\.lock", name)
-                holder = lock_holder(self._folder.state / name) if match and int(match[1]) != self.rank else None
-                world = re.match(r"rank \d+ of (\d+)", holder) if holder else None
-                if world and int(world[1]) != self.world_size:
-                    raise ConfigError(
-                        f"{self.data_dir} is being read by {holder}, this is {who}: all ranks need the same world size. Stop the others first"
-                    )
+            with Wait("spool.lock", deadline=1.0, meter=self._meter) as wait:
+                # One that has just come holds its lock a moment before it has written its name: look again before refusing.
+                while (other := self._of_another_world()) is not None:
+                    if wait.expired():
+                        raise ConfigError(
+                            f"{self.data_dir} is being read by {other}, this is {who}: all ranks need the same world size. Stop the others first"
+                        )
+                    time.sleep(0.02)
             if self.rank == 0:
                 self._tidy()
         except BaseException:
             self._lock.release()
             self._lock = None
             raise
+
+    def _of_another_world(self) -> str | None:
+        """A living consumer of this spool that counts another number of ranks."""
+        for name in os.listdir(self._folder.state):
+            match = re.fullmatch(r"consumer-(\d{1,9})\.lock", name)
+            holder = lock_holder(self._folder.state / name) if match and int(match[1]) != self.rank else None
+            world = re.match(r"rank \d+ of (\d+)", holder) if holder else None
+            if world and int(world[1]) != self.world_size:
+                return holder
+        return None
 
     def _tidy(self) -> None:
         """What a crash may have left: half-done temporaries, files below the commit point, read positions of ranks that are no more."""
