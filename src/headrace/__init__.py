@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from headrace.metrics import MetricSpec, Reducer, Reduction, Wait, phase
     from headrace.order import Cursor, Digest
     from headrace.sources import Source
-    from headrace.spool import DataProviderBase, DatasetConsumer, SequentialProvider
+    from headrace.spool import DataProviderBase, DatasetConsumer
     from headrace.train import global_token_mean
 
 __version__ = "0.1.0"
@@ -68,7 +68,7 @@ _HOME = {
     "MetricSpec": "metrics", "Reducer": "metrics", "Reduction": "metrics", "Wait": "metrics", "phase": "metrics",
     "Cursor": "order", "Digest": "order",
     "Source": "sources",
-    "DataProviderBase": "spool", "DatasetConsumer": "spool", "SequentialProvider": "spool",
+    "DataProviderBase": "spool", "DatasetConsumer": "spool",
     "global_token_mean": "train",
 }  # fmt: skip
 
@@ -99,7 +99,6 @@ __all__ = [
     "Reducer",
     "Reduction",
     "Schema",
-    "SequentialProvider",
     "Source",
     "StorageError",
     "TextDataset",
