@@ -11,6 +11,8 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,10 @@ def timed(call, count: int, use=None) -> list[float]:
     return times
 
 
+def copy_next(target: np.ndarray, source: np.ndarray, turn: Iterator[int]) -> None:
+    np.copyto(target, source[next(turn)])
+
+
 def batches(folder: Path, batch_size: int, block: int, per_file: int, files: int) -> None:
     """get_batch over many files: usual and worst, beside a memcpy and beside the BatchManager pattern."""
     spool, pt = folder / f"s{batch_size}x{block}", folder / f"p{batch_size}x{block}"
@@ -84,8 +90,7 @@ def batches(folder: Path, batch_size: int, block: int, per_file: int, files: int
     source = np.ones((per_file * files, size // 8), np.int64)
     target = np.empty(size // 8, np.int64)
     turn = iter(range(10**9))
-    copy, _ = quantiles(timed(lambda: np.copyto(target, source[next(turn)]), per_file * files))
-    del source
+    copy, _ = quantiles(timed(partial(copy_next, target, source, turn), per_file * files))
 
     pause = 4 * copy + 200e-6
 
