@@ -32,15 +32,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from headrace.errors import ConfigError, CursorMismatch, DeadlineExceeded, FileCorrupt, HeadraceError
+from headrace.errors import ConfigError, CursorMismatch, DeadlineExceeded, HeadraceError
 from headrace.metrics import Meter, MetricSpec, Reduction, Wait, default_meter, register
 from headrace.order import Cursor
 from headrace.spool.ahead import Ahead
 from headrace.spool.batch_file import BatchFile
 from headrace.spool.channel import Channel
 from headrace.spool.checker import FileChecker
-from headrace.spool.folder import HeldLock, SpoolFolder, lock_holder, patiently, read_sealed, sweep_dead_temporaries
-from headrace.spool.legacy import LegacyReader
+from headrace.spool.folder import HeldLock, SpoolFolder, lock_holder, patiently, sweep_dead_temporaries
+from headrace.spool.legacy import LegacyReader, legacy_fingerprint
 from headrace.spool.meta import FieldSpec, read_meta, schema_of
 from headrace.spool.provider import CIRCULAR_SPLITS
 from headrace.spool.reader import BufferPool, Part, QueueReader, RingReader, Stripe
@@ -137,7 +137,7 @@ class DatasetConsumer:
         self._counts = {"bad_files": 0, "files_read": 0, "files_deleted": 0, "retries": 0}
         self._taken: dict[str, list[int]] = {}
         """Per split: the first file that was not begun, and its first row. Only where a file is used up by reading it."""
-        self._writing = threading.Lock()
+        self._writing, self._committing = threading.Lock(), threading.Lock()
         self._last_problem = ""
         self._closed = False
         self._queued = prefer_queue and (self.data_dir / "queue").is_dir()
@@ -216,7 +216,9 @@ class DatasetConsumer:
             if field.dtype == "bfloat16":
                 tensors[field.name] = tensors[field.name].view(torch.bfloat16)
         target = torch.device(device) if device is not None else None
-        if target is not None and target.type == "cuda":
+        if target is None and self.device_type == "cuda" and torch.cuda.is_available():
+            tensors = {n: t.pin_memory() for n, t in tensors.items()}
+        elif target is not None and target.type == "cuda":
             tensors = {n: t.pin_memory().to(target, non_blocking=True) for n, t in tensors.items()}
         elif target is not None and target.type != "cpu":
             tensors = {n: t.to(target) for n, t in tensors.items()}
@@ -229,14 +231,17 @@ class DatasetConsumer:
         reader = self._reader(split)
         if isinstance(reader, LegacyReader):
             return True
-        part = reader.parts[0] if isinstance(reader, QueueReader) else None
-        if part is not None and part._open:
-            return True
-        seq = part.seq if part is not None else reader.seq if isinstance(reader, RingReader) else 0
         files = _SplitFiles(self, split)
-        files.want(0, seq, part.start if part is not None else 0)
+        if isinstance(reader, QueueReader):
+            wanted = [(part.number, part.seq, part.start) for part in reader.parts if not part.is_open]
+        else:
+            wanted = [(0, reader.seq, 0)]
+        for place in wanted:
+            files.want(*place)
+        until = time.monotonic() + (self.deadline if timeout is None else timeout)
         try:
-            self._ahead.hold((split, 0, seq), self.deadline if timeout is None else timeout)
+            for part, seq, _ in wanted:
+                self._ahead.hold((split, part, seq), max(0.0, until - time.monotonic()))
         except DeadlineExceeded:
             if timeout is None:
                 raise
@@ -326,9 +331,7 @@ class DatasetConsumer:
     def _fingerprint(self) -> dict[str, str]:
         if self._queued:
             return {"job": self.meta.get("headrace", {}).get("job", "document")}
-        reader = self._reader("train")
-        assert isinstance(reader, LegacyReader)
-        return {"job": f"legacy {reader.fingerprint}"}
+        return {"job": f"legacy {legacy_fingerprint(self.data_dir)}"}
 
     # ------------------------------------------------------------------------------------------ commit
 
@@ -350,6 +353,10 @@ class DatasetConsumer:
         self._move_commit(moved)
 
     def _move_commit(self, moved: Mapping[str, Mapping[str, Any]]) -> None:
+        with self._committing:  # what is used up is committed by the background thread, what was saved by the trainer's
+            self._move_commit_now(moved)
+
+    def _move_commit_now(self, moved: Mapping[str, Mapping[str, Any]]) -> None:
         self._require_place()
         points = self._folder.commit_points()
         before = {
@@ -409,6 +416,7 @@ class DatasetConsumer:
                         )
                     time.sleep(0.02)
             if self.rank == 0:
+                self._taken = self._folder.taken_files() if self.ack == "consume" else {}
                 self._tidy()
         except BaseException:
             self._lock.release()
@@ -504,13 +512,15 @@ class DatasetConsumer:
     def _starting_point(self, split: str) -> dict[str, Any]:
         """Where a consumer without a state begins: at the commit point, or behind every file that was begun."""
         parts = self._parts_of(split)
-        point = self._folder.commit_points().get(split) or {"g": 0, "at": [[0, 0]] * parts, "start": [0] * parts}
+        point: dict[str, Any] = self._folder.commit_points().get(split) or {
+            "g": 0,
+            "at": [[0, 0]] * parts,
+            "start": [0] * parts,
+        }
         if self.ack == "consume":
-            with contextlib.suppress(FileCorrupt):
-                read = read_sealed(self._folder.state / "read-0.json")
-                taken = (read or {}).get("splits", {}).get(split, {}).get("taken")
-                if taken is not None and taken[0] > point["at"][0][0]:
-                    point = {"g": taken[1], "at": [[taken[0], 0]], "start": [taken[1]]}
+            seq, row = self._taken.get(split, (0, 0))
+            if seq > point["at"][0][0]:
+                point = {"g": row, "at": [[seq, 0]], "start": [row]}
             if parts > 1:
                 raise ConfigError(f'{self.data_dir} has {parts} parts; a consumer of parts needs ack="commit"')
             self._move_commit({split: point})
@@ -557,10 +567,8 @@ class DatasetConsumer:
         for split, reader in list(self._readers.items()):
             if isinstance(reader, QueueReader):
                 splits[split] = {"done": [part.seq for part in reader.parts]}
-                if split in self._taken:
-                    splits[split]["taken"] = self._taken[split]
         if splits and self._queued:
-            self._folder.write_read_position(self.rank, self.world_size, splits)
+            self._folder.write_read_position(self.rank, self.world_size, splits, self._taken)
 
     # --------------------------------------------------------------------------------------------- end
 

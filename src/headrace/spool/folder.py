@@ -245,12 +245,27 @@ class SpoolFolder:
             if lead is not None and v["world_size"] == lead["world_size"] and v["rank"] < v["world_size"]
         ]
 
-    def write_read_position(self, rank: int, world_size: int, splits: Mapping[str, Any]) -> None:
-        """Not durable: after a power cut an older position is as good."""
-        value = {"rank": rank, "world_size": world_size, "splits": dict(splits)}
+    def taken_files(self) -> dict[str, list[int]]:
+        """Per split: the first file that no consuming reader has begun, and its first row. Nothing where it cannot be read."""
+        try:
+            value = read_sealed(self.state / "read-0.json") or {}
+            return {str(split): [int(seq), int(row)] for split, (seq, row) in value.get("taken", {}).items()}
+        except (FileCorrupt, TypeError, ValueError, AttributeError):
+            return {}
+
+    def write_read_position(
+        self, rank: int, world_size: int, splits: Mapping[str, Any], taken: Mapping[str, Any]
+    ) -> None:
+        """Not durable: it survives a kill, and after a power cut an older position is as good."""
+        value = {"rank": rank, "world_size": world_size, "splits": dict(splits), "taken": dict(taken)}
         publish(self.state / f"read-{rank}.json", seal(value), replace=True, durable=False)
 
     # -------------------------------------------------------------------------------------------- locks
+
+    def reader_at_work(self) -> str | None:
+        """Some consumer that holds its place now."""
+        names = [n for n in os.listdir(self.state) if n.startswith("consumer-") and n.endswith(".lock")]
+        return next((holder for n in names if (holder := lock_holder(self.state / n)) is not None), None)
 
     def take_lock(self, name: str, who: str, advice: str) -> HeldLock:
         """Hold a lock of the spool, or be refused within a second, naming the holder."""

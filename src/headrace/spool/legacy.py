@@ -22,7 +22,7 @@ from headrace.spool.batch_file import check_pt_records, load_pt, pt_array, tenso
 from headrace.spool.meta import FieldSpec
 from headrace.spool.reader import Stripe
 
-__all__ = ["LegacyReader", "legacy_files"]
+__all__ = ["LegacyReader", "legacy_files", "legacy_fingerprint"]
 
 
 def legacy_files(folder: Path, split: str) -> list[Path]:
@@ -30,6 +30,11 @@ def legacy_files(folder: Path, split: str) -> list[Path]:
     pattern = re.compile(re.escape(split) + r"_batches_(\d{1,18})\.pt")
     found = [(int(m[1]), p) for p in folder.iterdir() if (m := pattern.fullmatch(p.name))] if folder.is_dir() else []
     return [path for _, path in sorted(found)]
+
+
+def legacy_fingerprint(folder: Path) -> str:
+    """Of the names and sizes of all legacy files."""
+    return fingerprint_json(sorted([p.name, p.lstat().st_size] for p in folder.glob("*_batches_*.pt")))
 
 
 class LegacyReader:
@@ -46,10 +51,6 @@ class LegacyReader:
         self._kept: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
         self.schema: tuple[FieldSpec, ...] = ()
         self.seq = self.row = self.batches = self.position = 0
-
-    @property
-    def fingerprint(self) -> str:
-        return fingerprint_json([[p.name, p.stat().st_size] for p in self.paths])
 
     def prefetch(self) -> None:
         self._file(self.seq)

@@ -200,6 +200,11 @@ class DataProviderBase:
                     raise ConfigError(
                         f"{self.data_dir} is being filled by another provider: force_regenerate would empty it underneath"
                     )
+                reader = self.folder.reader_at_work()
+                if reader is not None:
+                    raise ConfigError(
+                        f"{self.data_dir} is being read by {reader}: stop that before force_regenerate empties it"
+                    )
                 purge_spool(self.data_dir)
                 self.folder.prepare()
             self.ensure_dirs(splits)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,6 +109,14 @@ class Part:
         self.being_read: _Open | None = None
         """The file rows were delivered from last, as long as it has more."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the file that holds the next row is open."""
+        return bool(self._open)
+
+    def prefetch(self) -> None:
+        self._files.want(self.number, self.seq, self.start)
+
     def cover(self, end: int) -> int:
         """Open files until they reach row `end`, or the part's end; how far they reach."""
         while self.last is None and (not self._open or self._open[-1].end < end):
@@ -172,7 +180,7 @@ class QueueReader:
     def prefetch(self) -> None:
         """Let the first files be opened in the background."""
         for part in self.parts:
-            part._files.want(part.number, part.seq, part.start)
+            part.prefetch()
 
     def next(self, batch_size: int) -> dict[str, np.ndarray]:
         """The rank's share of the next batch_size samples. A short last batch is filled by repeating its samples."""
@@ -357,7 +365,3 @@ def _put_ragged(out: dict[str, np.ndarray], field: FieldSpec, rows: list[np.ndar
     np.cumsum([len(r) for r in rows], out=offsets[1:])
     out[field.name] = np.concatenate(rows) if rows else np.empty(0, numpy_dtype(field.dtype))
     out[field.name + OFFSETS] = offsets
-
-
-Reader = QueueReader | RingReader
-Report = Callable[[str], None]

@@ -418,7 +418,7 @@ def test_a_bad_file_is_set_aside_with_its_reason_made_again_and_then_read(drawn,
     with pytest.raises(DeadlineExceeded, match=r"'spool.remake'.*File 0 of train in .* was bad .*fails its checksum"):
         reader.get_batch("train")
     assert reader.stats()["bad_files"] == 1
-    assert provider.channels("train")[0].quarantined()[0]["reason"].endswith("fails its checksum")
+    assert provider.channels("train")[0].quarantined()[0]["reason"].endswith("in rows 0 to 7")
     assert drawn(max_backlog_files=2, report=said.append).run(("train",), max_files=1) == 1
     assert any("published again" in line for line in said)
     reader.deadline = 20.0
@@ -567,3 +567,34 @@ def test_closing_joins_the_thread_and_leaves_no_descriptor(drawn, consumer):
     assert not [t for t in threading.enumerate() if t.name == "headrace-spool-ahead"]
     if before:
         assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_what_was_begun_in_one_split_is_remembered_while_another_is_read(drawn, consumer, tmp_path):
+    drawn(max_backlog_files=3).run(("train", "extra"), max_files=6)
+    reader = consumer()
+    for split in ("train", "extra"):
+        reader.get_batch(split)
+    crash(reader)
+    reader = consumer()
+    reader.get_batch("train")
+    assert reader._ahead.drain(10)
+    crash(reader)
+    expected = rows_of(tmp_path / "spool" / "queue" / "extra")
+    assert np.array_equal(consumer().get_batch("extra")[0], expected[8:12])
+
+
+def test_a_spool_is_not_emptied_underneath_its_reader(drawn, consumer):
+    drawn().run(("train",), max_files=1)
+    consumer()
+    with pytest.raises(ConfigError, match=r"is being read by rank 0 of 1.*stop that before force_regenerate"):
+        drawn(force_regenerate=True).run(("train",), max_files=1)
+
+
+def test_waiting_for_data_means_all_parts(counted, consumer):
+    made = counted(parts=2, take=1)
+    made.run(max_files=1)
+    reader = consumer(ack="commit")
+    assert reader.wait_for_data("train", timeout=0.1) is False
+    counted(parts=2).run(max_files=3)
+    assert reader.wait_for_data("train", timeout=10) is True
+    assert reader.get_batch("train")["g"].tolist() == [0, 1, 2, 3]
