@@ -70,7 +70,7 @@ def together(call, ranks):
         return list(threads.map(call, ranks))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     parts=st.integers(1, 4),
     worlds=st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4),

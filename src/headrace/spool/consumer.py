@@ -632,7 +632,8 @@ class _SplitFiles:
             else:
                 self._consumer._require_place()
 
-    def finished(self, part: int, seq: int) -> None:
+    def finished(self, part: int, seq: int, last: list[object]) -> None:
         end = self._ends.pop((part, seq), None)
         if end is not None:
             self._consumer._finished(self._split, part, seq, end)
+        self._consumer._ahead.later(last.clear)
