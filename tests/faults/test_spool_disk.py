@@ -266,7 +266,7 @@ print("made", made._make(made._take(("train",))), flush=True)
 """
 
 
-@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("committed", [False, True] if LONG else [True])
 def test_a_provider_that_was_stopped_and_wakes_up_changes_nothing(tmp_path, committed):
     from headrace.spool import DataProviderBase
 

@@ -33,7 +33,7 @@ from headrace.spool import DatasetConsumer, SequentialProvider
 from headrace.spool.survey import describe, verify
 
 LONG = os.environ.get("HEADRACE_FAULTS", "long") == "long"
-KILLS = int(os.environ.get("HEADRACE_KILLS", "10000" if LONG else "120"))
+KILLS = int(os.environ.get("HEADRACE_KILLS", "10000" if LONG else "80"))
 BATCH = 6
 OPERATIONS = ("open", "write", "fsync", "close", "link", "unlink", "replace", "rename", "mkdir", "ftruncate", "pwrite")
 

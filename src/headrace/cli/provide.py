@@ -25,6 +25,7 @@ def provide(
     join: Annotated[bool, Parameter(help="Work beside providers that are at work already.", negative=())] = False,
     take: Annotated[int | None, Parameter(help="The most parts to take; all that are free unless given.")] = None,
     files: Annotated[int | None, Parameter(help="Stop after this many files.")] = None,
+    until_eof: Annotated[bool, Parameter(help="Also stop when standard input ends.", negative=())] = False,
     force_regenerate: Annotated[bool, Parameter(help="Empty the spool first.", negative=())] = False,
     engine: Annotated[
         Literal["local", "ray"], Parameter(help="ray: one actor for each part, on a Ray cluster.")
@@ -69,7 +70,7 @@ def provide(
         from headrace.jobs.spooled import provide_text
 
         made = provide_text(
-            checked, join=join, force_regenerate=force_regenerate, take=take, max_files=files, report=say,
+            checked, join=join, until_eof=until_eof, force_regenerate=force_regenerate, take=take, max_files=files, report=say,
             ready=lambda provider: say(f"parts {', '.join(str(c.part) for c in provider.channels('train'))} are this provider's"),
         )  # fmt: skip
     seconds = time.perf_counter() - began

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
@@ -142,13 +144,19 @@ def provide_text(
     force_regenerate: bool = False,
     take: int | None = None,
     max_files: int | None = None,
+    until_eof: bool = False,
     report: Callable[[str], None] | None = None,
     ready: Callable[[TextProvider], None] | None = None,
 ) -> int:
-    """Fill the spool of a config until asked to stop (SIGINT, SIGTERM), or until its sources end; how many files were made."""
+    """Fill the spool of a config until asked to stop (SIGINT, SIGTERM), or until its sources end; how many files were made.
+
+    `until_eof`: also stop when standard input ends, as it does when the process that holds its other end is killed.
+    """
     job = Job(config, base)
     data = job.dataset(meter=default_meter())
     provider = TextProvider(job, data, join=join, force_regenerate=force_regenerate, take=take, report=report)
+    if until_eof:
+        threading.Thread(target=_stop_at_eof, args=(provider.stop,), daemon=True, name="headrace-parent").start()
     with stopped_by_signals(provider.stop):
         provider.open()
         if ready is not None:
@@ -170,6 +178,12 @@ def stopped_by_signals(stop: Callable[[], None]) -> Generator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _stop_at_eof(stop: Callable[[], None]) -> None:
+    while os.read(0, 4096):
+        continue
+    stop()
 
 
 class OwnProvider:
@@ -198,11 +212,12 @@ class OwnProvider:
             "--spool.dir",
             str(folder),
             "--quiet",
+            "--until-eof",
         ]
         with open(self._log, "wb") as said:
             # Outside the trainer's process group: Ctrl-C stops the run, which saves and then ends its provider.
             self._child = subprocess.Popen(
-                words, cwd=self._base, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+                words, cwd=self._base, stdin=subprocess.PIPE, stdout=said, stderr=said, start_new_session=True
             )
         self.sentence = f"a provider fills {config.spool_dir} (process {self._child.pid}, log {self._log})"
         return self
@@ -222,6 +237,8 @@ class OwnProvider:
         if self._child is None:
             return
         self._child.terminate()
+        if self._child.stdin is not None:
+            self._child.stdin.close()
         with Wait("spool.provider_ends", deadline=30.0):
             try:
                 self._child.wait(timeout=10)
