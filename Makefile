@@ -6,6 +6,7 @@
 #   make check          ruff, ty, import-linter
 #   make bench          benchmarks, as ratios                       make bench ROOM=loader
 #   make bench-mixing   stream mixing: picks, metrics, batches, ranks
+#   make bench-spool    batches out of the spool, beside a memcpy and beside torch.load
 #   make bench-text     headrace beside the loaders people use, each in an environment of its own    ARGS="--make-envs"
 #   make bench-reduce   Gram matrices beside numpy, scipy and sklearn                 ARGS=kernel-1 for one part
 #   make docs           check that the documents' snippets, links and figures are true
@@ -19,7 +20,7 @@ ROOM   ?=
 RUN    := examples/quickstart.toml
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: run test test-faults check bench bench-mixing bench-text bench-reduce docs clean
+.PHONY: run test test-faults check bench bench-mixing bench-spool bench-text bench-reduce docs clean
 .DEFAULT_GOAL := run
 
 # torch first and alone: a range asked for by another package could otherwise bring a CUDA build with it.
@@ -70,6 +71,10 @@ bench: $(VENV)/.dev
 bench-mixing: $(VENV)/.dev
 	@echo "==> stream mixing: picks and their metrics, batches beside the readers alone, ranks"
 	@$(BIN)/python benchmarks/run.py mixing
+
+bench-spool: $(VENV)/.dev
+	@echo "==> the spool: a batch, a boundary between files, a rank's share, a durable file"
+	@$(BIN)/python benchmarks/run.py spool
 
 bench-text: $(VENV)/.dev
 	@echo "==> text pipelines side by side (peers without an environment are skipped: ARGS=--make-envs makes them)"

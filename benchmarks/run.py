@@ -15,7 +15,9 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-ROOMS = ("order", "files", "mix", "text", "sources", "metrics", "loader", "prepared", "mixing", "train", "reduce")
+ROOMS = (
+    "order", "files", "mix", "text", "sources", "metrics", "loader", "prepared", "mixing", "spool", "train", "reduce",
+)  # fmt: skip
 
 
 def main() -> int:

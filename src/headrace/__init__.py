@@ -1,9 +1,9 @@
 """headrace: the data plane for training foundation models with PyTorch.
 
-    files ──► sources ──► mix ──► text ──► loader ──► trainer
-              rows       who is   tokens,  batches,
-              enter      next     packing  state, digest             metrics beside everything
-    files of cells ───► mix ──────────────► StreamMixingDataset ──► trainer
+    files ──► sources ──► mix ──► text ──► loader ──────────────────► trainer
+              rows       who is   tokens,  batches,       │        ▲
+              enter      next     packing  state, digest  └► spool ┘        metrics beside everything
+    files of cells ───► mix ──────────────► StreamMixingDataset ────► trainer
 
     import headrace as hr
 
@@ -29,6 +29,7 @@ from headrace.errors import (
     DataChanged,
     DataError,
     DeadlineExceeded,
+    EndOfData,
     FileCorrupt,
     HeadraceError,
     StorageError,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from headrace.order import Cursor, Digest
     from headrace.sources import Source
     from headrace.sources.cells import register_cells
+    from headrace.spool import DataProviderBase, DatasetConsumer
     from headrace.train import global_token_mean
 
 __version__ = "0.1.0"
@@ -72,6 +74,7 @@ _HOME = {
     "MetricSpec": "metrics", "Reducer": "metrics", "Reduction": "metrics", "Wait": "metrics", "phase": "metrics",
     "Cursor": "order", "Digest": "order",
     "Source": "sources",
+    "DataProviderBase": "spool", "DatasetConsumer": "spool",
     "global_token_mean": "train",
 }  # fmt: skip
 
@@ -83,9 +86,12 @@ __all__ = [
     "CursorMismatch",
     "DataChanged",
     "DataError",
+    "DataProviderBase",
     "DataStatsCollector",
+    "DatasetConsumer",
     "DeadlineExceeded",
     "Digest",
+    "EndOfData",
     "Field",
     "FileCorrupt",
     "HeadraceError",

@@ -9,6 +9,7 @@
     ├── FileCorrupt        one of our own files fails its checksum or does not parse
     ├── StorageError       a write did not become durable (disk full, read-only, failing)
     ├── WorkerDied         a thread, process or rank is gone; carries its name
+    ├── EndOfData          a finite spool was read to its end
     └── DeadlineExceeded   a named wait took longer than it may
 
 The command prints `str(error)` as one sentence and exits with 1; it shows a traceback only with `--debug`. A bug is
@@ -25,6 +26,7 @@ __all__ = [
     "DataChanged",
     "DataError",
     "DeadlineExceeded",
+    "EndOfData",
     "FileCorrupt",
     "HeadraceError",
     "StorageError",
@@ -81,6 +83,10 @@ class StorageError(HeadraceError):
 
 class WorkerDied(HeadraceError):
     """A thread, process or rank is gone."""
+
+
+class EndOfData(HeadraceError):
+    """A finite spool was read to its end; there is no further batch."""
 
 
 class DeadlineExceeded(HeadraceError):

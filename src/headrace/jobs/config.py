@@ -34,6 +34,7 @@ __all__ = [
     "RunConfig",
     "RunSection",
     "SourceSection",
+    "SpoolSection",
     "TextSection",
     "TrainSection",
     "check_world_size",
@@ -268,6 +269,29 @@ class TrainSection(_Section):
     compile: bool = False
 
 
+class SpoolSection(_Section):
+    """[spool]: batches are made by a process of their own and wait in files. Which batches, it does not change."""
+
+    enabled: bool = False
+    """Also true once `dir` is given."""
+    dir: _Text = Field("", examples=["/data/spool"])
+    """The spool's folder, shared by providers and ranks; the folder spool in the run's unless given."""
+    batches_per_file: int = Field(8, ge=1, le=1 << 16)
+    max_backlog_files: int = Field(4, ge=1, le=1 << 16)
+    """Files made ahead of the slowest rank, in each part."""
+    parts: int = Field(1, ge=1, le=1000)
+    """How many providers can work at the same time: each takes whole parts. Divides the lanes and the batch."""
+    durable: bool = True
+    provider: bool = True
+    """Whether `headrace run` starts a provider where none is at work."""
+
+    @model_validator(mode="after")
+    def _enable_by_folder(self) -> SpoolSection:
+        if self.dir and "enabled" not in self.model_fields_set:
+            object.__setattr__(self, "enabled", True)
+        return self
+
+
 class RunConfig(_Section):
     """Everything a run was asked to be, with every default filled in. Frozen, and complete enough to run again."""
 
@@ -276,6 +300,7 @@ class RunConfig(_Section):
     mix: MixSection = MixSection()
     text: TextSection = TextSection()
     loader: LoaderSection = LoaderSection()
+    spool: SpoolSection = SpoolSection()
     train: TrainSection = TrainSection()
 
     @field_validator("source")
@@ -289,6 +314,25 @@ class RunConfig(_Section):
         return tuple(
             s if s.name == name else s.model_copy(update={"name": name}) for s, name in zip(sources, names, strict=True)
         )
+
+    @model_validator(mode="after")
+    def _fit_the_spool(self) -> RunConfig:
+        parts, lanes, batch = self.spool.parts, self.loader.lanes, self.loader.global_batch_size
+        if lanes % parts or batch % parts:
+            raise ValueError(
+                f"spool.parts = {parts} must divide loader.lanes = {lanes} and loader.global_batch_size = {batch}; "
+                f"{math.gcd(lanes, batch)} is the largest that does"
+            )
+        if self.spool.enabled and self.run.skip:
+            raise ValueError(
+                "run.skip passes over steps while they are made, which a spool has done already; leave out one of the two"
+            )
+        return self
+
+    @property
+    def spool_dir(self) -> str:
+        """Where the batches wait, if they do."""
+        return self.spool.dir or f"{self.run.dir}/spool"
 
     @model_validator(mode="after")
     def _know_the_changed_sources(self) -> RunConfig:
@@ -328,6 +372,7 @@ class RunConfig(_Section):
         for table, keys in _WITHOUT_EFFECT.items():
             for key in keys:
                 tables[table].pop(key, None)
+        del tables["spool"]
         for source in tables["source"]:
             source.pop("cache", None)
         tables["text"].setdefault("tokenizer", "bytes")
@@ -345,7 +390,7 @@ class RunConfig(_Section):
         parts = [_table_toml("[run]", tables["run"])]
         parts += [_table_toml("[[source]]", source) for source in tables["source"]]
         parts += [_table_toml("[[mix.change]]", change) for change in tables["mix"]["change"]]
-        parts += [_table_toml(f"[{name}]", tables[name]) for name in ("text", "loader", "train")]
+        parts += [_table_toml(f"[{name}]", tables[name]) for name in ("text", "loader", "spool", "train")]
         return "\n".join(parts)
 
 

@@ -50,6 +50,7 @@ from headrace.jobs.config import (
     RunConfig,
     RunSection,
     SourceSection,
+    SpoolSection,
     TextSection,
     TrainSection,
     found_text,
@@ -565,6 +566,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "mix": _keys_of(MixSection),
     "text": (*_keys_of(TextSection), *(str(alias[1]) for alias in _ALIASES)),
     "loader": _keys_of(LoaderSection),
+    "spool": _keys_of(SpoolSection),
     "train": _keys_of(TrainSection),
 }
 

@@ -73,6 +73,8 @@ def _container(container: Container) -> dict[str, Any]:
         for name, array in sorted(container.arrays.items())
     }
     meta = container.meta if isinstance(container.meta, dict) else {"value": container.meta}
+    if meta.get("kind") == "headrace-spool":
+        return _batch_file(container)
     if "recipe" in meta and "chunk_rows" in container.arrays:
         return _manifest(container)
     return {
@@ -82,6 +84,49 @@ def _container(container: Container) -> dict[str, Any]:
         "meta": _abridged(meta),
         "arrays": arrays,
     }
+
+
+def _batch_file(container: Container) -> dict[str, Any]:
+    """A file of a spool: which rows it holds, its fields, and the first of them."""
+    from headrace.spool import open_batch_file
+
+    file = open_batch_file(container.path)
+    file.check()
+    header = file.header
+    rows = range(min(3, header.rows))
+    return {
+        "kind": f"batch file ({header.split}, file {header.seq})",
+        "bytes": container.path.stat().st_size,
+        "verified": True,
+        "rows": header.rows,
+        "first_row": header.first,
+        "part": f"{header.part} of {header.parts}",
+        "batches": header.num_batches,
+        "batch_size": header.batch_size,
+        "job": header.job,
+        "last": header.last,
+        "schema": [field.to_json() for field in header.schema],
+        "first_rows": [
+            {
+                field.name: _head(
+                    file.arrays[field.name][row] if not field.ragged else _ragged(file.arrays, field.name, row)
+                )
+                for field in header.schema
+            }
+            for row in rows
+        ],
+    }
+
+
+def _ragged(arrays: Any, name: str, row: int) -> Any:
+    offsets = arrays[f"{name}_offsets"]
+    return arrays[name][offsets[row] : offsets[row + 1]]
+
+
+def _head(value: Any) -> Any:
+    """The first numbers of a row."""
+    flat = value.reshape(-1)
+    return flat.tolist()[0] if value.ndim == 0 else [*flat[:8].tolist(), *(["…"] if flat.size > 8 else [])]
 
 
 def _manifest(container: Container) -> dict[str, Any]:

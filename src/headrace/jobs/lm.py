@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from headrace.files import Container
 from headrace.jobs.flight_record import merge_flights
 from headrace.jobs.folder import RunFolder
 from headrace.jobs.running import Progress, Watcher, cpu_group, open_sinks, stop_on_signal, waits_by_name
+from headrace.jobs.spooled import OwnProvider, SpoolData, SpoolLoader, exposed_seconds
 from headrace.jobs.wiring import Job
 from headrace.loader import Loader, TextDataset, merge_states
 from headrace.loader.exchange import gather_json
@@ -80,7 +82,7 @@ class _Run:
 
     job: Job
     folder: RunFolder
-    loader: Loader
+    loader: Loader | SpoolLoader
     trainer: Any
     rank: int
     world_size: int
@@ -108,8 +110,27 @@ def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (),
     config = folder.text_config
     job = Job(config, folder.base)
     # Sources first: most of what can be wrong is wrong there, and torch takes longer to import than they to open.
-    watcher.waiting("sources, tokenizer")
-    data = job.dataset(records=folder.records, meter=default_meter(), accept=accept, full_check=full_check)
+    if not config.spool.enabled:
+        watcher.waiting("sources, tokenizer")
+        data = job.dataset(records=folder.records, meter=default_meter(), accept=accept, full_check=full_check)
+        return _run_on(folder, job, data, watcher, accept)
+    own = OwnProvider(config, folder.base, folder.path / "provide.log")
+    with own if int(os.environ.get("RANK", "0")) == 0 else contextlib.nullcontext():
+        watcher.info(own.sentence)
+        watcher.waiting("the spool")
+        spool = SpoolData.open(config, folder.base, deadline=config.run.deadline, check=own.check)
+        return _run_on(folder, job, spool, watcher, accept, check=own.check)
+
+
+def _run_on(
+    folder: RunFolder,
+    job: Job,
+    data: TextDataset | SpoolData,
+    watcher: Watcher,
+    accept: Collection[str],
+    check: Callable[[], None] | None = None,
+) -> Summary:
+    config = job.config
     watcher.waiting("torch, ranks")
     from headrace.train import CheckpointStore, LMTrainer, init_distributed, shutdown_distributed
 
@@ -127,7 +148,13 @@ def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (),
         )
         device = trainer.device if trainer.device.type == "cuda" else None
         with contextlib.ExitStack() as stack:
-            loader = stack.enter_context(job.loader(data, device=device, record=True))
+            loader = stack.enter_context(
+                SpoolLoader(
+                    config, data, folder.base, rank=ranks.rank, world_size=ranks.world_size, device=device, check=check
+                )
+                if isinstance(data, SpoolData)
+                else job.loader(data, device=device, record=True)
+            )
             lead = ranks.rank == 0
             run = _Run(
                 job=job, folder=folder, loader=loader, trainer=trainer, rank=ranks.rank, world_size=ranks.world_size,
@@ -144,7 +171,7 @@ def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (),
 # ------------------------------------------------------------------------------------------------ restore
 
 
-def _restore(run: _Run, data: TextDataset, accept: Collection[str]) -> None:
+def _restore(run: _Run, data: TextDataset | SpoolData, accept: Collection[str]) -> None:
     """Go on from the newest checkpoint that verifies; all ranks from the same one."""
     chosen: int | None = None
     container: Container | None = None
@@ -194,7 +221,7 @@ def _skips_fit(meta: Any, wanted: Sequence[tuple[int, int]]) -> bool:
     )
 
 
-def _say_engine(run: _Run, data: TextDataset) -> None:
+def _say_engine(run: _Run, data: TextDataset | SpoolData) -> None:
     """Which encoder is at work, and why no faster one."""
     engine = getattr(data.tokenizer, "engine", None)
     if engine is not None:
@@ -240,7 +267,7 @@ def _go(run: _Run) -> Summary:
         run.step_digests.append(run.loader.step_digest)
         _note_changes(run)
         values: dict[str, Any] = {**meter.drain(), **run.loader.drain_metrics()}
-        run.exposed += float(values.get("wait/loader.next/seconds", 0.0))
+        run.exposed += exposed_seconds(values)
         # The loss is the same on every rank; a rank's own share of the tokens is its weight in the mean.
         values |= {
             "train/loss": Mean(loss * tokens, tokens),
@@ -319,8 +346,9 @@ def _write_digests(run: _Run) -> None:
     told = {"flight": run.loader.drain_flight(), "holes": _new_holes(run)}
     everyone = gather_json(told) if run.world_size > 1 else [told]
     if run.rank == 0:
-        with JsonlSink(run.folder.path / "flight.jsonl") as sink:
-            sink.write(merge_flights([t["flight"] for t in everyone]))
+        if all(t["flight"] is not None for t in everyone):
+            with JsonlSink(run.folder.path / "flight.jsonl") as sink:
+                sink.write(merge_flights([t["flight"] for t in everyone]))
         holes = {(h["source"], h["file"], h["row"]): h for t in everyone for h in t["holes"]}
         for _, hole in sorted(holes.items()):  # what a hole is follows from the bytes: ranks and re-runs find the same
             _note(run, "hole", **hole)
@@ -370,6 +398,8 @@ def _save(run: _Run) -> None:
             },
         )  # fmt: skip
         _note(run, "saved", step=step, digest=state["body"]["digest"])
+        if isinstance(run.loader, SpoolLoader):
+            run.loader.saved(state)
     run.saved = (step, run.loader.ended)
 
 

@@ -419,6 +419,7 @@ class _Pass:
         self._batches: Ahead[list[None], tuple[list[None], Draw, Any]] | None = None
         if data._prefetch:
             self._batches = Ahead(self._make, list, depth=data._prefetch, name="headrace-streams", meter=data._meter)
+        self._held: list[None] | None = None
         self._closed = False
 
     def __iter__(self) -> _Pass:
@@ -429,14 +430,12 @@ class _Pass:
             raise StopIteration
         data = self._data
         with Wait("streams.next", meter=data._meter, deadline=data._deadline) as wait:
-            made = self._batches.next(wait) if self._batches is not None else self._make([])
+            made = self._make([]) if self._batches is None else self._batches.exchange(self._held, wait)
         if made is None:
             data._ended = True
             self.close()
             raise StopIteration
-        slot, draw, batch = made
-        if self._batches is not None:
-            self._batches.release(slot)
+        self._held, draw, batch = made
         data._delivered(draw, self._rank, self._world)
         return batch
 

@@ -1,0 +1,81 @@
+"""headrace provide CONFIG: make a run's batches in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from headrace.cli.app import Settings, overrides
+from headrace.cli.terminal import console_for
+from headrace.jobs.config_layers import load_config
+
+__all__ = ["provide"]
+
+
+def provide(
+    config: Path,
+    /,
+    *,
+    settings: Settings = (),
+    join: Annotated[bool, Parameter(help="Work beside providers that are at work already.", negative=())] = False,
+    take: Annotated[int | None, Parameter(help="The most parts to take; all that are free unless given.")] = None,
+    files: Annotated[int | None, Parameter(help="Stop after this many files.")] = None,
+    until_eof: Annotated[bool, Parameter(help="Also stop when standard input ends.", negative=())] = False,
+    force_regenerate: Annotated[bool, Parameter(help="Empty the spool first.", negative=())] = False,
+    engine: Annotated[
+        Literal["local", "ray"], Parameter(help="ray: one actor for each part, on a Ray cluster.")
+    ] = "local",
+    format: Annotated[
+        Literal["text", "json"], Parameter(help="json: print what was done as one JSON object.")
+    ] = "text",
+    quiet: Annotated[bool, Parameter(help="Print nothing but errors.", negative=())] = False,
+) -> int:
+    """Fill a spool with the batches of a config, ahead of the trainers that read it, until stopped.
+
+    May be killed and started again at any moment: it goes on after the last file. More than one needs a spool of parts.
+
+    ```
+    headrace provide examples/quickstart.toml --spool.dir S          in one terminal
+    headrace run examples/quickstart.toml --spool.dir S              in another
+    headrace provide run.toml --spool.parts 4 --take 2               and, on another machine, the same with --join
+    ```
+    """
+    checked = load_config(config, overrides(settings))
+    console = console_for()
+    talks = not quiet and format == "text"
+
+    def say(sentence: str) -> None:
+        if talks:
+            console.print(f"  {sentence}", highlight=False, soft_wrap=True, markup=False)
+
+    began = time.perf_counter()
+    if talks:
+        spool = checked.spool
+        console.print(f"[bold]headrace[/] fills the spool [bold]{checked.spool_dir}[/]", highlight=False)
+        say(
+            f"batches of {checked.loader.global_batch_size} x {checked.text.seq_len}, {spool.batches_per_file} a file, up to {spool.max_backlog_files} files ahead, "
+            f"{spool.parts} part{'s' if spool.parts > 1 else ''}"
+        )
+        sys.stdout.flush()
+    if engine == "ray":
+        from headrace.jobs.fleet import provide_on_ray
+
+        made = provide_on_ray(checked, max_files=files, report=say)
+    else:
+        from headrace.jobs.spooled import provide_text
+
+        made = provide_text(
+            checked, join=join, until_eof=until_eof, force_regenerate=force_regenerate, take=take, max_files=files, report=say,
+            ready=lambda provider: say(f"parts {', '.join(str(c.part) for c in provider.channels('train'))} are this provider's"),
+        )  # fmt: skip
+    seconds = time.perf_counter() - began
+    if format == "json":
+        console.print_json(json.dumps({"spool": checked.spool_dir, "files": made, "seconds": seconds}))
+    elif talks:
+        say(f"made {made:,} files in {seconds:.1f} s")
+    return 0

@@ -1,0 +1,146 @@
+"""headrace spool ls|stat|verify|quarantine|purge DIR: what is in a spool, and is it whole."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from headrace.cli.terminal import console_for, short
+
+__all__ = ["spool"]
+
+spool = App(
+    name="spool",
+    help="""Look into a spool: its files, where it stands, whether it is whole.
+
+```
+headrace spool stat runs/quickstart/spool
+headrace spool verify /data/spool && echo whole
+```""",
+)
+
+Format = Annotated[Literal["text", "json"], Parameter(help="json: one object for machines.")]
+Quiet = Annotated[bool, Parameter(help="Only the exit code.", negative=())]
+
+
+def _show(value: Any, format: str, quiet: bool, lines: list[str]) -> None:
+    if quiet:
+        return
+    console = console_for()
+    if format == "json":
+        console.print_json(json.dumps(value))
+        return
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+@spool.command
+def ls(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> int:
+    """List the files of the queue: number, rows, size, verdict.
+
+    ```
+    headrace spool ls /data/spool
+    ```
+    """
+    from headrace.spool.survey import list_files
+
+    files = list_files(directory)
+    lines = [
+        f"{f.split:<6} {f.part:>3} {f.seq:>12,}  rows {f.first if f.first is not None else '?'} + {f.rows if f.rows is not None else '?'}  {short(f.bytes)}B  {f.verdict}"
+        for f in files
+    ]
+    _show([f.to_dict() for f in files], format, quiet, lines or ["no files"])
+    return 0
+
+
+@spool.command
+def stat(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> int:
+    """Where a spool stands: sequence, gaps, backlog, commit point, quarantine, who is at work.
+
+    ```
+    headrace spool stat /data/spool
+    headrace spool stat /data/spool --format json | jq .splits.train
+    ```
+    """
+    from headrace.spool.survey import describe
+
+    told = describe(directory)
+    lines = [
+        f"{told['path']}: {told['dataset_name']}, {told['training_type']}, batches of {told['batch_size']}, {told['kind']}, job {told['job']}"
+    ]
+    for split, parts in told["splits"].items():
+        for entry in parts:
+            which = f"{split} part {entry['part']}" if told["parts"] > 1 else split
+            span = f"{entry['first']} to {entry['last']}" if entry["files"] else "none"
+            lines.append(
+                f"  {which:<14} files {span} ({entry['files']:,}, {short(entry['bytes'])}B)  read {entry['read']:,}  commit {entry['commit']:,}  "
+                f"backlog {entry['backlog']}  retained {entry['retained']}  quarantined {entry['quarantined']}"
+                + (f"  missing {entry['gaps'][:8]}" if entry["gaps"] else "")
+            )
+    lines += [f"  {name:<14} {holder}" for name, holder in told["at_work"].items()] or ["  nobody is at work"]
+    _show(told, format, quiet, lines)
+    return 0
+
+
+@spool.command
+def verify(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> int:
+    """Check every byte of every file, and that they follow from each other. Exit code 1 if anything is wrong.
+
+    ```
+    headrace spool verify /data/spool
+    ```
+    """
+    from headrace.spool.survey import verify as check
+
+    files, findings = check(directory)
+    lines = [f"{f.split} part {f.part} file {f.seq}: {f.problem}" for f in findings]
+    lines.append(f"{files:,} files checked, {len(findings)} problems")
+    _show({"files": files, "findings": [f.to_dict() for f in findings]}, format, quiet, lines)
+    return 1 if findings else 0
+
+
+@spool.command
+def quarantine(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> int:
+    """What was set aside, and why. Nothing is changed.
+
+    ```
+    headrace spool quarantine /data/spool
+    ```
+    """
+    from headrace.spool.survey import quarantined
+
+    found = quarantined(directory)
+    _show(found, format, quiet, [f"{f['split']} {f['file']}: {f['reason']}" for f in found] or ["nothing"])
+    return 0
+
+
+@spool.command
+def purge(
+    directory: Path, /, *,
+    yes: Annotated[bool, Parameter(help="Do it; without this it is only said what would go.", negative=())] = False,
+    format: Format = "text", quiet: Quiet = False,
+) -> int:  # fmt: skip
+    """Empty a spool that nobody uses: files, verdicts, quarantine, archives, positions and meta.
+
+    ```
+    headrace spool purge /data/spool --yes
+    ```
+    """
+    from headrace.errors import ConfigError
+    from headrace.spool import purge_spool
+    from headrace.spool.survey import describe
+
+    told = describe(directory)
+    if told["at_work"]:
+        raise ConfigError(f"{directory} is in use by {next(iter(told['at_work'].values()))}: stop that first")
+    files = sum(entry["files"] for parts in told["splits"].values() for entry in parts)
+    if not yes:
+        print(f"headrace spool purge: {directory} holds {files:,} files; say --yes to delete them", file=sys.stderr)
+        return 1
+    purge_spool(directory)
+    _show({"deleted": files}, format, quiet, [f"{files:,} files deleted"])
+    return 0

@@ -1,0 +1,476 @@
+"""A run's batches made in a process of their own.
+
+    headrace provide run.toml --spool.dir S        TextProvider: the run's own loader, batch by batch, into files
+    headrace run run.toml --spool.dir S            SpoolLoader: the same batches out of the files, for any number of ranks
+
+Part q of P is what rank q of P of an ordinary loader delivers, so the files hold the samples the run would have made
+itself, and a file's cursor is that loader's state. What the loader knows about a batch beside its rows (its digest, tokens by
+source) travels in its first row and is nought in the others; summed over the ranks of a step it is what a run without a spool
+counts. So digests, losses and reports are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from headrace.errors import ConfigError, CursorMismatch, EndOfData, WorkerDied
+from headrace.jobs.config import RunConfig
+from headrace.jobs.wiring import Job
+from headrace.loader import Loader, LoaderReport, MixChange, TextDataset
+from headrace.metrics import Meter, Wait, default_meter
+from headrace.order import Cursor, Digest, fingerprint_json
+from headrace.spool import DatasetConsumer, FieldSpec, SequentialProvider, read_meta
+from headrace.spool.folder import lock_holder
+
+__all__ = [
+    "OwnProvider",
+    "SpoolData",
+    "SpoolLoader",
+    "TextProvider",
+    "exposed_seconds",
+    "provide_text",
+    "stopped_by_signals",
+]
+
+_COUNTS = ("tokens", "padding", "rows", "samples", "fillers", "skipped")
+_KIND, _VERSION = "spooled-text", 1
+_IDLE = 86_400.0
+"""Seconds a provider waits for somebody to read before it gives up: a day."""
+
+
+def _recipe(config: RunConfig) -> str:
+    """Fingerprint of what decides the batches, so that a trainer knows a spool without opening the sources."""
+    tables = config.model_dump(mode="json", exclude_none=True)
+    loader = {key: tables["loader"][key] for key in ("global_batch_size", "lanes", "exhausted")}
+    text = {key: value for key, value in tables["text"].items() if key != "engine"}
+    sources = [{key: value for key, value in source.items() if key != "cache"} for source in tables["source"]]
+    return fingerprint_json(
+        {"source": sources, "mix": tables["mix"], "text": text, "loader": loader, "seed": config.run.seed}
+    )
+
+
+# ---------------------------------------------------------------------------------------------- provider
+
+
+class TextProvider(SequentialProvider):
+    """The text pipeline of a config as the producer of a spool."""
+
+    def __init__(self, job: Job, data: TextDataset, **more: Any) -> None:
+        spool, loader = job.config.spool, job.config.loader
+        settings: dict[str, Any] = {
+            "batch_size": loader.global_batch_size, "block_size": data.seq_len, "batches_per_file": spool.batches_per_file,
+            "max_backlog_files": spool.max_backlog_files, "parts": spool.parts, "durable": spool.durable, "seed": job.config.run.seed,
+            "sleep_seconds": 0.05, "deadline": _IDLE,
+        }  # fmt: skip
+        super().__init__((job.base or Path()) / job.config.spool_dir, **(settings | more))
+        self._job, self._data = job, data
+        self._loaders: dict[int, Loader] = {}
+
+    def build_meta(self) -> dict[str, Any]:
+        data, width = self._data, [self._data.seq_len]
+        tokens = "int32" if data.vocab_size > 1 << 15 else "int16"
+        fields = [
+            FieldSpec("input_ids", tokens, tuple(width), "input"), FieldSpec("labels", tokens, tuple(width), "target"),
+            FieldSpec("position_ids", "int32", tuple(width), "input"), FieldSpec("sample_index", "int64", (), "meta"),
+            FieldSpec("row_count", "int32", (), "meta"), FieldSpec("digest", "uint64", (2,), "meta"),
+            FieldSpec("counts", "int64", (len(_COUNTS) + len(data.names),), "meta"),
+        ]  # fmt: skip
+        if self._job.config.text.segment_ids:
+            fields.append(FieldSpec("segment_ids", "int32", tuple(width), "input"))
+        weights = data.mean_weights(1)
+        return {
+            "dataset_name": "+".join(data.names), "training_type": "LM", "vocab_size": data.vocab_size, "batch_schema": fields,
+            "split_info": {"train": {"sources": list(data.names), "weights": [float(w) for w in weights]}},
+            "recipe": _recipe(self._job.config), "data": dict(data.fingerprint(0)),
+        }  # fmt: skip
+
+    def start_from(self, split: str, part: int, cursor: Mapping[str, Any] | None) -> None:
+        # All loaders of a process share its dataset; each has the lanes of its own part.
+        if part in self._loaders:
+            self._loaders.pop(part).close()
+        loader = self._job.loader(self._data, dp_rank=part, dp_world_size=self.parts)
+        if cursor is not None:
+            loader.load_state_dict(cursor)
+        self._loaders[part] = loader
+
+    def next_batch(self, split: str, part: int) -> Mapping[str, Any] | None:
+        loader = self._loaders[part]
+        if loader.ended:
+            return None
+        batch = next(loader, None)
+        if batch is None:
+            return None
+        rows = len(batch["sample_index"])
+        kinds = {f.name: f.dtype for f in self.schema}
+        arrays = {name: batch[name].numpy().astype(kind) for name, kind in kinds.items() if name in batch}
+        metrics, term = loader.drain_metrics(), Digest(loader.step_digest).value
+        digest, counts = (
+            np.zeros((rows, 2), np.uint64),
+            np.zeros((rows, len(_COUNTS) + len(self._data.names)), np.int64),
+        )
+        digest[0] = term >> 64, term & (1 << 64) - 1
+        keys = [f"data/{name}" for name in _COUNTS] + [f"data/source_tokens/{name}" for name in self._data.names]
+        counts[0] = [metrics.get(key, 0) for key in keys]
+        return {**arrays, "digest": digest, "counts": counts}
+
+    def cursor(self, split: str, part: int) -> Mapping[str, Any]:
+        return self._loaders[part].state_dict()
+
+    def on_stop(self) -> None:
+        for loader in self._loaders.values():
+            loader.close()
+        self._loaders.clear()
+
+
+def provide_text(
+    config: RunConfig,
+    *,
+    base: Path | None = None,
+    join: bool = False,
+    force_regenerate: bool = False,
+    take: int | None = None,
+    max_files: int | None = None,
+    until_eof: bool = False,
+    report: Callable[[str], None] | None = None,
+    ready: Callable[[TextProvider], None] | None = None,
+) -> int:
+    """Fill the spool of a config until asked to stop (SIGINT, SIGTERM), or until its sources end; how many files were made.
+
+    `until_eof`: also stop when standard input ends, as it does when the process that holds its other end is killed.
+    """
+    job = Job(config, base)
+    data = job.dataset(meter=default_meter())
+    provider = TextProvider(job, data, join=join, force_regenerate=force_regenerate, take=take, report=report)
+    if until_eof:
+        threading.Thread(target=_stop_at_eof, args=(provider.stop,), daemon=True, name="headrace-parent").start()
+    with stopped_by_signals(provider.stop):
+        provider.open()
+        if ready is not None:
+            ready(provider)
+        return provider.run(max_files=max_files)
+
+
+@contextlib.contextmanager
+def stopped_by_signals(stop: Callable[[], None]) -> Generator[None]:
+    """SIGINT and SIGTERM call `stop` while the body runs."""
+    before: dict[int, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, lambda *_: stop())
+    except ValueError:  # not the main thread: whoever runs us there handles signals
+        before.clear()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop_at_eof(stop: Callable[[], None]) -> None:
+    while os.read(0, 4096):
+        continue
+    stop()
+
+
+class OwnProvider:
+    """A provider in a process of its own while the body runs, unless one is at work already."""
+
+    def __init__(self, config: RunConfig, base: Path, log: Path) -> None:
+        self._config, self._base, self._log = config, base, log
+        self._child: subprocess.Popen[bytes] | None = None
+        self.sentence = ""
+        """Who fills the spool, for people."""
+
+    def __enter__(self) -> Self:
+        config, folder = self._config, (self._base / self._config.spool_dir).resolve()
+        holder = lock_holder(folder / "state" / "provider.lock")
+        if holder is not None or not config.spool.provider:
+            self.sentence = f"the spool {config.spool_dir} is filled by {holder or 'others'}"
+            return self
+        copy = self._log.with_name("provide.toml")
+        copy.write_text(config.to_toml())
+        words = [
+            sys.executable,
+            "-m",
+            "headrace",
+            "provide",
+            str(copy.resolve()),
+            "--spool.dir",
+            str(folder),
+            "--quiet",
+            "--until-eof",
+        ]
+        with open(self._log, "wb") as said:
+            # Outside the trainer's process group: Ctrl-C stops the run, which saves and then ends its provider.
+            self._child = subprocess.Popen(
+                words, cwd=self._base, stdin=subprocess.PIPE, stdout=said, stderr=said, start_new_session=True
+            )
+        self.sentence = f"a provider fills {config.spool_dir} (process {self._child.pid}, log {self._log})"
+        return self
+
+    def check(self) -> None:
+        """WorkerDied if the provider ended by itself in a way that leaves the trainer waiting."""
+        code = self._child.poll() if self._child is not None else None
+        if code:
+            said = self._log.read_text(errors="replace").strip().splitlines()
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            last = f": {said[-1]}" if said else ""
+            raise WorkerDied(
+                f"the provider of the spool {self._config.spool_dir} {how}{last}. The run can be resumed once that is mended"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        if self._child is None:
+            return
+        self._child.terminate()
+        if self._child.stdin is not None:
+            self._child.stdin.close()
+        with Wait("spool.provider_ends", deadline=30.0):
+            try:
+                self._child.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self._child.kill()
+                self._child.wait()
+
+
+# ---------------------------------------------------------------------------------------------- consumer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpoolData:
+    """What a trainer asks of a dataset, answered from the spool's meta: no source is opened."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    vocab_size: int
+    seq_len: int
+    mix_changes: tuple[MixChange, ...]
+    tokenizer: None = None
+
+    @classmethod
+    def open(
+        cls, config: RunConfig, base: Path, *, deadline: float, check: Callable[[], None] = lambda: None
+    ) -> SpoolData:
+        """Wait for the spool's meta, and see that it was made for this config."""
+        folder = base / config.spool_dir
+        remedy = f"Is a provider of {folder} running? Start one with `headrace provide CONFIG --spool.dir {config.spool_dir}`"
+        with Wait("spool.meta", deadline=deadline, remedy=f"{remedy}.") as wait:
+            while not (folder / "meta.json").exists():
+                check()
+                wait.check()
+                time.sleep(min(0.02, wait.remaining()))
+        meta = read_meta(folder)
+        if meta.get("recipe") != _recipe(config):
+            raise ConfigError(
+                f"the spool {folder} was made for other batches than this config describes (sources, mix, text, seed, batch or lanes differ). Give "
+                "another --spool.dir, or fill it anew with `headrace provide CONFIG --force-regenerate`"
+            )
+        info = meta["split_info"]["train"]
+        changes = tuple(MixChange(c.step - 1, c.weights) for c in config.mix.change)
+        return cls(
+            names=tuple(info["sources"]), weights=tuple(info["weights"]), vocab_size=meta["vocab_size"], seq_len=meta["block_size"], mix_changes=changes,
+        )  # fmt: skip
+
+    def holes(self) -> list[dict[str, Any]]:
+        """Rows that could not be used are the provider's to tell."""
+        return []
+
+    def mean_weights(self, steps: int) -> tuple[float, ...]:
+        """What the weights add up to over the first `steps` steps."""
+        cuts = sorted({0, *(min(c.step, steps) for c in self.mix_changes), max(steps, 1)})
+        total = np.zeros(len(self.names))
+        for a, b in itertools.pairwise(cuts):
+            at = dict(zip(self.names, self.weights, strict=True))
+            for change in self.mix_changes:
+                if change.step <= a:
+                    at |= change.weights
+            share = np.array([at[name] for name in self.names], np.float64)
+            total += share / share.sum() * (b - a)
+        return tuple(float(w) for w in total / max(steps, 1))
+
+
+class SpoolLoader:
+    """A spool with the face of a `Loader`: batches, digest, state, report."""
+
+    def __init__(
+        self, config: RunConfig, data: SpoolData, base: Path, *, rank: int, world_size: int, device: Any = None, meter: Meter | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """`check` is called about once a second while there is no batch, and raises when there will be none."""
+        self.data, self.rank, self.world_size = data, rank, world_size
+        self.meter = meter if meter is not None else default_meter()
+        self._device, self._deadline, self._check = device, config.run.deadline, check
+        self.consumer = DatasetConsumer(
+            base / config.spool_dir, "cpu" if device is None else "cuda", ack="commit", dp_rank=rank, dp_world_size=world_size,
+            deadline=config.run.deadline, meter=self.meter,
+        )  # fmt: skip
+        self._kept: deque[dict[str, Any]] = deque(maxlen=config.run.keep_checkpoints)
+        self.step = 0
+        self.ended = False
+        self._digest, self._step_digest = Digest(), Digest()
+        self._delivered = dict.fromkeys(_COUNTS, 0)
+        self._source_tokens = [0] * len(data.names)
+        self._drained: dict[str, int] = {}
+        self._started: float | None = None
+        self._begun_tokens = 0
+
+    # -------------------------------------------------------------------------------------- iteration
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self.ended:
+            raise StopIteration
+        if self._started is None:
+            self._started, self._begun_tokens = time.perf_counter(), self._delivered["tokens"]
+        with Wait("loader.next", meter=self.meter, deadline=self._deadline) as wait:
+            try:
+                while self._check is not None and not self.consumer.wait_for_data("train", 1.0):
+                    self._check()
+                    wait.check()
+                batch = self.consumer.get_batch("train")
+            except EndOfData:
+                self.ended = True
+                raise StopIteration from None
+        digests, counts = batch.pop("digest").numpy(), batch.pop("counts").numpy()
+        term = sum((int(high) << 64) + int(low) for high, low in digests[digests.any(axis=1)])
+        self._step_digest = Digest(term)
+        self._digest.add(term)
+        totals = counts.sum(axis=0).tolist()
+        for name, value in zip(_COUNTS, totals, strict=False):
+            self._delivered[name] += value
+        self._source_tokens = [a + b for a, b in zip(self._source_tokens, totals[len(_COUNTS) :], strict=True)]
+        self.step += 1
+        return self._whole(batch)
+
+    def _whole(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The contract's own types, and the borders of the pieces: a piece begins wherever a position is 0."""
+        import torch
+
+        whole = {name: tensor.to(torch.int64) for name, tensor in batch.items()}
+        positions = whole["position_ids"].reshape(-1)
+        begins = torch.nonzero(positions == 0).reshape(-1)
+        borders = torch.cat([begins, torch.tensor([len(positions)])]).to(torch.int32)
+        whole["cu_seqlens"] = borders
+        if self._device is not None:
+            whole = {name: t.pin_memory().to(self._device, non_blocking=True) for name, t in whole.items()}
+        whole["max_seqlen"] = int(torch.diff(borders).max()) if len(borders) > 1 else 0
+        return whole
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        spool = self.consumer.state_dict()
+        body = {
+            "step": self.step, "ended": self.ended, "skipped": [], "digest": str(self._digest), "delivered": dict(self._delivered),
+            "source_tokens": list(self._source_tokens), "sources": list(self.data.names), "spool": spool,
+        }  # fmt: skip
+        return Cursor(kind=_KIND, version=_VERSION, fingerprint=spool["fingerprint"], body=body).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, accept: Collection[str] = ()) -> None:
+        cursor = Cursor.from_dict(state)
+        if cursor.kind == "text":
+            raise CursorMismatch(
+                "the checkpoint was saved by a run without a spool; resume it with --spool.enabled false"
+            )
+        cursor.require(kind=_KIND, version=_VERSION, fingerprint=self.consumer._fingerprint(), accept=accept)
+        body = cursor.body
+        self.consumer.load_state_dict(body["spool"])
+        self.step, self.ended = int(body["step"]), bool(body["ended"])
+        if self.rank == 0:  # what earlier ranks delivered is added up once
+            self._digest = Digest(body["digest"])
+            self._delivered |= {k: int(v) for k, v in body["delivered"].items()}
+            self._source_tokens = [int(t) for t in body["source_tokens"]]
+        self._drained = self._totals()
+        self._kept.append(dict(state))
+
+    def gather_state(self) -> dict[str, Any]:
+        """The states of all ranks as one. Collective where there are several."""
+        own = self.state_dict()
+        if self.world_size == 1:
+            return own
+        from headrace.loader.exchange import gather_json
+
+        bodies = [state["body"] for state in gather_json(own)]
+        body = own["body"] | {
+            "digest": str(Digest(sum(int(b["digest"], 16) for b in bodies))),
+            "delivered": {k: sum(b["delivered"][k] for b in bodies) for k in _COUNTS},
+            "source_tokens": [sum(t) for t in zip(*(b["source_tokens"] for b in bodies), strict=True)],
+            "ended": all(b["ended"] for b in bodies),
+        }
+        return own | {"body": body}
+
+    def saved(self, state: Mapping[str, Any]) -> None:
+        """A checkpoint with this state is on disk: files that no kept checkpoint needs may go. Rank 0."""
+        self._kept.append(dict(state))
+        if len(self._kept) == self._kept.maxlen:
+            self.consumer.commit(self._kept[0]["body"]["spool"])
+
+    # ---------------------------------------------------------------------------------------- insight
+
+    skipped_steps = 0
+
+    @property
+    def skipped(self) -> list[list[int]]:
+        return []
+
+    @property
+    def digest(self) -> str:
+        return str(self._digest)
+
+    @property
+    def step_digest(self) -> str:
+        return str(self._step_digest)
+
+    def drain_flight(self) -> dict[str, Any] | None:
+        """Where samples came from is known to the provider alone."""
+        return None
+
+    def drain_metrics(self) -> dict[str, int | float]:
+        totals = self._totals()
+        changed: dict[str, int | float] = {k: v - self._drained.get(k, 0) for k, v in totals.items()}
+        self._drained = totals
+        return changed if any(changed.values()) else {}
+
+    def _totals(self) -> dict[str, int]:
+        totals = {f"data/{k}": v for k, v in self._delivered.items()}
+        return totals | {
+            f"data/source_tokens/{n}": t for n, t in zip(self.data.names, self._source_tokens, strict=True)
+        }
+
+    def report(self) -> LoaderReport:
+        seconds = time.perf_counter() - self._started if self._started is not None else 0.0
+        return LoaderReport.of(
+            names=self.data.names, targets=self.data.mean_weights(self.step), source_tokens=self._source_tokens, delivered=self._delivered,
+            new_tokens=self._delivered["tokens"] - self._begun_tokens, seconds=seconds, waits=self.meter.totals(), digest=self.digest, steps=self.step,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.consumer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def exposed_seconds(values: Mapping[str, Any]) -> float:
+    """Seconds in which the trainer stood still for want of a batch: in the loader, or in the spool underneath."""
+    names = ("loader.next", "spool.empty", "spool.verdict", "spool.remake", "spool.open", "spool.disk")
+    return sum(float(values.get(f"wait/{name}/seconds", 0.0)) for name in names)

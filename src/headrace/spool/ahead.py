@@ -1,0 +1,188 @@
+"""One file ahead: a thread that opens, checks and judges the files that are needed next, and deletes those that are not.
+
+    want(key, prepare)     try `prepare` again and again until it gives a file
+    take(key)              that file; waits by name where it is not ready yet
+    later(job)             do this when there is time; again, with growing pauses, as long as it fails
+
+All reading and deleting of the consumer happens here, so that the trainer's thread only copies rows out of memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from headrace.errors import DeadlineExceeded, WorkerDied
+from headrace.metrics import Meter, Wait
+
+__all__ = ["Ahead", "NotYet"]
+
+T = TypeVar("T")
+Key = tuple[str, int, int]
+"""Split, part, number."""
+_SHORTEST, _LONGEST = 0.001, 0.05
+"""Seconds between two looks for a file that is not there: doubled up to the second, so an idle consumer costs 20 looks a second."""
+
+
+class NotYet(Exception):
+    """A file is not ready; `args[0]` is the name of the wait for what is missing, `args[1]` says what to look at."""
+
+
+class Ahead(Generic[T]):
+    """The background thread of one consumer."""
+
+    def __init__(self, meter: Meter, on_failure: Callable[[str], None]) -> None:
+        self._meter, self._on_failure = meter, on_failure
+        self._changed = threading.Condition()
+        self._wanted: dict[Key, Callable[[], T]] = {}
+        self._ready: dict[Key, T] = {}
+        self._failed: dict[Key, Exception] = {}
+        self._why: dict[Key, NotYet] = {}
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._busy = False
+        self._failures = 0
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def want(self, key: Key, prepare: Callable[[], T]) -> None:
+        """Start to look for `key`, unless that is done already."""
+        with self._changed:
+            if key in self._wanted or key in self._ready or key in self._failed:
+                return
+            self._wanted[key] = prepare
+            self._start()
+
+    def take(self, key: Key, deadline: float) -> T:
+        """The file, once it is ready. DeadlineExceeded names what was waited for; an error of `prepare` comes out here."""
+        self.hold(key, deadline)
+        with self._changed:
+            return self._ready.pop(key)
+
+    def hold(self, key: Key, deadline: float) -> None:
+        """Wait like `take`; the file stays to be taken."""
+        with self._changed:
+            if key in self._ready:
+                return
+        until = time.monotonic() + deadline
+        while True:
+            name, remedy = self._reason(key)
+            with (
+                Wait(name, deadline=max(0.0, until - time.monotonic()), remedy=remedy, meter=self._meter) as wait,
+                self._changed,
+            ):
+                while key not in self._ready and key not in self._failed and self._reason(key)[0] == name:
+                    if self._thread is None or not self._thread.is_alive():
+                        raise WorkerDied(f"the thread that reads the spool ahead is gone while {key} was waited for")
+                    if wait.expired():
+                        raise DeadlineExceeded(f"wait {name!r} has taken {deadline:g} s, its deadline. {remedy}")
+                    self._changed.wait(min(1.0, wait.remaining()))
+            with self._changed:
+                if key in self._failed:
+                    raise self._failed.pop(key)
+                if key in self._ready:
+                    return
+
+    def later(self, job: Callable[[], None]) -> None:
+        """Do `job` in the background. An OSError or a HeadraceError of it is reported and the job is tried again."""
+        with self._changed:
+            self._jobs.append(job)
+            self._start()
+
+    def forget(self, match: Callable[[Key], bool] = lambda _: True) -> None:
+        """Drop what was prepared: somebody loaded another position."""
+        with self._changed:
+            for store in (self._wanted, self._ready, self._failed, self._why):
+                for key in [k for k in store if match(k)]:
+                    del store[key]
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until all jobs are done; False if they were not in time, or one fails twice while we wait."""
+        failures = self._failures
+        with Wait("spool.drain", deadline=timeout, meter=self._meter) as wait, self._changed:
+            while (self._jobs or self._busy) and not wait.expired() and self._thread is not None:
+                if self._failures >= failures + 2:
+                    return False
+                self._changed.wait(min(0.1, wait.remaining()))
+            return not self._jobs and not self._busy
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout=10.0)
+            self._thread = None
+
+    # ------------------------------------------------------------------------------------------- thread
+
+    def _reason(self, key: Key) -> tuple[str, str]:
+        why = self._why.get(key)
+        return (why.args[0], why.args[1]) if why is not None else ("spool.open", "")
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="headrace-spool-ahead", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _loop(self) -> None:
+        pause, job_pause, job_at = _SHORTEST, _LONGEST, 0.0
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                wanted = list(self._wanted.items())
+                job = self._jobs[0] if self._jobs and time.monotonic() >= job_at else None
+                self._busy = job is not None
+            moved = False
+            for key, prepare in wanted:
+                moved |= self._try(key, prepare)
+            if job is not None:
+                try:
+                    job()
+                    done, job_pause = True, _LONGEST
+                except Exception as error:  # full disk, no permission: keep the job, tell, come back later
+                    self._on_failure(f"{type(error).__name__}: {error}")
+                    self._failures += 1
+                    done, job_at = False, time.monotonic() + job_pause
+                    job_pause = min(2 * job_pause, 5.0)
+                with self._changed:
+                    if done:
+                        self._jobs.popleft()
+                        moved = True
+                    self._busy = False
+                    self._changed.notify_all()
+            if moved:
+                pause = _SHORTEST
+                continue
+            with Wait("spool.ahead", deadline=60.0, hidden=True, meter=self._meter), self._changed:
+                if self._closed:
+                    return
+                idle = not self._wanted and not self._jobs
+                woken = self._changed.wait(10.0 if idle else pause)
+            pause = _SHORTEST if woken else min(2 * pause, _LONGEST)
+
+    def _try(self, key: Key, prepare: Callable[[], T]) -> bool:
+        try:
+            value = prepare()
+        except NotYet as why:
+            with self._changed:
+                if key in self._wanted and self._why.get(key, NotYet("", "")).args[0] != why.args[0]:
+                    self._why[key] = why
+                    self._changed.notify_all()
+            return False
+        except Exception as error:  # goes up where the file is asked for
+            with self._changed:
+                if self._wanted.pop(key, None) is not None:
+                    self._failed[key] = error
+                self._changed.notify_all()
+            return True
+        with self._changed:
+            if self._wanted.pop(key, None) is not None:
+                self._ready[key] = value
+                self._why.pop(key, None)
+            self._changed.notify_all()
+        return True

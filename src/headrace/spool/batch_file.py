@@ -1,0 +1,332 @@
+"""One file of a spool: rows of every field, and the header that says which rows they are.
+
+    write_batch_file(path, header, arrays)     published whole or not at all, every row summed
+    file = open_batch_file(path)               mapped; the header is checked, the rows are not yet
+    file.check(3, None, 8)                     checks rows 3, 11, 19, … and touches no others
+    file.arrays["input_ids"][3::8]             what rank 3 of 8 copies
+
+The format is safetensors, so any tool opens a file. The bytes follow from the content alone: no clock, no host, no
+process is in them, so any provider that makes a file makes the same one. Rows are summed one by one where a row is
+16 KiB or more, and in groups of that size where it is less.
+
+The document's `.pt` files are read too: weights only, mapped, and with every size compared with the file's own before a
+tensor is looked at, because a .pt of 1.4 kB can describe 2**40 elements. Those written here carry checksums as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from headrace.errors import DataError, FileCorrupt
+from headrace.files import Container, open_container, publish, write_container
+from headrace.spool.meta import DTYPES, FieldSpec, schema_of
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["OFFSETS", "BatchFile", "FileHeader", "check_arrays", "numpy_dtype", "open_batch_file", "write_batch_file"]
+
+OFFSETS = "_offsets"
+SEGMENT_BYTES = 16 << 10
+_KIND, _VERSION = "headrace-spool", 1
+_MAX_COUNT = 1 << 62
+_MAX_PICKLE = 16 << 20
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy type that holds a field's bits; bfloat16 is carried as uint16, because numpy has none."""
+    return np.dtype("uint16" if name == "bfloat16" else name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileHeader:
+    """Which rows of which spool a file holds."""
+
+    split: str
+    seq: int
+    schema: tuple[FieldSpec, ...]
+    rows: int
+    first: int
+    """Index of the first row within its part: what the files before it hold."""
+    batch_size: int
+    job: str = ""
+    """Fingerprint of the spool it was made for."""
+    part: int = 0
+    parts: int = 1
+    last: bool = False
+    """Nothing comes after it."""
+    cursor: Mapping[str, Any] | None = None
+    """Where a sequential producer stands after it."""
+    follows: str = ""
+    """Fingerprint of where that producer stood before it."""
+
+    def __post_init__(self) -> None:
+        for name in ("seq", "rows", "first", "batch_size", "part", "parts"):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value < _MAX_COUNT:
+                raise ValueError(f"{name} is {value!r}")
+        if self.batch_size < 1 or not self.part < self.parts:
+            raise ValueError(f"batch_size {self.batch_size}, part {self.part} of {self.parts}")
+
+    @property
+    def num_batches(self) -> int:
+        return -(-self.rows // self.batch_size)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": _KIND, "version": _VERSION, "job": self.job, "split": self.split, "part": self.part, "parts": self.parts,
+            "seq": self.seq, "first": self.first, "rows": self.rows, "batch_size": self.batch_size, "num_batches": self.num_batches,
+            "last": self.last, "follows": self.follows, "cursor": self.cursor, "schema": [f.to_json() for f in self.schema],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, value: Any) -> FileHeader:
+        if not isinstance(value, dict) or value.get("kind") != _KIND:
+            raise ValueError("it is not a file of a spool")
+        if value.get("version") != _VERSION:
+            raise ValueError(f"it is version {value.get('version')!r}; this headrace reads {_VERSION}")
+        return cls(
+            split=str(value["split"]), seq=value["seq"], schema=schema_of(value["schema"]), rows=value["rows"], first=value["first"],
+            batch_size=value["batch_size"], job=str(value["job"]), part=value["part"], parts=value["parts"], last=bool(value["last"]),
+            cursor=value["cursor"], follows=str(value["follows"]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BatchFile:
+    """An open file. `arrays` are read-only views; a ragged field has its values and, under `<name>_offsets`, its rows' borders."""
+
+    path: Path
+    header: FileHeader
+    arrays: Mapping[str, np.ndarray]
+    _check: Callable[[str, int, int, int], None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.arrays.values())
+
+    def check(self, start: int = 0, stop: int | None = None, step: int = 1) -> None:
+        """Check these rows of every field, before a value of them is used. FileCorrupt names file, field and rows."""
+        stop = self.header.rows if stop is None else min(stop, self.header.rows)
+        for field in self.header.schema:
+            if not field.ragged:
+                self._check(field.name, start, stop, step)
+                continue
+            self._check(field.name + OFFSETS, 0, self.header.rows + 1, 1)
+            offsets = self.arrays[field.name + OFFSETS]
+            if offsets[0] != 0 or offsets[-1] != len(self.arrays[field.name]) or (np.diff(offsets) < 0).any():
+                raise FileCorrupt(f"{self.path} is damaged: the offsets of {field.name!r} do not divide its values")
+            self._check(field.name, 0, len(self.arrays[field.name]), 1)
+
+
+# -------------------------------------------------------------------------------------------------- write
+
+
+def check_arrays(schema: tuple[FieldSpec, ...], arrays: Mapping[str, np.ndarray], rows: int | None = None) -> int:
+    """How many rows there are; a DataError names everything that does not fit the schema."""
+    problems = [
+        f"{name!r} is not in the schema"
+        for name in arrays
+        if name not in {f.name for f in schema} | {f.name + OFFSETS for f in schema if f.ragged}
+    ]
+    for field in schema:
+        lead = field.name + OFFSETS if field.ragged else field.name
+        wanted = {field.name: numpy_dtype(field.dtype)} | ({lead: np.dtype("int64")} if field.ragged else {})
+        missing = [name for name in wanted if name not in arrays]
+        problems += [f"{name!r} is missing" for name in missing]
+        if missing:
+            continue
+        problems += [
+            f"{name!r} is {arrays[name].dtype}, expected {field.dtype if name == field.name else dtype}"
+            for name, dtype in wanted.items()
+            if arrays[name].dtype != dtype
+        ]
+        found = len(arrays[lead]) - field.ragged if arrays[lead].ndim else -1
+        rows = found if rows is None else rows
+        shape = (rows + 1,) if field.ragged else (rows, *field.shape)
+        if arrays[lead].shape != shape:
+            problems.append(f"{lead!r} has shape {list(arrays[lead].shape)}, expected {list(shape)}")
+    if problems or rows is None:
+        raise DataError("a batch does not fit the schema: " + "; ".join(problems))
+    return rows
+
+
+def write_batch_file(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], *, durable: bool = True) -> None:
+    """Publish a file; FileExistsError if it is there already. The suffix of the path says which format."""
+    check_arrays(header.schema, arrays, header.rows)
+    if path.suffix == ".pt":
+        _write_pt(path, header, arrays, durable)
+        return
+    dtypes = {f.name: DTYPES[f.dtype] for f in header.schema}
+    segments = {
+        f.name: max(1, SEGMENT_BYTES // max(1, arrays[f.name].nbytes // header.rows))
+        for f in header.schema
+        if not f.ragged and header.rows
+    }
+    write_container(path, arrays, header.to_json(), dtypes=dtypes, segments=segments, durable=durable)
+
+
+def _write_pt(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], durable: bool) -> None:
+    import io
+
+    import torch
+
+    about = header.to_json()
+    sums = {
+        name: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data)
+        for name, a in arrays.items()
+    }
+    ours = json.dumps({"header": about, "sums": sums}, sort_keys=True)
+    metadata = {
+        "batch_size": header.batch_size, "num_batches": header.num_batches, "file_idx": header.seq, "split": header.split,
+        "schema": about["schema"], "headrace": ours, "headrace_sum": xxhash.xxh3_128_hexdigest(ours.encode()),
+    }  # fmt: skip
+    kinds = {f.name: f.dtype for f in header.schema}
+    tensors = {}
+    for name, array in arrays.items():
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        tensors[name] = tensor.view(torch.bfloat16) if kinds.get(name) == "bfloat16" else tensor
+    buffer = io.BytesIO()
+    torch.save({"metadata": metadata, "tensors": tensors}, buffer)
+    publish(path, [buffer.getbuffer()], durable=durable)
+
+
+# --------------------------------------------------------------------------------------------------- read
+
+
+def open_batch_file(path: Path, *, split: str = "", seq: int | None = None) -> BatchFile:
+    """Map a file and check its header. FileCorrupt if it is damaged, foreign, a link, a pipe or a device."""
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        raise FileCorrupt(f"{path} cannot be opened: {error.strerror or error}") from error
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+        raise FileCorrupt(f"{path} is {kind}; a spool holds files of its own only")
+    if path.suffix == ".pt":
+        return _open_pt(path, status.st_size, split, seq)
+    container = open_container(path, verify=False)
+    try:
+        header = FileHeader.from_json(container.meta)
+        _check_layout(header, container)
+    except (ValueError, KeyError, TypeError, DataError) as error:
+        raise FileCorrupt(f"{path} is not a file of this spool, or is damaged: {error}") from error
+    return BatchFile(path, header, container.arrays, container.check_rows)
+
+
+def _check_layout(header: FileHeader, container: Container) -> None:
+    arrays = {name: array for name, array in container.arrays.items() if name.isidentifier()}
+    check_arrays(header.schema, arrays, header.rows)
+    for field in header.schema:
+        if container.dtypes[field.name] != DTYPES[field.dtype]:
+            raise ValueError(
+                f"{field.name!r} is stored as {container.dtypes[field.name]}, its schema says {field.dtype}"
+            )
+
+
+def _open_pt(path: Path, size: int, split: str, seq: int | None) -> BatchFile:
+    loaded = load_pt(path, size)
+    metadata, tensors = loaded.get("metadata"), loaded.get("tensors")
+    try:
+        if not isinstance(metadata, dict) or not isinstance(tensors, dict):
+            raise ValueError("it has no metadata and tensors")
+        arrays = {str(name): pt_array(tensor, size) for name, tensor in tensors.items()}
+        sums: dict[str, str] | None = None
+        if "headrace" in metadata:
+            text = str(metadata["headrace"])
+            if xxhash.xxh3_128_hexdigest(text.encode()) != metadata.get("headrace_sum"):
+                raise ValueError("its header fails its checksum")
+            ours = json.loads(text)
+            header, sums = FileHeader.from_json(ours["header"]), ours["sums"]
+        else:
+            rows = len(next(iter(arrays.values())))
+            header = FileHeader(
+                split=split or str(metadata["split"]), seq=int(metadata["file_idx"]) if seq is None else seq, schema=schema_of(metadata["schema"]),
+                rows=rows, first=0, batch_size=int(metadata["batch_size"]),
+            )  # fmt: skip
+        check_arrays(header.schema, arrays, header.rows)
+    except (ValueError, KeyError, TypeError, StopIteration, DataError) as error:
+        raise FileCorrupt(f"{path} is not a batch file of the document's, or is damaged: {error}") from error
+
+    def check(name: str, start: int, stop: int, step: int) -> None:
+        # torch keeps a CRC of every record and never looks at it; files that carry no sums of ours are checked by it.
+        if sums is None:
+            check_pt_records(path)
+        elif xxhash.xxh3_128_hexdigest(arrays[name].reshape(-1).view(np.uint8).data) != sums.get(name):
+            raise FileCorrupt(f"{path} is damaged: tensor {name!r} fails its checksum")
+
+    return BatchFile(path, header, arrays, check)
+
+
+def load_pt(path: Path, size: int) -> dict[str, Any]:
+    """torch.load of tensors and plain values only, mapped, after the archive's own sizes were checked."""
+    import torch
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+            packed = [e.filename for e in entries if e.compress_type != zipfile.ZIP_STORED]
+            if packed or sum(e.file_size for e in entries) > size:
+                raise ValueError("its records are packed or larger than the file")
+            if any(e.file_size > _MAX_PICKLE for e in entries if e.filename.endswith(".pkl")):
+                raise ValueError(f"its index has more than {_MAX_PICKLE:,} bytes")
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(loaded, dict):
+            raise ValueError(f"it holds a {type(loaded).__name__}, expected a dict")
+    except Exception as error:  # whatever a damaged or hostile archive makes zipfile and torch raise
+        raise FileCorrupt(
+            f"{path} was not read: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+    return loaded
+
+
+def check_pt_records(path: Path) -> None:
+    """Compare every record of an archive with its CRC."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise FileCorrupt(f"{path} is damaged: {error}") from error
+    if bad is not None:
+        raise FileCorrupt(f"{path} is damaged: its record {bad!r} fails its checksum")
+
+
+def pt_array(tensor: Any, size: int) -> np.ndarray:
+    """A loaded tensor as an array, once its sizes are known to fit into the file; ValueError if they do not."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"it holds a {type(tensor).__name__} among its tensors")
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.is_complex():
+        raise ValueError(f"it holds a {tensor.layout} tensor of {tensor.dtype}")
+    nbytes = math.prod(tensor.shape) * tensor.element_size()
+    if not tensor.is_contiguous() or nbytes > size or tensor.untyped_storage().nbytes() > size:
+        raise ValueError(
+            f"a tensor claims {list(tensor.shape)} of {tensor.dtype}, more than the file's {size:,} bytes hold"
+        )
+    if tensor.ndim == 0:
+        raise ValueError("it holds a tensor without rows")
+    return tensor_array(tensor)
+
+
+def tensor_array(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's memory as numpy; bfloat16 as uint16."""
+    import torch
+
+    tensor = tensor.detach()
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def tensor_dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,257 @@
+"""Files in order, each made once, judged once, deleted once: one part of one split.
+
+    provider   claim(k) ─► publish(k) ─► release
+    checker    verdict(k)? ─► judge(k) ─► bad: set_aside(k), the provider makes it again
+    reader     waits for file k and its verdict, by name
+    janitor    delete(k) below the commit point, never above
+
+Order is the number in the name. Exclusive links decide every race: two providers of one file, two verdicts of one file.
+What a file holds follows from its number (or, for a sequential producer, from the file before it), so a file that was made
+twice, or made again after it went bad, is the same file.
+
+A provider that slept while its number was committed and deleted publishes a file that nobody reads: readers ignore what
+lies below the commit point, and `publish` looks at the commit point again after it linked and takes its file away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from headrace.errors import FileCorrupt, StorageError
+from headrace.files import publish, publish_json, sync_folder
+from headrace.spool.folder import HeldLock, SpoolFolder, read_sealed, seal, sweep_dead_temporaries
+
+__all__ = ["Channel", "Verdict"]
+
+_OURS = re.compile(r"(\d{12,18})\.(safetensors|pt)")
+_DOCUMENT = re.compile(r"\d{1,20}-(\d{1,18})-\d{1,12}\.pt")
+Published = Literal["published", "exists", "late"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What one checker found and everybody goes by."""
+
+    good: bool
+    reason: str = ""
+
+
+class Channel:
+    """One part of one split of a spool."""
+
+    def __init__(
+        self,
+        folder: SpoolFolder,
+        split: str,
+        part: int = 0,
+        parts: int = 1,
+        *,
+        suffix: str = ".safetensors",
+        foreign: bool = False,
+    ) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", split):
+            raise ValueError(f"a split is named by letters, digits and _.- such as train, got {split!r}")
+        self.folder, self.split, self.part, self.parts = folder, split, part, parts
+        self.suffix, self.foreign = suffix, foreign
+        below = Path(split) if parts == 1 else Path(split) / f"part-{part:03d}"
+        self.queue, self.claims, self.verdicts, self.bad, self.archive = (
+            folder.path / name / below for name in ("queue", "claims", "verdicts", "quarantine", "archives")
+        )
+        self._lease_seen: dict[int, tuple[bytes, float]] = {}
+
+    def __repr__(self) -> str:
+        return f"{self.split} part {self.part}" if self.parts > 1 else self.split
+
+    def prepare(self) -> None:
+        for folder in (self.queue, self.claims, self.verdicts, self.bad):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    # -------------------------------------------------------------------------------------------- files
+
+    def path(self, seq: int) -> Path:
+        return self.queue / f"{seq:012d}{self.suffix}"
+
+    def find(self, seq: int) -> Path | None:
+        """Where file `seq` lies, if it does. Asked by name; only the document's own names have to be looked for."""
+        path = self.path(seq)
+        if os.path.lexists(path):
+            return path
+        if self.foreign:
+            with contextlib.suppress(FileNotFoundError):
+                for name in os.listdir(self.queue):
+                    match = _DOCUMENT.fullmatch(name)
+                    if match and int(match[1]) == seq:
+                        return self.queue / name
+        return None
+
+    def present(self) -> list[int]:
+        """The numbers of all files, sorted. Lists the folder: for starts and for people."""
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self.queue):
+                match = _OURS.fullmatch(name) or (_DOCUMENT.fullmatch(name) if self.foreign else None)
+                if match:
+                    found.append(int(match[1]))
+        return sorted(found)
+
+    def publish(self, seq: int, write: Callable[[Path], None], *, ring: bool = False) -> Published:
+        """Let `write` publish file `seq`. The first one stays; one that is no longer wanted is taken away again."""
+        path = self.path(seq)
+        if not ring and seq < self.commit_point():
+            return "late"
+        try:
+            write(path)
+        except FileExistsError:
+            return "exists"
+        except StorageError:
+            # It may have appeared before the folder's fsync failed. Whoever tries again must start from nothing.
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+        if not ring and seq < self.commit_point():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            return "late"
+        return "published"
+
+    def commit_point(self) -> int:
+        point = self.folder.commit_points().get(self.split)
+        return int(point["at"][self.part][0]) if point else 0
+
+    # ------------------------------------------------------------------------------------------- claims
+
+    def claim(self, seq: int, who: str, lease: float) -> HeldLock | Literal["expired"] | None:
+        """Be the one who makes file `seq`; None while somebody alive does.
+
+        A claim is a lock, so that of a dead process is free at once. One that has not changed hands for `lease` seconds by our
+        own clock belongs to somebody who is stuck, or lives where locks do not reach: "expired" means go ahead without it.
+        """
+        path = self.claims / f"{seq:012d}"
+        try:
+            held = HeldLock.take(path, who)
+        except OSError as error:
+            raise StorageError(
+                f"{path} cannot be claimed: {error.strerror or error}. Remove what lies there"
+            ) from error
+        if held is not None:
+            self._lease_seen.pop(seq, None)
+            return held
+        with contextlib.suppress(OSError):
+            token = path.read_bytes()[:300]
+            before, since = self._lease_seen.get(seq, (b"", 0.0))
+            if token != before:
+                self._lease_seen[seq] = (token, time.monotonic())
+            elif time.monotonic() - since > lease:
+                return "expired"
+        return None
+
+    # ----------------------------------------------------------------------------------------- verdicts
+
+    def verdict(self, seq: int) -> Verdict | None:
+        """What was decided about file `seq`, if anything was. A damaged verdict is no verdict: it is removed."""
+        path = self.verdicts / f"{seq:012d}"
+        try:
+            value = read_sealed(path)
+            return None if value is None else Verdict(good=bool(value["good"]), reason=str(value["reason"]))
+        except (FileCorrupt, KeyError, TypeError):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            return None
+
+    def judge(self, seq: int, reason: str = "") -> Verdict:
+        """Decide: good, or bad for a reason. The first verdict stands, whoever else comes to another."""
+        value = {"good": not reason, "reason": reason, "seq": seq}
+        try:
+            publish(self.verdicts / f"{seq:012d}", seal(value), durable=bool(reason))
+        except FileExistsError:
+            standing = self.verdict(seq)
+            if standing is not None:
+                return standing
+            return self.judge(seq, reason)  # a damaged one was in the way and is gone now
+        return Verdict(good=not reason, reason=reason)
+
+    def condemn(self, seq: int, reason: str) -> None:
+        """Overrule a good verdict: the file went bad after it was judged, and nobody has begun to read it."""
+        publish(self.verdicts / f"{seq:012d}", seal({"good": False, "reason": reason, "seq": seq}), replace=True)
+
+    def set_aside(self, seq: int, reason: str) -> Path | None:
+        """Move a bad file into the quarantine with its reason; where it went. Does nothing if it is gone already."""
+        path = self.find(seq)
+        if path is None:
+            return None
+        self.bad.mkdir(parents=True, exist_ok=True)
+        for attempt in range(10_000):
+            target = self.bad / (path.name if attempt == 0 else f"{path.name}.{attempt}")
+            if os.path.lexists(target):
+                continue
+            try:
+                # rename, not link: what lies under the name may be a link or a folder that somebody else put there
+                path.rename(target)
+            except FileNotFoundError:
+                return None
+            publish_json(
+                target.with_name(target.name + ".reason.json"),
+                {"file": path.name, "split": self.split, "reason": reason},
+                replace=True,
+            )
+            sync_folder(self.queue)
+            return target
+        raise StorageError(
+            f"could not quarantine {path}: {self.bad} holds 10,000 files of that name. Empty it and run again."
+        )
+
+    def clear_verdict(self, seq: int) -> None:
+        """Forget what was decided about a file that is gone, before it is made again."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.verdicts / f"{seq:012d}")
+
+    # ------------------------------------------------------------------------------------------ janitor
+
+    def delete(self, seq: int, archive: int = 0) -> None:
+        """Remove file `seq` and what belongs to it. OSError if the system does not allow it: the caller tries again."""
+        path = self.find(seq)
+        if path is not None and archive:
+            self.archive.mkdir(parents=True, exist_ok=True)
+            os.replace(path, self.archive / path.name)
+            kept = sorted(p for p in self.archive.iterdir() if _OURS.fullmatch(p.name) or _DOCUMENT.fullmatch(p.name))
+            for old in kept[:-archive]:
+                os.unlink(old)
+        elif path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        self.clear_verdict(seq)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.claims / f"{seq:012d}")
+
+    def leftovers(self, below: int) -> list[int]:
+        """Numbers below the commit point of which something is still there: a crash came between commit and deletion."""
+        found = set(self.present())
+        for folder in (self.claims, self.verdicts):
+            with contextlib.suppress(FileNotFoundError):
+                found |= {int(name) for name in os.listdir(folder) if name.isdecimal()}
+        return sorted(seq for seq in found if seq < below)
+
+    def sweep(self) -> int:
+        """Remove what dead writers left half done."""
+        return sum(sweep_dead_temporaries(f) for f in (self.queue, self.claims, self.verdicts, self.bad))
+
+    def quarantined(self) -> list[dict[str, str]]:
+        """The files set aside, with their reasons."""
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for name in sorted(os.listdir(self.bad)):
+                if name.endswith(".reason.json") or name.startswith("."):
+                    continue
+                reason = "no reason was written down: the process died in between"
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    reason = str(json.loads((self.bad / f"{name}.reason.json").read_text())["reason"])
+                found.append({"file": name, "split": self.split, "part": str(self.part), "reason": reason})
+        return found

@@ -1,0 +1,149 @@
+"""May this file be read? One answer for all ranks, given before anybody reads.
+
+    rank k mod W    checks all of file k and links the verdict
+    other ranks     wait for it, then check the rows they will copy
+
+A bad file goes to the quarantine and counts as missing, so the provider makes it again. A rank that is slow to judge is
+overtaken by the others after `patience` seconds; the exclusive link decides whose verdict stands. A file that was good once
+and is bad when a later process looks again is condemned anew. So no flipped bit reaches a trainer, and no two ranks ever
+disagree about which file was read.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import DataError, FileCorrupt, StorageError
+from headrace.spool.ahead import NotYet
+from headrace.spool.batch_file import BatchFile, open_batch_file
+from headrace.spool.channel import Channel, Verdict
+from headrace.spool.folder import patiently
+from headrace.spool.meta import schema_of
+from headrace.spool.provider import CIRCULAR_SPLITS
+from headrace.spool.reader import Stripe
+
+__all__ = ["FileChecker"]
+
+
+class FileChecker:
+    """Opens files for one rank. Used by one thread."""
+
+    def __init__(
+        self,
+        meta: Mapping[str, Any],
+        stripe: Stripe,
+        *,
+        patience: float,
+        deadline: float,
+        on_bad: Callable[[str], None],
+    ) -> None:
+        self._meta, self._stripe = meta, stripe
+        self._patience, self._deadline, self._on_bad = patience, deadline, on_bad
+        self._seen: dict[tuple[str, int, int], float] = {}
+        """When each file that has no verdict yet was first seen."""
+
+    def prepare(self, channel: Channel, seq: int, start: int) -> BatchFile:
+        """File `seq`, opened, judged and checked; NotYet names what is missing. `start`: row of the part at which it begins."""
+        key = (channel.split, channel.part, seq)
+        verdict = channel.verdict(seq)
+        path = channel.find(seq)
+        if path is None:
+            self._seen.pop(key, None)
+            if verdict is not None and not verdict.good:
+                raise _remake(channel, seq, verdict.reason)
+            if channel.foreign:
+                self._refuse_recount(channel, seq)
+            raise NotYet(
+                "spool.empty",
+                f"File {seq} of {channel} in {channel.folder.path} is not there. Is its provider running, and not at an error?",
+            )
+        if verdict is not None and not verdict.good:
+            channel.set_aside(seq, verdict.reason)
+            raise _remake(channel, seq, verdict.reason)
+        since = self._seen.setdefault(key, time.monotonic())
+        mine = seq % self._stripe.world_size == self._stripe.rank or channel.split in CIRCULAR_SPLITS
+        if verdict is None and not mine and time.monotonic() - since <= self._patience:
+            raise NotYet(
+                "spool.verdict",
+                f"Rank {seq % self._stripe.world_size} has not judged file {seq} of {channel} in {channel.folder.path}. Is that rank running?",
+            )
+        file = self._checked(channel, seq, start, path, verdict, everything=mine or verdict is None)
+        self._seen.pop(key, None)
+        return file
+
+    def _checked(
+        self, channel: Channel, seq: int, start: int, path: Path, verdict: Verdict | None, *, everything: bool
+    ) -> BatchFile:
+        """Check all of a file, or the rows this rank will copy; publish what follows from it, and go by the verdict that stands."""
+        file, problem = None, ""
+        try:
+            file = self._opened(channel, seq, start, path)
+            own = (0, 1) if everything else self._stripe.rows_of(channel.part, channel.parts, start)
+            if own is not None:
+                file.check(own[0], None, own[1])
+        except FileCorrupt as error:
+            if not os.path.lexists(path):
+                raise NotYet("spool.empty", f"File {seq} of {channel} was taken away while it was opened.") from error
+            problem = str(error)
+        what, patience = f"judging {channel} {seq}", self._deadline
+        if problem and verdict is not None:
+            # It was good when it was judged. What others copied out of it they checked; made again it has the same rows.
+            patiently(what, lambda: channel.condemn(seq, problem), deadline=patience, hidden=True)
+            verdict = Verdict(good=False, reason=problem)
+        elif verdict is None and self._stripe.world_size == 1 and not problem:
+            verdict = Verdict(good=True)  # nobody else waits for it, and on a full disk there may be no room for it
+        elif verdict is None:
+            verdict = patiently(what, lambda: channel.judge(seq, problem), deadline=patience, hidden=True)
+        if file is not None and not problem and verdict.good:
+            return file
+        reason = verdict.reason or problem
+        patiently(
+            what, lambda: channel.set_aside(seq, reason), deadline=patience, hidden=True, retry=(StorageError, OSError)
+        )
+        self._on_bad(f"{channel} {seq}: bad, set aside: {reason}")
+        raise _remake(channel, seq, reason)
+
+    def _opened(self, channel: Channel, seq: int, start: int, path: Path) -> BatchFile:
+        file = open_batch_file(path, split=channel.split, seq=seq)
+        header = file.header
+        if (header.split, header.seq, header.part) != (channel.split, seq, channel.part):
+            raise FileCorrupt(
+                f"{path} says it is file {header.seq} of {header.split} part {header.part}: it was renamed or moved"
+            )
+        ours = self._meta.get("headrace")
+        wanted = schema_of(self._meta["batch_schema"])
+        if tuple((f.name, f.dtype, f.shape, f.ragged) for f in header.schema) != tuple(
+            (f.name, f.dtype, f.shape, f.ragged) for f in wanted
+        ):
+            raise DataError(
+                f"{path} holds {[f.to_json() for f in header.schema]}, the spool's meta says {[f.to_json() for f in wanted]}. It was made by another provider: "
+                "remove it, or start over with force_regenerate=True (--force_regenerate)"
+            )
+        if ours and header.job != ours["job"]:
+            raise DataError(
+                f"{path} was made for job {header.job}, this spool is {ours['job']}: another provider wrote into it. Remove the file"
+            )
+        if ours and channel.split not in CIRCULAR_SPLITS and header.first != start:
+            raise DataError(
+                f"{path} begins at row {header.first:,} of its part, the files before it end at {start:,}: files of two spools were mixed"
+            )
+        return file
+
+    def _refuse_recount(self, channel: Channel, seq: int) -> None:
+        present = channel.present()
+        if present and max(present) < seq:
+            raise DataError(
+                f"{channel.queue} holds file {max(present)} while {seq} comes next: its provider restarted and counts from the beginning again, so it repeats "
+                "itself. Use a provider of headrace's, or start over in an empty folder"
+            )
+
+
+def _remake(channel: Channel, seq: int, reason: str) -> NotYet:
+    return NotYet(
+        "spool.remake",
+        f"File {seq} of {channel} in {channel.folder.path} was bad ({reason}). Is its provider running, to make it again?",
+    )

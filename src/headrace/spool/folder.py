@@ -1,0 +1,321 @@
+"""Where a spool's files lie, and who may write them.
+
+    data/web/
+      meta.json, meta.pkl               what it holds
+      queue/train/000000000007.safetensors    the batches, in the order of their number and of nothing else
+      claims/train/000000000008         somebody is making this one (for speed only)
+      verdicts/train/000000000007       good or bad, decided once for all ranks before anybody reads
+      state/commit.json                 below this nothing is needed any more; only then may a file be deleted
+      state/read-0.json                 how far each rank has read; what the provider measures its backlog by
+      state/*.lock                      held by living processes; the kernel lets go of them when a process dies
+      quarantine/train/…                bad files, each with its reason
+      archives/train/…                  files that were used up, where they are kept
+
+A spool of several parts has a folder part-<q> below each split. Names that begin with `.tmp-` are unfinished and are
+nobody's business; the next start removes those of processes that are gone.
+
+Small state files are sealed: JSON with a checksum. One that fails it is treated as damaged, never as a value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import xxhash
+
+from headrace.errors import ConfigError, DeadlineExceeded, FileCorrupt, StorageError
+from headrace.files import TEMP_PREFIX, publish
+from headrace.metrics import Wait
+
+__all__ = ["HeldLock", "SpoolFolder", "lock_holder", "patiently", "read_sealed", "seal", "sweep_dead_temporaries"]
+
+_MAX_SEALED = 4 << 20
+T = TypeVar("T")
+
+
+def seal(value: Any) -> bytes:
+    """A JSON value with its checksum, as the bytes of a small file."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return f'{{"sum":"{xxhash.xxh3_128_hexdigest(text.encode())}","value":{text}}}\n'.encode()
+
+
+def read_sealed(path: Path) -> Any:
+    """The value of a sealed file; None if there is no file; FileCorrupt if it is not what was written."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise FileCorrupt(f"{path} cannot be opened: {error.strerror or error}") from error
+    try:
+        raw = os.read(fd, _MAX_SEALED)
+    except OSError as error:
+        raise FileCorrupt(f"{path} cannot be read: {error.strerror or error}") from error
+    finally:
+        os.close(fd)
+    try:
+        value = json.loads(raw)["value"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FileCorrupt(f"{path} is damaged: it is not sealed JSON") from error
+    if seal(value) != raw:
+        raise FileCorrupt(f"{path} is damaged: it fails its checksum")
+    return value
+
+
+class HeldLock:
+    """A lock on a file that lives as long as this object and this process."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self._fd = path, fd
+
+    @classmethod
+    def take(cls, path: Path, who: str) -> Self | None:
+        """Hold it, or None while somebody else does."""
+        for _ in range(100):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock = cls(path, fd)
+                if not lock.valid():  # its file was removed between the two calls
+                    os.close(fd)
+                    continue
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{who}, process {os.getpid()} on {platform.node()}\n".encode(), 0)
+                return lock
+            except BlockingIOError:
+                os.close(fd)
+                return None
+            except BaseException:
+                os.close(fd)
+                raise
+        raise StorageError(f"{path} keeps being removed by somebody else; look for a second janitor on this folder")
+
+    def valid(self) -> bool:
+        """Whether the name still leads to what is held. False once somebody removed it: then a successor may be at work."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.lstat(self.path))
+        except OSError:
+            return False
+
+    def release(self, *, remove: bool = False) -> None:
+        if self._fd >= 0:
+            if remove and self.valid():
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def lock_holder(path: Path) -> str | None:
+    """Who holds a lock, as they wrote it down; None if nobody does."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except OSError:
+        return os.pread(fd, 300, 0).decode(errors="replace").strip() or "another process"
+    finally:
+        os.close(fd)
+
+
+def patiently(
+    what: str,
+    call: Callable[[], T],
+    *,
+    deadline: float,
+    hidden: bool,
+    retry: tuple[type[Exception], ...] = (StorageError,),
+) -> T:
+    """Call until it no longer fails for want of disk, with growing pauses; the last error once the deadline has passed.
+
+    Every attempt starts from nothing (a new temp file), so a failed fsync is never repeated on the same file.
+    """
+    try:
+        return call()
+    except retry as error:
+        problem: Exception = error
+    with Wait("spool.disk", deadline=deadline, hidden=hidden, remedy=f"{what}: {problem}") as wait:
+        pause = 0.01
+        while True:
+            if wait.expired():
+                raise problem
+            time.sleep(min(pause, wait.remaining()))
+            pause = min(2 * pause, 1.0)
+            try:
+                return call()
+            except retry as error:
+                problem = error
+
+
+def sweep_dead_temporaries(folder: Path) -> int:
+    """Remove temporaries whose process is gone from this machine; how many. A living writer elsewhere just tries again."""
+    swept = 0
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(folder):
+            pid = name.removeprefix(TEMP_PREFIX).partition("-")[0]
+            if name.startswith(TEMP_PREFIX) and not (pid.isdecimal() and _alive(int(pid))):
+                with contextlib.suppress(OSError):
+                    os.unlink(folder / name)
+                    swept += 1
+    return swept
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
+
+
+class SpoolFolder:
+    """The folder of one spool."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.state = path / "state"
+
+    def prepare(self) -> None:
+        """Make the folders everybody needs, and see that the file system can do what a spool relies on."""
+        try:
+            for name in ("queue", "claims", "verdicts", "state", "quarantine"):
+                folder = self.path / name
+                if folder.is_symlink():
+                    raise ConfigError(f"{folder} is a symbolic link; a spool follows none. Put the folder itself there")
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"the spool {self.path} cannot be made: {error.strerror or error}") from error
+        _check_exclusive_link(self.state)
+
+    # ------------------------------------------------------------------------------------------- commit
+
+    def commit_points(self) -> dict[str, dict[str, Any]]:
+        """Per split: `g`, the global index of the first sample still needed, and `at`, its (file, row) in every part."""
+        path = self.state / "commit.json"
+        try:
+            value = read_sealed(path)
+            splits: dict[str, dict[str, Any]] = {} if value is None else value["splits"]
+            for point in splits.values():
+                if min(point["g"], *point["start"], *(n for pair in point["at"] for n in pair)) < 0:
+                    raise ValueError("a negative number")
+        except (FileCorrupt, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FileCorrupt(
+                f"{path} does not say below which file nothing is needed any more ({error}). Nothing is read or deleted without it: remove it, "
+                "and let the trainer load its newest state with rewind=True"
+            ) from error
+        return splits
+
+    def write_commit_points(self, splits: Mapping[str, Any], *, durable: bool = True) -> None:
+        publish(self.state / "commit.json", seal({"splits": dict(splits)}), replace=True, durable=durable)
+
+    # --------------------------------------------------------------------------------------------- read
+
+    def read_positions(self) -> list[dict[str, Any]]:
+        """What each rank of the present world wrote about how far it has read. A damaged one is left out."""
+        found: list[dict[str, Any]] = []
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self.state):
+                if name.startswith("read-") and name.endswith(".json"):
+                    with contextlib.suppress(FileCorrupt, KeyError, TypeError, ValueError, AttributeError):
+                        value = read_sealed(self.state / name)
+                        if value is not None:
+                            done = {s: [int(n) for n in v["done"]] for s, v in value["splits"].items()}
+                            found.append(
+                                {"rank": int(value["rank"]), "world_size": int(value["world_size"]), "done": done}
+                            )
+        lead = next((v for v in found if v["rank"] == 0), None)
+        return [
+            v
+            for v in found
+            if lead is not None and v["world_size"] == lead["world_size"] and v["rank"] < v["world_size"]
+        ]
+
+    def taken_files(self) -> dict[str, list[int]]:
+        """Per split: the first file that no consuming reader has begun, and its first row. Nothing where it cannot be read."""
+        try:
+            value = read_sealed(self.state / "read-0.json") or {}
+            return {str(split): [int(seq), int(row)] for split, (seq, row) in value.get("taken", {}).items()}
+        except (FileCorrupt, TypeError, ValueError, AttributeError):
+            return {}
+
+    def write_read_position(
+        self, rank: int, world_size: int, splits: Mapping[str, Any], taken: Mapping[str, Any]
+    ) -> None:
+        """Not durable: it survives a kill, and after a power cut an older position is as good."""
+        value = {"rank": rank, "world_size": world_size, "splits": dict(splits), "taken": dict(taken)}
+        publish(self.state / f"read-{rank}.json", seal(value), replace=True, durable=False)
+
+    # -------------------------------------------------------------------------------------------- locks
+
+    def reader_at_work(self) -> str | None:
+        """Some consumer that holds its place now."""
+        names = [n for n in os.listdir(self.state) if n.startswith("consumer-") and n.endswith(".lock")]
+        return next((holder for n in names if (holder := lock_holder(self.state / n)) is not None), None)
+
+    def take_lock(self, name: str, who: str, advice: str) -> HeldLock:
+        """Hold a lock of the spool, or be refused within a second, naming the holder."""
+        path = self.state / f"{name}.lock"
+        with Wait("spool.lock", deadline=1.0) as wait:
+            while True:
+                try:
+                    lock = HeldLock.take(path, who)
+                except OSError as error:
+                    if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
+                        raise ConfigError(
+                            f"{path} cannot be locked ({error.strerror}): put the spool on a file system with flock"
+                        ) from error
+                    raise StorageError(f"{path} cannot be opened: {error.strerror or error}") from error
+                if lock is not None:
+                    return lock
+                try:
+                    wait.check()
+                except DeadlineExceeded:
+                    holder = lock_holder(path) or "a process that just ended"
+                    raise ConfigError(f"{self.path} is in use by {holder}: {advice}") from None
+                time.sleep(0.02)
+
+
+def _check_exclusive_link(folder: Path) -> None:
+    """A spool stands on link being exclusive. Some network and FUSE file systems have no links; they are refused here."""
+    name = f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+    first, second = folder / name, folder / f"{name}-b"
+    try:
+        fd = os.open(first, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        os.close(fd)
+        os.link(first, second)
+        with contextlib.suppress(FileExistsError):
+            os.link(first, second)
+            raise ConfigError(
+                f"{folder} lies on a file system where link overwrites: a spool needs one where it does not"
+            )
+    except PermissionError as error:
+        raise ConfigError(
+            f"{folder} cannot be written, or its file system has no hard links ({error.strerror}): give the spool another folder"
+        ) from error
+    except OSError as error:
+        if error.errno in (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
+            raise ConfigError(
+                f"{folder} lies on a file system without hard links ({error.strerror}): give the spool another folder"
+            ) from error
+        raise StorageError(
+            f"{folder} cannot be written: {error.strerror or error}. Free space or fix the disk and run again"
+        ) from error
+    finally:
+        for path in (first, second):
+            with contextlib.suppress(OSError):
+                os.unlink(path)

@@ -1,0 +1,112 @@
+"""Folders from before the queue: `{split}_batches_*.pt` with x and y, made once and read for ever.
+
+Files in numeric order, in a circle, never deleted. A batch lies in one file; the last one of a file, where it is short, is
+filled by repeating its own samples, as those who wrote such loops expect.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import ConfigError, DataError, FileCorrupt
+from headrace.order import fingerprint_json
+from headrace.spool.batch_file import check_pt_records, load_pt, pt_array, tensor_dtype_name
+from headrace.spool.meta import FieldSpec
+from headrace.spool.reader import Stripe
+
+__all__ = ["LegacyReader", "legacy_files", "legacy_fingerprint"]
+
+
+def legacy_files(folder: Path, split: str) -> list[Path]:
+    """The files of a split in the order of their numbers."""
+    pattern = re.compile(re.escape(split) + r"_batches_(\d{1,18})\.pt")
+    found = [(int(m[1]), p) for p in folder.iterdir() if (m := pattern.fullmatch(p.name))] if folder.is_dir() else []
+    return [path for _, path in sorted(found)]
+
+
+def legacy_fingerprint(folder: Path) -> str:
+    """Of the names and sizes of all legacy files."""
+    return fingerprint_json(sorted([p.name, p.lstat().st_size] for p in folder.glob("*_batches_*.pt")))
+
+
+class LegacyReader:
+    """Reads the legacy files of one split."""
+
+    def __init__(self, folder: Path, split: str, stripe: Stripe, keep: int) -> None:
+        self.split, self.stripe = split, stripe
+        self.paths = legacy_files(folder, split)
+        if not self.paths:
+            raise ConfigError(
+                f"{folder} has neither a queue nor files named {split}_batches_*.pt: give the folder of a spool"
+            )
+        self._keep = max(1, keep)
+        self._kept: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
+        self.schema: tuple[FieldSpec, ...] = ()
+        self.seq = self.row = self.batches = self.position = 0
+
+    def prefetch(self) -> None:
+        self._file(self.seq)
+
+    def next(self, batch_size: int) -> dict[str, np.ndarray]:
+        """The rank's share of the next batch."""
+        arrays = self._file(self.seq)
+        rows = len(arrays["x"])
+        have = min(batch_size, rows - self.row)
+        world, rank = self.stripe.world_size, self.stripe.rank
+        if have == batch_size:
+            out = {name: array[self.row + rank : self.row + have : world].copy() for name, array in arrays.items()}
+        else:
+            own = [self.row + i % have for i in range(rank, batch_size, world)]
+            out = {name: array[own] for name, array in arrays.items()}
+        self.row += have
+        if self.row >= rows:
+            self.seq, self.row = (self.seq + 1) % len(self.paths), 0
+        self.position += batch_size
+        self.batches += 1
+        return out
+
+    def _file(self, seq: int) -> dict[str, np.ndarray]:
+        if seq not in self._kept:
+            self._kept[seq] = self._load(self.paths[seq])
+            while len(self._kept) > self._keep:
+                self._kept.popitem(last=False)
+        return self._kept[seq]
+
+    def _load(self, path: Path) -> dict[str, np.ndarray]:
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise FileCorrupt(f"{path} is not a regular file; a spool follows no links")
+        loaded = load_pt(path, status.st_size)
+        check_pt_records(path)
+        try:
+            arrays = {name: pt_array(loaded[name], status.st_size) for name in ("x", "y")}
+        except (KeyError, ValueError) as error:
+            raise FileCorrupt(f"{path} is not a legacy batch file with x and y: {error}") from error
+        if len(arrays["x"]) != len(arrays["y"]) or not len(arrays["x"]):
+            raise DataError(
+                f"{path} has {len(arrays['x'])} rows of x and {len(arrays['y'])} of y; both need the same, and at least one"
+            )
+        schema = tuple(
+            FieldSpec(name, tensor_dtype_name(loaded[name]), tuple(arrays[name].shape[1:]), role)
+            for name, role in (("x", "input"), ("y", "target"))
+        )
+        if self.schema and schema != self.schema:
+            raise DataError(
+                f"{path} holds {schema}, the files before it {self.schema}: one folder holds one kind of sample"
+            )
+        self.schema = schema
+        return arrays
+
+    def state(self) -> dict[str, Any]:
+        return {"g": self.position, "at": [[self.seq, self.row]], "start": [0]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        (self.seq, self.row), self.position = state["at"][0], state["g"]

@@ -1,0 +1,304 @@
+"""What a spool holds: the fields of a sample, and the facts a trainer needs before it reads the first one.
+
+    meta.json    strict JSON with a checksum; what headrace reads
+    meta.pkl     the same for scripts that unpickle it; read only where there is no meta.json
+
+Pickle can run code, name any class and ask for any amount of memory. So a meta.pkl is first read as a list of opcodes,
+and only the ones that build dict, list, tuple, str, int, float, bool and None are let through.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pickle
+import pickletools
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from headrace.errors import ConfigError, FileCorrupt
+from headrace.files import publish
+
+__all__ = ["TRAINING_TYPES", "FieldSpec", "check_meta", "meta_problems", "read_meta", "schema_of", "write_meta"]
+
+TRAINING_TYPES = ("LM", "MLM", "CLASSIFICATION", "TOKEN_CLASSIFICATION", "SEQUENCE_SCORING")
+_WITH_VOCABULARY = ("LM", "MLM", "TOKEN_CLASSIFICATION")
+_REQUIRED = ("dataset_name", "training_type", "batch_size", "batch_schema", "split_info")
+_MAX_META = 64 << 20
+_MAX_OPCODES = 8_000_000
+
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
+    "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+"""torch's names of the types a field may have, and safetensors' names of the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """One field of a sample: a tensor of `shape`, or a row of any length where it is ragged."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+    """Without the batch axis. Empty for a number a sample, and for a ragged field."""
+    role: str | None = None
+    ragged: bool = False
+    """Stored as values and offsets; a batch has `name` with all values and `name_offsets` with where each row begins."""
+
+    def __post_init__(self) -> None:
+        if not (self.name.isidentifier() and len(self.name) <= 100):
+            raise ValueError(f"a field is named like a Python variable, got {self.name!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"field {self.name!r} has dtype {self.dtype!r}; a spool holds {', '.join(DTYPES)}")
+        if any(type(n) is not int or n < 0 for n in self.shape) or math.prod(self.shape) > 1 << 40:
+            raise ValueError(f"field {self.name!r} has shape {list(self.shape)}; a shape is a few numbers of 0 or more")
+        if self.ragged and self.shape:
+            raise ValueError(f"field {self.name!r} is ragged and has shape {list(self.shape)}; a ragged field has none")
+
+    def to_json(self) -> dict[str, Any]:
+        value: dict[str, Any] = {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
+        return value | ({"role": self.role} if self.role else {}) | ({"ragged": True} if self.ragged else {})
+
+    @classmethod
+    def from_json(cls, value: object) -> FieldSpec:
+        """From the document's dict; a ValueError says what is wrong with it."""
+        if isinstance(value, FieldSpec):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(f"a field is a mapping with name, dtype, shape, got a {type(value).__name__}")
+        unknown = set(value) - {"name", "dtype", "shape", "role", "ragged"}
+        if unknown or not {"name", "dtype", "shape"} <= set(value):
+            raise ValueError(
+                f"a field has name, dtype, shape and perhaps role and ragged, got {sorted(map(str, value))}"
+            )
+        name, dtype, shape, role = value["name"], value["dtype"], value["shape"], value.get("role")
+        if not isinstance(name, str) or not isinstance(dtype, str) or not isinstance(shape, (list, tuple)):
+            raise ValueError(f"a field has a name, a dtype and a list of sizes, got {dict(value)!r:.200}")
+        if role is not None and not isinstance(role, str):
+            raise ValueError(f"field {name!r} has the role {role!r}; a role is a word such as input, target or mask")
+        return cls(name, dtype.removeprefix("torch."), tuple(shape), role, bool(value.get("ragged", False)))
+
+
+def schema_of(value: object) -> tuple[FieldSpec, ...]:
+    """The fields of a `batch_schema`; a ValueError says what is wrong with it."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value or len(value) > 1000:
+        raise ValueError(f"a batch_schema is a list of fields, got {value!r:.100}")
+    fields = tuple(FieldSpec.from_json(entry) for entry in value)
+    names = [f.name for f in fields] + [f"{f.name}_offsets" for f in fields if f.ragged]
+    if len(set(names)) != len(names):
+        raise ValueError(f"fields must have different names, got {names}")
+    return fields
+
+
+# ------------------------------------------------------------------------------------------------- checks
+
+
+def meta_problems(meta: object) -> list[str]:
+    """Everything that is wrong with a meta, one sentence each."""
+    if not isinstance(meta, Mapping):
+        return [f"meta is a {type(meta).__name__}, expected a mapping"]
+    problems = [f"meta has no {key!r}" for key in _REQUIRED if key not in meta]
+    kind = meta.get("training_type")
+    if "training_type" in meta and kind not in TRAINING_TYPES:
+        problems.append(f"training_type is {kind!r}; it is one of {', '.join(TRAINING_TYPES)}")
+    if kind in _WITH_VOCABULARY and "vocab_size" not in meta:
+        problems.append(f"meta has no 'vocab_size', which training_type {kind} needs")
+    if not isinstance(meta.get("dataset_name", ""), str):
+        problems.append(f"dataset_name is {meta['dataset_name']!r}, expected text")
+    problems += [
+        f"{key} is {meta[key]!r}, expected a whole number of 1 or more"
+        for key in ("batch_size", "vocab_size", "block_size", "target_size")
+        if meta.get(key) is not None and (type(meta[key]) is not int or meta[key] < 1)
+    ]
+    if "batch_size" in meta and meta["batch_size"] is None:
+        problems.append("batch_size is None, expected a whole number of 1 or more")
+    if "batch_schema" in meta:
+        try:
+            schema_of(meta["batch_schema"])
+        except ValueError as error:
+            problems.append(f"batch_schema: {error}")
+    splits = meta.get("split_info", {})
+    if not isinstance(splits, Mapping) or not all(isinstance(v, Mapping) for v in splits.values()):
+        problems.append("split_info maps each split to its facts, such as {'train': {}, 'val': {}}")
+    return problems
+
+
+def check_meta(meta: object, where: str) -> dict[str, Any]:
+    """The meta as a plain dict, or a ConfigError with every problem."""
+    problems = meta_problems(meta)
+    if problems:
+        raise ConfigError([f"{where}: {problem}" for problem in problems])
+    assert isinstance(meta, Mapping)
+    return {str(key): value for key, value in meta.items()}
+
+
+# -------------------------------------------------------------------------------------------------- files
+
+
+def write_meta(folder: Path, meta: Mapping[str, Any]) -> None:
+    """Publish meta.pkl and then meta.json, which counts."""
+    plain = _plain(meta)
+    try:
+        text = json.dumps(_keyed(plain), indent=2, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"meta of {folder} cannot be written: {error}. It holds text, numbers, lists and mappings; turn anything else "
+            "into one of these in build_meta"
+        ) from error
+    publish(folder / "meta.pkl", pickle.dumps(plain, protocol=4), replace=True)
+    value = json.loads(text)
+    sealed = {"checksum": _sum(value), "meta": value}
+    publish(folder / "meta.json", json.dumps(sealed, indent=2, ensure_ascii=False).encode() + b"\n", replace=True)
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The checked meta of a spool folder."""
+    path = folder / "meta.json"
+    if not os.path.lexists(path):
+        path = folder / "meta.pkl"
+    if not os.path.lexists(path):
+        raise ConfigError(
+            f"{folder} has neither meta.json nor meta.pkl, so nobody knows what it holds: start its provider first, or give "
+            "the folder of one that ran"
+        )
+    raw = _read_small(path)
+    value = _parse_json(path, raw) if path.suffix == ".json" else _parse_pickle(path, raw)
+    return check_meta(value, str(path))
+
+
+def _plain(value: Any) -> Any:
+    """Fields become mappings; everything else has to be plain already."""
+    if isinstance(value, FieldSpec):
+        return value.to_json()
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
+
+
+_INT_KEYS = "!int keys"
+
+
+def _keyed(value: Any) -> Any:
+    """JSON has no whole numbers as keys, and a vocabulary (itos) is a mapping of them."""
+    if isinstance(value, dict):
+        keys = {type(k) for k in value}
+        if keys == {int}:
+            return {_INT_KEYS: {str(k): _keyed(v) for k, v in value.items()}}
+        if keys - {str}:
+            raise TypeError(f"a mapping has keys of the types {sorted(k.__name__ for k in keys)}")
+        return {k: _keyed(v) for k, v in value.items()}
+    return [_keyed(v) for v in value] if isinstance(value, list) else value
+
+
+def _unkeyed(value: Any) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {_INT_KEYS}:
+            return {int(k): _unkeyed(v) for k, v in value[_INT_KEYS].items()}
+        return {k: _unkeyed(v) for k, v in value.items()}
+    return [_unkeyed(v) for v in value] if isinstance(value, list) else value
+
+
+def _sum(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
+
+
+def _read_small(path: Path) -> bytes:
+    if path.is_symlink():
+        raise FileCorrupt(f"{path} is a symbolic link; a spool follows none. Put the file itself there")
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise FileCorrupt(f"{path} cannot be opened: {error.strerror or error}") from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise FileCorrupt(f"{path} is not a regular file")
+        if status.st_size > _MAX_META:
+            raise FileCorrupt(f"{path} has {status.st_size:,} bytes; a meta has at most {_MAX_META:,}")
+        with open(fd, "rb", closefd=False) as handle:
+            return handle.read(_MAX_META)
+    finally:
+        os.close(fd)
+
+
+def _parse_json(path: Path, raw: bytes) -> Any:
+    try:
+        sealed = json.loads(raw)
+        checksum, meta = sealed["checksum"], sealed["meta"]
+        if set(sealed) != {"checksum", "meta"} or _sum(meta) != checksum:
+            raise ValueError("it fails its checksum")
+        meta = _unkeyed(meta)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FileCorrupt(
+            f"{path} is damaged or was edited by hand ({type(error).__name__}: {error}). Let the provider write it again: "
+            "delete it and start the provider"
+        ) from error
+    return meta
+
+
+_BUILDERS = frozenset({
+    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1",
+    "LONG4", "FLOAT", "BINFLOAT", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "EMPTY_LIST", "LIST", "APPEND",
+    "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "GET", "BINGET",
+    "LONG_BINGET", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE",
+})  # fmt: skip
+
+
+class _Builder(pickle.Unpickler):
+    """No name is ever looked up, whatever the opcodes say."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it refers to something outside")
+
+
+def _parse_pickle(path: Path, raw: bytes) -> Any:
+    count = 0
+    try:
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(raw), 1):
+            if opcode.name not in _BUILDERS:
+                raise pickle.UnpicklingError(f"it uses {opcode.name}")
+            # A memo slot is memory: slot 2**31 would cost 32 GiB. A writer never skips one.
+            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
+                raise pickle.UnpicklingError(f"it fills memo slot {argument} at opcode {count}")
+            if count > _MAX_OPCODES:
+                raise pickle.UnpicklingError(f"it has more than {_MAX_OPCODES:,} opcodes")
+        value = _Builder(io.BytesIO(raw)).load()
+        _check_plain(value, budget=1000 + 10 * count)
+    except Exception as error:  # the opcodes of hostile bytes can fail in any way; none of them is ours
+        raise FileCorrupt(
+            f"{path} was not read: {error}. A meta.pkl holds dict, list, tuple, str, int, float, bool and None, and nothing "
+            "else is unpickled"
+        ) from error
+    return value
+
+
+def _check_plain(value: Any, budget: int) -> None:
+    """Walk everything once per reference, with a budget: a few bytes of pickle can refer to a list 2**60 times."""
+    stack = [value]
+    while stack:
+        budget -= 1
+        if budget < 0:
+            raise ValueError("it unfolds into too many values")
+        top = stack.pop()
+        if isinstance(top, dict):
+            stack += top.keys()
+            stack += top.values()
+        elif isinstance(top, (list, tuple)):
+            if len(top) > budget:
+                raise ValueError("it unfolds into too many values")
+            stack += top
+        elif not isinstance(top, (str, int, float, bool, type(None))):
+            raise ValueError(f"it holds a {type(top).__name__}")

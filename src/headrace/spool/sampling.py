@@ -1,0 +1,260 @@
+"""What providers sample: the next span of a text, words to guess, classes in balance.
+
+    next_span(tokens, 8, 64, rng)                       x, y for a language model: y is x moved by one
+    mask_tokens(ids, rng, mask_id=4, vocab_size=1000)   BERT: 15 % are to be guessed, −100 elsewhere
+    stratified(labels, 32, rng)                         rows such that every class comes up equally often
+
+All randomness comes from the generator that `sample_batch` is given, so a file that is made again is the same file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.errors import ConfigError
+from headrace.order import content_hash
+from headrace.spool.provider import DataProviderBase
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ClassificationProvider", "MLMProvider", "NextTokenProvider", "mask_tokens", "next_span", "stratified"]
+
+IGNORED = -100
+"""The label of a position that teaches nothing."""
+
+
+def next_span(tokens: np.ndarray, count: int, length: int, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """`count` spans of `length` tokens at random places, and the same moved by one: (x, y), int64."""
+    import torch
+
+    if len(tokens) <= length:
+        raise ConfigError(
+            f"a span of {length:,} tokens and the one after it need {length + 1:,}, the text has {len(tokens):,}"
+        )
+    starts = torch.randint(0, len(tokens) - length, (count,), generator=rng).numpy()
+    spans = tokens[starts[:, None] + np.arange(length + 1)].astype(np.int64)
+    return torch.from_numpy(spans[:, :-1].copy()), torch.from_numpy(spans[:, 1:].copy())
+
+
+def mask_tokens(
+    ids: torch.Tensor,
+    rng: torch.Generator,
+    *,
+    mask_id: int,
+    vocab_size: int,
+    probability: float = 0.15,
+    protected: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """BERT's masking: (inputs, labels). Of the chosen positions 80 % show the mask, 10 % another token, 10 % themselves."""
+    import torch
+
+    chosen = torch.rand(ids.shape, generator=rng) < probability
+    if protected is not None:
+        chosen &= ~protected
+    labels = torch.where(chosen, ids, IGNORED)
+    fate = torch.rand(ids.shape, generator=rng)
+    others = torch.randint(0, vocab_size, ids.shape, generator=rng, dtype=ids.dtype)
+    inputs = torch.where(chosen & (fate < 0.8), mask_id, ids)
+    return torch.where(chosen & (fate >= 0.8) & (fate < 0.9), others, inputs), labels
+
+
+def stratified(labels: np.ndarray, count: int, rng: torch.Generator) -> np.ndarray:
+    """`count` row numbers: each class gets count // classes of them, and chance decides which classes get one more."""
+    import torch
+
+    classes, inverse = np.unique(labels, return_inverse=True)
+    if not len(classes):
+        raise ConfigError("stratified sampling needs at least one labelled row")
+    order = np.argsort(inverse, kind="stable")
+    borders = np.searchsorted(inverse[order], np.arange(len(classes) + 1))
+    turn = torch.randperm(len(classes), generator=rng).numpy()
+    chosen = turn[np.arange(count) % len(classes)]
+    draw = torch.rand(count, generator=rng, dtype=torch.float64).numpy()
+    rows = order[borders[chosen] + (draw * (borders[chosen + 1] - borders[chosen])).astype(np.int64)]
+    return rows[torch.randperm(count, generator=rng).numpy()]
+
+
+class _OverArrays(DataProviderBase):
+    """A provider whose data are arrays in memory, by split."""
+
+    training_type = ""
+
+    def __init__(self, *args: Any, dataset_name: str, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.dataset_name = dataset_name
+
+    def _base_meta(self, schema: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+        return {
+            "dataset_name": self.dataset_name,
+            "training_type": self.training_type,
+            "batch_schema": list(schema),
+            **more,
+        }
+
+    def _needed_block_size(self) -> int:
+        if self.block_size is None:
+            raise ConfigError(f"{type(self).__name__}: block_size is missing; it says how many tokens a sample has")
+        return self.block_size
+
+
+class NextTokenProvider(_OverArrays):
+    """Random spans of a token array: x and y for a language model."""
+
+    training_type = "LM"
+
+    def __init__(self, *args: Any, tokens: Mapping[str, np.ndarray], vocab_size: int, **more: Any) -> None:
+        """`tokens`: one array of ids for each split."""
+        super().__init__(*args, **more)
+        self.tokens, self.vocab_size = tokens, vocab_size
+
+    def build_meta(self) -> dict[str, Any]:
+        shape = [self._needed_block_size()]
+        fields = [
+            {"name": "x", "dtype": "int64", "shape": shape, "role": "input"},
+            {"name": "y", "dtype": "int64", "shape": shape, "role": "target"},
+        ]
+        return self._base_meta(
+            fields,
+            vocab_size=self.vocab_size,
+            split_info={s: {"tokens": len(t), "fingerprint": _fingerprint(t)} for s, t in self.tokens.items()},
+        )
+
+    def sample_batch(self, split: str, rng: torch.Generator) -> Mapping[str, torch.Tensor]:
+        x, y = next_span(self.tokens[split], self.batch_size, self._needed_block_size(), rng)
+        return {"x": x, "y": y}
+
+
+class MLMProvider(_OverArrays):
+    """Random spans with 15 % of the tokens to guess: input_ids, attention_mask, labels."""
+
+    training_type = "MLM"
+
+    def __init__(
+        self, *args: Any, tokens: Mapping[str, np.ndarray], vocab_size: int, mask_token_id: int, pad_token_id: int | None = None,
+        special_ids: Sequence[int] = (), probability: float = 0.15, **more: Any,
+    ) -> None:  # fmt: skip
+        """`special_ids`: tokens that are never masked; `pad_token_id` is one of them, and has no attention."""
+        super().__init__(*args, **more)
+        if not 0 < probability < 1:
+            raise ConfigError(f"MLMProvider: probability is {probability!r}, expected a share between 0 and 1")
+        self.tokens, self.vocab_size, self.mask_token_id, self.pad_token_id = (
+            tokens,
+            vocab_size,
+            mask_token_id,
+            pad_token_id,
+        )
+        self.special_ids = (*special_ids, *(() if pad_token_id is None else (pad_token_id,)))
+        self.probability = probability
+
+    def build_meta(self) -> dict[str, Any]:
+        shape = [self._needed_block_size()]
+        fields = [
+            {"name": "input_ids", "dtype": "int64", "shape": shape, "role": "input"},
+            {"name": "attention_mask", "dtype": "int8", "shape": shape, "role": "mask"},
+            {"name": "labels", "dtype": "int64", "shape": shape, "role": "target"},
+        ]
+        return self._base_meta(
+            fields, vocab_size=self.vocab_size, mask_token_id=self.mask_token_id, pad_token_id=self.pad_token_id,
+            mask_probability=self.probability, split_info={s: {"tokens": len(t), "fingerprint": _fingerprint(t)} for s, t in self.tokens.items()},
+        )  # fmt: skip
+
+    def sample_batch(self, split: str, rng: torch.Generator) -> Mapping[str, torch.Tensor]:
+        import torch
+
+        ids, _ = next_span(self.tokens[split], self.batch_size, self._needed_block_size(), rng)
+        protected = torch.isin(ids, torch.tensor(self.special_ids, dtype=torch.int64))
+        inputs, labels = mask_tokens(
+            ids,
+            rng,
+            mask_id=self.mask_token_id,
+            vocab_size=self.vocab_size,
+            probability=self.probability,
+            protected=protected,
+        )
+        attended = torch.ones_like(ids) if self.pad_token_id is None else (ids != self.pad_token_id)
+        return {"input_ids": inputs, "attention_mask": attended.to(torch.int8), "labels": labels}
+
+
+class ClassificationProvider(_OverArrays):
+    """Labelled sequences, every class equally often: one label a sample, or one a token."""
+
+    def __init__(
+        self, *args: Any, examples: Mapping[str, tuple[np.ndarray, np.ndarray]], classes: int, vocab_size: int | None = None,
+        pad_token_id: int = 0, label_map: Mapping[str, int] | None = None, **more: Any,
+    ) -> None:  # fmt: skip
+        """`examples`: for each split (ids [n, block_size], labels [n] or [n, block_size]). Labels of −100 teach nothing."""
+        super().__init__(*args, **more)
+        shapes = {labels.ndim for _, labels in examples.values()}
+        if len(shapes) != 1 or shapes - {1, 2}:
+            raise ConfigError(
+                "ClassificationProvider: labels have one number a sample or one a token, the same in all splits"
+            )
+        self.training_type = "CLASSIFICATION" if shapes == {1} else "TOKEN_CLASSIFICATION"
+        for split, (ids, labels) in examples.items():
+            if (
+                ids.ndim != 2
+                or len(ids) != len(labels)
+                or not len(ids)
+                or (labels.ndim == 2 and labels.shape != ids.shape)
+            ):
+                raise ConfigError(
+                    f"ClassificationProvider: {split} has ids {list(ids.shape)} and labels {list(labels.shape)}, which do not fit"
+                )
+            if labels.max() >= classes or ((labels < 0) & (labels != IGNORED)).any():
+                raise ConfigError(
+                    f"ClassificationProvider: {split} has labels from {labels.min()} to {labels.max()}; there are {classes} classes"
+                )
+        self.examples, self.classes, self.vocab_size = examples, classes, vocab_size
+        self.pad_token_id, self.label_map = pad_token_id, dict(label_map or {})
+        # A sequence with a label for each token is balanced by its rarest class: that is what it is chosen for.
+        self._strata = {split: _strata(labels) for split, (_, labels) in examples.items()}
+
+    def build_meta(self) -> dict[str, Any]:
+        length = next(iter(self.examples.values()))[0].shape[1]
+        if self.block_size not in (None, length):
+            raise ConfigError(
+                f"ClassificationProvider: block_size is {self.block_size}, the sequences have {length} tokens"
+            )
+        per_token = self.training_type == "TOKEN_CLASSIFICATION"
+        fields = [
+            {"name": "input_ids", "dtype": "int64", "shape": [length], "role": "input"},
+            {"name": "attention_mask", "dtype": "int8", "shape": [length], "role": "mask"},
+            {"name": "labels", "dtype": "int64", "shape": [length] if per_token else [], "role": "target"},
+        ]
+        sizes = {} if self.vocab_size is None else {"vocab_size": self.vocab_size}
+        return self._base_meta(
+            fields, **sizes, block_size=length, target_size=self.target_size or self.classes, pad_token_id=self.pad_token_id, label_map=self.label_map,
+            split_info={
+                split: {"samples": len(ids), "fingerprint": _fingerprint(ids, labels)} for split, (ids, labels) in self.examples.items()
+            },
+        )  # fmt: skip
+
+    def sample_batch(self, split: str, rng: torch.Generator) -> Mapping[str, Any]:
+        ids, labels = self.examples[split]
+        rows = stratified(self._strata[split], self.batch_size, rng)
+        chosen = ids[rows].astype(np.int64)
+        return {
+            "input_ids": chosen,
+            "attention_mask": (chosen != self.pad_token_id).astype(np.int8),
+            "labels": labels[rows].astype(np.int64),
+        }
+
+
+def _fingerprint(*arrays: np.ndarray) -> str:
+    """Part of the meta, so that a provider of other data cannot go on filling the same spool."""
+    return content_hash(*(np.ascontiguousarray(a) for a in arrays)).hex()
+
+
+def _strata(labels: np.ndarray) -> np.ndarray:
+    if labels.ndim == 1:
+        return labels
+    classes, counts = np.unique(labels[labels != IGNORED], return_counts=True)
+    rarest_first = classes[np.argsort(counts, kind="stable")]
+    strata = np.full(len(labels), IGNORED, np.int64)
+    for name in rarest_first[::-1]:
+        strata[(labels == name).any(axis=1)] = name
+    return strata

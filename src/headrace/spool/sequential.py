@@ -1,0 +1,191 @@
+"""A producer whose next file depends on all before it.
+
+    class Pipeline(SequentialProvider):
+        def build_meta(self): …
+        def start_from(self, split, part, cursor): stand where `cursor` says; None: at the beginning
+        def next_batch(self, split, part): the next rows, or None at the end
+        def cursor(self, split, part): where it stands now, as JSON
+
+Each file's header holds the cursor after it. A provider that was killed goes on from the newest file, and a file that went
+bad is made again from the one before it; both give the file that an undisturbed producer would have made. The janitor
+keeps one file below the commit point for this.
+
+One producer makes one file after the other. For more speed the spool has parts: part q of P holds the samples g with
+g mod P = q, has its own files, and belongs to one provider at a time (a lock). A provider without `join` takes all parts;
+one that joins takes those that are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from headrace.errors import ConfigError, DataError, FileCorrupt
+from headrace.order import fingerprint_json
+from headrace.spool.batch_file import BatchFile, FileHeader, open_batch_file
+from headrace.spool.channel import Channel
+from headrace.spool.folder import HeldLock
+from headrace.spool.provider import DataProviderBase, RowBuffer
+
+__all__ = ["SequentialProvider"]
+
+
+class SequentialProvider(DataProviderBase):
+    """Makes the files of a spool one after the other, each from where the one before it ended."""
+
+    kind: ClassVar[str] = "sequential"
+
+    def __init__(self, *args: Any, parts: int = 1, take: int | None = None, **more: Any) -> None:
+        """As `DataProviderBase`. `parts`: how many producers the spool is laid out for. `take`: the most parts this provider takes."""
+        super().__init__(*args, **more)
+        if type(parts) is not int or not 1 <= parts <= 1000:
+            raise ConfigError(f"{type(self).__name__}: parts is {parts!r}, expected a whole number from 1 to 1000")
+        self._parts, self._most = parts, take
+        self._part_locks: dict[int, HeldLock] = {}
+        self._stands: dict[tuple[str, int], int] = {}
+        """The file each producer would make next."""
+        self._position: dict[tuple[str, int], tuple[int, str]] = {}
+        """Its first row, and the fingerprint of the cursor before it."""
+        self._last: dict[tuple[str, int], int] = {}
+        """The file after which nothing comes, where that is known."""
+
+    def start_from(self, split: str, part: int, cursor: Mapping[str, Any] | None) -> None:
+        """Stand where `cursor` says; at the beginning for None."""
+        raise NotImplementedError(f"{type(self).__name__} needs start_from(split, part, cursor)")
+
+    def next_batch(self, split: str, part: int) -> Mapping[str, Any] | None:
+        """The next rows of this part, as arrays or tensors by field; None at the end."""
+        raise NotImplementedError(f"{type(self).__name__} needs next_batch(split, part)")
+
+    def cursor(self, split: str, part: int) -> Mapping[str, Any]:
+        """Where this part stands, right after the rows last given."""
+        raise NotImplementedError(f"{type(self).__name__} needs cursor(split, part)")
+
+    # -------------------------------------------------------------------------------------------- parts
+
+    @property
+    def parts(self) -> int:
+        return self._parts
+
+    def channels(self, split: str) -> list[Channel]:
+        everything = super().channels(split)
+        return [c for c in everything if c.part in self._part_locks] if self._lock_parts else everything
+
+    _lock_parts = False
+
+    def open(self, splits: Sequence[str] = ("train",)) -> None:
+        super().open(splits)
+        most = self._most if self._most is not None else self.parts
+        for part in range(self.parts):
+            if len(self._part_locks) >= most:
+                break
+            held = HeldLock.take(self.folder.state / f"part-{part:03d}.lock", type(self).__name__)
+            if held is not None:
+                self._part_locks[part] = held
+        self._lock_parts = True
+        if not self._part_locks:
+            self.close()
+            raise ConfigError(
+                f"all {self.parts} parts of {self.data_dir} have a provider already. More providers need a spool laid out for more parts "
+                "(parts=, spool.parts)"
+            )
+
+    def close(self) -> None:
+        for lock in self._part_locks.values():
+            lock.release()
+        self._part_locks.clear()
+        self._lock_parts = False
+        super().close()
+
+    # --------------------------------------------------------------------------------------------- make
+
+    def run(self, splits: Sequence[str] = ("train",), *, max_files: int | None = None) -> int:
+        return super().run(splits, max_files=max_files)
+
+    def _wanted(self, split: str, part: int) -> range:
+        wanted = super()._wanted(split, part)
+        last = self._last.get((split, part))
+        return wanted if last is None else range(wanted.start, min(wanted.stop, last + 1))
+
+    def _missing(self, splits: Sequence[str]) -> list[tuple[int, Channel, int]]:
+        for split in splits:
+            for channel in self.channels(split):
+                if (split, channel.part) not in self._last:
+                    self._look_for_end(channel)
+        # Only the first missing file of a part can be made: the next one follows from it.
+        first: dict[tuple[str, int], tuple[int, Channel, int]] = {}
+        for entry in super()._missing(splits):
+            first.setdefault((entry[1].split, entry[1].part), entry)
+        return list(first.values())
+
+    def _look_for_end(self, channel: Channel) -> None:
+        """A producer that starts beside finished files learns from the newest one that nothing comes after it."""
+        present = channel.present() if (channel.split, channel.part) not in self._stands else []
+        if present:
+            file = self._readable(channel, present[-1])
+            if file is not None and file.header.last:
+                self._last[channel.split, channel.part] = file.header.seq
+
+    def _complete(self, splits: Sequence[str]) -> bool:
+        return all(
+            (split, c.part) in self._last for split in splits for c in self.channels(split)
+        ) and not self._missing(splits)
+
+    def _content(self, channel: Channel, seq: int) -> tuple[FileHeader, dict[str, np.ndarray]]:
+        split, part = channel.split, channel.part
+        first, before = self._stand_at(channel, seq)
+        rows = RowBuffer(self.schema, self.rows_per_file)
+        self._stands.pop((split, part), None)  # unknown until the file is whole
+        ended = False
+        while len(rows) < self.rows_per_file:
+            batch = self.next_batch(split, part)
+            if batch is None:
+                ended = True
+                break
+            rows.add(batch)
+        cursor = dict(self.cursor(split, part))
+        if ended:
+            self._last[split, part] = seq
+        header = FileHeader(
+            split=split, seq=seq, schema=self.schema, rows=len(rows), first=first, batch_size=self.batch_size, job=self.job,
+            part=part, parts=self.parts_of(split), last=ended, cursor={"cursor": cursor, "end": first + len(rows)}, follows=before,
+        )  # fmt: skip
+        self._stands[split, part] = seq + 1
+        self._position[split, part] = (first + len(rows), fingerprint_json(cursor))
+        return header, rows.arrays()
+
+    def _stand_at(self, channel: Channel, seq: int) -> tuple[int, str]:
+        """Let the producer stand right before file `seq`; its first row, and the fingerprint of where that is."""
+        place = (channel.split, channel.part)
+        if self._stands.get(place) == seq:
+            return self._position[place]
+        if seq == 0:
+            self.start_from(channel.split, channel.part, None)
+            return 0, ""
+        file = self._readable(channel, seq - 1)
+        if file is None and seq - 1 >= channel.commit_point():
+            # Nobody has read it yet, or it went bad after it was made: it follows from the one before it.
+            channel.set_aside(seq - 1, "its header could not be read by the provider")
+            channel.clear_verdict(seq - 1)
+            self._publish(channel, seq - 1)
+            return self._stand_at(channel, seq)
+        if file is None or file.header.cursor is None:
+            raise DataError(
+                f"{self.data_dir}: file {seq} of {channel} cannot be made, because the one before it, which says where to begin, is gone or "
+                "damaged. Restore it, or start over with force_regenerate=True (--force_regenerate)"
+            )
+        saved = file.header.cursor
+        self.start_from(channel.split, channel.part, saved["cursor"])
+        return int(saved["end"]), fingerprint_json(saved["cursor"])
+
+    def _readable(self, channel: Channel, seq: int) -> BatchFile | None:
+        path = channel.find(seq)
+        if path is None:
+            return None
+        try:
+            file = open_batch_file(path)
+        except FileCorrupt:
+            return None
+        return file if file.header.job == self.job and file.header.seq == seq else None

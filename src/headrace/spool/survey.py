@@ -1,0 +1,194 @@
+"""What is in a spool? For people, for CI, and for whoever looks after the disk.
+
+list_files(path)      every file with its rows, size and verdict
+describe(path)        sequence, gaps, backlog, commit point, who is at work
+verify(path)          every byte checked; what is wrong, by file
+quarantined(path)     what was set aside, and why
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError, FileCorrupt
+from headrace.order import fingerprint_json
+from headrace.spool.batch_file import BatchFile, open_batch_file
+from headrace.spool.channel import Channel
+from headrace.spool.folder import SpoolFolder, lock_holder
+from headrace.spool.meta import read_meta
+from headrace.spool.provider import CIRCULAR_SPLITS
+
+__all__ = ["Finding", "ListedFile", "describe", "list_files", "quarantined", "verify"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedFile:
+    """One file of the queue."""
+
+    split: str
+    part: int
+    seq: int
+    name: str
+    bytes: int
+    rows: int | None
+    """None where the header cannot be read."""
+    first: int | None
+    verdict: str
+    """good, bad, or none yet."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong."""
+
+    split: str
+    part: int
+    seq: int | None
+    problem: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _channels(path: Path) -> Iterator[Channel]:
+    meta = read_meta(path)
+    ours = meta.get("headrace")
+    folder = SpoolFolder(path)
+    queue = path / "queue"
+    if not queue.is_dir():
+        raise ConfigError(f"{path} has no queue/: give the folder of a spool, the one with meta.json in it")
+    for split in sorted(os.listdir(queue)):
+        parts = 1 if ours is None or split in CIRCULAR_SPLITS else int(ours["parts"])
+        for part in range(parts):
+            try:
+                yield Channel(
+                    folder, split, part, parts, suffix=f".{ours['format']}" if ours else ".pt", foreign=ours is None
+                )
+            except ValueError as error:
+                raise ConfigError(f"{queue / split} does not belong into a spool: {error}") from error
+
+
+def list_files(path: Path) -> list[ListedFile]:
+    """Every file of the queue, in order. Reads headers, not rows."""
+    found = []
+    for channel in _channels(path):
+        for seq in channel.present():
+            file = channel.find(seq)
+            if file is None:
+                continue
+            rows = first = None
+            with contextlib.suppress(FileCorrupt):
+                header = open_batch_file(file, split=channel.split, seq=seq).header
+                rows, first = header.rows, header.first
+            verdict = channel.verdict(seq)
+            word = "none yet" if verdict is None else "good" if verdict.good else "bad"
+            with contextlib.suppress(FileNotFoundError):
+                found.append(
+                    ListedFile(
+                        split=channel.split, part=channel.part, seq=seq, name=file.name, bytes=file.lstat().st_size, rows=rows, first=first, verdict=word,
+                    )
+                )  # fmt: skip
+    return found
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Where a spool stands."""
+    meta = read_meta(path)
+    folder = SpoolFolder(path)
+    points, read = folder.commit_points(), folder.read_positions()
+    splits: dict[str, Any] = {}
+    for channel in _channels(path):
+        present = channel.present()
+        circular = channel.split in CIRCULAR_SPLITS
+        commit = 0 if circular else channel.commit_point()
+        positions = [
+            v["done"][channel.split][channel.part] for v in read if channel.part < len(v["done"].get(channel.split, ()))
+        ]
+        position = max(commit, min(positions, default=0))
+        top = max(present, default=commit - 1)
+        there = set(present)
+        size = 0
+        for seq in present:
+            file = channel.find(seq)
+            with contextlib.suppress(OSError):
+                size += file.lstat().st_size if file is not None else 0
+        splits.setdefault(channel.split, []).append(
+            {
+                "part": channel.part, "files": len(present), "bytes": size, "first": min(present, default=None), "last": max(present, default=None),
+                "gaps": [seq for seq in range(position, top + 1) if seq not in there][:1000], "commit": commit, "read": position,
+                "backlog": sum(1 for seq in present if seq >= position), "retained": sum(1 for seq in present if commit <= seq < position),
+                "quarantined": len(channel.quarantined()),
+            }
+        )  # fmt: skip
+    locks = {}
+    with contextlib.suppress(FileNotFoundError):
+        for name in sorted(os.listdir(folder.state)):
+            holder = lock_holder(folder.state / name) if name.endswith(".lock") else None
+            if holder:
+                locks[name.removesuffix(".lock")] = holder
+    ours = meta.get("headrace", {})
+    return {
+        "path": str(path), "dataset_name": meta["dataset_name"], "training_type": meta["training_type"], "batch_size": meta["batch_size"],
+        "job": ours.get("job"), "kind": ours.get("kind", "document"), "parts": ours.get("parts", 1), "samples_committed": {s: p["g"] for s, p in points.items()},
+        "splits": splits, "at_work": locks,
+    }  # fmt: skip
+
+
+def verify(path: Path) -> tuple[int, list[Finding]]:
+    """How many files were checked, byte by byte, and everything that is wrong with them."""
+    meta = read_meta(path)
+    ours = meta.get("headrace")
+    checked, findings = 0, []
+    for channel in _channels(path):
+        before: BatchFile | None = None
+        for seq in channel.present():
+            file = channel.find(seq)
+            if file is None:
+                continue
+            checked += 1
+            try:
+                opened = open_batch_file(file, split=channel.split, seq=seq)
+                opened.check()
+                problem = _disagreement(opened, before, channel, seq, ours["job"] if ours else None)
+                before = opened
+            except FileCorrupt as error:
+                problem, before = str(error), None
+            if problem:
+                findings.append(Finding(split=channel.split, part=channel.part, seq=seq, problem=problem))
+    for split, parts in describe(path)["splits"].items():
+        findings += [
+            Finding(
+                split=split, part=entry["part"], seq=seq, problem=f"file {seq} is missing between files that are there"
+            )
+            for entry in parts
+            for seq in entry["gaps"]
+        ]
+    return checked, findings
+
+
+def _disagreement(file: BatchFile, before: BatchFile | None, channel: Channel, seq: int, job: str | None) -> str:
+    header = file.header
+    if (header.split, header.part, header.seq) != (channel.split, channel.part, seq):
+        return f"{file.path} says it is file {header.seq} of {header.split} part {header.part}"
+    if job is not None and header.job != job:
+        return f"{file.path} was made for job {header.job}, the spool is {job}"
+    if before is None or before.header.seq != seq - 1 or channel.foreign:
+        return ""
+    if header.first != before.header.first + before.header.rows:
+        return f"{file.path} begins at row {header.first:,}, the file before it ends at {before.header.first + before.header.rows:,}"
+    if before.header.cursor is not None and header.follows != fingerprint_json(before.header.cursor["cursor"]):
+        return f"{file.path} does not follow from the file before it: its producer stood elsewhere"
+    return ""
+
+
+def quarantined(path: Path) -> list[dict[str, str]]:
+    """What was set aside, with the reasons."""
+    return [entry for channel in _channels(path) for entry in channel.quarantined()]

@@ -1,0 +1,71 @@
+"""A run over a spool that is killed leaves no provider behind, and goes on to the model of the run nobody touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+[run]
+seed = 3
+steps = 40
+checkpoint_every = 4
+log_every = 2
+[[source]]
+spec = "sample:prose"
+[text]
+seq_len = 64
+[loader]
+global_batch_size = 12
+lanes = 12
+[spool]
+batches_per_file = 3
+max_backlog_files = 2
+[train]
+model = "gpt-tiny"
+threads = 1
+"""
+
+
+def until(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(os.environ.get("HEADRACE_FAULTS", "long") != "long", reason="three whole runs: for the long sweep")
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see whether a process is gone")
+@pytest.mark.timeout(300)
+def test_a_killed_run_takes_its_provider_along_and_resumes_to_the_same_model(headrace, tmp_path):
+    (tmp_path / "run.toml").write_text(CONFIG)
+    alone = headrace("run", "run.toml", "--run.dir", "A", "--format", "json", cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    words = [sys.executable, "-m", "headrace", "run", "run.toml", "--run.dir", "B", "--spool.enabled", "true"]
+    env = os.environ | {"NO_COLOR": "1"}
+    run = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    until(lambda: list((tmp_path / "B" / "checkpoints").glob("step-*")) or run.poll() is not None)
+    run.send_signal(signal.SIGKILL)
+    said, _ = run.communicate(timeout=30)
+    provider = int(re.search(r"a provider fills .* .process (\d+)", said)[1])
+    until(lambda: not alive(provider), 20)
+    resumed = headrace("run", "--resume", "B", "--format", "json", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    one, two = json.loads(alone.stdout), json.loads(resumed.stdout)
+    assert (one["digest"], one["model_sha256"]) == (two["digest"], two["model_sha256"])
+    assert len(list((tmp_path / "B" / "spool" / "queue" / "train").iterdir())) < 10

@@ -1,0 +1,163 @@
+"""A run with a spool is the run without one: the same digests, the same model, whoever makes the batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from headrace.errors import ConfigError, WorkerDied
+from headrace.jobs.config_layers import load_config
+from headrace.jobs.spooled import SpoolData, SpoolLoader, TextProvider
+from headrace.jobs.wiring import Job
+
+CONFIG = """
+[run]
+seed = 3
+steps = {steps}
+checkpoint_every = 4
+[[source]]
+spec = "sample:prose"
+weight = 0.7
+[[source]]
+spec = "sample:code"
+weight = 0.3
+[text]
+seq_len = 64
+[loader]
+global_batch_size = 12
+lanes = 12
+[spool]
+batches_per_file = 3
+max_backlog_files = 2
+[train]
+model = "gpt-tiny"
+threads = 1
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "run.toml").write_text(CONFIG.format(steps=12))
+    return lambda *more: load_config(
+        tmp_path / "run.toml", ("--run.dir", str(tmp_path / "run"), "--spool.dir", str(tmp_path / "spool"), *more)
+    )
+
+
+def until(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_batches_out_of_a_spool_are_the_loader_s_own_for_any_parts_and_ranks(config, tmp_path, parts):
+    checked = config("--spool.parts", str(parts), "--spool.max_backlog_files", "5", "--text.segment_ids", "true")
+    job = Job(checked)
+    data = job.dataset()
+    # Providers come and go: every file may be made by another one, from the cursor in the file before it.
+    for _ in range(3):
+        TextProvider(job, data, sleep_seconds=0.001).run(max_files=parts)
+    straight = job.loader(data, dp_rank=0, dp_world_size=1, copy=True)
+    expected = [(next(straight), straight.step_digest, straight.drain_metrics()) for _ in range(9)]
+    straight.close()
+    spool = SpoolData.open(checked, tmp_path, deadline=10)
+    assert (spool.names, spool.vocab_size, spool.seq_len) == (tuple(data.names), data.vocab_size, 64)
+    assert spool.mean_weights(5) == pytest.approx(data.mean_weights(5))
+    state = None
+    for world, steps in ((2, range(0, 4)), (3, range(4, 7)), (1, range(7, 9))):
+        ranks = [SpoolLoader(checked, spool, tmp_path, rank=r, world_size=world) for r in range(world)]
+        for rank in ranks:
+            if state is not None:
+                rank.load_state_dict(state)
+        with ThreadPoolExecutor(world) as threads:
+            for step in steps:
+                shares = list(threads.map(next, ranks))
+                whole, digest, metrics = expected[step]
+                order = np.argsort(np.concatenate([s["sample_index"].numpy() for s in shares]))
+                for name in ("sample_index", "input_ids", "labels", "position_ids", "row_count", "segment_ids"):
+                    got = np.concatenate([s[name].numpy() for s in shares])[order]
+                    assert got.dtype == np.int64
+                    assert np.array_equal(got, whole[name].numpy()), name
+                if world == 1:
+                    assert np.array_equal(shares[0]["cu_seqlens"].numpy(), whole["cu_seqlens"].numpy())
+                    assert shares[0]["max_seqlen"] == whole["max_seqlen"]
+                assert f"{sum(int(r.step_digest, 16) for r in ranks) % (1 << 128):032x}" == digest
+                counted: dict = {}
+                for rank in ranks:
+                    for key, value in rank.drain_metrics().items():
+                        counted[key] = counted.get(key, 0) + value
+                assert counted == {k: v for k, v in metrics.items() if k.startswith("data/")}
+        state = ranks[0].state_dict()
+        for rank in ranks:
+            rank.close()
+
+
+def test_a_spool_of_other_batches_is_refused(config, tmp_path):
+    checked = config()
+    TextProvider(Job(checked), Job(checked).dataset()).run(max_files=1)
+    with pytest.raises(ConfigError, match="was made for other batches than this config describes"):
+        SpoolData.open(config("--text.seq_len", "32"), tmp_path, deadline=5)
+    SpoolData.open(config("--train.lr", "1e-4", "--run.steps", "50"), tmp_path, deadline=5)
+    other = config("--run.seed", "4")
+    with pytest.raises(ConfigError, match=r"was made for something else \(.*seed is 3, now 4"):
+        TextProvider(Job(other), Job(other).dataset()).run(max_files=1)
+
+
+def test_settings_of_a_spool_that_cannot_be_are_refused(config):
+    with pytest.raises(
+        ConfigError, match=r"spool.parts = 5 must divide loader.lanes = 12 and loader.global_batch_size = 12"
+    ):
+        config("--spool.parts", "5")
+    with pytest.raises(ConfigError, match="which a spool has done already"):
+        config("--run.skip", "2:3")
+    assert config().hash == config("--spool.enabled", "false").hash
+
+
+def test_two_terminals_give_the_run_of_one(headrace, tmp_path):
+    (tmp_path / "run.toml").write_text(CONFIG.format(steps=8))
+    alone = headrace("run", "run.toml", "--run.dir", "A", "--format", "json", cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    provider = subprocess.Popen(
+        [sys.executable, "-m", "headrace", "provide", "run.toml", "--spool.dir", "S"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"NO_COLOR": "1"},
+    )  # fmt: skip
+    try:
+        until(lambda: (tmp_path / "S" / "meta.json").exists() or provider.poll() is not None)
+        spooled = headrace("run", "run.toml", "--run.dir", "B", "--spool.dir", "S", "--format", "json", cwd=tmp_path)
+        assert spooled.returncode == 0, spooled.stderr
+        provider.send_signal(signal.SIGINT)
+        said, _ = provider.communicate(timeout=60)
+    finally:
+        provider.kill()
+        provider.wait()
+    assert provider.returncode == 0, said
+    assert "train 0: published" in said
+    one, two = json.loads(alone.stdout), json.loads(spooled.stdout)
+    assert {k: one[k] for k in ("digest", "model_sha256", "tokens", "mix", "documents")} == {
+        k: two[k] for k in ("digest", "model_sha256", "tokens", "mix", "documents")
+    }
+    shown = headrace("spool", "verify", "S", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stdout
+
+
+def test_a_run_whose_own_provider_dies_says_so_and_can_be_resumed(config, tmp_path):
+    from headrace.jobs.spooled import OwnProvider
+
+    checked = config()
+    (tmp_path / "run").mkdir()
+    own = OwnProvider(checked, tmp_path, tmp_path / "run" / "provide.log")
+    with own:
+        SpoolData.open(checked, tmp_path, deadline=60, check=own.check)
+        own._child.kill()
+        own._child.wait()
+        with pytest.raises(WorkerDied, match=r"the provider of the spool .* was killed by signal 9.*can be resumed"):
+            own.check()

@@ -1,0 +1,127 @@
+"""Folders of the document's own making: legacy files at the root, and queues filled by its provider."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from headrace.errors import ConfigError, DataError, DeadlineExceeded, FileCorrupt
+
+SCHEMA = [
+    {"name": "x", "dtype": "int64", "shape": [2], "role": "input"},
+    {"name": "y", "dtype": "int64", "shape": [2], "role": "target"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    meta = {
+        "dataset_name": "old",
+        "training_type": "LM",
+        "vocab_size": 9,
+        "batch_size": 4,
+        "split_info": {},
+        "batch_schema": SCHEMA,
+    }
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return tmp_path
+
+
+def rows(first, count):
+    x = torch.arange(first, first + count).repeat(2, 1).T.contiguous()
+    return {"x": x, "y": x + 1}
+
+
+def queue_file(folder, stamp, seq, first, count=8):
+    (folder / "queue" / "train").mkdir(parents=True, exist_ok=True)
+    meta = {
+        "batch_size": 4,
+        "num_batches": count // 4,
+        "file_idx": seq,
+        "split": "train",
+        "produced_at": 0.5,
+        "schema": SCHEMA,
+    }
+    torch.save(
+        {"metadata": meta, "tensors": rows(first, count)},
+        folder / "queue" / "train" / f"{stamp}-{seq:06d}-{count // 4}.pt",
+    )
+
+
+def test_legacy_files_are_read_in_numeric_order_in_a_circle_and_filled_by_repeating(folder, consumer):
+    for number, first, count in ((10, 100, 4), (9, 0, 6)):
+        torch.save(rows(first, count), folder / f"train_batches_{number}.pt")
+    reader = consumer(folder)
+    got = [reader.get_batch("train", "cpu")[0][:, 0].tolist() for _ in range(5)]
+    assert got == [[0, 1, 2, 3], [4, 5, 4, 5], [100, 101, 102, 103], [0, 1, 2, 3], [4, 5, 4, 5]]
+    assert len(list(folder.glob("*.pt"))) == 2, "never deleted"
+    assert [f.name for f in reader.schema("train")] == ["x", "y"]
+
+
+def test_legacy_reading_resumes_anywhere_on_any_number_of_ranks(folder, consumer):
+    for number in range(3):
+        torch.save(rows(100 * number, 6), folder / f"train_batches_{number:04d}.pt")
+    straight = consumer(folder)
+    expected = [straight.get_batch("train")[0] for _ in range(12)]
+    reader = consumer(folder)
+    for step in range(12):
+        state = reader.state_dict()
+        world = (1, 2, 4)[step % 3]
+        ranks = [consumer(folder, ack="commit", dp_rank=r, dp_world_size=world) for r in range(world)]
+        for rank in ranks:
+            rank.load_state_dict(state)
+        assert torch.equal(torch.stack([r.get_batch("train")[0] for r in ranks], 1).flatten(0, 1), expected[step])
+        reader.get_batch("train")
+
+
+def test_prefer_queue_decides_where_both_are(folder, consumer):
+    torch.save(rows(0, 4), folder / "train_batches_0.pt")
+    queue_file(folder, 1, 0, 50)
+    assert consumer(folder, prefer_queue=False).get_batch("train")[0][0, 0] == 0
+    assert consumer(folder).get_batch("train")[0][0, 0] == 50
+
+
+def test_a_queue_filled_by_the_document_s_provider_is_read_by_number_not_by_clock(folder, consumer):
+    for stamp, seq in ((900, 0), (100, 1), (500, 2)):
+        queue_file(folder, stamp, seq, 10 * seq)
+    reader = consumer(folder)
+    got = [reader.get_batch("train")[0][0, 0].item() for _ in range(6)]
+    assert got == [0, 4, 10, 14, 20, 24]
+    assert reader._ahead.drain(10)
+    assert not list((folder / "queue" / "train").iterdir()), "deletion is what its backpressure counts"
+
+
+def test_a_provider_that_counts_from_the_beginning_again_is_found_out(folder, consumer):
+    queue_file(folder, 1, 0, 0)
+    reader = consumer(folder, deadline=5)
+    reader.get_batch("train")
+    reader.get_batch("train")
+    assert reader._ahead.drain(10)
+    queue_file(folder, 2, 0, 0)
+    with pytest.raises(
+        DataError, match="holds file 0 while 1 comes next: its provider restarted and counts from the beginning again"
+    ):
+        reader.get_batch("train")
+
+
+def test_a_flipped_bit_in_a_foreign_pt_is_found_by_the_archive_s_own_sums(folder, consumer):
+    queue_file(folder, 1, 0, 7)
+    (path,) = (folder / "queue" / "train").iterdir()
+    raw = bytearray(path.read_bytes())
+    raw[raw.find((7).to_bytes(8, "little"))] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(DeadlineExceeded, match=r"spool.remake.*fails its checksum"):
+        consumer(folder, deadline=0.3).get_batch("train")
+
+
+def test_a_legacy_file_without_x_and_y_or_with_another_shape_is_named(folder, consumer):
+    torch.save({"x": torch.zeros(4, 2)}, folder / "train_batches_0.pt")
+    with pytest.raises(FileCorrupt, match=r"train_batches_0.pt is not a legacy batch file with x and y"):
+        consumer(folder).get_batch("train")
+    torch.save({"x": torch.zeros(4, 2), "y": torch.zeros(3, 2)}, folder / "train_batches_0.pt")
+    with pytest.raises(DataError, match="has 4 rows of x and 3 of y"):
+        consumer(folder).get_batch("train")
+    with pytest.raises(ConfigError, match="neither a queue nor files named val_batches_"):
+        consumer(folder).get_batch("val")
