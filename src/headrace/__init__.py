@@ -39,13 +39,10 @@ from headrace.errors import (
 
 if TYPE_CHECKING:
     from headrace import reduce, testing
-    from headrace.batch import LM_SCHEMA, Batch, Field, Schema
     from headrace.jobs.wiring import Job, load
     from headrace.loader import (
         Loader,
-        LoaderReport,
         MixChange,
-        Piece,
         PreparedDataset,
         PreparedLoader,
         TextDataset,
@@ -66,9 +63,8 @@ __version__ = "0.1.0"
 
 # Where each public name lives. Looked up when it is first used, so that importing the package stays light.
 _HOME = {
-    "Batch": "batch", "Field": "batch", "Schema": "batch", "LM_SCHEMA": "batch",
     "Job": "jobs.wiring", "load": "jobs.wiring",
-    "Loader": "loader", "LoaderReport": "loader", "MixChange": "loader", "Piece": "loader", "PreparedDataset": "loader", "PreparedLoader": "loader", "TextDataset": "loader", "merge_states": "loader",
+    "Loader": "loader", "MixChange": "loader", "PreparedDataset": "loader", "PreparedLoader": "loader", "TextDataset": "loader", "merge_states": "loader",
     "StreamMixingDataset": "loader.streams", "DataStatsCollector": "loader.data_stats", "extra_metrics": "loader.extra_metrics", "register_cells": "sources.cells",
     "TorchDataset": "loader.torch_adapters", "attach_to_trainer": "loader.torch_adapters",
     "MetricSpec": "metrics", "Reducer": "metrics", "Reduction": "metrics", "Wait": "metrics", "phase": "metrics",
@@ -79,8 +75,6 @@ _HOME = {
 }  # fmt: skip
 
 __all__ = [
-    "LM_SCHEMA",
-    "Batch",
     "ConfigError",
     "Cursor",
     "CursorMismatch",
@@ -92,20 +86,16 @@ __all__ = [
     "DeadlineExceeded",
     "Digest",
     "EndOfData",
-    "Field",
     "FileCorrupt",
     "HeadraceError",
     "Job",
     "Loader",
-    "LoaderReport",
     "MetricSpec",
     "MixChange",
-    "Piece",
     "PreparedDataset",
     "PreparedLoader",
     "Reducer",
     "Reduction",
-    "Schema",
     "Source",
     "StorageError",
     "StreamMixingDataset",
