@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from headrace.metrics import MetricSpec, Reducer, Reduction, Wait, phase
     from headrace.order import Cursor, Digest
     from headrace.sources import Source
-    from headrace.sources.cells import register_cells
     from headrace.train import global_token_mean
 
 __version__ = "0.1.0"
@@ -67,7 +66,7 @@ _HOME = {
     "Batch": "batch", "Field": "batch", "Schema": "batch", "LM_SCHEMA": "batch",
     "Job": "jobs.wiring", "load": "jobs.wiring",
     "Loader": "loader", "LoaderReport": "loader", "MixChange": "loader", "Piece": "loader", "PreparedDataset": "loader", "PreparedLoader": "loader", "TextDataset": "loader", "merge_states": "loader",
-    "StreamMixingDataset": "loader.streams", "DataStatsCollector": "loader.data_stats", "extra_metrics": "loader.extra_metrics", "register_cells": "sources.cells",
+    "StreamMixingDataset": "loader.streams", "DataStatsCollector": "loader.data_stats", "extra_metrics": "loader.extra_metrics",
     "TorchDataset": "loader.torch_adapters", "attach_to_trainer": "loader.torch_adapters",
     "MetricSpec": "metrics", "Reducer": "metrics", "Reduction": "metrics", "Wait": "metrics", "phase": "metrics",
     "Cursor": "order", "Digest": "order",
@@ -115,7 +114,6 @@ __all__ = [
     "load",
     "merge_states",
     "phase",
-    "register_cells",
     "testing",
 ]
 
