@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from headrace.metrics import MetricSpec, Reducer, Reduction, Wait, phase
     from headrace.order import Cursor, Digest
     from headrace.sources import Source
-    from headrace.sources.cells import register_cells
     from headrace.spool import DataProviderBase, DatasetConsumer
     from headrace.train import global_token_mean
 
@@ -65,7 +64,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Job": "jobs.wiring", "load": "jobs.wiring",
     "Loader": "loader", "MixChange": "loader", "PreparedDataset": "loader", "PreparedLoader": "loader", "TextDataset": "loader", "merge_states": "loader",
-    "StreamMixingDataset": "loader.streams", "DataStatsCollector": "loader.data_stats", "extra_metrics": "loader.extra_metrics", "register_cells": "sources.cells",
+    "StreamMixingDataset": "loader.streams", "DataStatsCollector": "loader.data_stats", "extra_metrics": "loader.extra_metrics",
     "TorchDataset": "loader.torch_adapters", "attach_to_trainer": "loader.torch_adapters",
     "MetricSpec": "metrics", "Reducer": "metrics", "Reduction": "metrics", "Wait": "metrics", "phase": "metrics",
     "Cursor": "order", "Digest": "order",
@@ -112,7 +111,6 @@ __all__ = [
     "merge_states",
     "phase",
     "reduce",
-    "register_cells",
     "testing",
 ]
 

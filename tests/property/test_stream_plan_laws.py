@@ -33,7 +33,7 @@ def tables(draw, max_streams: int = 12) -> StreamTable:
 def setups(draw, max_streams: int = 12, **fixed):
     table = draw(tables(max_streams))
     chosen = {
-        "slots": draw(st.integers(1, 20)),
+        "slots": draw(st.sampled_from([1, 2, 2, 3, 3, 4, 5, 20, 40])),
         "queue": draw(queues),
         "pick_mode": draw(modes),
         "seed": draw(seeds),
@@ -69,10 +69,10 @@ def test_an_epoch_holds_every_row_exactly_once(setup):
         plan.next_epoch()
 
 
-@given(setup=setups(), stops=st.lists(st.integers(1, 15), min_size=1, max_size=4))
+@given(setup=setups(), stops=st.lists(st.integers(1, 30), min_size=1, max_size=4))
 def test_stopping_anywhere_and_going_on_in_a_fresh_plan_gives_the_order_of_the_plan_that_never_stopped(setup, stops):
     table, chosen = setup
-    total = sum(stops) + 10
+    total = sum(stops) + 30
     straight = MixPlan(table, chosen)
     expected = draws_for(straight, total)
     plan, got = MixPlan(table, chosen), []

@@ -117,6 +117,11 @@ def run(
             if isinstance(folder.config, StreamsConfig):
                 from headrace.jobs.streams import run_streams
 
+                if full:
+                    raise ConfigError(
+                        "--full compares what a text run has read with its recorded hashes; a stream run compares the fingerprints of "
+                        "all its files at every start. Leave --full out"
+                    )
                 summary = run_streams(folder, watcher, accept=accept)
                 close = partial(closing_streams, console, summary)
             else:

@@ -15,6 +15,10 @@ report    what the loader did
 prepared  blocks from token shards: block i without the ones before it
 prepared_loader  batches of them; one integer of state
 schedule  which source sample g comes from (pure)
+streams          files of cells become mixed batches (StreamMixingDataset); imports torch, so only on request
+stream_metrics   what a pool's numbers tell, and how ranks combine them
+data_stats       how much of which modality was learned from
+extra_metrics    the one place where a trainer asks the data what it has to say
 torch_adapters   the same batches in torch's DataLoader and the Hugging Face Trainer; imports torch, so only on request
 """
 

@@ -17,6 +17,7 @@ processes. Imports torch, so only on request.
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -186,7 +187,7 @@ class StreamMixingDataset(IterableDataset):
         self._ended = False
         self._pass: _Pass | None = None
         self._processes: CellProcesses | None = None
-        self._reducers: dict[str, Reducer] = {}
+        self._reducers: dict[tuple[str, Any], Reducer] = {}
 
     # -------------------------------------------------------------------------------------------- iterating
 
@@ -294,7 +295,7 @@ class StreamMixingDataset(IterableDataset):
         """The modality of a reader: of NESTED its group, of DIRECT the name of the folder that its file lies in."""
         if self.layout == "nested":
             return self.stream_groups[r.stream_id]
-        return Path(r.path).resolve().parent.name
+        return os.path.basename(os.path.dirname(self.table.paths[r.stream_id]))  # noqa: PTH119, PTH120
 
     # -------------------------------------------------------------------------------------------- metrics
 
@@ -333,15 +334,16 @@ class StreamMixingDataset(IterableDataset):
                 f"aggregate_step_metrics was asked for {world_size} ranks and the process group has {joined}; call "
                 "torch.distributed.init_process_group first, and pass its world size"
             )
-        if collectives not in self._reducers:
-            self._reducers[collectives] = Reducer(
+        reducer = self._reducers.get((collectives, group))
+        if reducer is None:
+            reducer = self._reducers[collectives, group] = Reducer(
                 self.metric_specs(),
                 group,
                 deadline=deadline or self._deadline,
                 collectives=collectives,
                 meter=self._meter,
             )
-        return self._reducers[collectives].reduce(local)
+        return reducer.reduce(local)
 
     # ---------------------------------------------------------------------------------------------- state
 
@@ -411,7 +413,8 @@ class _Pass:
         )  # fmt: skip
         self._some_stream = next(s for s, n in enumerate(data.table.rows) if n)
         self._asked: deque[tuple[Draw, int, int]] = deque()
-        self._depth = (data._prefetch + 1) * max(data._num_workers, 1)
+        # Requests are small and few enough to fit into a pipe that nobody reads: asking never blocks.
+        self._depth = min((data._prefetch + 1) * max(data._num_workers, 1), 256)
         self._over = False
         self._fresh = True
         self._checked: set[int] = set()

@@ -10,6 +10,12 @@
     samples    a corpus for those who have none yet
     opened     open_source(source).read(chunk) -> texts
 
+Files of cells, which have columns instead of one text:
+
+    stream_files   which files there are, their rows and modalities
+    cells          what rows [a, b) of one are              parquet, arrow, npy, npz, jsonl, or a registered format
+    cell_readers   those of a pool kept open, the next opened ahead; or read by worker processes
+
 Nothing here knows an order: a plan takes the chunk table and decides what comes next.
 """
 

@@ -89,7 +89,8 @@ class CellReaders:
 
     def close(self) -> None:
         if self._opener is not None:
-            self._opener.shutdown(wait=True, cancel_futures=True)
+            with Wait("streams.close", meter=self._meter, deadline=self._deadline):  # for the file that is being opened
+                self._opener.shutdown(wait=True, cancel_futures=True)
             self._opener = None
         for future in self._coming.values():
             if future.done() and not future.cancelled() and future.exception() is None:
@@ -245,11 +246,12 @@ class CellProcesses:
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.close()
-        for process in self._processes:
-            process.join(1.0)
-            if process.is_alive():
-                process.kill()
+        with Wait("streams.close", meter=self._meter, deadline=3.0 * len(self._processes) + 1):
+            for process in self._processes:
                 process.join(1.0)
+                if process.is_alive():
+                    process.kill()
+                    process.join(1.0)
         self._pipes, self._processes = [], []
         self._asked.clear()
 

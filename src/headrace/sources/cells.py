@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import io
 import math
+import re
+import threading
 import zipfile
 import zlib
 from bisect import bisect_right
@@ -102,10 +104,11 @@ def open_cells(
         raise DataError(
             f"{path} ends in none of {', '.join(known)}. Rename it, or teach headrace its format with register_cells."
         )
-    if not (found[0] in _registered or found[0] in (readers or {})):
+    suffix = max(found, key=len)
+    if suffix not in _registered and suffix not in (readers or {}):
         with RawFile(path):  # refuses a FIFO, a device and a link before anything else touches it
             pass
-    opened = known[max(found, key=len)](path, columns)
+    opened = known[suffix](path, columns)
     if not (isinstance(opened.rows, int) and 0 <= opened.rows <= _MAX_ROWS):
         raise DataError(f"{path}: its reader says it has {opened.rows!r} rows. Mend the reader or the file.")
     return opened
@@ -131,18 +134,44 @@ def _within(path: Path, rows: int, start: int, stop: int) -> None:
 # --------------------------------------------------------------------------------------------------- numpy
 
 
+_NPY_HEADER = re.compile(
+    rb"\{'descr': '([<>|=][a-zA-Z]\d*)', 'fortran_order': (True|False), 'shape': \(((?:\d{1,19},? ?)*)\), \}\s*"
+)
+_parsing = threading.Lock()
+
+
+def _npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """(shape, is Fortran order, dtype, where the data begins) of a .npy; ValueError if it is none.
+
+    numpy's own parser goes through `ast`, which two threads may not do at once in Python 3.11: one of them gets a
+    SystemError. (A sweep of 900 resumes met it.) Plain dtypes are read here, structured ones by numpy under a lock.
+    """
+    if head[:6] != b"\x93NUMPY" or len(head) < 12:
+        raise ValueError(f"it begins with {head[:6]!r}")
+    wide = head[6] >= 2
+    length = int.from_bytes(head[8 : 12 if wide else 10], "little")
+    began = (12 if wide else 10) + length
+    plain = _NPY_HEADER.fullmatch(head[began - length : began])
+    if plain is not None:
+        shape = tuple(int(n) for n in plain[3].decode().replace(",", " ").split())
+        return shape, plain[2] == b"True", np.dtype(plain[1].decode()), began
+    stream = io.BytesIO(head)
+    version = np.lib.format.read_magic(stream)
+    if version not in ((1, 0), (2, 0), (3, 0)):
+        raise ValueError(f"version {version}")
+    with _parsing:
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(stream)
+    return shape, fortran, dtype, stream.tell()
+
+
 class _Array:
     """One array of a file that can be read in place: dtype, shape and where its bytes begin."""
 
     def __init__(self, path: Path, what: str, head: bytes, offset: int, limit: int) -> None:
-        stream = io.BytesIO(head)
         try:
-            version = np.lib.format.read_magic(stream)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            if version not in ((1, 0), (2, 0), (3, 0)):
-                raise ValueError(f"version {version}")
-            shape, fortran, dtype = read(stream)
-        except ValueError as error:
+            shape, fortran, dtype, began = _npy_header(head)
+        except (ValueError, TypeError) as error:
             raise Undecodable(path, f"{what} is no numpy array: {first_line(error)}") from error
         if dtype.hasobject:
             raise DataError(
@@ -155,11 +184,11 @@ class _Array:
             )
         self.dtype, self.shape = dtype, shape
         self.row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        self.offset = offset + stream.tell()
+        self.offset = offset + began
         self.nbytes = shape[0] * self.row_bytes
-        if self.nbytes > limit - stream.tell():
+        if self.nbytes > limit - began:
             raise Undecodable(
-                path, f"is cut short: {what} claims {self.nbytes:,} bytes, {max(limit - stream.tell(), 0):,} are there"
+                path, f"is cut short: {what} claims {self.nbytes:,} bytes, {max(limit - began, 0):,} are there"
             )
 
     def read(self, file: RawFile, start: int, stop: int) -> np.ndarray:

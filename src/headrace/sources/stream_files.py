@@ -145,7 +145,8 @@ def _below(
                 f"{what}: the folder name {modality!r} becomes a modality and part of metric keys; it may have letters, "
                 "digits, _ . and - only. Rename it."
             )
-        path = folder / entry.path
+        # Where links are allowed their targets are what is opened: the readers follow none.
+        path = (folder / entry.path).resolve() if allow_symlinks else folder / entry.path
         rows, fingerprint = kept.of(entry) or kept.count(entry, path, readers)
         files.append(
             StreamFile(

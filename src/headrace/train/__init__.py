@@ -1,7 +1,8 @@
-"""How a model learns from the batches: a reference trainer in plain torch, small enough to read.
+"""How a model learns from the batches: reference trainers in plain torch, small enough to read.
 
 gpt.py          what is trained: a GPT whose packed documents do not see each other
 lm.py           how it takes a step: global token mean, schedule, DDP, exact state
+cells.py        how a small model learns from cells of several modalities
 checkpoint.py   which state a run goes on from, whatever happened to the last one
 """
 

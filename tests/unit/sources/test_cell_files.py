@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,31 @@ def test_an_arrow_stream_and_dictionaries_are_read_too(tmp_path):
     assert rows == 4
     assert list(found["kind"]) == ["b", "t", "nk"]
     assert found["n"].tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(12, dtype=np.int16), np.zeros((3, 4, 5), ">f8"), np.array([True, False]), np.zeros((0, 7), np.float32),
+        np.zeros(4, dtype=[("a", "<f4"), ("b", "<i8", (2,))]), np.zeros((2, 0)), np.ones((5, 1), np.complex64),
+    ],
+)  # fmt: skip
+def test_arrays_of_any_plain_dtype_and_shape_are_read_as_numpy_reads_them(tmp_path, array):
+    np.save(tmp_path / "a.npy", array)
+    rows, found = read(tmp_path / "a.npy", 0, len(array))
+    assert rows == len(array)
+    for name in array.dtype.names or ("x",):
+        expected = array[name] if array.dtype.names else array
+        assert found[name].dtype == expected.dtype
+        assert np.array_equal(found[name], expected)
+
+
+def test_files_can_be_opened_by_many_threads_at_once(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros(4, dtype=[("a", "<f4"), ("b", "<i8")]))
+    np.save(tmp_path / "b.npy", np.zeros((4, 2)))
+    with ThreadPoolExecutor(8) as pool:
+        rows = list(pool.map(lambda i: read(tmp_path / f"{'ab'[i % 2]}.npy", 0, 4)[0], range(400)))
+    assert rows == [4] * 400
 
 
 def _pickled(path: Path) -> None:
@@ -226,6 +252,17 @@ def test_nested_takes_the_modality_from_the_folder_and_direct_from_the_roots_nam
     direct = list_streams([root / "rna", root / "atac"], layout="direct", cache=tmp_path / "c")
     assert [(f.name, f.rows, f.modality) for f in direct.files] == [(f.name, f.rows, f.modality) for f in nested.files]
     assert direct.fingerprint == nested.fingerprint
+
+
+def test_links_are_refused_unless_allowed_and_then_their_targets_are_read(tmp_path):
+    write_stream(tmp_path / "elsewhere" / "0.npy", 0, 4)
+    (tmp_path / "all" / "rna").mkdir(parents=True)
+    (tmp_path / "all" / "rna" / "0.npy").symlink_to(tmp_path / "elsewhere" / "0.npy")
+    with pytest.raises(DataError, match="is a symbolic link to"):
+        list_streams(tmp_path / "all", cache=tmp_path / "c")
+    (file,) = list_streams(tmp_path / "all", cache=tmp_path / "c", allow_symlinks=True).files
+    assert (file.name, file.modality, file.rows) == ("rna/0.npy", "rna", 4)
+    assert read(Path(file.path), 0, 4)[0] == 4
 
 
 def test_a_file_at_the_wrong_depth_is_refused_with_the_layout_that_would_fit(tmp_path):
