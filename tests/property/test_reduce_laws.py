@@ -122,7 +122,7 @@ def test_the_kernel_gives_the_bits_of_exact_fractions_rounded_once_a_step_for_f6
     assert chunk_gram(rows, threads=threads).tobytes() == fused_gram(rows).tobytes()
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     n_rows=st.integers(0, 120), chunk_size=st.integers(1, 17), n_ranks=st.integers(1, 5), data=st.data(),
 )  # fmt: skip
@@ -243,7 +243,7 @@ class Fleet(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-Fleet.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
+Fleet.TestCase.settings = settings(max_examples=25, stateful_step_count=25)
 test_no_crash_retry_or_re_deal_reaches_the_sum = Fleet.TestCase
 
 
