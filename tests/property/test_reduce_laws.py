@@ -142,6 +142,22 @@ def test_the_assembler_gives_out_the_partitions_chunks_however_batches_are_cut(n
     assert all((r == rows[a:b]).all() for (_, r), (a, b) in zip(given_out, own, strict=True))
 
 
+def test_any_number_of_ranks_and_threads_gives_one_sum():
+    rows = np.random.default_rng(6).standard_normal((1301, 9))
+    sums = set()
+    for n_ranks in (1, 2, 3, 7, 64):
+        for threads in (1, 2):
+            partition = CrossNodePartition(k=9, n_rows=1301, chunk_size=8, n_ranks=n_ranks)
+            workers = [NodeWorker(partition, rank=r, threads=threads) for r in range(n_ranks)]
+            reduction, rng = CrossNodeGramReduction(partition, window=3), np.random.default_rng(n_ranks)
+            while not reduction.complete:
+                worker = workers[rng.integers(n_ranks)]
+                if reduction.credit(worker.rank) > 0:
+                    assert reduction.receive(worker.compute(rows[slice(*worker.next_rows)])) is Receipt.TAKEN
+            sums.add(reduction.finish().tobytes())
+    assert len(sums) == 1
+
+
 class Fleet(RuleBasedStateMachine):
     """Ranks that die, retry and are re-dealt; a coordinator that dies; and one number that none of it may change."""
 

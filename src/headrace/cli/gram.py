@@ -143,11 +143,11 @@ def _closing(console: Console, summary: GramSummary) -> None:
     if summary.sha256:
         lines.append(("sha256", summary.sha256))
     if summary.seconds:
-        done = summary.n_rows * max(0.0, 1 - summary.resumed_at / max(summary.n_chunks, 1))
+        done = (summary.folded - summary.resumed_at) * summary.chunk_size
         lines.append(("speed", f"{short(done / summary.seconds)} rows/s over {summary.seconds:.1f} s"))
     if summary.replaced:
         lines.append(("workers", f"{summary.replaced} died and were replaced"))
     if summary.state == "stopped":
-        lines.append(("go on", "the same command"))
+        lines += [("folded", f"{summary.folded:,} of {summary.n_chunks:,} chunks"), ("go on", "the same command")]
     for name, text in lines:
         console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)

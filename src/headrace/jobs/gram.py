@@ -95,6 +95,8 @@ class GramSummary:
     engine: str = ""
     resumed_at: int = 0
     """Chunks that were folded already."""
+    folded: int = 0
+    """Chunks that are folded now."""
     duplicates: int = 0
     most_pending: int = 0
     replaced: int = 0
@@ -154,7 +156,8 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
         stopped = stack.enter_context(stop_on_signal())
         done = _finished(plan, partition, provenance)
         if done is not None and group is None:
-            summary.state, summary.sha256, summary.resumed_at = "complete", done.sha256, partition.n_chunks
+            summary.state, summary.sha256 = "complete", done.sha256
+            summary.resumed_at = summary.folded = partition.n_chunks
             return summary
         _claim(work, stack)
         files = CheckpointFiles(work, _COORDINATOR, report=watcher.notice)
@@ -174,6 +177,7 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
             reduction.most_pending,
             seen.replaced,
         )
+        summary.folded = reduction.frontier
         if not whole:
             summary.state, summary.signal = "stopped", stopped()
         else:
