@@ -72,6 +72,8 @@ class GramPlan:
             )
             if value is not None and not 1 <= value <= most
         ]  # fmt: skip
+        if not 0 <= self.save_every < 1e9 or not 0 < self.deadline < 1e9:
+            problems.append(f"--save-every and --deadline are seconds, got {self.save_every} and {self.deadline}")
         if self.engine is not None and self.engine not in ENGINES:
             problems.append(f"--engine must be one of {', '.join(ENGINES)}, got {self.engine!r}")
         if problems:
@@ -131,11 +133,16 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
             shift=_shift(plan.shift, shards.width),
         )
         data = shards.fingerprint()
-        workers = group.size if group is not None else plan.workers if plan.workers is not None else default_workers()
+        chunk = plan.chunk or default_chunk_size(columns.k)
+        if group is not None:
+            workers = group.size
+        else:  # more workers than there is to do would only start and end
+            units = -(-shards.n_rows // (chunk * plan.span))
+            workers = min(plan.workers or default_workers(), max(units, 1))
         partition = CrossNodePartition(
             k=columns.k,
             n_rows=shards.n_rows,
-            chunk_size=plan.chunk or default_chunk_size(columns.k),
+            chunk_size=chunk,
             n_ranks=workers,
             span=plan.span,
         )
