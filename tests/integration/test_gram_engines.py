@@ -1,4 +1,4 @@
-"""One sum, whoever computes it and whoever dies on the way. Real processes, sockets, gloo groups and actors."""
+"""One sum, whoever computes it and whoever dies on the way. Real processes, sockets and gloo groups (Ray: tests/faults)."""
 
 from __future__ import annotations
 
@@ -136,15 +136,3 @@ def test_a_gloo_group_gives_the_bits_of_one_process(rows, tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["sha256"] == expected
     assert json.loads(done.stdout)["engine"] == "torchrun"
-
-
-def test_ray_actors_give_the_bits_of_one_process(rows, tmp_path):
-    pytest.importorskip("ray")
-    folder, expected = rows
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace", "gram", str(folder), "--chunk", str(CHUNK), "--workers", "2", "--engine", "ray",
-         "--out", "g.safetensors", "--format", "json"],
-        cwd=tmp_path, env=ENV | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}, capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["sha256"] == expected

@@ -43,6 +43,7 @@ def gram(
     engine: Annotated[Literal["local", "torchrun", "ray"] | None, Parameter(help="Who works: processes here, ranks of torchrun, Ray actors.")] = None,
     window: Annotated[int, Parameter(help="Partials a worker may be ahead of the slowest.")] = 4,
     save_every: Annotated[float, Parameter(help="Seconds between two checkpoints.")] = 30.0,
+    deadline: Annotated[float, Parameter(help="Seconds without an answer of any worker after which it is an error.")] = 600.0,
     replace: Annotated[bool, Parameter(help="Overwrite a result of something else.", negative=())] = False,
     format: Annotated[Literal["text", "json"], Parameter(help="json: print the summary as one JSON object.")] = "text",
     quiet: Annotated[bool, Parameter(help="Print nothing but errors.", negative=())] = False,
@@ -65,7 +66,7 @@ def gram(
         raise ConfigError("name at least one shard: headrace gram acts/*.npy --out layer12.safetensors")
     plan = GramPlan(
         shards=shards, out=out, field=field, targets=targets, weights=weights, rows=rows, shift=shift, chunk=chunk, span=span,
-        workers=workers, threads=threads, engine=engine, window=window, save_every=save_every, replace=replace,
+        workers=workers, threads=threads, engine=engine, window=window, save_every=save_every, deadline=deadline, replace=replace,
     )  # fmt: skip
     talks = not quiet and format == "text"
     console = console_for()
@@ -143,11 +144,11 @@ def _closing(console: Console, summary: GramSummary) -> None:
     if summary.sha256:
         lines.append(("sha256", summary.sha256))
     if summary.seconds:
-        done = summary.n_rows * max(0.0, 1 - summary.resumed_at / max(summary.n_chunks, 1))
+        done = (summary.folded - summary.resumed_at) * summary.chunk_size
         lines.append(("speed", f"{short(done / summary.seconds)} rows/s over {summary.seconds:.1f} s"))
     if summary.replaced:
         lines.append(("workers", f"{summary.replaced} died and were replaced"))
     if summary.state == "stopped":
-        lines.append(("go on", "the same command"))
+        lines += [("folded", f"{summary.folded:,} of {summary.n_chunks:,} chunks"), ("go on", "the same command")]
     for name, text in lines:
         console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)

@@ -72,6 +72,8 @@ class GramPlan:
             )
             if value is not None and not 1 <= value <= most
         ]  # fmt: skip
+        if not 0 <= self.save_every < 1e9 or not 0 < self.deadline < 1e9:
+            problems.append(f"--save-every and --deadline are seconds, got {self.save_every} and {self.deadline}")
         if self.engine is not None and self.engine not in ENGINES:
             problems.append(f"--engine must be one of {', '.join(ENGINES)}, got {self.engine!r}")
         if problems:
@@ -95,6 +97,8 @@ class GramSummary:
     engine: str = ""
     resumed_at: int = 0
     """Chunks that were folded already."""
+    folded: int = 0
+    """Chunks that are folded now."""
     duplicates: int = 0
     most_pending: int = 0
     replaced: int = 0
@@ -129,11 +133,16 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
             shift=_shift(plan.shift, shards.width),
         )
         data = shards.fingerprint()
-        workers = group.size if group is not None else plan.workers if plan.workers is not None else default_workers()
+        chunk = plan.chunk or default_chunk_size(columns.k)
+        if group is not None:
+            workers = group.size
+        else:  # more workers than there is to do would only start and end
+            units = -(-shards.n_rows // (chunk * plan.span))
+            workers = min(plan.workers or default_workers(), max(units, 1))
         partition = CrossNodePartition(
             k=columns.k,
             n_rows=shards.n_rows,
-            chunk_size=plan.chunk or default_chunk_size(columns.k),
+            chunk_size=chunk,
             n_ranks=workers,
             span=plan.span,
         )
@@ -154,7 +163,8 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
         stopped = stack.enter_context(stop_on_signal())
         done = _finished(plan, partition, provenance)
         if done is not None and group is None:
-            summary.state, summary.sha256, summary.resumed_at = "complete", done.sha256, partition.n_chunks
+            summary.state, summary.sha256 = "complete", done.sha256
+            summary.resumed_at = summary.folded = partition.n_chunks
             return summary
         _claim(work, stack)
         files = CheckpointFiles(work, _COORDINATOR, report=watcher.notice)
@@ -174,6 +184,7 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
             reduction.most_pending,
             seen.replaced,
         )
+        summary.folded = reduction.frontier
         if not whole:
             summary.state, summary.signal = "stopped", stopped()
         else:

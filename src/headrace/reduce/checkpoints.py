@@ -10,7 +10,6 @@ are bad nothing is moved and the error goes up: to begin again as if nothing had
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -48,7 +47,7 @@ class CheckpointFiles:
         path = self.folder / f"{self.name}-{number:012d}.safetensors"
         write_container(path, arrays, meta)
         for old in before[: len(before) + 1 - _KEPT]:
-            os.unlink(old)
+            old.unlink(missing_ok=True)
         return path
 
     def newest(self, read: Callable[[Container], T]) -> T | None:
