@@ -218,10 +218,12 @@ def test_files_that_can_never_be_deleted_do_not_keep_the_provider_from_going_on(
     provider.open()
     thread.start()
     try:
-        reader = consumer()
-        for _ in range(16):
+        reader = consumer(ack="commit", deadline=10.0)
+        for step in range(24):
             reader.get_batch("train")
-        assert reader.stats()["retries"] > 0
+            if step == 3:
+                reader.commit()
+                within(10, lambda: reader.stats()["retries"] > 0)
         assert reader._channel("train", 0).present()[:5] == [0, 1, 2, 3, 4]
     finally:
         provider.stop()
