@@ -56,6 +56,7 @@ SEGMENT_SUMS = "!sums"
 _MAX_HEADER = 64 << 20
 _BLANK = "0" * 32
 _ALIGN = 64
+_THREAD_FROM = 4 << 20
 
 _NUMPY_OF = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
@@ -396,8 +397,8 @@ class _Inline(Executor):
 
 
 def _summer(size: int) -> Executor:
-    """Who sums: from 4 MiB on a thread while the kernel takes the bytes, because reading 50 MiB a second time costs 3-5 ms of 35."""
-    return ThreadPoolExecutor(1, "headrace-sums") if size >= 4 << 20 else _Inline()
+    """Who sums: for large files a thread while the kernel takes the bytes, because reading 50 MiB a second time costs 4 ms of 36."""
+    return ThreadPoolExecutor(1, "headrace-sums") if size >= _THREAD_FROM else _Inline()
 
 
 def _segment_sums(array: np.ndarray, rows: int) -> np.ndarray:

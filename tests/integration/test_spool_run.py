@@ -161,3 +161,20 @@ def test_a_run_whose_own_provider_dies_says_so_and_can_be_resumed(config, tmp_pa
         own._child.wait()
         with pytest.raises(WorkerDied, match=r"the provider of the spool .* was killed by signal 9.*can be resumed"):
             own.check()
+
+
+def test_the_character_diffusion_example_trains_beside_its_provider(repository, tmp_path):
+    words = [
+        sys.executable,
+        str(repository / "examples" / "char_diffusion.py"),
+        "both",
+        "--data_dir",
+        str(tmp_path / "data"),
+        "--steps",
+        "3",
+        "--batches_per_file",
+        "2",
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "step 1  loss" in done.stdout

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from headrace.errors import DeadlineExceeded, WorkerDied
@@ -31,6 +32,14 @@ class NotYet(Exception):
     """A file is not ready; `args[0]` is the name of the wait for what is missing, `args[1]` says what to look at."""
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    call: Callable[[], None]
+    at: float = 0.0
+    """When to try it again."""
+    pause: float = _LONGEST
+
+
 class Ahead(Generic[T]):
     """The background thread of one consumer."""
 
@@ -41,7 +50,7 @@ class Ahead(Generic[T]):
         self._ready: dict[Key, T] = {}
         self._failed: dict[Key, Exception] = {}
         self._why: dict[Key, NotYet] = {}
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._jobs: deque[_Job] = deque()
         self._busy = False
         self._failures = 0
         self._closed = False
@@ -88,7 +97,7 @@ class Ahead(Generic[T]):
     def later(self, job: Callable[[], None]) -> None:
         """Do `job` in the background. An OSError or a HeadraceError of it is reported and the job is tried again."""
         with self._changed:
-            self._jobs.append(job)
+            self._jobs.append(_Job(job))
             self._start()
 
     def forget(self, match: Callable[[Key], bool] = lambda _: True) -> None:
@@ -129,29 +138,30 @@ class Ahead(Generic[T]):
         self._changed.notify_all()
 
     def _loop(self) -> None:
-        pause, job_pause, job_at = _SHORTEST, _LONGEST, 0.0
+        pause = _SHORTEST
         while True:
             with self._changed:
                 if self._closed:
                     return
                 wanted = list(self._wanted.items())
-                job = self._jobs[0] if self._jobs and time.monotonic() >= job_at else None
+                now = time.monotonic()
+                job = next((j for j in self._jobs if j.at <= now), None)
                 self._busy = job is not None
             moved = False
             for key, prepare in wanted:
                 moved |= self._try(key, prepare)
             if job is not None:
                 try:
-                    job()
-                    done, job_pause = True, _LONGEST
-                except Exception as error:  # full disk, no permission: keep the job, tell, come back later
+                    job.call()
+                    done = True
+                except Exception as error:  # full disk, no permission: keep the job, tell, come back later; others need not wait for it
                     self._on_failure(f"{type(error).__name__}: {error}")
                     self._failures += 1
-                    done, job_at = False, time.monotonic() + job_pause
-                    job_pause = min(2 * job_pause, 5.0)
+                    done, job.at = False, time.monotonic() + job.pause
+                    job.pause = min(2 * job.pause, 5.0)
                 with self._changed:
                     if done:
-                        self._jobs.popleft()
+                        self._jobs.remove(job)
                         moved = True
                     self._busy = False
                     self._changed.notify_all()

@@ -204,6 +204,32 @@ def test_deletion_that_is_not_allowed_is_tried_again_and_nothing_is_delivered_tw
     within(10, lambda: 0 not in again._channel("train", 0).present())
 
 
+def test_files_that_can_never_be_deleted_do_not_keep_the_provider_from_going_on(drawn, consumer, monkeypatch):
+    real = os.unlink
+
+    def unlink(path, *args, **more):
+        if str(path).endswith(".safetensors"):
+            raise PermissionError(1, "Operation not permitted")
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    provider = drawn(max_backlog_files=2)
+    thread = threading.Thread(target=provider.run)
+    provider.open()
+    thread.start()
+    try:
+        reader = consumer(ack="commit", deadline=10.0)
+        for step in range(24):
+            reader.get_batch("train")
+            if step == 3:
+                reader.commit()
+                within(10, lambda: reader.stats()["retries"] > 0)
+        assert reader._channel("train", 0).present()[:5] == [0, 1, 2, 3, 4]
+    finally:
+        provider.stop()
+        thread.join(10)
+
+
 def test_no_file_is_a_named_wait_with_a_deadline(drawn, consumer):
     drawn().open(("train",))
     reader = consumer(deadline=0.2, meter=(meter := Meter()))

@@ -154,22 +154,21 @@ def test_another_recipe_in_the_same_folder_is_refused_naming_what_differs(drawn)
 
 SECOND = """
 import sys, time
-sys.path.insert(0, sys.argv[2])
-from conftest import Drawn
 from headrace.errors import ConfigError
+from headrace.spool import DataProviderBase
 began = time.perf_counter()
 try:
-    Drawn(sys.argv[1], batch_size=4, batches_per_file=2).run(("train",))
+    DataProviderBase(sys.argv[1], batch_size=4).run(("train",))
 except ConfigError as error:
     print(f"{time.perf_counter() - began:.2f}", error)
 """
 
 
-def test_a_second_provider_is_refused_within_two_seconds_naming_the_holder(drawn, tmp_path, request):
+def test_a_second_provider_is_refused_within_two_seconds_naming_the_holder(drawn, tmp_path):
     first = drawn()
     first.open(("train",))
     done = subprocess.run(
-        [sys.executable, "-c", SECOND, tmp_path / "spool", request.path.parent],
+        [sys.executable, "-c", SECOND, tmp_path / "spool"],
         capture_output=True,
         text=True,
         timeout=60,
