@@ -18,6 +18,7 @@ never one of these: it stays an ordinary exception, so that it is not mistaken f
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 
 __all__ = [
@@ -83,6 +84,11 @@ class StorageError(HeadraceError):
 
 class WorkerDied(HeadraceError):
     """A thread, process or rank is gone."""
+
+
+def how_it_ended(code: int | None) -> str:
+    """A process's exit code in words, for a WorkerDied."""
+    return f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
 
 
 class EndOfData(HeadraceError):

@@ -24,7 +24,8 @@ import numpy as np
 
 from headrace.errors import ConfigError, CursorMismatch
 from headrace.files import sweep_temporaries
-from headrace.jobs.prepare import default_workers, stop_on_signal
+from headrace.jobs.prepare import default_workers
+from headrace.jobs.running import signal_asked
 from headrace.order import fingerprint_json
 from headrace.reduce.checkpoints import CheckpointFiles
 from headrace.reduce.columns import Columns
@@ -160,7 +161,7 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
         )  # fmt: skip
         if group is not None and group.rank > 0:
             return _send(order, group, summary)
-        stopped = stack.enter_context(stop_on_signal())
+        stopped = stack.enter_context(signal_asked())
         done = _finished(plan, partition, provenance)
         if done is not None and group is None:
             summary.state, summary.sha256 = "complete", done.sha256

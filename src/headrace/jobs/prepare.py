@@ -14,10 +14,9 @@ import contextlib
 import fcntl
 import os
 import platform
-import signal
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from headrace.errors import ConfigError, DataChanged, FileCorrupt, HeadraceError
 from headrace.files import TEMP_PREFIX, publish_json, quarantine, sweep_temporaries
 from headrace.jobs.config import RunConfig
 from headrace.jobs.folder import read_json
+from headrace.jobs.running import signal_asked
 from headrace.jobs.wiring import Job
 from headrace.loader import TextDataset
 from headrace.metrics import Wait
@@ -52,7 +52,7 @@ from headrace.text.shards import (
     write_shard,
 )
 
-__all__ = ["PrepareProgress", "PrepareSummary", "PrepareWatcher", "default_workers", "prepare", "stop_on_signal"]
+__all__ = ["PrepareProgress", "PrepareSummary", "PrepareWatcher", "default_workers", "prepare"]
 
 _PLAN, _LOCK = "prepare.json", "prepare.lock"
 _DOCUMENTS_AT_ONCE = 1024
@@ -146,7 +146,7 @@ def prepare(
         plan = _plan(data, dtype, shard_bytes // dtype.itemsize)
         _compare(folder, plan, data, resumed)
         watcher.began(data, workers, resumed)
-        stop = stack.enter_context(stop_on_signal())
+        stop = stack.enter_context(signal_asked())
         work = _Work(folder, data, config, dtype, plan["shard_tokens"], workers, watcher, stop)
         return work.run()
 
@@ -551,26 +551,3 @@ def _compare(folder: Path, plan: dict[str, Any], data: TextDataset, resumed: boo
         f"{folder} was begun with something else: {'; '.join(changes) or 'the order of the sources'}. Going on would mix two data sets; "
         "restore what changed, or prepare into another folder with --out."
     )
-
-
-@contextlib.contextmanager
-def stop_on_signal() -> Generator[Callable[[], int]]:
-    """SIGINT and SIGTERM ask once; a second one ends the process as usual. Off the main thread signals stay as they are."""
-    asked = [0]
-
-    def remember(number: int, _: object) -> None:
-        asked[0] = number
-        for n in before:
-            signal.signal(n, before[n])
-
-    before: dict[int, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, remember)
-    except ValueError:
-        before = {}
-    try:
-        yield lambda: asked[0]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +20,16 @@ from headrace.metrics import (
     register,
 )
 
-__all__ = ["Progress", "Stoppable", "Watcher", "cpu_group", "open_sinks", "stop_on_signal", "waits_by_name"]
+__all__ = [
+    "Progress",
+    "Stoppable",
+    "Watcher",
+    "cpu_group",
+    "open_sinks",
+    "signal_asked",
+    "stop_on_signal",
+    "waits_by_name",
+]
 
 register(
     MetricSpec(
@@ -123,6 +132,29 @@ def stop_on_signal(run: Stoppable) -> Generator[None]:
         before.clear()
     try:
         yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signal_asked() -> Generator[Callable[[], int]]:
+    """For jobs without steps, which ask now and then: the number of the signal, or 0. SIGINT and SIGTERM ask once; a second one ends the process as usual. Off the main thread signals stay as they are."""
+    asked = [0]
+
+    def remember(number: int, _: object) -> None:
+        asked[0] = number
+        for n in before:
+            signal.signal(n, before[n])
+
+    before: dict[int, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, remember)
+    except ValueError:
+        before = {}
+    try:
+        yield lambda: asked[0]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

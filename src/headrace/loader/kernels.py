@@ -15,10 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, types
-from numba.core import cgutils
+from numba import carray, njit
 from numba.core import types as nb
-from numba.extending import intrinsic
 
 from headrace.loader.lanes import (
     BORDERS,
@@ -32,6 +30,7 @@ from headrace.loader.lanes import (
     SOURCES_MADE,
     TOKENS_MADE,
 )
+from headrace.text.addresses import matrix, pointer
 from headrace.text.xxh3 import term_of
 
 _I64 = nb.int64
@@ -66,18 +65,6 @@ WINDOW_FIELDS = 12
 ROW_FIELDS = 10
 
 SCALE_BITS = 24
-
-
-def _as_pointer(typing_context, address):
-    """An integer as an address, for `carray`."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(address), generate
-
-
-_pointer: Any = intrinsic(_as_pointer)
 
 
 @njit(_I64(_A64, _M64, _I64), **_OPTIONS)
@@ -124,9 +111,9 @@ def take_samples(first, stride, begin, count, lanes, slots, state, weights, wind
         if (cap >= 0 and 2 * (cap - entry[TOKENS]) < width) or entry[BLOCK] >= window[COUNT]:
             return i
         b = entry[BLOCK]
-        real = carray(_pointer(window[REAL_AT]), (window[COUNT],), np.int64)
-        documents = carray(_pointer(window[ROWS_AT]), (window[COUNT],), np.int64)
-        ptr = carray(_pointer(window[PTR_AT]), (window[COUNT] + 1,), np.int64)
+        real = carray(pointer(window[REAL_AT]), (window[COUNT],), np.int64)
+        documents = carray(pointer(window[ROWS_AT]), (window[COUNT],), np.int64)
+        ptr = carray(pointer(window[PTR_AT]), (window[COUNT] + 1,), np.int64)
         tokens = real[b]
         rows[i, ROW_SOURCE] = source
         rows[i, ROW_BLOCK] = b
@@ -169,7 +156,7 @@ def count_rows(rows, first, stride, width, filler, facts):
             facts[FILLERS_MADE] += 1
         else:
             facts[SOURCES_MADE + source] += tokens
-            content = carray(_pointer(rows[i, ROW_HASH_AT]), (2,), np.uint64)
+            content = carray(pointer(rows[i, ROW_HASH_AT]), (2,), np.uint64)
         a, b = term_of(content[0], content[1], np.uint64(first + i * stride))
         low += a
         high += b
@@ -194,9 +181,9 @@ def fill_rows(
         pieces = rows[i, ROW_PIECES]
         ids = input_ids[i]
         if real > 0:
-            tokens = carray(_pointer(rows[i, ROW_TOKENS_AT]), (real,), np.int32)
-            lengths = carray(_pointer(rows[i, ROW_LEN_AT]), (pieces,), np.int32)
-            following = carray(_pointer(rows[i, ROW_NEXT_AT]), (pieces,), np.int32)
+            tokens = carray(pointer(rows[i, ROW_TOKENS_AT]), (real,), np.int32)
+            lengths = carray(pointer(rows[i, ROW_LEN_AT]), (pieces,), np.int32)
+            following = carray(pointer(rows[i, ROW_NEXT_AT]), (pieces,), np.int32)
             for k in range(real):
                 ids[k] = tokens[k]
             if len(labels):
@@ -255,12 +242,6 @@ AT_INDEX, AT_DOCUMENTS, AT_FIELDS, AT_BORDERS, BORDER_ROOM, PAD_WITH, UNSHIFTED 
 BATCH_WORDS = 10
 
 
-@njit(**_OPTIONS)
-def _matrix(address, rows, columns):
-    """An int64 array at an address; of no rows if there is none."""
-    return carray(_pointer(address), (rows if address else 0, columns), np.int64)
-
-
 @njit(_I64(_A64, _A64, _I64, _I64, _I64, _I64, _M64, _A64), **_LONG)
 def next_batch(table, batch, first, stride, begin, count, rows, facts):
     """Samples first + i·stride for i in [begin, count) taken from the lanes, and all `count` of them laid out and counted.
@@ -272,17 +253,17 @@ def next_batch(table, batch, first, stride, begin, count, rows, facts):
     if begin < count:
         at = take_samples(
             first, stride, begin, count, table[LANES_ALL],
-            carray(_pointer(table[AT_SLOTS]), (table[LANES_ALL],), np.int64),
-            carray(_pointer(table[AT_STATE]), (own, sources, STATE_FIELDS), np.int64),
-            carray(_pointer(table[AT_WEIGHTS]), (own, sources), np.int64),
-            carray(_pointer(table[AT_WINDOWS]), (own, sources, WINDOW_FIELDS), np.int64),
-            carray(_pointer(table[AT_CAPS]), (own, sources), np.int64),
-            carray(_pointer(table[AT_CHANGE]), (own,), np.int64),
+            carray(pointer(table[AT_SLOTS]), (table[LANES_ALL],), np.int64),
+            carray(pointer(table[AT_STATE]), (own, sources, STATE_FIELDS), np.int64),
+            carray(pointer(table[AT_WEIGHTS]), (own, sources), np.int64),
+            carray(pointer(table[AT_WINDOWS]), (own, sources, WINDOW_FIELDS), np.int64),
+            carray(pointer(table[AT_CAPS]), (own, sources), np.int64),
+            carray(pointer(table[AT_CHANGE]), (own,), np.int64),
             width, rows,
         )  # fmt: skip
         if at < count:
             return at
-    count_rows(rows, first, stride, width, carray(_pointer(table[AT_FILLER]), (2,), np.uint64), facts)
+    count_rows(rows, first, stride, width, carray(pointer(table[AT_FILLER]), (2,), np.uint64), facts)
     if batch[AT_INDEX] == 0:
         return count
     if facts[BORDERS] > batch[BORDER_ROOM]:
@@ -290,12 +271,12 @@ def next_batch(table, batch, first, stride, begin, count, rows, facts):
     documents = batch[AT_DOCUMENTS]
     facts[LONGEST] = fill_rows(
         rows, first, stride, width, batch[PAD_WITH], batch[UNSHIFTED] != 0,
-        carray(_pointer(batch[AT_INDEX]), (count,), np.int64),
-        carray(_pointer(documents), (count if documents else 0,), np.int64),
-        _matrix(batch[AT_FIELDS], count, width),
-        _matrix(batch[AT_FIELDS + 1], count, width),
-        _matrix(batch[AT_FIELDS + 2], count, width),
-        _matrix(batch[AT_FIELDS + 3], count, width),
-        carray(_pointer(batch[AT_BORDERS]), (batch[BORDER_ROOM],), np.int32),
+        carray(pointer(batch[AT_INDEX]), (count,), np.int64),
+        carray(pointer(documents), (count if documents else 0,), np.int64),
+        matrix(batch[AT_FIELDS], count, width),
+        matrix(batch[AT_FIELDS + 1], count, width),
+        matrix(batch[AT_FIELDS + 2], count, width),
+        matrix(batch[AT_FIELDS + 3], count, width),
+        carray(pointer(batch[AT_BORDERS]), (batch[BORDER_ROOM],), np.int32),
     )  # fmt: skip
     return count

@@ -25,6 +25,7 @@ from headrace.loader.windows import Window, WindowStart
 from headrace.mix import Deal, LaneMix, fixed_point, starting_credits
 from headrace.order import content_hash
 from headrace.text import CompiledLoops
+from headrace.text.compiled import address
 
 __all__ = ["DRY", "FILLER_HASH", "TOKEN_FIELDS", "LanePlan", "LaneTable", "Slot", "Taken", "WeightChange", "kernels"]
 
@@ -170,11 +171,6 @@ class Taken(NamedTuple):
 
     def block(self, i: int) -> int:
         return int(self.rows[i, 1])
-
-
-def address(array: np.ndarray) -> int:
-    """`array.ctypes.data` in a tenth of the time."""
-    return array.__array_interface__["data"][0]
 
 
 class LaneTable:

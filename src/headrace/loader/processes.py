@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.errors import HeadraceError, TokenizerError, WorkerDied
+from headrace.errors import HeadraceError, TokenizerError, WorkerDied, how_it_ended
 from headrace.loader.pool import WindowKey, WindowPool
 from headrace.loader.windows import Window, WindowStart
 from headrace.metrics import Meter, Wait
@@ -196,11 +196,7 @@ class WindowProcesses:
         process = self._processes[worker]
         process.join(1.0)
         code = process.exitcode
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code is not None and code < 0
-            else f"ended with code {code}"
-        )
+        how = how_it_ended(code)
         hint = " It may have run out of memory." if code == -signal.SIGKILL else ""
         reason = (
             f"worker process {process.name} (pid {process.pid}) {how}.{hint} Its windows cannot come; resume the run."

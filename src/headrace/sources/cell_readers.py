@@ -26,7 +26,7 @@ import numpy as np
 import orjson
 
 from headrace import errors
-from headrace.errors import DataError, HeadraceError, WorkerDied
+from headrace.errors import DataError, HeadraceError, WorkerDied, how_it_ended
 from headrace.metrics import Meter, Wait, default_meter
 from headrace.sources.cells import CellFile, CellOpener, Cells, open_cells
 
@@ -259,11 +259,7 @@ class CellProcesses:
         process = self._processes[worker]
         process.join(1.0)
         code = process.exitcode
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code is not None and code < 0
-            else f"ended with code {code}"
-        )
+        how = how_it_ended(code)
         return WorkerDied(
             f"reader process {worker} (pid {process.pid}) of {len(self._processes)} {how} while it read cells. Look at the system's "
             "log (out of memory?); the run can be resumed from its last checkpoint, with any num_workers."

@@ -14,11 +14,18 @@ import os
 import threading
 from types import ModuleType
 
+import numpy as np
+
 from headrace.metrics import Wait
 
-__all__ = ["CompiledLoops", "warm_kernels"]
+__all__ = ["CompiledLoops", "address", "warm_kernels"]
 
 _lock = threading.Lock()
+
+
+def address(array: np.ndarray) -> int:
+    """Where an array is, for a loop that reaches it so: `array.ctypes.data` in a tenth of the time."""
+    return array.__array_interface__["data"][0]
 
 
 class CompiledLoops:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, njit
 from numba.core import types as nb
-from numba.extending import intrinsic
+
+from headrace.text.addresses import matrix, pointer
 
 SEGMENT = 4096
 """Tokens that share a checksum. 8 KiB of uint16: a block of 2,048 tokens touches one or two."""
@@ -42,24 +42,12 @@ _P1, _P2, _P3 = np.uint64(0x9E3779B185EBCA87), np.uint64(0xC2B2AE3D27D4EB4F), np
 _S29, _S31, _S32, _S33 = np.uint64(29), np.uint64(31), np.uint64(32), np.uint64(33)
 
 
-def _as_pointer(typingctx, address):
-    """An address as a pointer. numba has no other way to reach arrays whose number is only known at run time."""
-
-    def codegen(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return nb.voidptr(nb.int64), codegen
-
-
-_pointer: Any = intrinsic(_as_pointer)
-
-
 @njit(nb.uint64(_I64, _I64, _I64), **_OPTIONS)
 def _segment_sum(address, start, count):
     """64 bits over `count` bytes from address + start. Every step is a bijection of what it takes in, so a change inside
     one eight-byte word never goes unnoticed; other changes pass with probability 2**-64."""
     words = count >> 3
-    data = carray(_pointer(address + start), (words,), dtype=np.uint64)
+    data = carray(pointer(address + start), (words,), dtype=np.uint64)
     a, b, c, d = _P1, _P2, _P3, _P1 ^ _P2
     k = 0
     while k + 4 <= words:  # four chains, so that the multiplications overlap
@@ -76,7 +64,7 @@ def _segment_sum(address, start, count):
         a = (a ^ data[k]) * _P1
         a = (a << _S31) | (a >> _S33)
         k += 1
-    tail = carray(_pointer(address + start + words * 8), (count - words * 8,), dtype=np.uint8)
+    tail = carray(pointer(address + start + words * 8), (count - words * 8,), dtype=np.uint8)
     rest = np.uint64(count)
     for i in range(count - words * 8):
         rest = (rest << np.uint64(8)) | np.uint64(tail[i])
@@ -101,8 +89,8 @@ def _unsound(table, s, at, length, item):
     """The first segment of tokens [at, at + length) that fails its checksum, or -1. Each is looked at once."""
     count = table[s, TOKEN_COUNT]
     segments = (count + SEGMENT - 1) // SEGMENT
-    sums = carray(_pointer(table[s, SUMS]), (segments,), dtype=np.uint64)
-    checked = carray(_pointer(table[s, CHECKED]), (segments,), dtype=np.uint8)
+    sums = carray(pointer(table[s, SUMS]), (segments,), dtype=np.uint64)
+    checked = carray(pointer(table[s, CHECKED]), (segments,), dtype=np.uint8)
     for g in range(at // SEGMENT, (min(at + length, count) + SEGMENT - 1) // SEGMENT):
         if checked[g] == 0:
             first = g * SEGMENT
@@ -118,11 +106,11 @@ def _widen(address, item, row):
     and takes 11 us instead of 4 for 8 x 2,048 tokens."""
     count = len(row)
     if item == 2:
-        narrow = carray(_pointer(address), (count,), dtype=np.uint16)
+        narrow = carray(pointer(address), (count,), dtype=np.uint16)
         for k in range(count):
             row[k] = narrow[k]
     else:
-        wide = carray(_pointer(address), (count,), dtype=np.uint32)
+        wide = carray(pointer(address), (count,), dtype=np.uint32)
         for k in range(count):
             row[k] = wide[k]
 
@@ -131,7 +119,7 @@ def _widen(address, item, row):
 def _touched(address, size):
     """Read one word of every cache line, so that a run is on its way while another is copied (9.0 → 6.9 us a batch)."""
     total = 0
-    words = carray(_pointer(address), (size >> 1,), dtype=np.uint16)
+    words = carray(pointer(address), (size >> 1,), dtype=np.uint16)
     for k in range(0, size >> 1, 32):
         total += words[k]
     return total
@@ -147,17 +135,17 @@ def _looked_up(table, s, b, capacity, concat):
         if b * capacity >= count:
             return 0
         parts = (count + SEGMENT - 1) // SEGMENT
-        document = carray(_pointer(table[s, FIRST_DOCS]), (parts,), dtype=np.int64)[b * capacity // SEGMENT]
+        document = carray(pointer(table[s, FIRST_DOCS]), (parts,), dtype=np.int64)[b * capacity // SEGMENT]
         if document < 0 or document >= table[s, DOCUMENTS]:
             return 0
-        return carray(_pointer(table[s, OFFSETS]), (table[s, DOCUMENTS] + 1,), dtype=np.int64)[document]
+        return carray(pointer(table[s, OFFSETS]), (table[s, DOCUMENTS] + 1,), dtype=np.int64)[document]
     if b >= table[s, BLOCKS]:
         return 0
-    p = carray(_pointer(table[s, BLOCK_PTR]), (table[s, BLOCKS] + 1,), dtype=np.int64)[b]
+    p = carray(pointer(table[s, BLOCK_PTR]), (table[s, BLOCKS] + 1,), dtype=np.int64)[b]
     if p < 0 or p >= table[s, PIECES]:
         return 0
-    at = carray(_pointer(table[s, PIECE_AT]), (table[s, PIECES],), dtype=np.int64)[p]
-    return at + carray(_pointer(table[s, PIECE_LEN]), (table[s, PIECES],), dtype=np.int32)[p]
+    at = carray(pointer(table[s, PIECE_AT]), (table[s, PIECES],), dtype=np.int64)[p]
+    return at + carray(pointer(table[s, PIECE_LEN]), (table[s, PIECES],), dtype=np.int32)[p]
 
 
 @njit(_I64(_M64, _I64, _I64, _I64, _I64, nb.boolean), **_OPTIONS)
@@ -171,9 +159,9 @@ def _fetched(table, s, b, capacity, item, concat):
         return _touched(table[s, TOKENS] + at * item, (min(at + capacity, count) - at) * item) if at < count else 0
     if b >= table[s, BLOCKS]:
         return 0
-    ptr = carray(_pointer(table[s, BLOCK_PTR]), (table[s, BLOCKS] + 1,), dtype=np.int64)
-    pieces = carray(_pointer(table[s, PIECE_AT]), (table[s, PIECES],), dtype=np.int64)
-    sizes = carray(_pointer(table[s, PIECE_LEN]), (table[s, PIECES],), dtype=np.int32)
+    ptr = carray(pointer(table[s, BLOCK_PTR]), (table[s, BLOCKS] + 1,), dtype=np.int64)
+    pieces = carray(pointer(table[s, PIECE_AT]), (table[s, PIECES],), dtype=np.int64)
+    sizes = carray(pointer(table[s, PIECE_LEN]), (table[s, PIECES],), dtype=np.int32)
     total = 0
     if ptr[b] >= 0 and ptr[b + 1] <= table[s, PIECES]:
         for p in range(ptr[b], ptr[b + 1]):
@@ -204,12 +192,6 @@ AT_IDS, AT_LABELS, AT_POSITIONS, AT_SEGMENTS, AT_INDEX, AT_ENDED, AT_COUNTS, AT_
     11
 )
 BATCH_WORDS = 11
-
-
-@njit(**_OPTIONS)
-def _matrix(address, rows, columns):
-    """An int64 array at an address; of no rows if there is none."""
-    return carray(_pointer(address), (rows if address else 0, columns), dtype=np.int64)
 
 
 @njit(**_OPTIONS)
@@ -246,7 +228,7 @@ def _fill(
         if s >= 0:
             counts[COUNT_EDGES], counts[COUNT_LONGEST] = s, b
             count, tokens, documents = table[s, TOKEN_COUNT], table[s, TOKENS], table[s, DOCUMENTS]
-            offsets = carray(_pointer(table[s, OFFSETS]), (documents + 1,), dtype=np.int64)
+            offsets = carray(pointer(table[s, OFFSETS]), (documents + 1,), dtype=np.int64)
             at, stop, document, p, last = 0, 0, 0, 0, 0
             if concat:
                 # The whole block is one run of tokens; documents are looked at only to know where they end.
@@ -254,7 +236,7 @@ def _fill(
                 if b < 0 or at >= count:
                     return BAD_INDEX
                 parts = (count + SEGMENT - 1) // SEGMENT
-                document = carray(_pointer(table[s, FIRST_DOCS]), (parts,), dtype=np.int64)[at // SEGMENT]
+                document = carray(pointer(table[s, FIRST_DOCS]), (parts,), dtype=np.int64)[at // SEGMENT]
                 if document < 0:
                     return BAD_INDEX
                 while document < documents and offsets[document + 1] <= at:
@@ -267,12 +249,12 @@ def _fill(
             else:
                 if b < 0 or b >= table[s, BLOCKS]:
                     return BAD_INDEX
-                ptr = carray(_pointer(table[s, BLOCK_PTR]), (table[s, BLOCKS] + 1,), dtype=np.int64)
+                ptr = carray(pointer(table[s, BLOCK_PTR]), (table[s, BLOCKS] + 1,), dtype=np.int64)
                 p, last = ptr[b], ptr[b + 1]
                 if p < 0 or last > table[s, PIECES]:
                     return BAD_INDEX
-            pieces = carray(_pointer(table[s, PIECE_AT]), (table[s, PIECES],), dtype=np.int64)
-            sizes = carray(_pointer(table[s, PIECE_LEN]), (table[s, PIECES],), dtype=np.int32)
+            pieces = carray(pointer(table[s, PIECE_AT]), (table[s, PIECES],), dtype=np.int64)
+            sizes = carray(pointer(table[s, PIECE_LEN]), (table[s, PIECES],), dtype=np.int32)
             while (at < stop) if concat else (p < last):
                 if concat:
                     if document >= documents:
@@ -356,18 +338,18 @@ def fill(plan, batch, begin, end, unshifted):
     """Write planned samples [begin, end) into the rows of a batch; FINE, or what is wrong."""
     rows, width, samples = batch[ROWS], plan[WIDTH], plan[SAMPLES]
     return _fill(
-        carray(_pointer(plan[AT_TABLE]), (plan[SHARDS], COLUMNS), dtype=np.int64),
-        carray(_pointer(plan[AT_SAMPLE]), (samples,), dtype=np.int64),
-        carray(_pointer(plan[AT_SOURCE]), (samples,), dtype=np.int64),
-        carray(_pointer(plan[AT_SHARD]), (samples,), dtype=np.int64),
-        carray(_pointer(plan[AT_LOCAL]), (samples,), dtype=np.int64),
+        carray(pointer(plan[AT_TABLE]), (plan[SHARDS], COLUMNS), dtype=np.int64),
+        carray(pointer(plan[AT_SAMPLE]), (samples,), dtype=np.int64),
+        carray(pointer(plan[AT_SOURCE]), (samples,), dtype=np.int64),
+        carray(pointer(plan[AT_SHARD]), (samples,), dtype=np.int64),
+        carray(pointer(plan[AT_LOCAL]), (samples,), dtype=np.int64),
         begin, end, width, plan[ITEM], plan[PAD], unshifted, plan[CONCAT] != 0,
-        _matrix(batch[AT_IDS], rows, width),
-        _matrix(batch[AT_LABELS], rows, width),
-        _matrix(batch[AT_POSITIONS], rows, width),
-        _matrix(batch[AT_SEGMENTS], rows, width),
-        carray(_pointer(batch[AT_INDEX]), (rows,), dtype=np.int64),
-        carray(_pointer(batch[AT_ENDED]), (rows,), dtype=np.int64),
-        carray(_pointer(batch[AT_COUNTS]), (batch[COUNTS],), dtype=np.int64),
-        carray(_pointer(batch[AT_BORDERS]), (batch[BORDERS],), dtype=np.int32),
+        matrix(batch[AT_IDS], rows, width),
+        matrix(batch[AT_LABELS], rows, width),
+        matrix(batch[AT_POSITIONS], rows, width),
+        matrix(batch[AT_SEGMENTS], rows, width),
+        carray(pointer(batch[AT_INDEX]), (rows,), dtype=np.int64),
+        carray(pointer(batch[AT_ENDED]), (rows,), dtype=np.int64),
+        carray(pointer(batch[AT_COUNTS]), (batch[COUNTS],), dtype=np.int64),
+        carray(pointer(batch[AT_BORDERS]), (batch[BORDERS],), dtype=np.int32),
     )  # fmt: skip
