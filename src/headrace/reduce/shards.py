@@ -207,6 +207,10 @@ class _Npy:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            with path.open("rb") as file:
+                head = file.read(6)
+            if head != b"\x93NUMPY":  # np.load would take it for a pickle and advise to load it unsafely
+                raise ValueError(f"it begins with {head!r}. Give files that numpy.save wrote")
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
             raise DataError(f"{path} cannot be read as .npy: {error}") from error
