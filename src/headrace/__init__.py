@@ -37,7 +37,7 @@ from headrace.errors import (
 )
 
 if TYPE_CHECKING:
-    from headrace import testing
+    from headrace import ledger, testing
     from headrace.batch import LM_SCHEMA, Batch, Field, Schema
     from headrace.jobs.wiring import Job, load
     from headrace.loader import (
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from headrace.loader.extra_metrics import extra_metrics
     from headrace.loader.streams import StreamMixingDataset
     from headrace.loader.torch_adapters import TorchDataset, attach_to_trainer
-    from headrace.metrics import MetricSpec, Reducer, Reduction, Wait, phase
+    from headrace.metrics import MetricSpec, Reducer, Reduction, Wait, phase, reduce_loss_metrics
     from headrace.order import Cursor, Digest
     from headrace.sources import Source
     from headrace.sources.cells import register_cells
@@ -69,7 +69,7 @@ _HOME = {
     "Loader": "loader", "LoaderReport": "loader", "MixChange": "loader", "Piece": "loader", "PreparedDataset": "loader", "PreparedLoader": "loader", "TextDataset": "loader", "merge_states": "loader",
     "StreamMixingDataset": "loader.streams", "DataStatsCollector": "loader.data_stats", "extra_metrics": "loader.extra_metrics", "register_cells": "sources.cells",
     "TorchDataset": "loader.torch_adapters", "attach_to_trainer": "loader.torch_adapters",
-    "MetricSpec": "metrics", "Reducer": "metrics", "Reduction": "metrics", "Wait": "metrics", "phase": "metrics",
+    "MetricSpec": "metrics", "Reducer": "metrics", "Reduction": "metrics", "Wait": "metrics", "phase": "metrics", "reduce_loss_metrics": "metrics",
     "Cursor": "order", "Digest": "order",
     "Source": "sources",
     "global_token_mean": "train",
@@ -112,17 +112,19 @@ __all__ = [
     "attach_to_trainer",
     "extra_metrics",
     "global_token_mean",
+    "ledger",
     "load",
     "merge_states",
     "phase",
+    "reduce_loss_metrics",
     "register_cells",
     "testing",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "testing":
-        return importlib.import_module("headrace.testing")
+    if name in ("ledger", "testing"):
+        return importlib.import_module(f"headrace.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'headrace' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"headrace.{_HOME[name]}"), name)
