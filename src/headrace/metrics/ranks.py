@@ -104,13 +104,14 @@ class Ranks:
         import torch
         from torch.distributed.distributed_c10d import AllToAllOptions
 
-        # As bytes: not every backend knows every dtype, and none has to add them up.
-        given = rows.contiguous().view(torch.uint8)
-        out = torch.empty((sum(received), *given.shape[1:]), dtype=torch.uint8)
+        # As bytes: not every backend knows every dtype, and none has to add them up. No rows have no strides to view by.
+        width = rows[0].nbytes if len(rows) else rows.new_empty(rows.shape[1:]).nbytes
+        given = rows.contiguous().view(torch.uint8) if len(rows) else torch.empty((0, width), dtype=torch.uint8)
+        out = torch.empty((sum(received), width), dtype=torch.uint8)
         options = AllToAllOptions()
         options.timeout = _op_timeout(wait)
         self._finish(lambda: self._group.alltoall_base(out, given, list(received), list(sent), options), wait)
-        return out.view(rows.dtype)
+        return out.view(rows.dtype) if len(out) else rows.new_empty((0, *rows.shape[1:]))
 
     def exchange(self, said: Mapping[str, Any], wait: Wait) -> list[dict[str, Any]]:
         """What every rank says, as JSON (all_gather_object would unpickle what comes from the wire)."""
