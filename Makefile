@@ -6,6 +6,7 @@
 #   make check          ruff, ty, import-linter
 #   make bench          benchmarks, as ratios                       make bench ROOM=loader
 #   make bench-mixing   stream mixing: picks, metrics, batches, ranks
+#   make bench-ledger   recurrent state by group, beside a dict of tensors
 #   make bench-text     headrace beside the loaders people use, each in an environment of its own    ARGS="--make-envs"
 #   make docs           check that the documents' snippets, links and figures are true
 
@@ -18,7 +19,7 @@ ROOM   ?=
 RUN    := examples/quickstart.toml
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: run test test-faults check bench bench-mixing bench-text docs clean
+.PHONY: run test test-faults check bench bench-mixing bench-ledger bench-text docs clean
 .DEFAULT_GOAL := run
 
 # torch first and alone: a range asked for by another package could otherwise bring a CUDA build with it.
@@ -69,6 +70,10 @@ bench: $(VENV)/.dev
 bench-mixing: $(VENV)/.dev
 	@echo "==> stream mixing: picks and their metrics, batches beside the readers alone, ranks"
 	@$(BIN)/python benchmarks/run.py mixing
+
+bench-ledger: $(VENV)/.dev
+	@echo "==> the ledger of recurrent state beside a dict of tensors: lookup, store, eviction, memory"
+	@$(BIN)/python benchmarks/run.py ledger
 
 bench-text: $(VENV)/.dev
 	@echo "==> text pipelines side by side (peers without an environment are skipped: ARGS=--make-envs makes them)"
