@@ -7,6 +7,7 @@
 #   make bench          benchmarks, as ratios                       make bench ROOM=loader
 #   make bench-mixing   stream mixing: picks, metrics, batches, ranks
 #   make bench-spool    batches out of the spool, beside a memcpy and beside torch.load
+#   make bench-ledger   recurrent state by group, beside a dict of tensors
 #   make bench-text     headrace beside the loaders people use, each in an environment of its own    ARGS="--make-envs"
 #   make bench-reduce   Gram matrices beside numpy, scipy and sklearn                 ARGS=kernel-1 for one part
 #   make docs           check that the documents' snippets, links and figures are true
@@ -20,7 +21,7 @@ ROOM   ?=
 RUN    := examples/quickstart.toml
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: run test test-faults check bench bench-mixing bench-spool bench-text bench-reduce docs clean
+.PHONY: run test test-faults check bench bench-mixing bench-spool bench-ledger bench-text bench-reduce docs clean
 .DEFAULT_GOAL := run
 
 # torch first and alone: a range asked for by another package could otherwise bring a CUDA build with it.
@@ -75,6 +76,10 @@ bench-mixing: $(VENV)/.dev
 bench-spool: $(VENV)/.dev
 	@echo "==> the spool: a batch, a boundary between files, a rank's share, a durable file"
 	@$(BIN)/python benchmarks/run.py spool
+
+bench-ledger: $(VENV)/.dev
+	@echo "==> the ledger of recurrent state beside a dict of tensors: lookup, store, eviction, memory"
+	@$(BIN)/python benchmarks/run.py ledger
 
 bench-text: $(VENV)/.dev
 	@echo "==> text pipelines side by side (peers without an environment are skipped: ARGS=--make-envs makes them)"

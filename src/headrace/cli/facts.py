@@ -25,6 +25,7 @@ def metrics(*, format: Format = "text", quiet: Quiet = False) -> int:
     """
     import headrace.jobs.lm
     import headrace.jobs.streams
+    import headrace.ledger.gauges
     import headrace.loader.stream_metrics  # noqa: F401  these declare the metrics of every room
     from headrace.metrics import registered_specs
 

@@ -43,6 +43,7 @@ def report(
     ```
     """  # fmt: skip
     import headrace.jobs.running  # declares what every run measures
+    import headrace.ledger.gauges
     import headrace.loader.data_stats
     import headrace.loader.stream_metrics  # noqa: F401
     from headrace.dash import read_report, write_page, write_picture

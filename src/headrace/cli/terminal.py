@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headrace.jobs.lm import Summary
     from headrace.jobs.running import Progress
     from headrace.jobs.streams import StreamSummary
-    from headrace.jobs.streams_config import StreamsConfig
+    from headrace.jobs.streams_config import LedgerSection, StreamsConfig
 
 __all__ = ["Silent", "TerminalWatcher", "announce", "announce_streams", "closing", "closing_streams", "short"]
 
@@ -67,15 +67,29 @@ def announce_streams(console: Console, config: StreamsConfig, *, folder: str, ra
     shape = (
         f"{streams.lane_count} lanes" if streams.batching_mode == "device_per_stream" else f"x {streams.global_ranks}"
     )
+    ledger = config.ledger
+    what = "recurrent, the next cell of a group guessed" if ledger else f"{train.mask:.0%} of the features hidden"
     rows = [
         ("streams", f"{'  '.join(streams.roots)} ({streams.layout})"),
         ("mixing", f"{streams.num_streams_mixed} at a time, {streams.pick_mode}, {streams.queue}"),
         ("batches", f"{sizes}; {streams.batching_mode} {shape}, {run.steps} steps"),
-        ("model", f"{train.depth} blocks of {train.dim}, {train.mask:.0%} of the features hidden, lr {train.lr:g}"),
+        ("model", f"{train.depth} blocks of {train.dim}, {what}, lr {train.lr:g}"),
+        *([("ledger", _ledger_line(ledger))] if ledger is not None else []),
         ("seed", f"{run.seed}   ranks {ranks}   config {config.hash}"),
     ]
     for name, text in rows:
         console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+
+
+def _ledger_line(ledger: LedgerSection) -> str:
+    told: list[str] = [ledger.mode]
+    if ledger.capacity is not None:
+        told.append(f"{ledger.capacity:,} groups a rank")
+    if ledger.stale_threshold is not None:
+        told.append(f"after {ledger.stale_threshold:,} steps")
+    if ledger.wipe_every is not None:
+        told.append(f"every {ledger.wipe_every:,} steps")
+    return ", ".join(told) + ("; what is still read is protected" if ledger.protect_active else "")
 
 
 class Silent:

@@ -35,6 +35,7 @@ _PICKED = MetricSpec(
 )
 """Not measured but worked out here, from what was."""
 _SINCE = "stream_mixing/active/steps_since_pick_max"
+_FALSE = "ledger/false_evictions/"
 _EXHAUSTED = "stream_mixing/refill/exhaust_events"
 
 
@@ -221,7 +222,7 @@ def _place(title: str) -> int:
 def _findings(series: Series, panels: list[Panel]) -> list[Finding]:
     found = []
     for panel in panels:
-        if panel.healthy is None:
+        if panel.healthy is None or panel.title.startswith(_FALSE):
             continue
         low, high = panel.healthy
         for curve in panel.curves:
@@ -237,7 +238,28 @@ def _findings(series: Series, panels: list[Panel]) -> list[Finding]:
                         f"{int(series.steps[worst]):,} with {at[worst]:g}",
                     )
                 )
-    return found + _stream_findings(series)
+    return found + _ledger_findings(series) + _stream_findings(series)
+
+
+def _ledger_findings(series: Series) -> list[Finding]:
+    """One false eviction is one too many: it need not last to be told."""
+    found = []
+    for mode, remedy in (("stale", "raise stale_threshold by so much"), ("lru", "raise capacity")):
+        counts = series.get(f"{_FALSE}{mode}")
+        total = 0 if counts is None else int(np.nansum(counts))
+        if counts is None or not total:
+            continue
+        first = int(series.steps[int(np.flatnonzero(np.nan_to_num(counts) > 0)[0])])
+        away = series.get("ledger/refault_distance_max")
+        late = "" if away is None else f", up to {int(np.nanmax(away)):,} steps after they were forgotten"
+        found.append(
+            Finding(
+                key=f"{_FALSE}{mode}",
+                sentence=f"{total:,} groups were evicted while their files were still read (first seen at step {first:,}) and came back without their "
+                f"state{late}: {remedy}, or set protect_active",
+            )
+        )
+    return found
 
 
 def _stream_findings(series: Series) -> list[Finding]:

@@ -59,7 +59,7 @@ from headrace.jobs.config import (
     shortened,
     toml_text,
 )
-from headrace.jobs.streams_config import REMOVED, CellTrainSection, StreamsConfig, StreamsSection
+from headrace.jobs.streams_config import REMOVED, CellTrainSection, LedgerSection, StreamsConfig, StreamsSection
 from headrace.jobs.toml_source import KeyPath, TomlError, parse_toml
 
 __all__ = ["AnyConfig", "load_any_config", "load_config"]
@@ -574,6 +574,7 @@ _STREAM_KEYS: dict[str, tuple[str, ...]] = {
     "run": _keys_of(RunSection),
     "streams": _keys_of(StreamsSection),
     "train": _keys_of(CellTrainSection),
+    "ledger": _keys_of(LedgerSection),
 }
 
 

@@ -4,7 +4,7 @@
 
 A step takes one draw (per_stream: every rank its share of the rows) or one draw of each lane (device_per_stream: every rank
 those of its own lanes), so the steps of a run are the same on any number of ranks. A checkpoint holds the model, the optimiser, the
-dataset's cursor and the counts of what was seen. What is said on the way goes to a `Watcher`; this module prints nothing.
+dataset's cursor and the counts of what was seen; of a recurrent model, which a [ledger] makes it, the ledger too. What is said on the way goes to a `Watcher`; this module prints nothing.
 """
 
 from __future__ import annotations
@@ -142,22 +142,13 @@ def run_streams(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] 
     watcher.waiting("stream files")
     listing = list_of(config, folder.base)
     watcher.waiting("torch, ranks")
-    from headrace.train import CheckpointStore, TrainSettings, init_distributed, shutdown_distributed
-    from headrace.train.cells import CellTrainer
+    from headrace.train import CheckpointStore, init_distributed, shutdown_distributed
 
     ranks = init_distributed(config.train.device, timeout_seconds=config.run.deadline)
     try:
         with contextlib.ExitStack() as stack:
             data = stack.enter_context(open_dataset(config, folder.base, listing=listing, meter=default_meter()))
-            train = config.train
-            trainer = CellTrainer(
-                TrainSettings(
-                    steps=config.run.steps, lr=train.lr, min_lr_ratio=train.min_lr_ratio, warmup_steps=train.warmup_steps, weight_decay=train.weight_decay,
-                    betas=train.betas, grad_clip=train.grad_clip, device=train.device, threads=train.threads or 0, seed=config.run.seed,
-                ),
-                widths=_widths(data, config.streams.feature), dim=train.dim, depth=train.depth, mask=train.mask, feature=config.streams.feature,
-                rank=ranks.rank, world_size=ranks.world_size,
-            )  # fmt: skip
+            trainer = _trainer(config, data, ranks)
             lead = ranks.rank == 0
             run = _Run(
                 config=config, folder=folder, data=data, trainer=trainer, stats=DataStatsCollector(data.modalities, targets=config.streams.targets or None),
@@ -170,6 +161,31 @@ def run_streams(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] 
             return _go(run)
     finally:
         shutdown_distributed()
+
+
+def _trainer(config: StreamsConfig, data: Any, ranks: Any) -> Any:
+    """With a [ledger] a recurrent model, else one that looks at each cell alone."""
+    from headrace.train import TrainSettings
+    from headrace.train.cells import CellTrainer
+
+    train = config.train
+    settings = TrainSettings(
+        steps=config.run.steps, lr=train.lr, min_lr_ratio=train.min_lr_ratio, warmup_steps=train.warmup_steps, weight_decay=train.weight_decay,
+        betas=train.betas, grad_clip=train.grad_clip, device=train.device, threads=train.threads or 0, seed=config.run.seed,
+    )  # fmt: skip
+    given: dict[str, Any] = {
+        "widths": _widths(data, config.streams.feature), "dim": train.dim, "depth": train.depth, "feature": config.streams.feature,
+        "rank": ranks.rank, "world_size": ranks.world_size,
+    }  # fmt: skip
+    if config.ledger is None:
+        return CellTrainer(settings, mask=train.mask, **given)
+    from headrace.ledger import Ledger
+    from headrace.train.recurrent import RecurrentTrainer
+
+    ledger = Ledger(
+        config.ledger.settings(train.dim), group=cpu_group(ranks.world_size), deadline=config.run.deadline, meter=default_meter()
+    )  # fmt: skip
+    return RecurrentTrainer(settings, ledger=ledger, active=data.active_streams, **given)
 
 
 def _widths(data: Any, feature: str) -> dict[str, int]:
@@ -228,6 +244,13 @@ def _restore(run: _Run, listing: StreamListing, accept: Collection[str]) -> None
             f"cannot resume {run.folder.path} at step {chosen}: {error}{told}", error.differences
         ) from error
     run.trainer.load_state_arrays(container.arrays, container.dtypes, meta["trainer"])
+    if run.config.ledger is not None:
+        if "ledger" not in meta:
+            raise CursorMismatch(
+                f"cannot resume {run.folder.path} at step {chosen}: it was saved without a ledger, and now has a [ledger]; take the table out, or "
+                "start a new run"
+            )
+        run.trainer.encoder.ledger.load_state_arrays([(container.arrays, meta["ledger"])])
     run.stats.load_state_dict(meta["stats"], rank=run.rank, world_size=run.world_size)
     if run.trainer.steps_taken != chosen:
         raise HeadraceError(
@@ -274,7 +297,7 @@ def _go(run: _Run) -> StreamSummary:
             run.losses.append(result.loss)
         cells = _count(run, taken)
         events, states = without_states(drained_metrics(run.data))
-        values: dict[str, Any] = {**meter.drain(), **events}
+        values: dict[str, Any] = {**meter.drain(), **events, **run.trainer.extra_metrics()}
         run.exposed += float(values.get("wait/streams.next/seconds", 0.0))
         values |= {
             "train/loss": Mean(result.loss * result.values, result.values),
@@ -363,11 +386,16 @@ def _save(run: _Run) -> None:
     if step == run.saved or step == 0:
         return
     stats, digest = _gathered(run)
+    ledger = None if run.config.ledger is None else run.trainer.encoder.ledger.gather_state()
     if run.rank == 0:
         arrays, dtypes, meta = run.trainer.state_arrays()
+        more: dict[str, Any] = {}
+        if ledger is not None:
+            arrays, dtypes, more = arrays | ledger[0], dtypes | ledger[1], {"ledger": ledger[2]}
         run.store.save(
             step, arrays, dtypes,
             {
+                **more,
                 "kind": "streams", "trainer": meta, "data": run.data.state_dict(), "stats": stats, "order_digest": f"{digest:016x}", "digest": f"{digest:016x}",
                 "loss_first": None if math.isnan(run.loss_first) else run.loss_first, "losses": list(run.losses), "world_size": run.world_size,
                 "model_sha256": run.trainer.model_sha256(), "config_hash": run.config.hash,

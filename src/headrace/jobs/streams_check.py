@@ -77,8 +77,14 @@ class StreamPlan:
 def check_streams(
     config: StreamsConfig, *, ranks: int = 1, stale_threshold: int | None = None, ledger_capacity: int | None = None
 ) -> StreamPlan:
-    """List the stream files and play the plan. `stale_threshold` and `ledger_capacity` are those of a ledger beside it."""
+    """List the stream files and play the plan. `stale_threshold` and `ledger_capacity` are those of a ledger beside it; of the
+    config's own, unless they are given. A ledger that protects what is read cannot sweep it falsely."""
     began = time.perf_counter()
+    if config.ledger is not None:
+        if stale_threshold is None and not config.ledger.protect_active:
+            stale_threshold = config.ledger.stale_threshold
+        if ledger_capacity is None and config.ledger.mode == "lru":
+            ledger_capacity = config.ledger.capacity
     check_stream_ranks(config, ranks)
     listing = list_of(config)
     table = StreamTable(

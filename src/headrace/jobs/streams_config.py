@@ -16,8 +16,9 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from headrace.errors import ConfigError
 from headrace.jobs.config import RunSection, _array, _Beta, _Name, _Section, _table_toml, _Text
+from headrace.ledger.settings import LedgerSettings
 
-__all__ = ["CellTrainSection", "StreamsConfig", "StreamsSection", "check_stream_ranks"]
+__all__ = ["CellTrainSection", "LedgerSection", "StreamsConfig", "StreamsSection", "check_stream_ranks"]
 
 REMOVED = {
     "debug_log_active_every_n_batches": "removed; metrics are emitted every step",
@@ -96,12 +97,42 @@ class CellTrainSection(_Section):
     threads: int | None = Field(None, ge=1, examples=[2])
 
 
+class LedgerSection(_Section):
+    """[ledger]: one state a group, kept between steps. With it the job trains a recurrent model."""
+
+    mode: Literal["none", "full_wipe", "lru", "periodic_stale"] = "none"
+    capacity: int | None = Field(None, ge=1, le=2**31 - 1, examples=[100_000])
+    """Groups a rank may hold."""
+    stale_threshold: int | None = Field(None, ge=0, le=2**31 - 2, examples=[64])
+    """Steps after which a group that was not stored is forgotten."""
+    sweep_every: int = Field(1, ge=1, le=2**31 - 2)
+    wipe_every: int | None = Field(None, ge=1, le=2**31 - 2, examples=[1_000])
+    protect_active: bool = False
+    """Leave alone the groups of files that are still read."""
+    ghost_capacity: int = Field(65_536, ge=0, le=2**30 - 1)
+    ghost_horizon: int = Field(10_000, ge=1, le=2**31 - 2)
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> LedgerSection:
+        try:
+            self.settings(1)
+        except ConfigError as error:
+            raise ValueError("; ".join(error.problems)) from error
+        return self
+
+    def settings(self, width: int, device: str = "cpu") -> LedgerSettings:
+        """The ledger's own settings, for states of so many numbers."""
+        return LedgerSettings(width=width, device=device, **self.model_dump())
+
+
 class StreamsConfig(_Section):
     """Everything a stream run was asked to be, with every default filled in."""
 
     run: RunSection = RunSection()
     streams: StreamsSection
     train: CellTrainSection = CellTrainSection()
+    ledger: LedgerSection | None = None
 
     @model_validator(mode="after")
     def _refuse_skips(self) -> StreamsConfig:
@@ -133,7 +164,8 @@ class StreamsConfig(_Section):
         tables = self.resolved()
         if self.run.dir == f"runs/{self.run.name}":
             del tables["run"]["dir"]
-        return "\n".join(_table_toml(f"[{name}]", tables[name]) for name in ("run", "streams", "train"))
+        named = ("run", "streams", "train") if self.ledger is None else ("run", "streams", "train", "ledger")
+        return "\n".join(_table_toml(f"[{name}]", tables[name]) for name in named)
 
 
 _WITHOUT_EFFECT = {

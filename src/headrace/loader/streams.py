@@ -56,7 +56,7 @@ __all__ = ["StreamMixingDataset", "StreamReader", "cells_to_tensors"]
 _log = logging.getLogger(__name__)
 
 KIND, VERSION = "stream_mixing", 1
-_RESERVED = ("stream_id", "row", "modality", "draw")
+_RESERVED = ("stream_id", "row", "modality", "draw", "stream_epoch")
 
 Collate = Callable[[Cells], Any]
 
@@ -89,7 +89,7 @@ class StreamMixingDataset(IterableDataset):
     """Batches of cells from many files. Iterate it directly, or through `DataLoader(data, batch_size=None)`.
 
     A batch has the file's columns, `group_id` (int64; a column of that name, or a cell of its own each), `stream_id`, `row`,
-    `modality` and `draw`, the number of the batch over all ranks. A share may have no rows: take the loss as sum / count over
+    `modality`, `stream_epoch` and `draw`, the number of the batch over all ranks. A share may have no rows: take the loss as sum / count over
     all ranks, and take part in every collective.
     """
 
@@ -290,6 +290,10 @@ class StreamMixingDataset(IterableDataset):
             for pool in self._plan.lanes_of(*self.rank)
             for one in pool.slots
         ]  # fmt: skip
+
+    def active_streams(self) -> list[int]:
+        """The stream_ids that any rank is still reading, after the batches delivered so far. The same on every rank."""
+        return self._plan.active_streams()
 
     def _modality_for_reader(self, r: StreamReader) -> str:
         """The modality of a reader: of NESTED its group, of DIRECT the name of the folder that its file lies in."""
@@ -503,6 +507,7 @@ class _Pass:
         if isinstance(batch, dict):
             batch["modality"] = data.table.modalities[stream] if stream >= 0 else ""
             batch["draw"] = draw.index
+            batch["stream_epoch"] = draw.epoch
         return batch
 
     def _refuse_reserved(self, stream: int, cells: Cells) -> None:

@@ -4,6 +4,7 @@
     wait.py       where the time went: Wait, phase, step, Meter
     histogram.py  what was usual and what was bad, in fixed memory
     reducer.py    many steps and many ranks become one line: Accumulator, Reducer
+    loss.py       a loop's own numbers over ranks: means, and sums with the worst rank
     ranks.py      collectives that end: who is missing when a rank is killed or stopped
     sinks.py      where lines go: JSONL always; wandb and TensorBoard from threads
 
@@ -20,6 +21,7 @@ A loop that uses all of it:
 """
 
 from headrace.metrics.histogram import Histogram
+from headrace.metrics.loss import reduce_loss_metrics
 from headrace.metrics.reducer import STEPS_IN_INTERVAL, Accumulator, Mean, Reducer, reduce_values
 from headrace.metrics.sinks import BackgroundSinks, JsonlSink, Sink, TensorboardSink, WandbSink
 from headrace.metrics.spec import Metered, MetricSpec, Reduction, SpecBook, register, registered_specs
@@ -46,6 +48,7 @@ __all__ = [
     "WandbSink",
     "default_meter",
     "phase",
+    "reduce_loss_metrics",
     "reduce_values",
     "register",
     "registered_specs",

@@ -27,6 +27,7 @@ from headrace.errors import ConfigError, DeadlineExceeded, HeadraceError, Worker
 from headrace.metrics.wait import Wait
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup, Work
 
 __all__ = ["Ranks", "ranks_text"]
@@ -42,7 +43,10 @@ _GRACE_AT_DEADLINE = 0.5
 class Ranks:
     """The ranks of a process group, as one user of them sees it. All ranks call the same methods in the same order."""
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(
+        self, group: ProcessGroup | None, *, doing: str = "metrics reduction", asker: str = "the Reducer"
+    ) -> None:
+        """`doing` and `asker` are how errors call the work, and who takes a deadline for it."""
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -52,11 +56,12 @@ class Ranks:
         backends = dist.get_backend_config(self._group)
         if "cpu:" not in backends:
             raise ConfigError(
-                f"metrics are reduced in CPU memory, which the process group (backend {backends!r}) does not reach. "
-                "Initialise it with backend='cpu:gloo,cuda:nccl', or give the Reducer a gloo group of the same ranks."
+                f"a {doing} is done in CPU memory, which the process group (backend {backends!r}) does not reach. "
+                f"Initialise it with backend='cpu:gloo,cuda:nccl', or give {asker} a gloo group of the same ranks."
             )
         self.names: list[int] = dist.get_process_group_ranks(self._group)
         self._me = dist.get_rank()
+        self._doing, self._asker = doing, asker
         base = self._group.group_name
         # Ranks make their first reductions in the same order, or gloo could not match them: a number of its own for each.
         _made[base] = _made.get(base, 0) + 1
@@ -93,6 +98,20 @@ class Ranks:
         options.timeout = _op_timeout(wait)
         self._finish(lambda: self._group.allreduce([tensor], options), wait)
         return tensor.numpy()
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], wait: Wait) -> Tensor:
+        """What the ranks have for this one, in the order of ranks: the first sent[0] of `rows` go to rank 0, and so on."""
+        import torch
+        from torch.distributed.distributed_c10d import AllToAllOptions
+
+        # As bytes: not every backend knows every dtype, and none has to add them up. No rows have no strides to view by.
+        width = rows[0].nbytes if len(rows) else rows.new_empty(rows.shape[1:]).nbytes
+        given = rows.contiguous().view(torch.uint8) if len(rows) else torch.empty((0, width), dtype=torch.uint8)
+        out = torch.empty((sum(received), width), dtype=torch.uint8)
+        options = AllToAllOptions()
+        options.timeout = _op_timeout(wait)
+        self._finish(lambda: self._group.alltoall_base(out, given, list(received), list(sent), options), wait)
+        return out.view(rows.dtype) if len(out) else rows.new_empty((0, *rows.shape[1:]))
 
     def exchange(self, said: Mapping[str, Any], wait: Wait) -> list[dict[str, Any]]:
         """What every rank says, as JSON (all_gather_object would unpickle what comes from the wire)."""
@@ -142,7 +161,7 @@ class Ranks:
         # gloo's own timeout is set past ours, so an error of its own that comes first is a broken connection
         broken = failure is not None and "imed out" not in str(failure)
         answered = roll.call(broken=broken)
-        doing = f"metrics reduction {self._reductions} over {len(self.names)} ranks"
+        doing = f"{self._doing} {self._reductions} over {len(self.names)} ranks"
         why = str(failure).partition("\n")[0] if failure is not None else ""
         if not answered:
             missing = (
@@ -160,7 +179,7 @@ class Ranks:
             )
         return DeadlineExceeded(
             f"{doing} was given up on rank {self._me} after {wait.elapsed:.1f} s; its deadline is {wait.deadline:g} s: "
-            f"{missing}. It is stopped, hangs, or is busy for longer than that: look at what it does, or give the Reducer a "
+            f"{missing}. It is stopped, hangs, or is busy for longer than that: look at what it does, or give {self._asker} a "
             "longer deadline."
         )
 

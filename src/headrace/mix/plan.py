@@ -44,6 +44,8 @@ class Draw(NamedTuple):
     """The slice's number among those of its lane: workers are dealt out by it."""
     dry: bool
     """The slice ends here."""
+    epoch: int = 0
+    """The lane's."""
 
 
 class Reshard(NamedTuple):
@@ -401,13 +403,18 @@ class MixPlan:
                 return Draw(index, pool.lane, -1, 0, 0, 0, False)
             pool.next_epoch()
         one, start, stop = pool.pick()
-        return Draw(index, pool.lane, one.stream, start, stop, one.ordinal, stop == one.end)
+        return Draw(index, pool.lane, one.stream, start, stop, one.ordinal, stop == one.end, pool.epoch)
 
     def catch_up(self) -> None:
         """Bring every lane to where the draws of all ranks have brought it."""
         for pool in self.lanes:
             for _ in range(lane_steps(pool.lane, len(self.lanes), self.index) - pool.step):
                 self._draw(pool, -1)
+
+    def active_streams(self) -> list[int]:
+        """The streams that are being read, in all lanes: in a pool, or half read and without a slot."""
+        self.catch_up()
+        return sorted({one.stream for pool in self.lanes for one in (*pool.slots, *pool.parked)})
 
     def lanes_of(self, rank: int, world_size: int) -> list[LanePool]:
         """The lanes whose draws a rank delivers."""

@@ -36,7 +36,7 @@ from headrace.train.lm import _naming_lost_peers as naming_lost_peers
 
 __all__ = ["CellModel", "CellStep", "CellTrainer", "hidden_features"]
 
-_KIND, _VERSION = "headrace.cells", 1
+_VERSION = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -54,9 +54,15 @@ class CellModel(nn.Module):
         self.out = nn.ModuleDict({_name(m): nn.Linear(dim, n) for m, n in self.widths.items()})
 
     def forward(self, modality: str, x: Tensor) -> Tensor:
+        return self.decode(modality, self.encode(modality, x))
+
+    def encode(self, modality: str, x: Tensor) -> Tensor:
         h = self.into[_name(modality)](x)
         for block in self.blocks:
             h = h + block(h)
+        return h
+
+    def decode(self, modality: str, h: Tensor) -> Tensor:
         return self.out[_name(modality)](h)
 
 
@@ -87,6 +93,8 @@ class CellStep:
 class CellTrainer:
     """A model, its optimiser and the number of steps it has taken. Every rank steps and loads at the same time."""
 
+    kind = "headrace.cells"
+
     def __init__(
         self,
         settings: TrainSettings,
@@ -110,7 +118,7 @@ class CellTrainer:
         # A step is about a millisecond of work in small pieces: on a busy machine two threads that wait for each other at
         # every piece took 70 ms, one takes 3.
         torch.set_num_threads(settings.threads or 1)
-        self.model = CellModel(widths, dim=dim, depth=depth)
+        self.model = self._make_model(widths, dim, depth)
         self._shape = {"widths": self.model.widths, "dim": dim, "depth": depth}
         self._mask, self._feature = mask, feature
         self._salt = key("train.hidden", seed=settings.seed) >> 1
@@ -129,6 +137,13 @@ class CellTrainer:
             parameter.grad = self._grad[at:end].view(parameter.shape)
             at = end
         self.steps_taken = 0
+
+    def _make_model(self, widths: Mapping[str, int], dim: int, depth: int) -> CellModel:
+        return CellModel(widths, dim=dim, depth=depth)
+
+    def extra_metrics(self) -> dict[str, int]:
+        """What the model has to say of the last step, on this rank."""
+        return {}
 
     def step(self, batches: Sequence[Mapping[str, Any]]) -> CellStep:
         """Learn from this rank's batches of a step. A collective."""
@@ -180,18 +195,25 @@ class CellTrainer:
                 "fixed-size column, named by streams.feature"
             )
         if not modality or not len(x):
+            self._nothing()
             return torch.zeros((), device=self.device), 0
         if modality not in self.model.widths or x.shape[1] != self.model.widths[modality]:
             raise DataError(
                 f"step {self.steps_taken} got {x.shape[1]} features of {modality!r}; the model was made for {self.model.widths}. All "
                 "files of a modality have the same features."
             )
+        return self._loss_of(modality, x.to(self.device, torch.float32), batch)
+
+    def _nothing(self) -> None:
+        """A batch had no rows."""
+
+    def _loss_of(self, modality: str, x: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
+        """(sum of the losses, how many values were learned from) of a batch that has rows."""
         hidden = torch.from_numpy(
             hidden_features(
                 batch["stream_id"].numpy(), batch["row"].numpy(), x.shape[1], share=self._mask, salt=self._salt
             )
         ).to(self.device)
-        x = x.to(self.device, torch.float32)
         guess = self.model(modality, x.masked_fill(hidden, 0.0))
         return ((guess - x).square() * hidden).sum(), int(hidden.sum())
 
@@ -201,14 +223,14 @@ class CellTrainer:
         """Copies of everything the next step depends on: (arrays, stored dtypes, meta), as CheckpointStore takes them."""
         arrays = {f"model/{n}": _array(p) for n, p in self.model.named_parameters()}
         arrays |= {f"optim/{name}": _array(moment) for name, moment in self._moments.items()}
-        return arrays, {}, {"kind": _KIND, "version": _VERSION, "step": self.steps_taken, "model": self._shape}
+        return arrays, {}, {"kind": self.kind, "version": _VERSION, "step": self.steps_taken, "model": self._shape}
 
     @torch.no_grad()
     def load_state_arrays(
         self, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str], meta: Mapping[str, Any]
     ) -> None:
         """Become the trainer that gave this state. Nothing is changed if it does not fit."""
-        expected = {"kind": _KIND, "version": _VERSION, "model": self._shape}
+        expected = {"kind": self.kind, "version": _VERSION, "model": self._shape}
         differing: dict[str, tuple[Any, Any]] = {
             n: (meta.get(n, "absent"), now) for n, now in expected.items() if meta.get(n) != now
         }

@@ -226,7 +226,7 @@ def test_a_collator_sees_plain_arrays(tmp_path):
     with four(tmp_path, collate=lambda cells: {"total": float(cells["x"].sum()), "kind": type(cells["x"])}) as data:
         batches = list(data)
     assert all(b["kind"] is np.ndarray for b in batches)
-    assert batches[0].keys() == {"total", "kind", "modality", "draw"}
+    assert batches[0].keys() == {"total", "kind", "modality", "draw", "stream_epoch"}
 
 
 def test_torchs_dataloader_passes_batches_through_and_its_workers_are_refused(tmp_path):

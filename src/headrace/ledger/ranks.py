@@ -1,0 +1,212 @@
+"""Where does a row go? To the rank that owns its group, and its answer comes back.
+
+    ledger = Ledger(LedgerSettings(width=256))          rank and world size of torch.distributed, if it is initialised
+    route = ledger.route(gids, streams, epochs)         who owns which row: two small exchanges
+    states, found = ledger.lookup(route)                one more; a miss is a miss of the owner's
+    ledger.store(route, states, step=step)              and one
+    ledger.end_step(step)
+
+`lookup` and `store` also take plain gids, and then make the route themselves. With more than one rank all of these but end_step are
+collectives: every rank calls them the same number of times, with whatever rows it has, none included. On one rank nothing is sent.
+
+Rows reach their owner in the order of (rank, row), so of two states of a group the last by that order stays. Rows travel through CPU
+memory (gloo), wherever the arena is; a rank that is lost or stopped ends the exchange on the others with its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headrace.errors import ConfigError, HeadraceError
+from headrace.ledger.settings import LedgerSettings, owner_of
+from headrace.ledger.shard import LedgerShard, as_gids, as_tags
+from headrace.metrics import Meter, MetricSpec, Wait
+from headrace.metrics.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Ledger", "Route"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Rows on their way: which of this rank's go where, and which came here."""
+
+    rows: int
+    """Rows of this rank."""
+    order: np.ndarray
+    """This rank's rows, by owner."""
+    sent: tuple[int, ...]
+    """How many go to each rank."""
+    received: tuple[int, ...]
+    gids: np.ndarray
+    """Of the rows that came here, by (rank, row)."""
+    streams: np.ndarray
+    epochs: np.ndarray
+
+
+class Ledger:
+    """A ledger over all ranks: each owns the groups of its buckets."""
+
+    def __init__(
+        self,
+        settings: LedgerSettings,
+        *,
+        group: ProcessGroup | None = None,
+        deadline: float = 300.0,
+        meter: Meter | None = None,
+    ) -> None:
+        if not deadline > 0:
+            raise ConfigError(f"a ledger needs a deadline above 0 seconds for its exchanges, got {deadline!r}")
+        joined = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if joined else (0, 1)
+        self.shard = LedgerShard(settings, rank=rank, world_size=world_size)
+        self._ranks = Ranks(group, doing="ledger exchange", asker="the Ledger") if world_size > 1 else None
+        self._deadline, self._meter = deadline, meter
+
+    @property
+    def settings(self) -> LedgerSettings:
+        return self.shard.settings
+
+    @property
+    def step(self) -> int:
+        """The last step that was stored or ended; -1 before the first."""
+        return self.shard.step
+
+    def __len__(self) -> int:
+        """Groups that this rank holds."""
+        return len(self.shard)
+
+    # ------------------------------------------------------------------------------------------------- rows
+
+    def route(
+        self,
+        gids: Tensor | np.ndarray,
+        streams: Tensor | np.ndarray | int = -1,
+        epochs: Tensor | np.ndarray | int = 0,
+    ) -> Route:
+        """Tell every owner which groups this rank has rows of, with the rows' streams and epochs."""
+        here = as_gids(gids)
+        stream, epoch = as_tags(streams, len(here), "streams"), as_tags(epochs, len(here), "epochs")
+        if self._ranks is None:
+            everything = (len(here),)
+            return Route(
+                rows=len(here), order=np.arange(len(here)), sent=everything, received=everything, gids=here, streams=stream, epochs=epoch
+            )  # fmt: skip
+        world = self.shard.world_size
+        owner = owner_of(here, world)
+        order = np.argsort(owner, kind="stable")
+        sent = np.bincount(owner, minlength=world)
+        told = np.stack([here, stream.astype(np.int64), epoch.astype(np.int64)], axis=1)[order]
+        with Wait("ledger.exchange", meter=self._meter, deadline=self._deadline) as wait:
+            self._ranks.begin()
+            received = self._ranks.gather(sent.astype(np.int64), wait)[:, self.shard.rank]
+            came = self._ranks.all_to_all(torch.from_numpy(told), sent.tolist(), received.tolist(), wait).numpy()
+        return Route(
+            rows=len(here),
+            order=order,
+            sent=tuple(sent.tolist()),
+            received=tuple(received.tolist()),
+            gids=np.ascontiguousarray(came[:, 0]),
+            streams=came[:, 1].astype(np.int32),
+            epochs=came[:, 2].astype(np.int32),
+        )
+
+    def lookup(self, rows: Route | Tensor | np.ndarray) -> tuple[Tensor, Tensor]:
+        """(states [n, width], found bool [n]) for this rank's rows; zeros where the owner has none."""
+        route = rows if isinstance(rows, Route) else self.route(rows)
+        states, found = self.shard.lookup(route.gids)
+        if self._ranks is None:
+            return states, found
+        # The flag rides along as one more number of the state: one exchange less.
+        packed = torch.cat([states.cpu(), found.cpu().to(states.dtype)[:, None]], dim=1)
+        back = torch.empty((route.rows, packed.shape[1]), dtype=packed.dtype)
+        with Wait("ledger.exchange", meter=self._meter, deadline=self._deadline) as wait:
+            self._ranks.begin()
+            back[torch.from_numpy(route.order)] = self._ranks.all_to_all(packed, route.received, route.sent, wait)
+        back = back.to(self.shard.device)
+        return back[:, :-1].contiguous(), back[:, -1] != 0
+
+    def store(
+        self,
+        rows: Route | Tensor | np.ndarray,
+        states: Tensor,
+        *,
+        step: int,
+        streams: Tensor | np.ndarray | int = -1,
+        epochs: Tensor | np.ndarray | int = 0,
+    ) -> None:
+        """Keep the states of this rank's rows, each at its owner. A Route brings streams and epochs of its own."""
+        route = rows if isinstance(rows, Route) else self.route(rows, streams, epochs)
+        states = states.detach()
+        if states.shape != (route.rows, self.settings.width):
+            raise ConfigError(
+                f"store at step {step} needs states of shape [{route.rows}, {self.settings.width}], one for each row; got {list(states.shape)}"
+            )
+        if self._ranks is not None:
+            given = states.to("cpu", self.shard.dtype)[torch.from_numpy(route.order)]
+            with Wait("ledger.exchange", meter=self._meter, deadline=self._deadline) as wait:
+                self._ranks.begin()
+                states = self._ranks.all_to_all(given, route.sent, route.received, wait)
+        self.shard.store(route.gids, states, step=step, streams=route.streams, epochs=route.epochs)
+
+    def set_active(self, streams: Collection[int] | np.ndarray) -> None:
+        """Which streams are still read, by any rank, from here on. Every rank says the same."""
+        self.shard.set_active(streams)
+
+    def end_step(self, step: int) -> None:
+        """Sweep and wipe, if it is their time. Not a collective."""
+        self.shard.end_step(step)
+
+    # ---------------------------------------------------------------------------------------------- metrics
+
+    def metric_specs(self) -> tuple[MetricSpec, ...]:
+        """Every key of `drain_metrics`."""
+        return self.shard.metric_specs()
+
+    def drain_metrics(self) -> dict[str, int]:
+        """What happened to this rank's groups since the last drain; {} if nothing did."""
+        return self.shard.drain_metrics()
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def state_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
+        """This rank's part: (arrays, stored dtypes, meta). Not a collective."""
+        return self.shard.state_arrays()
+
+    def gather_state(self) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]] | None:
+        """The whole ledger, on rank 0; None on the others. Collective."""
+        arrays, dtypes, meta = self.shard.state_arrays()
+        if self._ranks is None:
+            return arrays, dtypes, meta
+        lead, world = self.shard.rank == 0, self.shard.world_size
+        with Wait("ledger.exchange", meter=self._meter, deadline=self._deadline) as wait:
+            self._ranks.begin()
+            lengths = self._ranks.gather(
+                np.array([self.step, len(arrays["ledger/gid"]), len(arrays["ghosts/gid"])], np.int64), wait
+            )
+            if len({int(n) for n in lengths[:, 0]}) > 1:
+                raise HeadraceError(
+                    f"the ranks' ledgers stand at different steps ({lengths[:, 0].tolist()}): every rank ends every step"
+                )
+            whole: dict[str, np.ndarray] = {}
+            for name in sorted(arrays):
+                counts = lengths[:, 1 if name.startswith("ledger/") else 2].tolist()
+                sent = [len(arrays[name])] + [0] * (world - 1)
+                rows = torch.from_numpy(arrays[name])
+                flat = rows if rows.ndim > 1 else rows[:, None]
+                came = self._ranks.all_to_all(flat, sent, counts if lead else [0] * world, wait).numpy()
+                whole[name] = came if rows.ndim > 1 else came[:, 0].copy()
+        return (whole, dtypes, meta) if lead else None
+
+    def load_state_arrays(self, parts: Sequence[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]) -> None:
+        """Go on from a gathered state, or from the parts of any number of ranks. Not a collective."""
+        self.shard.load_state_arrays(parts)

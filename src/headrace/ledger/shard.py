@@ -1,0 +1,486 @@
+"""The states of the groups that one rank owns: kept, found, forgotten, and known again.
+
+    shard = LedgerShard(LedgerSettings(width=256, mode="lru", capacity=100_000))
+    states, found = shard.lookup(gids)                        zeros where there is none
+    shard.store(gids, states, step=7, streams=..., epochs=...)
+    shard.end_step(7)                                         sweeps and wipes; every step, also one without a store
+
+States are rows of one tensor, and what is oldest stands at the head of a list (kernels.py), so that nothing is ever scanned. A step runs
+
+    store ─► LRU overflow, never a group of this step ─► stale sweep ─► full wipe, which clears the ghosts too
+
+A ghost is what is left of an evicted group: (mode, step, stream, epoch of that stream). A group that is written anew and has a ghost of
+the same stream and epoch was evicted falsely: its stream had not ended. In another epoch it comes back by right. Ghosts are
+bounded in number and in age, so the count is a lower bound once `ledger/ghosts_dropped` is above 0.
+
+Ties are broken by gid, time is steps and never a clock, and nothing depends on slots: equal calls give equal ledgers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.errors import ConfigError, CursorMismatch, DataError, HeadraceError
+from headrace.ledger.gauges import (
+    CONFLICTS,
+    DISTANCE,
+    DROPPED,
+    EVICTED,
+    FALSE,
+    LEDGER_SPECS,
+    OCCUPANCY,
+    PROTECTED,
+    WIPES,
+)
+from headrace.ledger.places import NO_LIMIT, Places, loops
+from headrace.ledger.settings import BUCKETS, MAX_STEP, EvictionMode, LedgerSettings, owner_of
+from headrace.metrics import MetricSpec
+
+__all__ = ["LedgerShard"]
+
+_KIND, _VERSION = "headrace.ledger", 1
+_LRU, _STALE = 1, 2
+_NAMES = {_LRU: "lru", _STALE: "stale"}
+_GROUP_COLUMNS = ("last", "stream", "epoch")
+_GHOST_COLUMNS = ("when", "stream", "epoch", "mode")
+_SAVED = {
+    "ledger/gid": np.int64, "ledger/last": np.int32, "ledger/stream": np.int32, "ledger/epoch": np.int32,
+    "ghosts/gid": np.int64, "ghosts/when": np.int32, "ghosts/stream": np.int32, "ghosts/epoch": np.int32, "ghosts/mode": np.uint8,
+}  # fmt: skip
+_STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_NOBODY = np.zeros(0, np.int64)
+
+
+class LedgerShard:
+    """The part of a ledger that one rank owns. Nothing here talks to another rank."""
+
+    def __init__(self, settings: LedgerSettings, *, rank: int = 0, world_size: int = 1) -> None:
+        if not 0 <= rank < world_size <= BUCKETS:
+            raise ConfigError(f"a ledger needs 0 <= rank < world size <= {BUCKETS:,}, got rank {rank} of {world_size}")
+        self.settings = settings
+        self.rank, self.world_size = rank, world_size
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        self.device = torch.device(settings.device)
+        self.step = -1
+        """The last step that was stored or ended; none goes back behind it."""
+        self._groups = Places(dict.fromkeys(_GROUP_COLUMNS, np.int32), limit=settings.capacity or NO_LIMIT)
+        self._ghosts = Places(
+            {"when": np.int32, "stream": np.int32, "epoch": np.int32, "mode": np.uint8}, limit=settings.ghost_capacity
+        )
+        self._arena = torch.zeros((0, settings.width), dtype=self.dtype, device=self.device)
+        self._active = _NOBODY
+        self._counts: dict[str, int] = dict.fromkeys((spec.key for spec in LEDGER_SPECS), 0)
+        self._happened = False
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena, the index and the ghosts."""
+        return self._arena.nbytes + self.index_nbytes
+
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes of everything but the states."""
+        return self._groups.nbytes + self._ghosts.nbytes
+
+    @property
+    def ghosts(self) -> int:
+        """Evicted groups that are remembered."""
+        return len(self._ghosts)
+
+    # -------------------------------------------------------------------------------------------- find, store
+
+    def lookup(self, gids: Tensor | np.ndarray) -> tuple[Tensor, Tensor]:
+        """(states [n, width], found bool [n]); zeros where there is none. Does not make a group younger."""
+        wanted = as_gids(gids)
+        self._require_owned(wanted, "looked up")
+        slots, found = self._groups.find(wanted)
+        if found == 0:
+            states = torch.zeros((len(wanted), self.settings.width), dtype=self.dtype, device=self.device)
+            return states, torch.zeros(len(wanted), dtype=torch.bool, device=self.device)
+        at = torch.from_numpy(slots)
+        here = at >= 0
+        states = self._arena.index_select(0, at.clamp_(min=0).to(self.device))
+        if found < len(slots):
+            states[~here.to(self.device)] = 0
+        return states, here.to(self.device)
+
+    def store(
+        self,
+        gids: Tensor | np.ndarray,
+        states: Tensor,
+        *,
+        step: int,
+        streams: Tensor | np.ndarray | int = -1,
+        epochs: Tensor | np.ndarray | int = 0,
+    ) -> None:
+        """Keep these states, detached. Of two states of a group in one step the later row stays, and the conflict is counted.
+
+        `streams` and `epochs` say which stream each row came from, and which pass over it this is. Nothing is changed if it is refused.
+        """
+        wanted = as_gids(gids)
+        states = states.detach()
+        stream, epoch = as_tags(streams, len(wanted), "streams"), as_tags(epochs, len(wanted), "epochs")
+        self._require_owned(wanted, "stored")
+        self._require_step(step, "store")
+        if states.shape != (len(wanted), self.settings.width):
+            raise ConfigError(
+                f"store at step {step} needs states of shape [{len(wanted)}, {self.settings.width}], one for each gid; got {list(states.shape)}"
+            )
+        if not len(wanted):
+            self._open(step)
+            return
+        self._require_finite(wanted, states, step)
+        self._require_room(wanted, step)
+        self._open(step)
+        groups = self._groups
+        slots, found = groups.find(wanted)
+        conflicts = loops().refresh(*groups.core, groups.columns["last"], slots, step)
+        if found < len(wanted):
+            fresh = np.flatnonzero(slots < 0)
+            # By gid, each with its last row: that is the one that stays.
+            gid, back = np.unique(wanted[fresh][::-1], return_index=True)
+            rows = fresh[::-1][back]
+            conflicts += len(fresh) - len(rows)
+            slots = self._admit(gid, stream[rows], epoch[rows], wanted, step)
+        self._counts[CONFLICTS] += conflicts
+        if conflicts:  # writing a slot twice in one call would leave either of the rows
+            slots, last = np.unique(slots[::-1], return_index=True)
+            last = len(wanted) - 1 - last
+            states, stream, epoch = states[torch.from_numpy(last).to(states.device)], stream[last], epoch[last]
+        groups.columns["stream"][slots] = stream
+        groups.columns["epoch"][slots] = epoch
+        self._arena.index_copy_(0, torch.from_numpy(slots).to(self.device), states.to(self.device, self.dtype))
+        self._happened = True
+
+    def _admit(
+        self, gid: np.ndarray, stream: np.ndarray, epoch: np.ndarray, wanted: np.ndarray, step: int
+    ) -> np.ndarray:
+        """Slots for new groups, in the order of gids; the slots of all that is wanted."""
+        groups, ghosts = self._groups, self._ghosts
+        if len(ghosts):
+            counts = np.zeros(3, np.int64)
+            loops().recall(
+                *ghosts.core, *(ghosts.columns[n] for n in _GHOST_COLUMNS), gid, stream, epoch, step, self.settings.ghost_horizon, counts
+            )  # fmt: skip
+            for mode, name in _NAMES.items():
+                self._counts[FALSE[name]] += int(counts[mode])
+            self._counts[DISTANCE] = max(self._counts[DISTANCE], int(counts[0]))
+        if groups.make_room(len(gid)):
+            arena = torch.zeros((groups.slots, self.settings.width), dtype=self.dtype, device=self.device)
+            arena[: len(self._arena)] = self._arena
+            self._arena = arena
+        overflow = len(groups) + len(gid) - groups.limit
+        if overflow > 0:
+            self._evict_lru_overflow(overflow, step)
+        loops().admit(*groups.core, groups.columns["last"], gid, np.empty(len(gid), np.int64), step)
+        return groups.find(wanted)[0]
+
+    def set_active(self, streams: Collection[int] | np.ndarray) -> None:
+        """Which streams are still read, from here on. With `protect_active` their groups are left alone."""
+        listed = streams if isinstance(streams, np.ndarray) else np.fromiter(streams, np.int64, len(streams))
+        self._active = np.unique(listed.astype(np.int64, copy=False))
+
+    def end_step(self, step: int) -> None:
+        """Sweep and wipe, if it is their time, and let ghosts go that are too old."""
+        self._require_step(step, "end_step")
+        self._open(step)
+        settings = self.settings
+        if settings.stale_threshold is not None and step and step % settings.sweep_every == 0:
+            self._sweep_stale_entries(step)
+        if settings.wipe_every is not None and step and step % settings.wipe_every == 0:
+            self.wipe()
+        if len(self._ghosts):
+            cutoff = step - settings.ghost_horizon
+            if cutoff > 0:
+                loops().forget(*self._ghosts.core, self._ghosts.columns["when"], cutoff)
+        self._happened = True
+
+    # -------------------------------------------------------------------------------------------------- forget
+
+    def _evict_lru_overflow(self, count: int, step: int) -> None:
+        gone = self._evict(step, count, _LRU, self._active if self.settings.protect_active else _NOBODY)
+        if gone < count:  # everything left is protected: the oldest goes anyway
+            self._counts[PROTECTED] += self._evict(step, count - gone, _LRU, _NOBODY)
+
+    def _sweep_stale_entries(self, step: int) -> None:
+        assert self.settings.stale_threshold is not None
+        cutoff = step - self.settings.stale_threshold
+        self._evict(cutoff, len(self._groups), _STALE, self._active if self.settings.protect_active else _NOBODY)
+
+    def _evict(self, cutoff: int, limit: int, mode: int, active: np.ndarray) -> int:
+        """Evict the oldest groups of steps before `cutoff` and make ghosts of them; how many."""
+        groups, ghosts = self._groups, self._ghosts
+        slots = np.empty(min(limit, len(groups)), np.int64)
+        gone = loops().evict(
+            *groups.core, groups.columns["last"], groups.columns["stream"], active, cutoff, limit, slots
+        )
+        if gone:
+            slots = slots[:gone]
+            self._counts[EVICTED[_NAMES[mode]]] += gone
+            if ghosts.limit:
+                ghosts.make_room(gone)
+                self._counts[DROPPED] += loops().remember(
+                    *ghosts.core, *(ghosts.columns[n] for n in _GHOST_COLUMNS), groups.keys[slots], groups.columns["stream"][slots],
+                    groups.columns["epoch"][slots], mode, self.step, ghosts.limit,
+                )  # fmt: skip
+        return gone
+
+    def wipe(self) -> None:
+        """Forget all groups, and all ghosts: what is wiped on purpose is not missed."""
+        self._groups.clear()
+        self._ghosts.clear()
+        self._arena = self._arena[:0].clone()
+        self._counts[WIPES] += 1
+        self._happened = True
+
+    # -------------------------------------------------------------------------------------------------- refuse
+
+    def _open(self, step: int) -> None:
+        """Begin `step`: what was stored in the step before takes its place in the line."""
+        if step > self.step:
+            if self._groups.pending:
+                places = self._groups
+                loops().close_step(places.before, places.after, places.ends, places.touched())
+            self.step = step
+
+    def _require_owned(self, gids: np.ndarray, what: str) -> None:
+        if self.world_size == 1:
+            return
+        owners = owner_of(gids, self.world_size)
+        wrong = np.flatnonzero(owners != self.rank)
+        if len(wrong):
+            raise HeadraceError(
+                f"group {gids[wrong[0]]} belongs to rank {owners[wrong[0]]} of {self.world_size} and was {what} on rank {self.rank}"
+                + (f", as were {len(wrong) - 1:,} others" if len(wrong) > 1 else "")
+                + ": two ranks would keep different states of one group. Send it to its owner, as Ledger does."
+            )
+
+    def _require_step(self, step: int, what: str) -> None:
+        if type(step) is not int or not 0 <= step <= MAX_STEP:
+            raise ConfigError(f"{what} needs a step between 0 and {MAX_STEP:,}, got {step!r}")
+        if step < self.step:
+            raise HeadraceError(
+                f"{what} at step {step} after step {self.step}: steps of a ledger do not go back, or it would forget by a wrong age. Load the "
+                "ledger's state together with the model's."
+            )
+
+    def _require_finite(self, gids: np.ndarray, states: Tensor, step: int) -> None:
+        # One sum is a tenth of the cost of looking at every number; it can overflow, so only a bad one is looked into.
+        if bool(torch.isfinite(states.sum(dtype=torch.float32))):
+            return
+        bad = torch.nonzero(~torch.isfinite(states).all(dim=1)).flatten().cpu().numpy()
+        if len(bad):
+            raise DataError(
+                f"the state of group {gids[bad[0]]} at step {step} is not finite"
+                + (f" ({len(bad):,} groups are not)" if len(bad) > 1 else "")
+                + ": kept, it would spoil every later step of the group. Lower the learning rate, or clip, and resume from the last checkpoint."
+            )
+
+    def _require_room(self, gids: np.ndarray, step: int) -> None:
+        capacity = self.settings.capacity
+        if capacity is None:
+            return
+        groups = self._groups
+        if self.settings.mode is EvictionMode.LRU:
+            before = groups.pending if step == self.step else 0
+            if before + len(gids) > capacity:
+                held = groups.keys[groups.touched()] if before else gids[:0]
+                needed = len(np.union1d(gids, held))
+                if needed > capacity:
+                    raise ConfigError(
+                        f"step {step} stores {needed:,} groups on rank {self.rank} and the ledger's capacity is {capacity:,}: a group of the step under "
+                        f"way is never evicted. Raise the capacity to {needed:,} or more."
+                    )
+        elif len(groups) + len(gids) > capacity:
+            slots, _ = groups.find(gids)
+            needed = len(groups) + len(np.unique(gids[slots < 0]))
+            if needed > capacity:
+                raise ConfigError(
+                    f"step {step} brings the ledger of rank {self.rank} to {needed:,} groups and its capacity is {capacity:,}; mode "
+                    f"{EvictionMode(self.settings.mode).value} evicts nothing for want of room. Raise the capacity, or use mode lru."
+                )
+
+    # -------------------------------------------------------------------------------------------------- metrics
+
+    def metric_specs(self) -> tuple[MetricSpec, ...]:
+        """Every key of `drain_metrics`."""
+        return LEDGER_SPECS
+
+    def drain_metrics(self) -> dict[str, int]:
+        """What happened since the last drain, and how many groups there are; {} if nothing did."""
+        if not self._happened:
+            return {}
+        values = {**self._counts, OCCUPANCY: len(self._groups)}
+        self._counts = dict.fromkeys(self._counts, 0)
+        self._happened = False
+        return values
+
+    # ---------------------------------------------------------------------------------------------------- state
+
+    def order(self) -> np.ndarray:
+        """The gids in the order in which they would be evicted: by (step of the last store, gid)."""
+        groups = self._groups
+        return groups.keys[np.concatenate([groups.line(), groups.touched()])]
+
+    def state_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
+        """Copies of everything the ledger depends on: (arrays, stored dtypes, meta), as CheckpointStore takes them."""
+        groups, ghosts = self._groups, self._ghosts
+        slots, gone = np.concatenate([groups.line(), groups.touched()]), ghosts.line()
+        states = self._arena[torch.from_numpy(slots).to(self.device)].cpu()
+        arrays = {
+            "ledger/gid": groups.keys[slots], **{f"ledger/{n}": groups.columns[n][slots] for n in _GROUP_COLUMNS},
+            "ghosts/gid": ghosts.keys[gone], **{f"ghosts/{n}": ghosts.columns[n][gone] for n in _GHOST_COLUMNS},
+            "ledger/state": (states.view(torch.uint16) if self.dtype is torch.bfloat16 else states).numpy(),
+        }  # fmt: skip
+        meta = {
+            "kind": _KIND,
+            "version": _VERSION,
+            "step": self.step,
+            "width": self.settings.width,
+            "dtype": self.settings.dtype,
+        }
+        return arrays, {"ledger/state": _STORED_AS[self.settings.dtype]}, meta
+
+    def load_state_arrays(self, parts: Sequence[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]) -> None:
+        """Become the shard of the ledger whose ranks gave these (arrays, meta), one or all, on whatever number of ranks.
+
+        Takes what this rank owns and leaves the rest. Nothing is changed if the parts do not fit.
+        """
+        expected = {
+            "kind": _KIND,
+            "version": _VERSION,
+            "width": self.settings.width,
+            "dtype": self.settings.dtype,
+        }
+        steps = {meta.get("step") for _, meta in parts}
+        differing: dict[str, tuple[Any, Any]] = {
+            name: (meta.get(name, "absent"), now)
+            for _, meta in parts
+            for name, now in expected.items()
+            if meta.get(name) != now
+        }
+        if len(steps) != 1:
+            differing["step"] = (sorted(map(str, steps)), "one step")
+        for arrays, meta in parts:
+            differing |= _misfits(arrays, meta.get("step"), self.settings)
+        if differing:
+            told = "; ".join(f"{n}: saved {a}, now {b}" for n, (a, b) in list(differing.items())[:3])
+            raise CursorMismatch(
+                f"the saved ledger does not fit this one ({told}). Restore the ledger's settings, or start a new run.",
+                differing,
+            )
+        together = {n: np.concatenate([np.asarray(a[n]) for a, _ in parts]) for n in (*_SAVED, "ledger/state")}
+        step = int(parts[0][1]["step"])
+        mine = self._kept(together, "ledger/gid", by=("ledger/gid", "ledger/last"))
+        if len(np.unique(together["ledger/gid"][mine])) < len(mine) or len(mine) > self._groups.limit:
+            raise CursorMismatch(
+                f"the saved ledger has {len(mine):,} groups for rank {self.rank} of {self.world_size}, where there is room for "
+                f"{self._groups.limit:,}, or the same group twice; give each rank's part once, and a capacity for all of them"
+            )
+        groups = self._groups = Places(dict.fromkeys(_GROUP_COLUMNS, np.int32), limit=self._groups.limit)
+        groups.make_room(len(mine))
+        slots = np.empty(len(mine), np.int64)
+        loops().admit(*groups.core, groups.columns["last"], together["ledger/gid"][mine], slots, step)
+        for name in _GROUP_COLUMNS:
+            groups.columns[name][slots] = together[f"ledger/{name}"][mine]
+        # Those of the step under way stay pending; the rest are in line, oldest first.
+        open_now = together["ledger/last"][mine] == step
+        loops().close_step(groups.before, groups.after, groups.ends, slots[~open_now])
+        if open_now.any():
+            _back_to_pending(groups, slots[open_now])
+        rows = together["ledger/state"][mine]
+        self._arena = torch.zeros((groups.slots, self.settings.width), dtype=self.dtype, device=self.device)
+        loaded = torch.from_numpy(np.ascontiguousarray(rows))
+        if self.dtype is torch.bfloat16:
+            loaded = loaded.view(torch.bfloat16)
+        self._arena[torch.from_numpy(slots).to(self.device)] = loaded.to(self.device)
+        self._load_ghosts(together)
+        self.step = step
+        self._counts = dict.fromkeys(self._counts, 0)
+        self._happened = False
+
+    def _kept(self, arrays: Mapping[str, np.ndarray], gid: str, by: Sequence[str]) -> np.ndarray:
+        """Which rows this rank owns, sorted; those that compare equal stay in the order of the parts."""
+        mine = np.flatnonzero(owner_of(arrays[gid], self.world_size) == self.rank)
+        return mine[np.lexsort([arrays[name][mine] for name in by])]
+
+    def _load_ghosts(self, arrays: Mapping[str, np.ndarray]) -> None:
+        ghosts = self._ghosts
+        ghosts.clear()
+        mine = self._kept(arrays, "ghosts/gid", by=("ghosts/when",))[-ghosts.limit :] if ghosts.limit else _NOBODY
+        if not len(mine):
+            return
+        ghosts.make_room(len(mine))
+        gids = arrays["ghosts/gid"][mine]
+        columns = {name: arrays[f"ghosts/{name}"][mine] for name in _GHOST_COLUMNS}
+        loops().remember(
+            *ghosts.core, *(ghosts.columns[n] for n in _GHOST_COLUMNS), gids, columns["stream"], columns["epoch"], 0, 0, ghosts.limit
+        )  # fmt: skip
+        slots, _ = ghosts.find(gids)
+        for name, column in columns.items():
+            ghosts.columns[name][slots] = column
+
+
+def _back_to_pending(groups: Places, slots: np.ndarray) -> None:
+    """Chain these slots, which are in no list, as those of the step under way."""
+    groups.before[slots[1:]] = slots[:-1]
+    groups.after[slots[:-1]] = slots[1:]
+    groups.before[slots[0]] = groups.after[slots[-1]] = -1
+    groups.ends[5:8] = slots[0], slots[-1], len(slots)
+
+
+def _misfits(arrays: Mapping[str, np.ndarray], step: Any, settings: LedgerSettings) -> dict[str, tuple[Any, Any]]:
+    """What of saved arrays cannot be, with what it should be. A file that someone made must not reach a loop unchecked."""
+    found: dict[str, tuple[Any, Any]] = {}
+    if type(step) is not int or not -1 <= step <= MAX_STEP:
+        return {"step": (step, "a step")}
+    for name, dtype in _SAVED.items():
+        array = arrays.get(name)
+        length = len(arrays.get(f"{name.partition('/')[0]}/gid", ()))
+        if array is None or array.dtype != dtype or array.shape != (length,):
+            found[name] = (
+                "absent" if array is None else f"{array.dtype} {list(array.shape)}",
+                f"{np.dtype(dtype)} [{length}]",
+            )
+    for name, low, high in (("ledger/last", 0, step), ("ghosts/when", 0, step), ("ghosts/mode", _LRU, _STALE)):
+        if name not in found and len(arrays[name]) and not (low <= arrays[name].min() and arrays[name].max() <= high):
+            found[name] = (f"{arrays[name].min()} to {arrays[name].max()}", f"{low} to {high}")
+    states = arrays.get("ledger/state")
+    shape = (len(arrays.get("ledger/gid", ())), settings.width)
+    dtype = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[settings.dtype]
+    if states is None or states.shape != shape or states.dtype != dtype:
+        found["ledger/state"] = (
+            "absent" if states is None else f"{states.dtype} {list(states.shape)}",
+            f"{settings.dtype} {list(shape)}",
+        )
+    return found
+
+
+def as_gids(gids: Tensor | np.ndarray) -> np.ndarray:
+    """Group ids as int64 [n] in CPU memory."""
+    array = gids.detach().cpu().numpy() if isinstance(gids, Tensor) else np.asarray(gids)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype == np.uint64:
+        raise ConfigError(f"group ids must be one row of signed whole numbers, got {array.dtype} {list(array.shape)}")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def as_tags(values: Tensor | np.ndarray | int, length: int, name: str) -> np.ndarray:
+    """Streams or epochs as int32 [n]; one number stands for all rows."""
+    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if array.ndim == 0:
+        array = np.full(length, array)
+    if array.shape != (length,) or array.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{name} must be one whole number, or one for each of {length} gids; got {array.dtype} {list(array.shape)}"
+        )
+    if length and not (int(array.min()) >= -1 and int(array.max()) <= NO_LIMIT):
+        raise ConfigError(f"{name} must lie between -1 and {NO_LIMIT:,}, got {int(array.min())} to {int(array.max())}")
+    return array.astype(np.int32)

@@ -1,0 +1,177 @@
+"""The ledger over 1 and 4 real gloo ranks: rows go to their owners and back, and sums find the worst rank.
+
+Ranks are forked by the server of test_metrics_ranks.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.ledger import LEDGER_SUM_KEYS, Ledger, LedgerSettings, owner_of
+from headrace.metrics import reduce_loss_metrics
+
+HERE = Path(__file__).resolve()
+
+
+def _borrowed(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_for_ledgers", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+shared = _borrowed(HERE.with_name("test_metrics_ranks.py"))
+ranks = shared.ranks
+WIDTH, STEPS = 3, 12
+
+
+def rows_of(step: int, rank: int, world: int) -> np.ndarray:
+    """What a rank brings at a step: its part of rows that are the same on any number of ranks; some have none."""
+    gids = (np.arange(24) * 37 + step * 21) % 61  # a group comes back after three steps, and is stale after two
+    return np.array_split(gids[: 24 if step % 3 else 2], world)[rank]
+
+
+def states_of(gids: np.ndarray, step: int) -> torch.Tensor:
+    return torch.from_numpy(gids * 100 + step).float()[:, None] + torch.arange(WIDTH) / 4
+
+
+def played(rank: int, world: int, dtype: str = "float32", start: int = 0, load: Any = None) -> dict[str, Any]:
+    """Store and look up for some steps; what was found on the way, and the whole ledger in the end (rank 0)."""
+    ledger = Ledger(LedgerSettings(width=WIDTH, mode="periodic_stale", stale_threshold=1, dtype=dtype), deadline=60.0)  # ty: ignore
+    if load is not None:
+        saved = np.load(load)
+        ledger.load_state_arrays([(dict(saved), {"kind": "headrace.ledger", "version": 1, "step": start - 1, "width": WIDTH, "dtype": dtype})])  # fmt: skip
+    seen, sums = [], []
+    for step in range(start, start + STEPS):
+        gids = rows_of(step, rank, world)
+        route = ledger.route(gids, 0, 0)
+        states, found = ledger.lookup(route)
+        seen.append([states.float()[:, 0].tolist(), found.tolist()])
+        ledger.store(route, states_of(gids, step), step=step)
+        ledger.end_step(step)
+        sums.append(reduce_loss_metrics(ledger.drain_metrics(), sum_keys=LEDGER_SUM_KEYS))
+    after = ledger.lookup(rows_of(start + STEPS - 1, rank, world))[1].tolist()
+    state = ledger.gather_state()
+    told = {"seen": seen, "sums": sums, "after": after, "held": len(ledger)}
+    if state is not None:
+        arrays, _, meta = state
+        order = np.lexsort([arrays["ledger/gid"], arrays["ledger/last"]])
+        told["whole"] = {name: arrays[name][order].tolist() for name in arrays if name.startswith("ledger/")}
+        told["step"] = meta["step"]
+        if load is None and os.environ.get("SAVE_LEDGER"):
+            np.savez(os.environ["SAVE_LEDGER"], **arrays)
+    return told
+
+
+def sums(rank: int, world: int) -> Any:
+    values = {"loss": 1.0 + rank, "weighted": 10.0 * rank, "ledger/evictions/lru": rank * rank, "only/here": 5}
+    if rank:
+        del values["only/here"]
+    first = reduce_loss_metrics(values, counts={"weighted": rank}, sum_keys={"ledger/evictions/lru", "only/here"})
+    again = reduce_loss_metrics({"late-key/x": rank} if rank == 2 else {}, sum_keys={"late-key/x"})
+    return [first, again]
+
+
+def not_the_owner(rank: int, world: int) -> Any:
+    ledger = Ledger(LedgerSettings(width=1), deadline=60.0)
+    gid = next(g for g in range(100) if owner_of(np.array([g]), world)[0] == (rank + 1) % world)
+    ledger.shard.store(np.array([gid]), torch.zeros(1, 1), step=0)
+
+
+def bereft(rank: int, world: int) -> Any:
+    ledger = Ledger(LedgerSettings(width=1), deadline=30.0)
+    ledger.route(np.arange(8))
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ledger.route(np.arange(8))
+
+
+shared.SCENARIOS |= {f.__name__: f for f in (played, sums, not_the_owner, bereft)}
+
+if __name__ == "__main__":
+    Ledger(LedgerSettings(width=1)).lookup(np.arange(2))  # compiled once, for all ranks to come
+    shared.serve()
+    sys.exit(0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.stdin.close()
+    process.wait(10)
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_four_ranks_find_what_one_rank_finds_and_hold_it_together(ranks: Callable[..., Any], dtype: str):
+    told = [t["result"] for t in ranks(4, "played", dtype=dtype)]
+    alone = played(0, 1, dtype)
+    for step in range(STEPS):
+        states, found = zip(*(t["seen"][step] for t in told), strict=True)
+        assert [list(chain(*states)), list(chain(*found))] == alone["seen"][step]
+        for t in told:
+            assert t["sums"][step] == told[0]["sums"][step]
+        for key in LEDGER_SUM_KEYS:
+            assert told[0]["sums"][step][key] == alone["sums"][step][key], key
+    assert told[0]["whole"] == alone["whole"]
+    assert told[0]["step"] == STEPS - 1
+    assert all(all(t["after"]) for t in told)
+    assert sum(t["held"] for t in told) == alone["held"]
+    assert sum(line["ledger/evictions/stale"] for line in alone["sums"]) > 0
+    assert sum(line["ledger/false_evictions/stale"] for line in alone["sums"]) > 0, "or nothing was compared"
+
+
+def test_a_ledger_of_one_rank_goes_on_on_four(ranks: Callable[..., Any], tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("SAVE_LEDGER", str(tmp_path / "ledger.npz"))
+    played(0, 1)
+    alone = played(0, 1, start=STEPS, load=str(tmp_path / "ledger.npz"))
+    told = [t["result"] for t in ranks(4, "played", start=STEPS, load=str(tmp_path / "ledger.npz"))]
+    assert told[0]["whole"] == alone["whole"]
+    for step in range(STEPS):
+        for key in ("ledger/evictions/stale", "ledger/false_evictions/stale"):
+            assert told[0]["sums"][step][key] == alone["sums"][step][key]
+
+
+def test_sum_keys_give_the_total_and_the_worst_rank_and_other_keys_their_mean(ranks: Callable[..., Any]):
+    for told in ranks(4, "sums"):
+        assert told["result"] == [
+            {
+                "loss": 2.5, "weighted": (10 + 40 + 90) / 6, "ledger/evictions/lru": 0 + 1 + 4 + 9, "ledger/evictions/lru_max": 9,
+                "only/here": 5, "only/here_max": 5,
+            },
+            {"late-key/x": 2, "late-key/x_max": 2},
+        ]  # fmt: skip
+
+
+def test_a_rank_that_does_not_own_a_group_cannot_store_it(ranks: Callable[..., Any]):
+    for rank, told in enumerate(ranks(4, "not_the_owner")):
+        assert told["error"] == "HeadraceError"
+        assert f"belongs to rank {(rank + 1) % 4} of 4 and was stored on rank {rank}" in told["message"]
+
+
+def test_a_lost_rank_ends_the_exchange_on_the_others_with_its_name(ranks: Callable[..., Any]):
+    for rank, told in enumerate(ranks(4, "bereft", lost=2)):
+        if rank != 2:
+            assert told["error"] == "WorkerDied", told
+            assert "ledger exchange 2 over 4 ranks" in told["message"]
+            assert "rank 2 did not come" in told["message"]
