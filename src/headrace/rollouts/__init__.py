@@ -1,0 +1,70 @@
+"""RL enters as rollouts and leaves as training batches, and the event loop never stalls for it.
+
+replies, rollouts ──► ingest ──► pretokenize ──► advantages ──► filters ──► interleave ──► packing ──► trainer
+                      columns    only if         by group       who sends    samples,       micro
+                                 needed                         nothing      experts as     batches
+                                                                             chunks         by rank
+
+records.py      what passes through: Rollout, Step, StepTokens, RoutedExperts, TrainingSample
+ingest.py       OpenAI/vLLM replies and `verifiers` rollouts, checked and made columns
+pretokenize.py  tokens for turns whose engine returned none
+groups.py       which rollouts belong to which step; failures, refills, late arrivals
+advantages.py   how much better than its group
+filters.py      what sends no sample
+interleave.py   turns become samples; every token finds its routed experts
+packing.py      samples become micro batches, equally many for every rank
+saving.py       JSON lines for people: rollouts, tokens
+"""
+
+from headrace.rollouts.advantages import (
+    AdvantageConfig,
+    AdvantageInputs,
+    AdvantageOutputs,
+    compute_advantages,
+    default_advantage,
+)
+from headrace.rollouts.filters import Filtered, GibberishFilter, RepetitionFilter, ZeroAdvantageFilter, apply_filters
+from headrace.rollouts.groups import EnvPolicy, GroupBook, GroupCounts, Request, StepGroups, solve_rates
+from headrace.rollouts.ingest import Limits, rollout_from_json, rollout_from_verifiers, step_from_reply
+from headrace.rollouts.interleave import interleave_rollout
+from headrace.rollouts.packing import MicroBatch, Packed, pack_samples
+from headrace.rollouts.pretokenize import needs_tokens, pretokenize
+from headrace.rollouts.records import ExpertRows, Rollout, RoutedExperts, Step, StepTokens, TrainingSample
+from headrace.rollouts.saving import export_tokens, save_rollouts
+
+__all__ = [
+    "AdvantageConfig",
+    "AdvantageInputs",
+    "AdvantageOutputs",
+    "EnvPolicy",
+    "ExpertRows",
+    "Filtered",
+    "GibberishFilter",
+    "GroupBook",
+    "GroupCounts",
+    "Limits",
+    "MicroBatch",
+    "Packed",
+    "RepetitionFilter",
+    "Request",
+    "Rollout",
+    "RoutedExperts",
+    "Step",
+    "StepGroups",
+    "StepTokens",
+    "TrainingSample",
+    "ZeroAdvantageFilter",
+    "apply_filters",
+    "compute_advantages",
+    "default_advantage",
+    "export_tokens",
+    "interleave_rollout",
+    "needs_tokens",
+    "pack_samples",
+    "pretokenize",
+    "rollout_from_json",
+    "rollout_from_verifiers",
+    "save_rollouts",
+    "solve_rates",
+    "step_from_reply",
+]
