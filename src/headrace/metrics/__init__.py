@@ -3,6 +3,7 @@
     spec.py       what a metric is: key, reduction over ranks, healthy range; the registry of all of them
     wait.py       where the time went: Wait, phase, step, Meter
     histogram.py  what was usual and what was bad, in fixed memory
+    lag.py        how late the event loop is: EventLoopLagMonitor
     reducer.py    many steps and many ranks become one line: Accumulator, Reducer
     ranks.py      collectives that end: who is missing when a rank is killed or stopped
     sinks.py      where lines go: JSONL always; wandb and TensorBoard from threads
@@ -20,6 +21,7 @@ A loop that uses all of it:
 """
 
 from headrace.metrics.histogram import Histogram
+from headrace.metrics.lag import EventLoopLagMonitor
 from headrace.metrics.reducer import STEPS_IN_INTERVAL, Accumulator, Mean, Reducer, reduce_values
 from headrace.metrics.sinks import BackgroundSinks, JsonlSink, Sink, TensorboardSink, WandbSink
 from headrace.metrics.spec import Metered, MetricSpec, Reduction, SpecBook, register, registered_specs
@@ -29,6 +31,7 @@ __all__ = [
     "STEPS_IN_INTERVAL",
     "Accumulator",
     "BackgroundSinks",
+    "EventLoopLagMonitor",
     "Histogram",
     "JsonlSink",
     "Mean",

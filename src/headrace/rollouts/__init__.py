@@ -23,19 +23,24 @@ from headrace.rollouts.advantages import (
     compute_advantages,
     default_advantage,
 )
+from headrace.rollouts.batch_files import BatchWriter, TrainingBatch, batch_path, open_training_batch
 from headrace.rollouts.filters import Filtered, GibberishFilter, RepetitionFilter, ZeroAdvantageFilter, apply_filters
 from headrace.rollouts.groups import EnvPolicy, GroupBook, GroupCounts, Request, StepGroups, solve_rates
 from headrace.rollouts.ingest import Limits, rollout_from_json, rollout_from_verifiers, step_from_reply
 from headrace.rollouts.interleave import interleave_rollout
 from headrace.rollouts.packing import MicroBatch, Packed, pack_samples
+from headrace.rollouts.pipeline import RolloutPipeline, StepPhases, StepReport
 from headrace.rollouts.pretokenize import needs_tokens, pretokenize
 from headrace.rollouts.records import ExpertRows, Rollout, RoutedExperts, Step, StepTokens, TrainingSample
 from headrace.rollouts.saving import export_tokens, save_rollouts
+from headrace.rollouts.step_metrics import rollout_metrics
+from headrace.rollouts.transport import SpoolReceiver, SpoolSender, TrainingBatchReceiver, TrainingBatchSender
 
 __all__ = [
     "AdvantageConfig",
     "AdvantageInputs",
     "AdvantageOutputs",
+    "BatchWriter",
     "EnvPolicy",
     "ExpertRows",
     "Filtered",
@@ -48,22 +53,33 @@ __all__ = [
     "RepetitionFilter",
     "Request",
     "Rollout",
+    "RolloutPipeline",
     "RoutedExperts",
+    "SpoolReceiver",
+    "SpoolSender",
     "Step",
     "StepGroups",
+    "StepPhases",
+    "StepReport",
     "StepTokens",
+    "TrainingBatch",
+    "TrainingBatchReceiver",
+    "TrainingBatchSender",
     "TrainingSample",
     "ZeroAdvantageFilter",
     "apply_filters",
+    "batch_path",
     "compute_advantages",
     "default_advantage",
     "export_tokens",
     "interleave_rollout",
     "needs_tokens",
+    "open_training_batch",
     "pack_samples",
     "pretokenize",
     "rollout_from_json",
     "rollout_from_verifiers",
+    "rollout_metrics",
     "save_rollouts",
     "solve_rates",
     "step_from_reply",
