@@ -56,16 +56,45 @@ class TrainingBatchSender(abc.ABC):
 class TrainingBatchReceiver(abc.ABC):
     """The trainer's end, one for each rank."""
 
-    refused: Counter[str]
-    """Batches that were not delivered, by cause."""
+    def __init__(self, *, rank: int, ranks: int, max_lag: int | None) -> None:
+        if not 0 <= rank < ranks:
+            raise ConfigError(f"rank {rank} of {ranks} ranks cannot be")
+        self.rank, self.ranks, self.max_lag = rank, ranks, max_lag
+        self.refused: Counter[str] = Counter()
+        """Batches that were not delivered, by cause."""
+
+    def receive(self, *, policy_version: int | None = None) -> TrainingBatch:
+        """The next step's batch, not older than `max_lag` versions behind `policy_version`.
+
+        EndOfData after the last; WorkerDied if the sender is gone; DeadlineExceeded if nothing comes.
+        """
+        while True:
+            batch = self._next_batch()
+            if batch.ranks != self.ranks:
+                raise ConfigError(
+                    f"{batch.path} was packed for {batch.ranks} ranks, this trainer has {self.ranks}; tell the pipeline the trainer's ranks"
+                )
+            if self.max_lag is None or policy_version is None or policy_version - batch.policy_version <= self.max_lag:
+                return batch
+            # Every rank sees the same versions, so every rank refuses the same batches.
+            self.refused["stale"] += 1
+            self.ack(batch.step)
 
     @abc.abstractmethod
-    def receive(self, *, policy_version: int | None = None) -> TrainingBatch:
-        """The next step's batch. EndOfData after the last; WorkerDied if the sender is gone; DeadlineExceeded if nothing comes."""
+    def _next_batch(self) -> TrainingBatch: ...
 
     @abc.abstractmethod
     def ack(self, step: int) -> None:
         """This rank needs nothing up to and including this step any more."""
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _skip_path(queue: Path, step: int) -> Path:
@@ -174,32 +203,12 @@ class SpoolReceiver(TrainingBatchReceiver):
         self, folder: Path, *, rank: int = 0, ranks: int = 1, max_lag: int | None = None, deadline: float = 3600.0,
         heartbeat: float = 1.0,
     ) -> None:  # fmt: skip
-        if not 0 <= rank < ranks:
-            raise ConfigError(f"rank {rank} of {ranks} ranks cannot be")
-        self._folder, self.rank = _Folder(folder, ranks), rank
-        self._max_lag, self._deadline, self._heartbeat = max_lag, deadline, heartbeat
+        super().__init__(rank=rank, ranks=ranks, max_lag=max_lag)
+        self._folder, self._deadline, self._heartbeat = _Folder(folder, ranks), deadline, heartbeat
         self._lock = self._folder.spool.take_lock(
             f"rollouts-receiver-{rank}", f"rank {rank} of a trainer", "stop that first, or give this run its own folder"
         )
         self._next = self._folder.acknowledged()[rank]
-        self.refused: Counter[str] = Counter()
-
-    def receive(self, *, policy_version: int | None = None) -> TrainingBatch:
-        while True:
-            batch = self._next_batch()
-            if batch.ranks != self._folder.ranks:
-                raise ConfigError(
-                    f"{batch.path} was packed for {batch.ranks} ranks, this trainer has {self._folder.ranks}; tell the pipeline the trainer's ranks"
-                )
-            if (
-                self._max_lag is None
-                or policy_version is None
-                or policy_version - batch.policy_version <= self._max_lag
-            ):
-                return batch
-            # Every rank sees the same versions, so every rank refuses the same batches.
-            self.refused["stale"] += 1
-            self.ack(batch.step)
 
     def _next_batch(self) -> TrainingBatch:
         gone_since = None
@@ -244,12 +253,6 @@ class SpoolReceiver(TrainingBatchReceiver):
 
     def close(self) -> None:
         self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _step_of(name: str) -> int:
