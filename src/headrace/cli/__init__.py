@@ -8,6 +8,7 @@ prepare   tokenise once, into shards that are mapped
 provide   make a run's batches in a process of their own
 spool     headrace spool ls, stat, verify, quarantine, purge
 inspect   what a file or a folder of ours holds
+replay    what a captured step of rollouts costs the event loop
 flight    headrace step, find, diff: what a run saw, and when
 facts     headrace metrics, headrace env
 terminal  what a person sees while a run goes on
@@ -21,11 +22,12 @@ from headrace.cli.inspect import inspect
 from headrace.cli.plan import plan
 from headrace.cli.prepare import prepare
 from headrace.cli.provide import provide
+from headrace.cli.replay import replay
 from headrace.cli.run import run
 from headrace.cli.spool import spool
 
 # Verbs import what is heavy when they are called, so that `headrace --help` is quick and imports no torch.
-for verb in (run, check, plan, prepare, provide, inspect, step, find, diff, spool, metrics, env):
+for verb in (run, check, plan, prepare, provide, inspect, step, find, diff, spool, replay, metrics, env):
     app.command(verb)
 
 __all__ = ["main"]

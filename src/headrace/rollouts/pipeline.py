@@ -249,6 +249,11 @@ class RolloutPipeline:
         _log.info("%s", report.phases.line(step))
         return report
 
+    async def settled(self, step: int) -> None:
+        """Wait until everything that has arrived for a step is processed; `finish` does so too."""
+        if (state := self._steps.get(step)) is not None:
+            await self._drained(state)
+
     def _end(self, step: int) -> None:
         # Steps mostly end in order: then one number says it, and the set of the others stays empty over a run of any length.
         self._ended.add(step)
