@@ -6,6 +6,7 @@
 #   make check          ruff, ty, import-linter
 #   make bench          benchmarks, as ratios                       make bench ROOM=loader
 #   make bench-spool    batches out of the spool, beside a memcpy and beside torch.load
+#   make bench-rollouts  a step of rollouts beside the boundary mode and plain code    ARGS="--scale 1" for the whole
 #   make bench-text     headrace beside the loaders people use, each in an environment of its own    ARGS="--make-envs"
 #   make docs           check that the documents' snippets, links and figures are true
 
@@ -18,7 +19,7 @@ ROOM   ?=
 RUN    := examples/quickstart.toml
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: run test test-faults check bench bench-spool bench-text docs clean
+.PHONY: run test test-faults check bench bench-spool bench-rollouts bench-text docs clean
 .DEFAULT_GOAL := run
 
 # torch first and alone: a range asked for by another package could otherwise bring a CUDA build with it.
@@ -69,6 +70,10 @@ bench: $(VENV)/.dev
 bench-spool: $(VENV)/.dev
 	@echo "==> the spool: a batch, a boundary between files, a rank's share, a durable file"
 	@$(BIN)/python benchmarks/run.py spool
+
+bench-rollouts: $(VENV)/.dev
+	@echo "==> a step of rollouts: loop lag, boundary, CPU beside a plain write"
+	@$(BIN)/python benchmarks/rollouts.py $(ARGS)
 
 bench-text: $(VENV)/.dev
 	@echo "==> text pipelines side by side (peers without an environment are skipped: ARGS=--make-envs makes them)"

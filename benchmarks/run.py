@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-ROOMS = ("order", "files", "mix", "text", "sources", "metrics", "loader", "prepared", "spool", "train")
+ROOMS = ("order", "files", "mix", "text", "sources", "metrics", "loader", "prepared", "spool", "rollouts", "train")
 
 
 def main() -> int:

@@ -112,7 +112,7 @@ class BatchWriter:
                 f"step {self.step} has samples with routed experts of {list(self._kind)} and of {list(shape[1:])} layers and experts a token"
             )
         digest = xxhash.xxh3_64()
-        views = [memoryview(c.reshape(-1)).cast("B") for c in chunks if c.nbytes]
+        views = [c.reshape(-1).data for c in chunks if c.nbytes]
         for view in views:
             for at in range(0, len(view), _SUM_BYTES):
                 digest.update(view[at : at + _SUM_BYTES])
