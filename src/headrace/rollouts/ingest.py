@@ -6,7 +6,7 @@
 
 Nothing here trusts its input. A missing field, a wrong type or length, a NaN, text that is no Unicode or that has 50 MB
 raises RolloutRefused, which carries the cause it is counted under; nothing is half taken. Numbers go from list to column in one C
-call: array.array, which refuses None and fractions among ids, where np.asarray is as fast (48 ns a number) and takes them.
+call: array.array, which refuses None and fractions among ids and takes 13 ns a number, where np.asarray takes 36 to 65 and refuses neither.
 """
 
 from __future__ import annotations
@@ -54,14 +54,27 @@ class Limits:
 # ------------------------------------------------------------------------------------------------ columns
 
 
-def _column(value: Any, code: str, dtype: type, name: str, limit: int) -> np.ndarray:
-    """A list, an array or packed bytes of numbers as one column."""
+def _ids(value: Any, name: str, limit: int) -> np.ndarray:
+    """Token ids as int32; they are 0 or more."""
+    # "I" takes 13 ns a number, "i" 39: its setter asks the int itself instead of going through the argument parser.
+    column = _column(value, "I", np.dtype(np.uint32), name, limit)
+    if column.size and int(column.max()) >= 2**31:
+        raise RolloutRefused("wrong_type", f"{name} holds a number that is no token id: {int(column.max())}")
+    return column.view(np.int32)
+
+
+def _logprobs(value: Any, name: str, limit: int) -> np.ndarray:
+    return _column(value, "f", np.dtype(np.float32), name, limit)
+
+
+def _column(value: Any, code: str, dtype: np.dtype, name: str, limit: int) -> np.ndarray:
+    """A list or an array of numbers as one column."""
     if isinstance(value, np.ndarray):
-        if value.ndim != 1 or (value.dtype.kind not in ("iub" if code != "f" else "iuf")):
+        if value.ndim != 1 or value.dtype.kind not in ("iu" if code == "I" else "iuf"):
             raise RolloutRefused("wrong_type", f"{name} is an array of {value.dtype} with shape {list(value.shape)}")
         _check_count(len(value), name, limit)
-        if code == "i" and value.size and not -(2**31) <= int(value.min()) <= int(value.max()) < 2**31:
-            raise RolloutRefused("wrong_type", f"{name} holds a number that is no int32")
+        if code == "I" and value.size and not 0 <= int(value.min()) <= int(value.max()) < 2**31:
+            raise RolloutRefused("wrong_type", f"{name} holds a number that is no token id")
         return np.ascontiguousarray(value, dtype)
     if not isinstance(value, (list, tuple)):
         raise RolloutRefused("wrong_type", f"{name} is a {type(value).__name__}, expected a list of numbers")
@@ -202,12 +215,12 @@ def step_from_reply(
     tokens = None
     if prompt_ids is not None and ids is not None:
         logprobs = _reply_logprobs(said)
-        prompt_column = _column(prompt_ids, "i", np.int32, "prompt_token_ids", limits.tokens)
-        column = _column(ids, "i", np.int32, "token_ids", limits.tokens)
+        prompt_column = _ids(prompt_ids, "prompt_token_ids", limits.tokens)
+        column = _ids(ids, "token_ids", limits.tokens)
         tokens = StepTokens(
             prompt_ids=prompt_column, prompt_mask=np.zeros(len(prompt_column), np.uint8), completion_ids=column,
             completion_mask=np.ones(len(column), np.uint8),
-            completion_logprobs=_column(logprobs, "f", np.float32, "logprobs", limits.tokens),
+            completion_logprobs=_logprobs(logprobs, "logprobs", limits.tokens),
             routed_experts=_experts(said.get("routed_experts")),
         )  # fmt: skip
     return Step(
@@ -284,11 +297,9 @@ def _verifiers_step(step: Any, number: int, limits: Limits) -> Step:
         masks = ("prompt_mask", "completion_mask")
         extra = {k: tokens[k] for k in _MULTIMODAL if tokens.get(k) is not None}
         columns = StepTokens(
-            **{n: _column(_field(tokens, n, name), "i", np.int32, f"{n} of {name}", limits.tokens) for n in ids},
+            **{n: _ids(_field(tokens, n, name), f"{n} of {name}", limits.tokens) for n in ids},
             **{n: _mask(_field(tokens, n, name), f"{n} of {name}", limits.tokens) for n in masks},
-            completion_logprobs=_column(
-                _field(tokens, "completion_logprobs", name), "f", np.float32, f"completion_logprobs of {name}", limits.tokens
-            ),
+            completion_logprobs=_logprobs(_field(tokens, "completion_logprobs", name), f"completion_logprobs of {name}", limits.tokens),
             routed_experts=_experts(tokens.get("routed_experts")),
             multimodal=extra or None,
         )  # fmt: skip
