@@ -17,6 +17,7 @@ from headrace.rollouts import (
     AdvantageConfig,
     RolloutPipeline,
     ZeroAdvantageFilter,
+    batch_files,
     interleave_rollout,
     open_training_batch,
     rollout_from_verifiers,
@@ -269,6 +270,21 @@ def test_a_sidecar_without_its_batch_is_nobodys_and_is_replaced(tmp_path):
     again, _ = published(tmp_path)
     assert again == path
     assert sidecar.read_bytes() == before
+
+
+def test_the_sidecar_is_in_place_and_whole_before_its_batch_is(tmp_path, monkeypatch):
+    seen = []
+
+    def look(path, arrays, meta, **more):
+        sidecar = path.with_name("step_000000000000.experts.safetensors")
+        seen.append((sidecar.stat().st_size, 4096 + meta["experts"]["rows"] * LAYERS * TOPK, path.exists()))
+        write_container(path, arrays, meta, **more)
+
+    write_container = batch_files.write_container
+    monkeypatch.setattr(batch_files, "write_container", look)
+    published(tmp_path)
+    ((size, expected, there),) = seen
+    assert (size, there) == (expected, False)
 
 
 def test_every_flipped_bit_of_either_file_is_found_before_use(tmp_path):
