@@ -23,7 +23,8 @@ def metrics(*, format: Format = "text", quiet: Quiet = False) -> int:
     headrace metrics --format json | jq '.[].key'
     ```
     """
-    import headrace.jobs.lm  # noqa: F401  declares the metrics of every room
+    import headrace.jobs.lm
+    import headrace.rollouts  # noqa: F401  the two declare the metrics of every room
     from headrace.metrics import registered_specs
 
     specs = registered_specs()
