@@ -8,6 +8,7 @@
 #   make bench-mixing   stream mixing: picks, metrics, batches, ranks
 #   make bench-spool    batches out of the spool, beside a memcpy and beside torch.load
 #   make bench-ledger   recurrent state by group, beside a dict of tensors
+#   make bench-rollouts  a step of rollouts beside the boundary mode and plain code    ARGS="--scale 1" for the whole
 #   make bench-text     headrace beside the loaders people use, each in an environment of its own    ARGS="--make-envs"
 #   make bench-reduce   Gram matrices beside numpy, scipy and sklearn                 ARGS=kernel-1 for one part
 #   make docs           check that the documents' snippets, links and figures are true
@@ -21,7 +22,7 @@ ROOM   ?=
 RUN    := examples/quickstart.toml
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: run test test-faults check bench bench-mixing bench-spool bench-ledger bench-text bench-reduce docs clean
+.PHONY: run test test-faults check bench bench-mixing bench-spool bench-ledger bench-rollouts bench-text bench-reduce docs clean
 .DEFAULT_GOAL := run
 
 # torch first and alone: a range asked for by another package could otherwise bring a CUDA build with it.
@@ -80,6 +81,10 @@ bench-spool: $(VENV)/.dev
 bench-ledger: $(VENV)/.dev
 	@echo "==> the ledger of recurrent state beside a dict of tensors: lookup, store, eviction, memory"
 	@$(BIN)/python benchmarks/run.py ledger
+
+bench-rollouts: $(VENV)/.dev
+	@echo "==> a step of rollouts: loop lag, boundary, CPU beside a plain write"
+	@$(BIN)/python benchmarks/rollouts.py $(ARGS)
 
 bench-text: $(VENV)/.dev
 	@echo "==> text pipelines side by side (peers without an environment are skipped: ARGS=--make-envs makes them)"

@@ -16,8 +16,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ROOMS = (
-    "order", "files", "mix", "text", "sources", "metrics", "loader", "prepared", "mixing", "ledger", "spool", "train",
-    "reduce",
+    "order", "files", "mix", "text", "sources", "metrics", "loader", "prepared", "mixing", "ledger", "spool", "rollouts",
+    "train", "reduce",
 )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ from headrace.errors import (
 )
 
 if TYPE_CHECKING:
-    from headrace import ledger, reduce, testing
+    from headrace import ledger, reduce, rollouts, testing
     from headrace.jobs.wiring import Job, load
     from headrace.loader import (
         Loader,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from headrace.loader.extra_metrics import extra_metrics
     from headrace.loader.streams import StreamMixingDataset
     from headrace.loader.torch_adapters import TorchDataset, attach_to_trainer
-    from headrace.metrics import MetricSpec, Reducer, Reduction, Wait, phase, reduce_loss_metrics
+    from headrace.metrics import MetricSpec, Reducer, Reduction, Wait, phase
     from headrace.order import Cursor, Digest
     from headrace.sources import Source
     from headrace.spool import DataProviderBase, DatasetConsumer
@@ -66,7 +66,7 @@ _HOME = {
     "Loader": "loader", "MixChange": "loader", "PreparedDataset": "loader", "PreparedLoader": "loader", "TextDataset": "loader", "merge_states": "loader",
     "StreamMixingDataset": "loader.streams", "DataStatsCollector": "loader.data_stats", "extra_metrics": "loader.extra_metrics",
     "TorchDataset": "loader.torch_adapters", "attach_to_trainer": "loader.torch_adapters",
-    "MetricSpec": "metrics", "Reducer": "metrics", "Reduction": "metrics", "Wait": "metrics", "phase": "metrics", "reduce_loss_metrics": "metrics",
+    "MetricSpec": "metrics", "Reducer": "metrics", "Reduction": "metrics", "Wait": "metrics", "phase": "metrics",
     "Cursor": "order", "Digest": "order",
     "Source": "sources",
     "DataProviderBase": "spool", "DatasetConsumer": "spool",
@@ -112,13 +112,13 @@ __all__ = [
     "merge_states",
     "phase",
     "reduce",
-    "reduce_loss_metrics",
+    "rollouts",
     "testing",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ledger", "reduce", "testing"):
+    if name in ("ledger", "reduce", "rollouts", "testing"):
         return importlib.import_module(f"headrace.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'headrace' has no attribute {name!r}")

@@ -3,7 +3,8 @@
     HeadraceError
     ├── ConfigError        a config, a spec or an argument is wrong           (all problems at once)
     ├── DataError          a file, a shard or a row cannot be used
-    │   └── DataChanged    bytes differ from what a cursor or a manifest recorded
+    │   ├── DataChanged    bytes differ from what a cursor or a manifest recorded
+    │   └── RolloutRefused a rollout cannot become samples; carries the cause it is counted under
     ├── TokenizerError     the tokenizer does not load, does not fit, or failed on a document
     ├── CursorMismatch     a saved state belongs to other data, another tokenizer or another config
     ├── FileCorrupt        one of our own files fails its checksum or does not parse
@@ -30,6 +31,7 @@ __all__ = [
     "EndOfData",
     "FileCorrupt",
     "HeadraceError",
+    "RolloutRefused",
     "StorageError",
     "TokenizerError",
     "WorkerDied",
@@ -57,6 +59,17 @@ class DataError(HeadraceError):
 
 class DataChanged(DataError):
     """Bytes differ from what was recorded when they were first read."""
+
+
+class RolloutRefused(DataError):
+    """A rollout cannot become training samples. `cause` is the short name it is counted under."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        self.cause = cause
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.cause, str(self))
 
 
 class TokenizerError(HeadraceError):

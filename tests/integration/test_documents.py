@@ -71,13 +71,14 @@ def test_no_figure_was_left_to_be_filled_in(document):
 def test_verbs_and_modules_named_in_the_documents_exist(headrace):
     verbs = {
         "run", "check", "prepare", "provide", "spool", "plan", "step", "find", "diff", "inspect", "metrics", "env", "report", "gram",
+        "replay",
     }  # fmt: skip
     assert verbs <= set(re.findall(r"headrace (\w+)", README)), "every verb is shown"
     listed = headrace("--help").stdout
     assert all(verb in listed for verb in verbs)
     architecture = (ROOT / "docs" / "architecture.md").read_text()
     for module in re.findall(
-        r"`((?:loader|mix|sources|text|spool|reduce|jobs|metrics|train|order|dash)\.\w+)`", architecture
+        r"`((?:loader|rollouts|mix|sources|text|ledger|spool|reduce|jobs|metrics|train|order|dash)\.\w+)`", architecture
     ):
         assert (ROOT / "src" / "headrace" / (module.replace(".", "/") + ".py")).exists(), module
 

@@ -26,7 +26,8 @@ def metrics(*, format: Format = "text", quiet: Quiet = False) -> int:
     import headrace.jobs.lm
     import headrace.jobs.streams
     import headrace.ledger.gauges
-    import headrace.loader.stream_metrics  # noqa: F401  these declare the metrics of every room
+    import headrace.loader.stream_metrics
+    import headrace.rollouts  # noqa: F401  these declare the metrics of every room
     from headrace.metrics import registered_specs
 
     specs = registered_specs()

@@ -3,6 +3,7 @@
     spec.py       what a metric is: key, reduction over ranks, healthy range; the registry of all of them
     wait.py       where the time went: Wait, phase, step, Meter
     histogram.py  what was usual and what was bad, in fixed memory
+    lag.py        how late the event loop is: EventLoopLagMonitor
     reducer.py    many steps and many ranks become one line: Accumulator, Reducer
     loss.py       a loop's own numbers over ranks: means, and sums with the worst rank
     ranks.py      collectives that end: who is missing when a rank is killed or stopped
@@ -21,6 +22,7 @@ A loop that uses all of it:
 """
 
 from headrace.metrics.histogram import Histogram
+from headrace.metrics.lag import EventLoopLagMonitor
 from headrace.metrics.loss import reduce_loss_metrics
 from headrace.metrics.reducer import STEPS_IN_INTERVAL, Accumulator, Mean, Reducer, reduce_values
 from headrace.metrics.sinks import BackgroundSinks, JsonlSink, Sink, TensorboardSink, WandbSink
@@ -31,6 +33,7 @@ __all__ = [
     "STEPS_IN_INTERVAL",
     "Accumulator",
     "BackgroundSinks",
+    "EventLoopLagMonitor",
     "Histogram",
     "JsonlSink",
     "Mean",

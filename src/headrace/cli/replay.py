@@ -1,0 +1,79 @@
+"""headrace replay DUMP: what a captured step costs the event loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from headrace.cli.terminal import console_for, short
+
+__all__ = ["replay"]
+
+
+def replay(
+    dump: Path, /, *,
+    make: Annotated[Literal["r3", "text"] | None, Parameter(help="Write a synthetic dump to DUMP instead: r3 has 1.16 GB of routed experts, text 60 million token ids.")] = None,
+    scale: Annotated[float, Parameter(help="With --make: shorten every turn by this factor.")] = 1.0,
+    mode: Annotated[Literal["arrival", "boundary"], Parameter(help="When rollouts are processed: as they arrive, or all at the step's end.")] = "arrival",
+    phase: Annotated[Literal["idle", "arrival", "boundary"] | None, Parameter(help="Tell this phase only.")] = None,
+    synthetic_traffic: Annotated[int, Parameter(help="Background tasks that keep the loop busy meanwhile.")] = 0,
+    gather_chunk_size: Annotated[int | None, Parameter(help="With --mode boundary: rollouts handed to threads at a time.")] = None,
+    seq_len: Annotated[int, Parameter(help="Tokens of a micro batch.")] = 32_768,
+    ranks: Annotated[int, Parameter(help="Ranks the batch is packed for.")] = 2,
+    format: Annotated[Literal["text", "json"], Parameter(help="json: one object for machines.")] = "text",
+    quiet: Annotated[bool, Parameter(help="Only the exit code.", negative=())] = False,
+) -> int:  # fmt: skip
+    """Replay a captured step of rollouts and tell what it costs: wall, CPU, and how late the event loop was.
+
+    ```
+    headrace replay r3.dump --make r3 --scale 0.1
+    headrace replay r3.dump --synthetic-traffic 200
+    headrace replay r3.dump --mode boundary --gather-chunk-size 64 --format json
+    ```
+    """
+    console = console_for()
+
+    def say(line: str) -> None:
+        if not quiet:
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    if make is not None:
+        from headrace.rollouts.dumps import dump_raw_rollouts, synthetic_rollouts
+
+        count = dump_raw_rollouts(dump, synthetic_rollouts(make, scale=scale))
+        told = {"dump": str(dump), "rollouts": count, "bytes": dump.stat().st_size}
+        if format == "json" and not quiet:
+            console.print_json(json.dumps(told))
+        elif not quiet:
+            say(f"{dump}: {count} rollouts, {short(told['bytes'])}B")
+        return 0
+    from headrace.jobs.replay import replay as run
+
+    found = run(
+        dump,
+        mode=mode,
+        synthetic_traffic=synthetic_traffic,
+        gather_chunk_size=gather_chunk_size,
+        seq_len=seq_len,
+        ranks=ranks,
+    )
+    costs = [c for c in found.phases if phase in (None, c.phase)]
+    if format == "json" and not quiet:
+        value = found.to_dict()
+        value["phases"] = [p for p in value["phases"] if phase in (None, p["phase"])]
+        console.print_json(json.dumps(value))
+        return 0
+    say(
+        f"{found.rollouts} rollouts, {found.samples} samples, {short(found.tokens)} tokens, {short(found.bytes)}B, mode {found.mode}, {synthetic_traffic} background tasks"
+    )
+    say(f"{'phase':<10} {'wall s':>8} {'CPU s':>8}   loop lag, ms: {'mean':>7} {'p99':>7} {'max':>7}")
+    for cost in costs:
+        lags = "".join(f" {1e3 * lag:>7.2f}" for lag in (cost.lag_mean, cost.lag_p99, cost.lag_max))
+        say(f"{cost.phase:<10} {cost.wall:>8.3f} {cost.cpu:>8.3f}                {lags}")
+    say(found.breakdown)
+    for cause, count in found.refused.items():
+        say(f"refused: {count} for {cause}")
+    return 0

@@ -1,0 +1,86 @@
+"""RL enters as rollouts and leaves as training batches, and the event loop never stalls for it.
+
+replies, rollouts ──► ingest ──► pretokenize ──► advantages ──► filters ──► interleave ──► packing ──► trainer
+                      columns    only if         by group       who sends    samples,       micro
+                                 needed                         nothing      experts as     batches
+                                                                             chunks         by rank
+
+records.py      what passes through: Rollout, Step, StepTokens, RoutedExperts, TrainingSample
+ingest.py       OpenAI/vLLM replies and `verifiers` rollouts, checked and made columns
+pretokenize.py  tokens for turns whose engine returned none
+groups.py       which rollouts belong to which step; failures, refills, late arrivals
+advantages.py   how much better than its group
+filters.py      what sends no sample
+interleave.py   turns become samples; every token finds its routed experts
+packing.py      samples become micro batches, equally many for every rank
+saving.py       JSON lines for people: rollouts, tokens
+"""
+
+from headrace.rollouts.advantages import (
+    AdvantageConfig,
+    AdvantageInputs,
+    AdvantageOutputs,
+    compute_advantages,
+    default_advantage,
+)
+from headrace.rollouts.batch_files import BatchWriter, TrainingBatch, batch_path, open_training_batch
+from headrace.rollouts.filters import Filtered, GibberishFilter, RepetitionFilter, ZeroAdvantageFilter, apply_filters
+from headrace.rollouts.groups import EnvPolicy, GroupBook, GroupCounts, Request, StepGroups, solve_rates
+from headrace.rollouts.ingest import Limits, rollout_from_json, rollout_from_verifiers, step_from_reply
+from headrace.rollouts.interleave import interleave_rollout
+from headrace.rollouts.packing import MicroBatch, Packed, pack_samples
+from headrace.rollouts.pipeline import RolloutPipeline, StepPhases, StepReport
+from headrace.rollouts.pretokenize import needs_tokens, pretokenize
+from headrace.rollouts.records import ExpertRows, Rollout, RoutedExperts, Step, StepTokens, TrainingSample
+from headrace.rollouts.saving import export_tokens, save_rollouts
+from headrace.rollouts.step_metrics import rollout_metrics
+from headrace.rollouts.transport import SpoolReceiver, SpoolSender, TrainingBatchReceiver, TrainingBatchSender
+
+__all__ = [
+    "AdvantageConfig",
+    "AdvantageInputs",
+    "AdvantageOutputs",
+    "BatchWriter",
+    "EnvPolicy",
+    "ExpertRows",
+    "Filtered",
+    "GibberishFilter",
+    "GroupBook",
+    "GroupCounts",
+    "Limits",
+    "MicroBatch",
+    "Packed",
+    "RepetitionFilter",
+    "Request",
+    "Rollout",
+    "RolloutPipeline",
+    "RoutedExperts",
+    "SpoolReceiver",
+    "SpoolSender",
+    "Step",
+    "StepGroups",
+    "StepPhases",
+    "StepReport",
+    "StepTokens",
+    "TrainingBatch",
+    "TrainingBatchReceiver",
+    "TrainingBatchSender",
+    "TrainingSample",
+    "ZeroAdvantageFilter",
+    "apply_filters",
+    "batch_path",
+    "compute_advantages",
+    "default_advantage",
+    "export_tokens",
+    "interleave_rollout",
+    "needs_tokens",
+    "open_training_batch",
+    "pack_samples",
+    "pretokenize",
+    "rollout_from_json",
+    "rollout_from_verifiers",
+    "rollout_metrics",
+    "save_rollouts",
+    "solve_rates",
+    "step_from_reply",
+]

@@ -1,0 +1,119 @@
+"""How much better a rollout was than its group: `compute_advantages`.
+
+    group (env_name, example_id, draw)   rewards 1, 0, 1   ->   advantages 1/3, -2/3, 1/3
+
+A function is called once per group, whatever the group's size, and returns one float a rollout. A group of equal rewards,
+and so every group of one, gets exactly 0: subtracting a rounded mean would leave 1e-17 and pass the zero-advantage filter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from headrace.errors import ConfigError
+from headrace.rollouts.records import Rollout, rollouts_by_group
+
+__all__ = ["AdvantageConfig", "AdvantageFn", "AdvantageInputs", "AdvantageOutputs", "compute_advantages", "default_advantage"]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageInputs:
+    """One group."""
+
+    rollouts: Sequence[Rollout]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageOutputs:
+    """One number for each rollout of the group, in its order."""
+
+    advantages: list[float]
+
+
+AdvantageFn = Callable[[AdvantageInputs], AdvantageOutputs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageConfig:
+    """Which function, and with what."""
+
+    kind: Literal["default", "custom"] = "default"
+    length_penalty: float = 0.0
+    """α: a reward counts r / (1 + α · length / mean length of the group). 0 leaves rewards alone. Default function only."""
+    import_path: str = ""
+    """`package.module:function` or `package.module.function`, for custom."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Given to the custom function after its inputs."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("default", "custom"):
+            raise ConfigError(f"advantage kind is {self.kind!r}, expected 'default' or 'custom'")
+        if not 0 <= self.length_penalty < math.inf:
+            raise ConfigError(f"length_penalty is {self.length_penalty}, expected 0 or more")
+        if (self.kind == "custom") != bool(self.import_path):
+            raise ConfigError("a custom advantage needs an import_path, and only a custom one takes it")
+
+
+def default_advantage(inputs: AdvantageInputs, *, length_penalty: float = 0.0) -> AdvantageOutputs:
+    """r − mean(r), after the length penalty if there is one."""
+    rewards = [r.reward for r in inputs.rollouts]
+    if length_penalty:
+        lengths = [r.completion_length for r in inputs.rollouts]
+        mean_length = sum(lengths) / len(lengths)
+        if mean_length:
+            rewards = [r / (1 + length_penalty * n / mean_length) for r, n in zip(rewards, lengths, strict=True)]
+    if min(rewards) == max(rewards):
+        return AdvantageOutputs(advantages=[0.0] * len(rewards))
+    mean = math.fsum(rewards) / len(rewards)
+    return AdvantageOutputs(advantages=[r - mean for r in rewards])
+
+
+def compute_advantages(rollouts: Sequence[Rollout], advantage: AdvantageConfig | AdvantageFn | None) -> list[float]:
+    """One advantage a rollout. None configured: the reward itself."""
+    if advantage is None:
+        return [r.reward for r in rollouts]
+    function, name = _resolved(advantage)
+    advantages = [0.0] * len(rollouts)
+    for group, members in rollouts_by_group(rollouts).items():
+        outputs = function(AdvantageInputs(rollouts=[rollouts[at] for at in members]))
+        for at, value in zip(members, _checked(outputs, len(members), name, group), strict=True):
+            advantages[at] = value
+    return advantages
+
+
+def _checked(outputs: Any, wanted: int, name: str, group: tuple[str, Any, int]) -> list[float]:
+    told = f"the advantage function {name} was given a group of {wanted} (example {group[1]!r} in {group[0]})"
+    values = getattr(outputs, "advantages", None)
+    if not isinstance(values, list):
+        raise ConfigError(f"{told} and returned {outputs!r:.80}, expected AdvantageOutputs(advantages=[...])")
+    if len(values) != wanted:
+        raise ConfigError(f"{told} and returned {len(values)} advantages, expected one for each")
+    try:
+        floats = [float(v) for v in values]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{told} and returned something that is no number: {error}") from error
+    if not all(map(math.isfinite, floats)):
+        raise ConfigError(f"{told} and returned {floats}: an advantage must be finite")
+    return floats
+
+
+def _resolved(advantage: AdvantageConfig | AdvantageFn) -> tuple[AdvantageFn, str]:
+    if not isinstance(advantage, AdvantageConfig):
+        return advantage, getattr(advantage, "__qualname__", repr(advantage))
+    if advantage.kind == "default":
+        penalty = advantage.length_penalty
+        return (lambda inputs: default_advantage(inputs, length_penalty=penalty)), "default"
+    path = advantage.import_path
+    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"the advantage function {path!r} cannot be imported: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"{path!r} is a {type(function).__name__}, expected a function")
+    kwargs = dict(advantage.kwargs)
+    return (lambda inputs: function(inputs, **kwargs)), path

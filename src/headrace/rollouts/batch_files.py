@@ -1,0 +1,368 @@
+"""A step's training batch as files: experts go to disk as they arrive, and a small file published last makes them a batch.
+
+    step_000000000012.experts.safetensors    bulk: one row a token, in the order of arrival, written with writev from the chunks
+    step_000000000012.safetensors            the batch: columns, one line a sample, which rank takes what; published last
+
+    writer = BatchWriter(folder, step=12)
+    slots = writer.add(samples)                    on arrival: no copy is made of the experts
+    writer.publish(packing, slots, advantages)     at the boundary: columns (8.1 bytes a token), a header and two names
+    batch = open_training_batch(path)              the trainer maps both; `micro_batches(rank)` checks and gathers its own
+
+Only the place of a sample's rows depends on arrival: samples, their order and the layout follow from what was asked for. The sidecar is
+an ordinary safetensors file whose header was left room for and is filled in last. Both carry the sum of all samples' sums, so
+a batch is never read with somebody else's experts. Nothing is synced: a batch that is lost in a power cut is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from headrace.errors import ConfigError, FileCorrupt, StorageError
+from headrace.files import TEMP_PREFIX, Container, open_container, write_container
+from headrace.rollouts.packing import MicroBatch, Packed
+from headrace.rollouts.records import TrainingSample
+
+__all__ = ["BatchWriter", "TrainingBatch", "WrittenSample", "batch_path", "open_training_batch"]
+
+_KIND, _VERSION = "headrace-rollouts", 1
+_HEADER = 4096
+_IOV_MAX = 1024
+_SUM_BYTES = 1 << 20
+"""Summed at a time. Above 100 kB xxhash lets go of the interpreter; below it an update is too short to matter."""
+
+
+def batch_path(folder: Path, step: int) -> Path:
+    """Where the batch of a step lies."""
+    return folder / f"step_{step:012d}.safetensors"
+
+
+def sidecar_path(path: Path) -> Path:
+    """Where the routed experts of a batch lie."""
+    return path.with_name(path.name.removesuffix(".safetensors") + ".experts.safetensors")
+
+
+def _pair(sums: np.ndarray) -> str:
+    return xxhash.xxh3_128_hexdigest(np.sort(sums).tobytes())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenSample:
+    """A sample that was written: its columns, and where its experts' rows begin."""
+
+    sample: TrainingSample
+    row: int
+    sum: int
+    routed: bool
+
+    def with_advantage(self, advantage: float) -> WrittenSample:
+        return replace(self, sample=msgspec.structs.replace(self.sample, advantage=advantage))
+
+
+class BatchWriter:
+    """Writes one step. Used by one thread."""
+
+    def __init__(self, folder: Path, *, step: int) -> None:
+        if step < 0:
+            raise ConfigError(f"a batch has a step of 0 or more, got {step}")
+        self.path, self.step = batch_path(folder, step), step
+        self._temp = folder / f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+        self._fd = -1
+        self._kind: tuple[int, int] | None = None
+        self._rows = 0
+        self._sums: list[int] = []
+        self.bulk_bytes = 0
+
+    def add(self, samples: Sequence[TrainingSample]) -> list[WrittenSample]:
+        """Write the samples' experts now; what `publish` wants back for them. Experts are let go, columns kept."""
+        slots = []
+        for sample in samples:
+            if sample.multimodal:
+                raise ConfigError(
+                    f"the sample of example {sample.example_id!r} in {sample.env_name} has {sorted(sample.multimodal)}: batch files hold no "
+                    "images yet; hand such samples to the trainer in its own process"
+                )
+            row, digest, routed = self._rows, 0, sample.experts is not None
+            if sample.experts is not None:
+                digest = self._append(sample.experts.chunks, sample.experts.shape)
+                sample = msgspec.structs.replace(sample, experts=None)
+            slots.append(WrittenSample(sample=sample, row=row, sum=digest, routed=routed))
+        return slots
+
+    def _append(self, chunks: Sequence[np.ndarray], shape: tuple[int, int, int]) -> int:
+        if self._kind is None:
+            self._kind = shape[1:]
+            try:
+                self._fd = os.open(self._temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                os.lseek(self._fd, _HEADER, os.SEEK_SET)
+            except OSError as error:
+                raise self._failed(error) from error
+        if shape[1:] != self._kind:
+            raise ConfigError(
+                f"step {self.step} has samples with routed experts of {list(self._kind)} and of {list(shape[1:])} layers and experts a token"
+            )
+        digest = xxhash.xxh3_64()
+        views = [c.reshape(-1).data for c in chunks if c.nbytes]
+        for view in views:
+            for at in range(0, len(view), _SUM_BYTES):
+                digest.update(view[at : at + _SUM_BYTES])
+        try:
+            _write_views(self._fd, views)
+        except OSError as error:
+            raise self._failed(error) from error
+        self._rows += shape[0]
+        self.bulk_bytes += sum(len(v) for v in views)
+        self._sums.append(digest.intdigest())
+        return self._sums[-1]
+
+    def _failed(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"the experts of step {self.step} could not be written below {self.path.parent}: {error.strerror or error}. "
+            "Nothing was published; free space or fix the folder and make the step again"
+        )
+
+    def publish(self, packed: Packed, slots: Sequence[WrittenSample], *, seq_len: int, policy_version: int) -> Path:
+        """Make the step a batch. `packed` was made from the slots' samples; slots that are in no micro batch are left out."""
+        if len({slot.routed for slot in slots}) > 1:
+            envs = sorted({slot.sample.env_name for slot in slots if not slot.routed})
+            raise ConfigError(
+                f"step {self.step}: rollouts of {', '.join(envs)} came without routed experts, others with them; a trainer that replays "
+                "routing needs them for all. Let every engine return them, or none"
+            )
+        micro = [m for rank in packed.ranks for m in rank]
+        by_sample = {id(slot.sample): at for at, slot in enumerate(slots)}
+        arrays = _columns(micro, slots, by_sample)
+        envs: list[str] = sorted({slot.sample.env_name for slot in slots})
+        arrays["env"] = np.array([envs.index(s.sample.env_name) for s in slots], np.int32)
+        classes = sorted({(m.run, m.mode) for m in micro})
+        arrays["micro_class"] = np.array([classes.index((m.run, m.mode)) for m in micro], np.int32)
+        experts = None
+        if self._kind is not None:
+            experts = {
+                "rows": self._rows,
+                "layers": self._kind[0],
+                "topk": self._kind[1],
+                "pair": _pair(np.array(self._sums, np.uint64)),
+            }
+        meta = {
+            "kind": _KIND, "version": _VERSION, "step": self.step, "policy_version": policy_version, "seq_len": seq_len,
+            "ranks": len(packed.ranks), "micro_batches": packed.micro_batches, "envs": envs, "classes": classes, "experts": experts,
+        }  # fmt: skip
+        if self.path.exists():
+            raise ConfigError(
+                f"{self.path} is there already: step {self.step} was published before; give the run its own folder"
+            )
+        try:
+            if experts is not None:
+                self._finish_sidecar(experts)
+            write_container(self.path, arrays, meta, durable=False)
+        except FileExistsError as error:
+            raise ConfigError(
+                f"{self.path} was published by somebody else just now; give the run its own folder"
+            ) from error
+        except OSError as error:
+            raise self._failed(error) from error
+        return self.path
+
+    def _finish_sidecar(self, experts: dict[str, Any]) -> None:
+        entry = {"dtype": "U8", "shape": [self._rows, *(self._kind or ())], "data_offsets": [0, self.bulk_bytes]}
+        ours = json.dumps({"kind": _KIND, "version": _VERSION, "step": self.step, "pair": experts["pair"]})
+        header = json.dumps(
+            {"__metadata__": {"rollouts": ours}, "routed_experts": entry}, separators=(",", ":")
+        ).encode()
+        header += b" " * (_HEADER - 8 - len(header))
+        os.pwrite(self._fd, (_HEADER - 8).to_bytes(8, "little") + header, 0)
+        os.close(self._fd)
+        self._fd = -1
+        # Without its batch a sidecar is nobody's: one that a killed writer of this step left behind is replaced.
+        os.replace(self._temp, sidecar_path(self.path))
+
+    def close(self) -> None:
+        """Let go of everything that was not published."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        with contextlib.suppress(OSError):
+            os.unlink(self._temp)
+
+
+def _write_views(fd: int, views: list[memoryview]) -> None:
+    at = 0
+    while at < len(views):
+        some = views[at : at + _IOV_MAX]
+        written = os.writev(fd, some)
+        if written == 0:
+            raise OSError("writev returned 0")
+        for view in some:
+            if written < len(view):
+                views[at] = view[written:]
+                break
+            written -= len(view)
+            at += 1
+
+
+def _columns(
+    micro: Sequence[MicroBatch], slots: Sequence[WrittenSample], by_sample: dict[int, int]
+) -> dict[str, np.ndarray]:
+    samples = [slot.sample for slot in slots]
+    nothing = np.zeros(0, np.uint8)
+    starts = np.cumsum([0, *(len(s) for s in samples)], dtype=np.int64)
+    members = [[by_sample[id(s)] for s in m.samples] if not m.dummy else [] for m in micro]
+    return {
+        "ids": np.concatenate([s.ids for s in samples]) if samples else nothing.astype(np.int32),
+        "logprobs": np.concatenate([s.logprobs for s in samples]) if samples else nothing.astype(np.float32),
+        "mask_bits": np.packbits(np.concatenate([s.mask for s in samples])) if samples else nothing,
+        "sample_start": starts,
+        "prompt_length": np.array([s.prompt_length for s in samples], np.int32),
+        "advantage": np.array([s.advantage for s in samples], np.float32),
+        "temperature": np.array([s.temperature for s in samples], np.float32),
+        "reward": np.array([s.reward for s in samples], np.float32),
+        "sample_policy_version": np.array([s.policy_version for s in samples], np.int64),
+        "expert_row": np.array([slot.row for slot in slots], np.int64),
+        "expert_sum": np.array([slot.sum for slot in slots], np.uint64),
+        "micro_samples": np.array([at for m in members for at in m], np.int32),
+        "micro_start": np.cumsum([0, *(len(m) for m in members)], dtype=np.int64),
+    }
+
+
+# --------------------------------------------------------------------------------------------------- read
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """An open batch: the trainer's side. Columns were checked when it was opened; experts are when they are read."""
+
+    path: Path
+    step: int
+    policy_version: int
+    ranks: int
+    micro_batches_per_rank: int
+    seq_len: int
+    envs: tuple[str, ...]
+    classes: tuple[tuple[str, str], ...]
+    arrays: dict[str, np.ndarray]
+    experts: np.ndarray | None
+    """All rows, mapped: uint8 [rows, layers, topk]."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.arrays["ids"])
+
+    @property
+    def samples(self) -> int:
+        return len(self.arrays["advantage"])
+
+    def micro_batches(self, rank: int) -> Iterator[dict[str, Any]]:
+        """The micro batches of one rank: ids, positions, mask, logprobs, advantages, temperatures by token; cu_seqlens; env, run, mode; experts."""
+        if not 0 <= rank < self.ranks:
+            raise ConfigError(f"{self.path} was packed for {self.ranks} ranks, there is no rank {rank} in it")
+        for at in range(rank * self.micro_batches_per_rank, (rank + 1) * self.micro_batches_per_rank):
+            yield self._micro_batch(at)
+
+    def _micro_batch(self, at: int) -> dict[str, Any]:
+        a = self.arrays
+        members = a["micro_samples"][a["micro_start"][at] : a["micro_start"][at + 1]].tolist()
+        run, mode = self.classes[int(a["micro_class"][at])]
+        if not members:
+            sizes, tokens = (
+                [1],
+                {"ids": np.zeros(1, np.int32), "mask": np.zeros(1, np.uint8), "logprobs": np.zeros(1, np.float32)},
+            )
+        else:
+            spans = [(int(a["sample_start"][m]), int(a["sample_start"][m + 1])) for m in members]
+            sizes = [end - start for start, end in spans]
+            tokens = {name: np.concatenate([a[name][s:e] for s, e in spans]) for name in ("ids", "mask", "logprobs")}
+        batch: dict[str, Any] = {
+            **tokens, "run": run, "mode": mode, "cu_seqlens": np.cumsum([0, *sizes]).astype(np.int32), "samples": members,
+            "positions": np.concatenate([np.arange(n, dtype=np.int32) for n in sizes]),
+            "env": [self.envs[int(a["env"][m])] for m in members],
+        }  # fmt: skip
+        for name, column in (("advantages", "advantage"), ("temperatures", "temperature")):
+            values = a[column][members] if members else np.array([name == "temperatures"], np.float32)
+            batch[name] = np.repeat(values, sizes)
+        if self.experts is not None:
+            batch["routed_experts"] = self._experts(members, sizes)
+        return batch
+
+    def _experts(self, members: list[int], sizes: list[int]) -> np.ndarray:
+        assert self.experts is not None
+        if not members:
+            return np.zeros((1, *self.experts.shape[1:]), np.uint8)
+        out = np.empty((sum(sizes), *self.experts.shape[1:]), np.uint8)
+        at = 0
+        for member, size in zip(members, sizes, strict=True):
+            row = int(self.arrays["expert_row"][member])
+            np.copyto(out[at : at + size], self.experts[row : row + size])
+            found = xxhash.xxh3_64_intdigest(out[at : at + size].reshape(-1).data)
+            if found != int(self.arrays["expert_sum"][member]):
+                raise FileCorrupt(
+                    f"{sidecar_path(self.path)} is damaged: the experts of sample {member} fail their checksum"
+                )
+            at += size
+        return out
+
+
+def open_training_batch(path: Path) -> TrainingBatch:
+    """Map a batch and check it. FileCorrupt if it, its sidecar or their belonging together is in doubt."""
+    container = open_container(path)
+    try:
+        return _opened(path, container)
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise FileCorrupt(f"{path} is not a training batch, or is damaged: {type(error).__name__}: {error}") from error
+
+
+def _opened(path: Path, container: Container) -> TrainingBatch:
+    meta, arrays = container.meta, dict(container.arrays)
+    if meta["kind"] != _KIND or meta["version"] != _VERSION:
+        raise ValueError(f"it is {meta['kind']!r} version {meta['version']!r}, expected {_KIND!r} version {_VERSION}")
+    starts, tokens = arrays["sample_start"], len(arrays["ids"])
+    samples, micro = len(arrays["advantage"]), int(meta["ranks"]) * int(meta["micro_batches"])
+    if starts[0] != 0 or starts[-1] != tokens or len(starts) != samples + 1 or (np.diff(starts) < 0).any():
+        raise ValueError("its samples do not divide its tokens")
+    if len(arrays["micro_start"]) != micro + 1 or len(arrays["micro_class"]) != micro:
+        raise ValueError("its micro batches are not those of its ranks")
+    arrays["mask"] = np.unpackbits(arrays.pop("mask_bits"), count=tokens)
+    experts = _open_sidecar(path, meta, arrays) if meta["experts"] is not None else None
+    return TrainingBatch(
+        path=path, step=int(meta["step"]), policy_version=int(meta["policy_version"]), ranks=int(meta["ranks"]),
+        micro_batches_per_rank=int(meta["micro_batches"]), seq_len=int(meta["seq_len"]), envs=tuple(map(str, meta["envs"])),
+        classes=tuple((str(r), str(m)) for r, m in meta["classes"]), arrays=arrays, experts=experts,
+    )  # fmt: skip
+
+
+def _open_sidecar(path: Path, meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> np.ndarray:
+    sidecar, about = sidecar_path(path), meta["experts"]
+    shape = (int(about["rows"]), int(about["layers"]), int(about["topk"]))
+    size = _HEADER + shape[0] * shape[1] * shape[2]
+    try:
+        fd = os.open(sidecar, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise FileCorrupt(
+            f"{path} has its routed experts in {sidecar.name}, which cannot be opened ({error.strerror}): a batch without them would train on "
+            "other experts than were used. Make the step again"
+        ) from error
+    try:
+        if os.fstat(fd).st_size != size:
+            raise FileCorrupt(f"{sidecar} has {os.fstat(fd).st_size:,} bytes, its batch says {size:,}")
+        header = json.loads(os.pread(fd, _HEADER, 0)[8:])
+        ours = json.loads(header["__metadata__"]["rollouts"])
+    except (ValueError, KeyError, TypeError, UnicodeError) as error:
+        raise FileCorrupt(f"{sidecar} is damaged: {type(error).__name__} in its header") from error
+    finally:
+        os.close(fd)
+    if ours.get("pair") != about["pair"] or ours.get("step") != meta["step"]:
+        raise FileCorrupt(f"{sidecar} belongs to another batch than {path.name} (step {ours.get('step')})")
+    ends = arrays["expert_row"] + np.diff(arrays["sample_start"])
+    if len(ends) and (arrays["expert_row"].min() < 0 or ends.max() > shape[0]):
+        raise FileCorrupt(f"{path} is damaged: its samples have rows that {sidecar.name} does not")
+    return np.memmap(sidecar, np.uint8, "r", offset=_HEADER, shape=shape) if shape[0] else np.zeros(shape, np.uint8)

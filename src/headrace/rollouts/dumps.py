@@ -1,0 +1,137 @@
+"""A step's rollouts as they arrived, kept for a replay: `dump_raw_rollouts`, `read_dump`, `synthetic_rollouts`.
+
+    magic · (length, sum, rollout as msgpack)* · end mark with the count
+
+No pickle: a dump is plain values and can come from anywhere. It is written record by record and read the same way, mapped, every length
+compared with the file before anything is decoded. Two synthetic steps stand in for captured ones:
+
+    r3      128 rollouts of 4 turns and 23,600 tokens with 384 bytes of routed experts a token: 1.16 GB; an engine that sends the rows
+            after its cached prefix
+    text    256 rollouts of 30 turns and 15,000 tokens, every turn with the ids of its whole context: 60 million numbers
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import xxhash
+
+from headrace.errors import ConfigError, FileCorrupt
+from headrace.files import publish
+
+__all__ = ["DumpKind", "dump_raw_rollouts", "read_dump", "synthetic_rollouts"]
+
+DumpKind = Literal["r3", "text"]
+_MAGIC = b"headrace-rollout-dump-1\n"
+_RECORD = struct.Struct("<QQ")
+_END = 2**64 - 1
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    # A live response object or the like: its name is all that a replay can have of it.
+    return {"omitted": type(value).__name__}
+
+
+def dump_raw_rollouts(path: Path, rollouts: Iterable[Any]) -> int:
+    """Publish `path` with the raw rollouts in it; how many. What is no plain value is left out by name."""
+    encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+    count = 0
+
+    def parts() -> Iterator[bytes]:
+        nonlocal count
+        yield _MAGIC
+        for rollout in rollouts:
+            raw = encoder.encode(rollout)
+            yield _RECORD.pack(len(raw), xxhash.xxh3_64_intdigest(raw))
+            yield raw
+            count += 1
+        yield _RECORD.pack(_END, count)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish(path, parts(), replace=True, durable=False)
+    return count
+
+
+def read_dump(path: Path) -> Iterator[Any]:
+    """The rollouts of a dump, one after the other. FileCorrupt names the first that is not as it was written."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"the dump {path} cannot be opened: {error.strerror}") from error
+    try:
+        size = os.fstat(fd).st_size
+        if size < len(_MAGIC) or os.pread(fd, len(_MAGIC), 0) != _MAGIC:
+            raise FileCorrupt(
+                f"{path} is no dump of rollouts; `dump_raw_rollouts` or `headrace replay --make` writes one"
+            )
+        data = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
+    finally:
+        os.close(fd)
+    at, count = len(_MAGIC), 0
+    while True:
+        if at + _RECORD.size > size:
+            raise FileCorrupt(f"{path} ends after {count} rollouts without its end mark: it was cut short")
+        length, recorded = _RECORD.unpack(data[at : at + _RECORD.size])
+        at += _RECORD.size
+        if length == _END:
+            if recorded != count or at != size:
+                raise FileCorrupt(f"{path} is damaged: its end mark says {recorded} rollouts, {count} were read")
+            return
+        if length > size - at:
+            raise FileCorrupt(f"{path} is damaged: rollout {count} claims {length:,} bytes, {size - at:,} are left")
+        raw = data[at : at + length]
+        if xxhash.xxh3_64_intdigest(raw) != recorded:
+            raise FileCorrupt(f"{path} is damaged: rollout {count} fails its checksum")
+        try:
+            yield msgspec.msgpack.decode(raw)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise FileCorrupt(f"{path} is damaged: rollout {count} cannot be decoded: {error}") from error
+        at += length
+        count += 1
+
+
+def synthetic_rollouts(kind: DumpKind, *, scale: float = 1.0, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """The rollouts of a synthetic step. `scale` shortens every turn; the numbers of rollouts and turns stay."""
+    if kind not in ("r3", "text"):
+        raise ConfigError(f"a synthetic step is 'r3' or 'text', got {kind!r}")
+    if not 0 < scale <= 10:
+        raise ConfigError(f"scale is {scale}, expected more than 0 and at most 10")
+    rollouts, turns, tokens, layers, topk = (128, 4, 23_600, 48, 8) if kind == "r3" else (256, 30, 15_000, 0, 0)
+    per_turn = max(2, round(tokens * scale / turns))
+    for number in range(rollouts):
+        rng = np.random.default_rng([seed, number])
+        ids = rng.integers(0, 150_000, per_turn * turns).tolist()
+        steps = []
+        for turn in range(turns):
+            # A third of a turn is what the environment said.
+            begin, end = turn * per_turn, (turn + 1) * per_turn
+            middle = begin + per_turn // 3 + 1
+            said = end - middle
+            columns: dict[str, Any] = {
+                "prompt_ids": ids[:middle], "prompt_mask": [0] * middle, "completion_ids": ids[middle:end], "completion_mask": [1] * said,
+                "completion_logprobs": (-rng.random(said)).tolist(),
+            }  # fmt: skip
+            if layers:
+                start = max(0, begin - 1)
+                rows = end - 1 - start
+                columns["routed_experts"] = {
+                    "data": rng.bytes(rows * layers * topk),
+                    "shape": [rows, layers, topk],
+                    "start": start,
+                }
+            steps.append({"prompt": [{"role": "user", "content": f"turn {turn}"}], "completion": [], "tokens": columns})
+        yield {
+            "example_id": number // 8, "env_name": ("reverse", "search")[number // 8 % 2], "reward": float(rng.integers(2)),
+            "trajectory": steps, "sampling_args": {"temperature": 1.0}, "timing": {"total": 1.0},
+        }  # fmt: skip

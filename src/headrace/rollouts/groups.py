@@ -1,0 +1,309 @@
+"""Which rollouts belong to which step, and what happens when one of them fails: `GroupBook`.
+
+    task i ── opens group i of `group_size` requests ──► step floor(i / groups_per_step), policy version step − lag
+
+With membership="index" (the default) the step of a group follows from its number alone, so slow rollouts are not left out and two
+runs train on the same groups; a step's rollouts come in the order of their tasks, not of their arrival. With
+membership="completion" the first groups that close make the next step.
+
+Every request ends exactly once, as arrived or as failed for a reason, and `counts` adds up at any moment:
+
+    requested = arrived + failed + outstanding            arrived = delivered + dropped + discarded + held
+
+What arrives after its request ended is late: counted, and in no step. Reads no clock; whoever has one calls `expire`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from headrace.errors import ConfigError
+from headrace.rollouts.records import Rollout, check_env_name
+
+__all__ = ["EnvPolicy", "GroupBook", "GroupCounts", "Request", "StepGroups", "solve_rates"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvPolicy:
+    """How the groups of an environment are scored, and what a failure does to them."""
+
+    env_name: str
+    group_size: int
+    scoring: Literal["individual", "group"] = "individual"
+    """group: rewards are computed against each other, so a group with a failure has no valid ones."""
+    on_failure: Literal["keep", "refill", "drop"] | None = None
+    """keep: train on the survivors. refill: ask again. drop: the group goes. None: keep, and drop where scoring is by group."""
+    max_refills: int = 2
+
+    def __post_init__(self) -> None:
+        check_env_name(self.env_name)
+        problems = []
+        if self.group_size < 1:
+            problems.append(f"env {self.env_name}: group_size is {self.group_size}, expected at least 1")
+        if self.scoring not in ("individual", "group"):
+            problems.append(f"env {self.env_name}: scoring is {self.scoring!r}, expected 'individual' or 'group'")
+        if self.on_failure not in (None, "keep", "refill", "drop"):
+            problems.append(f"env {self.env_name}: on_failure is {self.on_failure!r}, expected keep, refill or drop")
+        if self.scoring == "group" and self.on_failure == "keep":
+            problems.append(
+                f"env {self.env_name}: on_failure = 'keep' would train on rewards computed against missing rollouts, because "
+                "scoring is by group; say 'drop' or 'refill'"
+            )
+        if self.max_refills < 0:
+            problems.append(f"env {self.env_name}: max_refills is {self.max_refills}, expected 0 or more")
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def failure(self) -> Literal["keep", "refill", "drop"]:
+        return self.on_failure or ("keep" if self.scoring == "individual" else "drop")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One rollout to be made. A refill differs from what it replaces in its attempt only."""
+
+    task: int
+    member: int
+    attempt: int
+    env_name: str
+    step: int
+    """-1 where membership is by completion and no step has it yet."""
+    policy_version: int
+
+
+@dataclass(slots=True)
+class GroupCounts:
+    """What became of every request."""
+
+    requested: int = 0
+    arrived: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+    delivered: int = 0
+    dropped: int = 0
+    """Arrived, but its group was dropped."""
+    discarded: int = 0
+    """Arrived, but its group was asked for again."""
+    late: int = 0
+    """Arrived after its request had ended; the request is counted as failed."""
+    groups: Counter[str] = field(default_factory=Counter)
+    """full, partial, dropped."""
+
+
+@dataclass(slots=True)
+class _Group:
+    policy: EnvPolicy
+    task: int
+    step: int
+    policy_version: int
+    attempt: int = 0
+    attempts: list[int] = field(default_factory=list)
+    waiting: set[Request] = field(default_factory=set)
+    arrived: dict[int, Rollout] = field(default_factory=dict)
+    closed: bool = False
+
+    def request(self, member: int) -> Request:
+        return Request(
+            task=self.task, member=member, attempt=self.attempts[member], env_name=self.policy.env_name, step=self.step,
+            policy_version=self.policy_version,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGroups:
+    """The rollouts of one step, by task and member, and the groups that gave none."""
+
+    step: int
+    rollouts: tuple[Rollout, ...]
+    tasks: tuple[int, ...]
+    """Tasks whose groups are in it."""
+    dropped: tuple[int, ...]
+
+
+class GroupBook:
+    """Keeps the groups that are under way."""
+
+    def __init__(
+        self, envs: Sequence[EnvPolicy], *, groups_per_step: int, lag: int = 0,
+        membership: Literal["index", "completion"] = "index", journal: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:  # fmt: skip
+        if groups_per_step < 1 or lag < 0 or membership not in ("index", "completion"):
+            raise ConfigError(
+                f"groups_per_step is {groups_per_step} (at least 1), lag is {lag} (0 or more), membership is {membership!r} ('index' or 'completion')"
+            )
+        self._envs = {e.env_name: e for e in envs}
+        if len(self._envs) != len(envs):
+            raise ConfigError(f"environments must have different names, got {[e.env_name for e in envs]}")
+        self.groups_per_step, self.lag, self.membership = groups_per_step, lag, membership
+        self.counts = GroupCounts()
+        self._journal = journal or (lambda fact: None)
+        self._groups: dict[int, _Group] = {}
+        self._opened = 0
+        self._next_step = 0
+        self._closing_order: list[int] = []
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def open(self, env_name: str, *, policy_version: int | None = None) -> list[Request]:
+        """Open the next task's group; the requests to send. Its policy version is pinned by its number unless given."""
+        if env_name not in self._envs:
+            raise ConfigError(f"no environment is called {env_name!r}; there are {sorted(self._envs)}")
+        task, policy = self._opened, self._envs[env_name]
+        self._opened += 1
+        step = task // self.groups_per_step
+        version = max(0, step - self.lag) if policy_version is None else policy_version
+        group = _Group(
+            policy, task, step if self.membership == "index" else -1, version, attempts=[0] * policy.group_size
+        )
+        self._groups[task] = group
+        return self._ask(group, range(policy.group_size))
+
+    def _ask(self, group: _Group, members: Sequence[int]) -> list[Request]:
+        requests = [group.request(m) for m in members]
+        group.waiting.update(requests)
+        self.counts.requested += len(requests)
+        return requests
+
+    def arrive(self, request: Request, rollout: Rollout) -> None:
+        """A request was answered. An answer that nobody waits for any more is late and changes nothing."""
+        group = self._groups.get(request.task)
+        if group is None or request not in group.waiting:
+            self.counts.late += 1
+            self._journal({"fact": "late", "task": request.task, "member": request.member, "attempt": request.attempt})
+            return
+        group.waiting.remove(request)
+        group.arrived[request.member] = rollout
+        self.counts.arrived += 1
+        self._close_if_done(group)
+
+    def fail(self, request: Request, reason: str) -> list[Request]:
+        """A request came to nothing; what to ask for instead, if anything."""
+        group = self._groups.get(request.task)
+        if group is None or request not in group.waiting:
+            return []
+        group.waiting.remove(request)
+        self.counts.failed[reason] += 1
+        self._journal(
+            {"fact": "failed", "task": request.task, "member": request.member, "attempt": request.attempt, "step": group.step, "reason": reason}
+        )  # fmt: skip
+        policy = group.policy
+        may_refill = policy.failure == "refill" and request.attempt < policy.max_refills
+        if policy.scoring == "group":
+            self._abandon(group, "superseded")
+            if not may_refill:
+                return self._drop(group)
+            self.counts.discarded += len(group.arrived)
+            group.arrived.clear()
+            group.attempts = [request.attempt + 1] * policy.group_size
+            return self._ask(group, range(policy.group_size))
+        if may_refill:
+            group.attempts[request.member] += 1
+            return self._ask(group, [request.member])
+        if policy.failure == "drop":
+            self._abandon(group, "group_dropped")
+            return self._drop(group)
+        self._close_if_done(group)
+        return []
+
+    def expire(self, step: int, reason: str = "deadline") -> int:
+        """End every request of a step that is still out, without refills; how many. The step can be taken afterwards."""
+        ended = 0
+        for group in [
+            g for g in self._groups.values() if not g.closed and (g.step == step or self.membership != "index")
+        ]:
+            ended += self._end(group, reason)
+        return ended
+
+    def cancel_older(self, policy_version: int, reason: str = "stale") -> int:
+        """End what is still out in groups generated with an older policy than this; how many. Finished groups stay."""
+        stale = [g for g in self._groups.values() if not g.closed and g.policy_version < policy_version]
+        return sum(self._end(group, reason) for group in stale)
+
+    def _end(self, group: _Group, reason: str) -> int:
+        ended = self._abandon(group, reason)
+        if group.policy.scoring == "group" or group.policy.failure == "drop":
+            self._drop(group)
+        else:
+            self._close_if_done(group)
+        return ended
+
+    def _abandon(self, group: _Group, reason: str) -> int:
+        ended = sorted(group.waiting, key=lambda r: (r.member, r.attempt))
+        group.waiting.clear()
+        self.counts.failed[reason] += len(ended)
+        for r in ended:
+            self._journal(
+                {"fact": "failed", "task": r.task, "member": r.member, "attempt": r.attempt, "step": group.step, "reason": reason}
+            )  # fmt: skip
+        return len(ended)
+
+    def _drop(self, group: _Group) -> list[Request]:
+        self.counts.dropped += len(group.arrived)
+        group.arrived.clear()
+        self._close_if_done(group)
+        return []
+
+    def _close_if_done(self, group: _Group) -> None:
+        if group.waiting or group.closed:
+            return
+        group.closed = True
+        self._closing_order.append(group.task)
+        size = len(group.arrived)
+        self.counts.groups["dropped" if not size else "full" if size == group.policy.group_size else "partial"] += 1
+
+    # --------------------------------------------------------------------------------------------- steps
+
+    def _members_of(self, step: int) -> list[int] | None:
+        """The tasks of a step, None while it is not complete."""
+        if self.membership == "index":
+            tasks = range(step * self.groups_per_step, (step + 1) * self.groups_per_step)
+            return list(tasks) if all(t in self._groups and self._groups[t].closed for t in tasks) else None
+        full: list[int] = []
+        for at, task in enumerate(self._closing_order):
+            full += [task] if self._groups[task].arrived else []
+            if len(full) == self.groups_per_step:
+                return self._closing_order[: at + 1]
+        return None
+
+    def ready(self) -> bool:
+        """Whether the next step can be taken."""
+        return self._members_of(self._next_step) is not None
+
+    def take(self) -> StepGroups:
+        """The next step. Its rollouts leave the book."""
+        step, tasks = self._next_step, self._members_of(self._next_step)
+        if tasks is None:
+            raise RuntimeError(f"step {step} is not complete; wait for it, or expire({step})")
+        self._next_step += 1
+        if self.membership != "index":
+            tasks = sorted(tasks)
+        taken = {task: self._groups.pop(task) for task in tasks}
+        self._closing_order = [t for t in self._closing_order if t not in taken]
+        rollouts = [g.arrived[m] for g in taken.values() for m in sorted(g.arrived)]
+        self.counts.delivered += len(rollouts)
+        return StepGroups(
+            step=step, rollouts=tuple(rollouts), tasks=tuple(t for t, g in taken.items() if g.arrived),
+            dropped=tuple(t for t, g in taken.items() if not g.arrived),
+        )  # fmt: skip
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that have not ended."""
+        return sum(len(g.waiting) for g in self._groups.values())
+
+    @property
+    def held(self) -> int:
+        """Rollouts that arrived and wait for their step."""
+        return sum(len(g.arrived) for g in self._groups.values())
+
+
+def solve_rates(groups: Mapping[Any, Sequence[float]], solved: float = 1.0) -> tuple[float, float]:
+    """The shares of groups in which every member, and in which none, has at least the reward `solved`: by each group's own size."""
+    if not groups:
+        return 0.0, 0.0
+    hits = [(sum(r >= solved for r in rewards), len(rewards)) for rewards in groups.values()]
+    return sum(n == size for n, size in hits) / len(hits), sum(n == 0 for n, _ in hits) / len(hits)

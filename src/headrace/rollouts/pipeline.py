@@ -1,0 +1,380 @@
+"""From arriving rollouts to a published batch, beside an event loop that never waits for it: `RolloutPipeline`.
+
+    async with RolloutPipeline(folder, seq_len=8192, ranks=4) as pipeline:
+        pipeline.arrive(rollout_dict, step=12, key=(task, member))     returns at once
+        report = await pipeline.finish(12, policy_version=11)          a batch file, metrics, where the time went
+
+mode="arrival" (the default): one worker thread takes each rollout when it comes, makes its samples and writes their experts from the
+chunks they came in. Bulk work there is in calls that let go of the interpreter (copyto, writev, sums of a megabyte), and the
+interpreter is asked to change threads every .5 ms instead of every 5 while a pipeline is open. At the boundary columns, a header
+and a name are left to do, in the worker as well.
+
+mode="boundary": rollouts are kept until `finish`, which takes them `gather_chunk_size` at a time through threads. It is what
+the arrival mode is compared with; results are equal to the byte.
+
+A step ends once: what arrives later is counted as late and enters nothing. What cannot become samples is counted by its cause.
+Samples are ordered by their keys, so a batch does not depend on who came first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import msgspec
+import numpy as np
+
+from headrace.errors import ConfigError, RolloutRefused, StorageError, TokenizerError
+from headrace.metrics import Wait, phase
+from headrace.rollouts.advantages import AdvantageConfig, AdvantageFn, compute_advantages
+from headrace.rollouts.batch_files import BatchWriter, WrittenSample
+from headrace.rollouts.filters import Filter, Filtered, apply_filters
+from headrace.rollouts.ingest import Limits, rollout_from_verifiers
+from headrace.rollouts.interleave import interleave_rollout
+from headrace.rollouts.packing import pack_samples
+from headrace.rollouts.pretokenize import Render, needs_tokens, pretokenize
+from headrace.rollouts.records import Rollout
+from headrace.rollouts.saving import save_rollouts
+from headrace.rollouts.step_metrics import rollout_metrics
+
+__all__ = ["RolloutPipeline", "StepPhases", "StepReport", "return_freed_memory"]
+
+_log = logging.getLogger("headrace.rollouts")
+Key = tuple[int, int]
+"""(task, member): where a rollout stands in its step."""
+
+
+class StepPhases:
+    """Seconds by phase of one step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Generator[None]:
+        """Adds the time of its body; also a phase of the process's meter, so that it is in its trace."""
+        start = time.perf_counter()
+        try:
+            with phase(f"rollouts.{name}"):
+                yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def line(self, step: int) -> str:
+        """One line, the costliest first."""
+        ordered = sorted(self.seconds.items(), key=lambda item: (-item[1], item[0]))
+        return f"Step {step} phase breakdown: " + ", ".join(f"{name}={seconds:.3f}" for name, seconds in ordered)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What became of a step."""
+
+    step: int
+    policy_version: int
+    path: Path | None
+    """The batch; None if every rollout was filtered, refused or missing, and so nothing was published."""
+    rollouts: int
+    samples: int
+    tokens: int
+    bulk_bytes: int
+    refused: Mapping[str, int]
+    truncated: int
+    filtered: Filtered
+    advantages: tuple[float, ...]
+    metrics: Mapping[str, float]
+    phases: StepPhases
+
+    @property
+    def all_filtered(self) -> bool:
+        """Nothing to train on: the caller asks for the step's groups again, a bounded number of times."""
+        return self.path is None
+
+
+@dataclass(slots=True)
+class _OpenStep:
+    writer: BatchWriter
+    phases: StepPhases = field(default_factory=StepPhases)
+    pending: set[asyncio.Future[None]] = field(default_factory=set)
+    raw: dict[Key, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+    """What boundary mode keeps."""
+    keys: set[Key] = field(default_factory=set)
+    done: dict[Key, tuple[Rollout, list[WrittenSample]]] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
+    truncated: int = 0
+
+
+class RolloutPipeline:
+    """The post-processing of one orchestrator. Its methods are called on one event loop."""
+
+    def __init__(
+        self, folder: Path, *, seq_len: int, ranks: int = 1, advantage: AdvantageConfig | AdvantageFn | None = None,
+        filters: Sequence[Filter] = (), mode: Literal["arrival", "boundary"] = "arrival", gather_chunk_size: int | None = None,
+        render: Render | None = None, save_to: Path | None = None, state_columns: Mapping[str, Sequence[str]] | None = None,
+        limits: Limits | None = None, first_step: int = 0, switch_interval: float | None = 5e-4, deadline: float = 600.0,
+    ) -> None:  # fmt: skip
+        problems = []
+        if seq_len < 1 or ranks < 1:
+            problems.append(f"seq_len is {seq_len} and ranks is {ranks}, both must be at least 1")
+        if mode not in ("arrival", "boundary"):
+            problems.append(f"mode is {mode!r}, expected 'arrival' or 'boundary'")
+        if gather_chunk_size is not None and (gather_chunk_size < 1 or mode != "boundary"):
+            problems.append(f"gather_chunk_size is {gather_chunk_size}: it is at least 1, and for mode='boundary' only")
+        if problems:
+            raise ConfigError(problems)
+        self.folder, self.seq_len, self.ranks, self.mode = Path(folder), seq_len, ranks, mode
+        self._advantage, self._filters, self._render = advantage, tuple(filters), render
+        self._chunk, self._save_to, self._columns = gather_chunk_size, save_to, state_columns
+        self._limits, self._deadline, self._switch = limits or Limits(), deadline, switch_interval
+        self._steps: dict[int, _OpenStep] = {}
+        self._finished = first_step - 1
+        self._ended: set[int] = set()
+        self.late = 0
+        """Rollouts that came after their step had ended."""
+        self._worker: ThreadPoolExecutor | None = None
+        self._switch_before = 0.0
+
+    # ------------------------------------------------------------------------------------------ lifetime
+
+    async def __aenter__(self) -> Self:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"{self.folder} cannot be made: {error.strerror or error}") from error
+        self._worker = ThreadPoolExecutor(1, "headrace-rollouts")
+        if self._switch is not None:
+            self._switch_before = sys.getswitchinterval()
+            sys.setswitchinterval(min(self._switch, self._switch_before))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown(wait=False, cancel_futures=True)
+            pending = [f for s in self._steps.values() for f in s.pending]
+            if pending:
+                await asyncio.wait(pending, timeout=self._deadline)
+            await asyncio.to_thread(worker.shutdown)
+        for step in self._steps.values():
+            step.writer.close()
+        self._steps.clear()
+        if self._switch is not None:
+            sys.setswitchinterval(self._switch_before)
+
+    # ------------------------------------------------------------------------------------------- arrival
+
+    def arrive(self, raw: Any, *, step: int, key: Key, policy_version: int = 0, **about: Any) -> bool:
+        """Take a rollout (a `verifiers` dict or a Rollout) for a step; whether the step was still open. Returns at once."""
+        if self._worker is None:
+            raise RuntimeError("the pipeline is not open; use it as `async with`")
+        if step in self._ended or step <= self._finished:
+            self.late += 1
+            return False
+        state = self._steps.get(step)
+        if state is None:
+            state = self._steps[step] = _OpenStep(BatchWriter(self.folder, step=step))
+        if key in state.keys:
+            raise ConfigError(f"rollout {key} of step {step} arrived twice; give every request its own (task, member)")
+        state.keys.add(key)
+        about = {"policy_version": policy_version, **about}
+        if self.mode == "boundary":
+            state.raw[key] = (raw, about)
+            return True
+        future = asyncio.get_running_loop().run_in_executor(self._worker, self._process, state, key, raw, about)
+        state.pending.add(future)
+        future.add_done_callback(functools.partial(_settled, state))
+        return True
+
+    def _process(self, state: _OpenStep, key: Key, raw: Any, about: dict[str, Any]) -> None:
+        """One rollout, in a thread: checked, made samples, written."""
+        try:
+            with state.phases.measure("process_rollout"):
+                rollout = self._ingested(raw, about, state)
+                whole = interleave_rollout(rollout)
+                samples = [s.truncated(self.seq_len) for s in whole]
+            with state.phases.measure("write_experts"):
+                slots = state.writer.add(samples)
+        except RolloutRefused as error:
+            self._refuse(state, key, error.cause, error)
+        except TokenizerError as error:
+            self._refuse(state, key, "tokenizer", error)
+        else:
+            state.truncated += sum(len(s) > self.seq_len for s in whole)
+            state.done[key] = (_slim(rollout), slots)
+
+    def _refuse(self, state: _OpenStep, key: Key, cause: str, error: Exception) -> None:
+        state.refused[cause] += 1
+        _log.warning("step %d: rollout %s was refused: %s", state.writer.step, key, error)
+
+    def _ingested(self, raw: Any, about: dict[str, Any], state: _OpenStep) -> Rollout:
+        rollout = raw if isinstance(raw, Rollout) else rollout_from_verifiers(raw, limits=self._limits, **about)
+        if needs_tokens((rollout,)) and self._render is not None:
+            with state.phases.measure("pretokenize"):
+                rollout = pretokenize(rollout, self._render)
+        return rollout
+
+    # ------------------------------------------------------------------------------------------ boundary
+
+    async def finish(self, step: int, *, policy_version: int = 0) -> StepReport:
+        """End a step and publish its batch. Whatever arrives for it afterwards is late."""
+        worker = self._worker
+        if worker is None:
+            raise RuntimeError("the pipeline is not open; use it as `async with`")
+        if step in self._ended or step <= self._finished:
+            raise ConfigError(f"step {step} has been finished already")
+        self._end(step)
+        state = self._steps.pop(step, None) or _OpenStep(BatchWriter(self.folder, step=step))
+        loop = asyncio.get_running_loop()
+        try:
+            if self.mode == "boundary":
+                await self._gather(state)
+            await self._drained(state)
+            report = await loop.run_in_executor(worker, self._finish, state, step, policy_version)
+        finally:
+            await loop.run_in_executor(worker, state.writer.close)
+        _log.info("%s", report.phases.line(step))
+        return report
+
+    async def settled(self, step: int) -> None:
+        """Wait until everything that has arrived for a step is processed; `finish` does so too."""
+        if (state := self._steps.get(step)) is not None:
+            await self._drained(state)
+
+    def _end(self, step: int) -> None:
+        # Steps mostly end in order: then one number says it, and the set of the others stays empty over a run of any length.
+        self._ended.add(step)
+        while self._finished + 1 in self._ended:
+            self._finished += 1
+            self._ended.remove(self._finished)
+
+    async def _drained(self, state: _OpenStep) -> None:
+        if not state.pending:
+            return
+        with Wait(
+            "rollouts.worker", deadline=self._deadline, remedy="the worker thread is behind; look at process_rollout"
+        ) as wait:
+            await asyncio.wait(set(state.pending), timeout=wait.remaining())
+            wait.check()
+        for future in list(state.pending):
+            future.result()
+
+    async def _gather(self, state: _OpenStep) -> None:
+        """The document's way: a thread for every rollout, some at a time, then one writes what they made."""
+        items = sorted(state.raw.items())
+        state.raw.clear()
+        size = self._chunk or max(1, len(items))
+        made: dict[Key, Any] = {}
+        with state.phases.measure("process_rollout_gather"):
+            for at in range(0, len(items), size):
+                some = items[at : at + size]
+                made |= zip(
+                    (key for key, _ in some),
+                    await asyncio.gather(*(asyncio.to_thread(self._interleaved, state, *item) for _, item in some)),
+                    strict=True,
+                )
+                await asyncio.sleep(0)
+        with state.phases.measure("write_experts"):
+            for key, result in made.items():
+                if isinstance(result, Exception):
+                    self._refuse(state, key, getattr(result, "cause", "tokenizer"), result)
+                    continue
+                rollout, samples, lost = result
+                state.truncated += lost
+                state.done[key] = (_slim(rollout), await asyncio.to_thread(state.writer.add, samples))
+
+    def _interleaved(self, state: _OpenStep, raw: Any, about: dict[str, Any]) -> Any:
+        try:
+            rollout = raw if isinstance(raw, Rollout) else rollout_from_verifiers(raw, limits=self._limits, **about)
+            if self._render is not None:
+                rollout = pretokenize(rollout, self._render)
+            samples = interleave_rollout(rollout)
+        except (RolloutRefused, TokenizerError) as error:
+            return error
+        return rollout, [s.truncated(self.seq_len) for s in samples], sum(len(s) > self.seq_len for s in samples)
+
+    def _finish(self, state: _OpenStep, step: int, policy_version: int) -> StepReport:
+        phases, order = state.phases, sorted(state.done)
+        rollouts = [state.done[key][0] for key in order]
+        with phases.measure("compute_advantages"):
+            advantages = compute_advantages(rollouts, self._advantage)
+        with phases.measure("apply_filters"):
+            filtered = apply_filters(self._filters, rollouts, advantages)
+        slots = [
+            slot.with_advantage(advantage)
+            for key, advantage, sends in zip(order, advantages, filtered.sends, strict=True)
+            if sends
+            for slot in state.done[key][1]
+        ]
+        path = None
+        if slots:
+            with phases.measure("pack"):
+                packed = pack_samples([s.sample for s in slots], seq_len=self.seq_len, ranks=self.ranks)
+            with phases.measure("training_batch_send"):
+                path = state.writer.publish(packed, slots, seq_len=self.seq_len, policy_version=policy_version)
+        if self._save_to is not None:
+            with phases.measure("save_rollouts"):
+                save_rollouts(
+                    self._save_to / f"step_{step}.jsonl", rollouts, advantages=advantages, state_columns=self._columns, durable=False
+                )  # fmt: skip
+        with phases.measure("metrics_aggregation"):
+            metrics = rollout_metrics(rollouts, filtered)
+            metrics |= {f"rollouts/refused/{cause}": float(n) for cause, n in state.refused.items()}
+        report = StepReport(
+            step=step, policy_version=policy_version, path=path, rollouts=len(rollouts), samples=len(slots), tokens=sum(len(s.sample) for s in slots),
+            bulk_bytes=state.writer.bulk_bytes, refused=dict(state.refused), truncated=state.truncated, filtered=filtered,
+            advantages=tuple(advantages), metrics=metrics, phases=phases,
+        )  # fmt: skip
+        state.done.clear()
+        return_freed_memory()
+        return report
+
+
+def _settled(state: _OpenStep, future: asyncio.Future[None]) -> None:
+    """A rollout is through. One that failed for no reason of its own stays, so that `finish` raises it."""
+    if not future.cancelled() and future.exception() is None:
+        state.pending.discard(future)
+
+
+def _slim(rollout: Rollout) -> Rollout:
+    """What metrics, filters and saved lines need of a rollout: completions stay; contexts and experts, the bulk of it, go."""
+    steps = []
+    for step in rollout.trajectory:
+        tokens = step.tokens
+        if tokens is not None:
+            # Zeros that take no memory, because saved lines still tell how long a context was.
+            ids = np.broadcast_to(np.int32(0), len(tokens.prompt_ids))
+            mask = np.broadcast_to(np.uint8(0), len(tokens.prompt_ids))
+            tokens = msgspec.structs.replace(
+                tokens, prompt_ids=ids, prompt_mask=mask, routed_experts=None, multimodal=None
+            )
+        steps.append(msgspec.structs.replace(step, tokens=tokens))
+    return msgspec.structs.replace(rollout, trajectory=tuple(steps))
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL("libc.so.6").malloc_trim
+    except (OSError, AttributeError):
+        return None  # another libc: it keeps its pages as it likes
+
+
+def return_freed_memory() -> None:
+    """Hand freed pages back to the system. glibc keeps them otherwise, and a process grows by some MB a step."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,68 @@
+"""Which tokens a turn has when the engine returned none: `pretokenize`.
+
+    render(prompt, generation prompt on)   a b c <assistant>
+    render(prompt + completion)            a b c <assistant> d e </s>
+    prompt_ids = their longest common prefix; completion_ids = the rest of the second
+
+`needs_tokens` is one cheap look, so a batch whose engine returned ids costs nothing. A completion that is tokenised here was not
+sampled token by token, so its logprobs are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.errors import RolloutRefused, TokenizerError
+from headrace.rollouts.records import Rollout, Step, StepTokens
+
+__all__ = ["Render", "needs_tokens", "pretokenize"]
+
+Render = Callable[[Sequence[Any], bool], Sequence[int]]
+"""Messages to ids; the second argument asks for the generation prompt at the end."""
+
+
+def needs_tokens(rollouts: Iterable[Rollout]) -> bool:
+    """Whether any turn of any of them has no tokens."""
+    return any(step.tokens is None for rollout in rollouts for step in rollout.trajectory)
+
+
+def pretokenize(rollout: Rollout, render: Render) -> Rollout:
+    """The rollout with tokens in every turn; the same object if they were all there."""
+    if not needs_tokens((rollout,)):
+        return rollout
+    steps = [
+        step if step.tokens is not None else msgspec.structs.replace(step, tokens=_tokens(step, number, rollout, render))
+        for number, step in enumerate(rollout.trajectory)
+    ]  # fmt: skip
+    return msgspec.structs.replace(rollout, trajectory=tuple(steps))
+
+
+def _tokens(step: Step, number: int, rollout: Rollout, render: Render) -> StepTokens:
+    where = f"turn {number} of the rollout of example {rollout.example_id!r} in {rollout.env_name}"
+    prompt, completion = _messages(step.prompt, "user", where), _messages(step.completion, "assistant", where)
+    try:
+        asked = np.asarray(render(prompt, True), np.int32)
+        whole = np.asarray(render([*prompt, *completion], False), np.int32)
+    except Exception as error:  # whatever a user's template or tokenizer raises
+        raise TokenizerError(
+            f"{where} could not be rendered: {type(error).__name__}: {error}. Mend the template, or let the engine return token ids"
+        ) from error
+    shared = min(len(asked), len(whole))
+    differs = np.flatnonzero(asked[:shared] != whole[:shared])
+    cut = int(differs[0]) if len(differs) else shared
+    return StepTokens(
+        prompt_ids=whole[:cut], prompt_mask=np.zeros(cut, np.uint8), completion_ids=whole[cut:],
+        completion_mask=np.ones(len(whole) - cut, np.uint8), completion_logprobs=np.zeros(len(whole) - cut, np.float32),
+    )  # fmt: skip
+
+
+def _messages(value: Any, role: str, where: str) -> list[Any]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    raise RolloutRefused("wrong_type", f"{where} has a {role} part of type {type(value).__name__}, expected messages")

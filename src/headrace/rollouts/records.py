@@ -1,0 +1,312 @@
+"""What a rollout is once it has entered: typed records whose tokens are columns, never Python lists.
+
+    Rollout ── trajectory ──► Step ── tokens ──► StepTokens   int32 ids, uint8 masks, float32 logprobs
+                                                     └──────► RoutedExperts   uint8 [rows, layers, topk], as it came
+
+    TrainingSample      one token sequence with what to learn from it; experts stay a list of chunks until they are written
+
+A record checks itself when it is made, so whatever holds one can rely on its lengths. Advantage, temperature and
+environment are one value a sample and positions are implied: a token costs 4 bytes of id, 4 of logprob and 1 of mask.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from headrace.errors import ConfigError, RolloutRefused
+
+__all__ = [
+    "ALL_ENVS",
+    "ExpertRows",
+    "Mode",
+    "Rollout",
+    "RoutedExperts",
+    "Step",
+    "StepTokens",
+    "TrainingSample",
+    "check_env_name",
+]
+
+ALL_ENVS = "all"
+"""Stands for every environment in metric keys, so no environment may be called that."""
+Mode = Literal["rl", "sft"]
+
+# Decoded at once: a2b_base64 keeps the interpreter's lock, and 192 KiB take .5 ms.
+_BASE64_SLICE = 192 << 10
+
+
+def check_env_name(name: str) -> str:
+    """The name, if an environment may have it; ConfigError otherwise."""
+    if not isinstance(name, str) or not name or name == ALL_ENVS or "/" in name or len(name) > 200:
+        raise ConfigError(
+            f"an environment cannot be called {name!r}: expected a name without '/' other than {ALL_ENVS!r}, which stands for "
+            "all environments in metric keys. Rename the environment"
+        )
+    return name
+
+
+class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Which experts every token was routed to, as the engine sent it: raw bytes, or base64 text from older servers.
+
+    Row r of it belongs to token `start + r` of the step's prompt and completion.
+    """
+
+    data: bytes | bytearray | memoryview | str | np.ndarray
+    shape: tuple[int, int, int]
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != 3 or min(self.shape) < 0 or self.shape[1] * self.shape[2] < 1 or self.start < 0:
+            raise RolloutRefused(
+                "routing", f"routed experts have shape {self.shape} from token {self.start} on, expected [rows, layers, topk]"
+            )  # fmt: skip
+        wanted = self.shape[0] * self.row_bytes
+        if isinstance(self.data, str):
+            found, size = len(self.data), -(-wanted // 3) * 4
+            unit = "characters of base64"
+        else:
+            size, unit = wanted, "bytes"
+            found = self.data.nbytes if isinstance(self.data, (np.ndarray, memoryview)) else len(self.data)
+        if found != size:
+            raise RolloutRefused(
+                "routing",
+                f"routed experts of shape {list(self.shape)} need {size:,} {unit}, got {found:,}: the engine and its reply disagree",
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[1] * self.shape[2]
+
+    @property
+    def end(self) -> int:
+        """The first token that has no row."""
+        return self.start + self.shape[0]
+
+    def rows(self, first: int, stop: int) -> np.ndarray:
+        """The rows of the tokens [first, stop). A view of raw bytes; of base64 only these rows are decoded."""
+        if not self.start <= first <= stop <= self.end:
+            raise IndexError(f"tokens {first} to {stop} asked for, rows of {self.start} to {self.end} are there")
+        shape = (stop - first, *self.shape[1:])
+        begin, end = (first - self.start) * self.row_bytes, (stop - self.start) * self.row_bytes
+        if isinstance(self.data, str):
+            return _decoded(self.data, begin, end).reshape(shape)
+        flat = np.frombuffer(self.data, np.uint8) if not isinstance(self.data, np.ndarray) else self.data.reshape(-1)
+        return flat[begin:end].reshape(shape)
+
+
+def _decoded(text: str, begin: int, end: int) -> np.ndarray:
+    """Bytes [begin, end) of what base64 text stands for: 4 characters are 3 bytes, so both ends are known without reading."""
+    out = np.empty(end - begin, np.uint8)
+    at = begin
+    while at < end:
+        group = at // 3
+        stop = min(group + _BASE64_SLICE // 4, -(-end // 3))
+        piece = text[group * 4 : stop * 4]
+        try:
+            raw = binascii.a2b_base64(piece, strict_mode=True)
+        except (ValueError, binascii.Error) as error:
+            raise RolloutRefused("routing", f"routed experts are not base64 ({error})") from error
+        if len(raw) < min(end, stop * 3) - group * 3:
+            raise RolloutRefused("routing", f"routed experts are not base64: it ends at byte {group * 3 + len(raw):,}")
+        upto = min(end, stop * 3)
+        out[at - begin : upto - begin] = np.frombuffer(raw, np.uint8)[at - group * 3 : upto - group * 3]
+        at = upto
+    return out
+
+
+class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The tokens of one turn: the whole context it was given, and what the model said."""
+
+    prompt_ids: np.ndarray
+    prompt_mask: np.ndarray
+    completion_ids: np.ndarray
+    completion_mask: np.ndarray
+    completion_logprobs: np.ndarray
+    routed_experts: RoutedExperts | None = None
+    multimodal: Mapping[str, Any] | None = None
+    """Fields of images and the like for the whole context, carried along untouched."""
+
+    def __post_init__(self) -> None:
+        for name, dtype in _COLUMNS.items():
+            column = getattr(self, name)
+            if not isinstance(column, np.ndarray) or column.dtype != dtype or column.ndim != 1:
+                raise TypeError(f"{name} must be one row of {dtype}, got {column!r:.80}")
+        for side, others in (("prompt", ("mask",)), ("completion", ("mask", "logprobs"))):
+            wanted = len(getattr(self, f"{side}_ids"))
+            for other in others:
+                found = len(getattr(self, f"{side}_{other}"))
+                if found != wanted:
+                    raise RolloutRefused(
+                        "wrong_length",
+                        f"a step has {wanted} {side} tokens and a {side}_{other} of {found}: both must be equally long",
+                    )
+        if not np.isfinite(self.completion_logprobs).all():
+            at = int(np.flatnonzero(~np.isfinite(self.completion_logprobs))[0])
+            raise RolloutRefused(
+                "not_finite",
+                f"the logprob of completion token {at} is {self.completion_logprobs[at]}: nothing can be learnt from it",
+            )
+        for name in ("prompt_mask", "completion_mask"):
+            if (getattr(self, name) > 1).any():
+                raise RolloutRefused("wrong_type", f"{name} holds numbers other than 0 and 1")
+        if (routed := self.routed_experts) is not None and routed.end > self.length:
+            raise RolloutRefused(
+                "routing",
+                f"a step has {self.length} tokens and routed experts up to token {routed.end}: they belong to another request",
+            )
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+_COLUMNS = {
+    "prompt_ids": np.dtype(np.int32), "prompt_mask": np.dtype(np.uint8), "completion_ids": np.dtype(np.int32),
+    "completion_mask": np.dtype(np.uint8), "completion_logprobs": np.dtype(np.float32),
+}  # fmt: skip
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One turn: messages as they were sent, and their tokens once there are some."""
+
+    prompt: Any = ()
+    """Messages of the whole context (or one string)."""
+    completion: Any = ()
+    tokens: StepTokens | None = None
+    is_truncated: bool = False
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One try at one example."""
+
+    example_id: int | str
+    env_name: str
+    reward: float
+    trajectory: tuple[Step, ...]
+    draw: int = 0
+    """Which draw of the example: two draws of one example are two groups."""
+    metrics: Mapping[str, float] = {}
+    error: tuple[str, ...] | None = None
+    """What went wrong, outermost first; None if nothing did."""
+    is_truncated: bool = False
+    stop_condition: str | None = None
+    sampling_args: Mapping[str, Any] = {}
+    timing: Mapping[str, float] = {}
+    """Seconds by name: total, setup, generation, model, env."""
+    state: Mapping[str, Any] = {}
+    """Whatever else the environment returned; `state_columns` chooses what of it is saved."""
+    policy_version: int = 0
+    run: str = ""
+    mode: Mode = "rl"
+
+    def __post_init__(self) -> None:
+        check_env_name(self.env_name)
+        if not np.isfinite(self.reward):
+            raise RolloutRefused(
+                "not_finite", f"rollout of example {self.example_id!r} in {self.env_name} has reward {self.reward}"
+            )
+
+    @property
+    def group(self) -> tuple[str, int | str, int]:
+        """Rollouts with equal ones are compared with each other."""
+        return self.env_name, self.example_id, self.draw
+
+    @property
+    def temperature(self) -> float:
+        value = self.sampling_args.get("temperature")
+        return 1.0 if value is None else float(value)
+
+    @property
+    def completion_length(self) -> int:
+        """Tokens that the model wrote, over all turns."""
+        return sum(len(s.tokens.completion_ids) for s in self.trajectory if s.tokens is not None)
+
+
+class ExpertRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The routed experts of a sample, one row a token, as the chunks they came in: nothing is joined before it is written."""
+
+    chunks: tuple[np.ndarray, ...]
+
+    def __post_init__(self) -> None:
+        if not self.chunks or any(c.dtype != np.uint8 or c.shape[1:] != self.chunks[0].shape[1:] for c in self.chunks):
+            raise TypeError("chunks must be uint8 [rows, layers, topk] of one layers and topk")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        layers, topk = self.chunks[0].shape[1:]
+        return sum(len(c) for c in self.chunks), layers, topk
+
+    @property
+    def nbytes(self) -> int:
+        return sum(c.nbytes for c in self.chunks)
+
+    def joined(self) -> np.ndarray:
+        """All rows in one array: a copy."""
+        return np.concatenate(self.chunks)
+
+    def first(self, rows: int) -> ExpertRows:
+        """The chunks of the first `rows` rows; views."""
+        kept: list[np.ndarray] = []
+        for chunk in self.chunks:
+            if rows <= 0:
+                break
+            kept.append(chunk[:rows])
+            rows -= len(chunk)
+        return ExpertRows(chunks=tuple(kept))
+
+
+class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One sequence to learn from. The trainer eats it; interleave_rollout makes it."""
+
+    env_name: str
+    example_id: int | str
+    ids: np.ndarray
+    mask: np.ndarray
+    """1 where a token is learnt."""
+    logprobs: np.ndarray
+    """What the policy that wrote a token gave it; 0 where it was not the policy's."""
+    prompt_length: int
+    """Tokens before the first completion."""
+    draw: int = 0
+    reward: float = 0.0
+    advantage: float = 0.0
+    temperature: float = 1.0
+    policy_version: int = 0
+    run: str = ""
+    mode: Mode = "rl"
+    experts: ExpertRows | None = None
+    multimodal: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        n = len(self.ids)
+        if len(self.mask) != n or len(self.logprobs) != n or not 0 <= self.prompt_length <= n:
+            raise TypeError(
+                f"a sample of {n} ids has {len(self.mask)} masks, {len(self.logprobs)} logprobs, a prompt of {self.prompt_length}"
+            )
+        if self.experts is not None and self.experts.shape[0] != n:
+            raise TypeError(f"a sample of {n} tokens has experts for {self.experts.shape[0]}")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def truncated(self, length: int) -> TrainingSample:
+        """The first `length` tokens of it; views."""
+        if len(self) <= length:
+            return self
+        return msgspec.structs.replace(
+            self, ids=self.ids[:length], mask=self.mask[:length], logprobs=self.logprobs[:length],
+            prompt_length=min(self.prompt_length, length), experts=None if self.experts is None else self.experts.first(length),
+        )  # fmt: skip
+
+
+def rollouts_by_group(rollouts: Sequence[Rollout]) -> dict[tuple[str, int | str, int], list[int]]:
+    """Where the members of each group stand, groups in the order of their first member."""
+    groups: dict[tuple[str, int | str, int], list[int]] = {}
+    for at, rollout in enumerate(rollouts):
+        groups.setdefault(rollout.group, []).append(at)
+    return groups

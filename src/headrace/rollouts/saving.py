@@ -1,0 +1,148 @@
+"""What people read afterwards: `save_rollouts` (one JSON line a rollout) and `export_tokens` (one line a packed sequence).
+
+A line holds what is always saved, then `trajectory` and `sampling_args`, then the environment's `state_columns` in their order,
+each once. orjson keeps the interpreter's lock for the whole of a call, so a line is made turn by turn: one call a rollout of
+30 turns and 15k tokens would stall the event loop for it. Call these off the loop. Routed experts are not saved, their shape is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from headrace.errors import ConfigError
+from headrace.files import publish
+from headrace.rollouts.packing import MicroBatch
+from headrace.rollouts.records import Rollout, Step
+
+__all__ = ["ALWAYS_SAVED", "export_tokens", "save_rollouts", "saved_columns"]
+
+ALWAYS_SAVED = ("trajectory", "sampling_args")
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+_WRITE_BYTES = 1 << 20
+
+
+def saved_columns(state_columns: Sequence[str]) -> tuple[str, ...]:
+    """What is saved after the fixed part of a line: the always saved first, then the environment's, each once, order kept."""
+    return tuple(dict.fromkeys((*ALWAYS_SAVED, *state_columns)))
+
+
+def save_rollouts(
+    path: Path, rollouts: Sequence[Rollout], *, advantages: Sequence[float] | None = None,
+    state_columns: Mapping[str, Sequence[str]] | None = None, tokens: bool = False, durable: bool = True,
+) -> int:  # fmt: skip
+    """Publish `path` with one JSON line a rollout; how many bytes. `state_columns` is by environment. `tokens` adds the columns."""
+    if advantages is not None and len(advantages) != len(rollouts):
+        raise ConfigError(f"{len(rollouts)} rollouts have {len(advantages)} advantages; give one for each")
+    written = 0
+
+    def parts() -> Iterator[bytes]:
+        nonlocal written
+        gathered: list[bytes] = []
+        size = 0
+        for at, rollout in enumerate(rollouts):
+            columns = saved_columns((state_columns or {}).get(rollout.env_name, ()))
+            for piece in _line(rollout, None if advantages is None else advantages[at], columns, tokens):
+                gathered.append(piece)
+                size += len(piece)
+                if size >= _WRITE_BYTES:
+                    written += size
+                    yield b"".join(gathered)
+                    gathered, size = [], 0
+        written += size
+        yield b"".join(gathered)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish(path, parts(), replace=True, durable=durable)
+    return written
+
+
+def _line(rollout: Rollout, advantage: float | None, columns: Sequence[str], tokens: bool) -> Iterator[bytes]:
+    fixed: dict[str, Any] = {
+        "example_id": rollout.example_id, "env_name": rollout.env_name, "draw": rollout.draw, "reward": rollout.reward,
+        "metrics": dict(rollout.metrics), "error": rollout.error, "is_truncated": rollout.is_truncated,
+        "stop_condition": rollout.stop_condition, "timing": dict(rollout.timing), "policy_version": rollout.policy_version,
+    }  # fmt: skip
+    if advantage is not None:
+        fixed["advantage"] = advantage
+    yield _json(fixed)[:-1]
+    for column in columns:
+        if column == "trajectory":
+            yield b',"trajectory":['
+            for number, step in enumerate(rollout.trajectory):
+                yield (b"," if number else b"") + _json(_step(step, tokens))
+            yield b"]"
+        elif column == "sampling_args":
+            yield b',"sampling_args":' + _json(dict(rollout.sampling_args))
+        elif column not in fixed:
+            yield b"," + _json(column) + b":" + _json(rollout.state.get(column))
+    yield b"}\n"
+
+
+def _step(step: Step, tokens: bool) -> dict[str, Any]:
+    told: dict[str, Any] = {"prompt": step.prompt, "completion": step.completion, "is_truncated": step.is_truncated}
+    if (columns := step.tokens) is None:
+        return told
+    told["prompt_tokens"], told["completion_tokens"] = len(columns.prompt_ids), len(columns.completion_ids)
+    if columns.routed_experts is not None:
+        told["routed_experts"] = columns.routed_experts.shape
+    if tokens:
+        told |= {
+            name: getattr(columns, name)
+            for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "completion_logprobs")
+        }
+    return told
+
+
+def _json(value: Any) -> bytes:
+    return orjson.dumps(value, default=_told, option=_OPTIONS)
+
+
+def _told(value: Any) -> Any:
+    """What JSON has no form for, in one that says what it was."""
+    if isinstance(value, np.ndarray):  # orjson takes contiguous ones of the usual types itself
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {"bytes": len(value)}
+    raise TypeError(f"a {type(value).__name__} cannot be saved as JSON")
+
+
+def export_tokens(
+    path: Path, batches: Sequence[MicroBatch], *, logprobs: Sequence[np.ndarray], entropy: Sequence[np.ndarray],
+    durable: bool = True,
+) -> int:  # fmt: skip
+    """One line a packed sequence: what the trainer saw and what it made of it, token by token; how many lines.
+
+    `logprobs` and `entropy` are the trainer's own, one row a micro batch. What is not finite becomes null.
+    """
+
+    def lines() -> Iterator[bytes]:
+        for batch, ours, spread in zip(batches, logprobs, entropy, strict=True):
+            columns = batch.columns()
+            if len(ours) != batch.tokens or len(spread) != batch.tokens:
+                raise ConfigError(
+                    f"a packed sequence of {batch.tokens} tokens has {len(ours)} logprobs and {len(spread)} entropies of the trainer"
+                )
+            sizes = np.diff(columns["cu_seqlens"])
+            with np.errstate(over="ignore", invalid="ignore"):
+                log_ratio = np.asarray(ours, np.float32) - columns["logprobs"]
+                ratio = np.exp(log_ratio)
+                kl = ratio - log_ratio - 1
+            value = {
+                "run": batch.run, "mode": batch.mode, "env": [s.env_name for s in batch.samples], "ids": columns["ids"],
+                "positions": np.concatenate([np.arange(n, dtype=np.int32) for n in sizes]), "mask": columns["mask"],
+                "advantages": np.repeat(columns["advantage"], sizes), "inference_logprobs": columns["logprobs"],
+                "trainer_logprobs": np.asarray(ours, np.float32), "entropy": np.asarray(spread, np.float32),
+                "mismatch_kl": kl, "importance_ratio": ratio,
+            }  # fmt: skip
+            yield _json(value) + b"\n"
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish(path, lines(), replace=True, durable=durable)
+    return len(batches)

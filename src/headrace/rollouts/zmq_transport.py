@@ -1,0 +1,398 @@
+"""Batches to a trainer on another machine: `ZmqSender` and `ZmqReceiver`, by question and answer.
+
+    receiver  ── want 12 ──►  sender        none | have 12, sizes of its files | skip 12 | end 11
+              ── part 12 ──►                up to 4 MiB of one of the files; four parts are asked for ahead
+              ── ack 12 ───►                acked 12: the sender deletes it once all ranks said so
+
+The receiver asks for everything it gets, so nothing is ever dropped past a high-water mark (PUB does that silently), memory is bounded by
+four parts, and either end may be restarted: a question is repeated until it is answered. An answer to `want` is also the
+heartbeat: without one the receiver says that the sender is gone. What arrives is written as the same two files, the batch last,
+and read with the same checks as from a spool's folder.
+
+The sender's socket lives in one thread of its own; libzmq copies and sends without the interpreter. Needs pyzmq (`headrace[rl]`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.errors import ConfigError, EndOfData, FileCorrupt, StorageError, WorkerDied
+from headrace.files import TEMP_PREFIX
+from headrace.metrics import Wait
+from headrace.rollouts.batch_files import TrainingBatch, batch_path, open_training_batch, sidecar_path
+from headrace.rollouts.pipeline import StepReport
+from headrace.rollouts.transport import TrainingBatchReceiver, TrainingBatchSender
+
+__all__ = ["ZmqReceiver", "ZmqSender"]
+
+_PART = 4 << 20
+_AHEAD = 4
+_MAX_QUESTION = 4096
+_POLL = 0.005
+
+
+class _Question(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """What a receiver asks. Made by ZmqReceiver, eaten by ZmqSender."""
+
+    verb: str
+    rank: int
+    ranks: int
+    step: int
+    file: int = 0
+    offset: int = 0
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """What a sender says; the bytes of a part follow in a frame of their own."""
+
+    verb: str
+    step: int
+    file: int = 0
+    offset: int = 0
+    sizes: tuple[int, int] = (0, 0)
+    """Of the batch and of its sidecar, 0 if it has none."""
+    told: str = ""
+
+
+def _zmq() -> Any:
+    try:
+        import zmq
+    except ImportError as error:
+        raise ConfigError("batches over ZMQ need pyzmq: pip install 'headrace[rl]'") from error
+    return zmq
+
+
+class ZmqSender(TrainingBatchSender):
+    """Answers the receivers' questions about the batches in a local folder."""
+
+    def __init__(
+        self, address: str, queue: Path, *, ranks: int = 1, max_unread: int = 2, first_step: int = 0, deadline: float = 3600.0,
+        linger: float = 5.0,
+    ) -> None:  # fmt: skip
+        if ranks < 1 or max_unread < 1:
+            raise ConfigError(f"ranks is {ranks} and max_unread is {max_unread}, both must be at least 1")
+        zmq = _zmq()
+        self.queue, self._ranks, self._max_unread, self._deadline = Path(queue), ranks, max_unread, deadline
+        self.queue.mkdir(parents=True, exist_ok=True)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_QUESTION)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            self._context.term()
+            raise ConfigError(f"{address} cannot be bound: {error}. Give the sender a free address") from error
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._lock = threading.Lock()
+        self._have: dict[int, Path | None] = {}
+        self._sent = first_step - 1
+        self._needed = [first_step] * ranks
+        self._end: int | None = None
+        self._told_end: set[int] = set()
+        self._linger = linger
+        self._closing = False
+        self._broken: BaseException | None = None
+        self.ignored: Counter[str] = Counter()
+        """Messages that were no questions of ours, by reason."""
+        self._files: dict[tuple[int, int], int] = {}
+        self._thread = threading.Thread(target=self._serve, name="headrace-rollouts-zmq", daemon=True)
+        self._thread.start()
+
+    async def send(self, report: StepReport) -> None:
+        if report.step != self._sent + 1:
+            raise ConfigError(
+                f"step {report.step} was sent after step {self._sent}: steps are sent in order and each once"
+            )
+        with self._lock:
+            self._have[report.step] = report.path
+            self._sent = report.step
+        await self._until_unread_below(self._max_unread)
+
+    async def _until_unread_below(self, count: int) -> None:
+        with Wait(
+            "rollouts.ack", deadline=self._deadline, remedy="a rank of the trainer acknowledges nothing; is it alive?"
+        ) as wait:
+            while True:
+                if self._broken is not None:
+                    raise WorkerDied(f"the thread that sends batches ended: {self._broken}") from self._broken
+                with self._lock:
+                    if self._sent - min(self._needed) < count:
+                        return
+                wait.check()
+                await asyncio.sleep(min(_POLL, wait.remaining()))
+
+    async def close(self, *, last: bool = True) -> None:
+        """Let go. With `last`, only after every rank has acknowledged everything, and was told that nothing comes any more or did not
+        ask for `linger` seconds."""
+        try:
+            if last and not self._closing:
+                with self._lock:
+                    self._end = self._sent
+                await self._until_unread_below(0)
+                with Wait("rollouts.end", deadline=self._linger) as wait:
+                    while len(self._told_end) < self._ranks and not wait.expired():
+                        await asyncio.sleep(min(_POLL, wait.remaining()))
+        finally:
+            self._closing = True
+            await asyncio.to_thread(self._thread.join)
+            self._context.term()
+
+    # ------------------------------------------------------------------------------------------- thread
+
+    def _serve(self) -> None:
+        zmq = _zmq()
+        try:
+            while not self._closing:
+                if self._socket.poll(50):
+                    frames = self._socket.recv_multipart()
+                    answer = self._answer(frames[-1]) if len(frames) == 2 else None
+                    if answer is not None:
+                        with contextlib.suppress(zmq.ZMQError):  # the asker is gone: it asks again when it is back
+                            self._socket.send_multipart([frames[0], *answer], copy=False)
+        except BaseException as error:
+            self._broken = error
+        finally:
+            for fd in self._files.values():
+                os.close(fd)
+            self._files.clear()
+            self._socket.close()
+
+    def _answer(self, raw: bytes) -> list[bytes] | None:
+        try:
+            asked = msgspec.msgpack.decode(raw, type=_Question)
+        except msgspec.DecodeError:
+            self.ignored["malformed"] += 1
+            return None
+        if asked.ranks != self._ranks or not 0 <= asked.rank < self._ranks:
+            self.ignored["ranks"] += 1
+            return _packed(
+                _Answer(
+                    verb="refused",
+                    step=asked.step,
+                    told=f"batches are packed for {self._ranks} ranks, not {asked.ranks}",
+                )
+            )
+        if asked.verb == "want":
+            about = self._about(asked.step)
+            if about.verb == "end":
+                self._told_end.add(asked.rank)
+            return _packed(about)
+        if asked.verb == "ack":
+            self._acknowledged(asked.rank, asked.step)
+            return _packed(_Answer(verb="acked", step=asked.step))
+        if asked.verb == "part":
+            return self._part(asked)
+        self.ignored["verb"] += 1
+        return None
+
+    def _about(self, step: int) -> _Answer:
+        with self._lock:
+            known, path, end = step in self._have, self._have.get(step), self._end
+        if not known:
+            gone = step <= self._sent
+            verb = "gone" if gone else "end" if end is not None else "none"
+            return _Answer(verb=verb, step=self._sent if verb == "end" else step)
+        if path is None:
+            return _Answer(verb="skip", step=step)
+        side = sidecar_path(path)
+        return _Answer(verb="have", step=step, sizes=(path.stat().st_size, side.stat().st_size if side.exists() else 0))
+
+    def _part(self, asked: _Question) -> list[bytes] | None:
+        with self._lock:
+            path = self._have.get(asked.step)
+        if path is None or asked.file not in (0, 1) or not 0 <= asked.offset < 1 << 62:
+            self.ignored["part"] += 1
+            return None
+        fd = self._files.get((asked.step, asked.file))
+        if fd is None:
+            fd = os.open(path if asked.file == 0 else sidecar_path(path), os.O_RDONLY | os.O_CLOEXEC)
+            self._files[asked.step, asked.file] = fd
+        data = os.pread(fd, _PART, asked.offset)
+        return [*_packed(_Answer(verb="part", step=asked.step, file=asked.file, offset=asked.offset)), data]
+
+    def _acknowledged(self, rank: int, step: int) -> None:
+        with self._lock:
+            if not self._needed[rank] <= step <= self._sent:
+                return
+            self._needed[rank] = step + 1
+            gone = [s for s in self._have if s < min(self._needed)]
+            paths = {s: self._have.pop(s) for s in gone}
+        for old, path in paths.items():
+            for file in (0, 1):
+                if (fd := self._files.pop((old, file), None)) is not None:
+                    os.close(fd)
+            for name in (path, sidecar_path(path)) if path is not None else ():
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name)
+
+
+def _packed(answer: _Answer) -> list[bytes]:
+    return [msgspec.msgpack.encode(answer)]
+
+
+class ZmqReceiver(TrainingBatchReceiver):
+    """Fetches one rank's batches into a folder of its own."""
+
+    def __init__(
+        self, address: str, folder: Path, *, rank: int = 0, ranks: int = 1, max_lag: int | None = None, first_step: int = 0,
+        max_bytes: int = 1 << 40, deadline: float = 3600.0, heartbeat: float = 5.0,
+    ) -> None:  # fmt: skip
+        super().__init__(rank=rank, ranks=ranks, max_lag=max_lag)
+        self._zmq = _zmq()
+        self.address, self.folder, self._max_bytes = address, Path(folder), max_bytes
+        self._deadline, self._heartbeat, self._next = deadline, heartbeat, first_step
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._context = self._zmq.Context()
+        self._socket = self._context.socket(self._zmq.DEALER)
+        self._socket.setsockopt(self._zmq.MAXMSGSIZE, _PART + _MAX_QUESTION)
+        self._socket.setsockopt(self._zmq.LINGER, 0)
+        try:
+            self._socket.connect(address)
+        except self._zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"{address} is no address to connect to: {error}") from error
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _ask(self, verb: str, step: int, file: int = 0, offset: int = 0) -> None:
+        question = _Question(verb=verb, rank=self.rank, ranks=self.ranks, step=step, file=file, offset=offset)
+        self._socket.send(msgspec.msgpack.encode(question))
+
+    def _hear(self, until: float) -> tuple[_Answer, Any] | None:
+        """The next answer, None if there is none by then."""
+        while (left := until - time.monotonic()) > 0:
+            if not self._socket.poll(max(1, int(1000 * left))):
+                return None
+            frames = self._socket.recv_multipart(copy=False)
+            try:
+                answer = msgspec.msgpack.decode(frames[0].buffer, type=_Answer)
+            except msgspec.DecodeError:
+                self.refused["malformed"] += 1
+                continue
+            if answer.verb == "refused":
+                raise ConfigError(f"{self.address} refuses rank {self.rank} of {self.ranks}: {answer.told}")
+            return answer, frames[1].buffer if len(frames) > 1 else None
+        return None
+
+    def _answer_to(self, verb: str, step: int, verbs: tuple[str, ...]) -> _Answer:
+        """Ask until there is an answer; WorkerDied without one for a heartbeat."""
+        self._ask(verb, step)
+        until = time.monotonic() + self._heartbeat
+        while (heard := self._hear(until)) is not None:
+            if heard[0].verb in verbs and (heard[0].step == step or heard[0].verb == "end"):
+                return heard[0]
+        raise WorkerDied(
+            f"{self.address} has not answered for {self._heartbeat:g} s (step {step}): the orchestrator is gone or cannot be reached; look at its "
+            "log, start it again and resume the trainer"
+        )
+
+    def _next_batch(self) -> TrainingBatch:
+        with Wait(
+            "rollouts.batch", deadline=self._deadline, remedy="the orchestrator publishes no batches; is it alive?"
+        ) as wait:
+            while True:
+                step = self._next
+                told = self._answer_to("want", step, ("have", "skip", "none", "gone", "end"))
+                if told.verb == "have":
+                    path = self._fetched(step, told.sizes)
+                    self._next += 1
+                    batch = open_training_batch(path)
+                    if batch.step != step:
+                        raise FileCorrupt(f"{self.address} sent step {batch.step} as step {step}")
+                    return batch
+                if told.verb == "skip":
+                    self.refused["nothing_to_train_on"] += 1
+                    self._next += 1
+                    self.ack(step)
+                elif told.verb == "gone":
+                    raise ConfigError(
+                        f"step {step} was acknowledged by all ranks before and is deleted at {self.address}; resume from a later checkpoint"
+                    )
+                elif told.verb == "end":
+                    raise EndOfData(f"the orchestrator at {self.address} ended after step {told.step}")
+                else:
+                    wait.check()
+                    time.sleep(min(_POLL, wait.remaining()))
+
+    def _fetched(self, step: int, sizes: tuple[int, int]) -> Path:
+        if min(sizes) < 0 or sum(sizes) > self._max_bytes:
+            raise ConfigError(
+                f"step {step} has {sum(sizes):,} bytes at {self.address}, at most {self._max_bytes:,} are taken"
+            )
+        path = batch_path(self.folder, step)
+        for file in (1, 0) if sizes[1] else (0,):
+            target = path if file == 0 else sidecar_path(path)
+            temp = self.folder / f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+            try:
+                fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                try:
+                    self._fetch(fd, step, file, sizes[file])
+                finally:
+                    os.close(fd)
+                os.replace(temp, target)
+            except OSError as error:
+                raise StorageError(
+                    f"step {step} could not be written to {self.folder}: {error.strerror or error}"
+                ) from error
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temp)
+        return path
+
+    def _fetch(self, fd: int, step: int, file: int, size: int) -> None:
+        wanted = dict.fromkeys(range(0, size, _PART))
+        ahead: set[int] = set()
+        while wanted:
+            for offset in wanted:
+                if len(ahead) >= _AHEAD:
+                    break
+                if offset not in ahead:
+                    ahead.add(offset)
+                    self._ask("part", step, file, offset)
+            heard = self._hear(time.monotonic() + self._heartbeat)
+            if heard is None:
+                raise WorkerDied(
+                    f"{self.address} stopped in the middle of step {step}, {len(wanted)} parts are missing; resume the trainer"
+                )
+            answer, data = heard
+            if (
+                answer.verb != "part"
+                or (answer.step, answer.file) != (step, file)
+                or answer.offset not in wanted
+                or data is None
+            ):
+                continue
+            if len(data) != min(_PART, size - answer.offset):
+                raise FileCorrupt(
+                    f"{self.address} sent {len(data)} bytes of step {step} from {answer.offset} on, the file has {size}"
+                )
+            done = 0
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], answer.offset + done)
+            del wanted[answer.offset]
+            ahead.discard(answer.offset)
+
+    def ack(self, step: int) -> None:
+        if step >= self._next:
+            raise ConfigError(
+                f"step {step} cannot be acknowledged: step {self._next - 1} was the last that was received"
+            )
+        path = batch_path(self.folder, step)
+        for name in (path, sidecar_path(path)):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+        self._answer_to("ack", step, ("acked",))

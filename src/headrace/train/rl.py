@@ -1,0 +1,116 @@
+"""How a policy learns from packed rollouts: the loss per token of the global batch, and what to watch by environment.
+
+    terms = policy_terms(logprobs, micro)                     ratio, mismatch KL and loss of every token
+    loss = global_token_mean(terms.loss_sum, terms.tokens)    a collective; the same mean whatever ranks hold
+    watch.add(micro, terms, entropy)                          then watch.metrics(): entropy/{all,env}/{mean,std,max}, mismatch_kl/…
+
+Dividing a rank's sum by its own tokens and letting DDP or FSDP average gradients gives tokens of short ranks more weight. Here
+the sum is divided by the tokens of all ranks (at least 1), and the gradient multiplied by what DDP will divide it by.
+With several micro batches a step, add up `loss_sum` and `tokens` over them first, or give `global_token_mean` each micro batch's sum and
+the step's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.errors import ConfigError
+
+__all__ = ["EnvWatch", "PolicyTerms", "policy_terms"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTerms:
+    """What one micro batch contributes."""
+
+    loss_sum: Tensor
+    """Over learnt tokens; has the gradient."""
+    tokens: Tensor
+    """Learnt tokens, int64."""
+    mask: Tensor
+    """Which tokens are learnt."""
+    ratio: Tensor
+    """Trainer's over inference's probability, detached."""
+    mismatch_kl: Tensor
+    """ratio − log ratio − 1, detached: 0 where trainer and inference agree."""
+
+
+def policy_terms(
+    logprobs: Tensor, micro: Mapping[str, Any], *, clip_low: float = 0.2, clip_high: float = 0.2
+) -> PolicyTerms:
+    """The clipped policy loss of a micro batch; for mode "sft" the negative log likelihood.
+
+    `logprobs` are the trainer's of the very tokens of `micro["ids"]`, one row. A token counts where its mask is 1.
+    """
+    wanted = len(micro["ids"])
+    if logprobs.shape != (wanted,):
+        raise ConfigError(f"a micro batch of {wanted} tokens needs as many logprobs, got shape {list(logprobs.shape)}")
+    device = logprobs.device
+    mask = _tensor(micro["mask"], device).bool()
+    old = _tensor(micro["logprobs"], device)
+    # What is not learnt may be anything, also −inf: it must reach neither the sum nor, as 0 x inf, the gradient.
+    log_ratio = torch.where(mask, logprobs - old, torch.zeros_like(logprobs))
+    ratio = log_ratio.exp()
+    if micro["mode"] == "sft":
+        losses = torch.where(mask, -logprobs, torch.zeros_like(logprobs))
+    else:
+        advantages = _tensor(micro["advantages"], device)
+        clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+        losses = torch.where(mask, -torch.minimum(ratio * advantages, clipped * advantages), torch.zeros_like(ratio))
+    with torch.no_grad():
+        mismatch = ratio - log_ratio - 1
+    return PolicyTerms(
+        loss_sum=losses.sum(), tokens=mask.sum(), mask=mask, ratio=ratio.detach(), mismatch_kl=mismatch.detach()
+    )
+
+
+def _tensor(array: Any, device: torch.device) -> Tensor:
+    return (array if isinstance(array, Tensor) else torch.from_numpy(np.ascontiguousarray(array))).to(device)
+
+
+class EnvWatch:
+    """Adds up what tokens were like, over all environments and for each, until `metrics` is called."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = {}
+
+    def add(self, micro: Mapping[str, Any], terms: PolicyTerms, entropy: Tensor) -> None:
+        """Count the learnt tokens of a micro batch. SFT tokens have no policy to mismatch: their KL is left out."""
+        borders, mask = micro["cu_seqlens"], terms.mask.cpu()
+        measured = {"entropy": entropy.detach().cpu().double()}
+        if micro["mode"] != "sft":
+            measured["mismatch_kl"] = terms.mismatch_kl.cpu().double()
+        for at, env in enumerate(micro["env"]):
+            span = slice(int(borders[at]), int(borders[at + 1]))
+            learnt = mask[span]
+            for name, values in measured.items():
+                chosen = values[span][learnt]
+                if chosen.numel():
+                    for who in ("all", env):
+                        self._count(f"{name}/{who}", chosen)
+
+    def _count(self, key: str, values: Tensor) -> None:
+        cell = self._sums.setdefault(key, [0.0, 0.0, 0.0, float("-inf")])
+        cell[0] += values.numel()
+        cell[1] += float(values.sum())
+        cell[2] += float((values * values).sum())
+        cell[3] = max(cell[3], float(values.max()))
+
+    def metrics(self) -> dict[str, float]:
+        """mean, std and max of every key since the last call."""
+        sums, self._sums = self._sums, {}
+        found: dict[str, float] = {}
+        for key, (n, total, squares, largest) in sums.items():
+            mean = total / n
+            found |= {
+                f"{key}/mean": mean,
+                f"{key}/std": max(0.0, squares / n - mean * mean) ** 0.5,
+                f"{key}/max": largest,
+            }
+        return found

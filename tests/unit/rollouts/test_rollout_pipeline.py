@@ -1,0 +1,336 @@
+"""Rollouts that arrive in any order become one batch; what is late, malformed or damaged is counted and enters nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from headrace.errors import ConfigError, FileCorrupt
+from headrace.metrics import EventLoopLagMonitor
+from headrace.rollouts import (
+    AdvantageConfig,
+    RolloutPipeline,
+    ZeroAdvantageFilter,
+    batch_files,
+    interleave_rollout,
+    open_training_batch,
+    rollout_from_verifiers,
+)
+
+LAYERS, TOPK = 2, 3
+
+
+def output(task, member, *, turns=3, routed=True, seed=0, env="game", **more):
+    """A rollout of some turns; its tokens and experts follow from its place."""
+    rng = np.random.default_rng([seed, task, member])
+    context: list[int] = []
+    steps = []
+    for _ in range(turns):
+        context = [*context, *rng.integers(0, 1000, 5).tolist()]
+        said = rng.integers(0, 1000, int(rng.integers(1, 6))).tolist()
+        tokens = {
+            "prompt_ids": list(context), "prompt_mask": [0] * len(context), "completion_ids": said, "completion_mask": [1] * len(said),
+            "completion_logprobs": (-rng.random(len(said))).tolist(),
+        }  # fmt: skip
+        context = [*context, *said]
+        if routed:
+            rows = len(context) - 1
+            tokens["routed_experts"] = {"data": rng.bytes(rows * LAYERS * TOPK), "shape": [rows, LAYERS, TOPK]}
+        steps.append({"prompt": "?", "completion": "!", "tokens": tokens})
+    return {"example_id": task, "env_name": env, "reward": float(member % 2), "trajectory": steps, **more}
+
+
+def run(folder, arrivals, *, step=0, **more):
+    async def go():
+        options = {"seq_len": 64, "ranks": 2, "advantage": AdvantageConfig(), **more}
+        async with RolloutPipeline(folder, **options) as pipeline:
+            for key, raw in arrivals:
+                assert pipeline.arrive(raw, step=step, key=key, policy_version=4)
+            return await pipeline.finish(step, policy_version=5)
+
+    return asyncio.run(go())
+
+
+def told(batch):
+    """Everything a trainer sees, but not where rows lie in the file."""
+    return [
+        {k: v.tobytes() if isinstance(v, np.ndarray) else v for k, v in micro.items()}
+        for rank in range(batch.ranks)
+        for micro in batch.micro_batches(rank)
+    ]
+
+
+KEYS = [(task, member) for task in range(3) for member in range(4)]
+
+
+def test_the_batch_is_the_same_for_every_order_of_arrival_and_for_both_modes(tmp_path):
+    arrivals = [(key, output(*key)) for key in KEYS]
+    first = run(tmp_path / "a", arrivals)
+    seen = told(open_training_batch(first.path))
+    for name, order, more in (
+        ("b", arrivals[::-1], {}),
+        ("c", arrivals, {"mode": "boundary"}),
+        ("d", arrivals[5:] + arrivals[:5], {"mode": "boundary", "gather_chunk_size": 5}),
+    ):
+        report = run(tmp_path / name, order, **more)
+        assert told(open_training_batch(report.path)) == seen
+        assert (report.samples, report.tokens, report.truncated) == (first.samples, first.tokens, first.truncated)
+    assert not [p for name in "abcd" for p in (tmp_path / name).iterdir() if p.name.startswith(".tmp-")]
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_the_trainer_reads_what_interleave_made(tmp_path, routed):
+    report = run(tmp_path, [(key, output(*key, routed=routed)) for key in KEYS])
+    batch = open_training_batch(report.path)
+    assert (batch.step, batch.policy_version, batch.envs) == (0, 5, ("game",))
+    expected = {}
+    for key in KEYS:
+        for sample in interleave_rollout(rollout_from_verifiers(output(*key, routed=routed))):
+            expected[sample.ids[:64].tobytes()] = (sample.truncated(64), key)
+    found = 0
+    for rank in range(2):
+        for micro in batch.micro_batches(rank):
+            borders = micro["cu_seqlens"]
+            assert ("routed_experts" in micro) == routed
+            for start, end in itertools.pairwise(borders):
+                if not micro["samples"]:
+                    assert not micro["mask"].any()
+                    continue
+                sample, key = expected[micro["ids"][start:end].tobytes()]
+                assert micro["mask"][start:end].tobytes() == sample.mask.tobytes()
+                assert micro["logprobs"][start:end].tobytes() == sample.logprobs.tobytes()
+                assert micro["positions"][start:end].tolist() == list(range(end - start))
+                assert set(micro["advantages"][start:end].tolist()) == {0.5 if key[1] % 2 else -0.5}
+                if routed:
+                    assert micro["routed_experts"][start:end].tobytes() == sample.experts.joined().tobytes()
+                found += 1
+    assert found == len(expected) == report.samples
+
+
+def test_a_token_without_experts_takes_less_than_9_bytes(tmp_path):
+    report = run(tmp_path, [(key, output(*key, turns=100, routed=False)) for key in KEYS], seq_len=4096)
+    assert report.tokens > 8000
+    assert sum(p.stat().st_size for p in tmp_path.iterdir()) < 9 * report.tokens
+
+
+def test_malformed_rollouts_are_counted_by_cause_and_the_others_train(tmp_path):
+    nan = output(0, 1)
+    nan["trajectory"][0]["tokens"]["completion_logprobs"][0] = float("nan")
+    short = output(0, 2)
+    short["trajectory"][1]["tokens"]["completion_mask"].pop()
+    bare = output(0, 3)
+    del bare["trajectory"][0]["tokens"]
+    arrivals = [
+        ((0, 0), output(0, 0)),
+        ((0, 1), nan),
+        ((0, 2), short),
+        ((0, 3), bare),
+        ((0, 4), output(0, 5)),
+        ((0, 5), {}),
+    ]
+    for mode in ("arrival", "boundary"):
+        report = run(tmp_path / mode, arrivals, mode=mode)
+        assert report.refused == {"not_finite": 1, "wrong_length": 1, "no_tokens": 1, "missing_field": 1}
+        assert report.rollouts + sum(report.refused.values()) == len(arrivals)
+        assert report.metrics["rollouts/refused/not_finite"] == 1.0
+        assert open_training_batch(report.path).samples == 2
+
+
+def test_what_is_late_enters_no_step_and_is_counted(tmp_path):
+    async def go():
+        async with RolloutPipeline(tmp_path, seq_len=64) as pipeline:
+            pipeline.arrive(output(0, 0), step=0, key=(0, 0))
+            pipeline.arrive(output(1, 0), step=1, key=(1, 0))
+            one = await pipeline.finish(1)
+            assert not pipeline.arrive(output(1, 1), step=1, key=(1, 1))
+            zero = await pipeline.finish(0)
+            assert not pipeline.arrive(output(0, 1), step=0, key=(0, 1))
+            with pytest.raises(ConfigError, match="finished already"):
+                await pipeline.finish(0)
+            pipeline.arrive(output(2, 0), step=2, key=(2, 0))
+            with pytest.raises(ConfigError, match="arrived twice"):
+                pipeline.arrive(output(2, 0), step=2, key=(2, 0))
+            return zero, one, pipeline.late
+
+    zero, one, late = asyncio.run(go())
+    assert late == 2
+    assert [open_training_batch(r.path).arrays["ids"].tolist() for r in (zero, one)] == [
+        interleave_rollout(rollout_from_verifiers(output(task, 0)))[0].ids.tolist() for task in (0, 1)
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        f"step_{step:012d}{kind}.safetensors" for step in (0, 1) for kind in ("", ".experts")
+    )
+
+
+def test_a_step_whose_rollouts_are_all_filtered_publishes_nothing_and_says_so(tmp_path):
+    arrivals = [((0, m), output(0, 2 * m)) for m in range(4)]
+    report = run(tmp_path, arrivals, filters=[ZeroAdvantageFilter()], save_to=tmp_path / "saved", state_columns={})
+    assert report.all_filtered
+    assert report.filtered.counts == {"zero_advantage": 4}
+    assert report.metrics["reward/all/mean"] == 0.0
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+    lines = [json.loads(line) for line in (tmp_path / "saved" / "step_0.jsonl").read_text().splitlines()]
+    assert [line["trajectory"][1]["prompt_tokens"] > 5 for line in lines] == [True] * 4
+
+
+def test_metrics_are_over_all_environments_and_for_each(tmp_path):
+    arrivals = [((0, m), output(0, m, env="a")) for m in range(2)] + [
+        ((1, m), output(1, 1, env="b", seed=m)) for m in range(2)
+    ]
+    metrics = run(tmp_path, arrivals).metrics
+    assert (metrics["reward/all/mean"], metrics["reward/a/mean"], metrics["reward/b/mean"]) == (0.75, 0.5, 1.0)
+    assert (metrics["solve_all/all"], metrics["solve_all/a"], metrics["solve_all/b"]) == (0.5, 0.0, 1.0)
+    assert metrics["turns/a/max"] == 3.0
+
+
+def test_phases_are_on_one_line_the_costliest_first(tmp_path):
+    report = run(tmp_path, [((0, 0), output(0, 0))])
+    line = report.phases.line(7)
+    assert line.startswith("Step 7 phase breakdown: ")
+    seconds = [float(part.split("=")[1]) for part in line.removeprefix("Step 7 phase breakdown: ").split(", ")]
+    assert seconds == sorted(seconds, reverse=True)
+    assert {"process_rollout", "compute_advantages", "apply_filters", "training_batch_send"} <= set(
+        report.phases.seconds
+    )
+
+
+def test_rollouts_with_and_without_experts_in_one_step_are_refused_by_name(tmp_path):
+    arrivals = [((0, 0), output(0, 0)), ((0, 1), output(0, 1, routed=False, env="plain"))]
+    with pytest.raises(ConfigError, match=r"rollouts of plain came without routed experts"):
+        run(tmp_path, arrivals)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_images_sample_is_refused_by_name_rather_than_written_without_them(tmp_path):
+    raw = output(0, 0)
+    raw["trajectory"][0]["tokens"]["pixel_values"] = [[1.0]]
+    with pytest.raises(ConfigError, match="pixel_values"):
+        run(tmp_path, [((0, 0), raw)])
+
+
+def test_a_step_is_published_once(tmp_path):
+    run(tmp_path, [((0, 0), output(0, 0))])
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(ConfigError, match="is there already"):
+        run(tmp_path, [((0, 0), output(0, 1))])
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_a_closed_pipeline_leaves_no_thread_no_file_and_the_interpreter_as_it_was(tmp_path):
+    before = (sys.getswitchinterval(), threading.active_count())
+
+    async def go():
+        async with RolloutPipeline(tmp_path, seq_len=64) as pipeline:
+            for key in KEYS:
+                pipeline.arrive(output(*key), step=3, key=key)
+
+    asyncio.run(go())
+    assert (sys.getswitchinterval(), threading.active_count()) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------------- damage
+
+
+def published(tmp_path):
+    path = run(tmp_path, [(key, output(*key)) for key in KEYS[:3]]).path
+    return path, path.with_name("step_000000000000.experts.safetensors")
+
+
+def test_a_batch_without_its_sidecar_or_with_anothers_is_refused(tmp_path):
+    path, sidecar = published(tmp_path / "a")
+    other = published(tmp_path / "b")[1]
+    assert open_training_batch(path).experts is not None
+    run(tmp_path / "c", [(key, output(*key, seed=1)) for key in KEYS[:3]])
+    kept = sidecar.read_bytes()
+    sidecar.unlink()
+    with pytest.raises(FileCorrupt, match="cannot be opened"):
+        open_training_batch(path)
+    sidecar.write_bytes(other.read_bytes())
+    open_training_batch(path)  # the same rollouts: the same experts
+    foreign = (tmp_path / "c" / sidecar.name).read_bytes()
+    sidecar.write_bytes(foreign)
+    with pytest.raises(FileCorrupt, match=r"belongs to another batch|bytes, its batch says"):
+        open_training_batch(path)
+    sidecar.write_bytes(kept[:-1])
+    with pytest.raises(FileCorrupt, match="bytes, its batch says"):
+        open_training_batch(path)
+
+
+def test_a_sidecar_without_its_batch_is_nobodys_and_is_replaced(tmp_path):
+    path, sidecar = published(tmp_path)
+    path.unlink()
+    before = sidecar.read_bytes()
+    again, _ = published(tmp_path)
+    assert again == path
+    assert sidecar.read_bytes() == before
+
+
+def test_the_sidecar_is_in_place_and_whole_before_its_batch_is(tmp_path, monkeypatch):
+    seen = []
+
+    def look(path, arrays, meta, **more):
+        sidecar = path.with_name("step_000000000000.experts.safetensors")
+        seen.append((sidecar.stat().st_size, 4096 + meta["experts"]["rows"] * LAYERS * TOPK, path.exists()))
+        write_container(path, arrays, meta, **more)
+
+    write_container = batch_files.write_container
+    monkeypatch.setattr(batch_files, "write_container", look)
+    published(tmp_path)
+    ((size, expected, there),) = seen
+    assert (size, there) == (expected, False)
+
+
+def test_every_flipped_bit_of_either_file_is_found_before_use(tmp_path):
+    path, sidecar = published(tmp_path)
+    expected = told(open_training_batch(path))
+    rng = np.random.default_rng(1)
+    for file, tries in ((path, 60), (sidecar, 60)):
+        whole = file.read_bytes()
+        for at in rng.integers(0, len(whole), tries).tolist():
+            damaged = bytearray(whole)
+            damaged[at] ^= 1 << int(rng.integers(8))
+            file.write_bytes(damaged)
+            try:
+                # A bit of the sidecar's padding, or of what other tools read there, changes nothing here.
+                assert told(open_training_batch(path)) == expected
+                assert file == sidecar
+                assert at < 4096
+            except FileCorrupt:
+                pass
+        file.write_bytes(whole)
+
+
+# ------------------------------------------------------------------------------------------------------ lag
+
+
+def test_a_stalled_loop_is_seen_and_warned_of(caplog):
+    import time
+
+    async def go():
+        async with EventLoopLagMonitor(interval=0.005, warn_above={"max": 0.05}) as monitor:
+            await asyncio.sleep(0.03)
+            quiet = monitor.drain()
+            time.sleep(0.12)  # the stall itself: a task that does not yield
+            await asyncio.sleep(0.01)
+            return quiet, monitor.drain(), monitor.warnings, monitor.drain()
+
+    quiet, stalled, warnings, nothing = asyncio.run(go())
+    assert list(quiet) == [f"event_loop_lag/{n}" for n in ("min", "mean", "median", "p90", "p99", "max")]
+    assert stalled["event_loop_lag/max"] > 0.1
+    assert len(warnings) == 1
+    assert "max 0.1" in caplog.text
+    assert nothing == {}
+
+
+def test_a_lag_monitor_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match="every so many seconds"):
+        EventLoopLagMonitor(interval=0)
+    with pytest.raises(ValueError, match="p95"):
+        EventLoopLagMonitor(warn_above={"p95": 1.0})
