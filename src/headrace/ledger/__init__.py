@@ -1,6 +1,7 @@
 """The recurrent-state ledger: one state a group, kept between steps, and what was forgotten too early.
 
-    settings.py   what a ledger was asked to be, and which rank owns a group
+    settings.py   what a ledger was asked to be
+    owners.py     which rank owns a group
     kernels.py    an index by gid and lists through its slots, compiled
     places.py     in which slot is a group
     shard.py      the groups of one rank: lookup, store, eviction, ghosts, state
@@ -23,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.ledger.gauges import LEDGER_SPECS, LEDGER_SUM_KEYS
+    from headrace.ledger.owners import BUCKETS, bucket_of, owner_of
     from headrace.ledger.ranks import Ledger, Route
-    from headrace.ledger.settings import BUCKETS, EvictionMode, LedgerSettings, bucket_of, owner_of
+    from headrace.ledger.settings import EvictionMode, LedgerSettings
     from headrace.ledger.shard import LedgerShard
 
 __all__ = [
@@ -41,7 +43,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "BUCKETS": "settings", "EvictionMode": "settings", "LedgerSettings": "settings", "bucket_of": "settings", "owner_of": "settings",
+    "BUCKETS": "owners", "bucket_of": "owners", "owner_of": "owners", "EvictionMode": "settings", "LedgerSettings": "settings",
     "LEDGER_SPECS": "gauges", "LEDGER_SUM_KEYS": "gauges", "Ledger": "ranks", "Route": "ranks", "LedgerShard": "shard",
 }  # fmt: skip
 

@@ -17,11 +17,11 @@ from types import ModuleType
 
 import numpy as np
 
+from headrace.ledger.settings import NO_LIMIT
 from headrace.metrics import Wait
 
-__all__ = ["NO_LIMIT", "Places", "loops"]
+__all__ = ["Places", "loops"]
 
-NO_LIMIT = 2**31 - 1
 _FIRST = 1_024
 _HEAD, _COUNT, _PENDING, _PENDING_COUNT = (
     0,

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.ledger.settings import LedgerSettings, owner_of
+from headrace.ledger.owners import owner_of
+from headrace.ledger.settings import LedgerSettings
 from headrace.ledger.shard import LedgerShard, as_gids, as_tags
 from headrace.metrics import Meter, MetricSpec, Wait
 from headrace.metrics.ranks import Ranks

@@ -1,10 +1,6 @@
-"""What a ledger was asked to be, and who owns a group.
+"""What a ledger was asked to be.
 
-    LedgerSettings(width=256, mode="periodic_stale", stale_threshold=64, protect_active=True)
-
-    gid ──► mix64 ──► one of 4,096 buckets ──► contiguous ranges of buckets, one a rank
-
-The buckets are fixed for ever, so another number of ranks moves whole buckets and never splits one.
+LedgerSettings(width=256, mode="periodic_stale", stale_threshold=64, protect_active=True)
 """
 
 from __future__ import annotations
@@ -13,15 +9,12 @@ import enum
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from headrace.errors import ConfigError
-from headrace.ledger.places import NO_LIMIT
-from headrace.order.keys import mix64_array
 
-__all__ = ["BUCKETS", "DTYPES", "EvictionMode", "LedgerSettings", "bucket_of", "owner_of"]
+__all__ = ["DTYPES", "MAX_STEP", "NO_LIMIT", "EvictionMode", "LedgerSettings"]
 
-BUCKETS = 4_096
+NO_LIMIT = 2**31 - 1
+"""Groups are numbered in 32 bits."""
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_STEP = 2**31 - 2
 """Steps are kept in 32 bits: at a millisecond each, 24 days; at a second, 68 years."""
@@ -104,13 +97,3 @@ class LedgerSettings:
 
 def _whole(value: object, low: int, high: int) -> bool:
     return type(value) is int and low <= value <= high
-
-
-def bucket_of(gids: np.ndarray) -> np.ndarray:
-    """The bucket of each gid: 0 to 4,095."""
-    return (mix64_array(gids.view(np.uint64)) & np.uint64(BUCKETS - 1)).view(np.int64)
-
-
-def owner_of(gids: np.ndarray, world_size: int) -> np.ndarray:
-    """The rank that owns each gid."""
-    return bucket_of(gids) * world_size // BUCKETS

@@ -37,8 +37,9 @@ from headrace.ledger.gauges import (
     PROTECTED,
     WIPES,
 )
-from headrace.ledger.places import NO_LIMIT, Places, loops
-from headrace.ledger.settings import BUCKETS, MAX_STEP, EvictionMode, LedgerSettings, owner_of
+from headrace.ledger.owners import BUCKETS, owner_of
+from headrace.ledger.places import Places, loops
+from headrace.ledger.settings import MAX_STEP, NO_LIMIT, EvictionMode, LedgerSettings
 from headrace.metrics import MetricSpec
 
 __all__ = ["LedgerShard"]
