@@ -60,6 +60,7 @@ _log = logging.getLogger(__name__)
 KIND, VERSION = "stream_mixing", 1
 _AT_A_TIME = 64
 """Draws that a plan makes in one go."""
+_ROWS_AT_A_TIME = 1 << 16
 _RESERVED = ("stream_id", "row", "modality", "draw", "stream_epoch")
 
 Collate = Callable[[Cells], Any]
@@ -426,6 +427,10 @@ class _Read(NamedTuple):
     stop: int
     soon: Sequence[int]
     """Streams that come into the pool next: their files are worth opening ahead."""
+    at: int
+    """Where its rows begin in `told`."""
+    told: list[np.ndarray]
+    """Row, stream and group (where the file names none) of all rows drawn in one go."""
 
 
 class _Pass:
@@ -513,31 +518,43 @@ class _Pass:
         plan, rank, world = self._plan, self._rank, self._world
         soon: Sequence[int] = plan.lanes[0].upcoming(self._ahead_of) if self._first else ()
         self._first = False
-        for _ in range(_AT_A_TIME):
+        told: list[np.ndarray] = []
+        drawn: list[_Read] = []
+        rows = 0
+        while len(drawn) < _AT_A_TIME and rows < _ROWS_AT_A_TIME:
             if plan.over:
                 if not self._data._repeat:
                     break
                 plan.next_epoch()
             draw = plan.next_of_rank(rank, world)
-            start, stop = (draw.start, draw.stop) if self._rolls else rank_share(draw.start, draw.stop, rank, world)
+            stream, start, stop = draw.stream, draw.start, draw.stop
+            if world > 1 and not self._rolls:
+                start, stop = rank_share(start, stop, rank, world)
             if draw.dry:
                 soon = plan.lanes[draw.lane].upcoming(self._ahead_of)
-            self._drawn.append(_Read(draw, draw.stream if draw.stream >= 0 else self._some_stream, start, stop, soon))
+            drawn.append(_Read(draw, stream if stream >= 0 else self._some_stream, start, stop, soon, rows, told))
+            rows += stop - start
             soon = ()
-        return len(self._drawn)
+        if drawn:
+            streams, starts, ends = np.array([(r.draw.stream, r.start, r.stop) for r in drawn], dtype=np.int64).T
+            sizes = ends - starts
+            ids = np.repeat(streams, sizes)
+            at = np.arange(rows, dtype=np.int64) + np.repeat(ends - np.cumsum(sizes), sizes)
+            told += at, ids, (ids << 32) + at
+            self._drawn.extend(drawn)
+        return len(drawn)
 
     def _batch(self, read: _Read, cells: Cells) -> Any:
         data, draw = self._data, read.draw
         stream = draw.stream
         if stream not in self._checked:
             self._refuse_reserved(stream, cells)
-        rows = np.arange(read.start, read.stop, dtype=np.int64)
-        ids = np.empty(len(rows), dtype=np.int64)
-        ids.fill(stream)
+        rows, streams, names = read.told
+        here = slice(read.at, read.at + read.stop - read.start)
         groups = cells.get(data._group_key)
         cells = dict(cells)  # a reader may keep its own
-        cells["group_id"] = rows + (stream << 32) if groups is None else _group_ids(data, draw, groups)
-        cells["stream_id"], cells["row"] = ids, rows
+        cells["group_id"] = names[here] if groups is None else _group_ids(data, draw, groups)
+        cells["stream_id"], cells["row"] = streams[here], rows[here]
         batch = data._collate(cells)
         if isinstance(batch, dict):
             batch["modality"] = data.table.modalities[stream] if stream >= 0 else ""
