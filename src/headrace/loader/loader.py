@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import base64
 import itertools
-import sys
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -40,10 +39,10 @@ from headrace.loader.lanes import (
 )  # fmt: skip
 from headrace.loader.pipeline import Made, Pipeline, Shape
 from headrace.loader.pool import WindowPool, WindowSupply
-from headrace.loader.report import LoaderReport
+from headrace.loader.rank_loader import RankLoader, rank_and_world
 from headrace.loader.state import COUNTS, LoaderState, load_states, merge_states
 from headrace.loader.windows import Piece
-from headrace.metrics import Histogram, Meter, MetricSpec, Reduction, Wait, register
+from headrace.metrics import Histogram, Meter, Wait
 from headrace.order import Digest
 
 if TYPE_CHECKING:
@@ -53,23 +52,11 @@ __all__ = ["FIELDS", "Loader"]
 
 FIELDS = ("input_ids", "labels", "position_ids", "cu_seqlens", "row_count")
 """The whole contract; `max_seqlen` comes with cu_seqlens, `sample_index` always."""
-_SPECS = (
-    MetricSpec("data/tokens", Reduction.SUM, unit="tokens", help="tokens delivered that are not padding"),
-    MetricSpec("data/padding", Reduction.SUM, unit="tokens", help="padding delivered"),
-    MetricSpec("data/rows", Reduction.SUM, unit="documents", help="documents whose last token was delivered"),
-    MetricSpec("data/samples", Reduction.SUM, unit="samples", help="rows of batches delivered"),
-    MetricSpec("data/fillers", Reduction.SUM, unit="samples", help="samples without anything to learn, at the end of finite sources"),
-    MetricSpec("data/skipped", Reduction.SUM, unit="samples", help="samples of steps that were passed over on request"),
-    MetricSpec("data/source_tokens/<source>", Reduction.SUM, unit="tokens", help="tokens delivered from this source"),
-    MetricSpec("text/spot_checks", Reduction.SUM, unit="documents", help="documents that the reference tokenizer encoded too, and agreed on"),
-    *Histogram("loader/next").metric_specs(),
-)  # fmt: skip
-register(*_SPECS)
 
 _numbers = itertools.count()
 
 
-class Loader:
+class Loader(RankLoader):
     """Walks over a dataset and delivers this rank's share of each global batch.
 
     Windows are made by `tokenizer_workers` threads (4), or by `data_loader_workers` processes, which pay only for tokenizers
@@ -100,7 +87,7 @@ class Loader:
     ) -> None:
         self.data = data
         self.meter: Meter = data.meter
-        self.rank, self.world_size, self._distributed = _rank_and_world(dp_rank, dp_world_size)
+        self.rank, self.world_size, self._distributed = rank_and_world(dp_rank, dp_world_size)
         self.global_batch_size = global_batch_size
         self._fields = (*fields, "segment_ids") if segment_ids and "segment_ids" not in fields else tuple(fields)
         self._borders = "cu_seqlens" in self._fields
@@ -248,29 +235,19 @@ class Loader:
         self._last = None
         self._flight.clear()
 
-    def gather_state(self) -> dict[str, Any]:
-        """The states of all ranks as one. Collective: every rank must call it, and every rank gets it."""
-        own = self.state_dict()
-        if self.world_size == 1:
-            return own
-        if not self._distributed:
-            raise ConfigError(
-                "gather_state() needs torch.distributed: call init_process_group first, or collect the ranks' state_dict() "
-                "yourself and pass the list to load_state_dict"
-            )
-        from headrace.loader.exchange import gather_json
-
-        return merge_states(gather_json(own))
+    @property
+    def _now(self) -> LoaderState:
+        return self._state
 
     @property
-    def ended(self) -> bool:
-        """Whether the pass is over and was seen to be; iterating then starts the next one."""
-        return self._state.ended
+    def _names(self) -> Sequence[str]:
+        return self.data.names
 
-    @property
-    def step(self) -> int:
-        """How many steps were delivered."""
-        return self._state.step
+    def _targets(self) -> Sequence[float]:
+        return self.data.mean_weights(self._state.step)
+
+    def _merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return merge_states(states)
 
     @property
     def skipped_steps(self) -> int:
@@ -342,41 +319,6 @@ class Loader:
             line["skipped_picks"] = _picks([t for _, t in skipped])
         return line
 
-    def metric_specs(self) -> tuple[MetricSpec, ...]:
-        return _SPECS
-
-    def drain_metrics(self) -> dict[str, int | float]:
-        """What was delivered since the last call; {} if nothing was."""
-        totals = self._totals()
-        changed: dict[str, int | float] = {k: v - self._drained.get(k, 0) for k, v in totals.items()}
-        self._drained = totals
-        if not any(changed.values()):
-            return {}
-        return changed | self._next_times.drain()
-
-    def _totals(self) -> dict[str, int]:
-        totals = {f"data/{k}": v for k, v in self._state.delivered.items()}
-        totals |= {
-            f"data/source_tokens/{n}": t
-            for n, t in zip(self.data.names, self._state.source_tokens.tolist(), strict=True)
-        }
-        return totals
-
-    def report(self) -> LoaderReport:
-        """What this loader did since it started: speed, waits by name, realised mix, padding."""
-        seconds = time.perf_counter() - self._started if self._started is not None else 0.0
-        return LoaderReport.of(
-            names=self.data.names,
-            targets=self.data.mean_weights(self._state.step),
-            source_tokens=self._state.source_tokens.tolist(),
-            delivered=self._state.delivered,
-            new_tokens=self._state.delivered["tokens"] - self._begun_tokens,
-            seconds=seconds,
-            waits=self.meter.totals(),
-            digest=self.digest,
-            steps=self._state.step,
-        )
-
     def __repr__(self) -> str:
         return f"Loader(rank {self.rank} of {self.world_size}, global_batch_size {self.global_batch_size}, step {self.step})"
 
@@ -388,12 +330,6 @@ class Loader:
         if self._running is not None:
             self._running.close()
             self._running = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---------------------------------------------------------------------------------------- private
 
@@ -517,29 +453,6 @@ class Loader:
             missing=self._foreign is None,
             meter=self.meter,
         )
-
-
-def _rank_and_world(rank: int | None, world: int | None) -> tuple[int, int, bool]:
-    """Rank, world size, and whether torch.distributed connects them."""
-    if (rank is None) != (world is None):
-        raise ConfigError(f"dp_rank and dp_world_size belong together, got dp_rank={rank}, dp_world_size={world}")
-    distributed = sys.modules.get("torch.distributed")  # never imported here: whoever initialised it has
-    initialised = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if rank is None or world is None:
-        return (
-            (distributed.get_rank(), distributed.get_world_size(), True)
-            if initialised and distributed
-            else (0, 1, False)
-        )
-    if world < 1 or not 0 <= rank < world:
-        raise ConfigError(f"dp_rank must be in [0, dp_world_size), got dp_rank={rank}, dp_world_size={world}")
-    same = (
-        initialised
-        and distributed is not None
-        and distributed.get_world_size() == world
-        and distributed.get_rank() == rank
-    )
-    return rank, world, bool(same)
 
 
 def _body_number(state: Mapping[str, Any] | Sequence[Mapping[str, Any]], name: str) -> int:
