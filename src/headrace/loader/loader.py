@@ -25,10 +25,8 @@ from headrace.errors import ConfigError
 from headrace.loader.dataset import TextDataset
 from headrace.loader.ends import AloneEnds, Ends, ReplayEnds, StoreEnds
 from headrace.loader.lanes import (
-    BORDERS,
     DIGEST_HIGH,
     DIGEST_LOW,
-    LONGEST,
     SOURCES_MADE,
     TOKEN_FIELDS,
     LanePlan,
@@ -37,7 +35,7 @@ from headrace.loader.lanes import (
     Taken,
     WeightChange,
 )  # fmt: skip
-from headrace.loader.pipeline import Made, Pipeline, Shape
+from headrace.loader.pipeline import After, Made, Pipeline, Shape
 from headrace.loader.pool import WindowPool, WindowSupply
 from headrace.loader.rank_loader import RankLoader, rank_and_world
 from headrace.loader.state import COUNTS, LoaderState, load_states, merge_states
@@ -53,6 +51,8 @@ __all__ = ["FIELDS", "Loader"]
 FIELDS = ("input_ids", "labels", "position_ids", "cu_seqlens", "row_count")
 """The whole contract; `max_seqlen` comes with cu_seqlens, `sample_index` always."""
 
+_AT_A_TIME = 16
+"""Batches that are counted in one go: the code and the numbers are in the processor's cache for all but the first."""
 _numbers = itertools.count()
 
 
@@ -104,7 +104,10 @@ class Loader(RankLoader):
         self._own = tuple(range(self.rank, data.lanes, self.world_size))
         # Only loaders that all ranks make are counted: a rank may have others of its own.
         self._number = next(_numbers) if self._distributed else -1
-        self._state = LoaderState(source_tokens=np.zeros(len(data.sources), np.int64), lane_ids=self._own)
+        self._settled = LoaderState(source_tokens=np.zeros(len(data.sources), np.int64), lane_ids=self._own)
+        self._delivered: list[tuple[float, After]] = []
+        """Batches that the state does not know of yet: what next() took, and what follows from each."""
+        self._as_made = not copy and device is None
         self._foreign: dict[int, np.ndarray] | None = None
         self._start_pass(0)
         self._origin = 0
@@ -127,7 +130,7 @@ class Loader(RankLoader):
         return self
 
     def __next__(self) -> dict[str, Any]:
-        if self._state.ended:
+        if self._settled.ended:
             raise StopIteration
         if self._running is None:
             self._running = self._new_pipeline()
@@ -140,42 +143,51 @@ class Loader(RankLoader):
             except BaseException:
                 self.close()
                 raise
-        self._next_times.record(wait.seconds)
         if made is None:
             self._state.ended = True
             self.close()
             raise StopIteration
-        self._count(made)
-        return self._tensors(made)
-
-    def _count(self, made: Made) -> None:
-        """From here on the batch is delivered: this is the only place where the saved state moves."""
-        state, facts = self._state, made.taken.facts
-        state.lanes = made.lanes
-        state.counts += facts[: len(COUNTS)]
-        state.source_tokens += facts[SOURCES_MADE:]
-        for step, taken in made.skipped:
-            state.counts[-1] += len(taken.samples)
-            if state.skipped and state.skipped[-1][1] == step:
-                state.skipped[-1][1] = step + 1
-            else:
-                state.skipped.append([step, step + 1])
-        low, high = facts[DIGEST_LOW : DIGEST_HIGH + 1].view(np.uint64).tolist()
-        self._step_digest = Digest(low | high << 64)
-        state.digest.add(self._step_digest.value)
-        state.step = made.step + 1
-        state.sample = made.next_sample
+        # From here on the batch is delivered; what follows from that is worked out when somebody asks.
+        self._delivered.append((wait.seconds, made.after))
         self._last = made
         if self._record:
-            self._flight.append((state.step - state.skipped_steps, made))
+            self._flight.append((self._state.step - self._state.skipped_steps, made))
+        elif len(self._delivered) == _AT_A_TIME:
+            self._settle()
+        return made.batch if self._as_made else self._moved(made.batch)
 
-    def _tensors(self, made: Made) -> dict[str, Any]:
+    @property
+    def _state(self) -> LoaderState:
+        """What was delivered until now."""
+        if self._delivered:
+            self._settle()
+        return self._settled
+
+    def _settle(self) -> None:
+        """Count what was delivered: the only place where the saved state moves."""
+        state, delivered = self._settled, self._delivered
+        self._delivered = []
+        for _, after in delivered:
+            state.counts += after.facts[: len(COUNTS)]
+            state.source_tokens += after.facts[SOURCES_MADE:]
+            for step, samples in after.skipped:
+                state.counts[-1] += samples
+                if state.skipped and state.skipped[-1][1] == step:
+                    state.skipped[-1][1] = step + 1
+                else:
+                    state.skipped.append([step, step + 1])
+            low, high = after.facts[DIGEST_LOW : DIGEST_HIGH + 1].view(np.uint64).tolist()
+            self._step_digest = Digest(low | high << 64)
+            state.digest.add(self._step_digest.value)
+        last = delivered[-1][1]
+        state.step, state.sample, state.lanes = last.step + 1, last.next_sample, last.lanes
+        self._next_times.record_many([seconds for seconds, _ in delivered])
+
+    def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Copied, or on its way to the device."""
         import torch
 
-        tensors = dict(made.slot.tensors)
-        facts = made.taken.facts
-        if self._borders:
-            tensors["cu_seqlens"] = torch.from_numpy(made.slot.borders[: facts[BORDERS]])
+        tensors = {name: value for name, value in batch.items() if name != "max_seqlen"}
         if self._copy:
             tensors = {name: t.clone() for name, t in tensors.items()}
         if self._device is not None:
@@ -183,9 +195,7 @@ class Loader(RankLoader):
             if self._pin and self._running is not None:
                 self._running.copied = torch.cuda.Event()
                 self._running.copied.record()
-        if self._borders:
-            tensors["max_seqlen"] = int(facts[LONGEST])
-        return tensors
+        return batch | tensors
 
     def _begin_pass(self, number: int) -> None:
         self.close()
@@ -226,7 +236,8 @@ class Loader(RankLoader):
             accept=accept,
             fresh=dict(enumerate(plan.starts)),
         )
-        self._state = loaded
+        self._settled = loaded
+        self._delivered = []
         self._foreign = known if len(known) == self.data.lanes else None
         self._origin = loaded.sample
         self._step_digest = Digest()
@@ -267,6 +278,8 @@ class Loader(RankLoader):
     @property
     def step_digest(self) -> str:
         """The part of the digest that the last batch added."""
+        if self._delivered:
+            self._settle()
         return str(self._step_digest)
 
     # ---------------------------------------------------------------------------------------- insight
@@ -294,10 +307,10 @@ class Loader(RankLoader):
         if not records:
             return None
         size = self.global_batch_size
-        steps = [made.next_sample - size for _, made in records]
+        steps = [made.after.next_sample - size for _, made in records]
         delivered = [made.taken for _, made in records]
         skipped = [
-            (made.next_sample - size * (1 + len(made.skipped) - i), taken)
+            (made.after.next_sample - size * (1 + len(made.skipped) - i), taken)
             for _, made in records
             for i, (_, taken) in enumerate(made.skipped)
         ]
@@ -310,7 +323,7 @@ class Loader(RankLoader):
         line: dict[str, Any] = {
             "first": records[0][0],
             "sources": list(self.data.names),
-            "samples": [*steps, records[-1][1].next_sample],
+            "samples": [*steps, records[-1][1].after.next_sample],
             "picks": _picks(delivered),
             "opened": sorted(opened),
         }
@@ -422,7 +435,7 @@ class Loader(RankLoader):
             raise ConfigError("pin_memory=True needs a CUDA device, and torch sees none here: leave it off")
         # Nothing here may hold the loader itself: see `_forgotten`.
         rows, width, pin = self.global_batch_size // self.world_size, self.data.seq_len, self._pin
-        pad, unshifted = self.data.packing.pad_id, self._unshifted
+        pad, unshifted, borders = self.data.packing.pad_id, self._unshifted, self._borders
         shapes = {name: (rows, width) for name in TOKEN_FIELDS if name in self._fields}
         vectors = {
             name: (rows,) for name in ("sample_index", "row_count") if name == "sample_index" or name in self._fields
@@ -431,7 +444,7 @@ class Loader(RankLoader):
         def make() -> Slot:
             tensors = {n: torch.empty(s, dtype=torch.int64, pin_memory=pin) for n, s in (shapes | vectors).items()}
             arrays = {name: t.numpy() for name, t in tensors.items()}
-            return Slot(arrays, tensors, pad=pad, unshifted=unshifted)
+            return Slot(arrays, tensors, pad=pad, unshifted=unshifted, borders=torch.from_numpy if borders else None)
 
         return make
 
