@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("HEADRACE_CACHE", str(ROOT / ".pytest_cache" / "headrace"))
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
+# The hub's client reads these when it is first imported, whichever test that happens in; no test needs a network.
+for offline in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
+    os.environ[offline] = "1"
 
 settings.register_profile(
     "headrace", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]

@@ -91,7 +91,6 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit_with_its_ledger(
     on_four: Callable[..., Any], desk: Path, tmp_path: Path, world: int
 ):
     def go(folder: Path, *more: str) -> None:
-        (tmp_path / "store").unlink(missing_ok=True)  # of the ranks before, whose group has ended
         given = ("--run.steps", "30", "--run.checkpoint_every", "100", *more)
         on_four(DIAGNOSTIC, folder, *given) if world == 4 else run(DIAGNOSTIC, str(folder), *given)
 
