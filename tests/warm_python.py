@@ -49,6 +49,7 @@ class WarmProcess:
         *,
         cwd: str | os.PathLike[str] | None = None,
         env: Mapping[str, str] | None = None,
+        stdin: int | None = None,
         stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
         text: bool = False,
@@ -56,6 +57,7 @@ class WarmProcess:
     ) -> None:
         self.args = [os.fspath(word) for word in command]
         self.returncode: int | None = None
+        self.stdin: IO[Any] | None = None
         self.stdout: IO[Any] | None = None
         self.stderr: IO[Any] | None = None
         order = {
@@ -65,12 +67,17 @@ class WarmProcess:
             "session": start_new_session,
         }
         with contextlib.ExitStack() as given:
-            null = given.enter_context(open(os.devnull, "r+b"))
+            if stdin == subprocess.PIPE:
+                read, write = os.pipe()
+                given.callback(os.close, read)
+                self.stdin = os.fdopen(write, "w" if text else "wb")
+            else:
+                read = given.enter_context(open(os.devnull, "rb")).fileno()
             out, self.stdout = self._end(stdout, 1, text, given)
             err, self.stderr = (out, None) if stderr == subprocess.STDOUT else self._end(stderr, 2, text, given)
             self._told, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             given.callback(theirs.close)
-            socket.send_fds(server, [json.dumps(order).encode()], [null.fileno(), out, err, theirs.fileno()])
+            socket.send_fds(server, [json.dumps(order).encode()], [read, out, err, theirs.fileno()])
         self.pid = int(self._hear(60))
 
     @staticmethod
@@ -159,7 +166,7 @@ class WarmProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pipe in (self.stdout, self.stderr):
+        for pipe in (self.stdin, self.stdout, self.stderr):
             if pipe:
                 pipe.close()
         self.wait()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -162,13 +161,10 @@ def fork_ranks(role: Callable[[Path], None], world_size: int, folder: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Both roles, run by ranks that are forked from one process: importing torch five times would take 20 s."""
+def folder(tmp_path_factory, warm) -> Path:
+    """Both roles, run by ranks that are forked from one process."""
     folder = tmp_path_factory.mktemp("ranks")
-    # One thread each: the server forks, so it must have no threads of its own.
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", __file__, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = warm.run([sys.executable, "-W", "error", __file__, str(folder)], timeout=100)
     assert done.returncode == 0, done.stderr
     return folder
 
