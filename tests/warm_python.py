@@ -261,7 +261,7 @@ def warm_python() -> Iterator[WarmPython]:
     # Threads do not outlive a fork, so none may be started before one: not by BLAS, nor by Arrow's allocator.
     alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
     env = os.environ | alone
-    words = [sys.executable, "-W", "error", __file__, str(theirs.fileno())]
+    words = [sys.executable, __file__, str(theirs.fileno())]
     # In a session of its own: Ctrl-C is for pytest, which then ends the server.
     server = subprocess.Popen(words, env=env, pass_fds=[theirs.fileno()], start_new_session=True)
     theirs.close()
@@ -323,8 +323,8 @@ def serve(orders: socket.socket) -> dict[str, Any]:
             caller.send(str(pid).encode())
 
 
-def become(order: dict[str, Any]) -> None:
-    """Run the order's command as a fresh interpreter would, to the end of this process."""
+def become(order: dict[str, Any], usual: Sequence[Any]) -> None:
+    """Run the order's command as a fresh interpreter would, to the end of this process. `usual` are its warning filters."""
     import atexit
     import runpy
     import threading
@@ -351,13 +351,11 @@ def become(order: dict[str, Any]) -> None:
     if words[0] != sys.executable:
         raise SystemExit(f"a warm process is a Python process: expected {sys.executable}, got {words[0]}")
     words = words[1:]
-    warnings.resetwarnings()
-    if words[0] == "-W":
-        warnings.simplefilter(words[1])
+    if words[0] == "-W":  # in place of what an interpreter ignores by itself; what libraries ignore comes before it
+        sys.warnoptions[:] = [words[1]]
+        warnings.filters[:] = [known for known in warnings.filters if known not in usual]
+        warnings.simplefilter(words[1], append=True)
         words = words[2:]
-    else:
-        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
-            warnings.simplefilter("ignore", category)
     sys.path[0] = order["cwd"] if words[0] in ("-m", "-c") else str(Path(words[0]).resolve().parent)
     code: Any = 0
     try:
@@ -400,7 +398,9 @@ if __name__ == "__main__":
     import gc
     import importlib
     import pkgutil
+    import warnings
 
+    usual = list(warnings.filters)
     for module in HEAVY:
         importlib.import_module(module)
     import headrace
@@ -414,4 +414,4 @@ if __name__ == "__main__":
         sys.exit(f"importing headrace started {len(threads) - 1} threads, and a process with threads cannot be forked")
     gc.collect()
     gc.freeze()
-    become(serve(socket.socket(fileno=int(sys.argv[1]))))
+    become(serve(socket.socket(fileno=int(sys.argv[1]))), usual)
