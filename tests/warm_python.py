@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -112,7 +113,7 @@ class WarmProcess:
         if self.returncode is None:
             try:
                 self._ended(self._hear(timeout))
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0) from None
         assert self.returncode is not None
         return self.returncode
@@ -124,32 +125,23 @@ class WarmProcess:
     def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
         """Read its pipes to their ends, then wait for it."""
         end = None if timeout is None else time.monotonic() + timeout
-        said: dict[IO[Any], list[Any]] = {pipe: [] for pipe in (self.stdout, self.stderr) if pipe and not pipe.closed}
-        decode = {pipe: hasattr(pipe, "encoding") for pipe in said}
-        # What a caller's `for line in process.stdout` read ahead is in the pipe's buffer, where select does not see it.
-        raw = dict.fromkeys(said, b"")
-        for pipe in said:
-            os.set_blocking(pipe.fileno(), False)
-            with contextlib.suppress(BlockingIOError, TypeError):
-                if ahead := pipe.read():
-                    said[pipe].append(ahead)
-        reading = set(said)
-        while reading:
-            left = None if end is None else max(0.0, end - time.monotonic())
-            ready = select.select(list(reading), [], [], left)[0]
-            if not ready:
+        said: dict[IO[Any], Any] = {}
+
+        def read(pipe: IO[Any]) -> None:
+            said[pipe] = pipe.read()
+
+        pipes = [pipe for pipe in (self.stdout, self.stderr) if pipe and not pipe.closed]
+        readers = [threading.Thread(target=read, args=(pipe,), daemon=True) for pipe in pipes]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(None if end is None else max(0.0, end - time.monotonic()))
+            if reader.is_alive():
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            for pipe in ready:
-                block = os.read(pipe.fileno(), 1 << 16)
-                raw[pipe] += block
-                if not block:
-                    reading.discard(pipe)
-        for pipe, bytes_read in raw.items():
-            said[pipe].append(bytes_read.decode() if decode[pipe] else bytes_read)
+        for pipe in pipes:
             pipe.close()
         self.wait(None if end is None else max(0.001, end - time.monotonic()))
-        found = [("" if decode[p] else b"").join(said[p]) if p in said else None for p in (self.stdout, self.stderr)]
-        return found[0], found[1]
+        return (said.get(self.stdout) if self.stdout else None), (said.get(self.stderr) if self.stderr else None)
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -327,7 +319,6 @@ def become(order: dict[str, Any], usual: Sequence[Any]) -> None:
     """Run the order's command as a fresh interpreter would, to the end of this process. `usual` are its warning filters."""
     import atexit
     import runpy
-    import threading
     import traceback
     import types
     import warnings

@@ -72,6 +72,13 @@ def test_it_can_be_spoken_to_signalled_and_waited_for(warm):
         assert process.wait(60) == -signal.SIGKILL
 
 
+def test_what_was_read_line_by_line_and_what_is_read_at_the_end_is_all_it_said(warm):
+    code = "import sys; print('one\\ntwo\\nthree', flush=True); print('four', file=sys.stderr)"
+    process = warm.Popen([PYTHON, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert next(iter(process.stdout)) == "one\n"
+    assert process.communicate(timeout=60) == ("two\nthree\n", "four\n")
+
+
 def test_a_session_of_its_own_can_be_killed_as_a_group(warm, until):
     code = "import os, time; print(os.getpgid(0), os.fork(), flush=True); time.sleep(100)"
     process = warm.Popen([PYTHON, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
