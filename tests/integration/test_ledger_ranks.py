@@ -118,7 +118,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
     assert process.stdout.readline() == "ready\n"
     yield process
     process.stdin.close()
-    process.wait(10)
+    process.wait(60)
     process.stdout.close()
 
 

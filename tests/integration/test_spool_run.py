@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -51,13 +50,6 @@ def config(tmp_path):
     )
 
 
-def until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("parts", [1, 3])
 def test_batches_out_of_a_spool_are_the_loader_s_own_for_any_parts_and_ranks(config, tmp_path, parts):
     checked = config("--spool.parts", str(parts), "--spool.max_backlog_files", "5", "--text.segment_ids", "true")
@@ -69,7 +61,7 @@ def test_batches_out_of_a_spool_are_the_loader_s_own_for_any_parts_and_ranks(con
     straight = job.loader(data, dp_rank=0, dp_world_size=1, copy=True)
     expected = [(next(straight), straight.step_digest, straight.drain_metrics()) for _ in range(9)]
     straight.close()
-    spool = SpoolData.open(checked, tmp_path, deadline=10)
+    spool = SpoolData.open(checked, tmp_path, deadline=60)
     assert (spool.names, spool.vocab_size, spool.seq_len) == (tuple(data.names), data.vocab_size, 64)
     assert spool.mean_weights(5) == pytest.approx(data.mean_weights(5))
     state = None
@@ -105,8 +97,8 @@ def test_a_spool_of_other_batches_is_refused(config, tmp_path):
     checked = config()
     TextProvider(Job(checked), Job(checked).dataset()).run(max_files=1)
     with pytest.raises(ConfigError, match="was made for other batches than this config describes"):
-        SpoolData.open(config("--text.seq_len", "32"), tmp_path, deadline=5)
-    SpoolData.open(config("--train.lr", "1e-4", "--run.steps", "50"), tmp_path, deadline=5)
+        SpoolData.open(config("--text.seq_len", "32"), tmp_path, deadline=60)
+    SpoolData.open(config("--train.lr", "1e-4", "--run.steps", "50"), tmp_path, deadline=60)
     other = config("--run.seed", "4")
     with pytest.raises(ConfigError, match=r"was made for something else \(.*seed is 3, now 4"):
         TextProvider(Job(other), Job(other).dataset()).run(max_files=1)
@@ -122,11 +114,11 @@ def test_settings_of_a_spool_that_cannot_be_are_refused(config):
     assert config().hash == config("--spool.enabled", "false").hash
 
 
-def test_two_terminals_give_the_run_of_one(headrace, tmp_path):
+def test_two_terminals_give_the_run_of_one(headrace, warm, until, tmp_path):
     (tmp_path / "run.toml").write_text(CONFIG.format(steps=8))
     alone = headrace("run", "run.toml", "--run.dir", "A", "--format", "json", cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
-    provider = subprocess.Popen(
+    provider = warm.Popen(
         [sys.executable, "-m", "headrace", "provide", "run.toml", "--spool.dir", "S"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | {"NO_COLOR": "1"},
     )  # fmt: skip
@@ -163,7 +155,7 @@ def test_a_run_whose_own_provider_dies_says_so_and_can_be_resumed(config, tmp_pa
             own.check()
 
 
-def test_the_character_diffusion_example_trains_beside_its_provider(repository, tmp_path):
+def test_the_character_diffusion_example_trains_beside_its_provider(repository, warm, tmp_path):
     words = [
         sys.executable,
         str(repository / "examples" / "char_diffusion.py"),
@@ -175,6 +167,6 @@ def test_the_character_diffusion_example_trains_beside_its_provider(repository, 
         "--batches_per_file",
         "2",
     ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    done = warm.run(words, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "step 1  loss" in done.stdout

@@ -73,7 +73,10 @@ def trained(rank: int, world: int, config: str, folder: str, overrides: Sequence
 shared.SCENARIOS |= {"trained": trained}
 
 if __name__ == "__main__":
+    import torch._dynamo  # noqa: F401  (which an optimizer imports when it is made)
+
     import headrace.jobs.streams
+    import headrace.ledger.kernels
     import headrace.train.cells  # noqa: F401  (once, for all ranks to come)
 
     shared.serve()
@@ -90,7 +93,7 @@ def server(desk) -> Iterator[subprocess.Popen[str]]:
     assert process.stdout.readline() == "ready\n"
     yield process
     process.stdin.close()
-    process.wait(10)
+    process.wait(60)
     process.stdout.close()
 
 

@@ -58,7 +58,7 @@ def ragged(g):
 def open_ranks(folder, world, **more):
     return [
         DatasetConsumer(
-            folder, ack="commit", dp_rank=r, dp_world_size=world, deadline=5.0, verdict_patience=60.0, **more
+            folder, ack="commit", dp_rank=r, dp_world_size=world, deadline=60.0, verdict_patience=60.0, **more
         )
         for r in range(world)
     ]
