@@ -47,8 +47,8 @@ def same(a: Path, b: Path) -> bool:
     return set(first) == set(second) and all(first[n].tobytes() == second[n].tobytes() for n in first)
 
 
-def healthy(found: list[dict[str, Any]], steps: int = 200) -> None:
-    assert len(found) == steps
+def healthy(found: list[dict[str, Any]]) -> None:
+    assert len(found) == 200
     assert all(line[key] == 0 for line in found for key in FALSE)
     assert sum(line["ledger/evictions/stale"] for line in found) > 100, "or nothing was at stake"
     losses = [line["train/loss"] for line in found]
@@ -61,9 +61,9 @@ def test_a_healthy_run_evicts_nothing_falsely_on_one_rank_and_learns(desk: Path,
 
 
 def test_a_healthy_run_evicts_nothing_falsely_on_four_ranks(on_four: Callable[..., Any], tmp_path: Path):
-    on_four(HEALTHY, tmp_path / "four", "--run.steps", "100")
+    on_four(HEALTHY, tmp_path / "four")
     found = lines(tmp_path / "four")
-    healthy(found, 100)
+    healthy(found)
     assert all(f"{key}_max" in found[-1] for key in FALSE)
 
 

@@ -58,7 +58,7 @@ def take_many(loader: Loader) -> None:
 def test_order_digest_and_state_are_the_same_for_threads_and_any_number_of_processes(corpus):
     data = dataset(corpus, tokenizer=Fussy())
     seen = {}
-    for workers in (0, 1, 3):
+    for workers in (0, 1, 2, 4):
         with Loader(data, global_batch_size=BATCH, tokenizer_workers=0, data_loader_workers=workers) as loader:
             order = [int(g) for batch in loader for g in batch["sample_index"]]
             seen[workers] = (order, loader.digest, loader.state_dict())
@@ -145,7 +145,7 @@ def test_chains_of_resumes_in_real_processes_deliver_the_order_of_one_run(corpus
         pipes.append(ours)
     resumes = 0
     try:
-        for chain, first in enumerate((0, 5)):
+        for chain, first in enumerate((0, 2, 5)):
             state, got = None, {}
             worlds = [1, 2, 4, 1, 2, 4]
             for link, world in enumerate(worlds):
@@ -172,4 +172,4 @@ def test_chains_of_resumes_in_real_processes_deliver_the_order_of_one_run(corpus
         for pipe, process in zip(pipes, processes, strict=True):
             pipe.send(None)
             process.join(20)
-    assert resumes >= 28
+    assert resumes >= 30
