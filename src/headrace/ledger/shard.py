@@ -201,7 +201,7 @@ class LedgerShard:
         if len(self._ghosts):
             cutoff = step - settings.ghost_horizon
             if cutoff > 0:
-                loops().forget(*self._ghosts.core, self._ghosts.columns["when"], cutoff)
+                self._forget_ghosts(cutoff, len(self._ghosts))
         self._happened = True
 
     # -------------------------------------------------------------------------------------------------- forget
@@ -219,20 +219,31 @@ class LedgerShard:
     def _evict(self, cutoff: int, limit: int, mode: int, active: np.ndarray) -> int:
         """Evict the oldest groups of steps before `cutoff` and make ghosts of them; how many."""
         groups, ghosts = self._groups, self._ghosts
-        slots = np.empty(min(limit, len(groups)), np.int64)
-        gone = loops().evict(
-            *groups.core, groups.columns["last"], groups.columns["stream"], active, cutoff, limit, slots
-        )
+        gone = loops().evict(*groups.core, groups.columns["last"], groups.columns["stream"], active, cutoff, limit)
         if gone:
-            slots = slots[:gone]
             self._counts[EVICTED[_NAMES[mode]]] += gone
             if ghosts.limit:
-                ghosts.make_room(gone)
-                self._counts[DROPPED] += loops().remember(
-                    *ghosts.core, *(ghosts.columns[n] for n in _GHOST_COLUMNS), groups.keys[slots], groups.columns["stream"][slots],
-                    groups.columns["epoch"][slots], mode, self.step, ghosts.limit,
-                )  # fmt: skip
+                self._remember(gone, mode)
         return gone
+
+    def _remember(self, gone: int, mode: int) -> None:
+        """Make ghosts of the groups that were just evicted; the oldest ghosts make room for them."""
+        groups, ghosts = self._groups, self._ghosts
+        kept = min(gone, ghosts.limit)
+        over = len(ghosts) + kept - ghosts.limit
+        if over > 0:
+            self._forget_ghosts(NO_LIMIT, over)
+        self._counts[DROPPED] += max(over, 0) + gone - kept
+        ghosts.make_room(kept)
+        loops().remember(
+            *ghosts.core, *(ghosts.columns[n] for n in _GHOST_COLUMNS), groups.keys, groups.after, groups.ends,
+            groups.columns["stream"], groups.columns["epoch"], gone - kept, kept, mode, self.step,
+        )  # fmt: skip
+
+    def _forget_ghosts(self, cutoff: int, limit: int) -> None:
+        """Let the oldest ghosts go, of steps before `cutoff` and so many at most."""
+        ghosts = self._ghosts
+        loops().evict(*ghosts.core, ghosts.columns["when"], ghosts.columns["stream"], _NOBODY, cutoff, limit)
 
     def wipe(self) -> None:
         """Forget all groups, and all ghosts: what is wiped on purpose is not missed."""
@@ -386,6 +397,8 @@ class LedgerShard:
                 f"the saved ledger has {len(mine):,} groups for rank {self.rank} of {self.world_size}, where there is room for "
                 f"{self._groups.limit:,}, or the same group twice; give each rank's part once, and a capacity for all of them"
             )
+        if len(np.unique(together["ghosts/gid"])) < len(together["ghosts/gid"]):
+            raise CursorMismatch("the saved ledger remembers an evicted group twice; give each rank's part once")
         groups = self._groups = Places(dict.fromkeys(_GROUP_COLUMNS, np.int32), limit=self._groups.limit)
         groups.make_room(len(mine))
         slots = np.empty(len(mine), np.int64)
@@ -420,14 +433,11 @@ class LedgerShard:
         if not len(mine):
             return
         ghosts.make_room(len(mine))
-        gids = arrays["ghosts/gid"][mine]
-        columns = {name: arrays[f"ghosts/{name}"][mine] for name in _GHOST_COLUMNS}
-        loops().remember(
-            *ghosts.core, *(ghosts.columns[n] for n in _GHOST_COLUMNS), gids, columns["stream"], columns["epoch"], 0, 0, ghosts.limit
-        )  # fmt: skip
-        slots, _ = ghosts.find(gids)
-        for name, column in columns.items():
-            ghosts.columns[name][slots] = column
+        gids, slots = arrays["ghosts/gid"][mine], np.empty(len(mine), np.int64)
+        loops().admit(*ghosts.core, ghosts.columns["when"], gids, slots, 0)
+        loops().close_step(ghosts.before, ghosts.after, ghosts.ends, slots)
+        for name in _GHOST_COLUMNS:
+            ghosts.columns[name][slots] = arrays[f"ghosts/{name}"][mine]
 
 
 def _back_to_pending(groups: Places, slots: np.ndarray) -> None:
