@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from headrace.ledger import LEDGER_SUM_KEYS, Ledger, LedgerSettings, owner_of
 from headrace.metrics import reduce_loss_metrics
@@ -49,9 +50,16 @@ def states_of(gids: np.ndarray, step: int) -> torch.Tensor:
     return torch.from_numpy(gids * 100 + step).float()[:, None] + torch.arange(WIDTH) / 4
 
 
-def played(rank: int, world: int, dtype: str = "float32", start: int = 0, load: Any = None) -> dict[str, Any]:
+def played(
+    rank: int, world: int, dtype: str = "float32", start: int = 0, load: Any = None, apart: bool = False
+) -> dict[str, Any]:
     """Store and look up for some steps; what was found on the way, and the whole ledger in the end (rank 0)."""
-    ledger = Ledger(LedgerSettings(width=WIDTH, mode="periodic_stale", stale_threshold=1, dtype=dtype), deadline=60.0)  # ty: ignore
+    own = dist.new_group(backend="gloo") if apart else None
+    ledger = Ledger(
+        LedgerSettings(width=WIDTH, mode="periodic_stale", stale_threshold=1, dtype=dtype),
+        device_group=own,
+        deadline=60.0,  # ty: ignore
+    )
     if load is not None:
         saved = np.load(load)
         ledger.load_state_arrays([(dict(saved), {"kind": "headrace.ledger", "version": 1, "step": start - 1, "width": WIDTH, "dtype": dtype})])  # fmt: skip
@@ -122,9 +130,10 @@ def server() -> Iterator[subprocess.Popen[str]]:
     process.stdout.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_four_ranks_find_what_one_rank_finds_and_hold_it_together(ranks: Callable[..., Any], dtype: str):
-    told = [t["result"] for t in ranks(4, "played", dtype=dtype)]
+@pytest.mark.parametrize(("dtype", "apart"), [("float32", False), ("bfloat16", True)])
+def test_four_ranks_find_what_one_rank_finds_and_hold_it_together(ranks: Callable[..., Any], dtype: str, apart: bool):
+    # Rows in a group of their own is how they travel where the arena is on a device.
+    told = [t["result"] for t in ranks(4, "played", dtype=dtype, apart=apart)]
     alone = played(0, 1, dtype)
     for step in range(STEPS):
         states, found = zip(*(t["seen"][step] for t in told), strict=True)

@@ -166,7 +166,7 @@ def run_streams(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] 
 def _trainer(config: StreamsConfig, data: Any, ranks: Any) -> Any:
     """With a [ledger] a recurrent model, else one that looks at each cell alone."""
     from headrace.train import TrainSettings
-    from headrace.train.cells import CellTrainer
+    from headrace.train.cells import CellTrainer, device_for
 
     train = config.train
     settings = TrainSettings(
@@ -182,10 +182,21 @@ def _trainer(config: StreamsConfig, data: Any, ranks: Any) -> Any:
     from headrace.ledger import Ledger
     from headrace.train.recurrent import RecurrentTrainer
 
+    device = device_for(train.device if config.ledger.device == "auto" else config.ledger.device)
     ledger = Ledger(
-        config.ledger.settings(train.dim), group=cpu_group(ranks.world_size), deadline=config.run.deadline, meter=default_meter()
+        config.ledger.settings(train.dim, str(device)), group=cpu_group(ranks.world_size),
+        device_group=_device_group(device, ranks.world_size), deadline=config.run.deadline, meter=default_meter(),
     )  # fmt: skip
     return RecurrentTrainer(settings, ledger=ledger, active=data.active_streams, **given)
+
+
+def _device_group(device: Any, world_size: int) -> Any:
+    """The group that carries rows of states on their device; None: they go through CPU memory."""
+    if world_size == 1 or device.type != "cuda":
+        return None
+    import torch.distributed as dist
+
+    return dist.group.WORLD if dist.get_backend() == "nccl" else None
 
 
 def _widths(data: Any, feature: str) -> dict[str, int]:

@@ -66,7 +66,7 @@ class LedgerShard:
         self.settings = settings
         self.rank, self.world_size = rank, world_size
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
-        self.device = torch.device(settings.device)
+        self.device = _device(settings.device)
         self.step = -1
         """The last step that was stored or ended; none goes back behind it."""
         self._groups = Places(dict.fromkeys(_GROUP_COLUMNS, np.int32), limit=settings.capacity or NO_LIMIT)
@@ -438,6 +438,18 @@ class LedgerShard:
         loops().close_step(ghosts.before, ghosts.after, ghosts.ends, slots)
         for name in _GHOST_COLUMNS:
             ghosts.columns[name][slots] = arrays[f"ghosts/{name}"][mine]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"ledger device must be one of torch's, such as cpu or cuda:0, got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"a ledger was asked to keep its states on {name}, and torch finds no CUDA device here; use cpu"
+        )
+    return device
 
 
 def _back_to_pending(groups: Places, slots: np.ndarray) -> None:
