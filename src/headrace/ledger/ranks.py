@@ -183,6 +183,10 @@ class Ledger:
         """Sweep and wipe, if it is their time. Not a collective."""
         self.shard.end_step(step)
 
+    def wipe(self) -> None:
+        """Forget all groups and all ghosts of this rank; every rank does it at the same step. Not a collective."""
+        self.shard.wipe()
+
     # ---------------------------------------------------------------------------------------------- metrics
 
     def metric_specs(self) -> tuple[MetricSpec, ...]:
