@@ -203,18 +203,35 @@ def test_a_run_goes_on_on_other_ranks_with_the_same_groups_and_forgets_the_same_
     assert by_group(newest(folder)[0], states=False) == by_group(newest(straight(1))[0], states=False)
 
 
-def test_rolling_lanes_have_a_ledger_too_and_their_epochs_are_their_own(desk: Path, tmp_path: Path):
-    lanes = ("--streams.batching_mode", "device_per_stream", "--streams.lanes", "4", "--streams.batch_size", "256")
-    rolling = (*lanes, "--run.steps", "26", "--train.dim", "16", "--train.depth", "0")
-    run(HEALTHY, str(tmp_path / "run"), *rolling, "--ledger.stale_threshold", "12", "--run.checkpoint_every", "100")
+ROLLING = (
+    "--streams.batching_mode", "device_per_stream", "--streams.lanes", "4", "--streams.batch_size", "256", "--run.steps", "26",
+    "--train.dim", "16", "--train.depth", "0", "--run.checkpoint_every", "100",
+)  # fmt: skip
+
+
+def test_rolling_lanes_come_to_a_second_epoch_each_at_its_own_time_without_a_false_eviction(desk: Path, tmp_path: Path):
+    run(HEALTHY, str(tmp_path / "run"), *ROLLING, "--ledger.stale_threshold", "12")
     found = lines(tmp_path / "run")
     assert max(line["ledger/evictions/stale"] for line in found) > 0
-    epochs = newest(tmp_path / "run")[0]["ledger/epoch"]
-    assert epochs.max() > 0, "or no group came back by right"
+    assert newest(tmp_path / "run")[0]["ledger/epoch"].max() > 0, "or no group came back by right"
     assert all(line[key] == 0 for line in found for key in FALSE)
-    run(HEALTHY, str(tmp_path / "halting"), *rolling, "--ledger.stale_threshold", "12", "--run.stop_after", "17")
-    run("", str(tmp_path / "halting"), "--run.stop_after", "26")
-    assert same(tmp_path / "run", tmp_path / "halting")
+
+
+def test_every_rank_knows_what_all_lanes_still_read_and_protects_it(
+    on_four: Callable[..., Any], desk: Path, tmp_path: Path
+):
+    hasty = (*ROLLING, "--streams.pick_mode", "weighted", "--ledger.stale_threshold", "1")
+    safe = (*hasty, "--ledger.protect_active", "true")
+    run(HEALTHY, str(tmp_path / "hasty"), *hasty, "--run.stop_after", "10")
+    assert sum(line[FALSE[0]] for line in lines(tmp_path / "hasty")) > 0
+    run(HEALTHY, str(tmp_path / "one"), *safe, "--run.stop_after", "9")
+    run("", str(tmp_path / "one"), "--run.stop_after", "26")
+    on_four(HEALTHY, tmp_path / "four", *safe)
+    one, four = (lines(tmp_path / name) for name in ("one", "four"))
+    assert [[line[key] for key in FORGOTTEN] for line in one] == [[line[key] for key in FORGOTTEN] for line in four]
+    assert sum(line["ledger/evictions/stale"] for line in four) > 0
+    assert all(line[key] == 0 for line in four for key in FALSE)
+    assert by_group(newest(tmp_path / "one")[0], states=False) == by_group(newest(tmp_path / "four")[0], states=False)
 
 
 def test_check_warns_of_the_diagnostic_and_is_silent_on_its_healthy_twin(desk: Path):

@@ -32,6 +32,7 @@ _I64, _I32 = nb.int64, nb.int32
 _A64, _A32, _A8 = nb.Array(nb.int64, 1, "C"), nb.Array(nb.int32, 1, "C"), nb.Array(nb.uint8, 1, "C")
 _R64 = nb.Array(nb.int64, 1, "A", readonly=True)
 _R32 = nb.Array(nb.int32, 1, "A", readonly=True)
+_ROWS = nb.Array(nb.uint8, 2, "C")
 _OPTIONS: Any = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
 _INDEX = (_A64, _A32, _A8)
 """keys, table, away."""
@@ -238,6 +239,28 @@ def admit(keys, table, away, before, after, ends, last, gids, slots, step):
         _append(before, after, ends, slot, PENDING)
         ends[PENDING_COUNT] += 1
         slots[i] = slot
+
+
+@njit(nb.void(_ROWS, _R64, _ROWS), **_OPTIONS)
+def gather_rows(arena, slots, out):
+    """out[i] = arena[slots[i]], as bytes; zeros where the slot is -1. Half of what index_select and a mask over the misses take."""
+    for i in range(len(slots)):
+        slot = slots[i]
+        if slot < 0:
+            for j in range(arena.shape[1]):
+                out[i, j] = 0
+        else:
+            for j in range(arena.shape[1]):
+                out[i, j] = arena[slot, j]
+
+
+@njit(nb.void(_ROWS, _R64, _ROWS), **_OPTIONS)
+def scatter_rows(arena, slots, rows):
+    """arena[slots[i]] = rows[i], as bytes, one after the other."""
+    for i in range(len(slots)):
+        slot = slots[i]
+        for j in range(arena.shape[1]):
+            arena[slot, j] = rows[i, j]
 
 
 @njit(_I64(_A32, _A64, _A64, _I64), **_OPTIONS)

@@ -67,6 +67,7 @@ class LedgerShard:
         self.rank, self.world_size = rank, world_size
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.device = _device(settings.device)
+        self._here = self.device.type == "cpu"
         self.step = -1
         """The last step that was stored or ended; none goes back behind it."""
         self._groups = Places(dict.fromkeys(_GROUP_COLUMNS, np.int32), limit=settings.capacity or NO_LIMIT)
@@ -106,12 +107,13 @@ class LedgerShard:
         if found == 0:
             states = torch.zeros((len(wanted), self.settings.width), dtype=self.dtype, device=self.device)
             return states, torch.zeros(len(wanted), dtype=torch.bool, device=self.device)
-        at = torch.from_numpy(slots)
+        if self._here:
+            states = torch.empty((len(wanted), self.settings.width), dtype=self.dtype)
+            loops().gather_rows(_bytes(self._arena), slots, _bytes(states))
+            return states, torch.from_numpy(slots >= 0)
+        at = torch.from_numpy(slots).to(self.device)
         here = at >= 0
-        states = self._arena.index_select(0, at.clamp_(min=0).to(self.device))
-        if found < len(slots):
-            states[~here.to(self.device)] = 0
-        return states, here.to(self.device)
+        return self._arena.index_select(0, at.clamp(min=0)).mul_(here[:, None]), here
 
     def store(
         self,
@@ -158,7 +160,11 @@ class LedgerShard:
             states, stream, epoch = states[torch.from_numpy(last).to(states.device)], stream[last], epoch[last]
         groups.columns["stream"][slots] = stream
         groups.columns["epoch"][slots] = epoch
-        self._arena.index_copy_(0, torch.from_numpy(slots).to(self.device), states.to(self.device, self.dtype))
+        states = states.to(self.device, self.dtype)
+        if self._here:
+            loops().scatter_rows(_bytes(self._arena), slots, _bytes(states.contiguous()))
+        else:
+            self._arena.index_copy_(0, torch.from_numpy(slots).to(self.device), states)
         self._happened = True
 
     def _admit(
@@ -438,6 +444,11 @@ class LedgerShard:
         loops().close_step(ghosts.before, ghosts.after, ghosts.ends, slots)
         for name in _GHOST_COLUMNS:
             ghosts.columns[name][slots] = arrays[f"ghosts/{name}"][mine]
+
+
+def _bytes(rows: Tensor) -> np.ndarray:
+    """The same memory; numpy does not know every dtype."""
+    return rows.view(torch.uint8).numpy()
 
 
 def _device(name: str) -> torch.device:
