@@ -1,16 +1,21 @@
 """A recurrent run with its ledger, killed again and again at any moment, ends with the bits of the run that nobody touched.
 
-HEADRACE_FAULTS=short takes some seconds; long kills 50 times. Run as a script this file is the launcher of several ranks, in one process
-group, so that a kill takes them all:  test_ledger_kills.py RANKS WORD ...
+HEADRACE_FAULTS=short takes some seconds; long kills 50 times. Run as a script this file is the server that imports torch and the compiled
+loops once and forks each life of a run, which is the command itself with its words.
 """
 
 from __future__ import annotations
 
+import gc
+import json
 import os
+import random
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,6 @@ import pytest
 
 from headrace.files import open_container
 from headrace.jobs.folder import read_jsonl
-from headrace.testing import kill_sweep
 
 LONG = os.environ.get("HEADRACE_FAULTS", "short") == "long"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "stream_mixing"
@@ -30,22 +34,89 @@ FOLLOWS = ("ledger/", "ledger_wipe", "train/loss", "train/grad_norm", "data/rows
 """Metrics that the run decides; the others are times."""
 
 
-def launch(ranks: int, words: Sequence[str]) -> int:
+def lives_of(journal: Path) -> int:
+    """How often a run has started or gone on: then it has read its checkpoint, if there is one, and steps."""
+    text = journal.read_text() if journal.exists() else ""
+    return sum('"started"' in line or '"resumed"' in line for line in text.splitlines())
+
+
+def live(order: dict[str, Any]) -> list[int]:
+    """One life of a run, on so many ranks; how each ended. A moment: it is killed so many seconds after it began to step."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}  # fmt: skip
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "headrace", *words], env=shared | {"RANK": str(n), "LOCAL_RANK": str(n)}
-        )
-        for n in range(ranks)
-    ]
-    return max(abs(process.wait()) for process in started)
+        port = str(held.getsockname()[1])
+    journal = Path(order["folder"]) / "journal.jsonl"
+    before, pids = lives_of(journal), []
+    for rank in range(order["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            os.chdir(order["desk"])
+            said = os.open(order["folder"] + f".rank-{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+            os.dup2(said, 1)
+            os.dup2(said, 2)
+            if order["ranks"] > 1:
+                os.environ |= {
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                }
+                os.environ |= {"WORLD_SIZE": str(order["ranks"]), "LOCAL_WORLD_SIZE": str(order["ranks"])}
+            code = 1
+            try:
+                main(order["words"])
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else 1
+            finally:
+                os._exit(code)  # taking torch down costs a second
+        pids.append(pid)
+    codes: dict[int, int] = {}
+    end, kill_at = time.monotonic() + 100.0, None
+    while len(codes) < len(pids):
+        now = time.monotonic()
+        if order["moment"] is not None and kill_at is None and lives_of(journal) > before:
+            kill_at = now + order["moment"]
+        if now > end or (kill_at is not None and now >= kill_at):
+            for pid in (p for p in pids if p not in codes):
+                os.kill(pid, signal.SIGKILL)
+            kill_at, end = None, float("inf")
+            order["moment"] = None
+        for pid in (p for p in pids if p not in codes):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    return [codes[pid] for pid in pids]
 
 
 if __name__ == "__main__":
-    sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))
+    import headrace.jobs.streams
+    import headrace.train.recurrent  # noqa: F401  (once, for all lives to come)
+    from headrace.cli import main
+    from headrace.ledger.places import loops
+
+    loops()
+    gc.freeze()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(live(json.loads(line))), flush=True)
+    sys.exit(0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    # One thread: the server forks, so it must have no others.
+    single = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=single
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.stdin.close()
+    process.wait(10)
+    process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -57,21 +128,6 @@ def desk(tmp_path_factory) -> Path:
     return folder
 
 
-class Begun:
-    """Whether the run under way has read its checkpoint, if there is one, and steps: else most kills would fall into imports."""
-
-    def __init__(self, folder: Path) -> None:
-        self._journal, self._lives = folder / "journal.jsonl", 0
-
-    def __call__(self) -> bool:
-        text = self._journal.read_text() if self._journal.exists() else ""
-        lives = sum('"started"' in line or '"resumed"' in line for line in text.splitlines())
-        if lives == self._lives:
-            return False
-        self._lives = lives
-        return True
-
-
 def left_behind(folder: Path) -> tuple[dict[str, bytes], dict[str, Any], dict[int, dict[str, Any]]]:
     """Model, optimiser, ledger and ghosts as bytes; cursor and counts; the last word of the metrics on each step."""
     container = open_container(max(folder.glob("checkpoints/step-*.safetensors")))
@@ -81,40 +137,57 @@ def left_behind(folder: Path) -> tuple[dict[str, bytes], dict[str, Any], dict[in
     return arrays, meta, lines
 
 
-def sweep(desk: Path, tmp_path: Path, ranks: int, kills: Sequence[int], longest: float) -> None:
-    def command(*words: str) -> list[str]:
-        given = ("run", *words, "--quiet")
-        alone = [sys.executable, "-m", "headrace", *given]
-        return alone if ranks == 1 else [sys.executable, __file__, str(ranks), *given]
+def sweep(server: subprocess.Popen[str], desk: Path, tmp_path: Path, ranks: int, runs: int, kills: int) -> None:
+    """Some runs, each killed so many times on its way, beside one that is not."""
 
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    straight = command(*CONFIG, "--run.dir", str(tmp_path / "straight"))
-    subprocess.run(straight, cwd=desk, check=True, timeout=200, env=environment)
+    def life(folder: Path, moment: float | None) -> list[int]:
+        words = ["--resume", str(folder)] if lives_of(folder / "journal.jsonl") else [*CONFIG, "--run.dir", str(folder)]
+        order = {
+            "ranks": ranks,
+            "words": ["run", *words, "--quiet"],
+            "folder": str(folder),
+            "desk": str(desk),
+            "moment": moment,
+        }
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(order) + "\n")
+        server.stdin.flush()
+        codes = json.loads(server.stdout.readline())
+        allowed = {0} if moment is None else {0, -signal.SIGKILL}
+        said = "".join(path.read_text() for path in folder.parent.glob(f"{folder.name}.rank-*.txt"))
+        assert set(codes) <= allowed, said
+        return codes
+
+    began = time.monotonic()
+    life(tmp_path / "straight", None)
+    took = time.monotonic() - began
     expected = left_behind(tmp_path / "straight")
     assert len(expected[0]["ledger/gid"]) > 0
     assert sum(line["ledger/false_evictions/stale"] for line in expected[2].values()) > 0
-    killed = 0
-    for seed, count in enumerate(kills):
-        folder = tmp_path / f"killed-{seed}"
-        done = kill_sweep(
-            command(*CONFIG, "--run.dir", str(folder)), command("--resume", str(folder)), kills=count, seed=seed, longest=longest,
-            ready=Begun(folder), cwd=desk, deadline=200, env=environment,
-        )  # fmt: skip
-        killed += len(done.moments)
-        found = left_behind(folder)
-        assert found[0].keys() == expected[0].keys()
-        different = [name for name, content in found[0].items() if content != expected[0][name]]
-        assert different == [], done
-        assert found[1] == expected[1], done
-        assert found[2] == expected[2], done
-    assert killed >= len(kills), "runs that end before they are killed show nothing"
+    draw, killed = random.Random(ranks), 0
+    for n in range(runs):
+        folder = tmp_path / f"killed-{n}"
+        for _ in range(kills):
+            # Within the part of the way that is its own: a run that ends before it is killed shows nothing.
+            killed += -signal.SIGKILL in life(folder, draw.uniform(0.0, took / (kills + 1)))
+        life(folder, None)
+        arrays, meta, lines = left_behind(folder)
+        assert arrays.keys() == expected[0].keys()
+        assert [name for name, content in arrays.items() if content != expected[0][name]] == []
+        assert meta == expected[1]
+        assert lines == expected[2]
+        assert list(folder.rglob(".tmp-*")) == [], "a finished run leaves nothing behind"
+    assert killed >= max(runs * kills // 2, 1)
 
 
-@pytest.mark.timeout(1800 if LONG else 240)
-def test_a_killed_recurrent_run_ends_with_the_model_the_ledger_and_the_metrics_of_the_undisturbed_one(desk, tmp_path):
-    sweep(desk, tmp_path, 1, [5] * 10 if LONG else [2], 0.6)
+@pytest.mark.timeout(1800 if LONG else 120)
+def test_a_killed_recurrent_run_ends_with_the_model_the_ledger_and_the_metrics_of_the_undisturbed_one(
+    server, desk, tmp_path
+):
+    sweep(server, desk, tmp_path, 1, *((10, 5) if LONG else (1, 4)))
 
 
-@pytest.mark.timeout(1800 if LONG else 240)
-def test_so_does_one_on_two_ranks(desk, tmp_path):
-    sweep(desk, tmp_path, 2, [5] if LONG else [1], 0.8)
+@pytest.mark.timeout(1800 if LONG else 120)
+def test_so_does_one_on_two_ranks(server, desk, tmp_path):
+    sweep(server, desk, tmp_path, 2, *((2, 5) if LONG else (1, 2)))
