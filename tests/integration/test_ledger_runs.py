@@ -173,6 +173,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit_with_its_ledger(
         go(folder, world, "--run.stop_after", "17")
     go(folder, world, "--run.stop_after", str(STEPS))
     assert newest(folder)[1]["trainer"]["step"] == STEPS
+    told = json.loads((folder / "summary.json").read_text())["false_evictions"]
+    assert told == sum(line[key] for line in lines(straight(world)) for key in FALSE) > 0, "of all its lives"
     assert len(newest(folder)[0]["ledger/gid"]) > 0
     assert same(straight(world), folder)
 
