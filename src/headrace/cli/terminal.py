@@ -210,6 +210,7 @@ def closing_streams(console: Console, summary: StreamSummary, folder: str) -> No
         ("speed", f"{short(summary.cells_per_second)} cells/s over {summary.seconds:.1f} s"),
         ("wait", f"{summary.exposed_wait_seconds:.2f} s exposed ({summary.exposed_wait_share:.1%})"),
         ("mix", "  ".join(f"{m} {share:.3f}" for m, share in summary.mix.items()) + f"   epoch {summary.epoch}"),
+        *_forgotten(summary),
         ("order", summary.order_digest),
         ("model", f"sha256 {summary.model_sha256[:16]}…"),
         ("folder", folder),
@@ -218,6 +219,15 @@ def closing_streams(console: Console, summary: StreamSummary, folder: str) -> No
     ]
     for name, text in rows:
         console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+
+
+def _forgotten(summary: StreamSummary) -> Sequence[tuple[str, str]]:
+    """What a run with a ledger has to say of it: states that were lost would otherwise be lost without a word."""
+    if summary.false_evictions is None:
+        return []
+    count = summary.false_evictions
+    told = f"[bold]{count:,} times a group was forgotten while its file was still read[/]: its state was lost"
+    return [("ledger", told if count else "no group was forgotten too early")]
 
 
 def _go_on(summary: Summary | StreamSummary) -> str:
