@@ -36,6 +36,7 @@ def coordinate_group(
     save_every: float = 30.0,
     progress: Callable[[FoldProgress], None] = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
+    deadline: float = 600.0,
 ) -> bool:
     """Rank 0's part: tell the others where to begin, then fold until everything is there (True), or until `stop` says so: then
     it saves and leaves (False), and the others end with the group."""
