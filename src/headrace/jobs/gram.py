@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -142,7 +143,7 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     engine = plan.engine or ("spool" if plan.spooled else "torchrun" if ranks > 1 else "local")
     with contextlib.ExitStack() as stack:
-        group = _Group.join(stack) if engine == "torchrun" else None
+        group = _Group.join(stack, plan.deadline) if engine == "torchrun" else None
         shards = RowShards.open(
             plan.shards, field=plan.field, targets=plan.targets, weights=plan.weights, rows=plan.rows
         )
@@ -246,7 +247,6 @@ def _fold(
 
         whole = coordinate_group(
             reduction, order, save=save, save_every=plan.save_every, progress=progress, stop=lambda: stopped() != 0,
-            deadline=plan.deadline,
         )  # fmt: skip
         return whole, nothing
     crew: Crew
@@ -387,7 +387,7 @@ class _Group:
         self.rank, self.size = rank, size
 
     @classmethod
-    def join(cls, stack: contextlib.ExitStack) -> _Group:
+    def join(cls, stack: contextlib.ExitStack, deadline: float) -> _Group:
         if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
             raise ConfigError(
                 "--engine torchrun is for ranks that torchrun started: torchrun --nproc-per-node 2 -m headrace gram SHARDS... "
@@ -396,7 +396,8 @@ class _Group:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            dist.init_process_group("gloo")
+            # The timeout is what ends a receive from a rank that is stopped; one that is dead is noticed at once.
+            dist.init_process_group("gloo", timeout=timedelta(seconds=deadline))
             stack.callback(dist.destroy_process_group)
         return cls(dist.get_rank(), dist.get_world_size())
 

@@ -2,7 +2,8 @@
 
 Every rank computes its own chunks and sends the partials to rank 0, one travelling while the next is computed; rank 0 computes
 its share too and folds in chunk order, so nothing is ever parked. Where to begin is what rank 0's checkpoint says, on as many
-ranks as there are today. A rank that fails or is gone ends the pass with its name; started again, it goes on.
+ranks as there are today. A rank that fails, is gone or does not answer within the group's timeout ends the pass with its name;
+what was folded is saved first, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from headrace.reduce.partial import NodePartial
 __all__ = ["coordinate_group", "work_in_group"]
 
 _DEADLINE = 1800.0
+"""Of the waits here. The group's own timeout, which ends the calls themselves, should be shorter."""
 
 
 def coordinate_group(
@@ -36,7 +38,6 @@ def coordinate_group(
     save_every: float = 30.0,
     progress: Callable[[FoldProgress], None] = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
-    deadline: float = 600.0,
 ) -> bool:
     """Rank 0's part: tell the others where to begin, then fold until everything is there (True), or until `stop` says so: then
     it saves and leaves (False), and the others end with the group."""
@@ -53,7 +54,11 @@ def coordinate_group(
         rank = unit % partition.n_ranks
         if reduction.received_per_rank[rank] > partition.ordinal_of(unit * partition.span):
             continue  # it was parked when the pass was saved
-        message = maker.make(cursors[0]) if rank == 0 else _received(rank, group)
+        try:
+            message = maker.make(cursors[0]) if rank == 0 else _received(rank, group)
+        except WorkerDied:
+            save()
+            raise
         cursors[rank] += 1
         reduction.receive(NodePartial.from_bytes(message, sender=f"rank {rank}"))
         now = time.monotonic()
