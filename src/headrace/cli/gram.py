@@ -58,7 +58,8 @@ def gram(
     headrace gram acts/*.npy --out layer12.safetensors
     headrace gram acts.parquet --field hidden --targets label --workers 8 --out probe.safetensors
     torchrun --nproc-per-node 4 -m headrace gram acts/ --out layer12.safetensors
-    headrace gram acts/ --engine spool --spool /shared/s --out layer12.safetensors     and, on other machines: headrace gram --join /shared/s
+    headrace gram acts/ --spool /shared/s --out layer12.safetensors
+    headrace gram --join /shared/s                    meanwhile, on other machines
     python -c "import headrace as hr; print(hr.reduce.GramResult.load('layer12.safetensors').pca(8).share)"
     ```
     """
@@ -66,6 +67,8 @@ def gram(
     from headrace.jobs.gram import GramPlan, reduce_shards
 
     if join is not None:
+        if engine is not None or spool is not None:
+            raise ConfigError("--join works for a pass that somebody else coordinates: leave out --engine and --spool")
         return _join(join, shards, workers, threads, deadline, format, quiet)
     if not shards:
         raise ConfigError("name at least one shard: headrace gram acts/*.npy --out layer12.safetensors")
@@ -156,7 +159,7 @@ class _Watcher:
             f"[bold]headrace[/] {'goes on with' if resumed_at else 'reduces to'} [bold]{self._out}[/]", highlight=False
         )
         lines = [
-            ("rows", f"{shards.n_rows:,} x {shards.width:,} {shards.dtype} in {len(shards.spec.paths):,} shards"),
+            ("rows", f"{shards.n_rows:,} x {shards.width:,} {shards.dtype} in {len(shards.spec.paths):,} shard{'s' if len(shards.spec.paths) != 1 else ''}"),
             ("chunks", f"{partition.n_chunks:,} of {partition.chunk_size:,} rows" + (f", {resumed_at:,} folded already" if resumed_at else "")),
             ("workers", f"{workers} ({engine}), {order.threads} thread{'s' if order.threads > 1 else ''} each"),
         ]  # fmt: skip

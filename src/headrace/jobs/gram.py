@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from headrace.errors import ConfigError, CursorMismatch, WorkerDied
+from headrace.errors import ConfigError, CursorMismatch, DeadlineExceeded, WorkerDied
 from headrace.files import sweep_temporaries
 from headrace.jobs.prepare import default_workers
 from headrace.jobs.running import signal_asked
@@ -291,10 +291,16 @@ def _fold_spool(
         reduction.checkpoint().save(files)
         crew.saved(reduction.received_per_rank[0])
 
-    whole = drive(
-        reduction, crew, save=save, save_every=plan.save_every, due=crew.due, progress=progress, notice=watcher.notice,
-        stop=lambda: stopped() != 0, deadline=plan.deadline,
-    )  # fmt: skip
+    try:
+        whole = drive(
+            reduction, crew, save=save, save_every=plan.save_every, due=crew.due, progress=progress, notice=watcher.notice,
+            stop=lambda: stopped() != 0, deadline=plan.deadline,
+        )  # fmt: skip
+    except DeadlineExceeded:
+        save()
+        raise DeadlineExceeded(
+            f"nothing came for {plan.deadline:g} s: {crew.awaited()}. The same command goes on"
+        ) from None
     return whole, crew.finish
 
 

@@ -575,6 +575,15 @@ class SpoolCrew:
         self.spool.commit(self._saved)
         self._saved = unit
 
+    def awaited(self) -> str:
+        """What the sum waits for, and whose work it is."""
+        holder = lock_holder(self.spool.channel.claims / f"{self._next:012d}")
+        if holder is None:
+            return f"nobody is making unit {self._next} of {self.spool.path}. Let a worker join: headrace gram --join {self.spool.path.absolute()}"
+        return (
+            f"unit {self._next} of {self.spool.path} is claimed by {holder}; is it alive, and can it read its shards?"
+        )
+
     def finish(self) -> None:
         """The result is safe: send everybody home and take the folder away."""
         self.spool.want(Wanted(first=self._units, end=self._units, state="finished"))

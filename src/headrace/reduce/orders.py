@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import FileCorrupt
+from headrace.errors import DataError, FileCorrupt
 from headrace.reduce.checkpoints import CheckpointFiles
 from headrace.reduce.columns import Columns
 from headrace.reduce.partition import CrossNodePartition, Provenance
@@ -82,7 +82,11 @@ class PartialMaker:
         while True:
             rows = worker.next_rows
             assert rows is not None
-            partial = worker.compute(self._shards.read(*rows))
+            try:
+                partial = worker.compute(self._shards.read(*rows))
+            except DataError as error:
+                where = self._shards.first_not_finite(*rows)
+                raise (DataError(f"{error}. The first is {where}") if where is not None else error) from None
             if partial is not None:
                 worker.acknowledge(partial)
                 self._next = ordinal + 1
