@@ -262,7 +262,7 @@ def test_a_folder_of_something_else_is_not_touched(rows, tmp_path):
         order_in(tmp_path / "nowhere", patience=0.05)
     worker = SpoolWorker(tmp_path / "s", patience=0.05)
     worker.spool.want(Wanted(first=0, end=0))
-    with pytest.raises(DeadlineExceeded, match="Nobody coordinates"), worker:
+    with pytest.raises(DeadlineExceeded, match="nobody has coordinated the pass"), worker:
         worker.run()
 
 

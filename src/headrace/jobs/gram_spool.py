@@ -30,7 +30,15 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from headrace import errors
-from headrace.errors import ConfigError, DataError, FileCorrupt, HeadraceError, StorageError, how_it_ended
+from headrace.errors import (
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    FileCorrupt,
+    HeadraceError,
+    StorageError,
+    how_it_ended,
+)
 from headrace.files import publish
 from headrace.metrics import Wait
 from headrace.reduce.crew import Answer
@@ -55,6 +63,7 @@ _AHEAD_BYTES, _AHEAD_UNITS = 1 << 30, 256
 """Partials that may lie in the queue ahead of the sum, whichever is fewer: 64 at k = 2048. A worker looks at all of them."""
 _KEPT_BYTES = 512 << 20
 """Folded partials after which the sum is saved, whatever the clock says: they go once two generations are past them."""
+_MOST_WANTED = 1 << 20
 _BAD_FILES = 5
 """Times one unit may come damaged."""
 _NATIVE_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -70,6 +79,14 @@ class Wanted:
     state: Literal["open", "finished", "failed"] = "open"
     sentence: str = ""
     """Why it failed."""
+
+    def __post_init__(self) -> None:
+        if (
+            type(self.first) is not int
+            or type(self.end) is not int
+            or not 0 <= self.first <= self.end <= self.first + _MOST_WANTED
+        ):
+            raise ValueError(f"units {self.first} to {self.end} cannot be wanted")
 
 
 class PartialSpool:
@@ -146,14 +163,19 @@ class PartialSpool:
     def order(self) -> tuple[WorkOrder, float] | None:
         """What is computed here, and the lease of a claim; None before a coordinator said so."""
         told = self._told()
-        return None if told is None else (WorkOrder.from_dict(told["order"]), float(told["lease"]))
+        try:
+            return None if told is None else (WorkOrder.from_dict(told["order"]), float(told["lease"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileCorrupt(
+                f"{self._order_file} does not describe a pass ({error!r}): was it begun by another version?"
+            ) from error
 
     def wanted(self) -> Wanted | None:
         """None while nobody said; a damaged one is not believed and not kept waiting for: it is written again and again."""
         try:
             told = read_sealed(self._wanted_file)
             return None if told is None else Wanted(**told)
-        except (FileCorrupt, TypeError):
+        except (FileCorrupt, TypeError, ValueError):
             return None
 
     def over(self) -> bool:
@@ -263,21 +285,20 @@ class SpoolWorker:
 
     def run(self) -> int:
         """Work until the pass is over; how many partials were made."""
-        while True:
-            # A worker without work waits as long as somebody coordinates; without one, as long as its patience lasts.
-            with Wait("gram.spool.idle", deadline=self.patience, remedy=self._remedy()) as wait:
-                pause = 0.002
-                while (step := self.step()) == "idle":
-                    if wait.expired() and self.spool.coordinator() is not None:
-                        break
-                    wait.check()
-                    time.sleep(pause)
-                    pause = min(1.5 * pause, 0.1)
-            if step == "finished":
-                return self.made
-
-    def _remedy(self) -> str:
-        return f"Nobody coordinates the pass in {self.spool.path}: start its command again, or leave"
+        idle_since, pause = time.monotonic(), 0.002
+        while (step := self.step()) != "finished":
+            if step == "made":
+                idle_since, pause = time.monotonic(), 0.002
+                continue
+            # Without work a worker waits as long as somebody coordinates; without a coordinator, as long as its patience lasts.
+            if time.monotonic() - idle_since > self.patience and self.spool.coordinator() is None:
+                raise DeadlineExceeded(
+                    f"nobody has coordinated the pass in {self.spool.path} for {self.patience:g} s: start its command again, then join again"
+                )
+            with Wait("gram.spool.idle", deadline=1.0):
+                time.sleep(pause)
+            pause = min(1.5 * pause, 0.1)
+        return self.made
 
     def step(self) -> Literal["made", "idle", "finished"]:
         """Make the first unit that is wanted and free."""
@@ -518,7 +539,7 @@ class SpoolCrew:
         self.spool = PartialSpool(path)
         self._notice, self._units, self._largest = notice, order.partition.n_units, _largest(order)
         self._expected = (order.partition.fingerprint, order.provenance, order.partition.span)
-        self._ahead = max(window * max(workers, 1), min(_AHEAD_BYTES // self._largest, _AHEAD_UNITS))
+        self._ahead = max(min(window * max(workers, 1), _MOST_WANTED), min(_AHEAD_BYTES // self._largest, _AHEAD_UNITS))
         self._next = self._asked = self._saved = first_unit
         self._bad: dict[int, int] = {}
         self._failed = ""
