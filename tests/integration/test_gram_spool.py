@@ -18,6 +18,7 @@ import pytest
 from headrace.errors import ConfigError, DataChanged, DataError, DeadlineExceeded
 from headrace.jobs.gram import join_spool
 from headrace.jobs.gram_spool import SpoolCrew, SpoolWorker, Wanted, order_in
+from headrace.order import fingerprint_json
 from headrace.reduce import (
     CheckpointFiles,
     Columns,
@@ -311,6 +312,17 @@ def test_the_command_goes_on_from_the_spool_after_its_coordinator_was_killed(row
     told = json.loads(done.stdout)
     assert (told["sha256"], told["engine"]) == (expected, "spool")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["g.safetensors", "g.safetensors.json"]
+    shards, columns = RowShards.open([folder]), Columns(width=5)
+    partition = CrossNodePartition(k=columns.k, n_rows=shards.n_rows, chunk_size=CHUNK, n_ranks=1)
+    data = fingerprint_json([shards.fingerprint(), columns.fingerprint])
+    provenance = Provenance(job="g.safetensors", data=data, rows=shards.dtype)
+    left = WorkOrder(
+        partition=partition, provenance=provenance, columns=columns, shards=shards.spec, data=shards.fingerprint()
+    )
+    begun(tmp_path / "s", left).close()  # as when it is killed between the result and the folder
+    again = headrace(*words, cwd=tmp_path)
+    assert json.loads(again.stdout)["state"] == "complete"
+    assert not (tmp_path / "s").exists()
     wrong = headrace(*words, "--engine", "ray", cwd=tmp_path)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1)
     assert Path(tmp_path / "g.safetensors").exists()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from headrace.reduce.orders import WorkOrder
 from headrace.reduce.partition import CrossNodePartition, Provenance, default_chunk_size
 from headrace.reduce.result import GramResult
 from headrace.reduce.shards import RowShards, require_unchanged
+
+if TYPE_CHECKING:
+    from headrace.jobs.gram_spool import SpoolCrew
 
 __all__ = ["ENGINES", "GramPlan", "GramSummary", "GramWatcher", "JoinSummary", "join_spool", "reduce_shards"]
 
@@ -189,6 +192,10 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
             if work.is_dir():  # it was killed after the result was published
                 _claim(work, stack)
                 shutil.rmtree(work, ignore_errors=True)
+            if plan.spooled:
+                from headrace.jobs.gram_spool import dissolve
+
+                dissolve(plan.spool_folder, order)
             return summary
         _claim(work, stack)
         files = CheckpointFiles(work, _COORDINATOR, report=watcher.notice)
@@ -235,24 +242,32 @@ def _fold(
     workers: int,
 ) -> tuple[bool, Callable[[], None]]:
     """Whether everything is folded; and what to call once the result is safe."""
+    spool: SpoolCrew | None = None
 
     def save() -> None:
         reduction.checkpoint().save(files)
+        if spool is not None:
+            spool.saved(reduction.received_per_rank[0])
 
-    def nothing() -> None:
-        return None
+    def asked_to_stop() -> bool:
+        return stopped() != 0
 
     if group is not None:
         from headrace.reduce.gloo import coordinate_group
 
         whole = coordinate_group(
-            reduction, order, save=save, save_every=plan.save_every, progress=progress, stop=lambda: stopped() != 0,
-        )  # fmt: skip
-        return whole, nothing
+            reduction, order, save=save, save_every=plan.save_every, progress=progress, stop=asked_to_stop
+        )
+        return whole, lambda: None
     crew: Crew
     if plan.spooled:
-        return _fold_spool(plan, order, reduction, files, watcher, progress, stopped, stack, workers)
-    if plan.engine == "ray":
+        from headrace.jobs import gram_spool
+
+        crew = spool = gram_spool.SpoolCrew(
+            plan.spool_folder, order, workers=workers, first_unit=reduction.received_per_rank[0], window=plan.window,
+            patience=plan.deadline, notice=watcher.notice,
+        )  # fmt: skip
+    elif plan.engine == "ray":
         from headrace.reduce.ray_actors import RayCrew
 
         crew = RayCrew(order, address=os.environ.get("RAY_ADDRESS"))
@@ -261,47 +276,20 @@ def _fold(
 
         crew = ProcessCrew(order)
     stack.callback(crew.close)
-    whole = drive(
-        reduction, crew, save=save, save_every=plan.save_every, progress=progress, notice=watcher.notice,
-        stop=lambda: stopped() != 0, deadline=plan.deadline,
-    )  # fmt: skip
-    return whole, nothing
-
-
-def _fold_spool(
-    plan: GramPlan,
-    order: WorkOrder,
-    reduction: CrossNodeGramReduction,
-    files: CheckpointFiles,
-    watcher: GramWatcher,
-    progress: Callable[[FoldProgress], None],
-    stopped: Callable[[], int],
-    stack: contextlib.ExitStack,
-    workers: int,
-) -> tuple[bool, Callable[[], None]]:
-    from headrace.jobs.gram_spool import SpoolCrew
-
-    crew = SpoolCrew(
-        plan.spool_folder, order, workers=workers, first_unit=reduction.received_per_rank[0], window=plan.window,
-        patience=plan.deadline, notice=watcher.notice,
-    )  # fmt: skip
-    stack.callback(crew.close)
-
-    def save() -> None:
-        reduction.checkpoint().save(files)
-        crew.saved(reduction.received_per_rank[0])
-
+    due, release = (spool.due, spool.finish) if spool is not None else (lambda: False, lambda: None)
     try:
         whole = drive(
-            reduction, crew, save=save, save_every=plan.save_every, due=crew.due, progress=progress, notice=watcher.notice,
-            stop=lambda: stopped() != 0, deadline=plan.deadline,
+            reduction, crew, save=save, save_every=plan.save_every, due=due, progress=progress, notice=watcher.notice,
+            stop=asked_to_stop, deadline=plan.deadline,
         )  # fmt: skip
     except DeadlineExceeded:
         save()
+        if spool is None:
+            raise
         raise DeadlineExceeded(
-            f"nothing came for {plan.deadline:g} s: {crew.awaited()}. The same command goes on"
+            f"nothing came for {plan.deadline:g} s: {spool.awaited()}. The same command goes on"
         ) from None
-    return whole, crew.finish
+    return whole, release
 
 
 @dataclass(slots=True, kw_only=True)

@@ -56,7 +56,7 @@ from headrace.spool.folder import (
     sweep_dead_temporaries,
 )
 
-__all__ = ["Hands", "PartialSpool", "SpoolCrew", "SpoolWorker", "Wanted", "order_in"]
+__all__ = ["Hands", "PartialSpool", "SpoolCrew", "SpoolWorker", "Wanted", "dissolve", "order_in"]
 
 _SPLIT = "partials"
 _AHEAD_BYTES, _AHEAD_UNITS = 1 << 30, 256
@@ -648,6 +648,20 @@ class SpoolCrew:
                 ) from None
             self._notice(f"{error}. It was set aside as {where} and is made again")
             return None
+
+
+def dissolve(path: Path, order: WorkOrder) -> None:
+    """Take away the folder of a pass whose result is there: its coordinator was killed before it could."""
+    spool = PartialSpool(path)
+    held = spool.order()
+    if held is None or _identity(held[0].to_dict()) != _identity(order.to_dict()):
+        return
+    lock = spool.lead()
+    try:
+        spool.want(Wanted(first=order.partition.n_units, end=order.partition.n_units, state="finished"))
+        spool.remove()
+    finally:
+        lock.release()
 
 
 if __name__ == "__main__":
