@@ -110,9 +110,14 @@ def work_in_group(order: WorkOrder, rank: int, *, group: Any = None) -> int:
 
 
 def summed_over_ranks(
-    streams: Mapping[int, GramStream], count: int, rank: int, ranks: int, problem: Exception | None = None
+    streams: Mapping[int, GramStream],
+    packed: Mapping[int, np.ndarray],
+    count: int,
+    rank: int,
+    ranks: int,
+    problem: Exception | None = None,
 ) -> GramResult:
-    """The result over the streams of all ranks, on every rank; stream s is rank s mod ranks'. A rank with a problem says so
+    """The result over the streams of all ranks, on every rank; stream s is rank s mod ranks', `packed` its sum. A rank with a problem says so
     first, so that the others end with its number instead of waiting for it; then its problem goes up."""
     import torch
     import torch.distributed as dist
@@ -143,7 +148,7 @@ def summed_over_ranks(
     for number in range(count):
         part = torch.zeros(mine.columns.k * (mine.columns.k + 1) // 2, dtype=torch.float64)
         if number in streams:
-            part = torch.from_numpy(streams[number].packed())
+            part = torch.from_numpy(packed[number])
         held = part.to(device)
         _all_ranks(lambda held=held, number=number: dist.broadcast(held, src=number % ranks), "streams")
         parts.append(held.cpu().numpy())

@@ -73,11 +73,13 @@ def activations(
     from headrace.reduce.gloo import summed_over_ranks
 
     problem: Exception | None = None
+    packed: dict[int, np.ndarray] = {}
     try:
         _collect(model, loader, module, steps, forward, keep, sums)
+        packed = {number: stream.packed() for number, stream in sums.open.items()}
     except Exception as error:
         problem = error  # the others are told before it goes up: they would wait for this rank until their deadline
-    return summed_over_ranks(sums.open, count, rank, ranks, problem)
+    return summed_over_ranks(sums.open, packed, count, rank, ranks, problem)
 
 
 class _Streams:
@@ -90,11 +92,14 @@ class _Streams:
     def push(self, batch: Any, output: Tensor, mask: Tensor | None) -> None:
         """Add what the module put out for a batch, to the streams of its samples."""
         rows = output.reshape(-1, output.shape[-1])
-        with Wait("reduce.device", deadline=600):
-            rows = rows.to("cpu")
         if self._count == self._ranks:
-            self._add(self._rank, rows if mask is None else rows[mask])
+            rows = rows if mask is None else rows[mask.to(rows.device)]
+            with Wait("reduce.device", deadline=600):
+                rows = rows.to("cpu")
+            self._add(self._rank, rows)
             return
+        with Wait("reduce.device", deadline=600):
+            rows, mask = rows.to("cpu"), None if mask is None else mask.to("cpu")
         samples = _samples(batch, output)
         each = len(rows) // max(len(samples), 1)
         for at, sample in enumerate(samples):
@@ -165,7 +170,7 @@ def _collect(
                         f"module {module!r} was not called in a forward pass: is it the one that this model uses?"
                     )
                 for output in seen:
-                    mask = None if keep is None else _mask(keep(batch), output.numel() // output.shape[-1]).to("cpu")
+                    mask = None if keep is None else _mask(keep(batch), output.numel() // output.shape[-1])
                     sums.push(batch, output, mask)
                 if steps is not None and taken >= steps:
                     break
