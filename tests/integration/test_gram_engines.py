@@ -86,7 +86,10 @@ def test_a_row_that_is_not_finite_is_named_by_the_worker_that_read_it(tmp_path):
     order = order_for(tmp_path, 1)
     crew = ProcessCrew(order)
     try:
-        with pytest.raises(DataError, match=r"rank 0: chunk 5 \(rows 50 to 60\) gives NaN or infinity"):
+        with pytest.raises(
+            DataError,
+            match=r"rank 0: chunk 5 \(rows 50 to 60\) gives NaN or infinity.* The first is row 57 of .*a\.npy",
+        ):
             drive(CrossNodeGramReduction(order.partition, provenance=order.provenance), crew, deadline=60)
     finally:
         crew.close()
