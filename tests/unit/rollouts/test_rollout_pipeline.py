@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,27 +24,8 @@ from headrace.rollouts import (
     rollout_from_verifiers,
 )
 
-LAYERS, TOPK = 2, 3
-
-
-def output(task, member, *, turns=3, routed=True, seed=0, env="game", **more):
-    """A rollout of some turns; its tokens and experts follow from its place."""
-    rng = np.random.default_rng([seed, task, member])
-    context: list[int] = []
-    steps = []
-    for _ in range(turns):
-        context = [*context, *rng.integers(0, 1000, 5).tolist()]
-        said = rng.integers(0, 1000, int(rng.integers(1, 6))).tolist()
-        tokens = {
-            "prompt_ids": list(context), "prompt_mask": [0] * len(context), "completion_ids": said, "completion_mask": [1] * len(said),
-            "completion_logprobs": (-rng.random(len(said))).tolist(),
-        }  # fmt: skip
-        context = [*context, *said]
-        if routed:
-            rows = len(context) - 1
-            tokens["routed_experts"] = {"data": rng.bytes(rows * LAYERS * TOPK), "shape": [rows, LAYERS, TOPK]}
-        steps.append({"prompt": "?", "completion": "!", "tokens": tokens})
-    return {"example_id": task, "env_name": env, "reward": float(member % 2), "trajectory": steps, **more}
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from rollout_outputs import LAYERS, TOPK, output, told
 
 
 def run(folder, arrivals, *, step=0, **more):
@@ -55,15 +37,6 @@ def run(folder, arrivals, *, step=0, **more):
             return await pipeline.finish(step, policy_version=5)
 
     return asyncio.run(go())
-
-
-def told(batch):
-    """Everything a trainer sees, but not where rows lie in the file."""
-    return [
-        {k: v.tobytes() if isinstance(v, np.ndarray) else v for k, v in micro.items()}
-        for rank in range(batch.ranks)
-        for micro in batch.micro_batches(rank)
-    ]
 
 
 KEYS = [(task, member) for task in range(3) for member in range(4)]
