@@ -6,7 +6,7 @@
 
 mode="arrival" (the default): one worker thread takes each rollout when it comes, makes its samples and writes their experts from the
 chunks they came in. Bulk work there is in calls that let go of the interpreter (copyto, writev, sums of a megabyte), and the
-interpreter is asked to change threads every .5 ms instead of every 5 while a pipeline is open. Asking is not enough (`_Breath`). At the boundary columns, a header
+interpreter is asked to change threads every .5 ms instead of every 5 while a pipeline is open. Asking is not enough (`Breath`). At the boundary columns, a header
 and a name are left to do, in the worker as well. With `use_process_pool` samples are made in processes (`processes.py`), and only
 written here.
 
@@ -30,7 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -49,7 +49,7 @@ from headrace.rollouts.records import Rollout
 from headrace.rollouts.saving import save_rollouts
 from headrace.rollouts.step_metrics import rollout_metrics
 
-__all__ = ["RolloutPipeline", "StepPhases", "StepReport", "return_freed_memory"]
+__all__ = ["Breath", "RolloutPipeline", "StepPhases", "StepReport", "return_freed_memory", "switching_fast"]
 
 _log = logging.getLogger("headrace.rollouts")
 _TRIM_BYTES = 64 << 20
@@ -58,7 +58,7 @@ Key = tuple[int, int]
 """(task, member): where a rollout stands in its step."""
 
 
-class _Breath:
+class Breath:
     """Stand back for a moment every half millisecond of work.
 
     A thread that waits for the interpreter asks for it only after a whole interval in which nobody let go of it. A worker whose numpy calls let
@@ -73,6 +73,17 @@ class _Breath:
         if time.perf_counter() - self._since >= _BREATH_EVERY:
             time.sleep(_BREATH)
             self._since = time.perf_counter()
+
+
+@contextmanager
+def switching_fast(interval: float = 5e-4) -> Generator[None]:
+    """The interpreter changes threads every `interval` seconds meanwhile, if it did so more slowly before."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(interval, before))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 class StepPhases:
@@ -188,10 +199,10 @@ class RolloutPipeline:
                 retries=worker_retries,
                 deadline=worker_deadline,
             )
-        self._breathe = _Breath()
+        self._breathe = Breath()
         self._restarts_told = 0
         self._freed = 0
-        self._switch_before = 0.0
+        self._switching = ExitStack()
 
     # ------------------------------------------------------------------------------------------ lifetime
 
@@ -205,8 +216,7 @@ class RolloutPipeline:
             self._askers = ThreadPoolExecutor(self.processes.workers, "headrace-rollouts-ask")
         self._worker = ThreadPoolExecutor(1, "headrace-rollouts")
         if self._switch is not None:
-            self._switch_before = sys.getswitchinterval()
-            sys.setswitchinterval(min(self._switch, self._switch_before))
+            self._switching.enter_context(switching_fast(self._switch))
         return self
 
     async def __aexit__(
@@ -227,8 +237,7 @@ class RolloutPipeline:
         for step in self._steps.values():
             step.writer.close()
         self._steps.clear()
-        if self._switch is not None:
-            sys.setswitchinterval(self._switch_before)
+        self._switching.close()
 
     # ------------------------------------------------------------------------------------------- arrival
 
