@@ -15,18 +15,13 @@ import numpy as np
 
 from headrace.errors import FileCorrupt
 
-__all__ = ["decode_value", "encode_value", "is_foreign"]
+__all__ = ["decode_value", "encode_value"]
 
 _FOREIGN, _ARRAY = 1, 2
 
 
 class _Foreign:
     """Stands for an object that stayed where it was."""
-
-
-def is_foreign(value: Any) -> bool:
-    """Whether a decoded value stands for an object that could not be encoded."""
-    return isinstance(value, _Foreign)
 
 
 def _encoded(value: Any) -> msgspec.msgpack.Ext:
@@ -55,14 +50,23 @@ def _decoded(code: int, data: memoryview) -> Any:
     return array if array.ndim else array[()]
 
 
+def _encoded_strictly(value: Any) -> msgspec.msgpack.Ext:
+    found = _encoded(value)
+    if found.code == _FOREIGN:
+        raise TypeError(f"a {type(value).__name__} is no plain value and no array of numbers")
+    return found
+
+
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)
+_STRICT = msgspec.msgpack.Encoder(enc_hook=_encoded_strictly)
 _DECODER = msgspec.msgpack.Decoder(ext_hook=_decoded)
 
 
-def encode_value(value: Any) -> bytes:
-    """The value as bytes. What msgpack cannot hold (a number of more than 64 bits, a lone surrogate) raises ValueError or one of its kind."""
+def encode_value(value: Any, *, strict: bool = False) -> bytes:
+    """The value as bytes. What msgpack cannot hold (a number of more than 64 bits, a lone surrogate) raises ValueError or one of its kind;
+    with `strict`, so does an object that is no value."""
     try:
-        return _ENCODER.encode(value)
+        return (_STRICT if strict else _ENCODER).encode(value)
     except (TypeError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from error
 

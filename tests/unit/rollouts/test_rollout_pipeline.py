@@ -180,11 +180,24 @@ def test_rollouts_with_and_without_experts_in_one_step_are_refused_by_name(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_images_sample_is_refused_by_name_rather_than_written_without_them(tmp_path):
-    raw = output(0, 0)
-    raw["trajectory"][0]["tokens"]["pixel_values"] = [[1.0]]
-    with pytest.raises(ConfigError, match="pixel_values"):
-        run(tmp_path, [((0, 0), raw)])
+@pytest.mark.parametrize("processes", [0, 1])
+def test_an_images_fields_reach_the_trainer_with_their_sample_and_what_is_no_value_is_refused(tmp_path, processes):
+    pixels = np.arange(12, dtype=np.float32).reshape(3, 4)
+    with_image, other, foreign = output(0, 0), output(0, 1), output(0, 2)
+    fields = {"pixel_values": pixels, "image_grid_thw": [[1, 2, 6]]}
+    with_image["trajectory"][-1]["tokens"] |= fields
+    foreign["trajectory"][0]["tokens"]["mm_kwargs"] = {"handle": object()}
+    arrivals = [((0, 0), with_image), ((0, 1), other), ((0, 2), foreign)]
+    report = run(tmp_path, arrivals, use_process_pool=processes)
+    assert report.refused == {"wrong_type": 1}
+    micro = [m for rank in range(2) for m in open_training_batch(report.path).micro_batches(rank)]
+    (image,) = [m for m in micro if m["multimodal"] not in ([], [None])]
+    (found,) = image["multimodal"]
+    assert found["pixel_values"].dtype == np.float32
+    assert found["pixel_values"].tolist() == pixels.tolist()
+    assert found["image_grid_thw"] == [[1, 2, 6]]
+    (expected,) = interleave_rollout(rollout_from_verifiers(output(0, 0)))
+    assert image["ids"].tolist() == expected.ids.tolist()
 
 
 def test_a_step_is_published_once(tmp_path):
