@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ from typing import Any, Literal, Self
 from headrace.errors import ConfigError, RolloutRefused, StorageError, TokenizerError
 from headrace.metrics import Wait, phase
 from headrace.rollouts.advantages import AdvantageConfig, AdvantageFn, compute_advantages
-from headrace.rollouts.batch_files import BatchWriter, WrittenSample
+from headrace.rollouts.batch_files import BatchWriter, WrittenSample, batch_path
 from headrace.rollouts.filters import Filter, Filtered, apply_filters
 from headrace.rollouts.ingest import Limits
 from headrace.rollouts.packing import pack_samples
@@ -54,8 +54,8 @@ __all__ = ["Breath", "RolloutPipeline", "StepPhases", "StepReport", "return_free
 _log = logging.getLogger("headrace.rollouts")
 _TRIM_BYTES = 64 << 20
 _BREATH_EVERY, _BREATH = 5e-4, 5e-5
-Key = tuple[int, int]
-"""(task, member): where a rollout stands in its step."""
+Key = tuple[int, ...]
+"""(task, member), or with the attempt after them: where a rollout stands in its step."""
 
 
 class Breath:
@@ -140,7 +140,7 @@ class StepReport:
 class _OpenStep:
     writer: BatchWriter
     phases: StepPhases = field(default_factory=StepPhases)
-    pending: set[asyncio.Future[None]] = field(default_factory=set)
+    pending: set[asyncio.Future[str | None]] = field(default_factory=set)
     raw: dict[Key, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
     """What boundary mode keeps."""
     keys: set[Key] = field(default_factory=set)
@@ -244,32 +244,41 @@ class RolloutPipeline:
     def arrive(self, raw: Any, *, step: int, key: Key, policy_version: int = 0, **about: Any) -> bool:
         """Take a rollout (a `verifiers` dict, the same as JSON text, or a Rollout) for a step; whether the step was still open.
         Returns at once."""
+        return self._arrived(raw, step, key, {"policy_version": policy_version, **about}) is not None
+
+    async def settle(self, raw: Any, *, step: int, key: Key, policy_version: int = 0, **about: Any) -> str | None:
+        """`arrive`, and wait until the rollout is samples: None, or the cause it was refused under ("late" if its step had ended)."""
+        future = self._arrived(raw, step, key, {"policy_version": policy_version, **about})
+        return "late" if future is None else await asyncio.shield(future)
+
+    def _arrived(self, raw: Any, step: int, key: Key, about: dict[str, Any]) -> asyncio.Future[str | None] | None:
         if self._worker is None:
             raise RuntimeError("the pipeline is not open; use it as `async with`")
         if step in self._ended or step <= self._finished:
             self.late += 1
-            return False
+            return None
         state = self._steps.get(step)
         if state is None:
             state = self._steps[step] = _OpenStep(BatchWriter(self.folder, step=step))
         if key in state.keys:
             raise ConfigError(f"rollout {key} of step {step} arrived twice; give every request its own (task, member)")
         state.keys.add(key)
-        about = {"policy_version": policy_version, **about}
         if self.mode == "boundary":
             state.raw[key] = (raw, about)
-            return True
+            kept: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+            kept.set_result(None)
+            return kept
         # In a list, which is emptied: an executor keeps what it was called with until the call is over.
         future = asyncio.get_running_loop().run_in_executor(
             self._askers or self._worker, self._process, state, key, [raw], about
         )
         state.pending.add(future)
         future.add_done_callback(functools.partial(_settled, state))
-        return True
+        return future
 
-    def _process(self, state: _OpenStep, key: Key, box: list[Any], about: dict[str, Any]) -> None:
-        """One rollout, in a thread: checked, made samples, written."""
-        raw = box.pop()
+    def _process(self, state: _OpenStep, key: Key, box: list[Any], about: dict[str, Any]) -> str | None:
+        """One rollout, in a thread: checked, made samples, written. The cause it was refused under, if it was."""
+        raw, cause = box.pop(), None
         try:
             with state.phases.measure("process_rollout"):
                 made = self.processes.process(raw, about) if self.processes else self._made(state, raw, about)
@@ -277,11 +286,12 @@ class RolloutPipeline:
                 state.done[key] = (made.rollout, state.writer.add(made.samples))
                 state.truncated += made.truncated
         except (RolloutRefused, TokenizerError) as error:
-            self._refuse(state, key, error)
+            cause = self._refuse(state, key, error)
         made = None
         parts = _parts_of(raw)
         raw = None
         self._let_go(parts)
+        return cause
 
     def _let_go(self, parts: list[Any]) -> None:
         """Free what a rollout came in, piece by piece. At once, 450,000 numbers would keep the interpreter from the loop for 6 ms."""
@@ -294,10 +304,12 @@ class RolloutPipeline:
             self._freed = 0
             return_freed_memory()
 
-    def _refuse(self, state: _OpenStep, key: Key, error: RolloutRefused | TokenizerError) -> None:
+    def _refuse(self, state: _OpenStep, key: Key, error: RolloutRefused | TokenizerError) -> str:
+        cause = error.cause if isinstance(error, RolloutRefused) else "tokenizer"
         with state.lock:
-            state.refused[error.cause if isinstance(error, RolloutRefused) else "tokenizer"] += 1
+            state.refused[cause] += 1
         _log.warning("step %d: rollout %s was refused: %s", state.writer.step, key, error)
+        return cause
 
     def _made(self, state: _OpenStep, raw: Any, about: dict[str, Any]) -> Processed:
         return process_rollout(
@@ -307,8 +319,8 @@ class RolloutPipeline:
 
     # ------------------------------------------------------------------------------------------ boundary
 
-    async def finish(self, step: int, *, policy_version: int = 0) -> StepReport:
-        """End a step and publish its batch. Whatever arrives for it afterwards is late."""
+    async def finish(self, step: int, *, policy_version: int = 0, only: Collection[Key] | None = None) -> StepReport:
+        """End a step and publish its batch. Whatever arrives for it afterwards is late. `only`: rollouts with other keys are left out."""
         worker = self._worker
         if worker is None:
             raise RuntimeError("the pipeline is not open; use it as `async with`")
@@ -321,11 +333,21 @@ class RolloutPipeline:
             if self.mode == "boundary":
                 await self._gather(state)
             await self._drained(state)
+            for key in [k for k in state.done if only is not None and k not in only]:
+                del state.done[key]
             report = await loop.run_in_executor(worker, self._finish, state, step, policy_version)
         finally:
             await loop.run_in_executor(worker, state.writer.close)
         _log.info("%s", report.phases.line(step))
         return report
+
+    def reopen(self, step: int) -> None:
+        """Let a step that was finished without a batch begin anew."""
+        if batch_path(self.folder, step).exists() or (step not in self._ended and step > self._finished):
+            raise ConfigError(f"step {step} cannot begin anew: it is open, or its batch is published")
+        self._ended.update(range(step + 1, self._finished + 1))
+        self._ended.discard(step)
+        self._finished = min(self._finished, step - 1)
 
     async def settled(self, step: int) -> None:
         """Wait until everything that has arrived for a step is processed; `finish` does so too."""
@@ -439,7 +461,7 @@ def _parts_of(raw: Any) -> list[Any]:
     return [part for part in parts if isinstance(part, (list, bytes, bytearray, str))]
 
 
-def _settled(state: _OpenStep, future: asyncio.Future[None]) -> None:
+def _settled(state: _OpenStep, future: asyncio.Future[str | None]) -> None:
     """A rollout is through. One that failed for no reason of its own stays, so that `finish` raises it."""
     if not future.cancelled() and future.exception() is None:
         state.pending.discard(future)
