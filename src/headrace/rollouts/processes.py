@@ -452,10 +452,7 @@ def _with_stand_in(step: Any) -> Any:
 
 def _needed_rows(rollout: Rollout, pieces: list[list[Piece]]) -> tuple[list[int | None], list[bytes | memoryview]]:
     """By turn: the first token whose row is needed, and its rows from there on, decoded."""
-    spans: dict[int, tuple[int, int]] = {}
-    for turn, first, stop in (p for own in pieces for p in own):
-        low, high = spans.get(turn, (first, stop))
-        spans[turn] = min(low, first), max(high, stop)
+    spans = {turn: (first, stop) for own in pieces for turn, first, stop in own}  # a turn is of one sample
     starts: list[int | None] = []
     rows: list[bytes | memoryview] = []
     for turn, step in enumerate(rollout.trajectory):

@@ -183,21 +183,33 @@ def test_rollouts_with_and_without_experts_in_one_step_are_refused_by_name(tmp_p
 @pytest.mark.parametrize("processes", [0, 1])
 def test_an_images_fields_reach_the_trainer_with_their_sample_and_what_is_no_value_is_refused(tmp_path, processes):
     pixels = np.arange(12, dtype=np.float32).reshape(3, 4)
-    with_image, other, foreign = output(0, 0), output(0, 1), output(0, 2)
-    fields = {"pixel_values": pixels, "image_grid_thw": [[1, 2, 6]]}
-    with_image["trajectory"][-1]["tokens"] |= fields
+    with_image, other, foreign, second = (output(0, m) for m in range(4))
+    with_image["trajectory"][-1]["tokens"] |= {"pixel_values": pixels, "image_grid_thw": [[1, 2, 6]]}
+    second["trajectory"][-1]["tokens"]["pixel_values"] = [4, 5]
     foreign["trajectory"][0]["tokens"]["mm_kwargs"] = {"handle": object()}
-    arrivals = [((0, 0), with_image), ((0, 1), other), ((0, 2), foreign)]
+    arrivals = [((0, 0), with_image), ((0, 1), other), ((0, 2), foreign), ((0, 3), second)]
     report = run(tmp_path, arrivals, use_process_pool=processes)
     assert report.refused == {"wrong_type": 1}
     micro = [m for rank in range(2) for m in open_training_batch(report.path).micro_batches(rank)]
-    (image,) = [m for m in micro if m["multimodal"] not in ([], [None])]
+    image, small = sorted(
+        (m for m in micro if m["multimodal"] not in ([], [None])), key=lambda m: len(m["multimodal"][0]), reverse=True
+    )
+    assert small["multimodal"] == [{"pixel_values": [4, 5]}]
     (found,) = image["multimodal"]
     assert found["pixel_values"].dtype == np.float32
     assert found["pixel_values"].tolist() == pixels.tolist()
     assert found["image_grid_thw"] == [[1, 2, 6]]
     (expected,) = interleave_rollout(rollout_from_verifiers(output(0, 0)))
     assert image["ids"].tolist() == expected.ids.tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "boundary"}, {"use_process_pool": 1}])
+def test_samples_that_lose_their_end_are_counted_and_keep_their_experts(tmp_path, options):
+    report = run(tmp_path, [((0, m), output(0, m, turns=1 + 8 * (m % 2))) for m in range(4)], seq_len=20, **options)
+    assert (report.truncated, report.samples) == (2, 4)
+    for rank in range(2):
+        for micro in open_training_batch(report.path).micro_batches(rank):
+            assert len(micro["ids"]) == len(micro["routed_experts"]) <= 20
 
 
 def test_a_step_is_published_once(tmp_path):

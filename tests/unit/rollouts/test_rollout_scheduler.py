@@ -159,6 +159,20 @@ def test_a_step_that_is_all_filtered_is_asked_for_again_a_bounded_number_of_time
     assert samples_of(reports[1]) == {ids_of(t, m, 1) for t in range(PER_STEP, 2 * PER_STEP) for m in range(SIZE)}
 
 
+def test_a_step_that_is_asked_for_again_has_all_its_refills_again(tmp_path):
+    async def play(request):
+        if request.attempt in (0, 2):
+            raise RuntimeError
+        return {**answer(request), "reward": float(request.member % 2) if request.attempt >= 2 else 1.0}
+
+    policy = EnvPolicy(env_name="game", group_size=SIZE, on_failure="refill", max_refills=1)
+    (report,), book, _, _ = run(
+        tmp_path, play, steps=1, policies=[policy], pipeline={"filters": [ZeroAdvantageFilter()]}
+    )
+    adds_up(book)
+    assert samples_of(report) == {ids_of(t, m, 3) for t in range(PER_STEP) for m in range(SIZE)}
+
+
 def test_a_step_is_generated_with_its_pinned_policy_and_never_further_ahead_than_the_lag(tmp_path):
     seen, engine = [], [0]
 
