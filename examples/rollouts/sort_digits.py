@@ -36,7 +36,7 @@ from headrace.train.gpt import GPT, GPTConfig, init_parameters
 from headrace.train.rl import EnvWatch, policy_terms
 
 DIGITS, SEPARATOR, VOCABULARY = 4, 10, 11
-TASKS, MEMBERS = 32, 16
+MEMBERS = 16
 
 
 class Policy:
@@ -118,7 +118,7 @@ class Engine:
                     future.set_result((said, sure))
 
 
-async def train(out: Path, steps: int, seed: int) -> None:
+async def train(out: Path, steps: int, tasks: int, seed: int) -> None:
     policy = Policy(out / "policy.pt", seed)
     engine = Engine(policy, seed)
     exact: list[bool] = []
@@ -149,7 +149,7 @@ async def train(out: Path, steps: int, seed: int) -> None:
             # A batch that a killed run had published and not learnt from, or learnt from and not acknowledged.
             while receiver.next_step < sender.next_step and batch_path(sender.queue, receiver.next_step).exists():
                 await learn()
-            book = GroupBook([EnvPolicy(env_name="sort", group_size=MEMBERS)], groups_per_step=TASKS)
+            book = GroupBook([EnvPolicy(env_name="sort", group_size=MEMBERS)], groups_per_step=tasks)
             options = {
                 "advantage": AdvantageConfig(),
                 "filters": [ZeroAdvantageFilter()],
@@ -162,7 +162,7 @@ async def train(out: Path, steps: int, seed: int) -> None:
                     sender,
                     environments={"sort": play},
                     env_of=lambda task: "sort",
-                    concurrency=TASKS * MEMBERS,
+                    concurrency=tasks * MEMBERS,
                 )
                 scheduler.policy_is(sender.next_step)
                 async for report in scheduler.run(steps, first=sender.next_step):
@@ -181,10 +181,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; one that is there is continued")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--tasks", type=int, default=32, help="tasks of a step; each is tried 16 times")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    asyncio.run(train(args.out, args.steps, args.seed))
+    asyncio.run(train(args.out, args.steps, args.tasks, args.seed))
 
 
 if __name__ == "__main__":

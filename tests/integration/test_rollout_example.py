@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "rollouts" / "sort_
 
 
 def words(out, steps):
-    return [sys.executable, str(EXAMPLE), "--out", str(out), "--steps", str(steps)]
+    return [sys.executable, str(EXAMPLE), "--out", str(out), "--steps", str(steps), "--tasks", "2"]
 
 
 @pytest.mark.timeout(110)

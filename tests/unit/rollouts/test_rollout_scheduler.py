@@ -166,9 +166,8 @@ def test_a_step_that_is_asked_for_again_has_all_its_refills_again(tmp_path):
         return {**answer(request), "reward": float(request.member % 2) if request.attempt >= 2 else 1.0}
 
     policy = EnvPolicy(env_name="game", group_size=SIZE, on_failure="refill", max_refills=1)
-    (report,), book, _, _ = run(
-        tmp_path, play, steps=1, policies=[policy], pipeline={"filters": [ZeroAdvantageFilter()]}
-    )
+    filters = {"filters": [ZeroAdvantageFilter()]}
+    (report,), book, _, _ = run(tmp_path, play, steps=1, policies=[policy], pipeline=filters, empty_retries=1)
     adds_up(book)
     assert samples_of(report) == {ids_of(t, m, 3) for t in range(PER_STEP) for m in range(SIZE)}
 
