@@ -108,14 +108,17 @@ class _Worker:
             raise
         finally:
             theirs.close()
-        self.number = number
+        self.number, self.pid, self._ready = number, self.process.pid or 0, False
 
     def wait_until_ready(self) -> None:
         """Its imports are done. WorkerDied if it ended over them."""
+        if self._ready:
+            return
         try:
             if not self.pipe.poll(_START_SECONDS):
                 raise WorkerDied(f"{self.told()} did not start within {_START_SECONDS:g} s")
             self.pipe.recv_bytes()
+            self._ready = True
         except (EOFError, OSError) as error:
             raise WorkerDied(
                 f"{self.told()} at its start. A script that opens a pipeline with processes needs `if __name__ == '__main__':` around it"
@@ -125,7 +128,7 @@ class _Worker:
         """Who it is and how it ended."""
         self.process.join(1.0)
         how = how_it_ended(self.process.exitcode) if self.process.exitcode is not None else "is not alive"
-        return f"worker process {self.process.name} (pid {self.process.pid}) {how}"
+        return f"worker process {self.process.name} (pid {self.pid}) {how}"
 
     def end(self, *, kill: bool) -> None:
         if kill:
@@ -167,7 +170,7 @@ class RolloutProcesses:
     def pids(self) -> tuple[int, ...]:
         """Of the processes that are there now."""
         with self._lock:
-            return tuple(w.process.pid or 0 for w in self._all.values())
+            return tuple(w.pid for w in self._all.values())
 
     def start(self) -> None:
         """Spawn all and wait until they have imported what they need, so that the first rollout does not."""
@@ -225,8 +228,10 @@ class RolloutProcesses:
                 worker = self._taken(wait)
             try:
                 answer = self._asked(worker, frames)
-            except (EOFError, OSError) as error:
+            except (EOFError, OSError, WorkerDied) as error:
                 self._replace(worker, attempt, error)
+                if isinstance(error, WorkerDied) and attempt == self.retries:
+                    raise  # it does not even start, which is no rollout's fault
                 continue
             except BaseException:
                 self._idle.put(worker)
@@ -251,6 +256,7 @@ class RolloutProcesses:
                 wait.check()
 
     def _asked(self, worker: _Worker, frames: Sequence[bytes | memoryview]) -> list[bytes]:
+        worker.wait_until_ready()
         for frame in frames:
             worker.pipe.send_bytes(frame)
         if not worker.pipe.poll(self.deadline):
@@ -270,9 +276,7 @@ class RolloutProcesses:
         _log.warning(
             "%s over a rollout (%s); try %d of %d", told, error or type(error).__name__, attempt + 1, self.retries + 1
         )
-        fresh = self._spawn(worker.number)
-        fresh.wait_until_ready()
-        self._idle.put(fresh)
+        self._idle.put(self._spawn(worker.number))
 
 
 def _question(raw: Any, about: Mapping[str, Any]) -> list[bytes | memoryview]:
