@@ -2,31 +2,38 @@
 
     python benchmarks/rollouts.py                 both synthetic steps at a tenth of their size
     python benchmarks/rollouts.py --scale 1       1.16 GB of routed experts; 60 million ids
+    python benchmarks/rollouts.py --steps 500     and the memory of a process after so many steps
 
-Each figure comes from a process of its own. Lag is sampled every millisecond and shown beside an idle stretch of the same loop.
-"plain" is what one would write first: lists joined turn by turn, np.concatenate of experts, one msgspec encode, one write.
+Each figure comes from a process of its own. Lag is sampled every millisecond and shown as what it is above an idle stretch of the same
+loop with the same tasks. "plain" is what one would write first: lists joined turn by turn, np.concatenate of experts, one msgspec encode, one
+write; it has no event loop, so its time is how long one would stand still. "floor" writes the very chunks that arrived with writev,
+by turns with our own way in one process: fresh pages of the page cache cost up to nine times those just let go, and both get both.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
 import os
-import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CHUNK = 16 << 20
+ROUNDS = 6
 
 
 def plain(dump: Path, folder: Path) -> dict[str, Any]:
     """The step by plain code, on no event loop: its wall time is how long a loop would stand still."""
     import msgspec
     import numpy as np
+    import orjson
 
     from headrace.rollouts.dumps import read_dump
 
@@ -43,7 +50,7 @@ def plain(dump: Path, folder: Path) -> dict[str, Any]:
             assert t["prompt_ids"][: len(ids)] == ids
             new = t["prompt_ids"][len(ids) :]
             ids = ids + new + t["completion_ids"]
-            mask = mask + [False] * len(new) + [bool(m) for m in t["completion_mask"]]
+            mask = mask + [bool(m) for m in t["prompt_mask"][len(mask) :]] + [bool(m) for m in t["completion_mask"]]
             logprobs = logprobs + [0.0] * len(new) + t["completion_logprobs"]
             if "routed_experts" in t:
                 rows = np.frombuffer(t["routed_experts"]["data"], np.uint8).reshape(t["routed_experts"]["shape"])
@@ -53,46 +60,123 @@ def plain(dump: Path, folder: Path) -> dict[str, Any]:
         )
     gathered = time.perf_counter() - wall
     (folder / "batch.msgpack").write_bytes(msgspec.msgpack.encode(samples))
+    lines = [{k: v for k, v in r.items() if k != "trajectory"} for r in rollouts]
+    (folder / "rollouts.jsonl").write_bytes(b"\n".join(orjson.dumps(line) for line in lines))
     return {
         "wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "gather": gathered,
         "bytes": (folder / "batch.msgpack").stat().st_size,
     }  # fmt: skip
 
 
-def floor(size: int, folder: Path) -> dict[str, float]:
-    """Writing as many bytes into the page cache from warm memory: the best of three tries with each of three sizes of a write."""
-    block = memoryview(bytearray(os.urandom(1 << 20) * (CHUNK >> 20)))
-    tries = []
-    for number in range(9):
-        chunk = (CHUNK >> 6, CHUNK >> 4, CHUNK)[number % 3]
-        wall, cpu = time.perf_counter(), time.process_time()
-        fd = os.open(folder / f"floor-{number}", os.O_WRONLY | os.O_CREAT)
-        left = size
-        while left > 0:
-            left -= os.write(fd, block[: min(left, chunk)])
+def columns(dump: Path, folder: Path) -> dict[str, Any]:
+    """CPU of ingest, of interleave alone, and of interleave and send beside writing the same chunks."""
+    from headrace.rollouts import BatchWriter, interleave_rollout, pack_samples, rollout_from_verifiers
+    from headrace.rollouts.batch_files import sidecar_path
+    from headrace.rollouts.dumps import read_dump
+
+    raw = list(read_dump(dump))
+    cpu = time.thread_time()
+    rollouts = [rollout_from_verifiers(r) for r in raw]
+    ingest = time.thread_time() - cpu
+    del raw
+    wall = time.perf_counter()
+    samples = [s for r in rollouts for s in interleave_rollout(r)]
+    interleave = time.perf_counter() - wall
+    chunks = [[c.reshape(-1).data for c in s.experts.chunks] for s in samples if s.experts is not None]
+    del samples
+
+    def floor() -> None:
+        fd = os.open(folder / "floor", os.O_WRONLY | os.O_CREAT)
+        for some in chunks:
+            os.writev(fd, some)
         os.close(fd)
-        tries.append((time.perf_counter() - wall, time.process_time() - cpu))
-        (folder / f"floor-{number}").unlink()
-    return {"wall": min(w for w, _ in tries), "cpu": min(c for _, c in tries)}
+        made.append(folder / "floor")
+
+    def ours() -> None:
+        writer = BatchWriter(folder, step=0)
+        slots = [slot for r in rollouts for slot in writer.add(interleave_rollout(r))]
+        packed = pack_samples([s.sample for s in slots], seq_len=32_768, ranks=2)
+        path = writer.publish(packed, slots, seq_len=32_768, policy_version=0)
+        made.extend((path, sidecar_path(path)))
+
+    made: list[Path] = []
+
+    def timed(work: Callable[[], None]) -> float:
+        start = time.thread_time()
+        work()
+        took = time.thread_time() - start
+        while made:
+            with contextlib.suppress(FileNotFoundError):
+                made.pop().unlink()
+        return took
+
+    tries: list[tuple[float, float]] = []
+    if chunks:
+        for number in range(ROUNDS):  # by turns, and by turns first
+            a, b = (floor, ours) if number % 2 else (ours, floor)
+            took = (timed(a), timed(b))
+            tries.append(took if number % 2 else (took[1], took[0]))
+    return {
+        "ingest": ingest, "interleave": interleave, "floor": [f for f, _ in tries], "ours": [o for _, o in tries],
+    }  # fmt: skip
+
+
+def many_steps(steps: int, folder: Path) -> dict[str, Any]:
+    """Resident memory after so many steps of small rollouts with experts, in a process that reads and deletes every batch."""
+    from headrace.rollouts import AdvantageConfig, RolloutPipeline, open_training_batch
+    from headrace.rollouts.batch_files import sidecar_path
+    from headrace.rollouts.dumps import synthetic_rollouts
+
+    rollouts = [r for _, r in zip(range(32), synthetic_rollouts("r3", scale=0.05), strict=False)]
+    seen = []
+
+    async def go() -> None:
+        async with RolloutPipeline(folder, seq_len=32_768, ranks=2, advantage=AdvantageConfig()) as pipeline:
+            for step in range(steps):
+                for number, rollout in enumerate(rollouts):
+                    # Lists of its own, as from a socket.
+                    fresh = json.loads(json.dumps(rollout["trajectory"][0]["tokens"]["prompt_ids"]))
+                    turns = [dict(t, tokens=dict(t["tokens"])) for t in rollout["trajectory"]]
+                    turns[0]["tokens"]["prompt_ids"] = fresh
+                    pipeline.arrive({**rollout, "trajectory": turns}, step=step, key=(number, 0))
+                report = await pipeline.finish(step)
+                assert report.path is not None
+                for rank in range(2):
+                    for _ in open_training_batch(report.path).micro_batches(rank):
+                        continue
+                sidecar_path(report.path).unlink()
+                report.path.unlink()
+                seen.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"))
+
+    asyncio.run(go())
+    return {"rss": seen}
 
 
 def one(kind: str, dump: Path, folder: Path, traffic: int) -> dict[str, Any]:
     """In a process of its own: one way of doing the step."""
     if kind == "plain":
         return plain(dump, folder)
-    if kind.startswith("floor:"):
-        return floor(int(kind[6:]), folder)
+    if kind == "columns":
+        return columns(dump, folder)
+    if kind.startswith("steps:"):
+        return many_steps(int(kind[6:]), folder)
     from headrace.jobs.replay import replay
 
-    chunk = 128 if kind == "boundary" else None
-    found = replay(dump, mode=kind, synthetic_traffic=traffic, gather_chunk_size=chunk, folder=folder)  # ty: ignore[invalid-argument-type]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {**found.to_dict(), "rss": peak}
+    mode, _, processes = kind.partition(":")
+    chunk = 128 if mode == "boundary" else None
+    return replay(
+        dump,
+        mode=mode,  # ty: ignore[invalid-argument-type]
+        synthetic_traffic=traffic,
+        gather_chunk_size=chunk,
+        folder=folder,
+        processes=int(processes or 0),
+    ).to_dict()
 
 
 def run(kind: str, dump: Path, folder: Path, traffic: int = 0) -> dict[str, Any]:
     words = [sys.executable, __file__, "--one", kind, str(dump), str(folder), str(traffic)]
-    return json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    return json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def compare(step: str, scale: float, folder: Path) -> None:
@@ -100,35 +184,54 @@ def compare(step: str, scale: float, folder: Path) -> None:
 
     dump = folder / f"{step}.dump"
     dump_raw_rollouts(dump, synthetic_rollouts(step, scale=scale))  # ty: ignore[invalid-argument-type]
-    print(f"-- {step}, scale {scale:g}: {dump.stat().st_size / 1e6:,.0f} MB arrive", flush=True)
+    payload = dump.stat().st_size
+    print(f"-- {step}, scale {scale:g}: {payload / 1e6:,.0f} MB arrive", flush=True)
     simple = run("plain", dump, folder)
+    ways = ("arrival", "boundary", "arrival:1")
     for traffic in (0, 200):
-        for mode in ("arrival", "boundary"):
-            found = run(mode, dump, folder, traffic)
+        for way in ways:
+            found = run(way, dump, folder, traffic)
             phases = {p["phase"]: p for p in found["phases"]}
-            work = {key: phases["arrival"][key] + phases["boundary"][key] for key in ("wall", "cpu")}
+            idle = phases.pop("idle")
             lags = ", ".join(
-                f"{name} p99 {1e3 * p['lag_p99']:.1f} max {1e3 * p['lag_max']:.1f}" for name, p in phases.items()
+                f"{name} p99 {1e3 * (p['lag_p99'] - idle['lag_p99']):+.1f} max {1e3 * (p['lag_max'] - idle['lag_max']):+.1f}"
+                for name, p in phases.items()
             )
-            print(f"{mode:<9} {traffic:>3} tasks   lag, ms: {lags}", flush=True)
+            told = {"arrival:1": "processes"}.get(way, way)
+            print(
+                f"{told:<9} {traffic:>3} tasks   loop lag above idle, ms: {lags}   (idle p99 {1e3 * idle['lag_p99']:.1f} max {1e3 * idle['lag_max']:.1f})",
+                flush=True,
+            )
             if traffic:
                 continue
-            limit = run(f"floor:{found['bytes']}", dump, folder)
+            wall = phases["arrival"]["wall"] + phases["boundary"]["wall"]
+            growth = found["rss_peak"] - found["rss_before"]
             print(
-                f"          wall {work['wall']:.2f} s (plain {simple['wall']:.2f}, ratio {work['wall'] / simple['wall']:.2f}; write floor {limit['wall']:.2f}, ratio {work['wall'] / limit['wall']:.1f})"
-                f"   CPU {work['cpu']:.2f} s (plain {simple['cpu']:.2f}; floor {limit['cpu']:.2f}, ratio {work['cpu'] / limit['cpu']:.1f})"
+                f"          whole step {wall:.2f} s (plain {simple['wall']:.2f}, ratio {wall / simple['wall']:.2f})   boundary: {1e3 * phases['boundary']['loop']:.1f} ms of the loop's"
+                f" thread, visible after {1e3 * phases['boundary']['wall']:.0f} ms   memory {100 * growth / payload:+.0f} % of the payload"
+                f"   {found['bytes'] / found['tokens']:.2f} bytes a token (plain {simple['bytes'] / found['tokens']:.2f})"
             )
-            print(
-                f"          boundary {1e3 * phases['boundary']['wall']:.0f} ms until the batch is visible   {found['bytes'] / found['tokens']:.2f} bytes a token"
-                f" (plain {simple['bytes'] / found['tokens']:.2f})   {found['breakdown'].partition(': ')[2]}"
-            )
+            print(f"          {found['breakdown'].partition(': ')[2]}", flush=True)
+    alone = run("columns", dump, folder)
+    print(
+        f"gather    ours {alone['interleave']:.3f} s from columns, {alone['ingest'] + alone['interleave']:.2f} s with ingest from lists"
+        f"   plain {simple['gather']:.2f} s   ratios {simple['gather'] / alone['interleave']:.1f}x and {simple['gather'] / (alone['ingest'] + alone['interleave']):.1f}x faster"
+    )
+    if alone["floor"]:
+        each = [o / f for o, f in zip(alone["ours"], alone["floor"], strict=True)]
+        print(
+            f"send      CPU of interleave + send {min(alone['ours']):.2f} s   writing the chunks {min(alone['floor']):.2f} s   ratio of the best {min(alone['ours']) / min(alone['floor']):.2f},"
+            f" median of {ROUNDS} pairs {statistics.median(each):.2f}   (pairs {', '.join(f'{e:.2f}' for e in each)})",
+            flush=True,
+        )
     dump.unlink()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", type=float, default=0.1)
-    parser.add_argument("--step", choices=["r3", "text"])
+    parser.add_argument("--step", choices=["r3", "text", "none"])
+    parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -137,8 +240,15 @@ def main() -> None:
             print(json.dumps(one(kind, Path(dump), Path(scratch), int(traffic))))
         return
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
-        for step in [args.step] if args.step else ["r3", "text"]:
+        for step in {"none": [], None: ["r3", "text"]}.get(args.step, [args.step]):
             compare(step, args.scale, Path(name))
+        if args.steps:
+            rss = run(f"steps:{args.steps}", Path(name), Path(name))["rss"]
+            tenth = max(1, len(rss) // 10)
+            print(
+                f"{args.steps} steps: {max(rss[tenth : 2 * tenth]) / 1e6:.0f} MB resident at most in the second tenth of them, {max(rss[-tenth:]) / 1e6:.0f} MB in the last,"
+                f" ratio {max(rss[-tenth:]) / max(rss[tenth : 2 * tenth]):.3f}"
+            )
 
 
 if __name__ == "__main__":

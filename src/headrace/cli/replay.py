@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,13 +13,19 @@ from headrace.cli.terminal import console_for, short
 
 __all__ = ["replay"]
 
+Phase = Literal[
+    "idle", "arrival", "boundary", "each", "ingest", "pretokenize", "interleave", "write_experts", "compute_advantages", "apply_filters",
+    "pack", "training_batch_send", "save_rollouts", "metrics_aggregation",
+]  # fmt: skip
+
 
 def replay(
     dump: Path, /, *,
     make: Annotated[Literal["r3", "text"] | None, Parameter(help="Write a synthetic dump to DUMP instead: r3 has 1.16 GB of routed experts, text 60 million token ids.")] = None,
     scale: Annotated[float, Parameter(help="With --make: shorten every turn by this factor.")] = 1.0,
     mode: Annotated[Literal["arrival", "boundary"], Parameter(help="When rollouts are processed: as they arrive, or all at the step's end.")] = "arrival",
-    phase: Annotated[Literal["idle", "arrival", "boundary"] | None, Parameter(help="Tell this phase only.")] = None,
+    phase: Annotated[Phase | None, Parameter(help="Run this phase alone, in a thread beside the loop; `each` runs one after the other; idle, arrival and boundary are parts of the whole step.")] = None,
+    processes: Annotated[int, Parameter(help="Worker processes that make samples; 0 for a thread.")] = 0,
     synthetic_traffic: Annotated[int, Parameter(help="Background tasks that keep the loop busy meanwhile.")] = 0,
     gather_chunk_size: Annotated[int | None, Parameter(help="With --mode boundary: rollouts handed to threads at a time.")] = None,
     seq_len: Annotated[int, Parameter(help="Tokens of a micro batch.")] = 32_768,
@@ -31,6 +38,7 @@ def replay(
     ```
     headrace replay r3.dump --make r3 --scale 0.1
     headrace replay r3.dump --synthetic-traffic 200
+    headrace replay r3.dump --phase interleave
     headrace replay r3.dump --mode boundary --gather-chunk-size 64 --format json
     ```
     """
@@ -50,16 +58,31 @@ def replay(
         elif not quiet:
             say(f"{dump}: {count} rollouts, {short(told['bytes'])}B")
         return 0
+    from headrace.jobs.replay import ALONE, PHASES, PhaseCost, replay_phase
     from headrace.jobs.replay import replay as run
 
+    header = f"{'phase':<20} {'wall s':>8} {'CPU s':>8}   loop lag, ms: {'mean':>7} {'p99':>7} {'max':>7}"
+
+    def line(cost: PhaseCost) -> str:
+        lags = "".join(f" {1e3 * lag:>7.2f}" for lag in (cost.lag_mean, cost.lag_p99, cost.lag_max))
+        return f"{cost.phase:<20} {cost.wall:>8.3f} {cost.cpu:>8.3f}                {lags}"
+
+    if phase is not None and phase not in PHASES:
+        told_phases = []
+        if format == "text":
+            say(header)
+        for name in ALONE if phase == "each" else (phase,):
+            idle, cost = replay_phase(dump, name, synthetic_traffic=synthetic_traffic, seq_len=seq_len, ranks=ranks)
+            told_phases.append({**asdict(cost), "idle": asdict(idle)})
+            if format == "text":
+                say(f"{line(cost)}   (idle p99 {1e3 * idle.lag_p99:.2f}, max {1e3 * idle.lag_max:.2f})")
+        if format == "json" and not quiet:
+            console.print_json(json.dumps({"synthetic_traffic": synthetic_traffic, "phases": told_phases}))
+        return 0
     found = run(
-        dump,
-        mode=mode,
-        synthetic_traffic=synthetic_traffic,
-        gather_chunk_size=gather_chunk_size,
-        seq_len=seq_len,
-        ranks=ranks,
-    )
+        dump, mode=mode, synthetic_traffic=synthetic_traffic, gather_chunk_size=gather_chunk_size, seq_len=seq_len, ranks=ranks,
+        processes=processes,
+    )  # fmt: skip
     costs = [c for c in found.phases if phase in (None, c.phase)]
     if format == "json" and not quiet:
         value = found.to_dict()
@@ -69,10 +92,9 @@ def replay(
     say(
         f"{found.rollouts} rollouts, {found.samples} samples, {short(found.tokens)} tokens, {short(found.bytes)}B, mode {found.mode}, {synthetic_traffic} background tasks"
     )
-    say(f"{'phase':<10} {'wall s':>8} {'CPU s':>8}   loop lag, ms: {'mean':>7} {'p99':>7} {'max':>7}")
+    say(header)
     for cost in costs:
-        lags = "".join(f" {1e3 * lag:>7.2f}" for lag in (cost.lag_mean, cost.lag_p99, cost.lag_max))
-        say(f"{cost.phase:<10} {cost.wall:>8.3f} {cost.cpu:>8.3f}                {lags}")
+        say(line(cost))
     say(found.breakdown)
     for cause, count in found.refused.items():
         say(f"refused: {count} for {cause}")

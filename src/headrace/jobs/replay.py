@@ -1,31 +1,55 @@
-"""What a captured step costs the event loop: `replay`.
+"""What a captured step costs the event loop: `replay`, and `replay_phase` for one part of it alone.
 
 The rollouts of a dump go through a RolloutPipeline again, on a loop that a sampler looks at every millisecond and that may be kept busy by
 background tasks as in a real orchestrator. Each phase is told with its wall time, its CPU time and how late the loop was during it,
-and beside them an idle stretch of the same loop with the same tasks, because that is what lag has to be compared with.
+and beside them an idle stretch of the same loop with the same tasks, because that is what lag has to be compared with. A phase alone is
+run in a thread of its own, after everything it needs was made, so that what stalls the loop has a name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from headrace.errors import ConfigError
 from headrace.metrics import EventLoopLagMonitor
-from headrace.rollouts import AdvantageConfig, RolloutPipeline, ZeroAdvantageFilter
+from headrace.rollouts import (
+    AdvantageConfig,
+    BatchWriter,
+    GibberishFilter,
+    RepetitionFilter,
+    Rollout,
+    RolloutPipeline,
+    ZeroAdvantageFilter,
+    apply_filters,
+    compute_advantages,
+    interleave_rollout,
+    needs_tokens,
+    pack_samples,
+    rollout_from_verifiers,
+    rollout_metrics,
+    save_rollouts,
+)
 from headrace.rollouts.dumps import read_dump
+from headrace.rollouts.pipeline import Breath, switching_fast
 
-__all__ = ["PHASES", "PhaseCost", "Replay", "replay"]
+__all__ = ["ALONE", "PHASES", "PhaseCost", "Replay", "replay", "replay_phase"]
 
 PHASES = ("idle", "arrival", "boundary")
+ALONE = (
+    "ingest", "pretokenize", "interleave", "write_experts", "compute_advantages", "apply_filters", "pack", "training_batch_send",
+    "save_rollouts", "metrics_aggregation",
+)  # fmt: skip
+"""Phases that can be run alone, in the order of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +59,9 @@ class PhaseCost:
     phase: str
     wall: float
     cpu: float
+    """Of the whole process."""
+    loop: float
+    """CPU of the event loop's own thread."""
     lag_mean: float
     lag_p99: float
     lag_max: float
@@ -55,6 +82,9 @@ class Replay:
     phases: tuple[PhaseCost, ...]
     breakdown: str
     """Where the worker's time went, the costliest first."""
+    rss_before: int
+    """Resident bytes when all rollouts lay in memory and none had arrived."""
+    rss_peak: int
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,22 +110,49 @@ async def _traffic(tasks: int) -> AsyncGenerator[None]:
 
 def replay(
     dump: Path, *, mode: Literal["arrival", "boundary"] = "arrival", synthetic_traffic: int = 0, gather_chunk_size: int | None = None,
-    seq_len: int = 32_768, ranks: int = 2, folder: Path | None = None, idle: float = 1.0,
+    seq_len: int = 32_768, ranks: int = 2, folder: Path | None = None, idle: float = 1.0, processes: int = 0,
 ) -> Replay:  # fmt: skip
     """Take the rollouts of a dump through the pipeline once, and tell what it cost. The batch is written below `folder` and removed."""
-    if synthetic_traffic < 0:
-        raise ConfigError(f"synthetic_traffic is {synthetic_traffic}, expected 0 or more background tasks")
+    options: dict[str, Any] = {"mode": mode, "gather_chunk_size": gather_chunk_size, "use_process_pool": processes}
+    with _prepared(dump, synthetic_traffic, folder) as (rollouts, scratch):
+        return _on_a_loop(_replay(rollouts, scratch, synthetic_traffic, seq_len, ranks, idle, options))
+
+
+def replay_phase(
+    dump: Path, phase: str, *, synthetic_traffic: int = 0, seq_len: int = 32_768, ranks: int = 2, folder: Path | None = None,
+    idle: float = 1.0,
+) -> tuple[PhaseCost, PhaseCost]:  # fmt: skip
+    """One of ALONE by itself, in a thread beside the loop: what an idle stretch cost, and what the phase did."""
+    if phase not in ALONE:
+        raise ConfigError(f"no phase is called {phase!r}; those that can be run alone are {', '.join(ALONE)}")
+    with _prepared(dump, synthetic_traffic, folder) as (rollouts, scratch):
+        work = _Stages(rollouts, scratch, seq_len, ranks).work(phase)
+        gc.collect()
+        gc.freeze()
+        return _on_a_loop(_replay_phase(phase, work, synthetic_traffic, idle))
+
+
+@contextlib.contextmanager
+def _prepared(dump: Path, traffic: int, folder: Path | None) -> Generator[tuple[list[Any], Path]]:
+    if traffic < 0:
+        raise ConfigError(f"synthetic_traffic is {traffic}, expected 0 or more background tasks")
     rollouts = list(read_dump(dump))
     # All of the step lies in memory here, which it does not where it arrives: without this the collector walks through its lists again and again.
     gc.collect()
     gc.freeze()
-    with tempfile.TemporaryDirectory(prefix="headrace-replay-", dir=folder) as scratch:
-        work = _replay(rollouts, Path(scratch), mode, synthetic_traffic, gather_chunk_size, seq_len, ranks, idle)
-        try:
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                return runner.run(work)
-        finally:
-            gc.unfreeze()
+    try:
+        with tempfile.TemporaryDirectory(prefix="headrace-replay-", dir=folder) as scratch:
+            yield rollouts, Path(scratch)
+    finally:
+        gc.unfreeze()
+
+
+_Result = TypeVar("_Result")
+
+
+def _on_a_loop(work: Coroutine[Any, Any, _Result]) -> _Result:
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(work)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -107,48 +164,117 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _replay(
-    rollouts: list[Any], folder: Path, mode: Literal["arrival", "boundary"], traffic: int, chunk: int | None, seq_len: int, ranks: int, idle: float
-) -> Replay:  # fmt: skip
-    costs: list[PhaseCost] = []
-    monitor = EventLoopLagMonitor(interval=0.001, warn_above={})
+class _Costs:
+    """Measures phases on the running loop."""
+
+    def __init__(self) -> None:
+        self.found: list[PhaseCost] = []
+        self.monitor = EventLoopLagMonitor(interval=0.001, warn_above={})
 
     @contextlib.asynccontextmanager
-    async def measured(name: str) -> AsyncGenerator[None]:
+    async def measured(self, name: str) -> AsyncGenerator[None]:
         await asyncio.sleep(0.005)  # the sample during which the last phase was summed up is none of this one's
-        monitor.discard()
-        wall, cpu = time.perf_counter(), time.process_time()
+        self.monitor.discard()
+        clocks = (time.perf_counter, time.process_time, time.thread_time)
+        before = [clock() for clock in clocks]
         yield
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        wall, cpu, loop = (clock() - start for clock, start in zip(clocks, before, strict=True))
         await asyncio.sleep(0.002)  # so that a stall at the very end is sampled too
-        lag = monitor.drain()
-        costs.append(
-            PhaseCost(
-                phase=name, wall=wall, cpu=cpu, lag_mean=lag.get("event_loop_lag/mean", 0.0), lag_p99=lag.get("event_loop_lag/p99", 0.0),
-                lag_max=lag.get("event_loop_lag/max", 0.0),
-            )
-        )  # fmt: skip
+        lag = self.monitor.drain()
+        mean, p99, most = (lag.get(f"event_loop_lag/{name}", 0.0) for name in ("mean", "p99", "max"))
+        self.found.append(
+            PhaseCost(phase=name, wall=wall, cpu=cpu, loop=loop, lag_mean=mean, lag_p99=p99, lag_max=most)
+        )
 
-    total = len(rollouts)
-    options: dict[str, Any] = {} if chunk is None else {"gather_chunk_size": chunk}
+
+async def _replay(
+    rollouts: list[Any], folder: Path, traffic: int, seq_len: int, ranks: int, idle: float, options: dict[str, Any]
+) -> Replay:
+    costs, total = _Costs(), len(rollouts)
     pipeline = RolloutPipeline(
-        folder, seq_len=seq_len, ranks=ranks, advantage=AdvantageConfig(), filters=[ZeroAdvantageFilter(enforce=False)], mode=mode,
+        folder, seq_len=seq_len, ranks=ranks, advantage=AdvantageConfig(), filters=[ZeroAdvantageFilter(enforce=False)],
         save_to=folder / "saved", **options,
     )  # fmt: skip
-    async with _traffic(traffic), monitor, pipeline:
-        async with measured("idle"):
+    async with _traffic(traffic), costs.monitor, pipeline:
+        async with costs.measured("idle"):
             await asyncio.sleep(idle)
-        async with measured("arrival"):
+        before = _resident(reset_peak=True)
+        async with costs.measured("arrival"):
             rollouts.reverse()
             for number in range(total):
                 # Let go of it here: the pipeline has the only reference, as when it came over a socket.
                 pipeline.arrive(rollouts.pop(), step=0, key=(number, 0))
                 await asyncio.sleep(0)
             await pipeline.settled(0)
-        async with measured("boundary"):
+        async with costs.measured("boundary"):
             report = await pipeline.finish(0)
+        peak = _resident()
     size = sum(e.stat().st_size for e in os.scandir(folder) if e.is_file())
     return Replay(
-        mode=mode, rollouts=report.rollouts, samples=report.samples, tokens=report.tokens, bytes=size, refused=dict(report.refused),
-        synthetic_traffic=traffic, phases=tuple(costs), breakdown=report.phases.line(0),
+        mode=pipeline.mode, rollouts=report.rollouts, samples=report.samples, tokens=report.tokens, bytes=size, refused=dict(report.refused),
+        synthetic_traffic=traffic, phases=tuple(costs.found), breakdown=report.phases.line(0), rss_before=before, rss_peak=peak,
     )  # fmt: skip
+
+
+async def _replay_phase(name: str, work: Callable[[], Any], traffic: int, idle: float) -> tuple[PhaseCost, PhaseCost]:
+    costs = _Costs()
+    with switching_fast():
+        async with _traffic(traffic), costs.monitor:
+            async with costs.measured("idle"):
+                await asyncio.sleep(idle)
+            async with costs.measured(name):
+                made = await asyncio.to_thread(work)
+            del made  # after the phase: what a user keeps is not freed in it
+    return costs.found[0], costs.found[1]
+
+
+class _Stages:
+    """Everything that the phases of a step need, made when it is asked for."""
+
+    def __init__(self, raw: list[Any], folder: Path, seq_len: int, ranks: int) -> None:
+        self._raw, self._folder, self._seq_len, self._ranks = raw, folder, seq_len, ranks
+
+    def work(self, phase: str) -> Callable[[], Any]:
+        """The phase, ready to run."""
+        if phase == "ingest":
+            return lambda: [rollout_from_verifiers(r, after_turn=Breath()) for r in self._raw]
+        rollouts = self.rollouts
+        if phase == "pretokenize":
+            return lambda: needs_tokens(rollouts)
+        if phase == "interleave":
+            return lambda: [interleave_rollout(r) for r in rollouts]
+        if phase == "compute_advantages":
+            return lambda: compute_advantages(rollouts, AdvantageConfig())
+        if phase == "apply_filters":
+            filters = (GibberishFilter(vocab_size=160_000), RepetitionFilter(), ZeroAdvantageFilter())
+            return lambda: apply_filters(filters, rollouts, [1.0] * len(rollouts))
+        if phase == "save_rollouts":
+            slim = [r.slim() for r in rollouts]
+            return lambda: save_rollouts(self._folder / "step_0.jsonl", slim, durable=False)
+        if phase == "metrics_aggregation":
+            return lambda: rollout_metrics(rollouts)
+        samples = [s.truncated(self._seq_len) for r in rollouts for s in interleave_rollout(r)]
+        if phase == "pack":
+            return lambda: pack_samples(samples, seq_len=self._seq_len, ranks=self._ranks)
+        writer = BatchWriter(self._folder, step=0)
+        if phase == "write_experts":
+            return lambda: [writer.add([s]) for s in samples]
+        slots = writer.add(samples)
+        packed = pack_samples([s.sample for s in slots], seq_len=self._seq_len, ranks=self._ranks)
+        return lambda: writer.publish(packed, slots, seq_len=self._seq_len, policy_version=0)
+
+    @functools.cached_property
+    def rollouts(self) -> list[Rollout]:
+        return [rollout_from_verifiers(r) for r in self._raw]
+
+
+def _resident(*, reset_peak: bool = False) -> int:
+    """Resident bytes of this process: now, having begun to note the peak anew, or at the peak. 0 where /proc does not tell."""
+    try:
+        if reset_peak:
+            Path("/proc/self/clear_refs").write_text("5")
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    name = "VmRSS:" if reset_peak else "VmHWM:"
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), 0)

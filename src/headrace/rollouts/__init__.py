@@ -11,6 +11,9 @@ pretokenize.py  tokens for turns whose engine returned none
 groups.py       which rollouts belong to which step; failures, refills, late arrivals
 advantages.py   how much better than its group
 filters.py      what sends no sample
+scheduler.py    environments asked under one limit; steps that end at their deadlines
+processes.py    samples made in processes of their own
+values.py       what crosses a pipe or lies in a file without pickle
 interleave.py   turns become samples; every token finds its routed experts
 packing.py      samples become micro batches, equally many for every rank
 saving.py       JSON lines for people: rollouts, tokens
@@ -33,6 +36,7 @@ from headrace.rollouts.pipeline import RolloutPipeline, StepPhases, StepReport
 from headrace.rollouts.pretokenize import needs_tokens, pretokenize
 from headrace.rollouts.records import ExpertRows, Rollout, RoutedExperts, Step, StepTokens, TrainingSample
 from headrace.rollouts.saving import export_tokens, save_rollouts
+from headrace.rollouts.scheduler import RolloutScheduler
 from headrace.rollouts.step_metrics import rollout_metrics
 from headrace.rollouts.transport import SpoolReceiver, SpoolSender, TrainingBatchReceiver, TrainingBatchSender
 
@@ -54,6 +58,7 @@ __all__ = [
     "Request",
     "Rollout",
     "RolloutPipeline",
+    "RolloutScheduler",
     "RoutedExperts",
     "SpoolReceiver",
     "SpoolSender",

@@ -28,10 +28,11 @@ import msgspec
 import numpy as np
 import xxhash
 
-from headrace.errors import ConfigError, FileCorrupt, StorageError
+from headrace.errors import ConfigError, FileCorrupt, RolloutRefused, StorageError
 from headrace.files import TEMP_PREFIX, Container, open_container, write_container
 from headrace.rollouts.packing import MicroBatch, Packed
 from headrace.rollouts.records import TrainingSample
+from headrace.rollouts.values import decode_value, encode_value
 
 __all__ = ["BatchWriter", "TrainingBatch", "WrittenSample", "batch_path", "open_training_batch"]
 
@@ -64,6 +65,8 @@ class WrittenSample:
     row: int
     sum: int
     routed: bool
+    multimodal: bytes = b""
+    """Its images' fields, encoded; the sample keeps their names."""
 
     def with_advantage(self, advantage: float) -> WrittenSample:
         return replace(self, sample=msgspec.structs.replace(self.sample, advantage=advantage))
@@ -85,18 +88,16 @@ class BatchWriter:
 
     def add(self, samples: Sequence[TrainingSample]) -> list[WrittenSample]:
         """Write the samples' experts now; what `publish` wants back for them. Experts are let go, columns kept."""
+        encoded = [_encoded_images(sample) for sample in samples]
         slots = []
-        for sample in samples:
-            if sample.multimodal:
-                raise ConfigError(
-                    f"the sample of example {sample.example_id!r} in {sample.env_name} has {sorted(sample.multimodal)}: batch files hold no "
-                    "images yet; hand such samples to the trainer in its own process"
-                )
+        for sample, images in zip(samples, encoded, strict=True):
+            if images:
+                sample = msgspec.structs.replace(sample, multimodal=dict.fromkeys(sample.multimodal or ()))
             row, digest, routed = self._rows, 0, sample.experts is not None
             if sample.experts is not None:
                 digest = self._append(sample.experts.chunks, sample.experts.shape)
                 sample = msgspec.structs.replace(sample, experts=None)
-            slots.append(WrittenSample(sample=sample, row=row, sum=digest, routed=routed))
+            slots.append(WrittenSample(sample=sample, row=row, sum=digest, routed=routed, multimodal=images))
         return slots
 
     def _append(self, chunks: Sequence[np.ndarray], shape: tuple[int, int, int]) -> int:
@@ -142,6 +143,9 @@ class BatchWriter:
         micro = [m for rank in packed.ranks for m in rank]
         by_sample = {id(slot.sample): at for at, slot in enumerate(slots)}
         arrays = _columns(micro, slots, by_sample)
+        if any(slot.multimodal for slot in slots):
+            arrays["multimodal"] = np.frombuffer(b"".join(slot.multimodal for slot in slots), np.uint8)
+            arrays["multimodal_start"] = np.cumsum([0, *(len(slot.multimodal) for slot in slots)], dtype=np.int64)
         envs: list[str] = sorted({slot.sample.env_name for slot in slots})
         arrays["env"] = np.array([envs.index(s.sample.env_name) for s in slots], np.int32)
         classes = sorted({(m.run, m.mode) for m in micro})
@@ -194,6 +198,17 @@ class BatchWriter:
             self._fd = -1
         with contextlib.suppress(OSError):
             os.unlink(self._temp)
+
+
+def _encoded_images(sample: TrainingSample) -> bytes:
+    if not sample.multimodal:
+        return b""
+    try:
+        return encode_value(dict(sample.multimodal), strict=True)
+    except ValueError as error:
+        raise RolloutRefused(
+            "wrong_type", f"the sample of example {sample.example_id!r} in {sample.env_name}: {sorted(sample.multimodal)} cannot be written: {error}"
+        ) from error  # fmt: skip
 
 
 def _write_views(fd: int, views: list[memoryview]) -> None:
@@ -263,7 +278,7 @@ class TrainingBatch:
         return len(self.arrays["advantage"])
 
     def micro_batches(self, rank: int) -> Iterator[dict[str, Any]]:
-        """The micro batches of one rank: ids, positions, mask, logprobs, advantages, temperatures by token; cu_seqlens; env, run, mode; experts."""
+        """The micro batches of one rank: ids, positions, mask, logprobs, advantages, temperatures by token; cu_seqlens; env, run, mode; experts; multimodal by sample where any has images."""
         if not 0 <= rank < self.ranks:
             raise ConfigError(f"{self.path} was packed for {self.ranks} ranks, there is no rank {rank} in it")
         for at in range(rank * self.micro_batches_per_rank, (rank + 1) * self.micro_batches_per_rank):
@@ -290,6 +305,10 @@ class TrainingBatch:
         for name, column in (("advantages", "advantage"), ("temperatures", "temperature")):
             values = a[column][members] if members else np.array([name == "temperatures"], np.float32)
             batch[name] = np.repeat(values, sizes)
+        if "multimodal" in a:
+            borders = a["multimodal_start"]
+            raw = [a["multimodal"][borders[m] : borders[m + 1]].tobytes() for m in members]
+            batch["multimodal"] = [decode_value(r) if r else None for r in raw]
         if self.experts is not None:
             batch["routed_experts"] = self._experts(members, sizes)
         return batch
@@ -331,6 +350,13 @@ def _opened(path: Path, container: Container) -> TrainingBatch:
         raise ValueError("its samples do not divide its tokens")
     if len(arrays["micro_start"]) != micro + 1 or len(arrays["micro_class"]) != micro:
         raise ValueError("its micro batches are not those of its ranks")
+    if (images := arrays.get("multimodal_start")) is not None and (
+        len(images) != samples + 1
+        or images[0] != 0
+        or images[-1] != len(arrays["multimodal"])
+        or (np.diff(images) < 0).any()
+    ):
+        raise ValueError("the fields of its images do not belong to its samples")
     arrays["mask"] = np.unpackbits(arrays.pop("mask_bits"), count=tokens)
     experts = _open_sidecar(path, meta, arrays) if meta["experts"] is not None else None
     return TrainingBatch(

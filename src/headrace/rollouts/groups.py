@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from headrace.errors import ConfigError
-from headrace.rollouts.records import Rollout, check_env_name
+from headrace.rollouts.records import check_env_name
 
 __all__ = ["EnvPolicy", "GroupBook", "GroupCounts", "Request", "StepGroups", "solve_rates"]
 
@@ -103,8 +103,10 @@ class _Group:
     attempt: int = 0
     attempts: list[int] = field(default_factory=list)
     waiting: set[Request] = field(default_factory=set)
-    arrived: dict[int, Rollout] = field(default_factory=dict)
+    arrived: dict[int, Any] = field(default_factory=dict)
     closed: bool = False
+    first_attempt: int = 0
+    """Refills are counted from here; above 0 where the whole step was asked for again."""
 
     def request(self, member: int) -> Request:
         return Request(
@@ -118,7 +120,8 @@ class StepGroups:
     """The rollouts of one step, by task and member, and the groups that gave none."""
 
     step: int
-    rollouts: tuple[Rollout, ...]
+    rollouts: tuple[Any, ...]
+    """What `arrive` was given."""
     tasks: tuple[int, ...]
     """Tasks whose groups are in it."""
     dropped: tuple[int, ...]
@@ -145,6 +148,18 @@ class GroupBook:
         self._opened = 0
         self._next_step = 0
         self._closing_order: list[int] = []
+        self._last: dict[int, _Group] = {}
+
+    @property
+    def next_task(self) -> int:
+        """The task that `open` opens next."""
+        return self._opened
+
+    def start_at(self, step: int) -> None:
+        """Begin with this step: a restarted orchestrator goes on after those that were sent."""
+        if self._opened or self._next_step:
+            raise RuntimeError("a book begins at a step before anything is opened in it")
+        self._opened, self._next_step = step * self.groups_per_step, step
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -168,8 +183,8 @@ class GroupBook:
         self.counts.requested += len(requests)
         return requests
 
-    def arrive(self, request: Request, rollout: Rollout) -> None:
-        """A request was answered. An answer that nobody waits for any more is late and changes nothing."""
+    def arrive(self, request: Request, rollout: Any) -> None:
+        """A request was answered, by a rollout or by whatever stands for one. An answer that nobody waits for any more is late and changes nothing."""
         group = self._groups.get(request.task)
         if group is None or request not in group.waiting:
             self.counts.late += 1
@@ -191,7 +206,7 @@ class GroupBook:
             {"fact": "failed", "task": request.task, "member": request.member, "attempt": request.attempt, "step": group.step, "reason": reason}
         )  # fmt: skip
         policy = group.policy
-        may_refill = policy.failure == "refill" and request.attempt < policy.max_refills
+        may_refill = policy.failure == "refill" and request.attempt - group.first_attempt < policy.max_refills
         if policy.scoring == "group":
             self._abandon(group, "superseded")
             if not may_refill:
@@ -283,12 +298,33 @@ class GroupBook:
             tasks = sorted(tasks)
         taken = {task: self._groups.pop(task) for task in tasks}
         self._closing_order = [t for t in self._closing_order if t not in taken]
+        self._last = taken
         rollouts = [g.arrived[m] for g in taken.values() for m in sorted(g.arrived)]
         self.counts.delivered += len(rollouts)
         return StepGroups(
             step=step, rollouts=tuple(rollouts), tasks=tuple(t for t, g in taken.items() if g.arrived),
             dropped=tuple(t for t, g in taken.items() if not g.arrived),
         )  # fmt: skip
+
+    def again(self) -> list[Request]:
+        """Open the groups of the step that was taken last once more, because nothing of it could be trained on; the requests to send."""
+        if not self._last:
+            raise RuntimeError("no step was taken that could be asked for again")
+        self._next_step -= 1
+        requests: list[Request] = []
+        for task, old in self._last.items():
+            attempt = max(old.attempts) + 1
+            group = self._groups[task] = _Group(
+                old.policy,
+                task,
+                old.step,
+                old.policy_version,
+                attempts=[attempt] * old.policy.group_size,
+                first_attempt=attempt,
+            )
+            requests += self._ask(group, range(old.policy.group_size))
+        self._last = {}
+        return requests
 
     @property
     def outstanding(self) -> int:

@@ -29,6 +29,7 @@ register(
     MetricSpec("solve_none/<env>", Reduction.MAX, healthy=(0, 1), help="share of groups none of whose members has full reward"),
     MetricSpec("filter/<name>", Reduction.SUM, unit="rollouts", help="rollouts that a filter detected"),
     MetricSpec("rollouts/refused/<cause>", Reduction.SUM, unit="rollouts", healthy=(0, 0), help="rollouts that could not become samples"),
+    MetricSpec("rollouts/worker_restarts", Reduction.SUM, unit="processes", healthy=(0, 0), help="worker processes that died and were replaced"),
     MetricSpec("rollouts/late", Reduction.SUM, unit="rollouts", healthy=(0, 0), help="rollouts that came after their step was finished"),
 )  # fmt: skip
 

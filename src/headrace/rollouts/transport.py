@@ -210,6 +210,11 @@ class SpoolReceiver(TrainingBatchReceiver):
         )
         self._next = self._folder.acknowledged()[rank]
 
+    @property
+    def next_step(self) -> int:
+        """The step that `receive` asks for next."""
+        return self._next
+
     def _next_batch(self) -> TrainingBatch:
         gone_since = None
         seen = False

@@ -7,6 +7,8 @@ import copy
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.errors import RolloutRefused, TokenizerError
 from headrace.rollouts import (
@@ -83,6 +85,10 @@ def deep(levels):
         (with_tokens(completion_ids=[2**32, 2]), "wrong_type", "completion_ids"),
         (with_tokens(completion_ids="45"), "wrong_type", "is a str"),
         (with_tokens(completion_mask=[1, 2]), "wrong_type", "other than 0 and 1"),
+        (with_tokens(completion_mask=[1, 0xC4]), "wrong_type", "other than 0 and 1"),
+        (with_tokens(completion_mask=[1, None]), "wrong_type", "other than 0 and 1"),
+        (with_tokens(completion_logprobs=[-1e300, 0.0]), "not_finite", "completion token 0 is -inf"),
+        (with_tokens(completion_logprobs=["x" * 8, 0.0]), "wrong_type", "completion_logprobs of turn 0"),
         (with_tokens(completion_mask=np.array([256, 1])), "wrong_type", "other than 0 and 1"),
         (with_tokens(prompt_ids=[1] * 100, prompt_mask=[0] * 100), "oversize", "100 entries"),
         (output(reward=float("inf")), "not_finite", "reward is inf"),
@@ -111,6 +117,34 @@ def test_a_malformed_rollout_is_refused_under_its_cause(bad, cause, told):
     assert refused.value.cause == cause
     assert refused_counts([refused.value])[cause] == 1
     assert cause in CAUSES
+
+
+@given(
+    ids=st.lists(st.integers(0, 2**31 - 1), max_size=40),
+    mask=st.one_of(st.lists(st.integers(0, 1), max_size=40), st.lists(st.booleans(), max_size=40)),
+    logprobs=st.lists(st.floats(-1e6, 0.0) | st.integers(-9, 0), max_size=40),
+    uniform=st.sampled_from([None, 0, 1]),
+)
+def test_lists_of_numbers_become_the_columns_that_numpy_would_make_of_them(ids, mask, logprobs, uniform):
+    n = min(map(len, (ids, mask, logprobs)))
+    ids, mask, logprobs = ids[:n], mask[:n] if uniform is None else [uniform] * n, logprobs[:n]
+    value = with_tokens(completion_ids=ids, completion_mask=mask, completion_logprobs=logprobs)
+    tokens = rollout_from_verifiers(value).trajectory[0].tokens
+    assert tokens is not None
+    assert tokens.completion_ids.tobytes() == np.array(ids, np.int32).tobytes()
+    assert tokens.completion_mask.tobytes() == np.array(mask, np.uint8).tobytes()
+    assert tokens.completion_logprobs.tobytes() == np.array(logprobs, np.float64).astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize("many", [3, 20, 70_000])
+def test_a_column_of_any_length_is_read_behind_its_lists_own_mark(many):
+    mask = [n % 3 == 0 for n in range(many)]
+    logprobs = [-n / 7 for n in range(many)]
+    value = with_tokens(completion_ids=[1] * many, completion_mask=mask, completion_logprobs=logprobs)
+    tokens = rollout_from_verifiers(value).trajectory[0].tokens
+    assert tokens is not None
+    assert tokens.completion_mask.tolist() == [int(m) for m in mask]
+    assert tokens.completion_logprobs.tolist() == np.array(logprobs, np.float32).tolist()
 
 
 def test_a_50_mb_string_is_refused_by_default():

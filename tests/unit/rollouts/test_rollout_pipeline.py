@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,27 +24,8 @@ from headrace.rollouts import (
     rollout_from_verifiers,
 )
 
-LAYERS, TOPK = 2, 3
-
-
-def output(task, member, *, turns=3, routed=True, seed=0, env="game", **more):
-    """A rollout of some turns; its tokens and experts follow from its place."""
-    rng = np.random.default_rng([seed, task, member])
-    context: list[int] = []
-    steps = []
-    for _ in range(turns):
-        context = [*context, *rng.integers(0, 1000, 5).tolist()]
-        said = rng.integers(0, 1000, int(rng.integers(1, 6))).tolist()
-        tokens = {
-            "prompt_ids": list(context), "prompt_mask": [0] * len(context), "completion_ids": said, "completion_mask": [1] * len(said),
-            "completion_logprobs": (-rng.random(len(said))).tolist(),
-        }  # fmt: skip
-        context = [*context, *said]
-        if routed:
-            rows = len(context) - 1
-            tokens["routed_experts"] = {"data": rng.bytes(rows * LAYERS * TOPK), "shape": [rows, LAYERS, TOPK]}
-        steps.append({"prompt": "?", "completion": "!", "tokens": tokens})
-    return {"example_id": task, "env_name": env, "reward": float(member % 2), "trajectory": steps, **more}
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from rollout_outputs import LAYERS, TOPK, output, told
 
 
 def run(folder, arrivals, *, step=0, **more):
@@ -55,15 +37,6 @@ def run(folder, arrivals, *, step=0, **more):
             return await pipeline.finish(step, policy_version=5)
 
     return asyncio.run(go())
-
-
-def told(batch):
-    """Everything a trainer sees, but not where rows lie in the file."""
-    return [
-        {k: v.tobytes() if isinstance(v, np.ndarray) else v for k, v in micro.items()}
-        for rank in range(batch.ranks)
-        for micro in batch.micro_batches(rank)
-    ]
 
 
 KEYS = [(task, member) for task in range(3) for member in range(4)]
@@ -207,11 +180,36 @@ def test_rollouts_with_and_without_experts_in_one_step_are_refused_by_name(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_images_sample_is_refused_by_name_rather_than_written_without_them(tmp_path):
-    raw = output(0, 0)
-    raw["trajectory"][0]["tokens"]["pixel_values"] = [[1.0]]
-    with pytest.raises(ConfigError, match="pixel_values"):
-        run(tmp_path, [((0, 0), raw)])
+@pytest.mark.parametrize("processes", [0, 1])
+def test_an_images_fields_reach_the_trainer_with_their_sample_and_what_is_no_value_is_refused(tmp_path, processes):
+    pixels = np.arange(12, dtype=np.float32).reshape(3, 4)
+    with_image, other, foreign, second = (output(0, m) for m in range(4))
+    with_image["trajectory"][-1]["tokens"] |= {"pixel_values": pixels, "image_grid_thw": [[1, 2, 6]]}
+    second["trajectory"][-1]["tokens"]["pixel_values"] = [4, 5]
+    foreign["trajectory"][0]["tokens"]["mm_kwargs"] = {"handle": object()}
+    arrivals = [((0, 0), with_image), ((0, 1), other), ((0, 2), foreign), ((0, 3), second)]
+    report = run(tmp_path, arrivals, use_process_pool=processes)
+    assert report.refused == {"wrong_type": 1}
+    micro = [m for rank in range(2) for m in open_training_batch(report.path).micro_batches(rank)]
+    image, small = sorted(
+        (m for m in micro if m["multimodal"] not in ([], [None])), key=lambda m: len(m["multimodal"][0]), reverse=True
+    )
+    assert small["multimodal"] == [{"pixel_values": [4, 5]}]
+    (found,) = image["multimodal"]
+    assert found["pixel_values"].dtype == np.float32
+    assert found["pixel_values"].tolist() == pixels.tolist()
+    assert found["image_grid_thw"] == [[1, 2, 6]]
+    (expected,) = interleave_rollout(rollout_from_verifiers(output(0, 0)))
+    assert image["ids"].tolist() == expected.ids.tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "boundary"}, {"use_process_pool": 1}])
+def test_samples_that_lose_their_end_are_counted_and_keep_their_experts(tmp_path, options):
+    report = run(tmp_path, [((0, m), output(0, m, turns=1 + 8 * (m % 2))) for m in range(4)], seq_len=20, **options)
+    assert (report.truncated, report.samples) == (2, 4)
+    for rank in range(2):
+        for micro in open_training_batch(report.path).micro_batches(rank):
+            assert len(micro["ids"]) == len(micro["routed_experts"]) <= 20
 
 
 def test_a_step_is_published_once(tmp_path):

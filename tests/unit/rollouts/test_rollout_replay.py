@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
 
 import numpy as np
 import pytest
 
+from headrace.cli.replay import replay as verb
 from headrace.errors import ConfigError, FileCorrupt
-from headrace.jobs.replay import replay
+from headrace.jobs.replay import ALONE, replay, replay_phase
 from headrace.rollouts import interleave_rollout, rollout_from_verifiers
 from headrace.rollouts.dumps import dump_raw_rollouts, read_dump, synthetic_rollouts
 
@@ -68,3 +71,42 @@ def test_a_replay_tells_wall_cpu_and_lag_of_every_phase(tmp_path, mode):
     assert found.breakdown.startswith("Step 0 phase breakdown: ")
     assert [p.name for p in tmp_path.iterdir()] == ["r3.dump"]
     json.dumps(found.to_dict())
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    path = tmp_path_factory.mktemp("dumps") / "r3.dump"
+    dump_raw_rollouts(path, itertools.islice(synthetic_rollouts("r3", scale=0.002), 8))
+    return path
+
+
+@pytest.mark.parametrize("phase", ALONE)
+def test_every_phase_can_be_run_alone_beside_an_idle_stretch(small, tmp_path, phase):
+    interval = sys.getswitchinterval()
+    idle, cost = replay_phase(small, phase, folder=tmp_path, idle=0.01)
+    assert (idle.phase, cost.phase) == ("idle", phase)
+    assert cost.wall > 0
+    assert cost.lag_max >= cost.lag_p99 >= 0
+    assert list(tmp_path.iterdir()) == []
+    assert sys.getswitchinterval() == interval
+
+
+def test_processes_replay_to_the_same_batch(small, tmp_path):
+    one, two = (replay(small, folder=tmp_path, idle=0.01, processes=n) for n in (0, 1))
+    assert (one.rollouts, one.samples, one.tokens, one.bytes) == (two.rollouts, two.samples, two.tokens, two.bytes)
+
+
+def test_a_phase_that_is_none_is_named(small):
+    with pytest.raises(ConfigError, match=r"no phase is called 'nap'.*ingest, pretokenize"):
+        replay_phase(small, "nap")
+
+
+def test_the_verb_tells_one_phase_alone_or_a_part_of_the_whole(small, capsys):
+    assert verb(small, phase="interleave", format="json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [p["phase"] for p in told["phases"]] == ["interleave"]
+    assert told["phases"][0]["idle"]["wall"] > 0
+    assert verb(small, phase="boundary") == 0
+    shown = capsys.readouterr().out
+    assert "boundary" in shown
+    assert "arrival " not in shown.split("phase breakdown")[0].split("\n", 1)[1]

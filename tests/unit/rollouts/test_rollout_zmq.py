@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -125,3 +127,34 @@ def test_a_batch_larger_than_allowed_is_not_fetched(tmp_path):
         assert list((tmp_path / "r").iterdir()) == []
     with pytest.raises(DeadlineExceeded):
         sending.done()
+
+
+def test_a_killed_sender_process_is_named_within_a_heartbeat_and_what_it_had_sent_stays(tmp_path):
+    code = (
+        "import asyncio, sys; from pathlib import Path\n"
+        "from headrace.rollouts import RolloutPipeline; from headrace.rollouts.zmq_transport import ZmqSender\n"
+        "tokens = {'prompt_ids': [1], 'prompt_mask': [0], 'completion_ids': [2], 'completion_mask': [1], 'completion_logprobs': [-1.0]}\n"
+        "async def go():\n"
+        "    sender = ZmqSender('tcp://127.0.0.1:*', Path(sys.argv[1]), max_unread=9)\n"
+        "    async with RolloutPipeline(sender.queue, seq_len=8) as pipeline:\n"
+        "        pipeline.arrive({'example_id': 0, 'env_name': 'a', 'reward': 1.0, 'trajectory': [{'tokens': tokens}]}, step=0, key=(0, 0))\n"
+        "        await sender.send(await pipeline.finish(0))\n"
+        "        print(sender.address, flush=True); await asyncio.sleep(60)\n"
+        "asyncio.run(go())\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "queue")], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        with ZmqReceiver(
+            process.stdout.readline().strip(), tmp_path / "rank", deadline=20.0, heartbeat=0.5
+        ) as receiver:
+            batch = receiver.receive()
+            process.kill()
+            process.wait(10)
+            assert batch.arrays["ids"].tolist() == [1, 2]
+            with pytest.raises(WorkerDied, match=r"has not answered for 0\.5 s \(step 1\)"):
+                receiver.receive()
+            assert [p.name for p in (tmp_path / "rank").iterdir()] == ["step_000000000000.safetensors"]
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,471 @@
+"""Rollouts made samples in processes of their own: `RolloutProcesses`, what `use_process_pool` turns on.
+
+    a rollout's lists, a turn at a time ──► process: checked, made columns, interleaved ──► columns, and which rows of experts go where
+    its experts stay here, and are written from the chunks they came in
+
+A thread shares the interpreter with the event loop; a process does not. It pays where rollouts come as JSON text, which is then not even
+parsed here, and costs a copy of every number where they come as lists: measure before you turn it on (`headrace replay --processes`).
+
+Every process is asked one rollout at a time, so when one dies it is known over which. That rollout is asked again, of a new process,
+`retries` times at most, and then refused under the cause `worker`; no other is touched by it. Nothing is written before an answer is whole,
+so nothing is lost or written twice. Processes are spawned at the start, end with their pipe, and are killed at exit. What crosses
+a pipe is plain values and arrays, never pickled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import queue
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.errors import ConfigError, RolloutRefused, TokenizerError, WorkerDied, how_it_ended
+from headrace.metrics import Wait
+from headrace.rollouts.ingest import Limits, experts_from, rollout_from_json, rollout_from_verifiers
+from headrace.rollouts.interleave import Piece, expert_rows, interleave_planned, interleave_rollout
+from headrace.rollouts.pretokenize import Render, needs_tokens, pretokenize
+from headrace.rollouts.records import Rollout, Step, StepTokens, TrainingSample
+from headrace.rollouts.values import decode_value, encode_value
+
+__all__ = ["Processed", "RolloutProcesses", "process_rollout"]
+
+_log = logging.getLogger("headrace.rollouts")
+_START_SECONDS = 120.0
+_STEP_FIELDS = ("prompt", "completion", "tokens", "is_truncated")
+_COLUMNS = (("completion_ids", np.int32), ("completion_mask", np.uint8), ("completion_logprobs", np.float32))
+_SAMPLE_COLUMNS = (("ids", np.int32), ("mask", np.uint8), ("logprobs", np.float32))
+_BULK = (bytes, bytearray, memoryview, str, np.ndarray)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processed:
+    """A rollout that became samples."""
+
+    rollout: Rollout
+    """Without its contexts and experts."""
+    samples: list[TrainingSample]
+    """At most seq_len tokens each."""
+    truncated: int
+    """Samples that lost their end."""
+
+
+def process_rollout(
+    raw: Any, about: Mapping[str, Any], *, seq_len: int, limits: Limits, render: Render | None = None,
+    measure: Callable[[str], AbstractContextManager[None]] | None = None, breathe: Callable[[], None] | None = None,
+) -> Processed:  # fmt: skip
+    """A rollout (a dict, JSON text or a Rollout), checked and made samples, here and now. `measure` times a pretokenize that was needed;
+    `breathe` is called between turns."""
+    rollout = _ingested(raw, about, limits, render, measure, breathe)
+    whole = interleave_rollout(rollout)
+    return Processed(
+        rollout=rollout.slim(),
+        samples=[s.truncated(seq_len) for s in whole],
+        truncated=sum(len(s) > seq_len for s in whole),
+    )
+
+
+def _ingested(
+    raw: Any, about: Mapping[str, Any], limits: Limits, render: Render | None,
+    measure: Callable[[str], AbstractContextManager[None]] | None = None, breathe: Callable[[], None] | None = None,
+) -> Rollout:  # fmt: skip
+    if isinstance(raw, Rollout):
+        rollout = raw
+    elif isinstance(raw, (bytes, str)):
+        rollout = rollout_from_json(raw, limits=limits, after_turn=breathe, **about)
+    else:
+        rollout = rollout_from_verifiers(raw, limits=limits, after_turn=breathe, **about)
+    if render is not None and needs_tokens((rollout,)):
+        with measure("pretokenize") if measure is not None else contextlib.nullcontext():
+            rollout = pretokenize(rollout, render)
+    return rollout
+
+
+class _Worker:
+    """One process and the pipe to it."""
+
+    def __init__(self, number: int, settings: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        try:
+            # A process that was told to end is no reason for its parent to wait: daemon.
+            self.process = context.Process(
+                target=_serve, args=(theirs, settings), name=f"headrace-rollouts-{number}", daemon=True
+            )
+            self.process.start()
+        except BaseException:
+            self.pipe.close()
+            raise
+        finally:
+            theirs.close()
+        self.number, self.pid, self._ready = number, self.process.pid or 0, False
+
+    def wait_until_ready(self) -> None:
+        """Its imports are done. WorkerDied if it ended over them."""
+        if self._ready:
+            return
+        try:
+            if not self.pipe.poll(_START_SECONDS):
+                raise WorkerDied(f"{self.told()} did not start within {_START_SECONDS:g} s")
+            self.pipe.recv_bytes()
+            self._ready = True
+        except (EOFError, OSError) as error:
+            raise WorkerDied(
+                f"{self.told()} at its start. A script that opens a pipeline with processes needs `if __name__ == '__main__':` around it"
+            ) from error
+
+    def told(self) -> str:
+        """Who it is and how it ended."""
+        self.process.join(1.0)
+        how = how_it_ended(self.process.exitcode) if self.process.exitcode is not None else "is not alive"
+        return f"worker process {self.process.name} (pid {self.pid}) {how}"
+
+    def end(self, *, kill: bool) -> None:
+        if kill:
+            self.process.kill()
+        self.pipe.close()
+        self.process.join(2.0)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.process.close()
+
+
+class RolloutProcesses:
+    """A few processes. `process` may be called from as many threads as there are processes."""
+
+    def __init__(
+        self, workers: int, *, seq_len: int, limits: Limits, render: Render | None = None, retries: int = 2, deadline: float = 60.0
+    ) -> None:  # fmt: skip
+        if workers < 1 or retries < 0 or not deadline > 0:
+            raise ConfigError(
+                f"worker processes: {workers} (at least 1), retries {retries} (0 or more), deadline {deadline} s (above 0)"
+            )
+        self.workers, self.seq_len, self.limits, self.retries, self.deadline = (
+            workers,
+            seq_len,
+            limits,
+            retries,
+            deadline,
+        )
+        self._settings: dict[str, Any] = {"seq_len": seq_len, "limits": limits, "render": render}
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._all: dict[int, _Worker] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        self.restarts = 0
+        """Processes that died and were replaced."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes that are there now."""
+        with self._lock:
+            return tuple(w.pid for w in self._all.values())
+
+    def start(self) -> None:
+        """Spawn all and wait until they have imported what they need, so that the first rollout does not."""
+        atexit.register(self.close)
+        try:
+            for number in range(self.workers):
+                self._spawn(number)
+            for worker in list(self._all.values()):
+                worker.wait_until_ready()
+                self._idle.put(worker)
+        except (AttributeError, TypeError, ImportError) as error:  # what pickling a function that has no name raises
+            self.close()
+            raise ConfigError(
+                f"the tokenizer's render function cannot be sent to a process ({error}): give one that a module defines"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _spawn(self, number: int) -> _Worker:
+        with self._lock:
+            if self._closing:
+                raise WorkerDied("the worker processes were stopped")
+            worker = self._all[number] = _Worker(number, self._settings)
+        return worker
+
+    def close(self) -> None:
+        """End the processes. Whoever waits for an answer of one is told that it died."""
+        atexit.unregister(self.close)
+        with self._lock:
+            self._closing = True
+            workers = list(self._all.values())
+            self._all.clear()
+        for worker in workers:
+            worker.process.kill()
+            worker.process.join()
+        # Pipes that nobody listens to. Whoever listens to another hears its end now, and closes it.
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._idle.get_nowait().pipe.close()
+
+    # -------------------------------------------------------------------------------------------- asking
+
+    def process(self, raw: Any, about: Mapping[str, Any]) -> Processed:
+        """A rollout as process_rollout makes it. RolloutRefused also after `retries` processes have died over it."""
+        if isinstance(raw, Rollout):
+            return self._here(raw, about)
+        try:
+            frames = _question(raw, about)
+        except ValueError:
+            # What cannot be sent holds a number or a text that is no value: the checks say which.
+            return self._here(raw, about)
+        for attempt in range(self.retries + 1):
+            with Wait("rollouts.process", deadline=self.deadline * (self.workers + 1)) as wait:
+                worker = self._taken(wait)
+            try:
+                answer = self._asked(worker, frames)
+            except (EOFError, OSError, WorkerDied) as error:
+                self._replace(worker, attempt, error)
+                if isinstance(error, WorkerDied) and attempt == self.retries:
+                    raise  # it does not even start, which is no rollout's fault
+                continue
+            except BaseException:
+                self._idle.put(worker)
+                raise
+            self._idle.put(worker)
+            return _answered(answer, raw, self.seq_len)
+        raise RolloutRefused(
+            "worker",
+            f"a rollout was given up after {self.retries + 1} worker processes had died or hung over it; look for what is so large or so odd in it",
+        )
+
+    def _here(self, raw: Any, about: Mapping[str, Any]) -> Processed:
+        return process_rollout(raw, about, **self._settings)
+
+    def _taken(self, wait: Wait) -> _Worker:
+        while True:
+            try:
+                return self._idle.get(timeout=min(0.5, max(wait.remaining(), 0.001)))
+            except queue.Empty:
+                if self._closing:
+                    raise WorkerDied("the worker processes were stopped") from None
+                wait.check()
+
+    def _asked(self, worker: _Worker, frames: Sequence[bytes | memoryview]) -> list[bytes]:
+        worker.wait_until_ready()
+        for frame in frames:
+            worker.pipe.send_bytes(frame)
+        if not worker.pipe.poll(self.deadline):
+            worker.process.kill()
+            raise TimeoutError(f"no answer for {self.deadline:g} s")
+        head = worker.pipe.recv_bytes()
+        count = msgspec.msgpack.decode(head)
+        return [worker.pipe.recv_bytes() for _ in range(count)]
+
+    def _replace(self, worker: _Worker, attempt: int, error: Exception) -> None:
+        if self._closing:
+            worker.pipe.close()
+            raise WorkerDied("the worker processes were stopped") from error
+        told = worker.told()
+        worker.end(kill=True)
+        self.restarts += 1
+        _log.warning(
+            "%s over a rollout (%s); try %d of %d", told, error or type(error).__name__, attempt + 1, self.retries + 1
+        )
+        self._idle.put(self._spawn(worker.number))
+
+
+def _question(raw: Any, about: Mapping[str, Any]) -> list[bytes | memoryview]:
+    """A rollout as frames: JSON text as it is, lists turn by turn, because an encoder keeps the interpreter for the whole of its call."""
+    if isinstance(raw, (bytes, str)):
+        text = raw if isinstance(raw, bytes) else raw.encode()
+        return [encode_value({"about": about, "json": True, "frames": 1}), text]
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("trajectory"), (list, tuple)):
+        return [encode_value({"about": about, "frames": 1}), encode_value(raw)]
+    turns = [encode_value(_without_bulk(step)) for step in raw["trajectory"]]
+    head = encode_value({k: v for k, v in raw.items() if k != "trajectory"})
+    return [encode_value({"about": about, "turns": True, "frames": 1 + len(turns)}), head, *turns]
+
+
+def _without_bulk(step: Any) -> Any:
+    """What ingest reads of a turn; experts stand there with their size only."""
+    if not isinstance(step, Mapping):
+        return step
+    kept = {k: step[k] for k in _STEP_FIELDS if k in step}
+    routed = _routed(step)
+    data = routed.get("data") if isinstance(routed, Mapping) else routed
+    if isinstance(data, _BULK):
+        stand_in = _size_of(data)
+        kept["tokens"] = dict(step["tokens"]) | {
+            "routed_experts": {**routed, "data": stand_in} if isinstance(routed, Mapping) else stand_in
+        }
+    return kept
+
+
+def _routed(step: Any) -> Any:
+    tokens = step.get("tokens") if isinstance(step, Mapping) else None
+    return tokens.get("routed_experts") if isinstance(tokens, Mapping) else None
+
+
+def _size_of(data: Any) -> dict[str, Any]:
+    if isinstance(data, np.ndarray):
+        return {"bulk": "array", "dtype": data.dtype.str, "shape": data.shape}
+    if isinstance(data, str):
+        return {"bulk": "text", "ascii": data.isascii(), "size": len(data)}
+    return {"bulk": "bytes", "size": memoryview(data).nbytes}
+
+
+def _answered(frames: list[bytes], raw: Any, seq_len: int) -> Processed:
+    """What a process made of a rollout, put together with the experts that stayed here."""
+    head = decode_value(frames[0])
+    if "refused" in head:
+        raise RolloutRefused(*head["refused"])
+    if "tokenizer" in head:
+        raise TokenizerError(head["tokenizer"])
+    if "error" in head:
+        raise RuntimeError(f"a worker process failed over a rollout: {head['error']}")
+    columns: dict[str, Any] = {n: np.frombuffer(f, t) for (n, t), f in zip(_COLUMNS, frames[1:4], strict=True)}
+    steps, at = [], 0
+    for told in head["steps"]:
+        tokens = None
+        if told["said"] is not None:
+            part = slice(at, at := at + told["said"])
+            nothing = (np.empty(0, np.int32), np.empty(0, np.uint8))
+            tokens = StepTokens(
+                prompt_ids=nothing[0], prompt_mask=nothing[1], **{n: c[part] for n, c in columns.items()}
+            )
+            tokens = tokens.slim(context=told["context"])
+        steps.append(
+            Step(prompt=told["prompt"], completion=told["completion"], tokens=tokens, is_truncated=told["cut"])
+        )
+    fields = head["rollout"]
+    if fields["error"] is not None:
+        fields["error"] = tuple(fields["error"])
+    rollout = Rollout(**fields, trajectory=tuple(steps))
+    own: dict[str, Any] = {n: np.frombuffer(f, t) for (n, t), f in zip(_SAMPLE_COLUMNS, frames[4:7], strict=True)}
+    rows = _rows_of(head, frames[7:], raw)
+    samples, at, lost = [], 0, 0
+    for told in head["samples"]:
+        part = slice(at, at := at + told["length"])
+        sample = TrainingSample(
+            **{n: c[part] for n, c in own.items()}, prompt_length=told["prompt_length"], multimodal=told["multimodal"],
+            env_name=rollout.env_name, example_id=rollout.example_id, draw=rollout.draw, reward=rollout.reward,
+            temperature=rollout.temperature, policy_version=rollout.policy_version, run=rollout.run, mode=rollout.mode,
+            experts=None if rows is None else expert_rows(told["pieces"], rows, head["kind"], told["length"]),
+        )  # fmt: skip
+        lost += told["length"] > seq_len
+        samples.append(sample.truncated(seq_len))
+    return Processed(rollout=rollout, samples=samples, truncated=lost)
+
+
+def _rows_of(head: Mapping[str, Any], frames: list[bytes], raw: Any) -> list[Any] | None:
+    """By turn: its routed experts. Those of JSON text came back decoded; others never left."""
+    if head["kind"] is None:
+        return None
+    if head["starts"] is not None:
+        layers, topk = head["kind"]
+        return [
+            None if start is None else experts_from({"data": f, "shape": [len(f) // (layers * topk), layers, topk], "start": start})
+            for start, f in zip(head["starts"], frames, strict=True)
+        ]  # fmt: skip
+    return [experts_from(_routed(step)) for step in raw["trajectory"]]
+
+
+# ------------------------------------------------------------------------------------------- in the process
+
+
+def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
+    """What a process does until its pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        pipe.send_bytes(b"ready")
+        while True:
+            head = decode_value(pipe.recv_bytes())
+            frames = [pipe.recv_bytes() for _ in range(head["frames"])]
+            try:
+                answer = _made(head, frames, **settings)
+            except RolloutRefused as error:
+                answer = [encode_value({"refused": (error.cause, str(error))})]
+            except TokenizerError as error:
+                answer = [encode_value({"tokenizer": str(error)})]
+            except Exception as error:  # a bug here must reach whoever asked, not end the process
+                answer = [encode_value({"error": f"{type(error).__name__}: {error}"})]
+            pipe.send_bytes(msgspec.msgpack.encode(len(answer)))
+            for frame in answer:
+                pipe.send_bytes(frame)
+
+
+def _made(
+    head: Mapping[str, Any], frames: list[bytes], *, seq_len: int, limits: Limits, render: Render | None
+) -> list[bytes | memoryview]:
+    if head.get("json"):
+        raw: Any = frames[0]
+    elif head.get("turns"):
+        raw = {**decode_value(frames[0]), "trajectory": [_with_stand_in(decode_value(f)) for f in frames[1:]]}
+    else:
+        raw = decode_value(frames[0])
+    rollout = _ingested(raw, head["about"], limits, render)
+    samples, pieces, kind = interleave_planned(rollout)
+    columns = [s.tokens for s in rollout.trajectory if s.tokens is not None]
+    starts, bulk = (None, [])
+    if kind is not None and head.get("json"):
+        starts, bulk = _needed_rows(rollout, pieces)
+    told = {
+        "rollout": {n: getattr(rollout, n) for n in Rollout.__struct_fields__ if n != "trajectory"},
+        "steps": [
+            {
+                "prompt": s.prompt, "completion": s.completion, "cut": s.is_truncated,
+                "said": None if s.tokens is None else len(s.tokens.completion_ids),
+                "context": 0 if s.tokens is None else len(s.tokens.prompt_ids),
+            }
+            for s in rollout.trajectory
+        ],
+        "samples": [
+            {"length": len(s), "prompt_length": s.prompt_length, "pieces": p, "multimodal": s.multimodal}
+            for s, p in zip(samples, pieces, strict=True)
+        ],
+        "kind": kind, "starts": starts,
+    }  # fmt: skip
+    return [
+        encode_value(told),
+        *(_joined([getattr(c, n) for c in columns], t) for n, t in _COLUMNS),
+        *(_joined([getattr(s, n) for s in samples], t) for n, t in _SAMPLE_COLUMNS),
+        *bulk,
+    ]
+
+
+def _with_stand_in(step: Any) -> Any:
+    """A turn whose experts are zeros of the size that they have: enough to check and to plan with. The zeros are never touched."""
+    routed = _routed(step)
+    data = routed.get("data") if isinstance(routed, dict) and "bulk" not in routed else routed
+    if not isinstance(data, dict) or "bulk" not in data:
+        return step
+    if data["bulk"] == "array":
+        value: Any = np.zeros(data["shape"], np.dtype(data["dtype"]))
+    elif data["bulk"] == "text":
+        value = ("A" if data["ascii"] else "é") * data["size"]
+    else:
+        value = np.zeros(data["size"], np.uint8).data
+    step["tokens"]["routed_experts"] = value if data is routed else {**routed, "data": value}
+    return step
+
+
+def _needed_rows(rollout: Rollout, pieces: list[list[Piece]]) -> tuple[list[int | None], list[bytes | memoryview]]:
+    """By turn: the first token whose row is needed, and its rows from there on, decoded."""
+    spans = {turn: (first, stop) for own in pieces for turn, first, stop in own}  # a turn is of one sample
+    starts: list[int | None] = []
+    rows: list[bytes | memoryview] = []
+    for turn, step in enumerate(rollout.trajectory):
+        routed = None if step.tokens is None else step.tokens.routed_experts
+        starts.append(None if turn not in spans else spans[turn][0])
+        rows.append(b"" if turn not in spans or routed is None else routed.rows(*spans[turn]).reshape(-1).data)
+    return starts, rows
+
+
+def _joined(columns: list[np.ndarray], dtype: Any) -> bytes | memoryview:
+    whole = np.concatenate(columns) if columns else np.empty(0, dtype)
+    return whole.view(np.uint8).data if whole.size else b""
