@@ -323,10 +323,6 @@ class RunConfig(_Section):
                 f"spool.parts = {parts} must divide loader.lanes = {lanes} and loader.global_batch_size = {batch}; "
                 f"{math.gcd(lanes, batch)} is the largest that does"
             )
-        if self.spool.enabled and self.run.skip:
-            raise ValueError(
-                "run.skip passes over steps while they are made, which a spool has done already; leave out one of the two"
-            )
         return self
 
     @property

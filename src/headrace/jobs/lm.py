@@ -150,7 +150,14 @@ def _run_on(
         with contextlib.ExitStack() as stack:
             loader = stack.enter_context(
                 SpoolLoader(
-                    config, data, folder.base, rank=ranks.rank, world_size=ranks.world_size, device=device, check=check
+                    config,
+                    data,
+                    folder.base,
+                    rank=ranks.rank,
+                    world_size=ranks.world_size,
+                    device=device,
+                    check=check,
+                    record=True,
                 )
                 if isinstance(data, SpoolData)
                 else job.loader(data, device=device, record=True)

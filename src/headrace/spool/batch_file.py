@@ -19,6 +19,7 @@ import json
 import math
 import os
 import stat
+import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -105,16 +106,30 @@ class FileHeader:
 
 @dataclass(frozen=True)
 class BatchFile:
-    """An open file. `arrays` are read-only views; a ragged field has its values and, under `<name>_offsets`, its rows' borders."""
+    """An open file. `arrays` are views of it; a ragged field has its values and, under `<name>_offsets`, its rows' borders."""
 
     path: Path
     header: FileHeader
     arrays: Mapping[str, np.ndarray]
     _check: Callable[[str, int, int, int], None]
+    _references: tuple[int, ...] = ()
+    """To each array's memory, when nobody else had any."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_references", self._count_references())
 
     @property
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self.arrays.values())
+
+    @property
+    def held(self) -> bool:
+        """Whether rows that were handed out as views are still in use."""
+        return any(now > then for now, then in zip(self._count_references(), self._references, strict=True))
+
+    def _count_references(self) -> tuple[int, ...]:
+        owners = (a.base if isinstance(a.base, np.ndarray) else a for a in self.arrays.values())
+        return tuple(map(sys.getrefcount, owners))
 
     def check(self, start: int = 0, stop: int | None = None, step: int = 1) -> None:
         """Check these rows of every field, before a value of them is used. FileCorrupt names file, field and rows."""
@@ -205,8 +220,11 @@ def _write_pt(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], 
 # --------------------------------------------------------------------------------------------------- read
 
 
-def open_batch_file(path: Path, *, split: str = "", seq: int | None = None) -> BatchFile:
-    """Map a file and check its header. FileCorrupt if it is damaged, foreign, a link, a pipe or a device."""
+def open_batch_file(path: Path, *, split: str = "", seq: int | None = None, private: bool = False) -> BatchFile:
+    """Map a file and check its header. FileCorrupt if it is damaged, foreign, a link, a pipe or a device.
+
+    `private`: its arrays may be handed to somebody who writes to them; the file stays as it is.
+    """
     try:
         status = os.lstat(path)
     except OSError as error:
@@ -216,7 +234,7 @@ def open_batch_file(path: Path, *, split: str = "", seq: int | None = None) -> B
         raise FileCorrupt(f"{path} is {kind}; a spool holds files of its own only")
     if path.suffix == ".pt":
         return _open_pt(path, status.st_size, split, seq)
-    container = open_container(path, verify=False)
+    container = open_container(path, verify=False, private=private)
     try:
         header = FileHeader.from_json(container.meta)
         _check_layout(header, container)

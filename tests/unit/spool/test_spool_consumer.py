@@ -25,6 +25,7 @@ from headrace.errors import (
 from headrace.metrics import Meter
 from headrace.spool import FieldSpec, FileHeader, open_batch_file, schema_of, write_batch_file
 from headrace.spool.batch_file import OFFSETS
+from headrace.spool.file_system import FileSystem
 
 
 def queue(tmp_path):
@@ -70,13 +71,52 @@ def test_a_batch_stays_what_it_was_while_somebody_holds_it(counted, consumer):
 
 def test_memory_of_batches_nobody_holds_is_used_again(counted, consumer):
     counted(max_backlog_files=8).run(max_files=8)
-    reader = consumer(ack="commit")
+    reader = consumer(ack="commit", copy=True)
     places = set()
     for _ in range(16):
         batch = reader.get_batch("train")
         places.add(batch["g"].data_ptr())
         del batch
     assert len(places) <= 2
+
+
+def test_writing_to_a_batch_changes_neither_the_file_nor_what_is_delivered_later(counted, consumer, tmp_path):
+    counted(max_backlog_files=2).run(max_files=2)
+    before = [p.read_bytes() for p in sorted(queue(tmp_path).iterdir())]
+    reader = consumer(ack="commit")
+    assert not reader.copy
+    start = {**reader.state_dict(), "body": {"splits": {"train": {"g": 0, "at": [[0, 0]], "start": [0]}}}}
+    for _ in range(2):
+        for first in (0, 4, 8, 12):
+            batch = reader.get_batch("train")["g"]
+            assert batch.tolist() == list(range(first, first + 4))
+            batch.fill_(-1)
+        reader.load_state_dict(start)
+    assert [p.read_bytes() for p in sorted(queue(tmp_path).iterdir())] == before
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_batch_outlives_the_file_it_came_from(drawn, consumer, tmp_path, copy):
+    drawn(max_backlog_files=3).run(("train",), max_files=3)
+    expected = rows_of(queue(tmp_path))
+    reader = consumer(copy=copy)
+    held = [reader.get_batch("train")[0] for _ in range(6)]
+    assert reader._ahead.drain(10)
+    assert list(queue(tmp_path).iterdir()) == []
+    assert np.array_equal(torch.cat(held).numpy(), expected)
+    assert len(reader._retired) == (0 if copy else 3)
+    del held
+    reader._let_go()
+    assert reader._retired == [], "and no longer than that"
+
+
+def test_batches_are_copies_where_a_file_can_vanish_under_a_view(drawn, consumer, monkeypatch):
+    drawn().run(("train",), max_files=1)
+    monkeypatch.setattr(FileSystem, "of", classmethod(lambda cls, path: cls(kind="nfs4")))
+    over_a_network = consumer()
+    assert over_a_network.copy
+    over_a_network.close()
+    assert not consumer(copy=False).copy
 
 
 def test_used_up_files_are_deleted_and_those_in_use_are_not(drawn, consumer, tmp_path):
