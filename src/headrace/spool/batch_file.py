@@ -7,7 +7,7 @@
 
 The format is safetensors, so any tool opens a file. The bytes follow from the content alone: no clock, no host, no
 process is in them, so any provider that makes a file makes the same one. Rows are summed one by one where a row is
-16 KiB or more, and in groups of that size where it is less.
+8 KiB or more, and in groups of that size where it is less.
 
 The document's `.pt` files are read too: weights only, mapped, and with every size compared with the file's own before a
 tensor is looked at, because a .pt of 1.4 kB can describe 2**40 elements. Those written here carry checksums as well.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["OFFSETS", "BatchFile", "FileHeader", "check_arrays", "numpy_dtype", "open_batch_file", "write_batch_file"]
 
 OFFSETS = "_offsets"
-SEGMENT_BYTES = 16 << 10
+SEGMENT_BYTES = 8 << 10
 _KIND, _VERSION = "headrace-spool", 1
 _MAX_COUNT = 1 << 62
 _MAX_PICKLE = 16 << 20

@@ -153,7 +153,8 @@ class DatasetConsumer:
             self.set_batch_size(batch_size)
         else:
             self._check_share(self.batch_size)
-        self.copy = copy if copy is not None else not FileSystem.of(self.data_dir).local
+        disk = FileSystem.of(self.data_dir)
+        self.copy = copy if copy is not None else not disk.local
         self._retired: list[BatchFile] = []
         """Files read to their end of which a batch is still in use."""
         self._checker = FileChecker(
@@ -165,6 +166,8 @@ class DatasetConsumer:
             private=not self.copy,
         )
         if self._queued:
+            for sentence in disk.warnings:
+                self._tell(f"{self.data_dir}: {sentence}")
             self._claim_place()
 
     # ------------------------------------------------------------------------------------------- facts
