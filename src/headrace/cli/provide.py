@@ -67,7 +67,7 @@ def provide(
 
         made = provide_on_ray(checked, max_files=files, report=say)
     else:
-        from headrace.jobs.spooled import provide_text
+        from headrace.jobs.providing import provide_text
 
         made = provide_text(
             checked, join=join, until_eof=until_eof, force_regenerate=force_regenerate, take=take, max_files=files, report=say,

@@ -282,6 +282,11 @@ class SpoolSection(_Section):
     parts: int = Field(1, ge=1, le=1000)
     """How many providers can work at the same time: each takes whole parts. Divides the lanes and the batch."""
     durable: bool = True
+    task: Literal["lm", "mlm"] = "lm"
+    """mlm: tokens to guess, for a trainer of your own that reads the spool."""
+    mask_probability: float = Field(0.15, gt=0, lt=1)
+    mask_id: int | None = Field(None, ge=0, le=1 << 31, examples=[4])
+    """The id of the mask; one after the tokenizer's last unless given."""
     provider: bool = True
     """Whether `headrace run` starts a provider where none is at work."""
 

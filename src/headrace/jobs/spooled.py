@@ -13,16 +13,12 @@ of a run over a spool is that of the run without. Steps are passed over (`run.sk
 from __future__ import annotations
 
 import base64
-import contextlib
 import itertools
-import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -44,8 +40,6 @@ __all__ = [
     "SpoolLoader",
     "TextProvider",
     "exposed_seconds",
-    "provide_text",
-    "stopped_by_signals",
 ]
 
 _COUNTS = ("tokens", "padding", "rows", "samples", "fillers", "skipped")
@@ -62,8 +56,16 @@ def _recipe(config: RunConfig) -> str:
     loader = {key: tables["loader"][key] for key in ("global_batch_size", "lanes", "exhausted")}
     text = {key: value for key, value in tables["text"].items() if key != "engine"}
     sources = [{key: value for key, value in source.items() if key != "cache"} for source in tables["source"]]
+    spool = {key: tables["spool"].get(key) for key in ("task", "mask_probability", "mask_id")}
     return fingerprint_json(
-        {"source": sources, "mix": tables["mix"], "text": text, "loader": loader, "seed": config.run.seed}
+        {
+            "source": sources,
+            "mix": tables["mix"],
+            "text": text,
+            "loader": loader,
+            "seed": config.run.seed,
+            "spool": spool,
+        }
     )
 
 
@@ -106,10 +108,15 @@ class TextProvider(SequentialProvider):
         # All loaders of a process share its dataset; each has the lanes of its own part.
         if part in self._loaders:
             self._loaders.pop(part).close()
-        loader = self._job.loader(self._data, dp_rank=part, dp_world_size=self.parts, skip=(), record=True)
+        options = {"skip": (), **self._loader_options()}
+        loader = self._job.loader(self._data, dp_rank=part, dp_world_size=self.parts, **options)
         if cursor is not None:
             loader.load_state_dict(cursor)
         self._loaders[part] = loader
+
+    def _loader_options(self) -> dict[str, Any]:
+        """What this provider wants to know of a batch."""
+        return {"record": True}
 
     def next_batch(self, split: str, part: int) -> Mapping[str, Any] | None:
         loader = self._loaders[part]
@@ -148,56 +155,6 @@ def _origin(line: Mapping[str, Any], samples: np.ndarray) -> np.ndarray:
     for sample, _, source, *start in line["opened"]:
         origin[np.searchsorted(samples, sample)] = (source, 1, *start)
     return origin
-
-
-def provide_text(
-    config: RunConfig,
-    *,
-    base: Path | None = None,
-    join: bool = False,
-    force_regenerate: bool = False,
-    take: int | None = None,
-    max_files: int | None = None,
-    until_eof: bool = False,
-    report: Callable[[str], None] | None = None,
-    ready: Callable[[TextProvider], None] | None = None,
-) -> int:
-    """Fill the spool of a config until asked to stop (SIGINT, SIGTERM), or until its sources end; how many files were made.
-
-    `until_eof`: also stop when standard input ends, as it does when the process that holds its other end is killed.
-    """
-    job = Job(config, base)
-    data = job.dataset(meter=default_meter())
-    provider = TextProvider(job, data, join=join, force_regenerate=force_regenerate, take=take, report=report)
-    if until_eof:
-        threading.Thread(target=_stop_at_eof, args=(provider.stop,), daemon=True, name="headrace-parent").start()
-    with stopped_by_signals(provider.stop):
-        provider.open()
-        if ready is not None:
-            ready(provider)
-        return provider.run(max_files=max_files)
-
-
-@contextlib.contextmanager
-def stopped_by_signals(stop: Callable[[], None]) -> Generator[None]:
-    """SIGINT and SIGTERM call `stop` while the body runs."""
-    before: dict[int, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, lambda *_: stop())
-    except ValueError:  # not the main thread: whoever runs us there handles signals
-        before.clear()
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _stop_at_eof(stop: Callable[[], None]) -> None:
-    while os.read(0, 4096):
-        continue
-    stop()
 
 
 class OwnProvider:
