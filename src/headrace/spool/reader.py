@@ -126,8 +126,6 @@ class Part:
             self._open.append(_Open(seq, start, file))
             if file.header.last:
                 self.last = self._open[-1].end
-            else:
-                self._files.want(self.number, seq + 1, self._open[-1].end)
         return min(end, self.last) if self.last is not None else end
 
     def spans(self, first: int, count: int, step: int) -> list[tuple[BatchFile, int, int]]:
@@ -156,6 +154,12 @@ class Part:
         if self._open and self.last is not None and row >= self.last:
             self._files.finished(self.number, self._open[0].seq, None)
         self.row = row - self.start
+
+    def look_ahead(self) -> None:
+        """Let the file after the open ones be prepared. Last of all: the thread that is woken takes the interpreter at the next
+        system call of ours, and a batch whose file was just begun then waited 1 to 5 ms for it."""
+        if self._open and self.last is None:
+            self._files.want(self.number, self._open[-1].seq + 1, self._open[-1].end)
 
 
 class QueueReader:
@@ -208,6 +212,8 @@ class QueueReader:
         self.batches += 1
         for part in self.parts:
             part.advance(_rows_before(limit, part.number, parts))
+        for part in self.parts:
+            part.look_ahead()
         return arrays
 
     def _straight(self, part: Part, begin: int, end: int) -> dict[str, np.ndarray] | None:
