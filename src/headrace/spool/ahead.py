@@ -166,7 +166,7 @@ class Ahead(Generic[T]):
                 except Exception as error:  # full disk, no permission: keep the job, tell, come back later; others need not wait for it
                     self._on_failure(f"{type(error).__name__}: {error}")
                     self._failures += 1
-                    done, job.at = False, time.monotonic() + job.pause
+                    done, job.begun, job.at = False, False, time.monotonic() + job.pause
                     job.pause = min(2 * job.pause, 5.0)
                 with self._changed:
                     if done:
