@@ -95,3 +95,16 @@ def test_headrace_run_says_that_it_trains_on_other_batches(config, headrace, tmp
     assert done.returncode == 1
     assert 'spool.task = "mlm" makes batches for a trainer of your own' in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_padding_is_not_guessed_where_the_tokenizer_has_no_token_for_it(config, tmp_path):
+    job = Job(config())
+    provider = provider_of(job, job.dataset())
+    provider._special = []  # as of one whose padding is filled with a token that also occurs in text
+    provider.run(max_files=6)
+    padded = 0
+    for batch in batches(tmp_path / "S", 12):
+        padding = batch["attention_mask"] == 0
+        assert not (padding & (batch["labels"] != -100)).any()
+        padded += int(padding.sum())
+    assert padded > 20
