@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ import pytest
 
 from headrace.errors import ConfigError, WorkerDied
 from headrace.jobs.config_layers import load_config
+from headrace.jobs.flight import RunFlight
+from headrace.jobs.flight_record import merge_flights
 from headrace.jobs.spooled import SpoolData, SpoolLoader, TextProvider
 from headrace.jobs.wiring import Job
 
@@ -48,6 +51,13 @@ def config(tmp_path):
     return lambda *more: load_config(
         tmp_path / "run.toml", ("--run.dir", str(tmp_path / "run"), "--spool.dir", str(tmp_path / "spool"), *more)
     )
+
+
+def step_facts(run, step=5):
+    """What `headrace step` tells, but for when."""
+    with RunFlight(run) as flight:
+        told = flight.step(step).to_dict()
+    return {k: v for k, v in told.items() if k != "seconds"}
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -93,6 +103,50 @@ def test_batches_out_of_a_spool_are_the_loader_s_own_for_any_parts_and_ranks(con
             rank.close()
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_steps_passed_over_and_the_flight_record_are_those_of_the_run_without_a_spool(config, tmp_path, parts):
+    checked = config("--spool.parts", str(parts), "--spool.max_backlog_files", "5", "--run.skip", "2:3,5:8")
+    job = Job(checked)
+    data = job.dataset()
+    TextProvider(job, data, sleep_seconds=0.001).run(max_files=5 * parts)
+    straight = job.loader(data, dp_rank=0, dp_world_size=1, record=True)
+    expected = []
+    for _ in range(6):
+        batch = next(straight)
+        expected.append(batch["sample_index"].tolist())
+    line, state = straight.drain_flight(), straight.state_dict()["body"]
+    straight.close()
+    spool = SpoolData.open(checked, tmp_path, deadline=10)
+    # One rank takes the first three steps, two the others: their lines together tell what the one run's does.
+    with SpoolLoader(checked, spool, tmp_path, rank=0, world_size=1, record=True) as alone:
+        head = [next(alone)["sample_index"].tolist() for _ in range(3)]
+        lines, saved = [alone.drain_flight()], alone.state_dict()
+    ranks = [SpoolLoader(checked, spool, tmp_path, rank=r, world_size=2, record=True) for r in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        for rank in ranks:
+            rank.load_state_dict(saved)
+        tail = [
+            sorted(g for share in threads.map(next, ranks) for g in share["sample_index"].tolist()) for _ in range(3)
+        ]
+    assert head + tail == expected
+    lines.append(merge_flights([rank.drain_flight() for rank in ranks]))
+    assert [rank.drain_flight() for rank in ranks] == [None, None]
+    assert lines[0]["first"] == line["first"] == 1
+    assert lines[1]["first"] == 4
+    assert [*lines[0]["samples"][:-1], *lines[1]["samples"]] == line["samples"]
+    assert sorted(lines[0]["opened"] + lines[1]["opened"]) == line["opened"]
+    assert lines[0].get("skipped", []) + lines[1].get("skipped", []) == line["skipped"]
+    for name in ("picks", "skipped_picks"):
+        assert b"".join(base64.b64decode(part.get(name, "")) for part in lines) == base64.b64decode(line[name])
+    found = [rank.state_dict()["body"] for rank in ranks]
+    for rank in ranks:
+        rank.close()
+    assert found[0]["step"] == state["step"]
+    assert found[0]["skipped"] == state["skipped"]
+    assert sum(int(b["digest"], 16) for b in found) % (1 << 128) == int(state["digest"], 16)
+    assert {k: sum(b["delivered"][k] for b in found) for k in state["delivered"]} == state["delivered"]
+
+
 def test_a_spool_of_other_batches_is_refused(config, tmp_path):
     checked = config()
     TextProvider(Job(checked), Job(checked).dataset()).run(max_files=1)
@@ -109,8 +163,6 @@ def test_settings_of_a_spool_that_cannot_be_are_refused(config):
         ConfigError, match=r"spool.parts = 5 must divide loader.lanes = 12 and loader.global_batch_size = 12"
     ):
         config("--spool.parts", "5")
-    with pytest.raises(ConfigError, match="which a spool has done already"):
-        config("--run.skip", "2:3")
     assert config().hash == config("--spool.enabled", "false").hash
 
 
@@ -137,6 +189,12 @@ def test_two_terminals_give_the_run_of_one(headrace, warm, until, tmp_path):
     assert {k: one[k] for k in ("digest", "model_sha256", "tokens", "mix", "documents")} == {
         k: two[k] for k in ("digest", "model_sha256", "tokens", "mix", "documents")
     }
+    records = [(tmp_path / name / "flight.jsonl").read_text() for name in "AB"]
+    assert records[0] == records[1], "where every sample came from is known as well"
+    # A command costs seconds: the step is asked for in this process.
+    told = [step_facts(tmp_path / name) for name in "AB"]
+    assert told[0] == told[1]
+    assert told[0]
     shown = headrace("spool", "verify", "S", cwd=tmp_path)
     assert shown.returncode == 0, shown.stdout
 
