@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from headrace.cli.terminal import console_for, short
+from headrace.cli.terminal import LongWork, console_for, facts, short
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as Bar
-    from rich.progress import TaskID
 
     from headrace.jobs.gram import GramSummary
     from headrace.reduce.crew import FoldProgress
@@ -23,9 +21,6 @@ if TYPE_CHECKING:
     from headrace.reduce.shards import RowShards
 
 __all__ = ["gram"]
-
-_EVERY = 10.0
-"""Seconds between two lines where there is no terminal."""
 
 
 def gram(
@@ -119,7 +114,7 @@ def _join(
 
     def progress(made: int) -> None:
         nonlocal said
-        if talks and time.perf_counter() - said >= _EVERY:
+        if talks and time.perf_counter() - said >= LongWork.EVERY:
             said = time.perf_counter()
             say(console, f"made {made:,} partials")
 
@@ -135,62 +130,26 @@ def _join(
     return 128 + summary.signal if summary.signal else 0
 
 
-class _Watcher:
-    """Lines, and a bar where there is a terminal."""
-
+class _Watcher(LongWork):
     def __init__(self, console: Console | None, errors: Console | None, out: Path, spool: Path | None) -> None:
-        self._console, self._errors, self._out, self._spool = console, errors, out, spool
-        self._bar: Bar | None = None
-        self._task: TaskID | None = None
-        self._said = time.perf_counter()
-
-    def __enter__(self) -> _Watcher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        super().__init__(console, errors)
+        self._out, self._spool = out, spool
 
     def began(self, order: WorkOrder, shards: RowShards, engine: str, workers: int, resumed_at: int) -> None:
-        if self._console is None:
-            return
         partition = order.partition
-        self._console.print(
-            f"[bold]headrace[/] {'goes on with' if resumed_at else 'reduces to'} [bold]{self._out}[/]", highlight=False
-        )
-        lines = [
+        rows = [
             ("rows", f"{shards.n_rows:,} x {shards.width:,} {shards.dtype} in {len(shards.spec.paths):,} shard{'s' if len(shards.spec.paths) != 1 else ''}"),
             ("chunks", f"{partition.n_chunks:,} of {partition.chunk_size:,} rows" + (f", {resumed_at:,} folded already" if resumed_at else "")),
             ("workers", f"{workers} ({engine}), {order.threads} thread{'s' if order.threads > 1 else ''} each"),
         ]  # fmt: skip
         if self._spool is not None:
-            lines.append(("join", f"headrace gram --join {self._spool.absolute()}"))
-        for name, text in lines:
-            self._console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
-        if self._console.is_terminal:
-            from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            self._bar = Bar(
-                TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
-                console=self._console, transient=True,
-            )  # fmt: skip
-            self._bar.start()
-            self._task = self._bar.add_task("starting", total=partition.n_chunks, completed=resumed_at)
+            rows.append(("join", f"headrace gram --join {self._spool.absolute()}"))
+        headline = f"[bold]headrace[/] {'goes on with' if resumed_at else 'reduces to'} [bold]{self._out}[/]"
+        self.opened(headline, rows, total=partition.n_chunks, done=resumed_at)
 
     def progress(self, progress: FoldProgress) -> None:
-        if self._console is None:
-            return
         line = f"folded {progress.frontier:,} of {progress.n_chunks:,} chunks, {progress.pending} pending"
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=line, completed=progress.frontier)
-        elif time.perf_counter() - self._said >= _EVERY:
-            self._said = time.perf_counter()
-            self._console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
-
-    def notice(self, sentence: str) -> None:
-        if self._errors is not None:
-            self._errors.print(f"  {sentence}", highlight=False, soft_wrap=True, markup=False)
+        self.went_on(line, done=progress.frontier, total=progress.n_chunks)
 
 
 def _closing(console: Console, summary: GramSummary) -> None:
@@ -206,5 +165,4 @@ def _closing(console: Console, summary: GramSummary) -> None:
         lines.append(("workers", f"{summary.replaced} died and were replaced"))
     if summary.state == "stopped":
         lines += [("folded", f"{summary.folded:,} of {summary.n_chunks:,} chunks"), ("go on", "the same command")]
-    for name, text in lines:
-        console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+    facts(console, lines)
