@@ -137,8 +137,10 @@ def workers() -> None:
     from headrace.reduce.processes import ProcessCrew
     from headrace.reduce.shards import RowShards
 
-    def rate(crew: Crew, order: WorkOrder) -> float:
-        """Rows a second once everybody is under way: the first chunks pay for starting and compiling."""
+    def rate(hire: Callable[[], Crew], order: WorkOrder) -> float:
+        """Rows a second once everybody is under way: the first chunks pay for starting and compiling. Hired here, because workers of
+        a spool begin at once."""
+        crew = hire()
         seen: list[tuple[float, int]] = []
 
         def note(progress: FoldProgress) -> None:
@@ -178,8 +180,15 @@ def workers() -> None:
 
             kernel = 16 * chunk / best({"alone": alone}, 2.0)["alone"]
             two, one = order(2), order(1)
-            spool = SpoolCrew(Path(folder) / "spool", one, workers=2, first_unit=0, window=4)
-            found = {"sockets": rate(ProcessCrew(two), two), "spool": rate(spool, one)}
+            found = {
+                "sockets": rate(lambda two=two: ProcessCrew(two), two),
+                "spool": rate(
+                    lambda one=one, folder=folder: SpoolCrew(
+                        Path(folder) / "spool", one, workers=2, first_unit=0, window=4
+                    ),
+                    one,
+                ),
+            }
             for name, speed in found.items():
                 print(
                     f"2 workers k={k:<5} {name:<8} {speed / 1e3:7.0f} k rows/s   kernel alone, 2 threads {kernel / 1e3:7.0f} k   "

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from headrace.errors import ConfigError, DataChanged, DataError, DeadlineExceeded
-from headrace.jobs.gram import join_spool
+from headrace.jobs.gram import GramPlan, join_spool, reduce_shards
 from headrace.jobs.gram_spool import SpoolCrew, SpoolWorker, Wanted, order_in
 from headrace.order import fingerprint_json
 from headrace.reduce import (
@@ -293,7 +292,15 @@ def test_those_who_join_may_have_the_same_rows_elsewhere_but_no_others(rows, tmp
     assert [(s.state, s.partials) for s in done] == [("finished", order.partition.n_units)]
 
 
-def test_the_command_goes_on_from_the_spool_after_its_coordinator_was_killed(rows, headrace, tmp_path):
+class Nobody:
+    """Looks on and says nothing."""
+
+    def began(self, *_): ...
+    def progress(self, _): ...
+    def notice(self, _): ...
+
+
+def test_the_command_goes_on_from_the_spool_after_its_coordinator_was_killed(rows, tmp_path):
     folder, _, expected = rows
     words = ("gram", str(folder), "--chunk", str(CHUNK), "--spool", "s", "--out", "g.safetensors", "--format", "json")
     process = subprocess.Popen(
@@ -307,10 +314,11 @@ def test_the_command_goes_on_from_the_spool_after_its_coordinator_was_killed(row
     process.kill()
     process.communicate()
     assert (tmp_path / "s" / "gram.json").exists(), "it was killed under way"
-    done = headrace(*words, "--workers", "2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["sha256"], told["engine"]) == (expected, "spool")
+    plan = GramPlan(
+        shards=[str(folder)], chunk=CHUNK, spool=tmp_path / "s", out=tmp_path / "g.safetensors", workers=1, deadline=60
+    )
+    done = reduce_shards(plan, Nobody())
+    assert (done.sha256, done.engine, done.state) == (expected, "spool", "reduced")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["g.safetensors", "g.safetensors.json"]
     shards, columns = RowShards.open([folder]), Columns(width=5)
     partition = CrossNodePartition(k=columns.k, n_rows=shards.n_rows, chunk_size=CHUNK, n_ranks=1)
@@ -320,9 +328,7 @@ def test_the_command_goes_on_from_the_spool_after_its_coordinator_was_killed(row
         partition=partition, provenance=provenance, columns=columns, shards=shards.spec, data=shards.fingerprint()
     )
     begun(tmp_path / "s", left).close()  # as when it is killed between the result and the folder
-    again = headrace(*words, cwd=tmp_path)
-    assert json.loads(again.stdout)["state"] == "complete"
-    assert not (tmp_path / "s").exists()
-    wrong = headrace(*words, "--engine", "ray", cwd=tmp_path)
-    assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1)
-    assert Path(tmp_path / "g.safetensors").exists()
+    assert reduce_shards(plan, Nobody()).state == "complete"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["g.safetensors", "g.safetensors.json"]
+    with pytest.raises(ConfigError, match="--spool is for --engine spool, not for ray"):
+        replace(plan, engine="ray")
