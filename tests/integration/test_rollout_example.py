@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "rollouts" / "sort_
 
 
 def words(out, steps):
-    return [sys.executable, str(EXAMPLE), "--out", str(out), "--steps", str(steps), "--tasks", "2"]
+    return [sys.executable, str(EXAMPLE), "--out", str(out), "--steps", str(steps), "--tasks", "2", "--told-every", "3"]
 
 
 @pytest.mark.timeout(110)
@@ -23,7 +23,7 @@ def test_a_killed_rl_run_goes_on_and_learns_from_every_step_once(tmp_path):
     process = subprocess.Popen(words(tmp_path, 1000), stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("step 10: reward ")
+        assert process.stdout.readline().startswith("step 3: reward ")
         os.kill(process.pid, signal.SIGKILL)
     finally:
         process.kill()
