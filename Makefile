@@ -56,7 +56,7 @@ run: $(VENV)/.run
 
 test: $(VENV)/.dev
 	@echo "==> tests (unit, property, integration)"
-	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
+	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test-faults: $(VENV)/.dev
 	@echo "==> fault sweeps ($(FAULTS))"

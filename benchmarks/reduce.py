@@ -4,7 +4,7 @@ kernel     chunk_gram of f64 rows        against the better of numpy `x.T @ x` a
            limit: the tiles alone, on rows that are packed already and lie in the cache
 f32        chunk_gram of f32 rows        against numpy with an upcast of the rows
 fold       adding partials to the tree   against a copy of as many bytes
-workers    2 processes over .npy shards  against the kernel alone with 2 threads on the same rows
+workers    2 processes over .npy shards, by sockets and through a spool, against the kernel alone with 2 threads on the same rows
 pca        64 components                 against sklearn's IncrementalPCA on the same rows: time, and distance to the exact answer
 error      largest error of an entry     against OpenBLAS, in units of 2^-53 sum |x_i x_j|
 
@@ -56,7 +56,7 @@ def kernel(threads: int) -> None:
             x = np.random.default_rng(0).standard_normal((n, k))
             took = best({
                 "numpy": lambda x=x: x.T @ x, "dsyrk": lambda x=x: dsyrk(1.0, x.T), "ours": lambda x=x: chunk_gram(x, threads=threads),
-            }, 4.0)  # fmt: skip
+            }, 2.0)  # fmt: skip
             speed = {name: n * k * (k + 1) / s / 1e9 for name, s in took.items()}
             other = max(speed["numpy"], speed["dsyrk"])
             print(
@@ -90,7 +90,7 @@ def f32(threads: int) -> None:
     for k in WIDTHS:
         for n in LENGTHS:
             x = np.random.default_rng(0).standard_normal((n, k)).astype(np.float32)
-            took = best({"numpy": lambda x=x: upcast(x), "ours": lambda x=x: chunk_gram(x, threads=threads)}, 3.0)
+            took = best({"numpy": lambda x=x: upcast(x), "ours": lambda x=x: chunk_gram(x, threads=threads)}, 1.5)
             print(
                 f"f32 k={k:<5} n={n:<6} {threads} thread{'s' * (threads > 1)}   ours {n * k * (k + 1) / took['ours'] / 1e9:5.1f} GFLOP/s   "
                 f"numpy with upcast {n * k * (k + 1) / took['numpy'] / 1e9:5.1f}   ratio {took['numpy'] / took['ours']:.2f}",
@@ -130,54 +130,62 @@ def fold() -> None:
 
 
 def workers() -> None:
+    from headrace.jobs.gram_spool import SpoolCrew
     from headrace.reduce import Columns, CrossNodeGramReduction, CrossNodePartition, Provenance, default_chunk_size
-    from headrace.reduce.crew import FoldProgress, drive
+    from headrace.reduce.crew import Crew, FoldProgress, drive
     from headrace.reduce.orders import WorkOrder
     from headrace.reduce.processes import ProcessCrew
     from headrace.reduce.shards import RowShards
 
+    def rate(crew: Crew, order: WorkOrder) -> float:
+        """Rows a second once everybody is under way: the first chunks pay for starting and compiling."""
+        seen: list[tuple[float, int]] = []
+
+        def note(progress: FoldProgress) -> None:
+            seen.append((time.perf_counter(), progress.frontier))
+
+        try:
+            drive(CrossNodeGramReduction(order.partition, provenance=order.provenance), crew, progress=note)
+        finally:
+            crew.close()
+        steady = [mark for mark in seen if mark[1] >= 4]
+        return (steady[-1][1] - steady[0][1]) * order.partition.chunk_size / (steady[-1][0] - steady[0][0])
+
     for k, n in ((255, 1 << 20), (1023, 1 << 17)):
         with tempfile.TemporaryDirectory() as folder:
             for part in range(2):
-                np.save(
-                    Path(folder) / f"{part}.npy",
-                    np.random.default_rng(part).standard_normal((n // 2, k)).astype(np.float32),
-                )
-            shards = RowShards.open([folder])
-            columns = Columns(width=k)
+                rows = np.random.default_rng(part).standard_normal((n // 2, k)).astype(np.float32)
+                np.save(Path(folder) / f"{part}.npy", rows)
+            shards, columns = RowShards.open([folder]), Columns(width=k)
             chunk = default_chunk_size(columns.k)
-            partition = CrossNodePartition(k=columns.k, n_rows=n, chunk_size=chunk, n_ranks=2)
-            order = WorkOrder(
-                partition=partition,
-                provenance=Provenance(rows="f32"),
-                columns=columns,
-                shards=shards.spec,
-                data=shards.fingerprint(),
-            )
-            reduction = CrossNodeGramReduction(partition, provenance=order.provenance)
-            seen: list[tuple[float, int]] = []
 
-            def note(progress: FoldProgress, seen: list[tuple[float, int]] = seen) -> None:
-                seen.append((time.perf_counter(), progress.frontier))
-
-            crew = ProcessCrew(order)
-            try:
-                drive(reduction, crew, progress=note)
-            finally:
-                crew.close()
-            steady = [mark for mark in seen if mark[1] >= 4]  # the first chunks pay for starting and compiling
-            rate = (steady[-1][1] - steady[0][1]) * chunk / (steady[-1][0] - steady[0][0])
+            def order(
+                ranks: int, shards: RowShards = shards, columns: Columns = columns, chunk: int = chunk
+            ) -> WorkOrder:
+                partition = CrossNodePartition(k=columns.k, n_rows=shards.n_rows, chunk_size=chunk, n_ranks=ranks)
+                data = shards.fingerprint()
+                return WorkOrder(
+                    partition=partition,
+                    provenance=Provenance(rows="f32"),
+                    columns=columns,
+                    shards=shards.spec,
+                    data=data,
+                )
 
             def alone(shards: RowShards = shards, columns: Columns = columns, chunk: int = chunk) -> None:
                 for at in range(0, 16 * chunk, chunk):
                     columns.gram(shards.read(at, at + chunk), 2)
 
-            took = best({"alone": alone}, 2.0)["alone"]
-            print(
-                f"2 workers k={k:<5} {rate / 1e3:7.0f} k rows/s   kernel alone, 2 threads {16 * chunk / took / 1e3:7.0f} k   "
-                f"ratio {rate / (16 * chunk / took):.2f}",
-                flush=True,
-            )
+            kernel = 16 * chunk / best({"alone": alone}, 2.0)["alone"]
+            two, one = order(2), order(1)
+            spool = SpoolCrew(Path(folder) / "spool", one, workers=2, first_unit=0, window=4)
+            found = {"sockets": rate(ProcessCrew(two), two), "spool": rate(spool, one)}
+            for name, speed in found.items():
+                print(
+                    f"2 workers k={k:<5} {name:<8} {speed / 1e3:7.0f} k rows/s   kernel alone, 2 threads {kernel / 1e3:7.0f} k   "
+                    f"ratio {speed / kernel:.2f}",
+                    flush=True,
+                )
 
 
 def pca() -> None:

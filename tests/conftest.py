@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,11 +19,20 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("HEADRACE_CACHE", str(ROOT / ".pytest_cache" / "headrace"))
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
+# The hub's client reads these when it is first imported, whichever test that happens in; no test needs a network.
+for offline in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
+    os.environ[offline] = "1"
 
 settings.register_profile(
     "headrace", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("headrace")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that workers which take a file at a time end together."""
+    folders = ("integration", "property", "unit", "faults")
+    items.sort(key=lambda item: next((i for i, name in enumerate(folders) if name in item.path.parts), len(folders)))
 
 
 @pytest.fixture(scope="session")
@@ -43,15 +55,47 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def headrace() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the command in a process of its own, as a user would."""
+def warm() -> Iterator[Any]:
+    """Python processes that begin where the imports are done: `warm.run`, `warm.Popen`, `warm.ranks`."""
+    spec = importlib.util.spec_from_file_location("warm_python", ROOT / "tests" / "warm_python.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with module.warm_python() as python:
+        yield python
+
+
+@pytest.fixture(scope="session")
+def headrace(warm: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the command in a process of its own, on one rank or on several; `fresh` is an interpreter that imports all anew."""
 
     def run(
-        *words: str, cwd: Path | None = None, timeout: float = 110, env: dict[str, str] | None = None, **more: object
-    ):
-        return subprocess.run(
-            [sys.executable, "-m", "headrace", *words],
-            cwd=cwd, env=os.environ | {"NO_COLOR": "1"} | (env or {}), capture_output=True, text=True, timeout=timeout, check=False,
-        )  # fmt: skip
+        *words: str,
+        cwd: Path | None = None,
+        timeout: float = 110,
+        env: dict[str, str] | None = None,
+        ranks: int = 1,
+        fresh: bool = False,
+    ) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "headrace", *words]
+        how: dict[str, Any] = {"cwd": cwd, "timeout": timeout, "env": os.environ | {"NO_COLOR": "1"} | (env or {})}
+        if ranks > 1:
+            return warm.ranks(ranks, command, **how)
+        start = subprocess.run if fresh else warm.run
+        return start(command, capture_output=True, text=True, check=False, **how)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., None]:
+    """Wait for something to be true."""
+
+    def wait(condition: Callable[[], object], seconds: float = 60.0) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"it did not happen within {seconds} s"
+            time.sleep(0.002)
+
+    return wait

@@ -30,7 +30,8 @@ def workers_of(pid: int) -> list[int]:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("span", [1, SPAN] if LONG else [1])
-def test_whoever_is_killed_the_sum_has_the_bits_of_the_pass_nobody_touched(tmp_path, span):
+@pytest.mark.parametrize("engine", ["local", "spool"])
+def test_whoever_is_killed_the_sum_has_the_bits_of_the_pass_nobody_touched(tmp_path, engine, span):
     if not Path("/proc/self/task").exists():
         pytest.skip("finds the workers of a coordinator through /proc")
     rows = np.random.default_rng(3).standard_normal((120_000 if LONG else 40_000, 24)).astype("f4")
@@ -42,7 +43,7 @@ def test_whoever_is_killed_the_sum_has_the_bits_of_the_pass_nobody_touched(tmp_p
         out = tmp_path / f"g{passes}.safetensors"
         command = [
             sys.executable, "-m", "headrace", "gram", "a.npy", "--chunk", str(CHUNK), "--span", str(span), "--workers", str(2 + passes % 2),
-            "--save-every", "0.02", "--out", out.name, "--format", "json",
+            "--engine", engine, "--save-every", "0.02", "--out", out.name, "--format", "json",
         ]  # fmt: skip
         process = subprocess.Popen(
             command, cwd=tmp_path, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

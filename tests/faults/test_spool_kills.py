@@ -223,6 +223,7 @@ def exactly_once(folder: Path, wanted: int) -> str:
     assert told["files"] < 40, "what was committed was deleted"
     assert trained > wanted // 4, "too little was trained for the kills to mean anything"
     assert len(met) > min(wanted // 8, 150)
+    assert slowest <= 2.0, "seconds from a restart to its first batch"
     seconds = time.perf_counter() - began
     return (
         f"{kills:,} kills in {lives:,} lives, {trained:,} samples exactly once, {len(met)} different places, first batch after a restart within "

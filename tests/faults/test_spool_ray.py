@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from headrace.jobs.config_layers import load_config
-from headrace.jobs.spooled import provide_text
+from headrace.jobs.providing import provide_text
 from headrace.spool.survey import verify
 
 pytest.importorskip("ray", reason="needs the extra [ray]")

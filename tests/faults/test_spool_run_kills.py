@@ -1,4 +1,4 @@
-"""A run over a spool that is killed leaves no provider behind, and goes on to the model of the run nobody touched."""
+"""Whole runs over a spool: killed with their provider, and on a number of ranks that changes; always the data of the run nobody touched."""
 
 from __future__ import annotations
 
@@ -69,3 +69,39 @@ def test_a_killed_run_takes_its_provider_along_and_resumes_to_the_same_model(hea
     one, two = json.loads(alone.stdout), json.loads(resumed.stdout)
     assert (one["digest"], one["model_sha256"]) == (two["digest"], two["model_sha256"])
     assert len(list((tmp_path / "B" / "spool" / "queue" / "train").iterdir())) < 10
+
+
+@pytest.mark.skipif(os.environ.get("HEADRACE_FAULTS", "long") != "long", reason="four whole runs: for the long sweep")
+@pytest.mark.timeout(400)
+def test_ranks_of_torchrun_share_a_spool_and_their_number_may_change_between_runs(headrace, tmp_path):
+    (tmp_path / "run.toml").write_text(CONFIG)
+    alone = headrace("run", "run.toml", "--run.dir", "A", "--format", "json", cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    expected = json.loads(alone.stdout)
+    env = os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    for ranks, words in (
+        (2, ("run.toml", "--run.dir", "B", "--spool.dir", "S", "--spool.parts", "3", "--run.stop_after", "14")),
+        (3, ("--resume", "B", "--run.stop_after", "27")),
+        (1, ("--resume", "B", "--run.stop_after", "40")),
+    ):
+        launch = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            "-m",
+            "headrace",
+            "run",
+            *words,
+        ]
+        done = subprocess.run(launch, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
+        assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "B" / "summary.json").read_text())
+    same = ("step", "digest", "tokens", "documents", "mix")
+    assert {k: found[k] for k in same} == {k: expected[k] for k in same}
+    shown = headrace("spool", "stat", "S", "--format", "json", cwd=tmp_path)
+    parts = json.loads(shown.stdout)["splits"]["train"]
+    assert [part["commit"] > 0 for part in parts] == [True] * 3, "rank 0 let go of what all had saved"
+    assert all(part["files"] < 12 for part in parts)

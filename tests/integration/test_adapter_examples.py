@@ -160,6 +160,8 @@ def main(examples: str, spec: str, folder: Path) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    import torch._dynamo  # noqa: F401  (which every optimizer imports when it is made)
+
     children = []
     for rank in range(2):  # forked before anything runs here: a process with threads cannot be
         child = os.fork()

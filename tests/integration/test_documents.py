@@ -44,8 +44,9 @@ def test_every_python_snippet_of_the_readme_is_tested():
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
-def test_a_snippet_of_the_readme_runs_as_printed(name, desk):
-    done = subprocess.run(
+def test_a_snippet_of_the_readme_runs_as_printed(name, desk, warm):
+    start = subprocess.run if name == "my-jsonl" else warm.run
+    done = start(
         [sys.executable, "-W", "error", "-c", SNIPPETS[name]],
         cwd=desk,
         capture_output=True,

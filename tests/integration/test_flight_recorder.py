@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -39,44 +38,26 @@ HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\n[bold]not bold[/] \u202e \x9b31m"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
+def runs(tmp_path_factory, headrace, warm, until) -> Path:
     """A folder with run A: begun by one rank, killed between two checkpoints, brought to its end by two."""
     folder = tmp_path_factory.mktemp("flight")
     for name in "ab":
         texts = [f"{name}{i} {HOSTILE}" + "word " * (i % 9) for i in range(60)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     (folder / "c.toml").write_text(CONFIG)
-
-    def start(*words: str, **env: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "headrace", "run", *words, "--quiet"],
-            cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"} | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-    first = start("c.toml", "--run.dir", "A", "--run.steps", "100000")
-    try:
-        until = time.monotonic() + 90
-        while recorded(folder / "A") < SAVED + 2:  # the last steps are recorded and in no checkpoint
-            assert first.poll() is None, first.communicate()[0]
-            assert time.monotonic() < until
-            time.sleep(0.01)
+    words = ("run", "c.toml", "--run.dir", "A", "--run.steps", "100000", "--quiet")
+    first = warm.Popen(
+        [sys.executable, "-m", "headrace", *words], cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:  # until the last steps are recorded and in no checkpoint
+        until(lambda: recorded(folder / "A") >= SAVED + 2 or first.poll() is not None)
     finally:
         first.kill()
-        first.communicate()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    steps = ("--run.steps", str(STEPS))
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [start("--resume", "A", *steps, RANK=str(r), LOCAL_RANK=str(r), **world) for r in range(2)]
-    try:
-        for process in ranks:
-            said = process.communicate(timeout=60)[0]
-            assert process.returncode == 0, said
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+        said = first.communicate()[0]
+    assert first.returncode == -signal.SIGKILL, said
+    done = headrace("run", "--resume", "A", "--run.steps", str(STEPS), "--quiet", cwd=folder, ranks=2)
+    assert done.returncode == 0, done.stderr
     return folder
 
 

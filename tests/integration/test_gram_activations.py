@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import runpy
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -53,6 +57,69 @@ def test_what_cannot_be_collected_is_named():
     with pytest.raises(ConfigError, match="no batch"):
         activations(model, [], module="1", forward=call)
     assert not model[1]._forward_hooks
+
+
+RANKS = """
+import json, os, sys
+import torch, torch.distributed as dist
+from torch import nn
+import headrace as hr
+from headrace.errors import HeadraceError
+
+dist.init_process_group("gloo")
+data = hr.TextDataset(sys.argv[1], tokenizer="sample", seq_len=32, seed=3, lanes=4)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(data.vocab_size, 6))
+told = {}
+for streams in (None, 4):
+    with hr.Loader(data, global_batch_size=8) as loader:
+        result = hr.reduce.activations(
+            model, loader, module="0", steps=5, forward=lambda m, b: m(b["input_ids"]), chunk_size=48, streams=streams,
+            keep=lambda b: b["labels"] != -100,
+        )
+    told[str(streams)] = [result.sha256, result.n_rows, result.about["streams"]]
+try:  # one rank fails: the other must not wait for it
+    hr.reduce.activations(model, [] if dist.get_rank() else [{"input_ids": torch.zeros(2, 3, dtype=int)}], module="0", forward=lambda m, b: m(b["input_ids"]))
+except HeadraceError as error:
+    told["failed"] = str(error)
+print("\\n" + json.dumps(told) + "\\n", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_sum_the_rows_of_their_samples_to_the_bits_of_one_process(write_jsonl, tmp_path):
+    import headrace as hr
+
+    texts = [f"page {i}. " + "the race carries water to the wheel. " * (i % 23) for i in range(300)]
+    spec = f"jsonl:{write_jsonl('pages.jsonl', texts)}"
+    (tmp_path / "ranks.py").write_text(RANKS)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "ranks.py"), spec],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(told) == 2
+    data = hr.TextDataset(spec, tokenizer="sample", seq_len=32, seed=3, lanes=4)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(data.vocab_size, 6))
+    for name, streams in (("None", 2), ("4", 4)):
+        with hr.Loader(data, global_batch_size=8) as loader:
+            alone = activations(
+                model, loader, module="0", steps=5, forward=call, chunk_size=48, streams=streams, keep=lambda b: b["labels"] != -100
+            )  # fmt: skip
+        assert [t[name] for t in told] == [[alone.sha256, alone.n_rows, streams]] * 2
+    assert sorted(t["failed"] for t in told) == [
+        "rank 1 could not collect its activations; its own message says why", "the loader gave no batch: there is nothing to reduce",
+    ]  # fmt: skip
+
+
+def test_streams_need_samples_and_a_multiple_of_the_ranks():
+    model, batches = parts()
+    with pytest.raises(ConfigError, match="multiple of the 1 ranks"):
+        activations(model, batches, module="1", forward=call, streams=0)
+    with pytest.raises(ConfigError, match="leave streams out"):
+        activations(model, batches, module="1", forward=call, streams=2)
 
 
 def test_the_example_reduces_the_quickstarts_model(write_jsonl, repository, capsys):

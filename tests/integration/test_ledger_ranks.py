@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from headrace.ledger import LEDGER_SUM_KEYS, Ledger, LedgerSettings, owner_of
 from headrace.metrics import reduce_loss_metrics
@@ -49,9 +50,16 @@ def states_of(gids: np.ndarray, step: int) -> torch.Tensor:
     return torch.from_numpy(gids * 100 + step).float()[:, None] + torch.arange(WIDTH) / 4
 
 
-def played(rank: int, world: int, dtype: str = "float32", start: int = 0, load: Any = None) -> dict[str, Any]:
+def played(
+    rank: int, world: int, dtype: str = "float32", start: int = 0, load: Any = None, apart: bool = False
+) -> dict[str, Any]:
     """Store and look up for some steps; what was found on the way, and the whole ledger in the end (rank 0)."""
-    ledger = Ledger(LedgerSettings(width=WIDTH, mode="periodic_stale", stale_threshold=1, dtype=dtype), deadline=60.0)  # ty: ignore
+    own = dist.new_group(backend="gloo") if apart else None
+    ledger = Ledger(
+        LedgerSettings(width=WIDTH, mode="periodic_stale", stale_threshold=1, dtype=dtype),
+        device_group=own,
+        deadline=60.0,  # ty: ignore
+    )
     if load is not None:
         saved = np.load(load)
         ledger.load_state_arrays([(dict(saved), {"kind": "headrace.ledger", "version": 1, "step": start - 1, "width": WIDTH, "dtype": dtype})])  # fmt: skip
@@ -86,10 +94,49 @@ def sums(rank: int, world: int) -> Any:
     return [first, again]
 
 
+def listed(rank: int, world: int) -> dict[str, list[list[int]]]:
+    """What FR15 lists, each as the counts of its steps over all ranks. Every step is brought by another rank; the last of four owns all."""
+    a, b, c = [g for g in range(200) if owner_of(np.array([g]), 4)[0] == 3][:3]
+
+    def counts(
+        steps: list[list[int]], epochs: list[int] | None = None, wipe_before: int = -1, **chosen: Any
+    ) -> list[list[int]]:
+        ledger, told = Ledger(LedgerSettings(width=1, **chosen), deadline=60.0), []
+        for step, gids in enumerate(steps):
+            if step == wipe_before:
+                ledger.wipe()
+            here = np.array(gids if rank == step % world else [], dtype=np.int64)
+            ledger.store(here, torch.ones(len(here), 1), step=step, streams=0, epochs=epochs[step] if epochs else 0)
+            ledger.end_step(step)
+            said = reduce_loss_metrics(ledger.drain_metrics(), sum_keys=LEDGER_SUM_KEYS)
+            told.append(
+                [
+                    said[f"ledger/{what}/{mode}"]
+                    for what in ("evictions", "false_evictions")
+                    for mode in ("lru", "stale")
+                ]
+            )
+        return told
+
+    lru = {"mode": "lru", "capacity": 2}
+    return {
+        "never comes back": counts([[a], [b], [c], [b], [c]], **lru),
+        "comes back": counts([[a], [b], [c], [a], [a]], **lru),
+        "stale, comes back": counts([[a], [], [], [a], [a]], mode="periodic_stale", stale_threshold=1),
+        "wiped before it comes back": counts([[a], [b], [c], [a]], wipe_before=3, **lru),
+        "comes back in the next epoch": counts(
+            [[a], [], [], [a]], epochs=[0, 0, 0, 1], mode="periodic_stale", stale_threshold=1
+        ),
+    }
+
+
 def not_the_owner(rank: int, world: int) -> Any:
     ledger = Ledger(LedgerSettings(width=1), deadline=60.0)
     gid = next(g for g in range(100) if owner_of(np.array([g]), world)[0] == (rank + 1) % world)
-    ledger.shard.store(np.array([gid]), torch.zeros(1, 1), step=0)
+    try:
+        ledger.shard.store(np.array([gid]), torch.zeros(1, 1), step=0)
+    finally:
+        ledger.route(np.arange(8))  # nobody leaves while another is still joining
 
 
 def bereft(rank: int, world: int) -> Any:
@@ -100,7 +147,7 @@ def bereft(rank: int, world: int) -> Any:
     ledger.route(np.arange(8))
 
 
-shared.SCENARIOS |= {f.__name__: f for f in (played, sums, not_the_owner, bereft)}
+shared.SCENARIOS |= {f.__name__: f for f in (played, sums, listed, not_the_owner, bereft)}
 
 if __name__ == "__main__":
     Ledger(LedgerSettings(width=1)).lookup(np.arange(2))  # compiled once, for all ranks to come
@@ -118,13 +165,14 @@ def server() -> Iterator[subprocess.Popen[str]]:
     assert process.stdout.readline() == "ready\n"
     yield process
     process.stdin.close()
-    process.wait(10)
+    process.wait(60)
     process.stdout.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_four_ranks_find_what_one_rank_finds_and_hold_it_together(ranks: Callable[..., Any], dtype: str):
-    told = [t["result"] for t in ranks(4, "played", dtype=dtype)]
+@pytest.mark.parametrize(("dtype", "apart"), [("float32", False), ("bfloat16", True)])
+def test_four_ranks_find_what_one_rank_finds_and_hold_it_together(ranks: Callable[..., Any], dtype: str, apart: bool):
+    # Rows in a group of their own is how they travel where the arena is on a device.
+    told = [t["result"] for t in ranks(4, "played", dtype=dtype, apart=apart)]
     alone = played(0, 1, dtype)
     for step in range(STEPS):
         states, found = zip(*(t["seen"][step] for t in told), strict=True)
@@ -150,6 +198,20 @@ def test_a_ledger_of_one_rank_goes_on_on_four(ranks: Callable[..., Any], tmp_pat
     for step in range(STEPS):
         for key in ("ledger/evictions/stale", "ledger/false_evictions/stale"):
             assert told[0]["sums"][step][key] == alone["sums"][step][key]
+
+
+def test_false_evictions_are_told_from_true_ones_on_one_and_on_four_ranks(ranks: Callable[..., Any]):
+    nothing = [0, 0, 0, 0]
+    expected = {  # evictions by lru, by sweeps; of these false ones
+        "never comes back": [nothing, nothing, [1, 0, 0, 0], nothing, nothing],
+        "comes back": [nothing, nothing, [1, 0, 0, 0], [1, 0, 1, 0], nothing],
+        "stale, comes back": [nothing, nothing, [0, 1, 0, 0], [0, 0, 0, 1], nothing],
+        "wiped before it comes back": [nothing, nothing, [1, 0, 0, 0], nothing],
+        "comes back in the next epoch": [nothing, nothing, [0, 1, 0, 0], nothing],
+    }
+    assert listed(0, 1) == expected
+    for told in ranks(4, "listed"):
+        assert told["result"] == expected
 
 
 def test_sum_keys_give_the_total_and_the_worst_rank_and_other_keys_their_mean(ranks: Callable[..., Any]):

@@ -176,7 +176,7 @@ def test_wrong_names_and_wrong_credentials_are_one_sentence_at_once(tmp_path, bu
     with pytest.raises(DataError, match=r"listing s3://no-such-bucket-here/x: there is no such bucket") as caught:
         open_source(Source("jsonl:s3://no-such-bucket-here/x/*.jsonl"), cache=tmp_path)
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 20
     bucket("web/a.jsonl", LINES[0])
     with pytest.raises(DataError, match=r"there is nothing at"):
         open_source(Source(f"jsonl:{moto[1]}/{bucket.url[5:]}/nope.jsonl"), cache=tmp_path)
@@ -226,7 +226,7 @@ def test_errors_that_pass_are_tried_again_counted_and_waited_for_by_name(tmp_pat
 
 def test_a_server_that_dies_is_a_named_error_by_the_deadline(tmp_path, slow):
     fill(tmp_path)
-    source = open_source(Source("jsonl:s3://b/web/*.jsonl"), cache=tmp_path / "cache", deadline=1.0)
+    source = open_source(Source("jsonl:s3://b/web/*.jsonl"), cache=tmp_path / "cache", deadline=2.0)
     assert source.read(0)
     slow.kill()
     begin = time.monotonic()
@@ -234,19 +234,19 @@ def test_a_server_that_dies_is_a_named_error_by_the_deadline(tmp_path, slow):
         DataError, match=r"reading s3://b/web/1.jsonl at byte 0: .* times in \d s. Check that the store can be reached"
     ):
         source.read(1)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
 
 
 def test_a_server_that_answers_late_is_a_named_error_by_the_deadline(tmp_path, slow):
     fill(tmp_path, 1)
-    source = open_source(Source("jsonl:s3://b/web/*.jsonl"), cache=tmp_path / "cache", deadline=1.0)
-    slow.slow(each=20)
+    source = open_source(Source("jsonl:s3://b/web/*.jsonl"), cache=tmp_path / "cache", deadline=2.0)
+    slow.slow(each=40)
     begin = time.monotonic()
     with pytest.raises(
         DataError, match=r"reading s3://b/web/0.jsonl at byte 0: .* Check that the store can be reached"
     ):
         source.read(0)
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 15
 
 
 def test_opening_a_known_source_reads_no_object_and_the_first_read_of_each_is_as_slow_as_its_server(tmp_path, slow):
@@ -254,7 +254,7 @@ def test_opening_a_known_source_reads_no_object_and_the_first_read_of_each_is_as
     spec = Source("jsonl:s3://b/web/*.jsonl")
     open_source(spec, cache=tmp_path / "cache")
     before = slow.counts()
-    slow.slow(first=0.3)
+    slow.slow(first=1.0)
     source = open_source(spec, cache=tmp_path / "cache")
     assert slow.counts() == before
     times = []
@@ -262,7 +262,7 @@ def test_opening_a_known_source_reads_no_object_and_the_first_read_of_each_is_as
         begin = time.monotonic()
         source.read(0)
         times.append(time.monotonic() - begin)
-    assert times[0] >= 0.3 > times[1]
+    assert times[0] >= 1.0 > times[1]
 
 
 def test_a_forked_process_is_refused_with_a_sentence_where_it_would_wait_for_ever(tmp_path, slow):
@@ -280,7 +280,7 @@ def test_a_forked_process_is_refused_with_a_sentence_where_it_would_wait_for_eve
         "os.wait()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "cache"], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", script, tmp_path / "cache"], capture_output=True, text=True, timeout=100, check=True
     )
     assert 'obstore does not survive. Start worker processes with the method "spawn"' in done.stdout
 

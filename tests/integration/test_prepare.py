@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -212,16 +211,14 @@ main(sys.argv[2:])
 """
 
 
-def test_ctrl_c_stops_cleanly_says_how_to_go_on_and_the_rest_has_the_same_bytes(whole, project):
+def test_ctrl_c_stops_cleanly_says_how_to_go_on_and_the_rest_has_the_same_bytes(whole, project, warm, until):
     folder, _ = whole
     words = ["prepare", "c.toml", "--out", "stopped", "--shard-mb", "1", "--workers", "1"]
-    with subprocess.Popen(
+    with warm.Popen(
         [sys.executable, "-c", HELD, "0", *words], cwd=project, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:  # fmt: skip
         first = project / "stopped/tokens/web/tokens-00000.safetensors"
-        until = time.monotonic() + 60
-        while not first.exists() and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: first.exists() or process.poll() is not None)
         with pytest.raises(hr.ConfigError, match=f"is being written by process {process.pid} on"):
             again(project, "stopped")
         process.send_signal(signal.SIGINT)

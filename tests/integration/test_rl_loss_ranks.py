@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -94,10 +93,8 @@ def main(folder):
     sys.exit(any(os.waitpid(pid, 0)[1] for pid in children))
 
 
-def test_the_gradient_of_four_unequal_ranks_is_the_per_token_mean_of_one_process(tmp_path):
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
-    )
+def test_the_gradient_of_four_unequal_ranks_is_the_per_token_mean_of_one_process(tmp_path, warm):
+    done = warm.run([sys.executable, __file__, str(tmp_path)], timeout=100)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     net = model()

@@ -38,7 +38,7 @@ def test_five_mistakes_give_five_lines_with_file_line_and_nearest_name(tmp_path,
     (tmp_path / "bad.toml").write_text(
         '[run]\nsteps = "many"\n\n[[source]]\nspec = "sample:prose"\nweigth = 0.5\n\n[text]\npack = "bestfit"\nseq_len = 1\n\n[trian]\nlr = 1e-3\n'
     )
-    done = headrace("run", "bad.toml", cwd=tmp_path)
+    done = headrace("run", "bad.toml", cwd=tmp_path, fresh=True)
     assert done.returncode == 1
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 5, done.stderr

@@ -9,7 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,10 +25,6 @@ SMALL = [
 ]  # fmt: skip
 
 
-def headrace(*words: str) -> list[str]:
-    return [sys.executable, "-m", "headrace", *words]
-
-
 def torchrun(ranks: int, *words: str) -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -36,73 +35,89 @@ def torchrun(ranks: int, *words: str) -> list[str]:
     ]  # fmt: skip
 
 
-def call(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
-def facts(run: Path, cwd: Path) -> dict:
-    return json.loads(call(headrace("inspect", str(run), "--format", "json"), cwd).stdout)
+ENV = {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, repository):
+def call(headrace, repository) -> Callable[..., str]:
+    """Run the command, which must go well: what it printed."""
+
+    def run(*words: str, cwd: Path = repository, **how: Any) -> str:
+        done = headrace(*words, cwd=cwd, env=ENV, **how)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def facts(call) -> Callable[[Path], dict[str, Any]]:
+    """Where a run stands."""
+    return lambda run: json.loads(call("inspect", str(run), "--format", "json"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, call, facts):
     """The run that nobody touched: where it stands, and its folder."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    call(headrace("run", "examples/quickstart.toml", "--run.dir", str(folder / "A"), *SMALL), repository)
-    return facts(folder / "A", repository), folder / "A"
+    call("run", "examples/quickstart.toml", "--run.dir", str(folder / "A"), *SMALL)
+    return facts(folder / "A"), folder / "A"
 
 
-def test_a_run_that_is_killed_three_times_ends_with_the_same_data_and_the_same_model(tmp_path, repository, undisturbed):
+def test_a_run_that_is_killed_three_times_ends_with_the_same_data_and_the_same_model(
+    tmp_path, repository, undisturbed, facts, warm, monkeypatch
+):
+    def popen(command, **how):  # the first one imports all anew
+        return (warm if "--resume" in command else subprocess).Popen(command, **how)
+
+    known = {"STDOUT": subprocess.STDOUT, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr("headrace.testing.kill.subprocess", SimpleNamespace(Popen=popen, **known))
     run = tmp_path / "B"
+    command = [sys.executable, "-m", "headrace", "run"]
     sweep = kill_sweep(
-        headrace("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL), headrace("run", "--resume", str(run)),
+        [*command, "examples/quickstart.toml", "--run.dir", str(run), *SMALL], [*command, "--resume", str(run)],
         kills=3, seed=int.from_bytes(os.urandom(4)), shortest=0.0, longest=2.0, ready=lambda: (run / "journal.jsonl").exists(),
-        env=os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"}, cwd=repository, deadline=100,
+        env=os.environ | ENV, cwd=repository, deadline=100,
     )  # fmt: skip
-    found, expected = facts(run, repository), undisturbed[0]
+    found, expected = facts(run), undisturbed[0]
     assert found["step"] == STEPS, sweep
     assert found["digest"] == expected["digest"], sweep
     assert found["model_sha256"] == expected["model_sha256"], sweep
 
 
 @pytest.fixture(scope="module")
-def half_way_on_two_ranks(tmp_path_factory, repository):
+def half_way_on_two_ranks(tmp_path_factory, call, facts):
     """A run that two ranks brought to step 12."""
     run = tmp_path_factory.mktemp("half") / "C"
-    call(
-        torchrun(2, "run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL, "--run.stop_after", "12"),
-        repository,
-    )
-    assert facts(run, repository)["step"] == 12
+    call("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL, "--run.stop_after", "12", ranks=2)
+    assert facts(run)["step"] == 12
     return run
 
 
 @pytest.mark.parametrize("then", [1, 3, 4])
 def test_two_ranks_stopped_half_way_and_resumed_on_others_see_the_same_data(
-    tmp_path, repository, undisturbed, half_way_on_two_ranks, then
+    tmp_path, undisturbed, half_way_on_two_ranks, call, facts, then
 ):
     run = tmp_path / "C"
     shutil.copytree(half_way_on_two_ranks, run)
-    resume = ("run", "--resume", str(run), "--run.stop_after", str(STEPS))
-    call(torchrun(then, *resume) if then > 1 else headrace(*resume), repository)
-    found = facts(run, repository)
+    call("run", "--resume", str(run), "--run.stop_after", str(STEPS), ranks=then)
+    found = facts(run)
     assert found["step"] == STEPS
     assert found["digest"] == undisturbed[0]["digest"]
     assert found["world_size"] == then
 
 
-def test_the_digests_of_single_steps_do_not_depend_on_the_ranks(tmp_path, repository, undisturbed):
-    call(torchrun(2, "run", "examples/quickstart.toml", "--run.dir", str(tmp_path / "D"), *SMALL), repository)
+def test_the_digests_of_single_steps_do_not_depend_on_the_ranks_of_torchrun(tmp_path, repository, undisturbed):
+    done = subprocess.run(
+        torchrun(2, "run", "examples/quickstart.toml", "--run.dir", str(tmp_path / "D"), *SMALL),
+        cwd=repository,
+        env=os.environ | ENV,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     assert steps_of(tmp_path / "D") == steps_of(undisturbed[1])
     assert len(steps_of(tmp_path / "D")) == STEPS
 
@@ -115,87 +130,70 @@ def steps_of(run: Path) -> dict[int, str]:
     return found
 
 
-def test_sigterm_stops_after_the_step_with_a_checkpoint_and_says_how_to_go_on(tmp_path, repository, undisturbed):
-    run = tmp_path / "E"
-    process = subprocess.Popen(
-        headrace("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL), cwd=repository, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+def test_sigterm_stops_after_the_step_with_a_checkpoint_and_says_how_to_go_on(
+    tmp_path, repository, call, facts, warm, until
+):
+    run, straight, steps = tmp_path / "E", tmp_path / "S", 60
+    words = ("run", "examples/quickstart.toml", *SMALL, "--run.steps", str(steps), "--run.log_every", "1000")
+    process = warm.Popen(
+        [sys.executable, "-m", "headrace", *words, "--run.dir", str(run)], cwd=repository, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env=os.environ | ENV,
     )  # fmt: skip
-    assert process.stdout is not None
-    seen = ""
-    for line in process.stdout:
-        seen += line
-        if line.startswith("step"):
-            process.terminate()
-            break
-    seen += process.communicate(timeout=60)[0]
+    try:
+        until(lambda: list(run.glob("checkpoints/step-*.safetensors")) or process.poll() is not None)
+        process.terminate()
+        seen = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
     assert process.returncode == 128 + signal.SIGTERM, seen
     assert f"headrace run --resume {run}" in seen
-    assert 0 < facts(run, repository)["step"] < STEPS
-    call(headrace("run", "--resume", str(run)), repository)
-    assert facts(run, repository)["model_sha256"] == undisturbed[0]["model_sha256"]
+    assert 0 < facts(run)["step"] < steps
+    call("run", "--resume", str(run))
+    call(*words, "--run.dir", str(straight))
+    assert facts(run)["model_sha256"] == facts(straight)["model_sha256"]
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_before(tmp_path, repository, undisturbed):
+def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_before(tmp_path, undisturbed, call, facts):
     run = tmp_path / "F"
-    call(
-        headrace("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL, "--run.stop_after", "13"), repository
-    )
+    call("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL, "--run.stop_after", "13")
     newest = run / "checkpoints" / "step-00000013.safetensors"
     raw = bytearray(newest.read_bytes())
     raw[len(raw) // 2] ^= 1
     newest.write_bytes(raw)
-    done = call(headrace("run", "--resume", str(run), "--run.stop_after", str(STEPS)), repository)
-    assert "goes on from step 10" in done.stdout
-    found = facts(run, repository)
+    assert "goes on from step 10" in call("run", "--resume", str(run), "--run.stop_after", str(STEPS))
+    found = facts(run)
     assert (found["digest"], found["model_sha256"]) == (undisturbed[0]["digest"], undisturbed[0]["model_sha256"])
 
 
-def test_a_finished_run_says_so_and_can_be_extended(tmp_path, repository, undisturbed):
+def test_a_finished_run_says_so_and_can_be_extended(tmp_path, undisturbed, call, facts):
     run = tmp_path / "G"
     shutil.copytree(undisturbed[1], run)
-    assert f"completed at step {STEPS} of {STEPS}" in call(headrace("run", "--resume", str(run)), repository).stdout
-    assert facts(run, repository)["model_sha256"] == undisturbed[0]["model_sha256"]
+    assert f"completed at step {STEPS} of {STEPS}" in call("run", "--resume", str(run))
+    assert facts(run)["model_sha256"] == undisturbed[0]["model_sha256"]
     more = str(STEPS + 2)
-    assert (
-        f"completed at step {more} of {more}"
-        in call(headrace("run", "--resume", str(run), "--run.steps", more), repository).stdout
-    )
+    assert f"completed at step {more} of {more}" in call("run", "--resume", str(run), "--run.steps", more)
 
 
-def test_what_is_overridden_at_a_resume_holds_from_then_on_but_for_where_to_stop(tmp_path, repository, undisturbed):
+def test_what_is_overridden_at_a_resume_holds_from_then_on_but_for_where_to_stop(tmp_path, undisturbed, call, facts):
     run = tmp_path / "P"
     shutil.copytree(undisturbed[1], run)
-    call(
-        headrace("run", "--resume", str(run), "--run.steps", str(STEPS + 4), "--run.stop_after", str(STEPS + 1)),
-        repository,
-    )
-    assert facts(run, repository)["step"] == STEPS + 1
-    assert (
-        f"completed at step {STEPS + 4} of {STEPS + 4}"
-        in call(headrace("run", "--resume", str(run)), repository).stdout
-    )
+    call("run", "--resume", str(run), "--run.steps", str(STEPS + 4), "--run.stop_after", str(STEPS + 1))
+    assert facts(run)["step"] == STEPS + 1
+    assert f"completed at step {STEPS + 4} of {STEPS + 4}" in call("run", "--resume", str(run))
 
 
-def test_two_processes_cannot_write_one_run(tmp_path, repository):
+def test_two_processes_cannot_write_one_run(tmp_path, repository, headrace, warm):
     run = tmp_path / "H"
-    first = subprocess.Popen(
-        headrace("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL, "--run.steps", "100000"), cwd=repository,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    words = ("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL, "--run.steps", "100000")
+    first = warm.Popen(
+        [sys.executable, "-m", "headrace", *words], cwd=repository, env=os.environ | ENV, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
-        assert first.stdout is not None
         for line in first.stdout:
             if line.startswith("step"):
                 break
-        second = subprocess.run(
-            headrace("run", "--resume", str(run)),
-            cwd=repository,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        second = headrace("run", "--resume", str(run), cwd=repository)
         assert second.returncode == 1
         assert f"is being written by process {first.pid} on " in second.stderr
     finally:
@@ -203,25 +201,19 @@ def test_two_processes_cannot_write_one_run(tmp_path, repository):
         first.communicate()
 
 
-def test_the_quickstart_learns(tmp_path, repository):
-    done = call(
-        headrace(
-            "run", "examples/quickstart.toml", "--run.dir", str(tmp_path / "Q"), "--run.steps", "40", "--format", "json"
-        ),
-        repository,
-    )
-    summary = json.loads(done.stdout)
+def test_the_quickstart_learns(tmp_path, call):
+    folder = str(tmp_path / "Q")
+    words = ("run", "examples/quickstart.toml", "--run.dir", folder, "--run.steps", "40", "--format", "json")
+    summary = json.loads(call(*words, fresh=True))
     assert summary["loss_first"] - summary["loss_last"] > 1.0
     for name, share in summary["mix"].items():
         assert abs(share["realised"] - share["target"]) < 0.02, name
     assert summary["padding"] < 0.03
 
 
-def test_a_person_sees_a_summary_progress_and_how_to_go_on(tmp_path, repository):
+def test_a_person_sees_a_summary_progress_and_how_to_go_on(tmp_path, call):
     run = tmp_path / "V"
-    out = call(
-        headrace("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL, "--run.stop_after", "5"), repository
-    ).stdout
+    out = call("run", "examples/quickstart.toml", "--run.dir", str(run), *SMALL, "--run.stop_after", "5")
     for expected in (
         "headrace runs quickstart", "prose 0.7 (sample:prose)", "seed     7   ranks 1   config ", str(run), "waiting: the first batch",
         "first step after", "step  1  loss ", "step  5  loss ", "tok/s", "wait ", "mix prose .", "stopped at step 5 of 24", "tokens/s over",
@@ -231,7 +223,7 @@ def test_a_person_sees_a_summary_progress_and_how_to_go_on(tmp_path, repository)
     assert "\x1b" not in out, "no colours and no bar where there is no terminal"
 
 
-def test_finite_sources_end_at_the_same_step_on_any_number_of_ranks(tmp_path, write_jsonl):
+def test_finite_sources_end_at_the_same_step_on_any_number_of_ranks(tmp_path, write_jsonl, call, facts):
     write_jsonl("a.jsonl", [f"document {i} " + "word " * (i % 50) for i in range(150)])
     write_jsonl("b.jsonl", [f"another {i} " + "text " * (i % 7) for i in range(40)])
     (tmp_path / "c.toml").write_text(
@@ -240,15 +232,14 @@ def test_finite_sources_end_at_the_same_step_on_any_number_of_ranks(tmp_path, wr
     )
     found = {}
     for ranks in (1, 2):
-        words = ("run", "c.toml", "--run.dir", f"R{ranks}")
-        out = call(torchrun(ranks, *words) if ranks > 1 else headrace(*words), tmp_path).stdout
+        out = call("run", "c.toml", "--run.dir", f"R{ranks}", cwd=tmp_path, ranks=ranks)
         assert "ran out of data at step" in out
-        run = facts(tmp_path / f"R{ranks}", tmp_path)
+        run = facts(tmp_path / f"R{ranks}")
         found[ranks] = (run["step"], run["digest"], run["delivered"])
         assert run["state"] == "data_ended"
         assert run["delivered"]["rows"] == 190
         assert sorted(steps_of(tmp_path / f"R{ranks}")) == list(range(1, run["step"] + 1)), "the digest of every step"
     assert found[1] == found[2]
-    assert "ran out of data at step" in call(headrace("run", "--resume", "R1"), tmp_path).stdout
-    again = facts(tmp_path / "R1", tmp_path)
+    assert "ran out of data at step" in call("run", "--resume", "R1", cwd=tmp_path)
+    again = facts(tmp_path / "R1")
     assert (again["step"], again["digest"], again["delivered"]) == found[1], "an ended run does not begin another pass"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,6 +15,8 @@ import pytest
 
 from headrace.errors import ConfigError, WorkerDied
 from headrace.jobs.config_layers import load_config
+from headrace.jobs.flight import RunFlight
+from headrace.jobs.flight_record import merge_flights
 from headrace.jobs.spooled import SpoolData, SpoolLoader, TextProvider
 from headrace.jobs.wiring import Job
 
@@ -51,11 +53,11 @@ def config(tmp_path):
     )
 
 
-def until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
+def step_facts(run, step=5):
+    """What `headrace step` tells, but for when."""
+    with RunFlight(run) as flight:
+        told = flight.step(step).to_dict()
+    return {k: v for k, v in told.items() if k != "seconds"}
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -69,7 +71,7 @@ def test_batches_out_of_a_spool_are_the_loader_s_own_for_any_parts_and_ranks(con
     straight = job.loader(data, dp_rank=0, dp_world_size=1, copy=True)
     expected = [(next(straight), straight.step_digest, straight.drain_metrics()) for _ in range(9)]
     straight.close()
-    spool = SpoolData.open(checked, tmp_path, deadline=10)
+    spool = SpoolData.open(checked, tmp_path, deadline=60)
     assert (spool.names, spool.vocab_size, spool.seq_len) == (tuple(data.names), data.vocab_size, 64)
     assert spool.mean_weights(5) == pytest.approx(data.mean_weights(5))
     state = None
@@ -101,12 +103,56 @@ def test_batches_out_of_a_spool_are_the_loader_s_own_for_any_parts_and_ranks(con
             rank.close()
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_steps_passed_over_and_the_flight_record_are_those_of_the_run_without_a_spool(config, tmp_path, parts):
+    checked = config("--spool.parts", str(parts), "--spool.max_backlog_files", "5", "--run.skip", "2:3,5:8")
+    job = Job(checked)
+    data = job.dataset()
+    TextProvider(job, data, sleep_seconds=0.001).run(max_files=5 * parts)
+    straight = job.loader(data, dp_rank=0, dp_world_size=1, record=True)
+    expected = []
+    for _ in range(6):
+        batch = next(straight)
+        expected.append(batch["sample_index"].tolist())
+    line, state = straight.drain_flight(), straight.state_dict()["body"]
+    straight.close()
+    spool = SpoolData.open(checked, tmp_path, deadline=10)
+    # One rank takes the first three steps, two the others: their lines together tell what the one run's does.
+    with SpoolLoader(checked, spool, tmp_path, rank=0, world_size=1, record=True) as alone:
+        head = [next(alone)["sample_index"].tolist() for _ in range(3)]
+        lines, saved = [alone.drain_flight()], alone.state_dict()
+    ranks = [SpoolLoader(checked, spool, tmp_path, rank=r, world_size=2, record=True) for r in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        for rank in ranks:
+            rank.load_state_dict(saved)
+        tail = [
+            sorted(g for share in threads.map(next, ranks) for g in share["sample_index"].tolist()) for _ in range(3)
+        ]
+    assert head + tail == expected
+    lines.append(merge_flights([rank.drain_flight() for rank in ranks]))
+    assert [rank.drain_flight() for rank in ranks] == [None, None]
+    assert lines[0]["first"] == line["first"] == 1
+    assert lines[1]["first"] == 4
+    assert [*lines[0]["samples"][:-1], *lines[1]["samples"]] == line["samples"]
+    assert sorted(lines[0]["opened"] + lines[1]["opened"]) == line["opened"]
+    assert lines[0].get("skipped", []) + lines[1].get("skipped", []) == line["skipped"]
+    for name in ("picks", "skipped_picks"):
+        assert b"".join(base64.b64decode(part.get(name, "")) for part in lines) == base64.b64decode(line[name])
+    found = [rank.state_dict()["body"] for rank in ranks]
+    for rank in ranks:
+        rank.close()
+    assert found[0]["step"] == state["step"]
+    assert found[0]["skipped"] == state["skipped"]
+    assert sum(int(b["digest"], 16) for b in found) % (1 << 128) == int(state["digest"], 16)
+    assert {k: sum(b["delivered"][k] for b in found) for k in state["delivered"]} == state["delivered"]
+
+
 def test_a_spool_of_other_batches_is_refused(config, tmp_path):
     checked = config()
     TextProvider(Job(checked), Job(checked).dataset()).run(max_files=1)
     with pytest.raises(ConfigError, match="was made for other batches than this config describes"):
-        SpoolData.open(config("--text.seq_len", "32"), tmp_path, deadline=5)
-    SpoolData.open(config("--train.lr", "1e-4", "--run.steps", "50"), tmp_path, deadline=5)
+        SpoolData.open(config("--text.seq_len", "32"), tmp_path, deadline=60)
+    SpoolData.open(config("--train.lr", "1e-4", "--run.steps", "50"), tmp_path, deadline=60)
     other = config("--run.seed", "4")
     with pytest.raises(ConfigError, match=r"was made for something else \(.*seed is 3, now 4"):
         TextProvider(Job(other), Job(other).dataset()).run(max_files=1)
@@ -117,16 +163,14 @@ def test_settings_of_a_spool_that_cannot_be_are_refused(config):
         ConfigError, match=r"spool.parts = 5 must divide loader.lanes = 12 and loader.global_batch_size = 12"
     ):
         config("--spool.parts", "5")
-    with pytest.raises(ConfigError, match="which a spool has done already"):
-        config("--run.skip", "2:3")
     assert config().hash == config("--spool.enabled", "false").hash
 
 
-def test_two_terminals_give_the_run_of_one(headrace, tmp_path):
+def test_two_terminals_give_the_run_of_one(headrace, warm, until, tmp_path):
     (tmp_path / "run.toml").write_text(CONFIG.format(steps=8))
     alone = headrace("run", "run.toml", "--run.dir", "A", "--format", "json", cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
-    provider = subprocess.Popen(
+    provider = warm.Popen(
         [sys.executable, "-m", "headrace", "provide", "run.toml", "--spool.dir", "S"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | {"NO_COLOR": "1"},
     )  # fmt: skip
@@ -145,6 +189,12 @@ def test_two_terminals_give_the_run_of_one(headrace, tmp_path):
     assert {k: one[k] for k in ("digest", "model_sha256", "tokens", "mix", "documents")} == {
         k: two[k] for k in ("digest", "model_sha256", "tokens", "mix", "documents")
     }
+    records = [(tmp_path / name / "flight.jsonl").read_text() for name in "AB"]
+    assert records[0] == records[1], "where every sample came from is known as well"
+    # A command costs seconds: the step is asked for in this process.
+    told = [step_facts(tmp_path / name) for name in "AB"]
+    assert told[0] == told[1]
+    assert told[0]
     shown = headrace("spool", "verify", "S", cwd=tmp_path)
     assert shown.returncode == 0, shown.stdout
 
@@ -163,7 +213,7 @@ def test_a_run_whose_own_provider_dies_says_so_and_can_be_resumed(config, tmp_pa
             own.check()
 
 
-def test_the_character_diffusion_example_trains_beside_its_provider(repository, tmp_path):
+def test_the_character_diffusion_example_trains_beside_its_provider(repository, warm, tmp_path):
     words = [
         sys.executable,
         str(repository / "examples" / "char_diffusion.py"),
@@ -175,6 +225,6 @@ def test_the_character_diffusion_example_trains_beside_its_provider(repository, 
         "--batches_per_file",
         "2",
     ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    done = warm.run(words, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "step 1  loss" in done.stdout

@@ -122,7 +122,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
     assert process.stdout.readline() == "ready\n"
     yield process
     process.stdin.close()
-    process.wait(10)
+    process.wait(60)
     process.stdout.close()
 
 
@@ -196,20 +196,19 @@ def test_a_rank_with_another_key_set_is_refused_on_all_of_them(ranks: Callable[.
 
 
 def test_a_killed_rank_is_named_within_seconds(ranks: Callable[..., Told], root: str) -> None:
-    told = ranks(4, "lost_stream_rank", lost=2, root=root, victim=2, how=signal.SIGKILL, deadline=60.0)
+    told = ranks(4, "lost_stream_rank", lost=2, within=5, root=root, victim=2, how=signal.SIGKILL, deadline=60.0)
     for said in told:
         assert said["error"] == "WorkerDied"
         assert "rank 2" in said["message"]
-        assert said["seconds"] < 5
 
 
 def test_a_stopped_rank_is_named_at_the_deadline(ranks: Callable[..., Told], root: str) -> None:
     for said in ranks(
-        4, "lost_stream_rank", lost=1, stopped=True, root=root, victim=1, how=signal.SIGSTOP, deadline=1.0
+        4, "lost_stream_rank", lost=1, stopped=True, within=7, root=root, victim=1, how=signal.SIGSTOP, deadline=2.0
     ):
         assert said["error"] == "DeadlineExceeded"
         assert "rank 1 did not come" in said["message"]
-        assert 1.0 <= said["seconds"] < 5
+        assert said["seconds"] >= 2.0
 
 
 def test_statistics_of_all_ranks_are_one_line(ranks: Callable[..., Told]) -> None:

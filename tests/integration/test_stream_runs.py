@@ -73,7 +73,10 @@ def trained(rank: int, world: int, config: str, folder: str, overrides: Sequence
 shared.SCENARIOS |= {"trained": trained}
 
 if __name__ == "__main__":
+    import torch._dynamo  # noqa: F401  (which an optimizer imports when it is made)
+
     import headrace.jobs.streams
+    import headrace.ledger.kernels
     import headrace.train.cells  # noqa: F401  (once, for all ranks to come)
 
     shared.serve()
@@ -90,7 +93,7 @@ def server(desk) -> Iterator[subprocess.Popen[str]]:
     assert process.stdout.readline() == "ready\n"
     yield process
     process.stdin.close()
-    process.wait(10)
+    process.wait(60)
     process.stdout.close()
 
 
@@ -291,6 +294,8 @@ def test_check_warns_of_runs_that_starve_spike_or_evict(desk, tmp_path):
         "healthy", "--streams.pick_mode", "weighted", stale_threshold=5
     )
     assert "evicts" not in warned("healthy", stale_threshold=20)
+    assert "may evict falsely: a ledger of 50 groups" in warned("healthy", ledger_capacity=50)
+    assert "evict" not in warned("healthy", ledger_capacity=5_000)
     assert "lanes have no stream" in warned("diag_exhaust_spike", "--streams.lanes", "120")
     with pytest.raises(ConfigError, match="3 ranks cannot share 4 lanes"):
         warned("diag_exhaust_spike", ranks=3)

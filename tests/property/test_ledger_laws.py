@@ -187,7 +187,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert states[:, 0].tolist() == [model.groups[gid][0] if gid in model.groups else 0 for gid in range(-4, 11)]
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
+LedgerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestTheLedgerIsTheModel = LedgerMachine.TestCase
 
 

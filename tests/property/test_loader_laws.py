@@ -77,7 +77,7 @@ def test_resuming_at_every_step_into_a_fresh_loader_with_other_threads_is_exact(
         again = make_data(fresh=True, **options) if link == 0 else data  # nothing may hang on the object
         return simple(again, tokenizer_workers=(0, 2, 1)[link], prefetch_batches=(2, 0, 1)[link])
 
-    report = assert_exact_resume(lambda: simple(data), steps=30, tail=4, make_resumed=other)
+    report = assert_exact_resume(lambda: simple(data), steps=18, tail=4, make_resumed=other)
     assert report.resumes >= 60
     assert report.largest_state < 64 << 10
 

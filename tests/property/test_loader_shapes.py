@@ -113,9 +113,9 @@ CHANGES = (
     ("options", "skip", "steps"),
     [
         ({}, (), 70),
-        ({"pack": "concat", "exhausted": "repeat"}, (), 60),
-        ({"mix_changes": CHANGES, "exhausted": "repeat"}, (), 60),
-        ({"mix_changes": CHANGES}, ((3, 5), (20, 21), (28, 33)), 60),
+        ({"pack": "concat", "exhausted": "repeat"}, (), 36),
+        ({"mix_changes": CHANGES, "exhausted": "repeat"}, (), 40),
+        ({"mix_changes": CHANGES}, ((3, 5), (20, 21), (28, 33)), 44),
     ],
     ids=["best_fit to the end", "concat for ever", "weights change", "weights change and steps are skipped"],
 )

@@ -122,6 +122,19 @@ def test_the_kernel_gives_the_bits_of_exact_fractions_rounded_once_a_step_for_f6
     assert chunk_gram(rows, threads=threads).tobytes() == fused_gram(rows).tobytes()
 
 
+@settings(max_examples=6)
+@given(
+    n=st.integers(1, 5000), k=st.integers(257, 560), threads=st.sampled_from([1, 2, 3, 5]),
+    dtype=st.sampled_from(["f8", "f4", "f2"]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_every_entry_of_a_wide_matrix_is_that_of_its_two_columns_alone(n, k, threads, dtype, seed):
+    rows = np.clip(ugly(np.random.default_rng([n, k, seed]), (n, k)), -100, 100).astype(dtype)
+    picked = np.sort(np.random.default_rng(seed).choice(k, 40, replace=False))
+    wide = chunk_gram(rows, threads=threads)
+    assert wide[np.ix_(picked, picked)].tobytes() == chunk_gram(np.ascontiguousarray(rows[:, picked])).tobytes()
+    assert wide.tobytes() == wide.T.copy().tobytes()
+
+
 @settings(max_examples=8)
 @given(
     n_rows=st.integers(0, 120), chunk_size=st.integers(1, 17), n_ranks=st.integers(1, 5), data=st.data(),

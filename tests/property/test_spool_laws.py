@@ -58,7 +58,7 @@ def ragged(g):
 def open_ranks(folder, world, **more):
     return [
         DatasetConsumer(
-            folder, ack="commit", dp_rank=r, dp_world_size=world, deadline=5.0, verdict_patience=60.0, **more
+            folder, ack="commit", dp_rank=r, dp_world_size=world, deadline=60.0, verdict_patience=60.0, **more
         )
         for r in range(world)
     ]
@@ -68,6 +68,33 @@ def together(call, ranks):
     """Ranks ask at the same time, as in a run: one judges what the other waits for."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         return list(threads.map(call, ranks))
+
+
+@settings(max_examples=10)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), per_file=st.integers(1, 6), total=st.integers(1, 60))
+@pytest.mark.filterwarnings("ignore:.*cut differently")
+def test_views_hold_what_copies_hold_as_long_as_anybody_holds_them(sizes, per_file, total):
+    with tempfile.TemporaryDirectory() as name:
+        Counted(Path(name), 3, batches_per_file=per_file, max_backlog_files=1000, total=total, durable=False).run()
+        held = {}
+        for copy in (False, True):
+            (rank,) = open_ranks(Path(name), 1, copy=copy)
+            held[copy] = []
+            for size in sizes:
+                rank.set_batch_size(size)
+                try:
+                    held[copy].append(rank.get_batch("train"))
+                except EndOfData:
+                    break
+            rank.close()
+        at = 0
+        for view, copied, size in zip(held[False], held[True], sizes, strict=False):
+            g = np.arange(size) % min(size, total - at) + at  # a short last batch repeats its own samples
+            at += size
+            assert view["g"].tolist() == g.tolist()
+            assert {k: v.tolist() for k, v in ragged(g).items()} == {k: view[k].tolist() for k in ragged(g)}
+            assert {k: v.tolist() for k, v in view.items()} == {k: v.tolist() for k, v in copied.items()}
+        assert len(held[False]) == len(held[True])
 
 
 @settings(max_examples=15)

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from headrace.cli.terminal import console_for, short
+from headrace.cli.terminal import LongWork, console_for, facts, short
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as Bar
-    from rich.progress import TaskID
 
     from headrace.jobs.gram import GramSummary
     from headrace.reduce.crew import FoldProgress
@@ -23,9 +21,6 @@ if TYPE_CHECKING:
     from headrace.reduce.shards import RowShards
 
 __all__ = ["gram"]
-
-_EVERY = 10.0
-"""Seconds between two lines where there is no terminal."""
 
 
 def gram(
@@ -38,9 +33,11 @@ def gram(
     rows: Annotated[Literal["f64", "f32", "f16", "bf16"] | None, Parameter(help="Convert rows to this type; as stored unless given.")] = None,
     chunk: Annotated[int | None, Parameter(help="Rows a chunk; part of what the bits depend on. 4 a column, 4,096 at least, unless given.")] = None,
     span: Annotated[int, Parameter(help="Chunks shipped as one partial: 1, or 128, 256, 512, … for wide fleets. Never changes bits.")] = 1,
-    workers: Annotated[int | None, Parameter(help="Worker processes or actors; one a processor unless given. Never changes bits.")] = None,
-    threads: Annotated[int, Parameter(help="Threads a worker. Never changes bits.")] = 1,
-    engine: Annotated[Literal["local", "torchrun", "ray"] | None, Parameter(help="Who works: processes here, ranks of torchrun, Ray actors.")] = None,
+    workers: Annotated[int | None, Parameter(help="Worker processes or actors; one a processor unless given (--engine spool: 0 to leave it to those who join). Never changes bits.")] = None,
+    threads: Annotated[int | None, Parameter(help="Threads a worker; 1 unless given. Never changes bits.")] = None,
+    engine: Annotated[Literal["local", "torchrun", "ray", "spool"] | None, Parameter(help="Who works: processes here, ranks of torchrun, Ray actors, or whoever sees a folder.")] = None,
+    spool: Annotated[Path | None, Parameter(help="The folder of --engine spool; OUT.work/spool unless given.")] = None,
+    join: Annotated[Path | None, Parameter(help="Work for the pass in this spool, from any machine that sees it, until it is over.")] = None,
     window: Annotated[int, Parameter(help="Partials a worker may be ahead of the slowest.")] = 4,
     save_every: Annotated[float, Parameter(help="Seconds between two checkpoints.")] = 30.0,
     deadline: Annotated[float, Parameter(help="Seconds without an answer of any worker after which it is an error.")] = 600.0,
@@ -56,21 +53,28 @@ def gram(
     headrace gram acts/*.npy --out layer12.safetensors
     headrace gram acts.parquet --field hidden --targets label --workers 8 --out probe.safetensors
     torchrun --nproc-per-node 4 -m headrace gram acts/ --out layer12.safetensors
+    headrace gram acts/ --spool /shared/s --out layer12.safetensors
+    headrace gram --join /shared/s                    meanwhile, on other machines
     python -c "import headrace as hr; print(hr.reduce.GramResult.load('layer12.safetensors').pca(8).share)"
     ```
     """
     from headrace.errors import ConfigError
     from headrace.jobs.gram import GramPlan, reduce_shards
 
+    if join is not None:
+        if engine is not None or spool is not None:
+            raise ConfigError("--join works for a pass that somebody else coordinates: leave out --engine and --spool")
+        return _join(join, shards, workers, threads, deadline, format, quiet)
     if not shards:
         raise ConfigError("name at least one shard: headrace gram acts/*.npy --out layer12.safetensors")
     plan = GramPlan(
         shards=shards, out=out, field=field, targets=targets, weights=weights, rows=rows, shift=shift, chunk=chunk, span=span,
-        workers=workers, threads=threads, engine=engine, window=window, save_every=save_every, deadline=deadline, replace=replace,
+        workers=workers, threads=1 if threads is None else threads, engine=engine, spool=spool, window=window, save_every=save_every, deadline=deadline, replace=replace,
     )  # fmt: skip
     talks = not quiet and format == "text"
     console = console_for()
-    with _Watcher(console if talks else None, None if quiet else console_for(sys.stderr), out) as watcher:
+    folder = plan.spool_folder if plan.spooled else None
+    with _Watcher(console if talks else None, None if quiet else console_for(sys.stderr), out, folder) as watcher:
         summary = reduce_shards(plan, watcher)
     if summary.state == "worker":
         return 0
@@ -81,60 +85,71 @@ def gram(
     return 128 + summary.signal if summary.signal else 0
 
 
-class _Watcher:
-    """Lines, and a bar where there is a terminal."""
+def _join(
+    spool: Path,
+    shards: tuple[str, ...],
+    workers: int | None,
+    threads: int | None,
+    deadline: float,
+    format: str,
+    quiet: bool,
+) -> int:
+    from headrace.jobs.gram import join_spool
 
-    def __init__(self, console: Console | None, errors: Console | None, out: Path) -> None:
-        self._console, self._errors, self._out = console, errors, out
-        self._bar: Bar | None = None
-        self._task: TaskID | None = None
-        self._said = time.perf_counter()
+    talks = not quiet and format == "text"
+    console, errors = console_for(), console_for(sys.stderr)
+    said = time.perf_counter()
 
-    def __enter__(self) -> _Watcher:
-        return self
+    def say(to: Console, sentence: str) -> None:
+        to.print(f"  {sentence}", highlight=False, soft_wrap=True, markup=False)
 
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def began(order: WorkOrder, count: int) -> None:
+        if talks:
+            partition = order.partition
+            console.print(f"[bold]headrace[/] works for [bold]{spool}[/]", highlight=False)
+            say(
+                console,
+                f"{partition.n_rows:,} rows in {partition.n_chunks:,} chunks, {count} worker{'s' if count > 1 else ''} here",
+            )
 
-    def began(self, order: WorkOrder, shards: RowShards, engine: str, resumed_at: int) -> None:
-        if self._console is None:
-            return
+    def progress(made: int) -> None:
+        nonlocal said
+        if talks and time.perf_counter() - said >= LongWork.EVERY:
+            said = time.perf_counter()
+            say(console, f"made {made:,} partials")
+
+    summary = join_spool(
+        spool, shards=shards, workers=workers, threads=threads, deadline=deadline, began=began, progress=progress,
+        notice=lambda sentence: None if quiet else say(errors, sentence),
+    )  # fmt: skip
+    if talks:
+        how = "the pass is over" if summary.state == "finished" else "stopped"
+        say(console, f"{how}; made {summary.partials:,} partials in {summary.seconds:.1f} s")
+    elif format == "json":
+        console.print_json(json.dumps(summary.to_dict()))
+    return 128 + summary.signal if summary.signal else 0
+
+
+class _Watcher(LongWork):
+    def __init__(self, console: Console | None, errors: Console | None, out: Path, spool: Path | None) -> None:
+        super().__init__(console, errors)
+        self._out, self._spool = out, spool
+
+    def began(self, order: WorkOrder, shards: RowShards, engine: str, workers: int, resumed_at: int) -> None:
         partition = order.partition
-        self._console.print(
-            f"[bold]headrace[/] {'goes on with' if resumed_at else 'reduces to'} [bold]{self._out}[/]", highlight=False
-        )
-        lines = [
-            ("rows", f"{shards.n_rows:,} x {shards.width:,} {shards.dtype} in {len(shards.spec.paths):,} shards"),
+        rows = [
+            ("rows", f"{shards.n_rows:,} x {shards.width:,} {shards.dtype} in {len(shards.spec.paths):,} shard{'s' if len(shards.spec.paths) != 1 else ''}"),
             ("chunks", f"{partition.n_chunks:,} of {partition.chunk_size:,} rows" + (f", {resumed_at:,} folded already" if resumed_at else "")),
-            ("workers", f"{partition.n_ranks} ({engine}), {order.threads} thread{'s' if order.threads > 1 else ''} each"),
+            ("workers", f"{workers} ({engine}), {order.threads} thread{'s' if order.threads > 1 else ''} each"),
         ]  # fmt: skip
-        for name, text in lines:
-            self._console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
-        if self._console.is_terminal:
-            from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            self._bar = Bar(
-                TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
-                console=self._console, transient=True,
-            )  # fmt: skip
-            self._bar.start()
-            self._task = self._bar.add_task("starting", total=partition.n_chunks, completed=resumed_at)
+        if self._spool is not None:
+            rows.append(("join", f"headrace gram --join {self._spool.absolute()}"))
+        headline = f"[bold]headrace[/] {'goes on with' if resumed_at else 'reduces to'} [bold]{self._out}[/]"
+        self.opened(headline, rows, total=partition.n_chunks, done=resumed_at)
 
     def progress(self, progress: FoldProgress) -> None:
-        if self._console is None:
-            return
         line = f"folded {progress.frontier:,} of {progress.n_chunks:,} chunks, {progress.pending} pending"
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=line, completed=progress.frontier)
-        elif time.perf_counter() - self._said >= _EVERY:
-            self._said = time.perf_counter()
-            self._console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
-
-    def notice(self, sentence: str) -> None:
-        if self._errors is not None:
-            self._errors.print(f"  {sentence}", highlight=False, soft_wrap=True, markup=False)
+        self.went_on(line, done=progress.frontier, total=progress.n_chunks)
 
 
 def _closing(console: Console, summary: GramSummary) -> None:
@@ -150,5 +165,4 @@ def _closing(console: Console, summary: GramSummary) -> None:
         lines.append(("workers", f"{summary.replaced} died and were replaced"))
     if summary.state == "stopped":
         lines += [("folded", f"{summary.folded:,} of {summary.n_chunks:,} chunks"), ("go on", "the same command")]
-    for name, text in lines:
-        console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+    facts(console, lines)

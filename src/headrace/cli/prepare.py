@@ -5,28 +5,22 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from headrace.cli.app import Settings, overrides
-from headrace.cli.terminal import console_for, short
+from headrace.cli.terminal import LongWork, console_for, facts, short
 from headrace.jobs.config_layers import load_config
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as Bar
-    from rich.progress import TaskID
 
     from headrace.jobs.prepare import PrepareProgress, PrepareSummary
     from headrace.loader import TextDataset
 
 __all__ = ["prepare"]
-
-_EVERY = 10.0
-"""Seconds between two lines where there is no terminal."""
 
 
 def prepare(
@@ -66,64 +60,20 @@ def prepare(
     return 128 + summary.signal if summary.signal else 0
 
 
-class _Watcher:
-    """Lines, and a bar where there is a terminal."""
-
+class _Watcher(LongWork):
     def __init__(self, console: Console | None, errors: Console | None, folder: Path) -> None:
-        self._console, self._errors, self._folder = console, errors, folder
-        self._bar: Bar | None = None
-        self._task: TaskID | None = None
-        self._said = time.perf_counter()
-
-    def __enter__(self) -> _Watcher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        super().__init__(console, errors)
+        self._folder = folder
 
     def began(self, data: TextDataset, workers: int, resumed: bool) -> None:
-        if self._console is None:
-            return
-        self._console.print(
-            f"[bold]headrace[/] {'goes on preparing' if resumed else 'prepares'} [bold]{self._folder}[/]",
-            highlight=False,
-        )
         sources = "  ".join(f"{s.name} {deal.rows:,} rows" for s, deal in zip(data.sources, data.deals, strict=True))
-        rows = [
-            ("sources", sources),
-            (
-                "text",
-                f"{data.tokenizer.name} tokenizer ({data.vocab_size:,} ids), seq_len {data.seq_len}, {data.packing.strategy}",
-            ),
-            ("threads", str(workers)),
-        ]
-        for name, text in rows:
-            self._console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
-        if self._console.is_terminal:
-            from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            self._bar = Bar(
-                TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
-                console=self._console, transient=True,
-            )  # fmt: skip
-            self._bar.start()
-            self._task = self._bar.add_task("starting", total=None)
+        text = f"{data.tokenizer.name} tokenizer ({data.vocab_size:,} ids), seq_len {data.seq_len}, {data.packing.strategy}"
+        headline = f"[bold]headrace[/] {'goes on preparing' if resumed else 'prepares'} [bold]{self._folder}[/]"
+        self.opened(headline, [("sources", sources), ("text", text), ("threads", str(workers))])
 
     def progress(self, progress: PrepareProgress) -> None:
-        if self._console is None:
-            return
         line = f"{progress.source}  {progress.rows:,} of {progress.total_rows:,} rows  {short(progress.tokens)} tokens"
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=line, completed=progress.all_rows, total=progress.all_total_rows)
-        elif time.perf_counter() - self._said >= _EVERY:
-            self._said = time.perf_counter()
-            self._console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
-
-    def notice(self, sentence: str) -> None:
-        if self._errors is not None:
-            self._errors.print(f"  {sentence}", highlight=False, soft_wrap=True, markup=False)
+        self.went_on(line, done=progress.all_rows, total=progress.all_total_rows)
 
 
 def _closing(console: Console, summary: PrepareSummary, command: str) -> None:
@@ -143,8 +93,7 @@ def _closing(console: Console, summary: PrepareSummary, command: str) -> None:
         rows.append(("go on", command))
     else:
         rows.append(("use", f'headrace.PreparedDataset("{summary.folder}")'))
-    for name, text in rows:
-        console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+    facts(console, rows)
 
 
 def _command(config: Path, settings: tuple[str, ...], out: Path | None, shard_mb: int) -> str:

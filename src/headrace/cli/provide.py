@@ -43,6 +43,7 @@ def provide(
     headrace provide examples/quickstart.toml --spool.dir S          in one terminal
     headrace run examples/quickstart.toml --spool.dir S              in another
     headrace provide run.toml --spool.parts 4 --take 2               and, on another machine, the same with --join
+    headrace provide run.toml --spool.task mlm                       tokens to guess, for a trainer of your own
     ```
     """
     checked = load_config(config, overrides(settings))
@@ -58,7 +59,7 @@ def provide(
         spool = checked.spool
         console.print(f"[bold]headrace[/] fills the spool [bold]{checked.spool_dir}[/]", highlight=False)
         say(
-            f"batches of {checked.loader.global_batch_size} x {checked.text.seq_len}, {spool.batches_per_file} a file, up to {spool.max_backlog_files} files ahead, "
+            f"{'masked ' if spool.task == 'mlm' else ''}batches of {checked.loader.global_batch_size} x {checked.text.seq_len}, {spool.batches_per_file} a file, up to {spool.max_backlog_files} files ahead, "
             f"{spool.parts} part{'s' if spool.parts > 1 else ''}"
         )
         sys.stdout.flush()
@@ -67,11 +68,11 @@ def provide(
 
         made = provide_on_ray(checked, max_files=files, report=say)
     else:
-        from headrace.jobs.spooled import provide_text
+        from headrace.jobs.providing import provide_text
 
         made = provide_text(
             checked, join=join, until_eof=until_eof, force_regenerate=force_regenerate, take=take, max_files=files, report=say,
-            ready=lambda provider: say(f"parts {', '.join(str(c.part) for c in provider.channels('train'))} are this provider's"),
+            ready=lambda provider: say(f"its parts: {', '.join(str(c.part) for c in provider.channels('train'))}"),
         )  # fmt: skip
     seconds = time.perf_counter() - began
     if format == "json":

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from headrace.cli.terminal import console_for, short
+from headrace.cli.terminal import console_for, facts, short
 
 __all__ = ["report"]
 
@@ -59,8 +59,7 @@ def report(
         console.print_json(json.dumps({**found.to_dict(), "page": str(path), "picture": str(png) if png else None}))
         return 0
     console.print(f"[bold]{found.name}[/] ({found.kind})  {len(found.panels)} panels of {len(found.series.steps):,} lines", highlight=False)  # fmt: skip
-    for name, text in found.facts:
-        console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+    facts(console, found.facts)
     for finding in found.findings:
         console.print(f"[yellow]note[/] {finding.sentence}", highlight=False, soft_wrap=True)
     if not found.findings:

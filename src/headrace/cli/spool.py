@@ -82,6 +82,9 @@ def stat(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -
                 + (f"  missing {entry['gaps'][:8]}" if entry["gaps"] else "")
             )
     lines += [f"  {name:<14} {holder}" for name, holder in told["at_work"].items()] or ["  nobody is at work"]
+    disk = told["disk"]
+    lines.append(f"  {'disk':<14} {disk['file_system'] or 'unknown file system'}, {short(disk['bytes'])}B free")
+    lines += [f"  {'':<14} {sentence}" for sentence in disk["warnings"]]
     _show(told, format, quiet, lines)
     return 0
 
@@ -98,7 +101,7 @@ def verify(directory: Path, /, *, format: Format = "text", quiet: Quiet = False)
 
     files, findings = check(directory)
     lines = [f"{f.split} part {f.part} file {f.seq}: {f.problem}" for f in findings]
-    lines.append(f"{files:,} files checked, {len(findings)} problems")
+    lines.append(f"{files:,} files checked, {len(findings)} problem{'' if len(findings) == 1 else 's'}")
     _show({"files": files, "findings": [f.to_dict() for f in findings]}, format, quiet, lines)
     return 1 if findings else 0
 

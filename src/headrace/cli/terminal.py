@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 
@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from headrace.jobs.streams import StreamSummary
     from headrace.jobs.streams_config import LedgerSection, StreamsConfig
 
-__all__ = ["Silent", "TerminalWatcher", "announce", "announce_streams", "closing", "closing_streams", "short"]
+__all__ = [
+    "LongWork",
+    "Silent",
+    "TerminalWatcher",
+    "announce",
+    "announce_streams",
+    "closing",
+    "closing_streams",
+    "facts",
+    "short",
+]
 
 
 def short(number: float) -> str:
@@ -32,6 +42,12 @@ def short(number: float) -> str:
         if number >= limit:
             return f"{number / limit:.3g}{unit}"
     return f"{number:.3g}"
+
+
+def facts(console: Console, rows: Sequence[tuple[str, str]]) -> None:
+    """A name and what it is, a line each."""
+    for name, text in rows:
+        console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
 
 
 def announce(console: Console, config: RunConfig, *, folder: str, ranks: int, resumed: bool) -> None:
@@ -53,8 +69,7 @@ def announce(console: Console, config: RunConfig, *, folder: str, ranks: int, re
         ("model", f"{config.train.model}, lr {config.train.lr:g}"),
         ("seed", f"{run.seed}   ranks {ranks}   config {config.hash}"),
     ]
-    for name, text in rows:
-        console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+    facts(console, rows)
 
 
 def announce_streams(console: Console, config: StreamsConfig, *, folder: str, ranks: int, resumed: bool) -> None:
@@ -77,8 +92,7 @@ def announce_streams(console: Console, config: StreamsConfig, *, folder: str, ra
         *([("ledger", _ledger_line(ledger))] if ledger is not None else []),
         ("seed", f"{run.seed}   ranks {ranks}   config {config.hash}"),
     ]
-    for name, text in rows:
-        console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+    facts(console, rows)
 
 
 def _ledger_line(ledger: LedgerSection) -> str:
@@ -119,6 +133,58 @@ class Silent:
     def notice(self, sentence: str) -> None:
         if self._console is not None:
             self._console.print(sentence, highlight=False, soft_wrap=True)
+
+
+class LongWork:
+    """Work without steps: what is about to happen, then how far it is; a bar where there is a terminal, else a line now and then."""
+
+    EVERY = 10.0
+    """Seconds between two lines where there is no terminal."""
+
+    def __init__(self, console: Console | None, errors: Console | None) -> None:
+        self._console, self._errors = console, errors
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._said = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def opened(
+        self, headline: str, rows: Sequence[tuple[str, str]], *, total: int | None = None, done: int = 0
+    ) -> None:
+        """`headline` may hold markup."""
+        if self._console is None:
+            return
+        self._console.print(headline, highlight=False)
+        facts(self._console, rows)
+        if self._console.is_terminal:
+            from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
+                console=self._console, transient=True,
+            )  # fmt: skip
+            self._bar.start()
+            self._task = self._bar.add_task("starting", total=total, completed=done)
+
+    def went_on(self, line: str, *, done: int, total: int) -> None:
+        if self._console is None:
+            return
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=line, completed=done, total=total)
+        elif time.perf_counter() - self._said >= self.EVERY:
+            self._said = time.perf_counter()
+            self._console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
+
+    def notice(self, sentence: str) -> None:
+        if self._errors is not None:
+            self._errors.print(f"  {sentence}", highlight=False, soft_wrap=True, markup=False)
 
 
 class TerminalWatcher:
@@ -198,8 +264,7 @@ def closing(console: Console, summary: Summary, folder: str) -> None:
         ("folder", folder),
         ("resume" if summary.step < summary.steps else "extend", _go_on(summary)),
     ]
-    for name, text in rows:
-        console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+    facts(console, rows)
 
 
 def closing_streams(console: Console, summary: StreamSummary, folder: str) -> None:
@@ -210,14 +275,23 @@ def closing_streams(console: Console, summary: StreamSummary, folder: str) -> No
         ("speed", f"{short(summary.cells_per_second)} cells/s over {summary.seconds:.1f} s"),
         ("wait", f"{summary.exposed_wait_seconds:.2f} s exposed ({summary.exposed_wait_share:.1%})"),
         ("mix", "  ".join(f"{m} {share:.3f}" for m, share in summary.mix.items()) + f"   epoch {summary.epoch}"),
+        *_forgotten(summary),
         ("order", summary.order_digest),
         ("model", f"sha256 {summary.model_sha256[:16]}…"),
         ("folder", folder),
         ("look", f"headrace report {folder}"),
         ("resume" if summary.step < summary.steps else "extend", _go_on(summary)),
     ]
-    for name, text in rows:
-        console.print(f"  [dim]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+    facts(console, rows)
+
+
+def _forgotten(summary: StreamSummary) -> Sequence[tuple[str, str]]:
+    """What a run with a ledger has to say of it: states that were lost would otherwise be lost without a word."""
+    if summary.false_evictions is None:
+        return []
+    count = summary.false_evictions
+    told = f"[bold]{count:,} times a group was forgotten while its file was still read[/]: its state was lost"
+    return [("ledger", told if count else "no group was forgotten too early")]
 
 
 def _go_on(summary: Summary | StreamSummary) -> str:

@@ -282,6 +282,11 @@ class SpoolSection(_Section):
     parts: int = Field(1, ge=1, le=1000)
     """How many providers can work at the same time: each takes whole parts. Divides the lanes and the batch."""
     durable: bool = True
+    task: Literal["lm", "mlm"] = "lm"
+    """mlm: tokens to guess, for a trainer of your own that reads the spool."""
+    mask_probability: float = Field(0.15, gt=0, lt=1)
+    mask_id: int | None = Field(None, ge=0, le=1 << 31, examples=[4])
+    """The id of the mask; one after the tokenizer's last unless given."""
     provider: bool = True
     """Whether `headrace run` starts a provider where none is at work."""
 
@@ -322,10 +327,6 @@ class RunConfig(_Section):
             raise ValueError(
                 f"spool.parts = {parts} must divide loader.lanes = {lanes} and loader.global_batch_size = {batch}; "
                 f"{math.gcd(lanes, batch)} is the largest that does"
-            )
-        if self.spool.enabled and self.run.skip:
-            raise ValueError(
-                "run.skip passes over steps while they are made, which a spool has done already; leave out one of the two"
             )
         return self
 

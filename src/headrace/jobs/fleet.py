@@ -17,7 +17,7 @@ from typing import Any
 
 from headrace.errors import ConfigError, HeadraceError, WorkerDied
 from headrace.jobs.config import RunConfig
-from headrace.jobs.spooled import TextProvider, provide_text, stopped_by_signals
+from headrace.jobs.providing import provide_text, provider_of, stopped_by_signals
 from headrace.jobs.wiring import Job
 from headrace.metrics import Wait
 
@@ -44,7 +44,7 @@ def provide_on_ray(
     where = (base or Path()).resolve()
     # Meta and folders are settled here, once, so that actors only ever join; and a wrong config fails before anything is started.
     job = Job(config, where)
-    opener = TextProvider(job, job.dataset())
+    opener = provider_of(job, job.dataset())
     opener.open()
     opener.close()
     started = not ray.is_initialized()

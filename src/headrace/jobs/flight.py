@@ -343,7 +343,10 @@ class RunFlight:
         for step in reversed(store.steps()):
             try:
                 meta = open_container(store.path(step), verify=False).meta
-                return {str(k): str(v) for k, v in meta["data"]["fingerprint"].items()}
+                saved = (
+                    meta["data"]["body"].get("data") or meta["data"]["fingerprint"]
+                )  # the former of a run over a spool
+                return {str(k): str(v) for k, v in saved.items()}
             except (FileCorrupt, KeyError, TypeError, AttributeError):
                 continue
         return None

@@ -1,6 +1,6 @@
 """The Gram matrix of rows in shards, by any number of workers, whatever dies on the way.
 
-    shards ──► partition ──► engine: processes here │ ranks of torchrun │ Ray actors ──► one fold ──► OUT.safetensors
+    shards ──► partition ──► engine: processes here │ ranks of torchrun │ Ray actors │ a spool ──► one fold ──► OUT.safetensors
 
 Beside the result stands OUT.work/ while a pass is under way: the lock of whoever coordinates, and two generations of what was
 received. The same command goes on from there, on as many workers as it is given now; when the result is published the folder
@@ -17,15 +17,17 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from headrace.errors import ConfigError, CursorMismatch
+from headrace.errors import ConfigError, CursorMismatch, DeadlineExceeded, WorkerDied
 from headrace.files import sweep_temporaries
 from headrace.jobs.prepare import default_workers
 from headrace.jobs.running import signal_asked
+from headrace.metrics import Wait
 from headrace.order import fingerprint_json
 from headrace.reduce.checkpoints import CheckpointFiles
 from headrace.reduce.columns import Columns
@@ -34,11 +36,14 @@ from headrace.reduce.crew import Crew, FoldProgress, drive
 from headrace.reduce.orders import WorkOrder
 from headrace.reduce.partition import CrossNodePartition, Provenance, default_chunk_size
 from headrace.reduce.result import GramResult
-from headrace.reduce.shards import RowShards
+from headrace.reduce.shards import RowShards, require_unchanged
 
-__all__ = ["ENGINES", "GramPlan", "GramSummary", "GramWatcher", "reduce_shards"]
+if TYPE_CHECKING:
+    from headrace.jobs.gram_spool import SpoolCrew
 
-ENGINES = ("local", "torchrun", "ray")
+__all__ = ["ENGINES", "GramPlan", "GramSummary", "GramWatcher", "JoinSummary", "join_spool", "reduce_shards"]
+
+ENGINES = ("local", "torchrun", "ray", "spool")
 _COORDINATOR = "coordinator"
 
 
@@ -59,7 +64,9 @@ class GramPlan:
     workers: int | None = None
     threads: int = 1
     engine: str | None = None
-    """local, torchrun or ray; torchrun where its environment is found, else local."""
+    """local, torchrun, ray or spool; torchrun where its environment is found, spool where one is named, else local."""
+    spool: Path | None = None
+    """Folder that partials go through, for workers on other machines too; OUT.work/spool unless given."""
     window: int = DEFAULT_WINDOW
     save_every: float = 30.0
     deadline: float = 600.0
@@ -71,14 +78,29 @@ class GramPlan:
             for name, value, most in (
                 ("chunk", self.chunk, 1 << 40), ("workers", self.workers, 65536), ("threads", self.threads, 1024), ("window", self.window, 1 << 20),
             )
-            if value is not None and not 1 <= value <= most
+            if value is not None and not 1 <= value <= most and not (name == "workers" and value == 0 and self.spooled)
         ]  # fmt: skip
         if not 0 <= self.save_every < 1e9 or not 0 < self.deadline < 1e9:
             problems.append(f"--save-every and --deadline are seconds, got {self.save_every} and {self.deadline}")
         if self.engine is not None and self.engine not in ENGINES:
             problems.append(f"--engine must be one of {', '.join(ENGINES)}, got {self.engine!r}")
+        if self.spool is not None and not self.spooled:
+            problems.append(f"--spool is for --engine spool, not for {self.engine}")
         if problems:
             raise ConfigError(problems)
+
+    @property
+    def spooled(self) -> bool:
+        return self.engine == "spool" or (self.engine is None and self.spool is not None)
+
+    @property
+    def work(self) -> Path:
+        """What stands beside the result while a pass is under way."""
+        return self.out.with_name(self.out.name + ".work")
+
+    @property
+    def spool_folder(self) -> Path:
+        return self.spool if self.spool is not None else self.work / "spool"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,7 +135,7 @@ class GramSummary:
 class GramWatcher(Protocol):
     """Whoever looks on."""
 
-    def began(self, order: WorkOrder, shards: RowShards, engine: str, resumed_at: int) -> None: ...
+    def began(self, order: WorkOrder, shards: RowShards, engine: str, workers: int, resumed_at: int) -> None: ...
     def progress(self, progress: FoldProgress) -> None: ...
     def notice(self, sentence: str) -> None: ...
 
@@ -121,9 +143,10 @@ class GramWatcher(Protocol):
 def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
     """Reduce, or go on reducing. Returns early, and cleanly, on SIGINT and SIGTERM."""
     began = time.perf_counter()
-    engine = plan.engine or ("torchrun" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "local")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    engine = plan.engine or ("spool" if plan.spooled else "torchrun" if ranks > 1 else "local")
     with contextlib.ExitStack() as stack:
-        group = _Group.join(stack) if engine == "torchrun" else None
+        group = _Group.join(stack, plan.deadline) if engine == "torchrun" else None
         shards = RowShards.open(
             plan.shards, field=plan.field, targets=plan.targets, weights=plan.weights, rows=plan.rows
         )
@@ -139,18 +162,18 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
             workers = group.size
         else:  # more workers than there is to do would only start and end
             units = -(-shards.n_rows // (chunk * plan.span))
-            workers = min(plan.workers or default_workers(), max(units, 1))
+            workers = min(default_workers() if plan.workers is None else plan.workers, max(units, 1))
         partition = CrossNodePartition(
             k=columns.k,
             n_rows=shards.n_rows,
             chunk_size=chunk,
-            n_ranks=workers,
+            n_ranks=1 if engine == "spool" else workers,
             span=plan.span,
         )
         provenance = Provenance(
             job=plan.out.name[-200:], data=fingerprint_json([data, columns.fingerprint]), rows=shards.dtype
         )
-        work = plan.out.with_name(plan.out.name + ".work")
+        work = plan.work
         order = WorkOrder(
             partition=partition, provenance=provenance, columns=columns, shards=shards.spec, data=data, threads=plan.threads,
             folder=str(work.absolute()) if plan.span > 1 else None,
@@ -166,12 +189,19 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
         if done is not None and group is None:
             summary.state, summary.sha256 = "complete", done.sha256
             summary.resumed_at = summary.folded = partition.n_chunks
+            if work.is_dir():  # it was killed after the result was published
+                _claim(work, stack)
+                shutil.rmtree(work, ignore_errors=True)
+            if plan.spooled:
+                from headrace.jobs.gram_spool import dissolve
+
+                dissolve(plan.spool_folder, order)
             return summary
         _claim(work, stack)
         files = CheckpointFiles(work, _COORDINATOR, report=watcher.notice)
         reduction = _resumed(files, partition, provenance, plan.window)
         summary.resumed_at = reduction.frontier
-        watcher.began(order, shards, engine, reduction.frontier)
+        watcher.began(order, shards, engine, workers, reduction.frontier)
         seen = FoldProgress(frontier=0, n_chunks=0, pending=0, replaced=0, seconds=0.0)
 
         def progress(now: FoldProgress) -> None:
@@ -179,7 +209,7 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
             seen = now
             watcher.progress(now)
 
-        whole = _fold(plan, order, reduction, group, files, watcher, progress, stopped, stack)
+        whole, release = _fold(plan, order, reduction, group, files, watcher, progress, stopped, stack, workers)
         summary.duplicates, summary.most_pending, summary.replaced = (
             reduction.duplicates,
             reduction.most_pending,
@@ -193,6 +223,7 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
             result = GramResult.of(reduction.finish(), columns, shards.n_rows, about)
             result.save(plan.out, replace=plan.replace or done is not None)
             summary.sha256 = result.sha256
+            release()
             shutil.rmtree(work, ignore_errors=True)
         summary.seconds = time.perf_counter() - began
         return summary
@@ -208,18 +239,35 @@ def _fold(
     progress: Callable[[FoldProgress], None],
     stopped: Callable[[], int],
     stack: contextlib.ExitStack,
-) -> bool:
+    workers: int,
+) -> tuple[bool, Callable[[], None]]:
+    """Whether everything is folded; and what to call once the result is safe."""
+    spool: SpoolCrew | None = None
+
     def save() -> None:
         reduction.checkpoint().save(files)
+        if spool is not None:
+            spool.saved(reduction.received_per_rank[0])
+
+    def asked_to_stop() -> bool:
+        return stopped() != 0
 
     if group is not None:
         from headrace.reduce.gloo import coordinate_group
 
-        return coordinate_group(
-            reduction, order, save=save, save_every=plan.save_every, progress=progress, stop=lambda: stopped() != 0
+        whole = coordinate_group(
+            reduction, order, save=save, save_every=plan.save_every, progress=progress, stop=asked_to_stop
         )
+        return whole, lambda: None
     crew: Crew
-    if plan.engine == "ray":
+    if plan.spooled:
+        from headrace.jobs import gram_spool
+
+        crew = spool = gram_spool.SpoolCrew(
+            plan.spool_folder, order, workers=workers, first_unit=reduction.received_per_rank[0], window=plan.window,
+            patience=plan.deadline, notice=watcher.notice,
+        )  # fmt: skip
+    elif plan.engine == "ray":
         from headrace.reduce.ray_actors import RayCrew
 
         crew = RayCrew(order, address=os.environ.get("RAY_ADDRESS"))
@@ -228,10 +276,94 @@ def _fold(
 
         crew = ProcessCrew(order)
     stack.callback(crew.close)
-    return drive(
-        reduction, crew, save=save, save_every=plan.save_every, progress=progress, notice=watcher.notice,
-        stop=lambda: stopped() != 0, deadline=plan.deadline,
-    )  # fmt: skip
+    due, release = (spool.due, spool.finish) if spool is not None else (lambda: False, lambda: None)
+    try:
+        whole = drive(
+            reduction, crew, save=save, save_every=plan.save_every, due=due, progress=progress, notice=watcher.notice,
+            stop=asked_to_stop, deadline=plan.deadline,
+        )  # fmt: skip
+    except DeadlineExceeded:
+        save()
+        if spool is None:
+            raise
+        raise DeadlineExceeded(
+            f"nothing came for {plan.deadline:g} s: {spool.awaited()}. The same command goes on"
+        ) from None
+    return whole, release
+
+
+@dataclass(slots=True, kw_only=True)
+class JoinSummary:
+    """What workers that joined a pass did."""
+
+    spool: str
+    state: str
+    """finished (the pass is over) or stopped."""
+    workers: int
+    partials: int = 0
+    replaced: int = 0
+    seconds: float = 0.0
+    signal: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def join_spool(
+    spool: Path,
+    *,
+    shards: Sequence[str] = (),
+    workers: int | None = None,
+    threads: int | None = None,
+    deadline: float = 600.0,
+    began: Callable[[WorkOrder, int], None] = lambda _, __: None,
+    progress: Callable[[int], None] = lambda _: None,
+    notice: Callable[[str], None] = lambda _: None,
+) -> JoinSummary:
+    """Work for the pass in a folder until it is over. `shards`: where the same files lie on this machine, if elsewhere."""
+    from headrace.jobs.gram_spool import Hands, order_in
+
+    start = time.perf_counter()
+    if workers is not None and not 1 <= workers <= 65536:
+        raise ConfigError(f"--workers must be between 1 and 65,536, got {workers}")
+    with signal_asked() as stopped, contextlib.ExitStack() as stack:
+        order, _ = order_in(spool, patience=deadline)
+        told = order.shards
+        # Opened here once, so that what is wrong is told once and not by every process.
+        if shards:
+            here = RowShards.open(shards, field=told.field, targets=told.targets, weights=told.weights, rows=told.rows)
+        else:
+            here = RowShards.of(told)
+        require_unchanged(here, order.data)
+        count = default_workers() if workers is None else workers
+        summary = JoinSummary(spool=str(spool), state="finished", workers=count)
+        began(order, count)
+        hands = Hands(
+            spool, count, threads=threads if threads is not None else order.threads, shards=here.spec, patience=deadline
+        )
+        stack.callback(hands.close)
+        deaths = made = 0
+        with Wait("gram.spool.join"):
+            while not hands.finished():
+                time.sleep(0.05)
+                if hands.count() > made:
+                    made, deaths = hands.made, 0
+                    progress(made)
+                if stopped():
+                    summary.state, summary.signal = "stopped", stopped()
+                    break
+                if (lost := hands.dead()) is not None:
+                    deaths += 1
+                    if deaths > 5:
+                        raise WorkerDied(
+                            f"workers of {spool} died {deaths} times without making anything, the last one: {lost}"
+                        )
+                    notice(f"{lost}; a new one takes its place")
+                    summary.replaced += 1
+                    hands.replace()
+        summary.partials = hands.count()
+        summary.seconds = time.perf_counter() - start
+        return summary
 
 
 def _send(order: WorkOrder, group: _Group, summary: GramSummary) -> GramSummary:
@@ -249,7 +381,7 @@ class _Group:
         self.rank, self.size = rank, size
 
     @classmethod
-    def join(cls, stack: contextlib.ExitStack) -> _Group:
+    def join(cls, stack: contextlib.ExitStack, deadline: float) -> _Group:
         if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
             raise ConfigError(
                 "--engine torchrun is for ranks that torchrun started: torchrun --nproc-per-node 2 -m headrace gram SHARDS... "
@@ -258,7 +390,8 @@ class _Group:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            dist.init_process_group("gloo")
+            # The timeout is what ends a receive from a rank that is stopped; one that is dead is noticed at once.
+            dist.init_process_group("gloo", timeout=timedelta(seconds=deadline))
             stack.callback(dist.destroy_process_group)
         return cls(dist.get_rank(), dist.get_world_size())
 

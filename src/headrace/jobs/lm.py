@@ -114,6 +114,11 @@ def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (),
         watcher.waiting("sources, tokenizer")
         data = job.dataset(records=folder.records, meter=default_meter(), accept=accept, full_check=full_check)
         return _run_on(folder, job, data, watcher, accept)
+    if config.spool.task != "lm":
+        raise ConfigError(
+            f'spool.task = "{config.spool.task}" makes batches for a trainer of your own: fill the spool with `headrace provide CONFIG` and read it with '
+            'headrace.DatasetConsumer; `headrace run` trains on spool.task = "lm"'
+        )
     own = OwnProvider(config, folder.base, folder.path / "provide.log")
     with own if int(os.environ.get("RANK", "0")) == 0 else contextlib.nullcontext():
         watcher.info(own.sentence)
@@ -150,7 +155,14 @@ def _run_on(
         with contextlib.ExitStack() as stack:
             loader = stack.enter_context(
                 SpoolLoader(
-                    config, data, folder.base, rank=ranks.rank, world_size=ranks.world_size, device=device, check=check
+                    config,
+                    data,
+                    folder.base,
+                    rank=ranks.rank,
+                    world_size=ranks.world_size,
+                    device=device,
+                    check=check,
+                    record=True,
                 )
                 if isinstance(data, SpoolData)
                 else job.loader(data, device=device, record=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -122,8 +123,12 @@ def stop_on_signal(run: Stoppable) -> Generator[None]:
         signal.signal(number, before[number])
         if run.rank == 0:
             when = "after this step" if run.world_size == 1 else "at the next line, when all ranks know"
-            run.watcher.notice(f"{signal.Signals(number).name}: stopping {when} (again: at once, without saving)")
+            sentence = f"{signal.Signals(number).name}: stopping {when} (again: at once, without saving)"
+            # From a thread: a handler that prints while a line is being printed breaks both.
+            said.append(threading.Thread(target=run.watcher.notice, args=(sentence,), name="headrace-stop"))
+            said[-1].start()
 
+    said: list[threading.Thread] = []
     before: dict[int, Any] = {}
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -135,6 +140,8 @@ def stop_on_signal(run: Stoppable) -> Generator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        for thread in said:
+            thread.join()
 
 
 @contextlib.contextmanager

@@ -6,21 +6,19 @@
 Part q of P is what rank q of P of an ordinary loader delivers, so the files hold the samples the run would have made
 itself, and a file's cursor is that loader's state. What the loader knows about a batch beside its rows (its digest, tokens by
 source) travels in its first row and is nought in the others; summed over the ranks of a step it is what a run without a spool
-counts. So digests, losses and reports are the same.
+counts. So digests, losses and reports are the same. Each row also says which source and window it is of, so the flight record
+of a run over a spool is that of the run without. Steps are passed over (`run.skip`) where they are read: what a spool holds does not depend on it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import base64
 import itertools
-import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -42,11 +40,11 @@ __all__ = [
     "SpoolLoader",
     "TextProvider",
     "exposed_seconds",
-    "provide_text",
-    "stopped_by_signals",
 ]
 
 _COUNTS = ("tokens", "padding", "rows", "samples", "fillers", "skipped")
+_ORIGIN = ("source", "opens", "epoch", "position", "offset")
+"""Of each row: its source, or −1 for a filler; and where it is the first of a window, a 1 and where that window starts."""
 _KIND, _VERSION = "spooled-text", 1
 _IDLE = 86_400.0
 """Seconds a provider waits for somebody to read before it gives up: a day."""
@@ -58,8 +56,16 @@ def _recipe(config: RunConfig) -> str:
     loader = {key: tables["loader"][key] for key in ("global_batch_size", "lanes", "exhausted")}
     text = {key: value for key, value in tables["text"].items() if key != "engine"}
     sources = [{key: value for key, value in source.items() if key != "cache"} for source in tables["source"]]
+    spool = {key: tables["spool"].get(key) for key in ("task", "mask_probability", "mask_id")}
     return fingerprint_json(
-        {"source": sources, "mix": tables["mix"], "text": text, "loader": loader, "seed": config.run.seed}
+        {
+            "source": sources,
+            "mix": tables["mix"],
+            "text": text,
+            "loader": loader,
+            "seed": config.run.seed,
+            "spool": spool,
+        }
     )
 
 
@@ -87,7 +93,7 @@ class TextProvider(SequentialProvider):
             FieldSpec("input_ids", tokens, tuple(width), "input"), FieldSpec("labels", tokens, tuple(width), "target"),
             FieldSpec("position_ids", "int32", tuple(width), "input"), FieldSpec("sample_index", "int64", (), "meta"),
             FieldSpec("row_count", "int32", (), "meta"), FieldSpec("digest", "uint64", (2,), "meta"),
-            FieldSpec("counts", "int64", (len(_COUNTS) + len(data.names),), "meta"),
+            FieldSpec("counts", "int64", (len(_COUNTS) + len(data.names),), "meta"), FieldSpec("origin", "int64", (len(_ORIGIN),), "meta"),
         ]  # fmt: skip
         if self._job.config.text.segment_ids:
             fields.append(FieldSpec("segment_ids", "int32", tuple(width), "input"))
@@ -102,10 +108,15 @@ class TextProvider(SequentialProvider):
         # All loaders of a process share its dataset; each has the lanes of its own part.
         if part in self._loaders:
             self._loaders.pop(part).close()
-        loader = self._job.loader(self._data, dp_rank=part, dp_world_size=self.parts)
+        options = {"skip": (), **self._loader_options()}
+        loader = self._job.loader(self._data, dp_rank=part, dp_world_size=self.parts, **options)
         if cursor is not None:
             loader.load_state_dict(cursor)
         self._loaders[part] = loader
+
+    def _loader_options(self) -> dict[str, Any]:
+        """What this provider wants to know of a batch."""
+        return {"record": True}
 
     def next_batch(self, split: str, part: int) -> Mapping[str, Any] | None:
         loader = self._loaders[part]
@@ -125,7 +136,8 @@ class TextProvider(SequentialProvider):
         digest[0] = term >> 64, term & (1 << 64) - 1
         keys = [f"data/{name}" for name in _COUNTS] + [f"data/source_tokens/{name}" for name in self._data.names]
         counts[0] = [metrics.get(key, 0) for key in keys]
-        return {**arrays, "digest": digest, "counts": counts}
+        origin = _origin(loader.drain_flight() or {}, batch["sample_index"].numpy())
+        return {**arrays, "digest": digest, "counts": counts, "origin": origin}
 
     def cursor(self, split: str, part: int) -> Mapping[str, Any]:
         return self._loaders[part].state_dict()
@@ -136,54 +148,13 @@ class TextProvider(SequentialProvider):
         self._loaders.clear()
 
 
-def provide_text(
-    config: RunConfig,
-    *,
-    base: Path | None = None,
-    join: bool = False,
-    force_regenerate: bool = False,
-    take: int | None = None,
-    max_files: int | None = None,
-    until_eof: bool = False,
-    report: Callable[[str], None] | None = None,
-    ready: Callable[[TextProvider], None] | None = None,
-) -> int:
-    """Fill the spool of a config until asked to stop (SIGINT, SIGTERM), or until its sources end; how many files were made.
-
-    `until_eof`: also stop when standard input ends, as it does when the process that holds its other end is killed.
-    """
-    job = Job(config, base)
-    data = job.dataset(meter=default_meter())
-    provider = TextProvider(job, data, join=join, force_regenerate=force_regenerate, take=take, report=report)
-    if until_eof:
-        threading.Thread(target=_stop_at_eof, args=(provider.stop,), daemon=True, name="headrace-parent").start()
-    with stopped_by_signals(provider.stop):
-        provider.open()
-        if ready is not None:
-            ready(provider)
-        return provider.run(max_files=max_files)
-
-
-@contextlib.contextmanager
-def stopped_by_signals(stop: Callable[[], None]) -> Generator[None]:
-    """SIGINT and SIGTERM call `stop` while the body runs."""
-    before: dict[int, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, lambda *_: stop())
-    except ValueError:  # not the main thread: whoever runs us there handles signals
-        before.clear()
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _stop_at_eof(stop: Callable[[], None]) -> None:
-    while os.read(0, 4096):
-        continue
-    stop()
+def _origin(line: Mapping[str, Any], samples: np.ndarray) -> np.ndarray:
+    """The flight record of one batch, row by row."""
+    origin = np.zeros((len(samples), len(_ORIGIN)), np.int64)
+    origin[:, 0] = np.frombuffer(base64.b64decode(line["picks"]), "<i2")
+    for sample, _, source, *start in line["opened"]:
+        origin[np.searchsorted(samples, sample)] = (source, 1, *start)
+    return origin
 
 
 class OwnProvider:
@@ -259,6 +230,8 @@ class SpoolData:
     vocab_size: int
     seq_len: int
     mix_changes: tuple[MixChange, ...]
+    made_of: Mapping[str, str]
+    """The fingerprint of the provider's dataset."""
     tokenizer: None = None
 
     @classmethod
@@ -283,6 +256,7 @@ class SpoolData:
         changes = tuple(MixChange(c.step - 1, c.weights) for c in config.mix.change)
         return cls(
             names=tuple(info["sources"]), weights=tuple(info["weights"]), vocab_size=meta["vocab_size"], seq_len=meta["block_size"], mix_changes=changes,
+            made_of={str(k): str(v) for k, v in meta["data"].items()},
         )  # fmt: skip
 
     def holes(self) -> list[dict[str, Any]]:
@@ -303,14 +277,29 @@ class SpoolData:
         return tuple(float(w) for w in total / max(steps, 1))
 
 
+@dataclass(frozen=True, slots=True)
+class _Flown:
+    """Where the samples of one step came from."""
+
+    trained: int
+    """Number of the training step, from 1; 0 if it was passed over."""
+    step: int
+    samples: np.ndarray
+    origin: np.ndarray
+
+
+def _picks(flown: Sequence[_Flown]) -> str:
+    return base64.b64encode(np.concatenate([f.origin[:, 0] for f in flown]).astype("<i2").tobytes()).decode()
+
+
 class SpoolLoader:
     """A spool with the face of a `Loader`: batches, digest, state, report."""
 
     def __init__(
         self, config: RunConfig, data: SpoolData, base: Path, *, rank: int, world_size: int, device: Any = None, meter: Meter | None = None,
-        check: Callable[[], None] | None = None,
+        check: Callable[[], None] | None = None, record: bool = False,
     ) -> None:  # fmt: skip
-        """`check` is called about once a second while there is no batch, and raises when there will be none."""
+        """`check` is called about once a second while there is no batch, and raises when there will be none. `record` keeps what `drain_flight` tells."""
         self.data, self.rank, self.world_size = data, rank, world_size
         self.meter = meter if meter is not None else default_meter()
         self._device, self._deadline, self._check = device, config.run.deadline, check
@@ -319,6 +308,10 @@ class SpoolLoader:
             deadline=config.run.deadline, meter=self.meter,
         )  # fmt: skip
         self._kept: deque[dict[str, Any]] = deque(maxlen=config.run.keep_checkpoints)
+        self._size, self._lanes, self._skip = config.loader.global_batch_size, config.loader.lanes, config.run.skips
+        self._record = record
+        self._flight: list[_Flown] = []
+        self._skipped: list[list[int]] = []
         self.step = 0
         self.ended = False
         self._digest, self._step_digest = Digest(), Digest()
@@ -338,15 +331,10 @@ class SpoolLoader:
             raise StopIteration
         if self._started is None:
             self._started, self._begun_tokens = time.perf_counter(), self._delivered["tokens"]
-        with Wait("loader.next", meter=self.meter, deadline=self._deadline) as wait:
-            try:
-                while self._check is not None and not self.consumer.wait_for_data("train", 1.0):
-                    self._check()
-                    wait.check()
-                batch = self.consumer.get_batch("train")
-            except EndOfData:
-                self.ended = True
-                raise StopIteration from None
+        batch = self._next_batch()
+        while any(a <= self.step < b for a, b in self._skip):
+            self._pass_over(batch)
+            batch = self._next_batch()
         digests, counts = batch.pop("digest").numpy(), batch.pop("counts").numpy()
         term = sum((int(high) << 64) + int(low) for high, low in digests[digests.any(axis=1)])
         self._step_digest = Digest(term)
@@ -356,7 +344,34 @@ class SpoolLoader:
             self._delivered[name] += value
         self._source_tokens = [a + b for a, b in zip(self._source_tokens, totals[len(_COUNTS) :], strict=True)]
         self.step += 1
+        origin = batch.pop("origin").numpy()
+        if self._record:
+            samples = batch["sample_index"].numpy().copy()
+            self._flight.append(_Flown(self.step - self.skipped_steps, self.step - 1, samples, origin.copy()))
         return self._whole(batch)
+
+    def _next_batch(self) -> dict[str, Any]:
+        with Wait("loader.next", meter=self.meter, deadline=self._deadline) as wait:
+            try:
+                while self._check is not None and not self.consumer.wait_for_data("train", 1.0):
+                    self._check()
+                    wait.check()
+                return self.consumer.get_batch("train")
+            except EndOfData:
+                self.ended = True
+                raise StopIteration from None
+
+    def _pass_over(self, batch: Mapping[str, Any]) -> None:
+        """A step the run was asked to leave out: its documents count as read."""
+        self._delivered["skipped"] += len(batch["sample_index"])
+        if self._skipped and self._skipped[-1][1] == self.step:
+            self._skipped[-1][1] += 1
+        else:
+            self._skipped.append([self.step, self.step + 1])
+        if self._record:
+            samples, origin = batch["sample_index"].numpy().copy(), batch["origin"].numpy().copy()
+            self._flight.append(_Flown(0, self.step, samples, origin))
+        self.step += 1
 
     def _whole(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The contract's own types, and the borders of the pieces: a piece begins wherever a position is 0."""
@@ -377,8 +392,8 @@ class SpoolLoader:
     def state_dict(self) -> dict[str, Any]:
         spool = self.consumer.state_dict()
         body = {
-            "step": self.step, "ended": self.ended, "skipped": [], "digest": str(self._digest), "delivered": dict(self._delivered),
-            "source_tokens": list(self._source_tokens), "sources": list(self.data.names), "spool": spool,
+            "step": self.step, "ended": self.ended, "skipped": self.skipped, "digest": str(self._digest), "delivered": dict(self._delivered),
+            "source_tokens": list(self._source_tokens), "sources": list(self.data.names), "spool": spool, "data": dict(self.data.made_of),
         }  # fmt: skip
         return Cursor(kind=_KIND, version=_VERSION, fingerprint=spool["fingerprint"], body=body).to_dict()
 
@@ -392,6 +407,7 @@ class SpoolLoader:
         body = cursor.body
         self.consumer.load_state_dict(body["spool"])
         self.step, self.ended = int(body["step"]), bool(body["ended"])
+        self._skipped, self._flight = [list(map(int, pair)) for pair in body["skipped"]], []
         if self.rank == 0:  # what earlier ranks delivered is added up once
             self._digest = Digest(body["digest"])
             self._delivered |= {k: int(v) for k, v in body["delivered"].items()}
@@ -423,11 +439,14 @@ class SpoolLoader:
 
     # ---------------------------------------------------------------------------------------- insight
 
-    skipped_steps = 0
-
     @property
     def skipped(self) -> list[list[int]]:
-        return []
+        """Ranges [from, to) of steps that were passed over."""
+        return [list(pair) for pair in self._skipped]
+
+    @property
+    def skipped_steps(self) -> int:
+        return sum(b - a for a, b in self._skipped)
 
     @property
     def digest(self) -> str:
@@ -438,8 +457,32 @@ class SpoolLoader:
         return str(self._step_digest)
 
     def drain_flight(self) -> dict[str, Any] | None:
-        """Where samples came from is known to the provider alone."""
-        return None
+        """What was delivered since the last call, as `Loader.drain_flight` tells it; None if nothing was."""
+        flown = self._flight
+        while flown and not flown[-1].trained:  # passed over, and nothing delivered after them yet
+            flown = flown[:-1]
+        self._flight = self._flight[len(flown) :]
+        if not flown:
+            return None
+        delivered, skipped = [f for f in flown if f.trained], [f for f in flown if not f.trained]
+        opened = [
+            [int(g), int(g) % self._lanes, int(row[0]), *map(int, row[2:])]
+            for f in flown
+            for g, row in zip(f.samples, f.origin, strict=True)
+            if row[1]
+        ]
+        size = self._size
+        line: dict[str, Any] = {
+            "first": delivered[0].trained,
+            "sources": list(self.data.names),
+            "samples": [*(f.step * size for f in delivered), (delivered[-1].step + 1) * size],
+            "picks": _picks(delivered),
+            "opened": sorted(opened),
+        }
+        if skipped:
+            line["skipped"] = [[f.step * size, (f.step + 1) * size] for f in skipped]
+            line["skipped_picks"] = _picks(skipped)
+        return line
 
     def drain_metrics(self) -> dict[str, int | float]:
         totals = self._totals()

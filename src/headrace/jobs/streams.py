@@ -64,6 +64,8 @@ class StreamSummary:
     config_hash: str
     resume: str
     signal: int = 0
+    false_evictions: int | None = None
+    """Groups that the ledger forgot while their files were still read, and that came back, resumes included; None without a ledger."""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it: a loss that never was is null."""
@@ -88,6 +90,8 @@ class _Run:
     loss_first: float = float("nan")
     digest: int = 0
     """Of this rank's own cells, on top of what the checkpoint had (kept by rank 0)."""
+    forgotten: int = 0
+    """False evictions of this rank's own groups, on top of what the checkpoint had (kept by rank 0)."""
     cells: int = 0
     started: float = field(default_factory=time.perf_counter)
     exposed: float = 0.0
@@ -166,7 +170,7 @@ def run_streams(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] 
 def _trainer(config: StreamsConfig, data: Any, ranks: Any) -> Any:
     """With a [ledger] a recurrent model, else one that looks at each cell alone."""
     from headrace.train import TrainSettings
-    from headrace.train.cells import CellTrainer
+    from headrace.train.cells import CellTrainer, device_for
 
     train = config.train
     settings = TrainSettings(
@@ -182,10 +186,21 @@ def _trainer(config: StreamsConfig, data: Any, ranks: Any) -> Any:
     from headrace.ledger import Ledger
     from headrace.train.recurrent import RecurrentTrainer
 
+    device = device_for(train.device if config.ledger.device == "auto" else config.ledger.device)
     ledger = Ledger(
-        config.ledger.settings(train.dim), group=cpu_group(ranks.world_size), deadline=config.run.deadline, meter=default_meter()
+        config.ledger.settings(train.dim, str(device)), group=cpu_group(ranks.world_size),
+        device_group=_device_group(device, ranks.world_size), deadline=config.run.deadline, meter=default_meter(),
     )  # fmt: skip
     return RecurrentTrainer(settings, ledger=ledger, active=data.active_streams, **given)
+
+
+def _device_group(device: Any, world_size: int) -> Any:
+    """The group that carries rows of states on their device; None: they go through CPU memory."""
+    if world_size == 1 or device.type != "cuda":
+        return None
+    import torch.distributed as dist
+
+    return dist.group.WORLD if dist.get_backend() == "nccl" else None
 
 
 def _widths(data: Any, feature: str) -> dict[str, int]:
@@ -259,6 +274,7 @@ def _restore(run: _Run, listing: StreamListing, accept: Collection[str]) -> None
     run.loss_first = float("nan") if meta["loss_first"] is None else meta["loss_first"]
     run.losses.extend(meta["losses"])
     run.digest = int(meta["order_digest"], 16) if run.rank == 0 else 0
+    run.forgotten = int(meta.get("false_evictions", 0)) if run.rank == 0 else 0
     run.saved = chosen
     if run.rank == 0:
         run.watcher.notice(f"resuming at step {chosen} of {run.config.run.steps}")
@@ -297,7 +313,9 @@ def _go(run: _Run) -> StreamSummary:
             run.losses.append(result.loss)
         cells = _count(run, taken)
         events, states = without_states(drained_metrics(run.data))
-        values: dict[str, Any] = {**meter.drain(), **events, **run.trainer.extra_metrics()}
+        extra = run.trainer.extra_metrics()
+        run.forgotten += sum(n for key, n in extra.items() if key.startswith("ledger/false_evictions/"))
+        values: dict[str, Any] = {**meter.drain(), **events, **extra}
         run.exposed += float(values.get("wait/streams.next/seconds", 0.0))
         values |= {
             "train/loss": Mean(result.loss * result.values, result.values),
@@ -371,13 +389,16 @@ def _log(run: _Run, step: int, line: Mapping[str, Any], seconds: float) -> None:
     run.watcher.progress(progress)
 
 
-def _gathered(run: _Run) -> tuple[list[dict[str, Any]], int]:
-    """The counts of every rank and the digest of them all. Collective."""
-    told = {"stats": run.stats.state_dict(), "digest": run.digest, "draws": run.data.delivered}
+def _gathered(run: _Run) -> tuple[list[dict[str, Any]], int, int]:
+    """The counts of every rank; the digest and the false evictions of them all. Collective."""
+    told = {
+        "stats": run.stats.state_dict(), "digest": run.digest, "draws": run.data.delivered, "forgotten": run.forgotten
+    }  # fmt: skip
     everyone = gather_json(told) if run.world_size > 1 else [told]
     if len({t["draws"] for t in everyone}) > 1:
         raise HeadraceError(f"the ranks stand at different draws: {[t['draws'] for t in everyone]}")
-    return [t["stats"] for t in everyone], sum(t["digest"] for t in everyone) % (1 << 64)
+    digest = sum(t["digest"] for t in everyone) % (1 << 64)
+    return [t["stats"] for t in everyone], digest, sum(t["forgotten"] for t in everyone)
 
 
 def _save(run: _Run) -> None:
@@ -385,13 +406,17 @@ def _save(run: _Run) -> None:
     step = run.trainer.steps_taken
     if step == run.saved or step == 0:
         return
-    stats, digest = _gathered(run)
+    stats, digest, forgotten = _gathered(run)
     ledger = None if run.config.ledger is None else run.trainer.encoder.ledger.gather_state()
     if run.rank == 0:
         arrays, dtypes, meta = run.trainer.state_arrays()
         more: dict[str, Any] = {}
         if ledger is not None:
-            arrays, dtypes, more = arrays | ledger[0], dtypes | ledger[1], {"ledger": ledger[2]}
+            arrays, dtypes, more = (
+                arrays | ledger[0],
+                dtypes | ledger[1],
+                {"ledger": ledger[2], "false_evictions": forgotten},
+            )
         run.store.save(
             step, arrays, dtypes,
             {
@@ -406,7 +431,7 @@ def _save(run: _Run) -> None:
 
 
 def _finish(run: _Run, state: str) -> StreamSummary:
-    stats, digest = _gathered(run)
+    stats, digest, forgotten = _gathered(run)
     seconds = time.perf_counter() - run.started
     seen = {m: sum(s["tokens_seen"][m] for s in stats) for m in run.data.modalities}
     total = sum(seen.values()) or 1
@@ -430,6 +455,7 @@ def _finish(run: _Run, state: str) -> StreamSummary:
         config_hash=run.config.hash,
         resume=f"headrace run --resume {run.folder.path}",
         signal=run.asked_to_stop if state == "stopped" else 0,
+        false_evictions=None if run.config.ledger is None else forgotten,
     )
     if run.rank == 0:
         _note(run, state, step=summary.step, digest=summary.order_digest)

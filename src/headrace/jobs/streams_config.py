@@ -112,6 +112,8 @@ class LedgerSection(_Section):
     ghost_capacity: int = Field(65_536, ge=0, le=2**30 - 1)
     ghost_horizon: int = Field(10_000, ge=1, le=2**31 - 2)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the states are kept. auto: where the model is."""
 
     @model_validator(mode="after")
     def _fit_together(self) -> LedgerSection:
@@ -123,7 +125,7 @@ class LedgerSection(_Section):
 
     def settings(self, width: int, device: str = "cpu") -> LedgerSettings:
         """The ledger's own settings, for states of so many numbers."""
-        return LedgerSettings(width=width, device=device, **self.model_dump())
+        return LedgerSettings(width=width, device=device, **self.model_dump(exclude={"device"}))
 
 
 class StreamsConfig(_Section):

@@ -1,7 +1,8 @@
 """From checked values to the rooms' own objects.
 
 job = headrace.load("run.toml")        the same objects that `headrace run` uses
-for batch in job.loader(): ...
+for batch in job.loader(): ...         a text job
+for batch in job.dataset(): ...        a stream job
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.jobs.config import RunConfig
-from headrace.jobs.config_layers import load_config
+from headrace.jobs.config_layers import load_any_config
+from headrace.jobs.streams_config import StreamsConfig
 from headrace.loader import Loader, MixChange, TextDataset
 from headrace.metrics import Meter
 from headrace.sources import Source
 
 if TYPE_CHECKING:
+    from headrace.loader.streams import StreamMixingDataset
     from headrace.train import TrainSettings
 
-__all__ = ["Job", "load"]
+__all__ = ["Job", "StreamJob", "load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,22 @@ class Job:
         return (self.base / name) if self.base is not None else Path(name)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
+@dataclass(frozen=True, slots=True)
+class StreamJob:
+    """The config of a stream job, which can make its dataset."""
+
+    config: StreamsConfig
+    base: Path | None = None
+    """Where relative paths start; default: the working folder."""
+
+    def dataset(self, **options: Any) -> StreamMixingDataset:
+        """Options are StreamMixingDataset's own and win over the config."""
+        from headrace.jobs.streams import open_dataset
+
+        return open_dataset(self.config, self.base, **options)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Job | StreamJob:
     """The job that a TOML file describes. `overrides` as on the command line: ["--train.lr", "3e-4"]."""
-    return Job(load_config(Path(path), overrides))
+    config = load_any_config(Path(path), overrides)
+    return StreamJob(config) if isinstance(config, StreamsConfig) else Job(config)

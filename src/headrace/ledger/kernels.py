@@ -1,12 +1,14 @@
 """The loops over groups that numpy cannot express, compiled: an index by gid, and lists that run through its slots.
 
-A `Places` (places.py) is six arrays. `keys[slot]` is the gid, `table` finds the slot of a gid (open addressing, linear probing, half
-full at most, removal by shifting back: no tombstones, so it never slows down with age), and `before` / `after` chain each slot
-into one of three lists whose ends are in `ends`:
+A `Places` (places.py) is six arrays. `keys[slot]` is the gid. `table` finds the slot of a gid: open addressing, linear probing, half
+full at most, removal by shifting back, so there are no tombstones and it never slows down with age. `away` says of each entry how far
+it stands from where its gid belongs, plus one; 0: the entry is empty. So a probe of another gid, and a shift, need not look at `keys`,
+which would be a line of memory for each. `before` / `after` chain each slot into
+one of three lists whose ends are in `ends`:
 
     LINE      oldest first: what is evicted next stands at its head
     PENDING   touched in the step under way, in any order; joins the end of LINE, by gid, when the step is over
-    FREE      slots that were given back
+    FREE      slots that were given back, the last ones first; chained by `after` only
 
 A slot is found, refreshed, evicted and given back in constant time; nothing ever walks over what it leaves alone, but for slots
 that are protected. Importing this compiles, or loads from numba's cache: only `places.loops()` does it.
@@ -17,8 +19,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit
+from numba.core import cgutils
 from numba.core import types as nb
+from numba.extending import intrinsic
 
 HEAD, TAIL, FREE, COUNT, USED, PENDING, PENDING_TAIL, PENDING_COUNT = range(8)
 """Places in `ends`. USED: slots below it were handed out at least once."""
@@ -27,9 +32,16 @@ _I64, _I32 = nb.int64, nb.int32
 _A64, _A32, _A8 = nb.Array(nb.int64, 1, "C"), nb.Array(nb.int32, 1, "C"), nb.Array(nb.uint8, 1, "C")
 _R64 = nb.Array(nb.int64, 1, "A", readonly=True)
 _R32 = nb.Array(nb.int32, 1, "A", readonly=True)
+_ROWS = nb.Array(nb.uint8, 2, "C")
 _OPTIONS: Any = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
-_PLACES = (_A64, _A32, _A32, _A32, _A64)
-"""keys, table, before, after, ends."""
+_INDEX = (_A64, _A32, _A8)
+"""keys, table, away."""
+_PLACES = (*_INDEX, _A32, _A32, _A64)
+"""keys, table, away, before, after, ends."""
+_AHEAD = 8
+"""Groups between asking for a line of the index and needing it: 6 to 12 are alike."""
+_FAR = 255
+"""What `away` says from there on: only keys that were made to collide get there, and then `keys` is asked."""
 
 
 # ------------------------------------------------------------------------------------------------ index
@@ -45,45 +57,86 @@ def _home(gid, size):
     return np.int64(((z >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32))
 
 
+def _prefetching(typing, array, index):
+
+    def emit(context, builder, signature, arguments):
+        held = context.make_array(array)(context, builder, arguments[0])
+        at = builder.bitcast(builder.gep(held.data, [arguments[1]]), cgutils.voidptr_t)
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[cgutils.int32_t] * 3])
+        call = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], kind)
+        builder.call(call, [at, *(ir.Constant(cgutils.int32_t, n) for n in (1, 3, 1))])  # to be written, kept, data
+        return context.get_dummy_value()
+
+    return nb.void(array, index), emit
+
+
+_prefetch: Any = intrinsic(_prefetching)
+"""_prefetch(array, index) asks for a line of memory without waiting for it."""
+
+
 @njit(**_OPTIONS)
-def _find(keys, table, gid):
+def _ask(table, away, gid):
+    """Bring the lines of the index where a gid is looked for soon. A store of 1 MB pushes them out of the near caches at every step, and
+    waiting for them one after the other is half of the time of 1,024 evictions."""
     at = _home(gid, len(table))
-    while table[at] >= 0:
-        if keys[table[at]] == gid:
+    _prefetch(away, at)
+    _prefetch(table, at)
+
+
+@njit(**_OPTIONS)
+def _find(keys, table, away, gid):
+    """Where in the table a gid is; -1: nowhere."""
+    size = len(table)
+    at = _home(gid, size)
+    far = 1
+    while away[at] != 0:
+        # Whoever stands here and is as far from home as we are by now has our home: few others do.
+        if away[at] == far and keys[table[at]] == gid:
             return at
         at += 1
-        if at == len(table):
+        if at == size:
             at = 0
+        far = min(far + 1, _FAR)
     return -1
 
 
 @njit(**_OPTIONS)
-def _enter(keys, table, slot):
-    at = _home(keys[slot], len(table))
-    while table[at] >= 0:
-        at += 1
-        if at == len(table):
-            at = 0
-    table[at] = slot
-
-
-@njit(**_OPTIONS)
-def _leave(keys, table, gid):
+def _enter(keys, table, away, slot):
     size = len(table)
-    hole = _find(keys, table, gid)
-    at = hole
-    while True:
+    at = _home(keys[slot], size)
+    far = 1
+    while away[at] != 0:
         at += 1
         if at == size:
             at = 0
-        if table[at] < 0:
+        far = min(far + 1, _FAR)
+    table[at] = slot
+    away[at] = far
+
+
+@njit(**_OPTIONS)
+def _leave(keys, table, away, gid):
+    size = len(table)
+    hole = _find(keys, table, away, gid)
+    at = hole
+    gap = 0
+    while True:
+        at += 1
+        gap += 1
+        if at == size:
+            at = 0
+        far = np.int64(away[at])
+        if far == 0:
             break
-        home = _home(keys[table[at]], size)
-        stays = (hole < home <= at) if hole <= at else (hole < home or home <= at)
-        if not stays:
+        if far == _FAR:
+            far = at - _home(keys[table[at]], size)
+            far += 1 + (size if far < 0 else 0)
+        if far > gap:  # its home is not behind the hole
             table[hole] = table[at]
+            away[hole] = min(far - gap, _FAR)
             hole = at
-    table[hole] = -1
+            gap = 0
+    away[hole] = 0
 
 
 # ------------------------------------------------------------------------------------------------ lists
@@ -127,9 +180,9 @@ def _take(after, ends):
 
 
 @njit(**_OPTIONS)
-def _give_back(keys, table, before, after, ends, slot):
+def _give_back(keys, table, away, before, after, ends, slot):
     """Of a slot of LINE: out of the index and the list."""
-    _leave(keys, table, keys[slot])
+    _leave(keys, table, away, keys[slot])
     _unlink(before, after, ends, slot, HEAD)
     after[slot] = ends[FREE]
     ends[FREE] = slot
@@ -139,26 +192,26 @@ def _give_back(keys, table, before, after, ends, slot):
 # ------------------------------------------------------------------------------------------ whole batches
 
 
-@njit(nb.void(_A64, _A32, _A64), **_OPTIONS)
-def reindex(keys, table, slots):
+@njit(nb.void(*_INDEX, _A64), **_OPTIONS)
+def reindex(keys, table, away, slots):
     """Fill an empty table with these slots."""
     for i in range(len(slots)):
-        _enter(keys, table, slots[i])
+        _enter(keys, table, away, slots[i])
 
 
-@njit(_I64(_A64, _A32, _R64, _A64), **_OPTIONS)
-def find_slots(keys, table, gids, slots):
+@njit(_I64(*_INDEX, _R64, _A64), **_OPTIONS)
+def find_slots(keys, table, away, gids, slots):
     """The slot of each gid, -1 where there is none; how many there are."""
     found = 0
     for i in range(len(gids)):
-        at = _find(keys, table, gids[i])
+        at = _find(keys, table, away, gids[i])
         slots[i] = table[at] if at >= 0 else -1
         found += at >= 0
     return found
 
 
 @njit(_I64(*_PLACES, _A32, _R64, _I64), **_OPTIONS)
-def refresh(keys, table, before, after, ends, last, slots, step):
+def refresh(keys, table, away, before, after, ends, last, slots, step):
     """Slots that were stored again go to PENDING; how many were there already, and so are in conflict."""
     conflicts = 0
     for i in range(len(slots)):
@@ -176,16 +229,38 @@ def refresh(keys, table, before, after, ends, last, slots, step):
 
 
 @njit(nb.void(*_PLACES, _A32, _R64, _A64, _I64), **_OPTIONS)
-def admit(keys, table, before, after, ends, last, gids, slots, step):
+def admit(keys, table, away, before, after, ends, last, gids, slots, step):
     """Give each new gid a slot, in PENDING. There is room, and none of them is known."""
     for i in range(len(gids)):
         slot = _take(after, ends)
         keys[slot] = gids[i]
         last[slot] = step
-        _enter(keys, table, slot)
+        _enter(keys, table, away, slot)
         _append(before, after, ends, slot, PENDING)
         ends[PENDING_COUNT] += 1
         slots[i] = slot
+
+
+@njit(nb.void(_ROWS, _R64, _ROWS), **_OPTIONS)
+def gather_rows(arena, slots, out):
+    """out[i] = arena[slots[i]], as bytes; zeros where the slot is -1. Half of what index_select and a mask over the misses take."""
+    for i in range(len(slots)):
+        slot = slots[i]
+        if slot < 0:
+            for j in range(arena.shape[1]):
+                out[i, j] = 0
+        else:
+            for j in range(arena.shape[1]):
+                out[i, j] = arena[slot, j]
+
+
+@njit(nb.void(_ROWS, _R64, _ROWS), **_OPTIONS)
+def scatter_rows(arena, slots, rows):
+    """arena[slots[i]] = rows[i], as bytes, one after the other."""
+    for i in range(len(slots)):
+        slot = slots[i]
+        for j in range(arena.shape[1]):
+            arena[slot, j] = rows[i, j]
 
 
 @njit(_I64(_A32, _A64, _A64, _I64), **_OPTIONS)
@@ -222,53 +297,93 @@ def _is_active(stream, active):
     return low < len(active) and active[low] == stream
 
 
-@njit(_I64(*_PLACES, _A32, _A32, _R64, _I64, _I64, _A64), **_OPTIONS)
-def evict(keys, table, before, after, ends, last, stream, active, cutoff, limit, slots):
-    """Give back the oldest slots with last < cutoff whose stream is not active, at most `limit`; which, in that order."""
+@njit(_I64(*_PLACES, _A32, _A32, _R64, _I64, _I64), **_OPTIONS)
+def evict(keys, table, away, before, after, ends, last, stream, active, cutoff, limit):
+    """Give back the oldest slots with last < cutoff whose stream is not active, at most `limit`; how many. FREE begins with them, the
+    oldest first."""
     n = 0
+    first, final, kept = -1, -1, -1
     slot = ends[HEAD]
+    ahead = slot
+    for _ in range(_AHEAD):
+        if ahead >= 0:
+            _ask(table, away, keys[ahead])
+            ahead = after[ahead]
     while slot >= 0 and n < limit and last[slot] < cutoff:
+        if ahead >= 0:
+            _ask(table, away, keys[ahead])
+            ahead = after[ahead]
         following = after[slot]
-        if not _is_active(stream[slot], active):
-            _give_back(keys, table, before, after, ends, slot)
-            slots[n] = slot
+        if len(active) and _is_active(stream[slot], active):
+            if kept >= 0:
+                after[kept] = slot
+            else:
+                ends[HEAD] = slot
+            before[slot] = kept
+            kept = slot
+        else:
+            _leave(keys, table, away, keys[slot])
+            if n:
+                after[final] = slot
+            else:
+                first = slot
+            final = slot
             n += 1
         slot = following
+    # What was passed over, and then what is left, is the line now: nobody in between has to be unlinked one by one.
+    if kept >= 0:
+        after[kept] = slot
+    else:
+        ends[HEAD] = slot
+    if slot >= 0:
+        before[slot] = kept
+    else:
+        ends[TAIL] = kept
+    if n:
+        after[final] = ends[FREE]
+        ends[FREE] = first
+        ends[COUNT] -= n
     return n
 
 
 # ---------------------------------------------------------------------------------------------- ghosts
 
 
-@njit(_I64(*_PLACES, _A32, _A32, _A32, _A8, _R64, _R32, _R32, _I64, _I64, _I64), **_OPTIONS)
+@njit(nb.void(*_PLACES, _A32, _A32, _A32, _A8, _A64, _A32, _A64, _A32, _A32, _I64, _I64, _I64, _I64), **_OPTIONS)
 def remember(
-    keys, table, before, after, ends, when, stream, epoch, mode, gids, streams, epochs, as_mode, step, capacity
-):
-    """Make ghosts of evicted gids; how many older ones had to be dropped for them. The arrays hold `capacity` or all of them."""
-    dropped = 0
-    for i in range(len(gids)):
-        if ends[COUNT] == capacity:
-            dropped += 1
-            if capacity == 0:
-                continue
-            _give_back(keys, table, before, after, ends, ends[HEAD])
+    keys, table, away, before, after, ends, when, stream, epoch, mode,
+    gids, next_gone, group_ends, streams, epochs, skip, count, as_mode, step,
+):  # fmt: skip
+    """Make ghosts of the groups that were just evicted, `count` of them after the oldest `skip`. There is room, and none is known."""
+    gone = group_ends[FREE]
+    for _ in range(skip):
+        gone = next_gone[gone]
+    ahead = gone
+    for i in range(count + _AHEAD):
+        if i < count:
+            _ask(table, away, gids[ahead])
+            ahead = next_gone[ahead]
+        if i < _AHEAD:
+            continue
         slot = _take(after, ends)
-        keys[slot] = gids[i]
+        keys[slot] = gids[gone]
         when[slot] = step
-        stream[slot] = streams[i]
-        epoch[slot] = epochs[i]
+        stream[slot] = streams[gone]
+        epoch[slot] = epochs[gone]
         mode[slot] = as_mode
-        _enter(keys, table, slot)
+        _enter(keys, table, away, slot)
         _append(before, after, ends, slot, HEAD)
-    return dropped
+        gone = next_gone[gone]
 
 
 @njit(nb.void(*_PLACES, _A32, _A32, _A32, _A8, _R64, _R32, _R32, _I64, _I64, _A64), **_OPTIONS)
-def recall(keys, table, before, after, ends, when, stream, epoch, mode, gids, streams, epochs, step, horizon, counts):
+def recall(
+    keys, table, away, before, after, ends, when, stream, epoch, mode, gids, streams, epochs, step, horizon, counts
+):
     """Pop the ghosts of gids that are written anew. counts[mode] grows by those of the same stream and epoch, within the horizon;
     counts[0] becomes their longest distance."""
     for i in range(len(gids)):
-        at = _find(keys, table, gids[i])
+        at = _find(keys, table, away, gids[i])
         if at < 0:
             continue
         slot = table[at]
@@ -276,14 +391,4 @@ def recall(keys, table, before, after, ends, when, stream, epoch, mode, gids, st
         if stream[slot] == streams[i] and epoch[slot] == epochs[i] and distance <= horizon:
             counts[mode[slot]] += 1
             counts[0] = max(counts[0], distance)
-        _give_back(keys, table, before, after, ends, slot)
-
-
-@njit(_I64(*_PLACES, _A32, _I64), **_OPTIONS)
-def forget(keys, table, before, after, ends, when, cutoff):
-    """Give back the ghosts from before `cutoff`; how many."""
-    n = 0
-    while ends[HEAD] >= 0 and when[ends[HEAD]] < cutoff:
-        _give_back(keys, table, before, after, ends, ends[HEAD])
-        n += 1
-    return n
+        _give_back(keys, table, away, before, after, ends, slot)

@@ -5,7 +5,7 @@
     places.find(gids)                    slots, -1 where there is none
 
 An index from gid to slot, and the slots in lists (kernels.py). It grows as it fills, so a large limit costs nothing until it is
-needed. With the two columns above a group takes 8 + 8 + 8 + 8 = 32 bytes: key, index at twice the slots, list, columns.
+needed. With the two columns above a group takes 8 + 10 + 8 + 8 = 34 bytes: key, index at twice the slots, list, columns.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Places:
     def _allocate(self, slots: int) -> None:
         self.slots = slots
         self.keys = np.zeros(slots, np.int64)
-        self.table = np.full(max(2 * slots, 2), -1, np.int32)
+        self.table = np.zeros(max(2 * slots, 2), np.int32)
+        self.away = np.zeros(len(self.table), np.uint8)
         self.before = np.zeros(slots, np.int32)
         self.after = np.zeros(slots, np.int32)
         self.ends = np.array([-1, -1, -1, 0, 0, -1, -1, 0], np.int64)
@@ -61,7 +62,7 @@ class Places:
 
     @property
     def core(self) -> tuple[np.ndarray, ...]:
-        return self.keys, self.table, self.before, self.after, self.ends
+        return self.keys, self.table, self.away, self.before, self.after, self.ends
 
     def __len__(self) -> int:
         return int(self.ends[_COUNT])
@@ -87,13 +88,13 @@ class Places:
         for before, now in zip(held, (self.keys, self.before, self.after, *self.columns.values()), strict=True):
             now[:old] = before
         self.ends = ends
-        loops().reindex(self.keys, self.table, in_use)
+        loops().reindex(self.keys, self.table, self.away, in_use)
         return True
 
     def find(self, gids: np.ndarray) -> tuple[np.ndarray, int]:
         """(the slot of each gid or -1, how many there are)."""
         slots = np.empty(len(gids), np.int64)
-        return slots, loops().find_slots(self.keys, self.table, gids, slots)
+        return slots, loops().find_slots(self.keys, self.table, self.away, gids, slots)
 
     def walk(self, *heads: int) -> np.ndarray:
         """The slots of these lists, one list after the other."""

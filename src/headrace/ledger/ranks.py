@@ -10,7 +10,8 @@
 collectives: every rank calls them the same number of times, with whatever rows it has, none included. On one rank nothing is sent.
 
 Rows reach their owner in the order of (rank, row), so of two states of a group the last by that order stays. Rows travel through CPU
-memory (gloo), wherever the arena is; a rank that is lost or stopped ends the exchange on the others with its name.
+memory (gloo), wherever the arena is, unless `device_group` reaches it (nccl): then states and ids stay on the device, and only the
+counts do not. A rank that is lost or stopped ends the exchange on the others with its name.
 """
 
 from __future__ import annotations
@@ -62,15 +63,25 @@ class Ledger:
         settings: LedgerSettings,
         *,
         group: ProcessGroup | None = None,
+        device_group: ProcessGroup | None = None,
         deadline: float = 300.0,
         meter: Meter | None = None,
     ) -> None:
+        """`group` reaches CPU memory; `device_group`, of the same ranks, that of the arena."""
         if not deadline > 0:
             raise ConfigError(f"a ledger needs a deadline above 0 seconds for its exchanges, got {deadline!r}")
         joined = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if joined else (0, 1)
         self.shard = LedgerShard(settings, rank=rank, world_size=world_size)
         self._ranks = Ranks(group, doing="ledger exchange", asker="the Ledger") if world_size > 1 else None
+        self._carriers, self._wire = self._ranks, torch.device("cpu")
+        if device_group is not None and world_size > 1:
+            if dist.get_process_group_ranks(device_group) != (self._ranks.names if self._ranks else []):
+                raise ConfigError("a ledger's device_group must have the ranks of its group, in the same order")
+            self._wire = self.shard.device
+            self._carriers = Ranks(
+                device_group, doing="ledger exchange", asker="the Ledger", device=self._wire.type, asks=True
+            )
         self._deadline, self._meter = deadline, meter
 
     @property
@@ -110,7 +121,7 @@ class Ledger:
         with Wait("ledger.exchange", meter=self._meter, deadline=self._deadline) as wait:
             self._ranks.begin()
             received = self._ranks.gather(sent.astype(np.int64), wait)[:, self.shard.rank]
-            came = self._ranks.all_to_all(torch.from_numpy(told), sent.tolist(), received.tolist(), wait).numpy()
+            came = self._exchange(torch.from_numpy(told), sent.tolist(), received.tolist(), wait).cpu().numpy()
         return Route(
             rows=len(here),
             order=order,
@@ -121,6 +132,10 @@ class Ledger:
             epochs=came[:, 2].astype(np.int32),
         )
 
+    def _exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], wait: Wait) -> Tensor:
+        assert self._carriers is not None
+        return self._carriers.all_to_all(rows.to(self._wire), sent, received, wait)
+
     def lookup(self, rows: Route | Tensor | np.ndarray) -> tuple[Tensor, Tensor]:
         """(states [n, width], found bool [n]) for this rank's rows; zeros where the owner has none."""
         route = rows if isinstance(rows, Route) else self.route(rows)
@@ -128,11 +143,12 @@ class Ledger:
         if self._ranks is None:
             return states, found
         # The flag rides along as one more number of the state: one exchange less.
-        packed = torch.cat([states.cpu(), found.cpu().to(states.dtype)[:, None]], dim=1)
-        back = torch.empty((route.rows, packed.shape[1]), dtype=packed.dtype)
+        packed = torch.cat([states, found.to(states.dtype)[:, None]], dim=1)
+        back = torch.empty((route.rows, packed.shape[1]), dtype=packed.dtype, device=self._wire)
         with Wait("ledger.exchange", meter=self._meter, deadline=self._deadline) as wait:
             self._ranks.begin()
-            back[torch.from_numpy(route.order)] = self._ranks.all_to_all(packed, route.received, route.sent, wait)
+            came = self._exchange(packed, route.received, route.sent, wait)
+            back[torch.from_numpy(route.order).to(self._wire)] = came
         back = back.to(self.shard.device)
         return back[:, :-1].contiguous(), back[:, -1] != 0
 
@@ -153,10 +169,10 @@ class Ledger:
                 f"store at step {step} needs states of shape [{route.rows}, {self.settings.width}], one for each row; got {list(states.shape)}"
             )
         if self._ranks is not None:
-            given = states.to("cpu", self.shard.dtype)[torch.from_numpy(route.order)]
+            given = states.to(self._wire, self.shard.dtype)[torch.from_numpy(route.order).to(self._wire)]
             with Wait("ledger.exchange", meter=self._meter, deadline=self._deadline) as wait:
                 self._ranks.begin()
-                states = self._ranks.all_to_all(given, route.sent, route.received, wait)
+                states = self._exchange(given, route.sent, route.received, wait)
         self.shard.store(route.gids, states, step=step, streams=route.streams, epochs=route.epochs)
 
     def set_active(self, streams: Collection[int] | np.ndarray) -> None:
@@ -166,6 +182,10 @@ class Ledger:
     def end_step(self, step: int) -> None:
         """Sweep and wipe, if it is their time. Not a collective."""
         self.shard.end_step(step)
+
+    def wipe(self) -> None:
+        """Forget all groups and all ghosts of this rank; every rank does it at the same step. Not a collective."""
+        self.shard.wipe()
 
     # ---------------------------------------------------------------------------------------------- metrics
 

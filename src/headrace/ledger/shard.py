@@ -66,7 +66,8 @@ class LedgerShard:
         self.settings = settings
         self.rank, self.world_size = rank, world_size
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
-        self.device = torch.device(settings.device)
+        self.device = _device(settings.device)
+        self._here = self.device.type == "cpu"
         self.step = -1
         """The last step that was stored or ended; none goes back behind it."""
         self._groups = Places(dict.fromkeys(_GROUP_COLUMNS, np.int32), limit=settings.capacity or NO_LIMIT)
@@ -106,12 +107,13 @@ class LedgerShard:
         if found == 0:
             states = torch.zeros((len(wanted), self.settings.width), dtype=self.dtype, device=self.device)
             return states, torch.zeros(len(wanted), dtype=torch.bool, device=self.device)
-        at = torch.from_numpy(slots)
+        if self._here:
+            states = torch.empty((len(wanted), self.settings.width), dtype=self.dtype)
+            loops().gather_rows(_bytes(self._arena), slots, _bytes(states))
+            return states, torch.from_numpy(slots >= 0)
+        at = torch.from_numpy(slots).to(self.device)
         here = at >= 0
-        states = self._arena.index_select(0, at.clamp_(min=0).to(self.device))
-        if found < len(slots):
-            states[~here.to(self.device)] = 0
-        return states, here.to(self.device)
+        return self._arena.index_select(0, at.clamp(min=0)).mul_(here[:, None]), here
 
     def store(
         self,
@@ -158,7 +160,11 @@ class LedgerShard:
             states, stream, epoch = states[torch.from_numpy(last).to(states.device)], stream[last], epoch[last]
         groups.columns["stream"][slots] = stream
         groups.columns["epoch"][slots] = epoch
-        self._arena.index_copy_(0, torch.from_numpy(slots).to(self.device), states.to(self.device, self.dtype))
+        states = states.to(self.device, self.dtype)
+        if self._here:
+            loops().scatter_rows(_bytes(self._arena), slots, _bytes(states.contiguous()))
+        else:
+            self._arena.index_copy_(0, torch.from_numpy(slots).to(self.device), states)
         self._happened = True
 
     def _admit(
@@ -201,7 +207,7 @@ class LedgerShard:
         if len(self._ghosts):
             cutoff = step - settings.ghost_horizon
             if cutoff > 0:
-                loops().forget(*self._ghosts.core, self._ghosts.columns["when"], cutoff)
+                self._forget_ghosts(cutoff, len(self._ghosts))
         self._happened = True
 
     # -------------------------------------------------------------------------------------------------- forget
@@ -219,20 +225,31 @@ class LedgerShard:
     def _evict(self, cutoff: int, limit: int, mode: int, active: np.ndarray) -> int:
         """Evict the oldest groups of steps before `cutoff` and make ghosts of them; how many."""
         groups, ghosts = self._groups, self._ghosts
-        slots = np.empty(min(limit, len(groups)), np.int64)
-        gone = loops().evict(
-            *groups.core, groups.columns["last"], groups.columns["stream"], active, cutoff, limit, slots
-        )
+        gone = loops().evict(*groups.core, groups.columns["last"], groups.columns["stream"], active, cutoff, limit)
         if gone:
-            slots = slots[:gone]
             self._counts[EVICTED[_NAMES[mode]]] += gone
             if ghosts.limit:
-                ghosts.make_room(gone)
-                self._counts[DROPPED] += loops().remember(
-                    *ghosts.core, *(ghosts.columns[n] for n in _GHOST_COLUMNS), groups.keys[slots], groups.columns["stream"][slots],
-                    groups.columns["epoch"][slots], mode, self.step, ghosts.limit,
-                )  # fmt: skip
+                self._remember(gone, mode)
         return gone
+
+    def _remember(self, gone: int, mode: int) -> None:
+        """Make ghosts of the groups that were just evicted; the oldest ghosts make room for them."""
+        groups, ghosts = self._groups, self._ghosts
+        kept = min(gone, ghosts.limit)
+        over = len(ghosts) + kept - ghosts.limit
+        if over > 0:
+            self._forget_ghosts(NO_LIMIT, over)
+        self._counts[DROPPED] += max(over, 0) + gone - kept
+        ghosts.make_room(kept)
+        loops().remember(
+            *ghosts.core, *(ghosts.columns[n] for n in _GHOST_COLUMNS), groups.keys, groups.after, groups.ends,
+            groups.columns["stream"], groups.columns["epoch"], gone - kept, kept, mode, self.step,
+        )  # fmt: skip
+
+    def _forget_ghosts(self, cutoff: int, limit: int) -> None:
+        """Let the oldest ghosts go, of steps before `cutoff` and so many at most."""
+        ghosts = self._ghosts
+        loops().evict(*ghosts.core, ghosts.columns["when"], ghosts.columns["stream"], _NOBODY, cutoff, limit)
 
     def wipe(self) -> None:
         """Forget all groups, and all ghosts: what is wiped on purpose is not missed."""
@@ -386,6 +403,8 @@ class LedgerShard:
                 f"the saved ledger has {len(mine):,} groups for rank {self.rank} of {self.world_size}, where there is room for "
                 f"{self._groups.limit:,}, or the same group twice; give each rank's part once, and a capacity for all of them"
             )
+        if len(np.unique(together["ghosts/gid"])) < len(together["ghosts/gid"]):
+            raise CursorMismatch("the saved ledger remembers an evicted group twice; give each rank's part once")
         groups = self._groups = Places(dict.fromkeys(_GROUP_COLUMNS, np.int32), limit=self._groups.limit)
         groups.make_room(len(mine))
         slots = np.empty(len(mine), np.int64)
@@ -420,14 +439,28 @@ class LedgerShard:
         if not len(mine):
             return
         ghosts.make_room(len(mine))
-        gids = arrays["ghosts/gid"][mine]
-        columns = {name: arrays[f"ghosts/{name}"][mine] for name in _GHOST_COLUMNS}
-        loops().remember(
-            *ghosts.core, *(ghosts.columns[n] for n in _GHOST_COLUMNS), gids, columns["stream"], columns["epoch"], 0, 0, ghosts.limit
-        )  # fmt: skip
-        slots, _ = ghosts.find(gids)
-        for name, column in columns.items():
-            ghosts.columns[name][slots] = column
+        gids, slots = arrays["ghosts/gid"][mine], np.empty(len(mine), np.int64)
+        loops().admit(*ghosts.core, ghosts.columns["when"], gids, slots, 0)
+        loops().close_step(ghosts.before, ghosts.after, ghosts.ends, slots)
+        for name in _GHOST_COLUMNS:
+            ghosts.columns[name][slots] = arrays[f"ghosts/{name}"][mine]
+
+
+def _bytes(rows: Tensor) -> np.ndarray:
+    """The same memory; numpy does not know every dtype."""
+    return rows.view(torch.uint8).numpy()
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"ledger device must be one of torch's, such as cpu or cuda:0, got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"a ledger was asked to keep its states on {name}, and torch finds no CUDA device here; use cpu"
+        )
+    return device
 
 
 def _back_to_pending(groups: Places, slots: np.ndarray) -> None:

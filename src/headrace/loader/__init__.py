@@ -8,6 +8,7 @@ lanes     what a lane delivers next, and where it stands (kernels: its compiled 
 ahead     who makes the next batch: a thread, or whoever asks
 pipeline  samples become batches
 loader    batches delivered, and what is saved
+rank_loader  what every loader tells about what it delivered
 state     what is saved; states of several ranks put together
 ends      the step at which all ranks end
 exchange  what ranks tell each other

@@ -14,7 +14,7 @@ to a lane happens at one of its own samples, so it does not matter which other l
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -120,10 +120,20 @@ class LanePlan:
 class Slot:
     """One set of buffers that batches are laid out in, one after the other."""
 
-    __slots__ = ("arrays", "borders", "tensors", "where")
+    __slots__ = ("_borders", "arrays", "borders", "tensors", "where")
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], tensors: dict[str, Any], *, pad: int, unshifted: bool) -> None:
+    def __init__(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        tensors: dict[str, Any],
+        *,
+        pad: int,
+        unshifted: bool,
+        borders: Callable[[np.ndarray], Any] | None = None,
+    ) -> None:
+        """`borders` makes a tensor of an array, if batches have cu_seqlens."""
         k = kernels()
+        self._borders = borders
         self.arrays = arrays
         self.tensors = tensors
         self.where = np.zeros(k.BATCH_WORDS, np.int64)
@@ -134,6 +144,14 @@ class Slot:
             self.where[places[name]] = address(array)
         self.where[k.PAD_WITH], self.where[k.UNSHIFTED] = pad, unshifted
         self.make_room(16 * len(arrays["sample_index"]))
+
+    def batch(self, facts: np.ndarray) -> dict[str, Any]:
+        """The tensors of the batch that was laid out here."""
+        tensors = dict(self.tensors)
+        if self._borders is not None:
+            tensors["cu_seqlens"] = self._borders(self.borders[: facts[BORDERS]])
+            tensors["max_seqlen"] = int(facts[LONGEST])
+        return tensors
 
     def make_room(self, borders: int) -> None:
         k = kernels()

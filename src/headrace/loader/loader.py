@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import base64
 import itertools
-import sys
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -26,10 +25,8 @@ from headrace.errors import ConfigError
 from headrace.loader.dataset import TextDataset
 from headrace.loader.ends import AloneEnds, Ends, ReplayEnds, StoreEnds
 from headrace.loader.lanes import (
-    BORDERS,
     DIGEST_HIGH,
     DIGEST_LOW,
-    LONGEST,
     SOURCES_MADE,
     TOKEN_FIELDS,
     LanePlan,
@@ -38,12 +35,12 @@ from headrace.loader.lanes import (
     Taken,
     WeightChange,
 )  # fmt: skip
-from headrace.loader.pipeline import Made, Pipeline, Shape
+from headrace.loader.pipeline import After, Made, Pipeline, Shape
 from headrace.loader.pool import WindowPool, WindowSupply
-from headrace.loader.report import LoaderReport
+from headrace.loader.rank_loader import RankLoader, rank_and_world
 from headrace.loader.state import COUNTS, LoaderState, load_states, merge_states
 from headrace.loader.windows import Piece
-from headrace.metrics import Histogram, Meter, MetricSpec, Reduction, Wait, register
+from headrace.metrics import Histogram, Meter, Wait
 from headrace.order import Digest
 
 if TYPE_CHECKING:
@@ -53,23 +50,13 @@ __all__ = ["FIELDS", "Loader"]
 
 FIELDS = ("input_ids", "labels", "position_ids", "cu_seqlens", "row_count")
 """The whole contract; `max_seqlen` comes with cu_seqlens, `sample_index` always."""
-_SPECS = (
-    MetricSpec("data/tokens", Reduction.SUM, unit="tokens", help="tokens delivered that are not padding"),
-    MetricSpec("data/padding", Reduction.SUM, unit="tokens", help="padding delivered"),
-    MetricSpec("data/rows", Reduction.SUM, unit="documents", help="documents whose last token was delivered"),
-    MetricSpec("data/samples", Reduction.SUM, unit="samples", help="rows of batches delivered"),
-    MetricSpec("data/fillers", Reduction.SUM, unit="samples", help="samples without anything to learn, at the end of finite sources"),
-    MetricSpec("data/skipped", Reduction.SUM, unit="samples", help="samples of steps that were passed over on request"),
-    MetricSpec("data/source_tokens/<source>", Reduction.SUM, unit="tokens", help="tokens delivered from this source"),
-    MetricSpec("text/spot_checks", Reduction.SUM, unit="documents", help="documents that the reference tokenizer encoded too, and agreed on"),
-    *Histogram("loader/next").metric_specs(),
-)  # fmt: skip
-register(*_SPECS)
 
+_AT_A_TIME = 16
+"""Batches that are counted in one go: the code and the numbers are in the processor's cache for all but the first."""
 _numbers = itertools.count()
 
 
-class Loader:
+class Loader(RankLoader):
     """Walks over a dataset and delivers this rank's share of each global batch.
 
     Windows are made by `tokenizer_workers` threads (4), or by `data_loader_workers` processes, which pay only for tokenizers
@@ -100,7 +87,7 @@ class Loader:
     ) -> None:
         self.data = data
         self.meter: Meter = data.meter
-        self.rank, self.world_size, self._distributed = _rank_and_world(dp_rank, dp_world_size)
+        self.rank, self.world_size, self._distributed = rank_and_world(dp_rank, dp_world_size)
         self.global_batch_size = global_batch_size
         self._fields = (*fields, "segment_ids") if segment_ids and "segment_ids" not in fields else tuple(fields)
         self._borders = "cu_seqlens" in self._fields
@@ -117,7 +104,10 @@ class Loader:
         self._own = tuple(range(self.rank, data.lanes, self.world_size))
         # Only loaders that all ranks make are counted: a rank may have others of its own.
         self._number = next(_numbers) if self._distributed else -1
-        self._state = LoaderState(source_tokens=np.zeros(len(data.sources), np.int64), lane_ids=self._own)
+        self._settled = LoaderState(source_tokens=np.zeros(len(data.sources), np.int64), lane_ids=self._own)
+        self._delivered: list[tuple[float, After]] = []
+        """Batches that the state does not know of yet: what next() took, and what follows from each."""
+        self._as_made = not copy and device is None
         self._foreign: dict[int, np.ndarray] | None = None
         self._start_pass(0)
         self._origin = 0
@@ -140,7 +130,7 @@ class Loader:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        if self._state.ended:
+        if self._settled.ended:
             raise StopIteration
         if self._running is None:
             self._running = self._new_pipeline()
@@ -153,42 +143,51 @@ class Loader:
             except BaseException:
                 self.close()
                 raise
-        self._next_times.record(wait.seconds)
         if made is None:
             self._state.ended = True
             self.close()
             raise StopIteration
-        self._count(made)
-        return self._tensors(made)
-
-    def _count(self, made: Made) -> None:
-        """From here on the batch is delivered: this is the only place where the saved state moves."""
-        state, facts = self._state, made.taken.facts
-        state.lanes = made.lanes
-        state.counts += facts[: len(COUNTS)]
-        state.source_tokens += facts[SOURCES_MADE:]
-        for step, taken in made.skipped:
-            state.counts[-1] += len(taken.samples)
-            if state.skipped and state.skipped[-1][1] == step:
-                state.skipped[-1][1] = step + 1
-            else:
-                state.skipped.append([step, step + 1])
-        low, high = facts[DIGEST_LOW : DIGEST_HIGH + 1].view(np.uint64).tolist()
-        self._step_digest = Digest(low | high << 64)
-        state.digest.add(self._step_digest.value)
-        state.step = made.step + 1
-        state.sample = made.next_sample
+        # From here on the batch is delivered; what follows from that is worked out when somebody asks.
+        self._delivered.append((wait.seconds, made.after))
         self._last = made
         if self._record:
-            self._flight.append((state.step - state.skipped_steps, made))
+            self._flight.append((self._state.step - self._state.skipped_steps, made))
+        elif len(self._delivered) == _AT_A_TIME:
+            self._settle()
+        return made.batch if self._as_made else self._moved(made.batch)
 
-    def _tensors(self, made: Made) -> dict[str, Any]:
+    @property
+    def _state(self) -> LoaderState:
+        """What was delivered until now."""
+        if self._delivered:
+            self._settle()
+        return self._settled
+
+    def _settle(self) -> None:
+        """Count what was delivered: the only place where the saved state moves."""
+        state, delivered = self._settled, self._delivered
+        self._delivered = []
+        for _, after in delivered:
+            state.counts += after.facts[: len(COUNTS)]
+            state.source_tokens += after.facts[SOURCES_MADE:]
+            for step, samples in after.skipped:
+                state.counts[-1] += samples
+                if state.skipped and state.skipped[-1][1] == step:
+                    state.skipped[-1][1] = step + 1
+                else:
+                    state.skipped.append([step, step + 1])
+            low, high = after.facts[DIGEST_LOW : DIGEST_HIGH + 1].view(np.uint64).tolist()
+            self._step_digest = Digest(low | high << 64)
+            state.digest.add(self._step_digest.value)
+        last = delivered[-1][1]
+        state.step, state.sample, state.lanes = last.step + 1, last.next_sample, last.lanes
+        self._next_times.record_many([seconds for seconds, _ in delivered])
+
+    def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Copied, or on its way to the device."""
         import torch
 
-        tensors = dict(made.slot.tensors)
-        facts = made.taken.facts
-        if self._borders:
-            tensors["cu_seqlens"] = torch.from_numpy(made.slot.borders[: facts[BORDERS]])
+        tensors = {name: value for name, value in batch.items() if name != "max_seqlen"}
         if self._copy:
             tensors = {name: t.clone() for name, t in tensors.items()}
         if self._device is not None:
@@ -196,9 +195,7 @@ class Loader:
             if self._pin and self._running is not None:
                 self._running.copied = torch.cuda.Event()
                 self._running.copied.record()
-        if self._borders:
-            tensors["max_seqlen"] = int(facts[LONGEST])
-        return tensors
+        return batch | tensors
 
     def _begin_pass(self, number: int) -> None:
         self.close()
@@ -239,7 +236,8 @@ class Loader:
             accept=accept,
             fresh=dict(enumerate(plan.starts)),
         )
-        self._state = loaded
+        self._settled = loaded
+        self._delivered = []
         self._foreign = known if len(known) == self.data.lanes else None
         self._origin = loaded.sample
         self._step_digest = Digest()
@@ -248,29 +246,19 @@ class Loader:
         self._last = None
         self._flight.clear()
 
-    def gather_state(self) -> dict[str, Any]:
-        """The states of all ranks as one. Collective: every rank must call it, and every rank gets it."""
-        own = self.state_dict()
-        if self.world_size == 1:
-            return own
-        if not self._distributed:
-            raise ConfigError(
-                "gather_state() needs torch.distributed: call init_process_group first, or collect the ranks' state_dict() "
-                "yourself and pass the list to load_state_dict"
-            )
-        from headrace.loader.exchange import gather_json
-
-        return merge_states(gather_json(own))
+    @property
+    def _now(self) -> LoaderState:
+        return self._state
 
     @property
-    def ended(self) -> bool:
-        """Whether the pass is over and was seen to be; iterating then starts the next one."""
-        return self._state.ended
+    def _names(self) -> Sequence[str]:
+        return self.data.names
 
-    @property
-    def step(self) -> int:
-        """How many steps were delivered."""
-        return self._state.step
+    def _targets(self) -> Sequence[float]:
+        return self.data.mean_weights(self._state.step)
+
+    def _merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return merge_states(states)
 
     @property
     def skipped_steps(self) -> int:
@@ -290,6 +278,8 @@ class Loader:
     @property
     def step_digest(self) -> str:
         """The part of the digest that the last batch added."""
+        if self._delivered:
+            self._settle()
         return str(self._step_digest)
 
     # ---------------------------------------------------------------------------------------- insight
@@ -317,10 +307,10 @@ class Loader:
         if not records:
             return None
         size = self.global_batch_size
-        steps = [made.next_sample - size for _, made in records]
+        steps = [made.after.next_sample - size for _, made in records]
         delivered = [made.taken for _, made in records]
         skipped = [
-            (made.next_sample - size * (1 + len(made.skipped) - i), taken)
+            (made.after.next_sample - size * (1 + len(made.skipped) - i), taken)
             for _, made in records
             for i, (_, taken) in enumerate(made.skipped)
         ]
@@ -333,7 +323,7 @@ class Loader:
         line: dict[str, Any] = {
             "first": records[0][0],
             "sources": list(self.data.names),
-            "samples": [*steps, records[-1][1].next_sample],
+            "samples": [*steps, records[-1][1].after.next_sample],
             "picks": _picks(delivered),
             "opened": sorted(opened),
         }
@@ -341,41 +331,6 @@ class Loader:
             line["skipped"] = [[first, first + size] for first, _ in skipped]
             line["skipped_picks"] = _picks([t for _, t in skipped])
         return line
-
-    def metric_specs(self) -> tuple[MetricSpec, ...]:
-        return _SPECS
-
-    def drain_metrics(self) -> dict[str, int | float]:
-        """What was delivered since the last call; {} if nothing was."""
-        totals = self._totals()
-        changed: dict[str, int | float] = {k: v - self._drained.get(k, 0) for k, v in totals.items()}
-        self._drained = totals
-        if not any(changed.values()):
-            return {}
-        return changed | self._next_times.drain()
-
-    def _totals(self) -> dict[str, int]:
-        totals = {f"data/{k}": v for k, v in self._state.delivered.items()}
-        totals |= {
-            f"data/source_tokens/{n}": t
-            for n, t in zip(self.data.names, self._state.source_tokens.tolist(), strict=True)
-        }
-        return totals
-
-    def report(self) -> LoaderReport:
-        """What this loader did since it started: speed, waits by name, realised mix, padding."""
-        seconds = time.perf_counter() - self._started if self._started is not None else 0.0
-        return LoaderReport.of(
-            names=self.data.names,
-            targets=self.data.mean_weights(self._state.step),
-            source_tokens=self._state.source_tokens.tolist(),
-            delivered=self._state.delivered,
-            new_tokens=self._state.delivered["tokens"] - self._begun_tokens,
-            seconds=seconds,
-            waits=self.meter.totals(),
-            digest=self.digest,
-            steps=self._state.step,
-        )
 
     def __repr__(self) -> str:
         return f"Loader(rank {self.rank} of {self.world_size}, global_batch_size {self.global_batch_size}, step {self.step})"
@@ -388,12 +343,6 @@ class Loader:
         if self._running is not None:
             self._running.close()
             self._running = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---------------------------------------------------------------------------------------- private
 
@@ -486,7 +435,7 @@ class Loader:
             raise ConfigError("pin_memory=True needs a CUDA device, and torch sees none here: leave it off")
         # Nothing here may hold the loader itself: see `_forgotten`.
         rows, width, pin = self.global_batch_size // self.world_size, self.data.seq_len, self._pin
-        pad, unshifted = self.data.packing.pad_id, self._unshifted
+        pad, unshifted, borders = self.data.packing.pad_id, self._unshifted, self._borders
         shapes = {name: (rows, width) for name in TOKEN_FIELDS if name in self._fields}
         vectors = {
             name: (rows,) for name in ("sample_index", "row_count") if name == "sample_index" or name in self._fields
@@ -495,7 +444,7 @@ class Loader:
         def make() -> Slot:
             tensors = {n: torch.empty(s, dtype=torch.int64, pin_memory=pin) for n, s in (shapes | vectors).items()}
             arrays = {name: t.numpy() for name, t in tensors.items()}
-            return Slot(arrays, tensors, pad=pad, unshifted=unshifted)
+            return Slot(arrays, tensors, pad=pad, unshifted=unshifted, borders=torch.from_numpy if borders else None)
 
         return make
 
@@ -517,29 +466,6 @@ class Loader:
             missing=self._foreign is None,
             meter=self.meter,
         )
-
-
-def _rank_and_world(rank: int | None, world: int | None) -> tuple[int, int, bool]:
-    """Rank, world size, and whether torch.distributed connects them."""
-    if (rank is None) != (world is None):
-        raise ConfigError(f"dp_rank and dp_world_size belong together, got dp_rank={rank}, dp_world_size={world}")
-    distributed = sys.modules.get("torch.distributed")  # never imported here: whoever initialised it has
-    initialised = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if rank is None or world is None:
-        return (
-            (distributed.get_rank(), distributed.get_world_size(), True)
-            if initialised and distributed
-            else (0, 1, False)
-        )
-    if world < 1 or not 0 <= rank < world:
-        raise ConfigError(f"dp_rank must be in [0, dp_world_size), got dp_rank={rank}, dp_world_size={world}")
-    same = (
-        initialised
-        and distributed is not None
-        and distributed.get_world_size() == world
-        and distributed.get_rank() == rank
-    )
-    return rank, world, bool(same)
 
 
 def _body_number(state: Mapping[str, Any] | Sequence[Mapping[str, Any]], name: str) -> int:

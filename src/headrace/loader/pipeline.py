@@ -23,7 +23,7 @@ from headrace.loader.lanes import LaneTable, Slot, Taken
 from headrace.loader.pool import WindowSupply
 from headrace.metrics import Meter, Wait, phase
 
-__all__ = ["Made", "Pipeline", "Shape"]
+__all__ = ["After", "Made", "Pipeline", "Shape"]
 
 _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
@@ -45,16 +45,27 @@ class Shape:
     lanes: int
 
 
-class Made(NamedTuple):
-    """A batch on its way: its buffers, what it was made of, and the state of the lanes after it."""
+class After(NamedTuple):
+    """What counts once a batch is handed over."""
 
     step: int
-    taken: Taken
-    slot: Slot
     next_sample: int
+    facts: np.ndarray
+    """As in Taken."""
     lanes: np.ndarray
+    """The state of the lanes."""
+    skipped: tuple[tuple[int, int], ...]
+    """(step, samples) of those that were passed over on the way to this one."""
+
+
+class Made(NamedTuple):
+    """A batch on its way: its tensors and their buffers, what it was made of, and the state after it."""
+
+    batch: dict[str, Any]
+    slot: Slot
+    taken: Taken
+    after: After
     skipped: tuple[tuple[int, Taken], ...] = ()
-    """Steps that were passed over on the way to this one."""
 
 
 class Pipeline:
@@ -122,7 +133,9 @@ class Pipeline:
                 self._step += 1
                 self._sample += self._shape.global_batch_size
                 if not passed_over:
-                    return Made(step, taken, slot, self._sample, self._table.state.copy(), tuple(skipped))
+                    passed = tuple((step, len(taken.samples)) for step, taken in skipped)
+                    after = After(step, self._sample, taken.facts, self._table.state.copy(), passed)
+                    return Made(slot.batch(taken.facts), slot, taken, after, tuple(skipped))
                 skipped.append((step, taken))
 
     def _take(self, slot: Slot | None) -> Taken | None:

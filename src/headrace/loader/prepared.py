@@ -50,7 +50,6 @@ __all__ = ["FIELDS", "BatchRows", "Planned", "PreparedBlock", "PreparedDataset",
 FIELDS = ("input_ids", "labels", "position_ids", "cu_seqlens", "row_count", "segment_ids")
 """What may be asked for; the first five are what comes unasked. `cu_seqlens` brings `max_seqlen`; `sample_index` always comes."""
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FILLER_SUM = key("prepared.filler")
 
 
@@ -184,15 +183,15 @@ class PreparedDataset:
                 those = epochs == e
                 block[mine[those]] = self._order(s, e).take(place[those]) if self.shuffle else place[those]
         through = self._first_block_of[source] + block
-        shard = np.searchsorted(self._first_block, through, side="right") - 1
-        shard[source < 0] = -1
-        local = through - self._first_block[shard]
-        self._map(np.flatnonzero(np.bincount(shard + 1)[1:]))
-        # As `sample_term(g, content)`: the content of a block is given by the checksum of its shard and its place in it.
-        at = samples.astype(np.uint64) * _GOLDEN
-        which = (local.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-        low = mix64_array(mix64_array(self._sum_low[shard] + which) + at)
-        high = mix64_array(mix64_array(self._sum_high[shard] + which) ^ at)
+        shard, local = np.empty_like(pick), np.empty_like(pick)
+        low, high = np.empty(len(samples), np.uint64), np.empty(len(samples), np.uint64)
+        wanted = np.zeros(len(self._files), np.uint8)
+        from headrace.loader.prepared_kernels import place  # brings numba
+
+        place(
+            samples, source, through, self._first_block, self._sum_low, self._sum_high, shard, local, low, high, wanted
+        )
+        self._map(np.flatnonzero(wanted))
         where = np.array(
             [
                 address(self._table), len(self._table), *map(address, (samples, source, shard, local)), len(samples),

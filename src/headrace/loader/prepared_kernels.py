@@ -1,4 +1,4 @@
-"""The compiled loop behind `headrace.loader.schedule`; imported through it only."""
+"""The compiled loops behind `headrace.loader.schedule` and the plan of `headrace.loader.prepared`; imported when they are needed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from numba.core import types as nb
 
 _A64 = nb.Array(nb.int64, 1, "C")
 _A32 = nb.Array(nb.int32, 1, "C")
+_U64 = nb.Array(nb.uint64, 1, "C")
+_U8 = nb.Array(nb.uint8, 1, "C")
+_GOLDEN, _ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
 _OPTIONS: Any = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
 
 
@@ -36,3 +39,36 @@ def chairman(shares, pick, rank):
         pick[t] = best
         rank[t] = picks[best]
         picks[best] += 1
+
+
+@njit(nb.uint64(nb.uint64), **_OPTIONS)
+def _mix64(z):
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@njit(nb.void(_A64, _A64, _A64, _A64, _U64, _U64, _A64, _A64, _U64, _U64, _U8), **_OPTIONS)
+def place(samples, source, through, first_block, sum_low, sum_high, shard, local, low, high, wanted):
+    """Where the blocks `through`, counted through all shards, lie: shard and block of it, what each sample adds to the digest (as
+    `sample_term(g, content)`: the content of a block is given by the checksum of its shard and its place in it), and which
+    shards are wanted. Shard -1 for samples without a source, whose sums come last."""
+    last = len(first_block) - 1
+    for i in range(len(samples)):
+        left, right = 0, last
+        if source[i] < 0:
+            left = last
+        while right - left > 1:
+            middle = (left + right) // 2
+            if first_block[middle] <= through[i]:
+                left = middle
+            else:
+                right = middle
+        shard[i] = left if left < last else -1
+        local[i] = through[i] - first_block[left]
+        if left < last:
+            wanted[left] = 1
+        at = np.uint64(samples[i]) * _GOLDEN
+        which = (np.uint64(local[i]) + _ONE) * _GOLDEN
+        low[i] = _mix64(_mix64(sum_low[left] + which) + at)
+        high[i] = _mix64(_mix64(sum_high[left] + which) ^ at)

@@ -15,17 +15,16 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from headrace.errors import ConfigError, CursorMismatch
 from headrace.loader.ahead import Ahead
-from headrace.loader.loader import _SPECS, _rank_and_world
 from headrace.loader.prepared import FIELDS, BatchRows, Planned, PreparedDataset, checked_fields
-from headrace.loader.report import LoaderReport
+from headrace.loader.rank_loader import RankLoader, rank_and_world
 from headrace.loader.windows import Piece
-from headrace.metrics import Histogram, Meter, MetricSpec, Wait
+from headrace.metrics import Histogram, Meter, Wait
 from headrace.order import Cursor, Digest
 from headrace.text.shards import shard_kernels
 
@@ -72,11 +71,11 @@ class _State:
         return dict(zip(COUNTS, self.totals.tolist(), strict=False))
 
     @property
-    def source_tokens(self) -> list[int]:
+    def tokens_by_source(self) -> list[int]:
         return self.totals[len(COUNTS) + 2 : -1].tolist()
 
 
-class PreparedLoader:
+class PreparedLoader(RankLoader):
     """Delivers this rank's share of each global batch: samples t·B … t·B+B−1, those with g mod W = rank.
 
     Any world size up to the batch size will do, today another than yesterday; where it does not divide the batch, ranks get
@@ -101,7 +100,7 @@ class PreparedLoader:
     ) -> None:
         self.data = data
         self.meter: Meter = data.meter
-        self.rank, self.world_size, self._distributed = _rank_and_world(dp_rank, dp_world_size)
+        self.rank, self.world_size, self._distributed = rank_and_world(dp_rank, dp_world_size)
         self.global_batch_size = global_batch_size
         self.fields = checked_fields(fields)
         self._check(prefetch_batches, labels)
@@ -184,7 +183,7 @@ class PreparedLoader:
         body = {
             "sample": state.sample, "step": state.step, "pass": state.number, "begun": state.begun, "ended": state.ended,
             "share": [self.rank, self.world_size], "digest": str(Digest(state.digest)), "delivered": state.delivered,
-            "source_tokens": state.source_tokens,
+            "source_tokens": state.tokens_by_source,
         }  # fmt: skip
         return Cursor(kind=KIND, version=VERSION, fingerprint=self.data.fingerprint(), body=body).to_dict()
 
@@ -223,29 +222,19 @@ class PreparedLoader:
         self._drained = self._totals()
         self._last = None
 
-    def gather_state(self) -> dict[str, Any]:
-        """The states of all ranks as one. Collective: every rank must call it, and every rank gets it."""
-        own = self.state_dict()
-        if self.world_size == 1:
-            return own
-        if not self._distributed:
-            raise ConfigError(
-                "gather_state() needs torch.distributed: call init_process_group first, or collect the ranks' state_dict() "
-                "yourself and pass the list to load_state_dict"
-            )
-        from headrace.loader.exchange import gather_json
-
-        return _merged(gather_json(own))
+    @property
+    def _now(self) -> _State:
+        return self._state
 
     @property
-    def ended(self) -> bool:
-        """Whether the pass is over and was seen to be; iterating then starts the next one, with other epochs."""
-        return self._state.ended
+    def _names(self) -> Sequence[str]:
+        return self.data.names
 
-    @property
-    def step(self) -> int:
-        """How many steps were delivered."""
-        return self._state.step
+    def _targets(self) -> Sequence[float]:
+        return self.data.weights
+
+    def _merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return _merged(states)
 
     @property
     def digest(self) -> str:
@@ -273,48 +262,11 @@ class PreparedLoader:
         )
         return [piece for sample in zip(*columns, strict=True) for piece in self.data.pieces(*sample)]
 
-    def metric_specs(self) -> tuple[MetricSpec, ...]:
-        return _SPECS
-
-    def drain_metrics(self) -> dict[str, int | float]:
-        """What was delivered since the last call; {} if nothing was."""
-        totals = self._totals()
-        changed: dict[str, int | float] = {k: v - self._drained.get(k, 0) for k, v in totals.items()}
-        self._drained = totals
-        if not any(changed.values()):
-            return {}
-        return changed | self._next_times.drain()
-
-    def _totals(self) -> dict[str, int]:
-        totals = {f"data/{k}": v for k, v in self._state.delivered.items()}
-        tokens = self._state.source_tokens
-        return totals | {f"data/source_tokens/{n}": t for n, t in zip(self.data.names, tokens, strict=True)}
-
-    def report(self) -> LoaderReport:
-        """What this loader did since it started: speed, waits by name, realised mix, padding."""
-        return LoaderReport.of(
-            names=self.data.names,
-            targets=self.data.weights,
-            source_tokens=self._state.source_tokens,
-            delivered=self._state.delivered,
-            new_tokens=self._state.delivered["tokens"] - self._begun_tokens,
-            seconds=time.perf_counter() - self._started if self._started is not None else 0.0,
-            waits=self.meter.totals(),
-            digest=self.digest,
-            steps=self._state.step,
-        )
-
     def close(self) -> None:
         """Stop the thread. What was made and not delivered is forgotten; iterating again makes it anew."""
         if self._running is not None:
             self._running.close()
             self._running = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _check(self, prefetch: int, labels: str) -> None:
         problems = []

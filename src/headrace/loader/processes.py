@@ -14,11 +14,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
-import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,22 +28,15 @@ from headrace.errors import HeadraceError, TokenizerError, WorkerDied, how_it_en
 from headrace.loader.pool import WindowKey, WindowPool
 from headrace.loader.windows import Window, WindowStart
 from headrace.metrics import Meter, Wait
+from headrace.sources.native_threads import one_native_thread
 from headrace.text import Blocks
 
 __all__ = ["WindowProcesses"]
 
-_NATIVE_THREADS = (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "RAYON_NUM_THREADS",
-    "NUMBA_NUM_THREADS",
-)
 _BLOCK_ARRAYS = {
     "tokens": np.int32, "piece_ptr": np.int64, "piece_doc": np.int64, "piece_start": np.int64, "piece_len": np.int32,
     "piece_next": np.int32, "real": np.int64, "row_count": np.int64, "hashes": np.uint64,
 }  # fmt: skip
-_spawning = threading.Lock()
 
 
 class _Task:
@@ -85,7 +77,7 @@ class WindowProcesses:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
-        with _spawning, _one_native_thread():
+        with one_native_thread():
             for i in range(workers):
                 ours, theirs = context.Pipe()
                 process = context.Process(
@@ -207,21 +199,6 @@ class WindowProcesses:
                 if task.worker == worker and not task.done and not self._closed:
                     task.error = WorkerDied(reason)
             self._changed.notify_all()
-
-
-@contextlib.contextmanager
-def _one_native_thread() -> Generator[None]:
-    """Workers are the parallelism: native libraries in them start no threads of their own. They read this when they load."""
-    before = {name: os.environ.get(name) for name in _NATIVE_THREADS}
-    os.environ.update(dict.fromkeys(_NATIVE_THREADS, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 # ------------------------------------------------------------------------------------------- in the worker

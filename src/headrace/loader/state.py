@@ -52,6 +52,10 @@ class LoaderState:
         return dict(zip(COUNTS, self.counts.tolist(), strict=True))
 
     @property
+    def tokens_by_source(self) -> list[int]:
+        return self.source_tokens.tolist()
+
+    @property
     def skipped_steps(self) -> int:
         return sum(b - a for a, b in self.skipped)
 

@@ -9,9 +9,11 @@
     per_stream          one plan; all ranks draw the same stream at a step, each its share of the rows
     device_per_stream   L lanes with streams of their own; lane l belongs to rank l mod W, and none ever lacks a batch
 
-What comes next is `mix.plan`, which reads nothing. One copy of it runs ahead and says what to read; another advances when a
-batch is handed over, and state and metrics come from that one: they are exact under any prefetch and any number of worker
-processes. Imports torch, so only on request.
+What comes next is `mix.plan`, which reads nothing. One copy of it runs ahead and says what to read; another stands where batches
+were handed over, and state and metrics come from that one: they are exact under any prefetch and any number of worker processes.
+Handing over counts, and the second copy draws what was counted when somebody asks, or 64 at a time: between two reads of half a
+megabyte each the processor has forgotten the plan's code, and one draw costs three times what it costs among others.
+Imports torch, so only on request.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -56,6 +58,9 @@ __all__ = ["StreamMixingDataset", "StreamReader", "cells_to_tensors"]
 _log = logging.getLogger(__name__)
 
 KIND, VERSION = "stream_mixing", 1
+_AT_A_TIME = 64
+"""Draws that a plan makes in one go."""
+_ROWS_AT_A_TIME = 1 << 16
 _RESERVED = ("stream_id", "row", "modality", "draw", "stream_epoch")
 
 Collate = Callable[[Cells], Any]
@@ -180,7 +185,10 @@ class StreamMixingDataset(IterableDataset):
             raise ConfigError("dp_rank and dp_world_size belong together; give both or neither")
         self._deadline = deadline
         self._meter = meter if meter is not None else default_meter()
-        self._plan = MixPlan(self.table, self.settings)
+        self._watched = MixPlan(self.table, self.settings)
+        self._behind = 0
+        """Batches handed over that the watched plan has not drawn yet; the last of them is `_last`."""
+        self._last: Draw | None = None
         self._own: list[LanePool] | None = None
         """The lanes whose draws this rank delivers, once that is known."""
         self._metrics = PoolMetrics(self.table.kinds)
@@ -227,14 +235,23 @@ class StreamMixingDataset(IterableDataset):
         self._own = self._plan.lanes_of(*self.rank)
         return self._pass
 
-    def _delivered(self, draw: Draw, rank: int, world: int) -> None:
-        """A batch is handed over: the only place where state and metrics move."""
-        plan = self._plan
-        if plan.over:
-            plan.next_epoch()
-        here = plan.next_of_rank(rank, world)
-        if here.stream != draw.stream or here.start != draw.start or here.index != draw.index:
-            raise AssertionError(f"delivered {draw}, the plan stands at {here}")
+    @property
+    def _plan(self) -> MixPlan:
+        """The plan as it stands after the batches that were handed over."""
+        if self._behind:
+            self._catch_up()
+        return self._watched
+
+    def _catch_up(self) -> None:
+        plan, rank, world = self._watched, *self.rank
+        pools = len(self._own or plan.lanes)  # the last draw of each is looked at
+        for left in range(self._behind - 1, -1, -1):
+            if plan.over:
+                plan.next_epoch()
+            here = plan.next_of_rank(rank, world, left < pools)
+        self._behind = 0
+        if here != self._last:
+            raise AssertionError(f"delivered {self._last}, the plan stands at {here}")
 
     def _stop_pass(self) -> None:
         if self._pass is not None:
@@ -309,8 +326,9 @@ class StreamMixingDataset(IterableDataset):
 
     def drain_step_metrics(self) -> dict[str, float]:
         """The pool at the last pick, and what was counted since the last drain; {} if there was no pick since."""
+        plan = self._plan
         if self._own is None:
-            self._own = self._plan.lanes_of(*self.rank)
+            self._own = plan.lanes_of(*self.rank)
         return self._metrics.drain(self._own)
 
     drain_metrics = drain_step_metrics
@@ -388,7 +406,7 @@ class StreamMixingDataset(IterableDataset):
         plan = MixPlan(self.table, self.settings)  # nothing is changed if the state does not fit
         moved = plan.load_body(cursor.body, drop=self._on_reshard == "drop")
         self._stop_pass()
-        self._plan = plan
+        self._watched, self._behind, self._last = plan, 0, None
         self._own = None
         self._ended = bool(cursor.body.get("ended", False))
         self._metrics.forget(plan.lanes)
@@ -398,6 +416,21 @@ class StreamMixingDataset(IterableDataset):
             _log.info(
                 "[stream_mixing] resume reshard parked %d still-active readers at the head of the queue", moved.parked
             )
+
+
+class _Read(NamedTuple):
+    """Rows to be read for a draw: this rank's share of them."""
+
+    draw: Draw
+    stream: int
+    start: int
+    stop: int
+    soon: Sequence[int]
+    """Streams that come into the pool next: their files are worth opening ahead."""
+    at: int
+    """Where its rows begin in `told`."""
+    told: list[np.ndarray]
+    """Row, stream and group (where the file names none) of all rows drawn in one go."""
 
 
 class _Pass:
@@ -416,11 +449,12 @@ class _Pass:
             data.stream_paths, columns=data._columns, readers=data._readers, rows=data.table.rows, meter=data._meter, deadline=data._deadline
         )  # fmt: skip
         self._some_stream = next(s for s, n in enumerate(data.table.rows) if n)
-        self._asked: deque[tuple[Draw, int, int]] = deque()
+        self._rolls = data.settings.batching_mode == "device_per_stream"
+        self._first = True
+        self._drawn: deque[_Read] = deque()
+        self._asked: deque[_Read] = deque()
         # Requests are small and few enough to fit into a pipe that nobody reads: asking never blocks.
         self._depth = min((data._prefetch + 1) * max(data._num_workers, 1), 256)
-        self._over = False
-        self._fresh = True
         self._checked: set[int] = set()
         # Without prefetch there is nobody to hand over from: 6 us of locks a batch are saved.
         self._batches: Ahead[list[None], tuple[list[None], Draw, Any]] | None = None
@@ -442,8 +476,10 @@ class _Pass:
             data._ended = True
             self.close()
             raise StopIteration
-        self._held, draw, batch = made
-        data._delivered(draw, self._rank, self._world)
+        self._held, data._last, batch = made
+        data._behind += 1
+        if data._behind == _AT_A_TIME:
+            data._catch_up()
         return batch
 
     def close(self) -> None:
@@ -458,51 +494,67 @@ class _Pass:
 
     def _make(self, slot: list[None]) -> tuple[list[None], Draw, Any] | None:
         if self._processes is None:
-            draw = self._next_draw()
-            if draw is None:
+            if not self._drawn and not self._draw_ahead():
                 return None
-            start, stop = self._share(draw)
-            stream = draw.stream if draw.stream >= 0 else self._some_stream
-            if draw.dry or self._fresh:
-                self._fresh = False
-                self._files.expect(self._plan.lanes[draw.lane].upcoming(self._ahead_of))
-            cells = self._files.read(stream, start, stop)
-            if draw.dry:
-                self._files.release(stream)
-            return slot, draw, self._batch(draw, start, stop, cells)
-        while len(self._asked) < self._depth and (draw := self._next_draw()) is not None:
-            start, stop = self._share(draw)
-            stream = draw.stream if draw.stream >= 0 else self._some_stream
-            self._processes.ask(worker_of(draw, self._data._num_workers), stream, start, stop, dry=draw.dry)
-            self._asked.append((draw, start, stop))
+            read = self._drawn.popleft()
+            if read.soon:
+                self._files.expect(read.soon)
+            cells = self._files.read(read.stream, read.start, read.stop)
+            if read.draw.dry:
+                self._files.release(read.stream)
+            return slot, read.draw, self._batch(read, cells)
+        while len(self._asked) < self._depth and (self._drawn or self._draw_ahead()):
+            read = self._drawn.popleft()
+            worker = worker_of(read.draw, self._data._num_workers)
+            self._processes.ask(worker, read.stream, read.start, read.stop, dry=read.draw.dry)
+            self._asked.append(read)
         if not self._asked:
             return None
-        draw, start, stop = self._asked.popleft()
-        return slot, draw, self._batch(draw, start, stop, self._processes.answer())
+        read = self._asked.popleft()
+        return slot, read.draw, self._batch(read, self._processes.answer())
 
-    def _next_draw(self) -> Draw | None:
-        plan = self._plan
-        if plan.over:
-            if not self._data._repeat:
-                return None
-            plan.next_epoch()
-        return plan.next_of_rank(self._rank, self._world)
+    def _draw_ahead(self) -> int:
+        """Have the plan say what comes next, many at a time; how many, 0 at the end."""
+        plan, rank, world = self._plan, self._rank, self._world
+        soon: Sequence[int] = plan.lanes[0].upcoming(self._ahead_of) if self._first else ()
+        self._first = False
+        told: list[np.ndarray] = []
+        drawn: list[_Read] = []
+        rows = 0
+        while len(drawn) < _AT_A_TIME and rows < _ROWS_AT_A_TIME:
+            if plan.over:
+                if not self._data._repeat:
+                    break
+                plan.next_epoch()
+            draw = plan.next_of_rank(rank, world)
+            stream, start, stop = draw.stream, draw.start, draw.stop
+            if world > 1 and not self._rolls:
+                start, stop = rank_share(start, stop, rank, world)
+            if draw.dry:
+                soon = plan.lanes[draw.lane].upcoming(self._ahead_of)
+            drawn.append(_Read(draw, stream if stream >= 0 else self._some_stream, start, stop, soon, rows, told))
+            rows += stop - start
+            soon = ()
+        if drawn:
+            streams, starts, ends = np.array([(r.draw.stream, r.start, r.stop) for r in drawn], dtype=np.int64).T
+            sizes = ends - starts
+            ids = np.repeat(streams, sizes)
+            at = np.arange(rows, dtype=np.int64) + np.repeat(ends - np.cumsum(sizes), sizes)
+            told += at, ids, (ids << 32) + at
+            self._drawn.extend(drawn)
+        return len(drawn)
 
-    def _share(self, draw: Draw) -> tuple[int, int]:
-        if self._data.settings.batching_mode == "device_per_stream":
-            return draw.start, draw.stop
-        return rank_share(draw.start, draw.stop, self._rank, self._world)
-
-    def _batch(self, draw: Draw, start: int, stop: int, cells: Cells) -> Any:
-        data, stream = self._data, draw.stream
+    def _batch(self, read: _Read, cells: Cells) -> Any:
+        data, draw = self._data, read.draw
+        stream = draw.stream
         if stream not in self._checked:
             self._refuse_reserved(stream, cells)
-        rows = np.arange(start, stop, dtype=np.int64)
-        ids = np.empty(stop - start, dtype=np.int64)
-        ids.fill(stream)
+        rows, streams, names = read.told
+        here = slice(read.at, read.at + read.stop - read.start)
         groups = cells.get(data._group_key)
-        groups = rows + (stream << 32) if groups is None else _group_ids(data, draw, groups)
-        cells = {**cells, "group_id": groups, "stream_id": ids, "row": rows}
+        cells = dict(cells)  # a reader may keep its own
+        cells["group_id"] = names[here] if groups is None else _group_ids(data, draw, groups)
+        cells["stream_id"], cells["row"] = streams[here], rows[here]
         batch = data._collate(cells)
         if isinstance(batch, dict):
             batch["modality"] = data.table.modalities[stream] if stream >= 0 else ""

@@ -44,9 +44,17 @@ class Ranks:
     """The ranks of a process group, as one user of them sees it. All ranks call the same methods in the same order."""
 
     def __init__(
-        self, group: ProcessGroup | None, *, doing: str = "metrics reduction", asker: str = "the Reducer"
+        self,
+        group: ProcessGroup | None,
+        *,
+        doing: str = "metrics reduction",
+        asker: str = "the Reducer",
+        device: str = "cpu",
+        asks: bool = False,
     ) -> None:
-        """`doing` and `asker` are how errors call the work, and who takes a deadline for it."""
+        """`doing` and `asker` are how errors call the work, and who takes a deadline for it. `device` is the kind of memory that
+        `all_to_all` is given; with another than "cpu" it is all that there is. `asks`: work is asked whether it is done, because nccl takes
+        a timeout of wait() for the end of the communicator."""
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -54,11 +62,12 @@ class Ranks:
         assert chosen is not None  # torch.distributed is initialised, or nobody would be here
         self._group: ProcessGroup = chosen
         backends = dist.get_backend_config(self._group)
-        if "cpu:" not in backends:
+        if f"{device}:" not in backends:
             raise ConfigError(
-                f"a {doing} is done in CPU memory, which the process group (backend {backends!r}) does not reach. "
-                f"Initialise it with backend='cpu:gloo,cuda:nccl', or give {asker} a gloo group of the same ranks."
+                f"a {doing} is done in {device.upper()} memory, which the process group (backend {backends!r}) does not reach. "
+                f"Initialise it with backend='cpu:gloo,cuda:nccl', or give {asker} a group of the same ranks that does (gloo for CPU memory)."
             )
+        self._asks = asks
         self.names: list[int] = dist.get_process_group_ranks(self._group)
         self._me = dist.get_rank()
         self._doing, self._asker = doing, asker
@@ -106,8 +115,9 @@ class Ranks:
 
         # As bytes: not every backend knows every dtype, and none has to add them up. No rows have no strides to view by.
         width = rows[0].nbytes if len(rows) else rows.new_empty(rows.shape[1:]).nbytes
-        given = rows.contiguous().view(torch.uint8) if len(rows) else torch.empty((0, width), dtype=torch.uint8)
-        out = torch.empty((sum(received), width), dtype=torch.uint8)
+        none = torch.empty((0, width), dtype=torch.uint8, device=rows.device)
+        given = rows.contiguous().view(torch.uint8) if len(rows) else none
+        out = torch.empty((sum(received), width), dtype=torch.uint8, device=rows.device)
         options = AllToAllOptions()
         options.timeout = _op_timeout(wait)
         self._finish(lambda: self._group.alltoall_base(out, given, list(received), list(sent), options), wait)
@@ -138,8 +148,13 @@ class Ranks:
             while failure is None and work is not None:
                 try:
                     # At least 1 ms, because torch takes 0 for "for ever".
-                    work.wait(timedelta(seconds=max(0.001, min(_SLICE, wait.remaining()))))
-                    return
+                    slice_seconds = max(0.001, min(_SLICE, wait.remaining()))
+                    if not self._asks:
+                        work.wait(timedelta(seconds=slice_seconds))
+                        return
+                    if _done_within(work, slice_seconds):
+                        work.wait()  # what is done next on the device comes after it
+                        return
                 except RuntimeError:
                     failure = _failure(work)
                     if failure is None and work.is_completed():
@@ -190,6 +205,16 @@ _made: dict[str, int] = {}
 def _op_timeout(wait: Wait) -> timedelta:
     """Past our own deadline, so that we judge; but not for ever, or the process could not exit afterwards."""
     return timedelta(seconds=min(wait.remaining() + 0.75, 10.0**8))
+
+
+def _done_within(work: Work, seconds: float) -> bool:
+    end, pause = time.monotonic() + seconds, 20e-6
+    while not work.is_completed():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    return True
 
 
 def _failure(work: Work) -> RuntimeError | None:

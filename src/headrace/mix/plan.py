@@ -152,8 +152,11 @@ class LanePool:
         self._start_epoch(self.epoch + 1)
         self._fill()
 
-    def pick(self) -> tuple[Slice, int, int]:
-        """The slice that gives the next batch, and the rows it gives. Refills its slot at once if that was the last."""
+    def pick(self, look: bool = True) -> tuple[Slice, int, int]:
+        """The slice that gives the next batch, and the rows it gives. Refills its slot at once if that was the last.
+
+        `look`: take the snapshot of a watched pool. One who will pick again before anybody asks for it can do without.
+        """
         picker, slots, step = self.picker, self.slots, self.step
         one = picker.choose(slots, step)
         one.last = step
@@ -161,7 +164,8 @@ class LanePool:
         if self._watch:
             gauges = self._gauges
             gauges.picked(one.slot, step)
-            self.snapshot = gauges.snapshot(step, self._kinds)
+            if look:
+                self.snapshot = gauges.snapshot(step, self._kinds)
             self.picks_by_kind[self._table.kind_of[stream]] += 1
         start = one.position
         stop = start + one.per_pick
@@ -383,18 +387,20 @@ class MixPlan:
         self.index = index + 1
         return self._draw(self.lanes[lane], index)
 
-    def next_of_rank(self, rank: int, world_size: int) -> Draw:
+    def next_of_rank(self, rank: int, world_size: int, look: bool = True) -> Draw:
         """The next draw that a rank delivers, all other ranks having delivered as many: for per_stream the next of all.
 
-        The lanes of other ranks are left behind and catch up when the state is asked for.
+        The lanes of other ranks are left behind and catch up when the state is asked for. `look` is pick's.
         """
         if not self._rolls:
-            return self.next()
+            index = self.index
+            self.index = index + 1
+            return self._draw(self.lanes[0], index, look)
         index = self.index + (rank - self.index) % world_size
         self.index += world_size
-        return self._draw(self.lanes[index % len(self.lanes)], index)
+        return self._draw(self.lanes[index % len(self.lanes)], index, look)
 
-    def _draw(self, pool: LanePool, index: int) -> Draw:
+    def _draw(self, pool: LanePool, index: int, look: bool = True) -> Draw:
         if not pool.slots:
             if not self._rolls:
                 raise IndexError(f"epoch {pool.epoch} has ended")
@@ -402,7 +408,7 @@ class MixPlan:
                 pool.step += 1
                 return Draw(index, pool.lane, -1, 0, 0, 0, False)
             pool.next_epoch()
-        one, start, stop = pool.pick()
+        one, start, stop = pool.pick(look)
         return Draw(index, pool.lane, one.stream, start, stop, one.ordinal, stop == one.end, pool.epoch)
 
     def catch_up(self) -> None:

@@ -50,6 +50,11 @@ class CheckpointFiles:
             old.unlink(missing_ok=True)
         return path
 
+    def remove(self) -> None:
+        """Forget all of it."""
+        for path in self.generations():
+            path.unlink(missing_ok=True)
+
     def newest(self, read: Callable[[Container], T]) -> T | None:
         """`read` of the newest generation that verifies and that `read` accepts."""
         bad: list[tuple[Path, str]] = []

@@ -67,13 +67,15 @@ def drive(
     *,
     save: Callable[[], object] = lambda: None,
     save_every: float = 30.0,
+    due: Callable[[], bool] = lambda: False,
     progress: Callable[[FoldProgress], None] = lambda _: None,
     notice: Callable[[str], None] = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
     deadline: float = 600.0,
 ) -> bool:
     """Ask, receive and fold until everything is there (True), or until `stop` says so (False). Saves on the way and when
-    stopped. `deadline`: seconds without any answer after which it is an error."""
+    stopped; also when the crew has to hold so much that it is `due`. `deadline`: seconds without any answer after which it is
+    an error."""
     partition = reduction.partition
     ranks = range(partition.n_ranks)
     asked = list(reduction.received_per_rank)
@@ -121,7 +123,7 @@ def drive(
         deaths[answer.rank] = 0
         unsaved = True
         now = time.monotonic()
-        if now - saved >= save_every:
+        if now - saved >= save_every or due():
             save()
             saved, unsaved = time.monotonic(), False
         progress(

@@ -2,29 +2,34 @@
 
 Every rank computes its own chunks and sends the partials to rank 0, one travelling while the next is computed; rank 0 computes
 its share too and folds in chunk order, so nothing is ever parked. Where to begin is what rank 0's checkpoint says, on as many
-ranks as there are today. A rank that fails or is gone ends the pass with its name; started again, it goes on.
+ranks as there are today. A rank that fails, is gone or does not answer within the group's timeout ends the pass with its name;
+what was folded is saved first, and the same command goes on.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from headrace import errors
-from headrace.errors import HeadraceError, WorkerDied
+from headrace.errors import DataError, HeadraceError, WorkerDied
 from headrace.metrics import Wait
 from headrace.reduce.coordinator import CrossNodeGramReduction
 from headrace.reduce.crew import FoldProgress
 from headrace.reduce.orders import PartialMaker, WorkOrder
 from headrace.reduce.partial import NodePartial
+from headrace.reduce.partition import ROW_DTYPES
+from headrace.reduce.result import GramResult
+from headrace.reduce.stream import GramStream, streams_result
 
-__all__ = ["coordinate_group", "work_in_group"]
+__all__ = ["coordinate_group", "summed_over_ranks", "work_in_group"]
 
 _DEADLINE = 1800.0
+"""Of the waits here. The group's own timeout, which ends the calls themselves, should be shorter."""
 
 
 def coordinate_group(
@@ -52,7 +57,11 @@ def coordinate_group(
         rank = unit % partition.n_ranks
         if reduction.received_per_rank[rank] > partition.ordinal_of(unit * partition.span):
             continue  # it was parked when the pass was saved
-        message = maker.make(cursors[0]) if rank == 0 else _received(rank, group)
+        try:
+            message = maker.make(cursors[0]) if rank == 0 else _received(rank, group)
+        except WorkerDied:
+            save()
+            raise
         cursors[rank] += 1
         reduction.receive(NodePartial.from_bytes(message, sender=f"rank {rank}"))
         now = time.monotonic()
@@ -98,6 +107,53 @@ def work_in_group(order: WorkOrder, rank: int, *, group: Any = None) -> int:
         raise
     _landed(travelling)
     return last - first
+
+
+def summed_over_ranks(
+    streams: Mapping[int, GramStream],
+    packed: Mapping[int, np.ndarray],
+    count: int,
+    rank: int,
+    ranks: int,
+    problem: Exception | None = None,
+) -> GramResult:
+    """The result over the streams of all ranks, on every rank; stream s is rank s mod ranks', `packed` its sum. A rank with a problem says so
+    first, so that the others end with its number instead of waiting for it; then its problem goes up."""
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = "gloo" not in dist.get_backend() and torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    mine = next(iter(streams.values())) if streams else None
+    failed = problem is not None or mine is None
+    head = (
+        [int(failed), 0, 0, 0]
+        if mine is None
+        else [int(failed), mine.columns.width, mine.chunk_size, ROW_DTYPES.index(mine.about["rows"])]
+    )
+    told = torch.tensor(head + [streams[s].n_rows if s in streams else 0 for s in range(count)], device=device)
+    heard = [torch.empty_like(told) for _ in range(ranks)]
+    _all_ranks(lambda: dist.all_gather(heard, told), "streams")
+    if problem is not None:
+        raise problem
+    heads = [h[:4].tolist() for h in heard]
+    if bad := [r for r, h in enumerate(heads) if h[0]]:
+        raise WorkerDied(f"rank {bad[0]} could not collect its activations; its own message says why")
+    if differing := [r for r, h in enumerate(heads) if h != heads[rank]]:
+        raise DataError(
+            f"rank {differing[0]} has rows of width, chunk size and type {heads[differing[0]][1:]}, rank {rank} of {heads[rank][1:]}: all must agree"
+        )
+    assert mine is not None
+    parts: list[np.ndarray] = []
+    for number in range(count):
+        part = torch.zeros(mine.columns.k * (mine.columns.k + 1) // 2, dtype=torch.float64)
+        if number in streams:
+            part = torch.from_numpy(packed[number])
+        held = part.to(device)
+        _all_ranks(lambda held=held, number=number: dist.broadcast(held, src=number % ranks), "streams")
+        parts.append(held.cpu().numpy())
+    n_rows = int(sum(h[4:].sum() for h in heard))
+    return streams_result(parts, mine.columns, n_rows, mine.about)
 
 
 def _received(rank: int, group: Any) -> memoryview:

@@ -7,6 +7,10 @@ The rows are what the module puts out, one a position, in the order of the batch
 chunk of rows. How many rows there will be is known at the end only: the partition is sealed then. The sum is exact in its
 order, and the activations are what they are: they have the same bits again only if the model's own kernels give them (same
 device, same libraries, same batch shapes). With a headrace loader the batches themselves are the same on every run.
+
+Under torchrun every rank reduces the rows of its own samples and all get the one result. Rows are summed in `streams`: stream s
+takes the samples g with g mod streams = s, in order, and the streams are added by number. So the order of the sum depends on
+`streams`, not on ranks: with streams=8, one rank, two, four and eight sum the same rows in the same order.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from headrace.errors import ConfigError
 from headrace.metrics import Wait
 from headrace.reduce.result import GramResult
-from headrace.reduce.stream import GramStream
+from headrace.reduce.stream import GramStream, streams_result
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,26 +42,121 @@ def activations(
     chunk_size: int | None = None,
     shift: Any = None,
     threads: int = 1,
+    streams: int | None = None,
 ) -> GramResult:
     """Run `model` over `steps` batches (all of them unless given) and reduce what `module` puts out.
 
     `module`: its name in the model, or itself. `forward(model, batch)` unless it is model(input_ids, position_ids) of a headrace
     batch. `keep(batch)`: a mask of the positions that count, such as `lambda batch: batch["labels"] != -100`; all unless given.
+    `streams`: sums that are kept apart and added at the end, a multiple of the ranks and as many as those unless given; each
+    holds a chunk of rows. All ranks call this together and return the same result.
     """
-    import torch
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    grouped = dist.is_available() and dist.is_initialized()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    count = ranks if streams is None else streams
+    if count < 1 or count % ranks:
         raise ConfigError(
-            f"activations() reduces the rows of one process, and this one is of {dist.get_world_size()} ranks: each would have sums of its own "
-            "rows. Run it in one process, or write each rank's activations as shards and reduce those with `headrace gram`"
+            f"streams must be a multiple of the {ranks} ranks, so that each is summed by one of them; got {streams}"
         )
     if steps is not None and steps < 1:
         raise ConfigError(f"steps must be 1 or more, got {steps}")
+
+    def stream_for(rows: Tensor) -> GramStream:
+        return GramStream(width=rows.shape[1], shift=shift, chunk_size=chunk_size, threads=threads)
+
+    sums = _Streams(count, rank, ranks, stream_for)
+    if ranks == 1:
+        _collect(model, loader, module, steps, forward, keep, sums)
+        return sums.result()
+    from headrace.reduce.gloo import summed_over_ranks
+
+    problem: Exception | None = None
+    packed: dict[int, np.ndarray] = {}
+    try:
+        _collect(model, loader, module, steps, forward, keep, sums)
+        packed = {number: stream.packed() for number, stream in sums.open.items()}
+    except Exception as error:
+        problem = error  # the others are told before it goes up: they would wait for this rank until their deadline
+    return summed_over_ranks(sums.open, packed, count, rank, ranks, problem)
+
+
+class _Streams:
+    """The sums of this rank, by number of the stream."""
+
+    def __init__(self, count: int, rank: int, ranks: int, begin: Callable[[Tensor], GramStream]) -> None:
+        self._count, self._rank, self._ranks, self._begin = count, rank, ranks, begin
+        self.open: dict[int, GramStream] = {}
+
+    def push(self, batch: Any, output: Tensor, mask: Tensor | None) -> None:
+        """Add what the module put out for a batch, to the streams of its samples."""
+        rows = output.reshape(-1, output.shape[-1])
+        if self._count == self._ranks:
+            rows = rows if mask is None else rows[mask.to(rows.device)]
+            with Wait("reduce.device", deadline=600):
+                rows = rows.to("cpu")
+            self._add(self._rank, rows)
+            return
+        with Wait("reduce.device", deadline=600):
+            rows, mask = rows.to("cpu"), None if mask is None else mask.to("cpu")
+        samples = _samples(batch, output)
+        each = len(rows) // max(len(samples), 1)
+        for at, sample in enumerate(samples):
+            if sample % self._ranks != self._rank:
+                raise ConfigError(
+                    f"sample {sample} came to rank {self._rank} of {self._ranks}: streams need a loader that gives sample g to rank g mod "
+                    "the ranks, as headrace's do. Leave streams out"
+                )
+            part = slice(at * each, (at + 1) * each)
+            self._add(sample % self._count, rows[part] if mask is None else rows[part][mask[part]])
+
+    def _add(self, number: int, rows: Tensor) -> None:
+        if number not in self.open:
+            self.open[number] = self._begin(rows)
+        self.open[number].push(rows)
+
+    def result(self) -> GramResult:
+        """The sum of all streams, where all of them are here."""
+        if not self.open:
+            raise ConfigError("the loader gave no batch: there is nothing to reduce")
+        if self._count == 1:
+            return self.open[0].finish()
+        any_stream = next(iter(self.open.values()))
+        n_rows = sum(stream.n_rows for stream in self.open.values())
+        empty = np.zeros(any_stream.columns.k * (any_stream.columns.k + 1) // 2)
+        parts = [self.open[s].packed() if s in self.open else empty for s in range(self._count)]
+        return streams_result(parts, any_stream.columns, n_rows, any_stream.about)
+
+
+def _samples(batch: Any, output: Tensor) -> list[int]:
+    try:
+        samples = [int(g) for g in batch["sample_index"]]
+    except (KeyError, TypeError, IndexError):
+        raise ConfigError(
+            "streams are told apart by batch['sample_index'], which this loader does not give: leave streams out"
+        ) from None
+    if not samples or len(output) != len(samples):
+        raise ConfigError(
+            f"the module puts out {len(output)} rows of positions for {len(samples)} samples: leave streams out"
+        )
+    return samples
+
+
+def _collect(
+    model: nn.Module,
+    loader: Iterable[Any],
+    module: str | nn.Module,
+    steps: int | None,
+    forward: Callable[[nn.Module, Any], object] | None,
+    keep: Callable[[Any], Tensor] | None,
+    sums: _Streams,
+) -> None:
+    import torch
+
     place = _found(model, module)
     call = forward if forward is not None else _forward
     seen: list[Tensor] = []
-    stream: GramStream | None = None
     handle = place.register_forward_hook(lambda _, __, output: seen.append(_tensor(output)))
     training = model.training
     model.eval()
@@ -69,22 +170,15 @@ def activations(
                         f"module {module!r} was not called in a forward pass: is it the one that this model uses?"
                     )
                 for output in seen:
-                    rows = output.reshape(-1, output.shape[-1])
-                    if keep is not None:
-                        rows = rows[_mask(keep(batch), len(rows))]
-                    if stream is None:
-                        stream = GramStream(width=rows.shape[1], shift=shift, chunk_size=chunk_size, threads=threads)
-                    with Wait("reduce.device", deadline=600):
-                        held = rows.to("cpu")
-                    stream.push(held)
+                    mask = None if keep is None else _mask(keep(batch), output.numel() // output.shape[-1])
+                    sums.push(batch, output, mask)
                 if steps is not None and taken >= steps:
                     break
     finally:
         handle.remove()
         model.train(training)
-    if stream is None:
+    if not sums.open:
         raise ConfigError("the loader gave no batch: there is nothing to reduce")
-    return stream.finish()
 
 
 def _found(model: nn.Module, module: str | nn.Module) -> nn.Module:

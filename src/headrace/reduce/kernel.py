@@ -4,16 +4,20 @@
     chunk_gram_packed(rows, extra)      the upper triangle as one vector; `extra`: more columns, f64 (ones, targets)
 
 Each entry is `pairwise_sum` over the rows in order with base 128, products fused into the left folds. Products of f32, f16 and
-bf16 numbers are exact in f64, so for such rows this equals multiplying and adding one after the other. Threads take
-superblocks of rows, which are nodes of the cascade, so they never wait for each other.
+bf16 numbers are exact in f64, so for such rows this equals multiplying and adding one after the other. Up to 256 columns threads
+take subtrees of rows; beyond that they pack a superblock of rows together and then share its tiles.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from types import ModuleType
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,13 +27,14 @@ from headrace.reduce.partition import CROSS_CHUNK_BASE
 
 __all__ = ["chunk_gram", "chunk_gram_packed", "mirrored", "row_dtype_name", "warm_gram_kernel"]
 
+T = TypeVar("T")
 _NAMES = {"float64": "f64", "float32": "f32", "float16": "f16", "uint16": "bf16"}
 _PACKED_BYTES = 64 << 20
 """Packed rows of a superblock. More rows mean fewer visits to the matrix: GFLOP/s at k = 2048 with 256, 512, 1,024, 2,048 and
 4,096 rows: 25.8, 32.0, 36.4, 38.5, 40.0."""
 _LEAST_ROWS, _MOST_ROWS = 512, 4096
-_NARROW_ROWS = 1 << 16
-"""Rows of a superblock where nothing but 128 rows is packed at a time."""
+_NODE_ROWS = 1 << 16
+"""Rows of a subtree of a narrow matrix at most: those of 16 bits are widened a subtree at a time."""
 _local = threading.local()
 _lock = threading.Lock()
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
@@ -59,13 +64,14 @@ def warm_gram_kernel() -> ModuleType:
 
 def chunk_gram(rows: np.ndarray, *, threads: int = 1) -> np.ndarray:
     """The k x k Gram matrix of a chunk of rows, f64, symmetric."""
-    return mirrored(chunk_gram_packed(rows, threads=threads), rows.shape[1])
+    return mirrored(chunk_gram_packed(rows, threads=threads), rows.shape[1], threads=threads)
 
 
-def mirrored(packed: np.ndarray, k: int) -> np.ndarray:
+def mirrored(packed: np.ndarray, k: int, *, threads: int = 1) -> np.ndarray:
     """The full matrix of a packed triangle."""
-    full = np.empty((k, k))
-    warm_gram_kernel().mirror(np.ascontiguousarray(packed), k, full)
+    full, packed, tiles = np.empty((k, k)), np.ascontiguousarray(packed), warm_gram_kernel()
+    step = k if threads == 1 or k < 512 else 64  # shared out only where it takes a millisecond
+    _share(range(0, k, step), lambda at: tiles.mirror(packed, k, full, at, min(at + step, k)), threads)
     return full
 
 
@@ -78,90 +84,133 @@ def chunk_gram_packed(rows: np.ndarray, extra: np.ndarray | None = None, *, thre
         raise DataError(f"extra columns must be float64 of {len(rows)} rows, got {extra.dtype} of shape {extra.shape}")
     if not 1 <= threads <= 1024:
         raise ConfigError(f"threads must be between 1 and 1,024, got {threads}")
-    _require_denormals()
     n, columns = len(rows), rows.shape[1] + (0 if extra is None else extra.shape[1])
     entries = columns * (columns + 1) // 2
     if n == 0:
         return np.zeros(entries)
     task = _Task(rows, extra, columns)
-    size = _superblock(n, columns, threads)
-    nodes = -(-n // size)
-    if nodes == 1 or threads == 1:
-        return task.run(0, n, size)
-    # Whole subtrees of the cascade for each thread, as large as leaves every thread at least two.
-    while nodes > 4 * threads:
-        nodes, size = -(-nodes // 2), size * 2
-    inner = _superblock(size, columns, 1)
-    starts = range(0, n, size)
-    pool = _pool(threads)
-    sums = list(pool.map(lambda at: task.run(at, min(at + size, n), inner), starts))
-    while len(sums) > 1:  # neighbours of equal weight; the odd last one goes up as it is
-        pairs = [(sums[i], sums[i + 1]) for i in range(0, len(sums) - 1, 2)]
-        for left, right in pairs:
-            _add(pool, threads, left, right)
-        sums = [left for left, _ in pairs] + ([sums[-1]] if len(sums) % 2 else [])
-    return sums[0]
-
-
-def _superblock(n: int, columns: int, threads: int) -> int:
-    """Rows packed at once: 128·2^p, near 8 MiB, and small enough that every thread gets a share."""
-    tiles = warm_gram_kernel()
-    wanted = min(max(_PACKED_BYTES // (8 * columns), _LEAST_ROWS), _MOST_ROWS)
-    if columns <= tiles.MACRO * tiles.NR:
-        wanted = _NARROW_ROWS
-    if threads > 1:
-        wanted = min(wanted, max(n // (2 * threads), tiles.BLOCK))
-    size = tiles.BLOCK
-    while size * 2 <= wanted:
-        size *= 2
-    return size
+    return task.tall(threads) if task.narrow else task.wide(threads)
 
 
 class _Task:
-    """The rows of a chunk, and how a run of superblocks becomes one node of the cascade."""
+    """The rows of a chunk, and how they become the sum at the top of the cascade.
+
+    Threads decide who computes a node or a tile, never how: narrow matrices are shared out by subtrees of rows, wide ones by
+    tiles over rows that all threads packed together.
+    """
 
     def __init__(self, rows: np.ndarray, extra: np.ndarray | None, columns: int) -> None:
+        self._tiles = warm_gram_kernel()
         self._rows, self._columns = rows, columns
         self._extra = np.ascontiguousarray(extra) if extra is not None else np.empty((len(rows), 0))
         self._plain = rows.dtype.itemsize > 2 and rows.flags.c_contiguous and rows.flags.aligned
+        self._panels = -(-columns // self._tiles.NR)
+        self._entries = columns * (columns + 1) // 2
+        self.narrow = self._panels <= self._tiles.MACRO
+        """Whether the matrix is one macro tile: then 128 packed rows at a time stay in the cache."""
 
-    def run(self, start: int, end: int, size: int) -> np.ndarray:
-        tiles, columns = warm_gram_kernel(), self._columns
-        count = -(-columns // tiles.NR)
-        narrow = count <= tiles.MACRO
-        packed_rows = tiles.BLOCK if narrow else size
-        panels, levels = _buffers(count * tiles.NR * packed_rows, tiles.level_size(size // tiles.BLOCK))
-        entries = columns * (columns + 1) // 2
+    # ------------------------------------------------------------------------------------- narrow matrices
+
+    def tall(self, threads: int) -> np.ndarray:
+        n = len(self._rows)
+        size = _node_rows(n, threads, self._tiles.BLOCK)
+        sums: list[np.ndarray] = [np.empty(0)] * -(-n // size)
+
+        def one(node: int) -> None:
+            sums[node] = self._node(node * size, min((node + 1) * size, n))
+
+        _share(range(len(sums)), one, threads)
+        while len(sums) > 1:  # neighbours of equal weight; the odd last one goes up as it is
+            pairs = [np.add(left, right, out=left) for left, right in zip(sums[::2], sums[1::2], strict=False)]
+            sums = pairs + ([sums[-1]] if len(sums) % 2 else [])
+        return sums[0]
+
+    def _node(self, start: int, end: int) -> np.ndarray:
+        """The sum of a subtree of rows: any number of blocks of 128, or the last ones."""
+        tiles, count = self._tiles, self._panels
+        blocks = -(-(end - start) // tiles.BLOCK)
+        levels = _scratch("levels", tiles.level_size(blocks))
+        panels = _scratch("panels", count * tiles.NR * tiles.BLOCK)
+        out = np.empty(self._entries)
+        x, extra, first = self._slice(start, end - start)
+        tiles.narrow(x, extra, first, end - start, self._columns, panels, levels)
+        tiles.write(self._columns, tiles.fold(blocks, levels), 0, count, 0, count, levels, False, out)
+        return out
+
+    # --------------------------------------------------------------------------------------- wide matrices
+
+    def wide(self, threads: int) -> np.ndarray:
+        tiles, n = self._tiles, len(self._rows)
+        size = _superblock(self._columns, tiles.BLOCK)
+        # Kept from chunk to chunk by the thread that calls: fresh pages would cost as much as packing.
+        panels = _scratch("panels", self._panels * tiles.NR * min(size, -(-n // tiles.BLOCK) * tiles.BLOCK))
+        work = self._tile_list(threads)
         forest: list[tuple[int, np.ndarray]] = []
-        for at in range(start, end, size):
-            rows = min(size, end - at)
+        for at in range(0, n, size):
+            rows = min(size, n - at)
             merge = bool(forest) and forest[-1][0] == 1
-            out = forest.pop()[1] if merge else np.empty(entries)
-            x, extra, first = self._slice(at, rows)
-            if narrow:
-                tiles.narrow(x, extra, first, rows, columns, panels, levels)
-                level = tiles.fold(-(-rows // tiles.BLOCK), levels)
-                tiles.write(columns, level, 0, count, 0, count, levels, merge, out)
-            else:
-                tiles.pack(x, first, rows, 0, x.shape[1], count, panels)
-                tiles.pack(extra, first, rows, x.shape[1], extra.shape[1], count, panels)
-                tiles.blank(rows, columns, count, panels)
-                for j in range(0, count, tiles.MACRO):
-                    right = min(j + tiles.MACRO, count)
-                    for i in range(0, right, tiles.MACRO):
-                        low = min(i + tiles.MACRO, right)
-                        tiles.multiply(panels, rows, count, i, low, j, right, levels)
-                        level = tiles.fold(-(-rows // tiles.BLOCK), levels)
-                        tiles.write(columns, level, i, low, j, right, levels, merge, out)
+            out = forest.pop()[1] if merge else np.empty(self._entries)
+            self._pack(at, rows, panels, threads)
+            self._multiply(work, rows, panels, merge, out, threads)
             weight = 2 if merge else 1
             while forest and forest[-1][0] == weight:
-                out = np.add(forest[-1][1], out, out=forest.pop()[1])
+                out = _added(forest.pop()[1], out, threads)
                 weight *= 2
             forest.append((weight, out))
         total = forest.pop()[1]
         while forest:
-            total = np.add(forest[-1][1], total, out=forest.pop()[1])
+            total = _added(forest.pop()[1], total, threads)
         return total
+
+    def _tile_list(self, threads: int) -> list[tuple[int, int, int, int]]:
+        """Macro tiles of the upper triangle as ranges of panels (i, i, j, j), the heaviest first; narrower ones where there
+        would be too few to go round."""
+        macro, count = self._tiles.MACRO, self._panels
+        strip = macro
+        while True:
+            found = [
+                (i, min(i + macro, j + strip, count), j, min(j + strip, count))
+                for j in range(0, count, strip)
+                for i in range(0, min(j + strip, count), macro)
+            ]
+            if threads == 1 or len(found) >= 8 * threads or strip <= macro // 8:
+                return sorted(
+                    found, key=lambda t: (-sum(max(0, min(t[1], j + 1) - t[0]) for j in range(t[2], t[3])), t)
+                )
+            strip //= 2
+
+    def _pack(self, at: int, rows: int, panels: np.ndarray, threads: int) -> None:
+        tiles, count = self._tiles, self._panels
+        step = tiles.BLOCK * max(1, -(-rows // (4 * threads * tiles.BLOCK))) if threads > 1 else rows
+
+        def some(start: int) -> None:
+            many = min(step, rows - start)
+            x, extra, first = self._slice(at + start, many)
+            part = panels[start * count * tiles.NR :]
+            tiles.pack(x, first, many, 0, x.shape[1], count, part)
+            tiles.pack(extra, first, many, x.shape[1], extra.shape[1], count, part)
+            tiles.blank(many, self._columns, count, part)
+
+        _share(range(0, rows, step), some, threads)
+
+    def _multiply(
+        self,
+        work: list[tuple[int, int, int, int]],
+        rows: int,
+        panels: np.ndarray,
+        merge: bool,
+        out: np.ndarray,
+        threads: int,
+    ) -> None:
+        tiles, count, columns = self._tiles, self._panels, self._columns
+        blocks = -(-rows // tiles.BLOCK)
+
+        def one(tile: tuple[int, int, int, int]) -> None:
+            levels = _scratch("levels", tiles.level_size(blocks))
+            tiles.multiply(panels, rows, count, *tile, levels)
+            tiles.write(columns, tiles.fold(blocks, levels), *tile, levels, merge, out)
+
+        _share(work, one, threads)
 
     def _slice(self, at: int, rows: int) -> tuple[np.ndarray, np.ndarray, int]:
         """Rows the compiled loops can read, the extra columns, and where to begin in both."""
@@ -179,26 +228,79 @@ def _widened(rows: np.ndarray) -> np.ndarray:
     return (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _buffers(panels: int, levels: int) -> tuple[np.ndarray, np.ndarray]:
-    """This thread's scratch, kept from chunk to chunk: fresh pages would cost as much as packing."""
-    held = getattr(_local, "held", None)
-    if held is None or len(held[0]) < panels or len(held[1]) < levels:
-        held = (np.empty(panels), np.empty(levels))
-        _local.held = held
+def _superblock(columns: int, block: int) -> int:
+    """Rows packed at once: 128·2^p."""
+    wanted = min(max(_PACKED_BYTES // (8 * columns), _LEAST_ROWS), _MOST_ROWS)
+    size = block
+    while size * 2 <= wanted:
+        size *= 2
+    return size
+
+
+def _node_rows(n: int, threads: int, block: int) -> int:
+    """Rows of the subtrees that threads take, 128·2^p: as large as leaves nobody idle for more than a thirtieth of the time."""
+    size = block
+    while size < min(n, _NODE_ROWS):
+        size *= 2
+    while threads > 1 and size > block:
+        nodes = -(-n // size)
+        rounds = -(-nodes // threads)
+        if rounds * size * threads <= n * 31 / 30 or nodes >= 16 * threads:
+            break
+        size //= 2
+    return size
+
+
+def _scratch(what: str, size: int) -> np.ndarray:
+    """This thread's buffer, kept: fresh pages would cost as much as packing."""
+    held = getattr(_local, what, None)
+    if held is None or len(held) < size:
+        held = np.empty(size)
+        setattr(_local, what, held)
     return held
 
 
-def _add(pool: ThreadPoolExecutor, threads: int, left: np.ndarray, right: np.ndarray) -> None:
-    step = -(-len(left) // threads)
-    parts = [slice(at, at + step) for at in range(0, len(left), step)]
-    list(pool.map(lambda part: np.add(left[part], right[part], out=left[part]), parts))
+def _share(work: Iterable[T], do: Callable[[T], object], threads: int) -> None:
+    """Do all of it, by this thread and threads − 1 others, whoever is free next."""
+    left = deque(work)
+
+    def until_none_is_left() -> None:
+        _require_denormals()
+        while True:
+            try:
+                item = left.popleft()
+            except IndexError:
+                return
+            do(item)
+
+    others = [_pool(threads).submit(until_none_is_left) for _ in range(min(threads, len(left)) - 1)]
+    try:
+        until_none_is_left()
+    finally:
+        left.clear()
+        if others:
+            with Wait("reduce.threads"):
+                wait_for(others)
+    for other in others:
+        other.result()
+
+
+def _added(left: np.ndarray, right: np.ndarray, threads: int) -> np.ndarray:
+    """left + right, in the memory of left."""
+    step = max(-(-len(left) // threads), 1 << 16)
+    _share(
+        (slice(at, at + step) for at in range(0, len(left), step)),
+        lambda part: np.add(left[part], right[part], out=left[part]),
+        threads,
+    )
+    return left
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
     key = (os.getpid(), threads)  # a forked child has none of its parent's threads
     with _lock:
         if key not in _pools:
-            _pools[key] = ThreadPoolExecutor(threads, thread_name_prefix="headrace-gram")
+            _pools[key] = ThreadPoolExecutor(threads - 1, thread_name_prefix="headrace-gram")
         return _pools[key]
 
 

@@ -10,12 +10,14 @@ spans it saves the open span now and then, so that a replacement does not begin 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.errors import DataError, FileCorrupt
 from headrace.reduce.checkpoints import CheckpointFiles
 from headrace.reduce.columns import Columns
 from headrace.reduce.partition import CrossNodePartition, Provenance
@@ -63,12 +65,13 @@ class WorkOrder:
 class PartialMaker:
     """One rank of a pass over shards."""
 
-    def __init__(self, order: WorkOrder, rank: int) -> None:
+    def __init__(self, order: WorkOrder, rank: int, *, by_unit: bool = False) -> None:
+        """`by_unit`: any maker may be asked for any unit, so open spans are saved under the unit's number, not the rank's."""
         self.order, self.rank = order, rank
         self._shards = RowShards.of(order.shards)
         require_unchanged(self._shards, order.data)
-        spans = order.partition.span > 1 and order.folder is not None
-        self._files = CheckpointFiles(Path(order.folder or ""), f"worker-{rank}") if spans else None
+        self._by_unit = by_unit
+        self._files: CheckpointFiles | None = None
         self._worker: NodeWorker | None = None
         self._next = -1
 
@@ -79,19 +82,32 @@ class PartialMaker:
         while True:
             rows = worker.next_rows
             assert rows is not None
-            partial = worker.compute(self._shards.read(*rows))
+            try:
+                partial = worker.compute(self._shards.read(*rows))
+            except DataError as error:
+                where = self._shards.first_not_finite(*rows)
+                raise (DataError(f"{error}. The first is {where}") if where is not None else error) from None
             if partial is not None:
                 worker.acknowledge(partial)
                 self._next = ordinal + 1
+                if self._by_unit and self._files is not None:
+                    self._files.remove()
                 return partial.to_bytes()
             if self._files is not None and time.monotonic() - saved >= _SAVE_SPAN_EVERY:
-                worker.checkpoint().save(self._files)
+                with contextlib.suppress(FileExistsError):  # somebody took the unit over and saved it a moment ago
+                    worker.checkpoint().save(self._files)
                 saved = time.monotonic()
 
     def _at(self, ordinal: int) -> NodeWorker:
-        if self._worker is None or self._next != ordinal:
+        if self._worker is None or self._by_unit or self._next != ordinal:
             order = self.order
-            held = NodeWorkerCheckpoint.load(self._files) if self._files is not None else None
+            if order.partition.span > 1 and order.folder is not None:
+                name = f"unit-{ordinal:012d}" if self._by_unit else f"worker-{self.rank}"
+                self._files = CheckpointFiles(Path(order.folder), name)
+            held = None
+            # What two takers of one unit did to each other's files is no error: the span is begun again.
+            with contextlib.suppress(*((FileCorrupt,) if self._by_unit else ())):
+                held = NodeWorkerCheckpoint.load(self._files) if self._files is not None else None
             same = held is not None and (held.partition, held.provenance, held.next_ordinal) == (
                 order.partition, order.provenance, ordinal,
             )  # fmt: skip

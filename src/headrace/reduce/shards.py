@@ -82,7 +82,7 @@ class RowShards:
         self.n_rows = int(self._ends[-1])
         self.width = _same(files, [f.shape(n)[1] for f, n in zip(files, self._fields, strict=True)], "columns")
         stored = [f.dtype(n) for f, n in zip(files, self._fields, strict=True)]
-        self.dtype: str = spec.rows or _same(files, stored, "as the type of its rows; choose one with --rows")
+        self.dtype: str = spec.rows or _same(files, stored, "rows", "; choose one type with --rows")
         self.n_targets = 0
         if spec.targets is not None:
             self.n_targets = _same(files, [f.shape(f.find(spec.targets, "targets"))[1] for f in files], "targets")
@@ -144,6 +144,19 @@ class RowShards:
             w = _joined([_as_f64(f.read(f.find(name, "weights"), a, b)) for f, _, a, b in parts], 1, "f64")[:, 0]
         return RowBatch(x=x, y=y, w=w)
 
+    def first_not_finite(self, start: int, end: int) -> str | None:
+        """Where the first NaN or infinity among the rows [start, end) stands: file and row. For a sentence: reads them again."""
+        batch = self.read(start, end)
+        bad = np.zeros(end - start, bool)
+        for values in (batch.x, batch.y, batch.w):
+            if values is not None:
+                bad |= ~np.isfinite(_as_f64(values).reshape(end - start, -1)).all(axis=1)
+        if not bad.any():
+            return None
+        row = start + int(np.argmax(bad))
+        at = int(np.searchsorted(self._ends, row, side="right"))
+        return f"row {row - (int(self._ends[at - 1]) if at else 0):,} of {self.spec.paths[at]}"
+
     def _converted(self, rows: np.ndarray, file: _File) -> np.ndarray:
         if row_dtype_name(rows) == self.dtype:
             return rows
@@ -166,10 +179,10 @@ def _joined(parts: list[np.ndarray], width: int, dtype: str) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _same(files: Sequence[_File], values: Sequence[Any], what: str) -> Any:
+def _same(files: Sequence[_File], values: Sequence[Any], what: str, remedy: str = "") -> Any:
     for file, value in zip(files, values, strict=True):
         if value != values[0]:
-            raise DataError(f"{files[0].path} has {values[0]} {what}, {file.path} has {value}")
+            raise DataError(f"{files[0].path} has {values[0]} {what}, {file.path} has {value}{remedy}")
     return values[0]
 
 
@@ -219,7 +232,10 @@ class _Npy:
         if not array.dtype.isnative or (array.flags.f_contiguous and not array.flags.c_contiguous):
             raise DataError(f"{path} is stored in another byte order, or by columns: save it as plain C order")
         self._array = array
-        self._dtype = row_dtype_name(array)
+        try:
+            self._dtype = row_dtype_name(array)
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from None
 
     def find(self, field: str | None, what: str) -> str:
         if field is not None:

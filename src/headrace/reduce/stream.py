@@ -12,6 +12,7 @@ Both give the bits that any number of workers would give with the same chunk_siz
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from headrace.reduce.columns import Columns, RowBatch, as_rows
 from headrace.reduce.kernel import row_dtype_name
 from headrace.reduce.partition import ARITHMETIC, default_chunk_size
 from headrace.reduce.result import GramResult
-from headrace.reduce.tree import StreamingBorderGram
+from headrace.reduce.tree import StreamingBorderGram, pairwise_sum
 
 __all__ = ["GramStream", "gram"]
 
@@ -68,12 +69,20 @@ class GramStream:
 
     def finish(self) -> GramResult:
         """The result over everything that was pushed."""
+        return GramResult.of(self.packed(), self.columns, self.n_rows, self.about)
+
+    def packed(self) -> np.ndarray:
+        """The upper triangle of the sum, without a result around it; nothing can be pushed after."""
         last = [part.finish() for part in self._parts]
         if last[0] is not None:
             self._add(last[0][0], [values for _, values in filter(None, last)])
         self._fold.seal(self._fold.frontier)
-        about = {"chunk_size": self.chunk_size, "rows": self._rows or "f64", "arithmetic": ARITHMETIC}
-        return GramResult.of(self._fold.finish(), self.columns, self.n_rows, about)
+        return self._fold.finish()
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the bits depend on beside the rows."""
+        return {"chunk_size": self.chunk_size, "rows": self._rows or "f64", "arithmetic": ARITHMETIC}
 
     def _add(self, chunk: int, parts: list[np.ndarray]) -> None:
         x, rest = parts[0], parts[1:]
@@ -84,6 +93,12 @@ class GramStream:
         except DataError as error:
             start = chunk * self.chunk_size
             raise DataError(f"rows {start:,} to {start + len(x):,}: {error}") from None
+
+
+def streams_result(parts: Sequence[np.ndarray], columns: Columns, n_rows: int, about: Mapping[str, Any]) -> GramResult:
+    """The result of streams that were summed apart: their packed sums added by number, pairwise."""
+    total = np.asarray(pairwise_sum(list(parts)))
+    return GramResult.of(total, columns, n_rows, dict(about) | {"streams": len(parts)})
 
 
 def gram(

@@ -301,13 +301,14 @@ def narrow(x, extra, first, count, columns, panels, levels):
         _macro(panels, 0, s, rows, 0, panels_count, 0, panels_count, levels)
 
 
-@njit(nb.void(_V64, nb.int64, nb.Array(nb.float64, 2, "C")), **_OPTIONS)
-def mirror(packed, k, full):
-    """The full symmetric matrix of a packed triangle, in blocks: a whole column at once would miss the cache each time."""
+@njit(nb.void(_V64, nb.int64, nb.Array(nb.float64, 2, "C"), nb.int64, nb.int64), **_OPTIONS)
+def mirror(packed, k, full, first, end):
+    """Rows and columns [first, end) of the symmetric matrix of a packed triangle, in blocks: a whole column at once would miss
+    the cache each time."""
     step = 32
-    for i0 in range(0, k, step):
+    for i0 in range(first, end, step):
         for j0 in range(i0, k, step):
-            for i in range(i0, min(i0 + step, k)):
+            for i in range(i0, min(i0 + step, end)):
                 base = i * k - i * (i - 1) // 2 - i
                 for j in range(max(j0, i), min(j0 + step, k)):
                     value = packed[base + j]

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +27,7 @@ from headrace import errors
 from headrace.errors import DataError, HeadraceError, WorkerDied, how_it_ended
 from headrace.metrics import Meter, Wait, default_meter
 from headrace.sources.cells import CellFile, CellOpener, Cells, open_cells
+from headrace.sources.native_threads import one_native_thread
 
 __all__ = ["CellProcesses", "CellReaders", "pack_cells", "unpack_cells"]
 
@@ -196,7 +195,7 @@ class CellProcesses:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        with _one_native_thread():
+        with one_native_thread():
             for i in range(workers):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs, recipe), name=f"headrace-cells-{i}", daemon=True)
@@ -293,23 +292,3 @@ def _serve(pipe: Connection, recipe: Mapping[str, Any]) -> None:
         return
     finally:
         readers.close()
-
-
-_spawning = threading.Lock()
-_NATIVE = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-
-
-@contextlib.contextmanager
-def _one_native_thread() -> Any:
-    """Children read and decode with one thread each: the processes are the parallelism."""
-    with _spawning:
-        before = {name: os.environ.get(name) for name in _NATIVE}
-        os.environ.update(dict.fromkeys(_NATIVE, "1"))
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value

@@ -6,10 +6,12 @@
     meta.py        what a spool holds; meta.json, meta.pkl without running anything
     batch_file.py  one file: rows, header, checksums; the document's .pt
     folder.py      where files lie, locks, sealed state
+    file_system.py what can be expected of the disk
     channel.py     one part of one split: publish, claim, verdict, quarantine, delete
     checker.py     may a file be read: one answer for all ranks
     provider.py    who makes files, and how many ahead: DataProviderBase
     sequential.py  producers whose next file depends on all before: SequentialProvider
+    syncing.py     files nobody waited for reach the disk as well
     sampling.py    next spans, BERT masks, balanced classes
     reader.py      which rows make the next batch
     ahead.py       one file ahead, in the background

@@ -35,6 +35,9 @@ class NotYet(Exception):
 @dataclass(slots=True, eq=False)
 class _Job:
     call: Callable[[], None]
+    name: str = ""
+    begun: bool = False
+    """Whether what it looks at may have changed since it looked."""
     at: float = 0.0
     """When to try it again."""
     pause: float = _LONGEST
@@ -94,11 +97,15 @@ class Ahead(Generic[T]):
                 if key in self._ready:
                     return
 
-    def later(self, job: Callable[[], None]) -> None:
-        """Do `job` in the background. An OSError or a HeadraceError of it is reported and the job is tried again."""
+    def later(self, job: Callable[[], None], name: str = "") -> None:
+        """Do `job` in the background. An OSError or a HeadraceError of it is reported and the job is tried again.
+
+        `name`: one that waits under this name already will do.
+        """
         with self._changed:
-            self._jobs.append(_Job(job))
-            self._start()
+            if not name or all(waiting.name != name or waiting.begun for waiting in self._jobs):
+                self._jobs.append(_Job(job, name))
+                self._start()
 
     def forget(self, match: Callable[[Key], bool] = lambda _: True) -> None:
         """Drop what was prepared: somebody loaded another position."""
@@ -147,6 +154,8 @@ class Ahead(Generic[T]):
                 now = time.monotonic()
                 job = next((j for j in self._jobs if j.at <= now), None)
                 self._busy = job is not None
+                if job is not None:
+                    job.begun = True
             moved = False
             for key, prepare in wanted:
                 moved |= self._try(key, prepare)
@@ -157,7 +166,7 @@ class Ahead(Generic[T]):
                 except Exception as error:  # full disk, no permission: keep the job, tell, come back later; others need not wait for it
                     self._on_failure(f"{type(error).__name__}: {error}")
                     self._failures += 1
-                    done, job.at = False, time.monotonic() + job.pause
+                    done, job.begun, job.at = False, False, time.monotonic() + job.pause
                     job.pause = min(2 * job.pause, 5.0)
                 with self._changed:
                     if done:

@@ -7,7 +7,7 @@
 
 The format is safetensors, so any tool opens a file. The bytes follow from the content alone: no clock, no host, no
 process is in them, so any provider that makes a file makes the same one. Rows are summed one by one where a row is
-16 KiB or more, and in groups of that size where it is less.
+8 KiB or more, and in groups of that size where it is less.
 
 The document's `.pt` files are read too: weights only, mapped, and with every size compared with the file's own before a
 tensor is looked at, because a .pt of 1.4 kB can describe 2**40 elements. Those written here carry checksums as well.
@@ -19,6 +19,7 @@ import json
 import math
 import os
 import stat
+import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["OFFSETS", "BatchFile", "FileHeader", "check_arrays", "numpy_dtype", "open_batch_file", "write_batch_file"]
 
 OFFSETS = "_offsets"
-SEGMENT_BYTES = 16 << 10
+SEGMENT_BYTES = 8 << 10
 _KIND, _VERSION = "headrace-spool", 1
 _MAX_COUNT = 1 << 62
 _MAX_PICKLE = 16 << 20
@@ -103,18 +104,32 @@ class FileHeader:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BatchFile:
-    """An open file. `arrays` are read-only views; a ragged field has its values and, under `<name>_offsets`, its rows' borders."""
+    """An open file. `arrays` are views of it; a ragged field has its values and, under `<name>_offsets`, its rows' borders."""
 
     path: Path
     header: FileHeader
     arrays: Mapping[str, np.ndarray]
     _check: Callable[[str, int, int, int], None]
+    _references: tuple[int, ...] = ()
+    """To each array's memory, when nobody else had any."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_references", self._count_references())
 
     @property
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self.arrays.values())
+
+    @property
+    def held(self) -> bool:
+        """Whether rows that were handed out as views are still in use."""
+        return any(now > then for now, then in zip(self._count_references(), self._references, strict=True))
+
+    def _count_references(self) -> tuple[int, ...]:
+        owners = (a.base if isinstance(a.base, np.ndarray) else a for a in self.arrays.values())
+        return tuple(map(sys.getrefcount, owners))
 
     def check(self, start: int = 0, stop: int | None = None, step: int = 1) -> None:
         """Check these rows of every field, before a value of them is used. FileCorrupt names file, field and rows."""
@@ -205,8 +220,11 @@ def _write_pt(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], 
 # --------------------------------------------------------------------------------------------------- read
 
 
-def open_batch_file(path: Path, *, split: str = "", seq: int | None = None) -> BatchFile:
-    """Map a file and check its header. FileCorrupt if it is damaged, foreign, a link, a pipe or a device."""
+def open_batch_file(path: Path, *, split: str = "", seq: int | None = None, private: bool = False) -> BatchFile:
+    """Map a file and check its header. FileCorrupt if it is damaged, foreign, a link, a pipe or a device.
+
+    `private`: its arrays may be handed to somebody who writes to them; the file stays as it is.
+    """
     try:
         status = os.lstat(path)
     except OSError as error:
@@ -216,7 +234,7 @@ def open_batch_file(path: Path, *, split: str = "", seq: int | None = None) -> B
         raise FileCorrupt(f"{path} is {kind}; a spool holds files of its own only")
     if path.suffix == ".pt":
         return _open_pt(path, status.st_size, split, seq)
-    container = open_container(path, verify=False)
+    container = open_container(path, verify=False, private=private)
     try:
         header = FileHeader.from_json(container.meta)
         _check_layout(header, container)

@@ -40,9 +40,10 @@ class FileChecker:
         patience: float,
         deadline: float,
         on_bad: Callable[[str], None],
+        private: bool = False,
     ) -> None:
         self._meta, self._stripe = meta, stripe
-        self._patience, self._deadline, self._on_bad = patience, deadline, on_bad
+        self._patience, self._deadline, self._on_bad, self._private = patience, deadline, on_bad, private
         self._seen: dict[tuple[str, int, int], float] = {}
         """When each file that has no verdict yet was first seen."""
 
@@ -108,7 +109,7 @@ class FileChecker:
         raise _remake(channel, seq, reason)
 
     def _opened(self, channel: Channel, seq: int, start: int, path: Path) -> BatchFile:
-        file = open_batch_file(path, split=channel.split, seq=seq)
+        file = open_batch_file(path, split=channel.split, seq=seq, private=self._private)
         header = file.header
         if (header.split, header.seq, header.part) != (channel.split, seq, channel.part):
             raise FileCorrupt(

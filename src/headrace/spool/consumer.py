@@ -39,6 +39,7 @@ from headrace.spool.ahead import Ahead
 from headrace.spool.batch_file import BatchFile
 from headrace.spool.channel import Channel
 from headrace.spool.checker import FileChecker
+from headrace.spool.file_system import FileSystem
 from headrace.spool.folder import HeldLock, SpoolFolder, lock_holder, patiently, sweep_dead_temporaries
 from headrace.spool.legacy import LegacyReader, legacy_fingerprint
 from headrace.spool.meta import FieldSpec, read_meta, schema_of
@@ -91,6 +92,7 @@ class DatasetConsumer:
         deadline: float = 600.0,
         verdict_patience: float = 5.0,
         archive: int = 0,
+        copy: bool | None = None,
         report: Callable[[str], None] | None = None,
         meter: Meter | None = None,
     ) -> None:
@@ -98,6 +100,9 @@ class DatasetConsumer:
 
         `batch_size`: samples of a whole batch, over all ranks; the provider's unless given. `deadline`: the longest wait for a batch.
         `archive`: how many used-up files to keep in archives/ instead of deleting them. `report`: gets one line a file.
+        `copy`: whether batches are copies. Without, those of a single rank are views of the mapped file: writing to one changes
+        neither the file nor another batch, and a file stays on the disk as long as a batch of it is referred to. Unless given,
+        batches are views on a local disk and copies on a network file system, where a file can be taken away from under a view.
         """
         problems = [
             f"{name} is {value!r}, expected a whole number of {least} or more"
@@ -140,16 +145,29 @@ class DatasetConsumer:
         self._writing, self._committing = threading.Lock(), threading.Lock()
         self._last_problem = ""
         self._closed = False
+        self._pins: bool | None = None
+        """Whether batches for no device in particular are pinned: there is a CUDA device to copy them to."""
         self._queued = prefer_queue and (self.data_dir / "queue").is_dir()
         self.batch_size = self.meta["batch_size"]
         if batch_size is not None:
             self.set_batch_size(batch_size)
         else:
             self._check_share(self.batch_size)
+        disk = FileSystem.of(self.data_dir)
+        self.copy = copy if copy is not None else not disk.local
+        self._retired: list[BatchFile] = []
+        """Files read to their end of which a batch is still in use."""
         self._checker = FileChecker(
-            self.meta, self._stripe, patience=verdict_patience, deadline=deadline, on_bad=self._set_aside
+            self.meta,
+            self._stripe,
+            patience=verdict_patience,
+            deadline=deadline,
+            on_bad=self._set_aside,
+            private=not self.copy,
         )
         if self._queued:
+            for sentence in disk.warnings:
+                self._tell(f"{self.data_dir}: {sentence}")
             self._claim_place()
 
     # ------------------------------------------------------------------------------------------- facts
@@ -215,13 +233,12 @@ class DatasetConsumer:
         for field in reader.schema:
             if field.dtype == "bfloat16":
                 tensors[field.name] = tensors[field.name].view(torch.bfloat16)
-        target = torch.device(device) if device is not None else None
-        if target is None and self.device_type == "cuda" and torch.cuda.is_available():
-            tensors = {n: t.pin_memory() for n, t in tensors.items()}
-        elif target is not None and target.type == "cuda":
-            tensors = {n: t.pin_memory().to(target, non_blocking=True) for n, t in tensors.items()}
-        elif target is not None and target.type != "cpu":
-            tensors = {n: t.to(target) for n, t in tensors.items()}
+        if device is not None and device != "cpu":
+            tensors = _moved(tensors, torch.device(device))
+        elif device is None and self.device_type == "cuda":
+            if self._pins is None:  # to ask takes 4 us, a third of a small batch
+                self._pins = torch.cuda.is_available()
+            tensors = {n: t.pin_memory() for n, t in tensors.items()} if self._pins else tensors
         self._meter.add("spool/batches")
         self._meter.add("spool/bytes", size)
         return (tensors["x"], tensors["y"]) if len(tensors) == 2 and "x" in tensors and "y" in tensors else tensors
@@ -294,7 +311,7 @@ class DatasetConsumer:
         self.reset_state()
         for split, position in positions.items():
             self._readers[split] = self._make_reader(split, position)
-        self._ahead.later(self._write_read_position)
+        self._ahead.later(self._write_read_position, "read position")
 
     def _checked_position(self, split: str, value: Any) -> dict[str, Any]:
         try:
@@ -480,7 +497,7 @@ class DatasetConsumer:
             raise HeadraceError(f"this consumer of {self.data_dir} was closed")
         if split not in self._readers:
             self._readers[split] = self._make_reader(split, None)
-            self._ahead.later(self._write_read_position)
+            self._ahead.later(self._write_read_position, "read position")
         return self._readers[split]
 
     def _make_reader(self, split: str, position: Mapping[str, Any] | None) -> QueueReader | RingReader | LegacyReader:
@@ -505,7 +522,7 @@ class DatasetConsumer:
             Part(part, files, seq, row, start)
             for part, ((seq, row), start) in enumerate(zip(position["at"], position["start"], strict=True))
         ]
-        reader = QueueReader(split, schema, self._stripe, self._pool, parts, position["g"])
+        reader = QueueReader(split, schema, self._stripe, self._pool, parts, position["g"], views=not self.copy)
         reader.prefetch()
         return reader
 
@@ -549,9 +566,14 @@ class DatasetConsumer:
         self._meter.add("spool/files_read")
         self._tell(f"{self._channel(split, part)} {seq}: read")
         if self.ack == "commit":
-            self._ahead.later(self._write_read_position)
+            self._ahead.later(self._write_read_position, "read position")
         else:
             self._ahead.later(lambda: self._used_up(split, seq, end))
+
+    def _let_go(self) -> None:
+        """Unmap files nobody uses any more. In the background: the trainer's own last reference would do it in its step."""
+        for file in [f for f in self._retired if not f.held]:
+            self._retired.remove(file)
 
     def _used_up(self, split: str, seq: int, end: int) -> None:
         """Commit a file that was delivered to its end, then delete it."""
@@ -581,6 +603,7 @@ class DatasetConsumer:
         self._ahead.close()
         self._ahead.forget()
         self._readers.clear()  # and with them the mapped files
+        self._retired.clear()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -603,6 +626,13 @@ class DatasetConsumer:
     def _tell(self, sentence: str) -> None:
         if self._report is not None:
             self._report(sentence)
+
+
+def _moved(tensors: Mapping[str, torch.Tensor], target: torch.device) -> dict[str, torch.Tensor]:
+    """On the device. To CUDA through pinned memory, so that the copy runs beside the step."""
+    if target.type == "cuda":
+        return {n: t.pin_memory().to(target, non_blocking=True) for n, t in tensors.items()}
+    return {n: t.to(target) for n, t in tensors.items()}
 
 
 class _SplitFiles:
@@ -632,8 +662,10 @@ class _SplitFiles:
             else:
                 self._consumer._require_place()
 
-    def finished(self, part: int, seq: int, last: list[object]) -> None:
+    def finished(self, part: int, seq: int, file: BatchFile | None) -> None:
         end = self._ends.pop((part, seq), None)
         if end is not None:
             self._consumer._finished(self._split, part, seq, end)
-        self._consumer._ahead.later(last.clear)
+        if file is not None:
+            self._consumer._retired.append(file)
+            self._consumer._ahead.later(self._consumer._let_go, "let go")

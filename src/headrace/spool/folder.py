@@ -89,8 +89,7 @@ class HeldLock:
                 if not lock.valid():  # its file was removed between the two calls
                     os.close(fd)
                     continue
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"{who}, process {os.getpid()} on {platform.node()}\n".encode(), 0)
+                lock.renew(who)
                 return lock
             except BlockingIOError:
                 os.close(fd)
@@ -99,6 +98,11 @@ class HeldLock:
                 os.close(fd)
                 raise
         raise StorageError(f"{path} keeps being removed by somebody else; look for a second janitor on this folder")
+
+    def renew(self, who: str) -> None:
+        """Write down who holds it; written anew with other words, it tells those who wait that the holder is alive."""
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{who}, process {os.getpid()} on {platform.node()}\n".encode(), 0)
 
     def valid(self) -> bool:
         """Whether the name still leads to what is held. False once somebody removed it: then a successor may be at work."""

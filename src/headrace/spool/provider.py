@@ -37,8 +37,10 @@ from headrace.metrics import Meter, MetricSpec, Reduction, Wait, default_meter, 
 from headrace.order import fingerprint_json, key
 from headrace.spool.batch_file import OFFSETS, FileHeader, check_arrays, numpy_dtype, tensor_array, write_batch_file
 from headrace.spool.channel import Channel, Published
+from headrace.spool.file_system import FileSystem, room
 from headrace.spool.folder import HeldLock, SpoolFolder
 from headrace.spool.meta import FieldSpec, check_meta, read_meta, schema_of, write_meta
+from headrace.spool.syncing import BackgroundSync
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +50,17 @@ __all__ = ["CIRCULAR_SPLITS", "DataProviderBase", "purge_spool"]
 CIRCULAR_SPLITS = ("val",)
 """Splits whose files are read again and again and never deleted."""
 
+_FEW_INODES = 64
+"""Fewer than these are little room: each end needs a few for a moment, for claims, verdicts and positions."""
+
 register(
+    MetricSpec(
+        "spool/little_room",
+        Reduction.SUM,
+        unit="",
+        healthy=(0, 0),
+        help="times the disk had no room for the files to be made ahead",
+    ),
     MetricSpec("spool/files_published", Reduction.SUM, unit="files", help="files this provider put into the spool"),
     MetricSpec(
         "spool/files_remade", Reduction.SUM, unit="files", help="files made again after they went missing or bad"
@@ -90,7 +102,7 @@ class DataProviderBase:
         """`batch_size` … `verbose` as in the document. `sleep_seconds` bounds the pause between two looks at the backlog.
 
         `join`: work beside providers that are running already. `force_regenerate`: empty the queue first. `durable=False`: no
-        fsync, for data that can be made again. `file_format`: "safetensors", or "pt" for scripts that torch.load. `max_retained`:
+        fsync on the way, a thread syncs files behind; for data that can be made again. `file_format`: "safetensors", or "pt" for scripts that torch.load. `max_retained`:
         files that may wait for a commit before the provider gives up. `val_files`: files of a circular split. `deadline`: seconds without a need for a file, or without room
         on the disk, after which `run` ends with an error. `report`: gets one line a file.
         """
@@ -132,6 +144,8 @@ class DataProviderBase:
         self._unpublished: tuple[Channel, int, FileHeader, dict[str, np.ndarray]] | None = None
         """What was made and found no room on the disk: it is not made a second time."""
         self._no_room_since: float | None = None
+        self._little_room = False
+        self._sync: BackgroundSync | None = None
 
     # --------------------------------------------------------------------------------------------- hooks
 
@@ -186,6 +200,8 @@ class DataProviderBase:
         if self._lock is not None:
             return
         self.folder.prepare()
+        for sentence in FileSystem.of(self.data_dir).warnings if self.durable else ():
+            self._tell(f"{self.data_dir}: {sentence}")
         who = f"{type(self).__name__} for {', '.join(splits)}"
         try:
             self._lock = self.folder.take_lock(
@@ -218,6 +234,9 @@ class DataProviderBase:
             raise
 
     def close(self) -> None:
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -398,8 +417,8 @@ class DataProviderBase:
         self._no_room_since = since = self._no_room_since or now
         if now - since > self.deadline:
             raise problem
-        if self._report is not None and now == since:
-            self._report(f"waiting for the disk: {problem}")
+        if now == since:
+            self._tell(f"waiting for the disk: {problem}")
         pause = min(1.0, max(0.01, (now - since) / 4), self.sleep_seconds)
         with Wait("spool.disk", deadline=self.deadline, remedy=str(problem), meter=self._meter):
             self._stop.wait(pause)
@@ -443,6 +462,23 @@ class DataProviderBase:
             )
         return outcome == "published"
 
+    def _look_at_the_room(self, size: int) -> None:
+        """Tell once when the disk will not hold what is to be made ahead: soon there will be a wait for it."""
+        left, wanted = room(self.data_dir), self.max_backlog_files
+        little = left.bytes < size * wanted or (left.inodes is not None and left.inodes < _FEW_INODES + wanted)
+        if little and not self._little_room:
+            self._meter.add("spool/little_room")
+            inodes = "" if left.inodes is None else f" and {left.inodes:,} inodes"
+            self._tell(
+                f"{self.data_dir} is nearly full: {left.bytes:,} bytes{inodes} are left, up to {wanted} files of {size:,} bytes are made ahead. "
+                "Free space, or the provider will wait for it (spool.disk)"
+            )
+        self._little_room = little
+
+    def _tell(self, sentence: str) -> None:
+        if self._report is not None:
+            self._report(sentence)
+
     def _publish(self, channel: Channel, seq: int) -> Published:
         if self._unpublished is None or self._unpublished[:2] != (channel, seq):
             self._unpublished = (channel, seq, *self._content(channel, seq))
@@ -453,6 +489,11 @@ class DataProviderBase:
             ring=channel.split in CIRCULAR_SPLITS,
         )
         self._unpublished = None
+        if outcome == "published":
+            self._look_at_the_room(sum(array.nbytes for array in arrays.values()))
+            if not self.durable:
+                self._sync = self._sync or BackgroundSync(self._tell, self._meter)
+                self._sync.add(channel.path(seq))
         return outcome
 
     def _content(self, channel: Channel, seq: int) -> tuple[FileHeader, dict[str, np.ndarray]]:

@@ -90,8 +90,8 @@ class Files(Protocol):
         """A row of this file is about to be delivered."""
         ...
 
-    def finished(self, part: int, seq: int, last: list[object]) -> None:
-        """All rows of this file were delivered. `last` has the last reference to it: to unmap 32 MiB takes a millisecond."""
+    def finished(self, part: int, seq: int, file: BatchFile | None) -> None:
+        """All rows of this file were delivered. Whoever drops the last reference unmaps it, and 32 MiB take a millisecond."""
         ...
 
 
@@ -126,8 +126,6 @@ class Part:
             self._open.append(_Open(seq, start, file))
             if file.header.last:
                 self.last = self._open[-1].end
-            else:
-                self._files.want(self.number, seq + 1, self._open[-1].end)
         return min(end, self.last) if self.last is not None else end
 
     def spans(self, first: int, count: int, step: int) -> list[tuple[BatchFile, int, int]]:
@@ -150,13 +148,18 @@ class Part:
         """Rows below `row` of the part were delivered."""
         while self._open and self._open[0].end <= row and not (self.last is not None and len(self._open) == 1):
             self.being_read = None
-            gone: list[object] = [self._open[0]]
-            seq = self._open[0].seq
-            self.seq, self.start = seq + 1, self._open.popleft().end
-            self._files.finished(self.number, seq, gone)
+            done = self._open.popleft()
+            self.seq, self.start = done.seq + 1, done.end
+            self._files.finished(self.number, done.seq, done.file)
         if self._open and self.last is not None and row >= self.last:
-            self._files.finished(self.number, self._open[0].seq, [])
+            self._files.finished(self.number, self._open[0].seq, None)
         self.row = row - self.start
+
+    def look_ahead(self) -> None:
+        """Let the file after the open ones be prepared. Last of all: the thread that is woken takes the interpreter at the next
+        system call of ours, and a batch whose file was just begun then waited 1 to 5 ms for it."""
+        if self._open and self.last is None:
+            self._files.want(self.number, self._open[-1].seq + 1, self._open[-1].end)
 
 
 class QueueReader:
@@ -170,8 +173,11 @@ class QueueReader:
         pool: BufferPool,
         parts: list[Part],
         position: int,
+        views: bool = False,
     ) -> None:
+        """`views`: batches may be views of the files' memory. Ranks and parts interleave rows, so theirs are copies all the same."""
         self.split, self.schema, self.stripe, self.pool, self.parts = split, tuple(schema), stripe, pool, parts
+        self._views = views and len(parts) == 1 and stripe.world_size == 1
         self.position = position
         """Global index of the next sample."""
         self.batches = 0
@@ -206,6 +212,8 @@ class QueueReader:
         self.batches += 1
         for part in self.parts:
             part.advance(_rows_before(limit, part.number, parts))
+        for part in self.parts:
+            part.look_ahead()
         return arrays
 
     def _straight(self, part: Part, begin: int, end: int) -> dict[str, np.ndarray] | None:
@@ -216,10 +224,14 @@ class QueueReader:
         world, start = self.stripe.world_size, entry.start
         first, stop = begin + (self.stripe.rank - begin) % world - start, end - start
         count = -(-(stop - first) // world)
-        arrays, out = entry.file.arrays, {}
-        for name, shape, dtype in self._fixed:
-            array = out[name] = self.pool.array((count, *shape), dtype)
-            np.copyto(array, arrays[name][first:stop:world])
+        arrays: Mapping[str, np.ndarray] = entry.file.arrays
+        if self._views:
+            out = {name: arrays[name][first:stop] for name, _, _ in self._fixed}
+        else:
+            out = {}
+            for name, shape, dtype in self._fixed:
+                array = out[name] = self.pool.array((count, *shape), dtype)
+                np.copyto(array, arrays[name][first:stop:world])
         self.position = end
         self.batches += 1
         part.row = stop
@@ -227,6 +239,10 @@ class QueueReader:
 
     def _gather(self, begin: int, end: int, stripe: Stripe, check: bool = False) -> dict[str, np.ndarray]:
         world, parts = stripe.world_size, len(self.parts)
+        if self._views:
+            spans = self.parts[0].spans(begin, end - begin, 1)
+            if len(spans) == 1 and not check:
+                return self._viewed(*spans[0])
         own = begin + (stripe.rank - begin) % world
         count = max(0, -(-(end - own) // world))
         out = {name: self.pool.array((count, *shape), dtype) for name, shape, dtype in self._fixed}
@@ -253,6 +269,14 @@ class QueueReader:
                 place += here * stride
         for field in self._ragged:
             _put_ragged(out, field, [pieces[field.name][i] for i in range(count)])
+        return out
+
+    def _viewed(self, file: BatchFile, row: int, count: int) -> dict[str, np.ndarray]:
+        out = {name: file.arrays[name][row : row + count] for name, _, _ in self._fixed}
+        for field in self._ragged:
+            borders = file.arrays[field.name + OFFSETS][row : row + count + 1]
+            out[field.name] = file.arrays[field.name][borders[0] : borders[-1]]
+            out[field.name + OFFSETS] = borders - borders[0]
         return out
 
     def _filled(self, begin: int, limit: int, batch_size: int) -> dict[str, np.ndarray]:

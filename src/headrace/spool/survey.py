@@ -19,6 +19,7 @@ from headrace.errors import ConfigError, FileCorrupt
 from headrace.order import fingerprint_json
 from headrace.spool.batch_file import BatchFile, open_batch_file
 from headrace.spool.channel import Channel
+from headrace.spool.file_system import FileSystem, room
 from headrace.spool.folder import SpoolFolder, lock_holder
 from headrace.spool.meta import read_meta
 from headrace.spool.provider import CIRCULAR_SPLITS
@@ -134,11 +135,11 @@ def describe(path: Path) -> dict[str, Any]:
             holder = lock_holder(folder.state / name) if name.endswith(".lock") else None
             if holder:
                 locks[name.removesuffix(".lock")] = holder
-    ours = meta.get("headrace", {})
+    ours, disk = meta.get("headrace", {}), FileSystem.of(path)
     return {
         "path": str(path), "dataset_name": meta["dataset_name"], "training_type": meta["training_type"], "batch_size": meta["batch_size"],
         "job": ours.get("job"), "kind": ours.get("kind", "document"), "parts": ours.get("parts", 1), "samples_committed": {s: p["g"] for s, p in points.items()},
-        "splits": splits, "at_work": locks,
+        "splits": splits, "at_work": locks, "disk": {"file_system": disk.kind, "warnings": list(disk.warnings), **asdict(room(path))},
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import torch
 from headrace.errors import ConfigError, CursorMismatch, DataError, HeadraceError
 from headrace.ledger import LedgerSettings, LedgerShard, owner_of
 from headrace.metrics import reduce_loss_metrics
+from headrace.order.keys import mix64_array
 
 FALSE_LRU, FALSE_STALE = "ledger/false_evictions/lru", "ledger/false_evictions/stale"
 
@@ -132,6 +133,28 @@ def test_a_million_groups_stay_within_the_bounds_of_the_ghosts():
     assert shard.index_nbytes <= 40 * (10_000 + 5_000) + 1024
 
 
+def test_groups_that_were_made_to_collide_are_found_and_forgotten_like_any_other():
+    gids = np.arange(3_000_000)
+    home = (mix64_array(gids.view(np.uint64)) >> np.uint64(32)) * np.uint64(2_048) >> np.uint64(32)
+    crowd = gids[home >= 2_047][
+        :700
+    ]  # all at the last entry of a table of 2,048: they go round its end, and far past 255
+    assert len(crowd) == 700
+    shard = stale(4, ghost_capacity=300)
+    held: dict[int, int] = {}
+    rng = np.random.default_rng(1)
+    for step in range(1, 25):
+        chosen = rng.choice(crowd, 150, replace=False)
+        put(shard, step, *chosen.tolist())
+        shard.end_step(step)
+        held = {gid: last for gid, last in (held | dict.fromkeys(chosen.tolist(), step)).items() if last >= step - 4}
+        states, found = shard.lookup(crowd)
+        assert found.tolist() == [gid in held for gid in crowd.tolist()]
+        assert states[:, 0].tolist() == [held.get(gid, 0) for gid in crowd.tolist()]
+        assert shard.order().tolist() == sorted(held, key=lambda gid: (held[gid], gid))
+    assert shard.drain_metrics()[FALSE_STALE] > 100
+
+
 def test_groups_of_active_streams_are_left_alone_until_nothing_else_is_left():
     shard = lru(2, protect_active=True)
     put(shard, 0, 1, stream=8)
@@ -231,6 +254,9 @@ def test_a_saved_ledger_that_cannot_be_is_refused_before_anything_changes(spoil:
     put(other, 0, 5)
     with pytest.raises(CursorMismatch, match=r"does not fit this one .*(ghosts/mode|ledger/last|ledger/state): saved"):
         other.load_state_arrays([(arrays | spoil, meta)])
+    twice = {name: np.repeat(array, 2) for name, array in arrays.items() if name.startswith("ghosts/")}
+    with pytest.raises(CursorMismatch, match="remembers an evicted group twice"):
+        other.load_state_arrays([(arrays | twice, meta)])
     with pytest.raises(CursorMismatch, match="width: saved 2, now 4"):
         LedgerShard(LedgerSettings(width=4)).load_state_arrays([(arrays, meta)])
     assert other.order().tolist() == [5]

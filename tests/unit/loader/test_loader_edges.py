@@ -95,7 +95,7 @@ def test_a_loader_that_is_forgotten_takes_its_threads_along(data):
     del made
     gc.collect()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert our_threads() == []
 
 

@@ -358,7 +358,7 @@ def test_a_loader_that_is_left_in_the_middle_leaves_no_thread(original):
     assert thread.is_alive()
     del loader
     gc.collect()
-    thread.join(2)
+    thread.join(60)
     assert not thread.is_alive()
 
 

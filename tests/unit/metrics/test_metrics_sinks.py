@@ -244,7 +244,7 @@ def test_a_full_queue_drops_counts_and_does_not_block() -> None:
     began = time.perf_counter()
     for step in range(1, 101):
         sinks.write({"step": step})
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < 10  # of the 30 that it hangs
     assert meter.drain()["sink/dropped"] == 90
     hanging.leave.set()
     sinks.close()
@@ -259,7 +259,7 @@ def test_a_hanging_sink_holds_up_neither_close_nor_another_sink(caplog: pytest.L
     assert hanging.entered.wait(10)
     began = time.perf_counter()
     sinks.close(0.2)
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 10  # of the 30 that it hangs
     assert len(keeping.records) == 3
     assert keeping.closed == 1
     assert meter.totals()["sink/dropped"] == 3  # one it hangs in, two behind it

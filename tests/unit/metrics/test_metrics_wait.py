@@ -86,7 +86,7 @@ def test_check_has_a_remedy_when_none_was_given(meter: Meter) -> None:
 def test_remaining_ends_a_blocking_call(meter: Meter) -> None:
     with Wait("a", meter=meter, deadline=0.01) as wait, pytest.raises(queue.Empty):
         queue.Queue().get(timeout=wait.remaining())
-    assert 0.01 <= wait.elapsed < 5
+    assert 0.01 <= wait.elapsed < 60
     assert wait.elapsed == wait.elapsed  # it stands still once left
 
 

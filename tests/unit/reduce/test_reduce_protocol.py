@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -342,3 +343,19 @@ def test_a_worker_resumes_inside_a_span_to_the_bit(tmp_path):
     again = NodeWorker.resume(NodeWorkerCheckpoint.load(files))
     assert again.next_chunk == 200, "nothing of the open span is computed twice"
     assert shipped(again) == straight
+
+
+@pytest.mark.parametrize("mean", [0.0, 100.0], ids=["gaussian", "large mean"])
+def test_the_largest_error_of_an_entry_is_no_more_than_that_of_a_plain_product(mean):
+    rng = np.random.default_rng(1)
+    x = (rng.standard_normal((40_000, 24)) + mean).astype("f4")
+    wide = x.astype("f8")
+    worst = {"ours": 0.0, "plain": 0.0}
+    ours, plain = chunk_gram(x), wide.T @ wide
+    for i in range(0, 24, 3):
+        for j in range(i, 24, 3):
+            products = wide[:, i] * wide[:, j]  # exact: f32 times f32
+            exact, unit = math.fsum(products.tolist()), 2.0**-53 * float(np.abs(products).sum())
+            worst["ours"] = max(worst["ours"], abs(ours[i, j] - exact) / unit)
+            worst["plain"] = max(worst["plain"], abs(plain[i, j] - exact) / unit)
+    assert worst["ours"] <= min(worst["plain"], 20.0), worst

@@ -66,9 +66,7 @@ def test_rows_can_be_converted_and_half_precision_is_read(tmp_path):
     np.save(tmp_path / "a.npy", X.astype("f8"))
     assert RowShards.open([tmp_path], rows="f32").read(0, 50).x.tobytes() == X.tobytes()
     np.save(tmp_path / "b.npy", X)
-    with pytest.raises(
-        DataError, match=r"a.npy has f64 as the type of its rows; choose one with --rows, .*b.npy has f32"
-    ):
+    with pytest.raises(DataError, match=r"a.npy has f64 rows, .*b.npy has f32; choose one type with --rows"):
         RowShards.open([tmp_path])
     assert RowShards.open([tmp_path], rows="f16").read(0, 100).x.dtype == np.float16
     raw = (X.view(np.uint32) >> 16).astype(np.uint16)

@@ -45,7 +45,7 @@ def first_ids(batch):
 
 def test_steps_arrive_in_order_each_once_and_then_the_data_ends(tmp_path):
     asyncio.run(send_steps(tmp_path, range(4), empty={1}))
-    with SpoolReceiver(tmp_path, deadline=5.0) as receiver:
+    with SpoolReceiver(tmp_path, deadline=60.0) as receiver:
         seen = []
         for _ in range(3):
             batch = receiver.receive()
@@ -61,20 +61,20 @@ def test_steps_arrive_in_order_each_once_and_then_the_data_ends(tmp_path):
 
 def test_a_restarted_pair_goes_on_after_what_was_acknowledged(tmp_path):
     asyncio.run(send_steps(tmp_path, range(3), last=False))
-    with SpoolReceiver(tmp_path, deadline=5.0) as receiver:
+    with SpoolReceiver(tmp_path, deadline=60.0) as receiver:
         receiver.ack(receiver.receive().step)
         assert receiver.receive().step == 1
     asyncio.run(send_steps(tmp_path, [3]))
     assert sorted(p.name for p in (tmp_path / "queue" / "rollouts").iterdir() if "experts" not in p.name) == [
         f"step_{s:012d}.safetensors" for s in (1, 2, 3)
     ]
-    with SpoolReceiver(tmp_path, deadline=5.0) as receiver:
+    with SpoolReceiver(tmp_path, deadline=60.0) as receiver:
         assert [receiver.receive().step for _ in range(3)] == [1, 2, 3]
 
 
 def test_stale_batches_are_refused_and_counted(tmp_path):
     asyncio.run(send_steps(tmp_path, range(4), versions=[0, 7, 2, 9]))
-    with SpoolReceiver(tmp_path, deadline=5.0, max_lag=2) as receiver:
+    with SpoolReceiver(tmp_path, deadline=60.0, max_lag=2) as receiver:
         assert [receiver.receive(policy_version=9).step for _ in range(2)] == [1, 3]
         assert receiver.refused == {"stale": 2}
 
@@ -85,7 +85,7 @@ def test_a_sender_waits_for_the_slowest_rank_by_name_and_deletes_what_all_have(t
             await send_steps(tmp_path, range(3), ranks=2, max_unread=2, deadline=0.2, last=False)
 
     asyncio.run(go())
-    readers = [SpoolReceiver(tmp_path, rank=r, ranks=2, deadline=5.0) for r in range(2)]
+    readers = [SpoolReceiver(tmp_path, rank=r, ranks=2, deadline=60.0) for r in range(2)]
     sending = threading.Thread(target=lambda: asyncio.run(send_steps(tmp_path, [3, 4], ranks=2, max_unread=2)))
     sending.start()
     for _ in range(5):
@@ -127,7 +127,7 @@ def test_steps_out_of_order_another_folder_or_another_number_of_ranks_are_refuse
     with pytest.raises(ConfigError, match=r"step 1 was sent after step -1"):
         asyncio.run(send_steps(tmp_path / "order", [1]))
     asyncio.run(send_steps(tmp_path / "ranks", [0]))
-    with SpoolReceiver(tmp_path / "ranks", ranks=2, deadline=5.0) as receiver:
+    with SpoolReceiver(tmp_path / "ranks", ranks=2, deadline=60.0) as receiver:
         with pytest.raises(ConfigError, match="packed for 1 ranks, this trainer has 2"):
             receiver.receive()
         with pytest.raises(ConfigError, match="cannot be acknowledged"):
@@ -137,7 +137,7 @@ def test_steps_out_of_order_another_folder_or_another_number_of_ranks_are_refuse
 def test_a_renamed_batch_is_refused(tmp_path):
     asyncio.run(send_steps(tmp_path, [0]))
     queue = tmp_path / "queue" / "rollouts"
-    with SpoolReceiver(tmp_path, deadline=5.0) as receiver:
+    with SpoolReceiver(tmp_path, deadline=60.0) as receiver:
         receiver.ack(receiver.receive().step)
         for kind in ("", ".experts"):
             (queue / f"step_{0:012d}{kind}.safetensors").rename(queue / f"step_{1:012d}{kind}.safetensors")

@@ -63,7 +63,7 @@ def test_every_rank_gets_every_step_in_order_and_then_the_end(tmp_path, monkeypa
     monkeypatch.setattr(wire, "_PART", 1000)  # many parts a file
     sending = Orchestrator(tmp_path / "queue", range(4), empty={2}, ranks=2, max_unread=1, tokens=400)
     ranks = [
-        ZmqReceiver(sending.sender.address, tmp_path / f"rank{r}", rank=r, ranks=2, deadline=10.0) for r in range(2)
+        ZmqReceiver(sending.sender.address, tmp_path / f"rank{r}", rank=r, ranks=2, deadline=60.0) for r in range(2)
     ]
     for step in (0, 1, 3):
         for rank in ranks:
@@ -109,7 +109,7 @@ def test_foreign_messages_and_other_ranks_are_refused_and_counted(tmp_path):
     other = ZmqReceiver(sending.sender.address, tmp_path / "r", rank=1, ranks=2)
     with other, pytest.raises(ConfigError, match="packed for 1 ranks, not 2"):
         other.receive()
-    with ZmqReceiver(sending.sender.address, tmp_path / "r", deadline=10.0) as receiver:
+    with ZmqReceiver(sending.sender.address, tmp_path / "r", deadline=60.0) as receiver:
         receiver.ack(receiver.receive().step)
         with pytest.raises(EndOfData):
             receiver.receive()
@@ -121,7 +121,7 @@ def test_foreign_messages_and_other_ranks_are_refused_and_counted(tmp_path):
 
 def test_a_batch_larger_than_allowed_is_not_fetched(tmp_path):
     sending = Orchestrator(tmp_path / "queue", [0], deadline=0.5)
-    with ZmqReceiver(sending.sender.address, tmp_path / "r", max_bytes=100, deadline=10.0) as receiver:
+    with ZmqReceiver(sending.sender.address, tmp_path / "r", max_bytes=100, deadline=60.0) as receiver:
         with pytest.raises(ConfigError, match="at most 100 are taken"):
             receiver.receive()
         assert list((tmp_path / "r").iterdir()) == []

@@ -93,7 +93,7 @@ def test_a_packed_line_of_200_mb_above_the_limit_is_a_bad_row_that_is_never_held
     )  # fmt: skip
     *lengths, mib = map(int, done.stdout.split())
     assert lengths == [1, -1, 1]
-    assert mib < 170  # 64 MiB of unpacked text are kept, whatever the line; the line itself has 190
+    assert mib < 185  # 64 MiB of unpacked text are kept, twice while they grow (138 seen); the line itself has 190
 
 
 def test_a_shard_of_each_format_that_was_cut_short_is_a_hole_and_the_rest_is_read(tmp_path):

@@ -95,7 +95,7 @@ def test_a_queue_filled_by_the_document_s_provider_is_read_by_number_not_by_cloc
 
 def test_a_provider_that_counts_from_the_beginning_again_is_found_out(folder, consumer):
     queue_file(folder, 1, 0, 0)
-    reader = consumer(folder, deadline=5)
+    reader = consumer(folder, deadline=60)
     reader.get_batch("train")
     reader.get_batch("train")
     assert reader._ahead.drain(10)

@@ -1,0 +1,92 @@
+"""What can be expected of the disk a spool lies on: does it keep its word, and how much room is left?
+
+    FileSystem.of(path)           its kind, whether other machines share it, what it does not keep
+    FileSystem.of(path).warnings  sentences for whoever opens a spool there
+    room(path)                    bytes and inodes that are free
+
+A spool stands on three things: `link` excludes, `fsync` reaches the disk, `flock` is seen by everybody who reads. Links
+are tried out whenever a spool is opened; the other two cannot be tried, so they are judged by the file system's name. On
+Linux that is read from /proc/self/mountinfo; elsewhere it is unknown, and nothing is said.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+__all__ = ["FileSystem", "Room", "room"]
+
+_SHARED = {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2", "orangefs", "smb3", "virtiofs", "wekafs"}  # fmt: skip
+_IN_MEMORY = {"tmpfs", "ramfs"}
+_LOCKS_OF_ONE_MACHINE = {"9p", "cifs", "smb3"}
+"""Where a lock of one machine is not seen by another, or only with mount options that are not the default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSystem:
+    """The file system a folder lies on."""
+
+    kind: str
+    """As `mount` names it; empty where that cannot be found out."""
+
+    @classmethod
+    def of(cls, path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Self:
+        """That of the nearest folder of `path` that exists."""
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        try:
+            device = path.stat().st_dev
+            lines = mounts.read_text(errors="replace").splitlines()
+        except OSError:
+            return cls(kind="")
+        wanted, resolved = f"{os.major(device)}:{os.minor(device)}", str(path.resolve())
+        best = ("", "")
+        for line in lines:
+            words, _, after = line.partition(" - ")
+            fields, kind = words.split(), after.split(maxsplit=1)[:1]
+            if len(fields) < 5 or not kind:
+                continue
+            point = fields[4].replace("\\040", " ")
+            inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
+            # By number where a file system shows the same one everywhere; btrfs and some network ones do not: there by the longest path.
+            if fields[2] == wanted and inside:
+                return cls(kind=kind[0])
+            if inside and len(point) >= len(best[0]):
+                best = (point, kind[0])
+        return cls(kind=best[1])
+
+    @property
+    def local(self) -> bool:
+        """Whether a file that is deleted stays readable to whoever has it mapped, whoever deletes it."""
+        return self.kind not in _SHARED and not self.kind.startswith("fuse")
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What it does not keep of what a spool relies on."""
+        found = []
+        if self.kind in _IN_MEMORY:
+            found.append(f"{self.kind} is memory: nothing in it survives a power cut or a reboot")
+        if self.kind in _LOCKS_OF_ONE_MACHINE:
+            found.append(
+                f"locks on {self.kind} are not seen by other machines: see to it that there is one consumer per rank"
+            )
+        if self.kind.startswith("fuse") and self.kind != "fuseblk":
+            found.append(f"{self.kind} may not pass fsync and locks on: try a power cut before you rely on it")
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What is free."""
+
+    bytes: int
+    inodes: int | None
+    """None where the file system does not count them."""
+
+
+def room(path: Path) -> Room:
+    """What is free on the disk of a folder, for this user."""
+    told = os.statvfs(path)
+    return Room(bytes=told.f_bavail * told.f_frsize, inodes=told.f_favail if told.f_files else None)

@@ -1,0 +1,328 @@
+"""Partials through a folder: whoever works, dies, is stopped or damages a file, the sum has the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.errors import ConfigError, DataChanged, DataError, DeadlineExceeded
+from headrace.jobs.gram import join_spool
+from headrace.jobs.gram_spool import SpoolCrew, SpoolWorker, Wanted, order_in
+from headrace.order import fingerprint_json
+from headrace.reduce import (
+    CheckpointFiles,
+    Columns,
+    CrossNodeCheckpoint,
+    CrossNodeGramReduction,
+    CrossNodePartition,
+    GramResult,
+    NodePartial,
+    Provenance,
+    gram,
+)
+from headrace.reduce.crew import drive
+from headrace.reduce.orders import WorkOrder
+from headrace.reduce.shards import RowShards
+
+CHUNK = 10
+ENV = os.environ | {"NO_COLOR": "1"}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    x = np.random.default_rng(2).standard_normal((1711, 5)).astype("f4")
+    np.save(folder / "0.npy", x)
+    return folder, x, gram(x, chunk_size=CHUNK).sha256
+
+
+def order_for(folder, *, span=1, job="t", threads=1) -> WorkOrder:
+    shards = RowShards.open([folder])
+    columns = Columns(width=shards.width)
+    partition = CrossNodePartition(k=columns.k, n_rows=shards.n_rows, chunk_size=CHUNK, n_ranks=1, span=span)
+    provenance = Provenance(job=job, rows=shards.dtype)
+    return WorkOrder(
+        partition=partition, provenance=provenance, columns=columns, shards=shards.spec, data=shards.fingerprint(), threads=threads
+    )  # fmt: skip
+
+
+def begun(path, order, *, workers=0, first_unit=0, lease=30.0, notice=lambda _: None) -> SpoolCrew:
+    return SpoolCrew(
+        path, order, workers=workers, first_unit=first_unit, window=4, lease=lease, notice=notice, patience=30
+    )
+
+
+def sha(reduction, order) -> str:
+    return GramResult.of(reduction.finish(), order.columns, order.partition.n_rows, {}).sha256
+
+
+def take(crew, reduction) -> bool:
+    """Fold the next partial, if it is there."""
+    crew.ask(0, reduction.received_per_rank[0])
+    answer = crew.answer(0)
+    if answer is None:
+        return False
+    if answer.error is not None:
+        raise answer.error
+    reduction.receive(NodePartial.from_bytes(answer.message))
+    return True
+
+
+@pytest.mark.parametrize(("logical", "span"), [(1, 1), (7, 1), (64, 1), (3, 128)])
+def test_any_number_of_workers_in_any_order_gives_the_bits_of_one_process(rows, tmp_path, logical, span):
+    folder, _, expected = rows
+    order = order_for(folder, span=span, threads=1 + logical % 2)
+    crew = begun(tmp_path / "s", order)
+    reduction, rng = (
+        CrossNodeGramReduction(order.partition, provenance=order.provenance),
+        np.random.default_rng(logical),
+    )
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(SpoolWorker(tmp_path / "s")) for _ in range(logical)]
+        while not reduction.complete:
+            workers[rng.integers(logical)].step()
+            while rng.random() < 0.5 and take(crew, reduction):
+                continue
+        assert sha(reduction, order) == expected
+        assert sum(w.made for w in workers) == order.partition.n_units
+        crew.finish()
+        assert {w.step() for w in workers} == {"finished"}
+        crew.close()
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_killed_coordinator_finds_every_partial_that_neither_generation_holds(rows, tmp_path):
+    folder, _, expected = rows
+    order = order_for(folder)
+    reduction, crew = CrossNodeGramReduction(order.partition, provenance=order.provenance), begun(tmp_path / "s", order)
+    files, commit = CheckpointFiles(tmp_path / "c", "coordinator"), crew.spool.channel.commit_point
+    with SpoolWorker(tmp_path / "s") as worker:
+        for stop in (40, 90, 130):
+            while reduction.frontier < stop:
+                worker.step()
+                take(crew, reduction)
+            newest = reduction.checkpoint().save(files)
+            crew.saved(reduction.received_per_rank[0])
+        assert commit() == 90, "what the older of two generations lacks is kept"
+        while worker.step() == "made":
+            continue
+        made = worker.made
+        crew._lock.release()  # as when the process is gone
+        os.truncate(newest, 1000)
+        resumed = CrossNodeGramReduction.resume(CrossNodeCheckpoint.load(files))
+        again = begun(tmp_path / "s", order, first_unit=resumed.received_per_rank[0])
+        while not resumed.complete:
+            assert take(again, resumed), "nothing has to be computed again"
+        assert sha(resumed, order) == expected
+        assert worker.step() == "idle"
+        assert worker.made == made == order.partition.n_units
+        again.close()
+
+
+def test_a_lost_checkpoint_means_that_everything_is_made_again(rows, tmp_path):
+    folder, _, expected = rows
+    order = order_for(folder)
+    crew = begun(tmp_path / "s", order)
+    crew.spool.commit(60)
+    crew.close()
+    crew, reduction = begun(tmp_path / "s", order), CrossNodeGramReduction(order.partition, provenance=order.provenance)
+    with SpoolWorker(tmp_path / "s") as worker:
+        for _ in range(2 * order.partition.n_units):
+            worker.step()
+            take(crew, reduction)
+    crew.close()
+    assert sha(reduction, order) == expected
+
+
+def test_a_damaged_or_foreign_file_is_set_aside_and_made_again(rows, tmp_path):
+    folder, _, expected = rows
+    order, told = order_for(folder), []
+    crew = begun(tmp_path / "s", order, notice=told.append)
+    reduction, queue = CrossNodeGramReduction(order.partition, provenance=order.provenance), crew.spool.channel
+    with SpoolWorker(tmp_path / "s") as worker:
+        while worker.step() == "made":
+            continue
+        good = {unit: queue.path(unit).read_bytes() for unit in (3, 4)}
+        queue.path(3).write_bytes(good[3][:-9])
+        queue.path(4).write_bytes(good[4][:-1] + bytes([good[4][-1] ^ 1]))
+        queue.path(5).write_bytes(good[4])
+        os.truncate(queue.path(6), 1 << 40)  # sparse: read whole, it would be a terabyte
+        queue.path(7).unlink()
+        queue.path(7).symlink_to("/dev/zero")
+        while not reduction.complete:
+            while worker.step() == "made":
+                continue
+            take(crew, reduction)
+    assert sha(reduction, order) == expected
+    assert [s.partition(" ")[0] and s.rpartition(" and is made again")[1] for s in told] == [" and is made again"] * 5
+    for sentence, words in zip(told, ("truncated", "checksum", "another chunk", "at most", "opened"), strict=True):
+        assert words in sentence
+    crew.close()
+
+
+def test_a_unit_that_keeps_coming_damaged_ends_the_pass_with_its_number(rows, tmp_path):
+    order = order_for(rows[0])
+    crew = begun(tmp_path / "s", order)
+    crew.ask(0, 0)
+    for _ in range(5):
+        crew.spool.channel.path(0).write_bytes(b"nothing")
+        assert crew.answer(0) is None
+    crew.spool.channel.path(0).write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"unit 0 is truncated.*the 6th time: look after the disk"):
+        crew.answer(0)
+    crew.close()
+
+
+def test_other_bits_for_the_same_unit_end_the_pass_and_equal_ones_are_counted(rows, tmp_path):
+    order = order_for(rows[0])
+    crew = begun(tmp_path / "s", order)
+    reduction = CrossNodeGramReduction(order.partition, provenance=order.provenance)
+    with SpoolWorker(tmp_path / "s") as worker:
+        worker.step()
+        message = crew.spool.channel.path(0).read_bytes()
+        worker._publish(0, message)
+        assert worker.duplicates == 1
+        partial = NodePartial.from_bytes(message)
+        other = NodePartial(
+            chunk=0,
+            chunks=1,
+            rank=0,
+            partition=partial.partition,
+            provenance=partial.provenance,
+            gram=partial.gram + 1.0,
+        )
+        with pytest.raises(DataError, match="two workers came to other bits"):
+            worker._publish(0, other.to_bytes())
+        take(crew, reduction)  # the first answer stands
+        with pytest.raises(DataError, match=r"process \d+ on .*, unit 0: two workers came to other bits"):
+            take(crew, reduction)
+        crew.close()
+        with pytest.raises(DataError, match=r"the pass in .* failed: .*other bits"):
+            worker.step()
+
+
+def test_a_row_that_is_not_finite_is_named_and_ends_the_pass_for_everybody(tmp_path):
+    bad = np.ones((95, 3))
+    bad[57, 1] = np.nan
+    np.save(tmp_path / "a.npy", bad)
+    order = order_for(tmp_path)
+    crew = begun(tmp_path / "s", order, workers=1)
+    try:
+        with pytest.raises(DataError, match=r"unit 5: chunk 5 \(rows 50 to 60\) gives NaN or infinity"):
+            drive(CrossNodeGramReduction(order.partition, provenance=order.provenance), crew, deadline=30)
+    finally:
+        crew.close()
+    with pytest.raises(DataError, match=r"failed: .*gives NaN"), SpoolWorker(tmp_path / "s") as worker:
+        worker.run()
+
+
+def test_killed_and_stopped_workers_hold_nobody_up(rows, tmp_path):
+    folder, _, expected = rows
+    order, told = order_for(folder), []
+    crew = begun(tmp_path / "s", order, workers=2, lease=0.5, notice=told.append)
+    reduction, stopped = CrossNodeGramReduction(order.partition, provenance=order.provenance), []
+
+    def harm(progress):
+        if progress.frontier >= 20 and not stopped:
+            os.kill(crew.pids[0], signal.SIGSTOP)
+            stopped.append(crew.pids[0])
+        if progress.frontier >= 60 and len(stopped) == 1:
+            os.kill(crew.pids[1], signal.SIGKILL)
+            stopped.append(crew.pids[1])
+
+    try:
+        assert drive(reduction, crew, progress=harm, notice=told.append, deadline=60)
+    finally:
+        crew.close()
+    assert sha(reduction, order) == expected
+    assert len(stopped) == 2
+    assert any("was killed by SIGKILL" in sentence for sentence in told)
+
+
+def test_a_folder_of_something_else_is_not_touched(rows, tmp_path):
+    order = order_for(rows[0])
+    with pytest.raises(ConfigError, match=r"no spool of partials, and not empty"):
+        begun(rows[0], order)
+    crew = begun(tmp_path / "s", order)
+    with pytest.raises(ConfigError, match=r"is in use by the coordinator of a Gram, process \d+.*give another --spool"):
+        begun(tmp_path / "s", order)
+    crew.close()
+    with pytest.raises(ConfigError, match=r"holds the partials of another pass \(pass differ\)"):
+        begun(tmp_path / "s", order_for(rows[0], job="u"))
+    with pytest.raises(DeadlineExceeded, match="Nobody has begun a pass"):
+        order_in(tmp_path / "nowhere", patience=0.05)
+    worker = SpoolWorker(tmp_path / "s", patience=0.05)
+    worker.spool.want(Wanted(first=0, end=0))
+    with pytest.raises(DeadlineExceeded, match="nobody has coordinated the pass"), worker:
+        worker.run()
+
+
+def test_those_who_join_may_have_the_same_rows_elsewhere_but_no_others(rows, tmp_path):
+    folder, x, expected = rows
+    order = order_for(folder)
+    (tmp_path / "here").mkdir()
+    np.save(tmp_path / "here" / "0.npy", x)
+    (tmp_path / "other").mkdir()
+    np.save(tmp_path / "other" / "0.npy", x + 1)
+    crew = begun(tmp_path / "s", order)
+    with pytest.raises(DataChanged):
+        join_spool(tmp_path / "s", shards=[str(tmp_path / "other")])
+    done = []
+    joined = threading.Thread(
+        target=lambda: done.append(join_spool(tmp_path / "s", shards=[str(tmp_path / "here")], workers=1, deadline=60))
+    )
+    joined.start()
+    reduction = CrossNodeGramReduction(order.partition, provenance=order.provenance)
+    try:
+        assert drive(reduction, crew, deadline=60)
+        crew.finish()
+    finally:
+        crew.close()
+    joined.join(30)
+    assert sha(reduction, order) == expected
+    assert [(s.state, s.partials) for s in done] == [("finished", order.partition.n_units)]
+
+
+def test_the_command_goes_on_from_the_spool_after_its_coordinator_was_killed(rows, headrace, tmp_path):
+    folder, _, expected = rows
+    words = ("gram", str(folder), "--chunk", str(CHUNK), "--spool", "s", "--out", "g.safetensors", "--format", "json")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace", *words, "--workers", "1", "--save-every", "0"],
+        cwd=tmp_path, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    queue, deadline = tmp_path / "s" / "queue" / "partials", time.monotonic() + 60
+    while process.poll() is None and not (queue.is_dir() and any(queue.iterdir())):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+    assert (tmp_path / "s" / "gram.json").exists(), "it was killed under way"
+    done = headrace(*words, "--workers", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["sha256"], told["engine"]) == (expected, "spool")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["g.safetensors", "g.safetensors.json"]
+    shards, columns = RowShards.open([folder]), Columns(width=5)
+    partition = CrossNodePartition(k=columns.k, n_rows=shards.n_rows, chunk_size=CHUNK, n_ranks=1)
+    data = fingerprint_json([shards.fingerprint(), columns.fingerprint])
+    provenance = Provenance(job="g.safetensors", data=data, rows=shards.dtype)
+    left = WorkOrder(
+        partition=partition, provenance=provenance, columns=columns, shards=shards.spec, data=shards.fingerprint()
+    )
+    begun(tmp_path / "s", left).close()  # as when it is killed between the result and the folder
+    again = headrace(*words, cwd=tmp_path)
+    assert json.loads(again.stdout)["state"] == "complete"
+    assert not (tmp_path / "s").exists()
+    wrong = headrace(*words, "--engine", "ray", cwd=tmp_path)
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1)
+    assert Path(tmp_path / "g.safetensors").exists()
