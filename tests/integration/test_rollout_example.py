@@ -19,8 +19,8 @@ def words(out, steps):
 
 
 @pytest.mark.timeout(110)
-def test_a_killed_rl_run_goes_on_and_learns_from_every_step_once(tmp_path):
-    process = subprocess.Popen(words(tmp_path, 1000), stdout=subprocess.PIPE, text=True)
+def test_a_killed_rl_run_goes_on_and_learns_from_every_step_once(warm, tmp_path):
+    process = warm.Popen(words(tmp_path, 1000), stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("step 3: reward ")
@@ -29,7 +29,7 @@ def test_a_killed_rl_run_goes_on_and_learns_from_every_step_once(tmp_path):
         process.kill()
         process.communicate()
     before = torch.load(tmp_path / "policy.pt", weights_only=True)
-    done = subprocess.run(words(tmp_path, before["step"] + 2), capture_output=True, text=True, timeout=60, check=False)
+    done = warm.run(words(tmp_path, before["step"] + 2), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith(f"step {before['step'] + 2}: reward ")
     after = torch.load(tmp_path / "policy.pt", weights_only=True)
