@@ -118,7 +118,7 @@ class Engine:
                     future.set_result((said, sure))
 
 
-async def train(out: Path, steps: int, tasks: int, seed: int) -> None:
+async def train(out: Path, steps: int, tasks: int, seed: int, told_every: int) -> None:
     policy = Policy(out / "policy.pt", seed)
     engine = Engine(policy, seed)
     exact: list[bool] = []
@@ -168,7 +168,7 @@ async def train(out: Path, steps: int, tasks: int, seed: int) -> None:
                 async for report in scheduler.run(steps, first=sender.next_step):
                     told = await learn() if report.path is not None else {}
                     scheduler.policy_is(report.step + 1)
-                    if report.step % 10 == 9 or report.step + 1 == steps:
+                    if (report.step + 1) % told_every == 0 or report.step + 1 == steps:
                         print(
                             f"step {report.step + 1}: reward {report.metrics['reward/sort/mean']:.3f}, sorted {np.mean(exact):.2f}, "
                             f"entropy {told.get('entropy/sort/mean', 0.0):.2f}, mismatch KL {told.get('mismatch_kl/sort/mean', 0.0):.1e}",
@@ -183,9 +183,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tasks", type=int, default=32, help="tasks of a step; each is tried 16 times")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--told-every", type=int, default=10, help="steps between two lines")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    asyncio.run(train(args.out, args.steps, args.tasks, args.seed))
+    asyncio.run(train(args.out, args.steps, args.tasks, args.seed, args.told_every))
 
 
 if __name__ == "__main__":

@@ -15,21 +15,21 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "rollouts" / "sort_
 
 
 def words(out, steps):
-    return [sys.executable, str(EXAMPLE), "--out", str(out), "--steps", str(steps), "--tasks", "2"]
+    return [sys.executable, str(EXAMPLE), "--out", str(out), "--steps", str(steps), "--tasks", "2", "--told-every", "3"]
 
 
 @pytest.mark.timeout(110)
-def test_a_killed_rl_run_goes_on_and_learns_from_every_step_once(tmp_path):
-    process = subprocess.Popen(words(tmp_path, 1000), stdout=subprocess.PIPE, text=True)
+def test_a_killed_rl_run_goes_on_and_learns_from_every_step_once(warm, tmp_path):
+    process = warm.Popen(words(tmp_path, 1000), stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("step 10: reward ")
+        assert process.stdout.readline().startswith("step 3: reward ")
         os.kill(process.pid, signal.SIGKILL)
     finally:
         process.kill()
         process.communicate()
     before = torch.load(tmp_path / "policy.pt", weights_only=True)
-    done = subprocess.run(words(tmp_path, before["step"] + 2), capture_output=True, text=True, timeout=60, check=False)
+    done = warm.run(words(tmp_path, before["step"] + 2), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith(f"step {before['step'] + 2}: reward ")
     after = torch.load(tmp_path / "policy.pt", weights_only=True)
