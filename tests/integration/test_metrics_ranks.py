@@ -7,6 +7,7 @@ scenario, so a scenario costs what it does, not four imports of torch.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import itertools
 import json
@@ -111,6 +112,10 @@ SCENARIOS: dict[str, Callable[..., Any]] = {
 def be_rank(rank: int, world: int, folder: Path, scenario: str, arguments: dict[str, Any], tcp: bool) -> None:
     import torch.distributed as dist
 
+    with open(folder / f"rank-{rank}.err", "w") as errors:  # what a rank said that ended in another way than it should
+        os.dup2(errors.fileno(), 2)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(80, exit=False)
     told: dict[str, Any] = {}
     timeout = timedelta(minutes=30)  # torch's default: what is quicker is ours
     if tcp:
@@ -142,8 +147,9 @@ def be_rank(rank: int, world: int, folder: Path, scenario: str, arguments: dict[
         end = time.monotonic() + 60
         while not all(path.exists() for path in others) and time.monotonic() < end:
             time.sleep(0.01)
-    with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
     if "error" not in told:
         os._exit(0)  # taking torch down costs a second; only after an error is it in question whether that ends
 
@@ -228,9 +234,13 @@ def ranks(server: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Told]:
         server.stdin.write(json.dumps(order) + "\n")
         server.stdin.flush()
         answer = json.loads(server.stdout.readline())
-        assert answer["hung"] == []
+        said = {rank: (folder / f"rank-{rank}.err").read_text()[-6000:] for rank in answer["hung"]}
+        assert said == {}, f"ranks {answer['hung']} hung; {said}"
         survivors = [rank for rank in range(world) if rank != lost]
-        assert {rank: answer["codes"][str(rank)] for rank in survivors} == dict.fromkeys(survivors, 0)
+        said = {
+            rank: (folder / f"rank-{rank}.err").read_text()[-2000:] for rank in survivors if answer["codes"][str(rank)]
+        }
+        assert said == {}, f"exit codes {answer['codes']}; {said}"
         return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in survivors]
 
     def run(world: int, scenario: str, *, within: float | None = None, **how: Any) -> Told:

@@ -74,7 +74,8 @@ def one_rank(folder, rank):
         found[kind] = (float(loss.detach()), gradient(net))
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    # Not destroyed: the last DDP would then end the group with the interpreter's lock held, for which its thread may be waiting.
+    dist.barrier()
 
 
 def main(folder):
