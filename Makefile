@@ -3,6 +3,7 @@
 #   make run            set up .venv, train on built-in data        make run ARGS="--run.steps 50 --train.lr 1e-3"
 #   make test           set up .venv with the tools, run the tests
 #   make test-faults    the long fault sweeps: kills, full disks, flipped bits    FAULTS=short for a minute of them
+#   make test-failed    those that failed the last time, once more and alone
 #   make check          ruff, ty, import-linter
 #   make bench          benchmarks, as ratios                       make bench ROOM=loader
 #   make bench-mixing   stream mixing: picks, metrics, batches, ranks
@@ -22,7 +23,7 @@ ROOM   ?=
 RUN    := examples/quickstart.toml
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: run test test-faults check bench bench-mixing bench-spool bench-ledger bench-rollouts bench-text bench-reduce docs clean
+.PHONY: run test test-failed test-faults check bench bench-mixing bench-spool bench-ledger bench-rollouts bench-text bench-reduce docs clean
 .DEFAULT_GOAL := run
 
 # torch first and alone: a range asked for by another package could otherwise bring a CUDA build with it.
@@ -61,6 +62,10 @@ test: $(VENV)/.dev
 test-faults: $(VENV)/.dev
 	@echo "==> fault sweeps ($(FAULTS))"
 	@HEADRACE_FAULTS=$(FAULTS) $(BIN)/python -m pytest -q tests/faults
+
+test-failed: $(VENV)/.dev
+	@echo "==> the tests that failed the last time, once more and alone"
+	@HEADRACE_FAULTS=$(FAULTS) $(BIN)/python -m pytest -v --lf --lfnf=none tests
 
 check: $(VENV)/.dev
 	@echo "==> ruff, ty, import-linter"
