@@ -196,11 +196,12 @@ if __name__ == "__main__":
 Told = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen[str]]:
+@contextlib.contextmanager
+def serving(script: str, cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs `script`, from which ranks are forked: see `serve`."""
     process = subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=cwd
+    )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -208,6 +209,12 @@ def server() -> Iterator[subprocess.Popen[str]]:
     process.stdin.close()
     process.wait(60)
     process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    with serving(__file__) as process:
+        yield process
 
 
 @pytest.fixture

@@ -78,16 +78,8 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def server(desk) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=desk
-    )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    yield process
-    process.stdin.close()
-    process.wait(60)
-    process.stdout.close()
+    with shared.serving(__file__, desk) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")

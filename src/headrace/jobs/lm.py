@@ -22,7 +22,7 @@ from headrace.errors import ConfigError, CursorMismatch, HeadraceError
 from headrace.files import Container
 from headrace.jobs.flight_record import merge_flights
 from headrace.jobs.folder import RunFolder
-from headrace.jobs.running import Progress, Watcher, cpu_group, open_sinks, stop_on_signal, waits_by_name
+from headrace.jobs.running import Progress, RunSummary, Watcher, cpu_group, open_sinks, stop_on_signal, waits_by_name
 from headrace.jobs.spooled import OwnProvider, SpoolData, SpoolLoader, exposed_seconds
 from headrace.jobs.wiring import Job
 from headrace.loader import Loader, TextDataset, merge_states
@@ -45,35 +45,15 @@ _TAIL = 10
 
 
 @dataclass(slots=True, kw_only=True)
-class Summary:
-    """How a run stands when a process leaves it."""
+class Summary(RunSummary):
+    """Of a run that learns from text."""
 
-    state: str
-    """completed, stopped, or data_ended."""
-    step: int
-    steps: int
-    world_size: int
-    loss_first: float
-    loss_last: float
     tokens: int
     tokens_per_second: float
-    seconds: float
-    exposed_wait_seconds: float
-    exposed_wait_share: float
     padding: float
     documents: int
     mix: dict[str, dict[str, float]]
     digest: str
-    model_sha256: str
-    config_hash: str
-    resume: str
-    signal: int = 0
-    """What asked the run to stop, if something did."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: a loss that never was is null."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return {name: None if value != value else value for name, value in values.items()}
 
 
 @dataclass(slots=True)

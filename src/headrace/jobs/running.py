@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from headrace.jobs.folder import RunFolder
@@ -23,6 +23,7 @@ from headrace.metrics import (
 
 __all__ = [
     "Progress",
+    "RunSummary",
     "Stoppable",
     "Watcher",
     "cpu_group",
@@ -112,6 +113,32 @@ def cpu_group(world_size: int) -> Any:
     import torch.distributed as dist
 
     return dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
+
+
+@dataclass(slots=True, kw_only=True)
+class RunSummary:
+    """How a run stands when a process leaves it; what it trained on is added by its kind."""
+
+    state: str
+    """completed or stopped; of text also data_ended."""
+    step: int
+    steps: int
+    world_size: int
+    loss_first: float
+    loss_last: float
+    seconds: float
+    exposed_wait_seconds: float
+    exposed_wait_share: float
+    model_sha256: str
+    config_hash: str
+    resume: str
+    signal: int = 0
+    """What asked the run to stop, if something did."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: a loss that never was is null."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: None if value != value else value for name, value in values.items()}
 
 
 @contextlib.contextmanager

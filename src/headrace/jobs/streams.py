@@ -24,7 +24,7 @@ import orjson
 from headrace.errors import ConfigError, CursorMismatch, DataError, HeadraceError
 from headrace.files import publish_json
 from headrace.jobs.folder import RunFolder
-from headrace.jobs.running import Progress, Watcher, cpu_group, open_sinks, stop_on_signal, waits_by_name
+from headrace.jobs.running import Progress, RunSummary, Watcher, cpu_group, open_sinks, stop_on_signal, waits_by_name
 from headrace.jobs.streams_config import StreamsConfig
 from headrace.loader.data_stats import DataStatsCollector
 from headrace.loader.exchange import gather_json
@@ -40,37 +40,18 @@ _TAIL = 10
 
 
 @dataclass(slots=True, kw_only=True)
-class StreamSummary:
-    """How a stream run stands when a process leaves it."""
+class StreamSummary(RunSummary):
+    """Of a run that learns from streams of cells."""
 
-    state: str
-    """completed or stopped."""
-    step: int
-    steps: int
-    world_size: int
-    loss_first: float
-    loss_last: float
     cells: int
     cells_per_second: float
-    seconds: float
-    exposed_wait_seconds: float
-    exposed_wait_share: float
     epoch: int
     mix: dict[str, float]
     """Share of each modality in the values learned from, resumes included."""
     order_digest: str
     """A sum over (draw, stream, row) of every cell delivered: equal for equal orders, on any number of ranks."""
-    model_sha256: str
-    config_hash: str
-    resume: str
-    signal: int = 0
     false_evictions: int | None = None
     """Groups that the ledger forgot while their files were still read, and that came back, resumes included; None without a ledger."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: a loss that never was is null."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return {name: None if value != value else value for name, value in values.items()}
 
 
 @dataclass(slots=True)
