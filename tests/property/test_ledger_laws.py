@@ -187,6 +187,31 @@ class LedgerMachine(RuleBasedStateMachine):
         assert states[:, 0].tolist() == [model.groups[gid][0] if gid in model.groups else 0 for gid in range(-4, 11)]
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("mode", [{"mode": "lru", "capacity": 40}, {"mode": "periodic_stale", "stale_threshold": 3}])
+def test_a_long_life_of_many_returns_is_the_models(mode: dict[str, Any], seed: int) -> None:
+    """Hypothesis finds short lives. In a long one the index of ghosts turns over hundreds of times, and gids come back from each of its halves."""
+    rng = np.random.default_rng(seed)
+    chosen = LedgerSettings(
+        width=WIDTH, ghost_capacity=int(rng.choice([1, 7, 30, 200])), ghost_horizon=int(rng.integers(2, 30)), **mode
+    )
+    shard, model = LedgerShard(chosen), Model(chosen)
+    crowd = rng.integers(-(1 << 62), 1 << 62, 150)
+    for step in range(1, 400):
+        gids = rng.choice(crowd, int(rng.integers(1, 20)))
+        rows = [(int(gid), float(step), int(rng.integers(0, 2)), 0) for gid in gids]
+        put(shard, rows, step)
+        model.store(step, rows)
+        if rng.random() < 0.7:
+            shard.end_step(step)
+            model.end_step(step)
+        assert shard.drain_metrics() == {**model.counts, "ledger/occupancy": len(model.groups)}, f"step {step}"
+        model.counts = dict.fromkeys(KEYS, 0)
+        assert shard.ghosts == len(model.ghosts)
+        assert shard.lookup(crowd)[1].tolist() == [gid in model.groups for gid in crowd.tolist()]
+    assert shard.order().tolist() == model.order()
+
+
 LedgerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestTheLedgerIsTheModel = LedgerMachine.TestCase
 

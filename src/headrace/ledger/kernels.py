@@ -27,6 +27,9 @@ from numba.extending import intrinsic
 
 HEAD, TAIL, FREE, COUNT, USED, PENDING, PENDING_TAIL, PENDING_COUNT = range(8)
 """Places in `ends`. USED: slots below it were handed out at least once."""
+OLDER, ENTRIES, DROPPED = 5, 6, 7
+"""Of ghosts, which have no PENDING: how many, counted from the oldest, stand in the older half of their index; how many entries the younger
+half has, those left behind included; how many ghosts went to make room, ever."""
 
 _I64, _I32 = nb.int64, nb.int32
 _A64, _A32, _A8 = nb.Array(nb.int64, 1, "C"), nb.Array(nb.int32, 1, "C"), nb.Array(nb.uint8, 1, "C")
@@ -38,6 +41,8 @@ _INDEX = (_A64, _A32, _A8)
 """keys, table, away."""
 _PLACES = (*_INDEX, _A32, _A32, _A64)
 """keys, table, away, before, after, ends."""
+_GHOSTS = (*_INDEX, _A32, _A8, _A32, _A32, _A64, _A32, _A32, _A32, _A8)
+"""keys, table, away, the older table and away, before, after, ends, when, stream, epoch, mode (0: the slot is free)."""
 _AHEAD = 8
 """Groups between asking for a line of the index and needing it: 6 to 12 are alike."""
 _FAR = 255
@@ -115,9 +120,13 @@ def _enter(keys, table, away, slot):
 
 
 @njit(**_OPTIONS)
-def _leave(keys, table, away, gid):
+def _leave(keys, table, away, slot):
     size = len(table)
-    hole = _find(keys, table, away, gid)
+    hole = _home(keys[slot], size)
+    while table[hole] != slot:  # it is there, and no entry on the way to it is empty
+        hole += 1
+        if hole == size:
+            hole = 0
     at = hole
     gap = 0
     while True:
@@ -177,16 +186,6 @@ def _take(after, ends):
         ends[USED] += 1
     ends[COUNT] += 1
     return slot
-
-
-@njit(**_OPTIONS)
-def _give_back(keys, table, away, before, after, ends, slot):
-    """Of a slot of LINE: out of the index and the list."""
-    _leave(keys, table, away, keys[slot])
-    _unlink(before, after, ends, slot, HEAD)
-    after[slot] = ends[FREE]
-    ends[FREE] = slot
-    ends[COUNT] -= 1
 
 
 # ------------------------------------------------------------------------------------------ whole batches
@@ -297,10 +296,102 @@ def _is_active(stream, active):
     return low < len(active) and active[low] == stream
 
 
-@njit(_I64(*_PLACES, _A32, _A32, _R64, _I64, _I64), **_OPTIONS)
-def evict(keys, table, away, before, after, ends, last, stream, active, cutoff, limit):
-    """Give back the oldest slots with last < cutoff whose stream is not active, at most `limit`; how many. FREE begins with them, the
-    oldest first."""
+# ---------------------------------------------------------------------------------------------- ghosts
+
+
+@njit(**_OPTIONS)
+def _find_ghost(keys, table, away, mode, gid):
+    """The slot of a ghost, -1 if there is none. An entry that was left behind leads to a slot that is free, or another's, or its own again."""
+    size = len(table)
+    at = _home(gid, size)
+    far = 1
+    while away[at] != 0:
+        if away[at] == far:
+            slot = table[at]
+            if keys[slot] == gid and mode[slot] != 0:
+                return slot
+        at += 1
+        if at == size:
+            at = 0
+        far = min(far + 1, _FAR)
+    return -1
+
+
+@njit(**_OPTIONS)
+def _drop_oldest(before, after, ends, mode):
+    """Out of the line, with its slot."""
+    slot = ends[HEAD]
+    following = after[slot]
+    ends[HEAD] = following
+    if following >= 0:
+        before[following] = -1
+    else:
+        ends[TAIL] = -1
+    ends[COUNT] -= 1
+    ends[OLDER] -= ends[OLDER] > 0
+    mode[slot] = 0
+    return slot
+
+
+@njit(nb.void(*_GHOSTS, _I64), **_OPTIONS)
+def forget(keys, table, away, old, old_away, before, after, ends, when, stream, epoch, mode, cutoff):
+    """Let the ghosts go that are of steps before `cutoff`."""
+    while ends[HEAD] >= 0 and when[ends[HEAD]] < cutoff:
+        slot = _drop_oldest(before, after, ends, mode)
+        after[slot] = ends[FREE]
+        ends[FREE] = slot
+
+
+@njit(nb.void(*_GHOSTS, _R64, _R32, _R32, _I64, _I64, _A64), **_OPTIONS)
+def recall(
+    keys, table, away, old, old_away, before, after, ends, when, stream, epoch, mode,
+    gids, streams, epochs, step, horizon, counts,
+):  # fmt: skip
+    """Pop the ghosts of gids that are written anew. counts[mode] grows by those of the same stream and epoch, within the horizon;
+    counts[0] becomes their longest distance."""
+    for i in range(len(gids) + _AHEAD):
+        if i < len(gids):
+            _prefetch(away, _home(gids[i], len(away)))
+            _prefetch(old_away, _home(gids[i], len(old_away)))
+        if i < _AHEAD:
+            continue
+        gid = gids[i - _AHEAD]
+        slot = _find_ghost(keys, table, away, mode, gid)
+        if slot < 0:
+            # Slots of the newer half are not found here: what leads to them from here stood for a ghost that they replaced.
+            slot = _find_ghost(keys, old, old_away, mode, gid)
+            if slot < 0:
+                continue
+            ends[OLDER] -= 1
+        distance = step - when[slot]
+        if stream[slot] == streams[i - _AHEAD] and epoch[slot] == epochs[i - _AHEAD] and distance <= horizon:
+            counts[mode[slot]] += 1
+            counts[0] = max(counts[0], distance)
+        _unlink(before, after, ends, slot, HEAD)
+        mode[slot] = 0
+        after[slot] = ends[FREE]
+        ends[FREE] = slot
+        ends[COUNT] -= 1
+
+
+@njit(_I64(*_PLACES, _A32, _A32, _A32, _R64, _I64, _I64, *_GHOSTS, _I64, _I64, _I64), **_OPTIONS)
+def evict(
+    keys, table, away, before, after, ends, last, stream, epoch, active, cutoff, limit,
+    ghost_keys, ghost_table, ghost_away, _old, _old_away, ghost_before, ghost_after, ghost_ends, when, ghost_stream, ghost_epoch, mode,
+    ghost_limit, as_mode, step,
+):  # fmt: skip
+    """Give back the oldest slots with last < cutoff whose stream is not active, at most `limit`, and make a ghost of each; how many. If there
+    is no room for a ghost, it stops there: -1 - how many.
+
+    FREE begins with them, the oldest first. At their limit the oldest ghosts make room. None of the new ones is a ghost already, for a group
+    that is written loses its ghost.
+    """
+    room = limit
+    if ghost_limit:
+        room = len(ghost_keys) - ghost_ends[ENTRIES]
+        if len(ghost_keys) < ghost_limit:
+            room = min(room, len(ghost_keys) - ghost_ends[COUNT])
+    full = False
     n = 0
     first, final, kept = -1, -1, -1
     slot = ends[HEAD]
@@ -308,10 +399,12 @@ def evict(keys, table, away, before, after, ends, last, stream, active, cutoff, 
     for _ in range(_AHEAD):
         if ahead >= 0:
             _ask(table, away, keys[ahead])
+            _ask(ghost_table, ghost_away, keys[ahead])
             ahead = after[ahead]
     while slot >= 0 and n < limit and last[slot] < cutoff:
         if ahead >= 0:
             _ask(table, away, keys[ahead])
+            _ask(ghost_table, ghost_away, keys[ahead])
             ahead = after[ahead]
         following = after[slot]
         if len(active) and _is_active(stream[slot], active):
@@ -322,7 +415,24 @@ def evict(keys, table, away, before, after, ends, last, stream, active, cutoff, 
             before[slot] = kept
             kept = slot
         else:
-            _leave(keys, table, away, keys[slot])
+            if n == room:
+                full = True
+                break
+            _leave(keys, table, away, slot)
+            if ghost_limit:
+                if ghost_ends[COUNT] == ghost_limit:
+                    ghost = _drop_oldest(ghost_before, ghost_after, ghost_ends, mode)
+                    ghost_ends[COUNT] += 1
+                    ghost_ends[DROPPED] += 1
+                else:
+                    ghost = _take(ghost_after, ghost_ends)
+                ghost_keys[ghost] = keys[slot]
+                when[ghost] = step
+                ghost_stream[ghost] = stream[slot]
+                ghost_epoch[ghost] = epoch[slot]
+                mode[ghost] = as_mode
+                _enter(ghost_keys, ghost_table, ghost_away, ghost)
+                _append(ghost_before, ghost_after, ghost_ends, ghost, HEAD)
             if n:
                 after[final] = slot
             else:
@@ -343,52 +453,6 @@ def evict(keys, table, away, before, after, ends, last, stream, active, cutoff, 
         after[final] = ends[FREE]
         ends[FREE] = first
         ends[COUNT] -= n
-    return n
-
-
-# ---------------------------------------------------------------------------------------------- ghosts
-
-
-@njit(nb.void(*_PLACES, _A32, _A32, _A32, _A8, _A64, _A32, _A64, _A32, _A32, _I64, _I64, _I64, _I64), **_OPTIONS)
-def remember(
-    keys, table, away, before, after, ends, when, stream, epoch, mode,
-    gids, next_gone, group_ends, streams, epochs, skip, count, as_mode, step,
-):  # fmt: skip
-    """Make ghosts of the groups that were just evicted, `count` of them after the oldest `skip`. There is room, and none is known."""
-    gone = group_ends[FREE]
-    for _ in range(skip):
-        gone = next_gone[gone]
-    ahead = gone
-    for i in range(count + _AHEAD):
-        if i < count:
-            _ask(table, away, gids[ahead])
-            ahead = next_gone[ahead]
-        if i < _AHEAD:
-            continue
-        slot = _take(after, ends)
-        keys[slot] = gids[gone]
-        when[slot] = step
-        stream[slot] = streams[gone]
-        epoch[slot] = epochs[gone]
-        mode[slot] = as_mode
-        _enter(keys, table, away, slot)
-        _append(before, after, ends, slot, HEAD)
-        gone = next_gone[gone]
-
-
-@njit(nb.void(*_PLACES, _A32, _A32, _A32, _A8, _R64, _R32, _R32, _I64, _I64, _A64), **_OPTIONS)
-def recall(
-    keys, table, away, before, after, ends, when, stream, epoch, mode, gids, streams, epochs, step, horizon, counts
-):
-    """Pop the ghosts of gids that are written anew. counts[mode] grows by those of the same stream and epoch, within the horizon;
-    counts[0] becomes their longest distance."""
-    for i in range(len(gids)):
-        at = _find(keys, table, away, gids[i])
-        if at < 0:
-            continue
-        slot = table[at]
-        distance = step - when[slot]
-        if stream[slot] == streams[i] and epoch[slot] == epochs[i] and distance <= horizon:
-            counts[mode[slot]] += 1
-            counts[0] = max(counts[0], distance)
-        _give_back(keys, table, away, before, after, ends, slot)
+    if ghost_limit:
+        ghost_ends[ENTRIES] += n
+    return -1 - n if full else n

@@ -39,7 +39,7 @@ def loops() -> ModuleType:
 
 
 class Places:
-    """Slots by gid. `core` is what every loop takes first; `columns` are arrays by slot that grow with it."""
+    """Slots by gid. `core` is what every loop takes first; `columns` are arrays by slot that grow with it, `whole` has them too."""
 
     def __init__(self, columns: Mapping[str, type[np.generic]], *, limit: int = NO_LIMIT) -> None:
         self.limit = limit
@@ -59,10 +59,8 @@ class Places:
         self.after = np.zeros(slots, np.int32)
         self.ends = np.array([-1, -1, -1, 0, 0, -1, -1, 0], np.int64)
         self.columns = {name: np.zeros(slots, dtype) for name, dtype in self._dtypes.items()}
-
-    @property
-    def core(self) -> tuple[np.ndarray, ...]:
-        return self.keys, self.table, self.away, self.before, self.after, self.ends
+        self.core = (self.keys, self.table, self.away, self.before, self.after, self.ends)
+        self.whole = (*self.core, *self.columns.values())
 
     def __len__(self) -> int:
         return int(self.ends[_COUNT])
@@ -74,7 +72,7 @@ class Places:
 
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes for a in (*self.core, *self.columns.values()))
+        return sum(a.nbytes for a in self.whole)
 
     def make_room(self, more: int) -> bool:
         """Have slots for so many more, as far as the limit goes; whether the arrays are others now. Slots keep their numbers."""
@@ -87,7 +85,7 @@ class Places:
         self._allocate(grown)
         for before, now in zip(held, (self.keys, self.before, self.after, *self.columns.values()), strict=True):
             now[:old] = before
-        self.ends = ends
+        self.ends[:] = ends
         loops().reindex(self.keys, self.table, self.away, in_use)
         return True
 

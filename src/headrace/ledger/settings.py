@@ -48,7 +48,7 @@ class LedgerSettings:
     protect_active: bool = False
     """Leave alone the groups of streams that are still read (`set_active`)."""
     ghost_capacity: int = 65_536
-    """Evicted groups to remember, in order to know them again: 39 bytes each. 0: false evictions are not looked for."""
+    """Evicted groups to remember, in order to know them again: 49 bytes each. 0: false evictions are not looked for."""
     ghost_horizon: int = 10_000
     """Steps for which they are remembered."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

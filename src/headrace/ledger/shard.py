@@ -37,6 +37,7 @@ from headrace.ledger.gauges import (
     PROTECTED,
     WIPES,
 )
+from headrace.ledger.ghosts import GHOST_COLUMNS, Ghosts
 from headrace.ledger.owners import BUCKETS, owner_of
 from headrace.ledger.places import Places, loops
 from headrace.ledger.settings import MAX_STEP, NO_LIMIT, EvictionMode, LedgerSettings
@@ -48,10 +49,9 @@ _KIND, _VERSION = "headrace.ledger", 1
 _LRU, _STALE = 1, 2
 _NAMES = {_LRU: "lru", _STALE: "stale"}
 _GROUP_COLUMNS = ("last", "stream", "epoch")
-_GHOST_COLUMNS = ("when", "stream", "epoch", "mode")
 _SAVED = {
     "ledger/gid": np.int64, "ledger/last": np.int32, "ledger/stream": np.int32, "ledger/epoch": np.int32,
-    "ghosts/gid": np.int64, "ghosts/when": np.int32, "ghosts/stream": np.int32, "ghosts/epoch": np.int32, "ghosts/mode": np.uint8,
+    "ghosts/gid": np.int64, **{f"ghosts/{name}": dtype for name, dtype in GHOST_COLUMNS.items()},
 }  # fmt: skip
 _STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _NOBODY = np.zeros(0, np.int64)
@@ -71,9 +71,7 @@ class LedgerShard:
         self.step = -1
         """The last step that was stored or ended; none goes back behind it."""
         self._groups = Places(dict.fromkeys(_GROUP_COLUMNS, np.int32), limit=settings.capacity or NO_LIMIT)
-        self._ghosts = Places(
-            {"when": np.int32, "stream": np.int32, "epoch": np.int32, "mode": np.uint8}, limit=settings.ghost_capacity
-        )
+        self._ghosts = Ghosts(settings.ghost_capacity)
         self._arena = torch.zeros((0, settings.width), dtype=self.dtype, device=self.device)
         self._active = _NOBODY
         self._counts: dict[str, int] = dict.fromkeys((spec.key for spec in LEDGER_SPECS), 0)
@@ -175,7 +173,7 @@ class LedgerShard:
         if len(ghosts):
             counts = np.zeros(3, np.int64)
             loops().recall(
-                *ghosts.core, *(ghosts.columns[n] for n in _GHOST_COLUMNS), gid, stream, epoch, step, self.settings.ghost_horizon, counts
+                *ghosts.core, gid, stream, epoch, step, self.settings.ghost_horizon, counts
             )  # fmt: skip
             for mode, name in _NAMES.items():
                 self._counts[FALSE[name]] += int(counts[mode])
@@ -207,7 +205,7 @@ class LedgerShard:
         if len(self._ghosts):
             cutoff = step - settings.ghost_horizon
             if cutoff > 0:
-                self._forget_ghosts(cutoff, len(self._ghosts))
+                loops().forget(*self._ghosts.core, cutoff)
         self._happened = True
 
     # -------------------------------------------------------------------------------------------------- forget
@@ -223,33 +221,21 @@ class LedgerShard:
         self._evict(cutoff, len(self._groups), _STALE, self._active if self.settings.protect_active else _NOBODY)
 
     def _evict(self, cutoff: int, limit: int, mode: int, active: np.ndarray) -> int:
-        """Evict the oldest groups of steps before `cutoff` and make ghosts of them; how many."""
+        """Evict the oldest groups of steps before `cutoff` and make ghosts of them, for which the oldest ghosts make room; how many."""
         groups, ghosts = self._groups, self._ghosts
-        gone = loops().evict(*groups.core, groups.columns["last"], groups.columns["stream"], active, cutoff, limit)
+        gone = 0
+        while True:
+            now = loops().evict(
+                *groups.whole, active, cutoff, limit - gone, *ghosts.core, ghosts.limit, mode, self.step
+            )
+            gone += now if now >= 0 else -1 - now
+            if now >= 0:
+                break
+            ghosts.make_room()
         if gone:
             self._counts[EVICTED[_NAMES[mode]]] += gone
-            if ghosts.limit:
-                self._remember(gone, mode)
+            self._counts[DROPPED] += ghosts.take_dropped()
         return gone
-
-    def _remember(self, gone: int, mode: int) -> None:
-        """Make ghosts of the groups that were just evicted; the oldest ghosts make room for them."""
-        groups, ghosts = self._groups, self._ghosts
-        kept = min(gone, ghosts.limit)
-        over = len(ghosts) + kept - ghosts.limit
-        if over > 0:
-            self._forget_ghosts(NO_LIMIT, over)
-        self._counts[DROPPED] += max(over, 0) + gone - kept
-        ghosts.make_room(kept)
-        loops().remember(
-            *ghosts.core, *(ghosts.columns[n] for n in _GHOST_COLUMNS), groups.keys, groups.after, groups.ends,
-            groups.columns["stream"], groups.columns["epoch"], gone - kept, kept, mode, self.step,
-        )  # fmt: skip
-
-    def _forget_ghosts(self, cutoff: int, limit: int) -> None:
-        """Let the oldest ghosts go, of steps before `cutoff` and so many at most."""
-        ghosts = self._ghosts
-        loops().evict(*ghosts.core, ghosts.columns["when"], ghosts.columns["stream"], _NOBODY, cutoff, limit)
 
     def wipe(self) -> None:
         """Forget all groups, and all ghosts: what is wiped on purpose is not missed."""
@@ -355,7 +341,7 @@ class LedgerShard:
         states = self._arena[torch.from_numpy(slots).to(self.device)].cpu()
         arrays = {
             "ledger/gid": groups.keys[slots], **{f"ledger/{n}": groups.columns[n][slots] for n in _GROUP_COLUMNS},
-            "ghosts/gid": ghosts.keys[gone], **{f"ghosts/{n}": ghosts.columns[n][gone] for n in _GHOST_COLUMNS},
+            "ghosts/gid": ghosts.keys[gone], **{f"ghosts/{n}": c[gone] for n, c in ghosts.columns.items()},
             "ledger/state": (states.view(torch.uint16) if self.dtype is torch.bfloat16 else states).numpy(),
         }  # fmt: skip
         meta = {
@@ -434,16 +420,8 @@ class LedgerShard:
 
     def _load_ghosts(self, arrays: Mapping[str, np.ndarray]) -> None:
         ghosts = self._ghosts
-        ghosts.clear()
         mine = self._kept(arrays, "ghosts/gid", by=("ghosts/when",))[-ghosts.limit :] if ghosts.limit else _NOBODY
-        if not len(mine):
-            return
-        ghosts.make_room(len(mine))
-        gids, slots = arrays["ghosts/gid"][mine], np.empty(len(mine), np.int64)
-        loops().admit(*ghosts.core, ghosts.columns["when"], gids, slots, 0)
-        loops().close_step(ghosts.before, ghosts.after, ghosts.ends, slots)
-        for name in _GHOST_COLUMNS:
-            ghosts.columns[name][slots] = arrays[f"ghosts/{name}"][mine]
+        ghosts.load({name: arrays[f"ghosts/{name}"][mine] for name in ("gid", *GHOST_COLUMNS)})
 
 
 def _bytes(rows: Tensor) -> np.ndarray:

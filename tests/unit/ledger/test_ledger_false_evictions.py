@@ -130,7 +130,21 @@ def test_a_million_groups_stay_within_the_bounds_of_the_ghosts():
     assert shard.ghosts == 5_000
     assert drained["ledger/evictions/lru"] == 990_000
     assert drained["ledger/ghosts_dropped"] == 985_000
-    assert shard.index_nbytes <= 40 * (10_000 + 5_000) + 1024
+    assert shard.index_nbytes <= 40 * 10_000 + 50 * 5_000 + 1024
+    # Which they are is exact too, after hundreds of thousands came and went: the newest 5,000, and nobody else.
+    back = np.arange(984_000, 990_000)
+    shard.store(back, torch.zeros(len(back), 1), step=100, streams=0)
+    assert shard.drain_metrics()[FALSE_LRU] == 5_000
+
+
+def test_a_ghost_outlives_any_number_of_others_that_come_and_go():
+    shard = LedgerShard(LedgerSettings(width=1, mode="lru", capacity=1, ghost_capacity=8))
+    put(shard, 0, 77, stream=0)
+    for step in range(1, 101):  # two that push each other out, and are known again each time
+        put(shard, step, step % 2, stream=0)
+    shard.drain_metrics()
+    put(shard, 101, 77, stream=0)
+    assert shard.drain_metrics()[FALSE_LRU] == 1
 
 
 def test_groups_that_were_made_to_collide_are_found_and_forgotten_like_any_other():
