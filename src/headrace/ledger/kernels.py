@@ -53,13 +53,23 @@ _FAR = 255
 
 
 @njit(**_OPTIONS)
-def _home(gid, size):
-    """Where in a table of `size` a gid belongs: the high half of mix64, scaled. Buckets are the low bits, so they do not crowd it."""
+def _hash(gid):
+    """The high half of mix64. Buckets are its low bits, so they do not crowd a table."""
     z = np.uint64(gid)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z = z ^ (z >> np.uint64(31))
-    return np.int64(((z >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32))
+    return (z ^ (z >> np.uint64(31))) >> np.uint64(32)
+
+
+@njit(**_OPTIONS)
+def _place(hashed, size):
+    """Where in a table of `size` a gid with this hash belongs."""
+    return np.int64((hashed * np.uint64(size)) >> np.uint64(32))
+
+
+@njit(**_OPTIONS)
+def _home(gid, size):
+    return _place(_hash(gid), size)
 
 
 def _prefetching(typing, array, index):
@@ -80,12 +90,11 @@ _prefetch: Any = intrinsic(_prefetching)
 
 
 @njit(**_OPTIONS)
-def _ask(table, away, gid):
-    """Bring the lines of the index where a gid is looked for soon. A store of 1 MB pushes them out of the near caches at every step, and
-    waiting for them one after the other is half of the time of 1,024 evictions."""
-    at = _home(gid, len(table))
-    _prefetch(away, at)
-    _prefetch(table, at)
+def _ask(table, away, home):
+    """Bring the lines of the index that are read soon. A store of 1 MB pushes them out of the near caches at every step, and waiting for them one
+    after the other was half of the time of 1,024 evictions."""
+    _prefetch(away, home)
+    _prefetch(table, home)
 
 
 @njit(**_OPTIONS)
@@ -106,9 +115,9 @@ def _find(keys, table, away, gid):
 
 
 @njit(**_OPTIONS)
-def _enter(keys, table, away, slot):
+def _enter(table, away, slot, home):
     size = len(table)
-    at = _home(keys[slot], size)
+    at = home
     far = 1
     while away[at] != 0:
         at += 1
@@ -120,9 +129,9 @@ def _enter(keys, table, away, slot):
 
 
 @njit(**_OPTIONS)
-def _leave(keys, table, away, slot):
+def _leave(keys, table, away, slot, home):
     size = len(table)
-    hole = _home(keys[slot], size)
+    hole = home
     while table[hole] != slot:  # it is there, and no entry on the way to it is empty
         hole += 1
         if hole == size:
@@ -195,7 +204,7 @@ def _take(after, ends):
 def reindex(keys, table, away, slots):
     """Fill an empty table with these slots."""
     for i in range(len(slots)):
-        _enter(keys, table, away, slots[i])
+        _enter(table, away, slots[i], _home(keys[slots[i]], len(table)))
 
 
 @njit(_I64(*_INDEX, _R64, _A64), **_OPTIONS)
@@ -234,7 +243,7 @@ def admit(keys, table, away, before, after, ends, last, gids, slots, step):
         slot = _take(after, ends)
         keys[slot] = gids[i]
         last[slot] = step
-        _enter(keys, table, away, slot)
+        _enter(table, away, slot, _home(gids[i], len(table)))
         _append(before, after, ends, slot, PENDING)
         ends[PENDING_COUNT] += 1
         slots[i] = slot
@@ -351,8 +360,9 @@ def recall(
     counts[0] becomes their longest distance."""
     for i in range(len(gids) + _AHEAD):
         if i < len(gids):
-            _prefetch(away, _home(gids[i], len(away)))
-            _prefetch(old_away, _home(gids[i], len(old_away)))
+            home = _home(gids[i], len(table))
+            _prefetch(away, home)
+            _prefetch(old_away, home)
         if i < _AHEAD:
             continue
         gid = gids[i - _AHEAD]
@@ -395,17 +405,24 @@ def evict(
     n = 0
     first, final, kept = -1, -1, -1
     slot = ends[HEAD]
+    # Hashes are made ahead too: a branch that goes wrong then waits for a line that is near, not for a hash as well.
     ahead = slot
-    for _ in range(_AHEAD):
+    hashes = np.empty(_AHEAD, np.uint64)
+    for turn in range(_AHEAD):
         if ahead >= 0:
-            _ask(table, away, keys[ahead])
-            _ask(ghost_table, ghost_away, keys[ahead])
+            hashes[turn] = hashed = _hash(keys[ahead])
+            _ask(table, away, _place(hashed, len(table)))
+            _ask(ghost_table, ghost_away, _place(hashed, len(ghost_table)))
             ahead = after[ahead]
+    turn = 0
     while slot >= 0 and n < limit and last[slot] < cutoff:
+        own = hashes[turn]
         if ahead >= 0:
-            _ask(table, away, keys[ahead])
-            _ask(ghost_table, ghost_away, keys[ahead])
+            hashes[turn] = hashed = _hash(keys[ahead])
+            _ask(table, away, _place(hashed, len(table)))
+            _ask(ghost_table, ghost_away, _place(hashed, len(ghost_table)))
             ahead = after[ahead]
+        turn = (turn + 1) % _AHEAD
         following = after[slot]
         if len(active) and _is_active(stream[slot], active):
             if kept >= 0:
@@ -418,7 +435,7 @@ def evict(
             if n == room:
                 full = True
                 break
-            _leave(keys, table, away, slot)
+            _leave(keys, table, away, slot, _place(own, len(table)))
             if ghost_limit:
                 if ghost_ends[COUNT] == ghost_limit:
                     ghost = _drop_oldest(ghost_before, ghost_after, ghost_ends, mode)
@@ -431,7 +448,7 @@ def evict(
                 ghost_stream[ghost] = stream[slot]
                 ghost_epoch[ghost] = epoch[slot]
                 mode[ghost] = as_mode
-                _enter(ghost_keys, ghost_table, ghost_away, ghost)
+                _enter(ghost_table, ghost_away, ghost, _place(own, len(ghost_table)))
                 _append(ghost_before, ghost_after, ghost_ends, ghost, HEAD)
             if n:
                 after[final] = slot
