@@ -98,6 +98,21 @@ def test_the_global_order_is_the_same_for_any_number_of_workers_and_ranks(root):
             close(ranks)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows_that_are_read_together_are_cut_where_they_were_drawn(tmp_path, world):
+    """Files of more draws than are drawn in one go, beside one that ends early; each cell says who it is."""
+    root = write_streams(tmp_path / "cells", {"atac": [9], "rna": [700, 611]})
+    ranks = ranks_of(root, world, global_ranks=world, batch_size=3, num_streams_mixed=2)
+    found = Counter()
+    for draw, cells in take(ranks, 500):
+        found.update((stream, who) for stream, who, _ in cells)
+        assert len({stream for stream, _, _ in cells}) == 1, draw
+    close(ranks)
+    assert set(found.values()) == {1}
+    assert Counter(stream for stream, _ in found) == {0: 9, 1: 700, 2: 611}
+    assert len({who for _, who in found}) == 1320
+
+
 @pytest.mark.parametrize("mode", ["per_stream", "device_per_stream"])
 def test_stopping_at_every_step_and_resuming_on_other_shapes_in_a_chain_is_exact(root, mode):
     options = {"batching_mode": mode, "global_ranks": 4, "repeat": True}

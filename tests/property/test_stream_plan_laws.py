@@ -247,6 +247,20 @@ def test_gauges_say_what_the_slices_say(setup, steps):
         assert shot.kinds == tuple(kinds[k] for k in range(len(table.kinds)))
 
 
+@given(setup=setups(batching_mode="per_stream", lanes=1), looks=st.lists(st.booleans(), min_size=1, max_size=80))
+def test_who_looks_now_and_then_sees_what_one_who_always_looks_sees(setup, looks):
+    always, seldom = (MixPlan(*setup) for _ in range(2))
+    if not any(always.picks):
+        return
+    for look in [*looks, True]:
+        for plan in (always, seldom):
+            if plan.over:
+                plan.next_epoch()
+        assert always.next_of_rank(0, 1) == seldom.next_of_rank(0, 1, look)
+        if look:
+            assert always.lanes[0].snapshot == seldom.lanes[0].snapshot
+
+
 @given(data=st.data(), slots=st.integers(1, 6))
 def test_both_kinds_of_gauges_say_the_same(data, slots):
     lists, numbers = Gauges(slots), _Table(slots)

@@ -61,6 +61,8 @@ KIND, VERSION = "stream_mixing", 1
 _AT_A_TIME = 64
 """Draws that a plan makes in one go."""
 _ROWS_AT_A_TIME = 1 << 16
+_READ_AT_ONCE, _KEPT = 1 << 20, 1 << 25
+"""Bytes that are worth one read, and bytes that all open files may keep: 16 batches of 64 KiB cost two thirds of 16 reads."""
 _RESERVED = ("stream_id", "row", "modality", "draw", "stream_epoch")
 
 Collate = Callable[[Cells], Any]
@@ -427,10 +429,12 @@ class _Read(NamedTuple):
     stop: int
     soon: Sequence[int]
     """Streams that come into the pool next: their files are worth opening ahead."""
-    at: int
-    """Where its rows begin in `told`."""
-    told: list[np.ndarray]
-    """Row, stream and group (where the file names none) of all rows drawn in one go."""
+    run: list[int]
+    """Where the rows end that draws drawn in one go take from this file, one after the other; the same list for all of them."""
+    told: dict[str, np.ndarray]
+    """What each row is told of itself: row, stream, and group where the file names none. Made for all that is drawn in one go."""
+    tags: dict[str, Any]
+    """What the batch is told."""
 
 
 class _Pass:
@@ -452,15 +456,21 @@ class _Pass:
         self._rolls = data.settings.batching_mode == "device_per_stream"
         self._first = True
         self._drawn: deque[_Read] = deque()
+        self._kept: dict[int, tuple[int, int, Cells]] = {}
+        """By stream, the rows [first, last) that were read in one go."""
+        self._at_once: dict[int, int] = {}
+        """By stream, how many rows are worth one read."""
+        self._share = min(_READ_AT_ONCE, _KEPT // (data.settings.slots * len(self._plan.lanes)))
         self._asked: deque[_Read] = deque()
         # Requests are small and few enough to fit into a pipe that nobody reads: asking never blocks.
         self._depth = min((data._prefetch + 1) * max(data._num_workers, 1), 256)
         self._checked: set[int] = set()
         # Without prefetch there is nobody to hand over from: 6 us of locks a batch are saved.
-        self._batches: Ahead[list[None], tuple[list[None], Draw, Any]] | None = None
+        self._batches: Ahead[list[None], tuple[list[None] | None, Draw, Any]] | None = None
         if data._prefetch:
             self._batches = Ahead(self._make, list, depth=data._prefetch, name="headrace-streams", meter=data._meter)
         self._held: list[None] | None = None
+        self._wait = Wait("streams.next", meter=data._meter, deadline=data._deadline)
         self._closed = False
 
     def __iter__(self) -> _Pass:
@@ -470,8 +480,8 @@ class _Pass:
         if self._closed:
             raise StopIteration
         data = self._data
-        with Wait("streams.next", meter=data._meter, deadline=data._deadline) as wait:
-            made = self._make([]) if self._batches is None else self._batches.exchange(self._held, wait)
+        with self._wait as wait:
+            made = self._make(None) if self._batches is None else self._batches.exchange(self._held, wait)
         if made is None:
             data._ended = True
             self.close()
@@ -492,16 +502,17 @@ class _Pass:
 
     # ------------------------------------------------------------------ called by whoever makes the next batch
 
-    def _make(self, slot: list[None]) -> tuple[list[None], Draw, Any] | None:
+    def _make(self, slot: list[None] | None) -> tuple[list[None] | None, Draw, Any] | None:
         if self._processes is None:
             if not self._drawn and not self._draw_ahead():
                 return None
             read = self._drawn.popleft()
             if read.soon:
                 self._files.expect(read.soon)
-            cells = self._files.read(read.stream, read.start, read.stop)
+            cells = self._cells(read)
             if read.draw.dry:
                 self._files.release(read.stream)
+                self._kept.pop(read.stream, None)
             return slot, read.draw, self._batch(read, cells)
         while len(self._asked) < self._depth and (self._drawn or self._draw_ahead()):
             read = self._drawn.popleft()
@@ -513,13 +524,30 @@ class _Pass:
         read = self._asked.popleft()
         return slot, read.draw, self._batch(read, self._processes.answer())
 
+    def _cells(self, read: _Read) -> Cells:
+        """The rows of a draw. Small ones are read together with those that follow them in their file, and cut."""
+        stream, start, stop = read.stream, read.start, read.stop
+        kept = self._kept.get(stream)
+        if kept is not None and kept[0] <= start and stop <= kept[1]:
+            first, last, held = kept
+        else:
+            first, last = start, min(read.run[0], start + self._at_once.get(stream, 0))
+            if last <= stop:
+                cells = self._files.read(stream, start, stop)
+                if stream not in self._at_once:
+                    self._at_once[stream] = _rows_at_once(cells, stop - start, self._share)
+                return cells
+            held = self._files.read(stream, start, last)
+            self._kept[stream] = (start, last, held)
+        return {name: column[start - first : stop - first] for name, column in held.items()}
+
     def _draw_ahead(self) -> int:
         """Have the plan say what comes next, many at a time; how many, 0 at the end."""
-        plan, rank, world = self._plan, self._rank, self._world
+        plan, rank, world, kinds = self._plan, self._rank, self._world, self._data.table.modalities
         soon: Sequence[int] = plan.lanes[0].upcoming(self._ahead_of) if self._first else ()
         self._first = False
-        told: list[np.ndarray] = []
         drawn: list[_Read] = []
+        runs: dict[int, list[int]] = {}
         rows = 0
         while len(drawn) < _AT_A_TIME and rows < _ROWS_AT_A_TIME:
             if plan.over:
@@ -532,7 +560,13 @@ class _Pass:
                 start, stop = rank_share(start, stop, rank, world)
             if draw.dry:
                 soon = plan.lanes[draw.lane].upcoming(self._ahead_of)
-            drawn.append(_Read(draw, stream if stream >= 0 else self._some_stream, start, stop, soon, rows, told))
+            run = runs.get(stream)
+            if run is None or run[0] != start:
+                run = runs[stream] = [stop]
+            else:
+                run[0] = stop
+            tags = {"modality": kinds[stream] if stream >= 0 else "", "draw": draw.index, "stream_epoch": draw.epoch}
+            drawn.append(_Read(draw, stream if stream >= 0 else self._some_stream, start, stop, soon, run, {}, tags))
             rows += stop - start
             soon = ()
         if drawn:
@@ -540,7 +574,13 @@ class _Pass:
             sizes = ends - starts
             ids = np.repeat(streams, sizes)
             at = np.arange(rows, dtype=np.int64) + np.repeat(ends - np.cumsum(sizes), sizes)
-            told += at, ids, (ids << 32) + at
+            groups = (ids << 32) + at
+            first = 0
+            for read in drawn:
+                last = first + read.stop - read.start
+                told = read.told
+                told["group_id"], told["stream_id"], told["row"] = groups[first:last], ids[first:last], at[first:last]
+                first = last
             self._drawn.extend(drawn)
         return len(drawn)
 
@@ -549,17 +589,13 @@ class _Pass:
         stream = draw.stream
         if stream not in self._checked:
             self._refuse_reserved(stream, cells)
-        rows, streams, names = read.told
-        here = slice(read.at, read.at + read.stop - read.start)
         groups = cells.get(data._group_key)
-        cells = dict(cells)  # a reader may keep its own
-        cells["group_id"] = names[here] if groups is None else _group_ids(data, draw, groups)
-        cells["stream_id"], cells["row"] = streams[here], rows[here]
+        cells = {**cells, **read.told}  # a new dict: a reader may keep its own
+        if groups is not None:
+            cells["group_id"] = _group_ids(data, draw, groups)
         batch = data._collate(cells)
         if isinstance(batch, dict):
-            batch["modality"] = data.table.modalities[stream] if stream >= 0 else ""
-            batch["draw"] = draw.index
-            batch["stream_epoch"] = draw.epoch
+            batch.update(read.tags)
         return batch
 
     def _refuse_reserved(self, stream: int, cells: Cells) -> None:
@@ -570,6 +606,14 @@ class _Pass:
                     "with columns=."
                 )
         self._checked.add(stream)
+
+
+def _rows_at_once(cells: Cells, rows: int, share: int) -> int:
+    """How many rows of a file make `share` bytes, judged by some of them; 0 if nobody can know, or it would be a few times as many only."""
+    if not rows or any(column.dtype == object for column in cells.values()):
+        return 0
+    worth = share * rows // max(1, sum(column.nbytes for column in cells.values()))
+    return worth if worth >= 4 * rows else 0
 
 
 def _group_ids(data: StreamMixingDataset, draw: Draw, column: np.ndarray) -> np.ndarray:

@@ -162,10 +162,12 @@ class LanePool:
         one.last = step
         stream = one.stream
         if self._watch:
-            gauges = self._gauges
-            gauges.picked(one.slot, step)
             if look:
-                self.snapshot = gauges.snapshot(step, self._kinds)
+                if self._unread:
+                    self._read_gauges()
+                self._gauges.picked(one.slot, step)
+                self.snapshot = self._gauges.snapshot(step, self._kinds)
+            self._unread.add(one)
             self.picks_by_kind[self._table.kind_of[stream]] += 1
         start = one.position
         stop = start + one.per_pick
@@ -174,13 +176,19 @@ class LanePool:
         if one.remaining:
             one.position = stop
             picker.read_on(one)
-            if self._watch:
-                gauges.read_on(one)
         else:
             stop = one.position = one.end
             self.exhausted += 1
             self._replace(one)
         return one, start, stop
+
+    def _read_gauges(self) -> None:
+        """Bring the gauges to where the slices are: those that were picked since, each once."""
+        gauges = self._gauges
+        for one in self._unread:
+            gauges.picked(one.slot, one.last)
+            gauges.read_on(one)
+        self._unread.clear()
 
     def upcoming(self, count: int) -> list[int]:
         """The streams that come into the pool next, as far as this epoch has them: worth opening ahead."""
@@ -206,6 +214,8 @@ class LanePool:
     def _fresh_pool(self) -> None:
         self.picker = picker_for(self._settings.pick_mode, self._pick_key)
         self._gauges: Gauges = gauges_for(self._settings.slots)
+        self._unread: set[Slice] = set()
+        """Slices whose numbers the gauges do not show yet."""
         self._count: list[int] = [0] * len(self._table.kinds)
         self._kinds = tuple(self._count)
 
@@ -255,6 +265,7 @@ class LanePool:
     def _replace(self, dry: Slice) -> None:
         slot = dry.slot
         if self._watch:
+            self._read_gauges()  # while slots are where they were
             self._count[self._table.kind_of[dry.stream]] -= 1
         following = self._take()
         if following is not None:
