@@ -36,6 +36,7 @@ __all__ = ["PreparedLoader"]
 KIND, VERSION = "prepared", 1
 COUNTS = ("tokens", "padding", "rows", "samples", "fillers")
 """As the compiled loop counts them."""
+_TIMES_AT_ONCE = 64
 _PLANNED_FIRST, _PLANNED = 256, 8192
 """Samples that are planned at once: few at first, so that the first batch comes soon, then twice as many each time up to
 about 2 ms, .25 us a sample; 1,024 at a time take .9 us each."""
@@ -111,7 +112,11 @@ class PreparedLoader(RankLoader):
         self._step_digest = 0
         self._started: float | None = None
         self._begun_tokens = 0
+        self._as_made = "cu_seqlens" not in self.fields and not copy and device is None
+        """Whether tensors are handed over as they were filled."""
+        self._wait = Wait("loader.next", meter=self.meter, deadline=deadline)
         self._next_times = Histogram("loader/next")
+        self._seconds: list[float] = []
         self._drained: dict[str, int] = {}
         self._running: _Assembly | None = None
         self._last: _Made | None = None
@@ -132,19 +137,29 @@ class PreparedLoader(RankLoader):
         if self._running is None:
             self._running = _Assembly(self)
             self._started = self._started or time.perf_counter()
-        with Wait("loader.next", meter=self.meter, deadline=self._deadline) as wait:
+        with self._wait as wait:
             try:
                 made = self._running.next(wait)
             except BaseException:
                 self.close()
                 raise
-        self._next_times.record(wait.seconds)
+        self._seconds.append(wait.seconds)
+        if len(self._seconds) == _TIMES_AT_ONCE:
+            self._record_times()
         if made is None:
             state.ended = True
             self.close()
             raise StopIteration
         self._count(made)
         return self._tensors(made.rows, made.end - made.begin)
+
+    def _record_times(self) -> None:
+        self._next_times.record_many(self._seconds)
+        self._seconds.clear()
+
+    def drain_metrics(self) -> dict[str, int | float]:
+        self._record_times()
+        return super().drain_metrics()
 
     def _count(self, made: _Made) -> None:
         """From here on the batch is delivered: this is the only place where the saved state moves."""
@@ -158,6 +173,8 @@ class PreparedLoader(RankLoader):
 
     def _tensors(self, rows: BatchRows, count: int) -> dict[str, Any]:
         tensors = dict(rows.tensors)
+        if self._as_made and count == rows.count:
+            return tensors
         if "cu_seqlens" in tensors:
             tensors["cu_seqlens"] = tensors["cu_seqlens"].narrow(0, 0, rows.edges + 1)
         if count < rows.count:  # a rank that has one row less than others
@@ -301,9 +318,12 @@ class _Assembly:
         """Where in `_planned` the next batches begin and end, and what each adds to the digest."""
         self._fill = shard_kernels().fill
         self._held: BatchRows | None = None
-        self._ahead_of_need: Ahead[BatchRows, _Made] = Ahead(
-            self._assemble, self._new_rows, depth=loader._prefetch, name="headrace-prepared", meter=self._meter
-        )
+        # Without prefetch there is nobody to hand over from, and no lock is needed.
+        self._ahead_of_need: Ahead[BatchRows, _Made] | None = None
+        if loader._prefetch:
+            self._ahead_of_need = Ahead(
+                self._assemble, self._new_rows, depth=loader._prefetch, name="headrace-prepared", meter=self._meter
+            )
         # A loader that is let go without close() must not leave its thread behind.
         self._forgotten = weakref.finalize(loader, self.close)
 
@@ -315,13 +335,17 @@ class _Assembly:
                 with Wait("loader.copy", meter=self._meter):
                     rows.ready.synchronize()
             self._held = None
-        made = self._ahead_of_need.exchange(rows, wait)
+        if self._ahead_of_need is None:
+            made = self._assemble(self._new_rows() if rows is None else rows)
+        else:
+            made = self._ahead_of_need.exchange(rows, wait)
         self._held = made.rows if made is not None else None
         return made
 
     def close(self, timeout: float = 2.0) -> None:
         self._forgotten.detach()  # it would keep the buffers for as long as the loader lives
-        self._ahead_of_need.close(timeout)
+        if self._ahead_of_need is not None:
+            self._ahead_of_need.close(timeout)
 
     def _new_rows(self) -> BatchRows:
         return BatchRows(
