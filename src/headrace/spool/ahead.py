@@ -92,6 +92,7 @@ class Ahead(Generic[T]):
         with self._changed:
             if key in self._ready:
                 return
+        self._bell.put(None)  # what the provider waits for may be among the notes: where the next row is
         until = time.monotonic() + deadline
         while True:
             name, remedy = self._reason(key)

@@ -25,6 +25,7 @@ import contextlib
 import math
 import os
 import re
+import sys
 import threading
 import time
 import warnings
@@ -579,7 +580,8 @@ class DatasetConsumer:
     def _prepare(self, split: str, part: int, seq: int, start: int) -> BatchFile:
         file = self._checker.prepare(self._channel(split, part), seq, start)
         queued = split not in CIRCULAR_SPLITS and self._parts_of(split) == 1
-        if not self.copy and queued and not any(spec.ragged for spec in file.header.schema):
+        # Whoever trains has imported torch. To do it here, a second of work, would keep a first file waiting.
+        if not self.copy and queued and "torch" in sys.modules and not any(f.ragged for f in file.header.schema):
             file.cut(self.batch_size, start, self.rank, self.world_size)
         self._require_place()
         return file

@@ -237,7 +237,14 @@ class QueueReader:
         self.batches += 1
         for part in self.parts:
             part.advance(_rows_before(limit, part.number, parts))
-        self.stock.clear()  # it was cut for other batches than this
+        entry = self.parts[0].being_read
+        if entry is not None and self._fits(
+            entry, batch_size, begin
+        ):  # its first batch had to be waited for, the others have not
+            self.stock, entry.file.stock = entry.file.stock[:0:-1], []
+            self._stock_size = batch_size
+        else:
+            self.stock.clear()
         for part in self.parts:
             part.look_ahead()
         return arrays
@@ -248,7 +255,7 @@ class QueueReader:
         part = self.parts[0]
         if not self.stock:
             entry = part.step_into() if len(self.parts) == 1 else None
-            if entry is None or not self._fits(entry, batch_size) or part.last is not None:
+            if entry is None or not self._fits(entry, batch_size, self.position):
                 return None
             part.enter(entry)
             self.stock, entry.file.stock = entry.file.stock[::-1], []
@@ -270,15 +277,11 @@ class QueueReader:
             part.advance(self.position)
         return value
 
-    def _fits(self, entry: _Open, batch_size: int) -> bool:
-        """Whether a file's stock is what comes next. One of a file that does not end with a batch is not used: the last one lies in two files."""
+    def _fits(self, entry: _Open, batch_size: int, begin: int) -> bool:
+        """Whether a file's stock is what comes from `begin` on. Not that of a file that does not end with a batch, or that is the last."""
         file = entry.file
-        return (
-            bool(file.stock)
-            and file.stock_of == batch_size
-            and entry.start == self.position
-            and not file.header.rows % batch_size
-        )
+        ends = not file.header.rows % batch_size and not file.header.last
+        return bool(file.stock) and file.stock_of == batch_size and entry.start == begin and ends
 
     def _straight(self, part: Part, begin: int, end: int) -> dict[str, np.ndarray] | None:
         """The same where all rows lie in the file that is being read: most batches, at a third of the cost."""
