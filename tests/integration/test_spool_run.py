@@ -191,10 +191,15 @@ def test_two_terminals_give_the_run_of_one(headrace, warm, until, tmp_path):
     }
     records = [(tmp_path / name / "flight.jsonl").read_text() for name in "AB"]
     assert records[0] == records[1], "where every sample came from is known as well"
-    # A command costs seconds: the step is asked for in this process.
     told = [step_facts(tmp_path / name) for name in "AB"]
     assert told[0] == told[1]
-    assert told[0]
+    seen = told[0]["documents"][0]
+    where = ("--source", seen["source"], "--file", seen["file"], "--row", str(seen["row"]), "--format", "json")
+    found = [json.loads(headrace("find", name, *where, cwd=tmp_path).stdout)["seen"] for name in "AB"]
+    assert found[0] == found[1]
+    assert 5 in [place["step"] for place in found[1]]
+    compared = headrace("diff", "A", "B", cwd=tmp_path)
+    assert (compared.returncode, "the same data for all 8 steps" in compared.stdout) == (0, True), compared.stdout
     shown = headrace("spool", "verify", "S", cwd=tmp_path)
     assert shown.returncode == 0, shown.stdout
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch  # noqa: F401 - files are cut into batches where it is there
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import DataError, EndOfData, FileCorrupt
@@ -48,6 +49,18 @@ class Counted(SequentialProvider):
 
     def cursor(self, split, part):
         return {"rows": self.at[part]}
+
+
+class Even(Counted):
+    """The same without the ragged row: what can be cut into batches in advance."""
+
+    def build_meta(self) -> dict[str, Any]:
+        meta = super().build_meta()
+        return meta | {"batch_schema": meta["batch_schema"][:2]}
+
+    def next_batch(self, split, part):
+        batch = super().next_batch(split, part)
+        return None if batch is None else {name: batch[name] for name in ("g", "squares")}
 
 
 def ragged(g):
@@ -95,6 +108,44 @@ def test_views_hold_what_copies_hold_as_long_as_anybody_holds_them(sizes, per_fi
             assert {k: v.tolist() for k, v in ragged(g).items()} == {k: view[k].tolist() for k in ragged(g)}
             assert {k: v.tolist() for k, v in view.items()} == {k: v.tolist() for k, v in copied.items()}
         assert len(held[False]) == len(held[True])
+
+
+@settings(max_examples=10)
+@given(
+    world=st.sampled_from([1, 2, 3, 6]), size=st.sampled_from([6, 12]), per_file=st.integers(1, 5), total=st.integers(1, 90),
+    other=st.integers(0, 8),
+)  # fmt: skip
+@example(world=1, size=6, per_file=5, total=90, other=7)
+@example(world=2, size=6, per_file=5, total=90, other=7)
+@pytest.mark.filterwarnings("ignore:.*cut differently")
+def test_ranks_that_are_given_views_see_what_copies_hold(world, size, per_file, total, other):
+    with tempfile.TemporaryDirectory() as name:
+        Even(Path(name), 6, batches_per_file=per_file, max_backlog_files=1000, total=total, durable=False).run()
+        seen = {}
+        for copy in (False, True):
+            ranks = open_ranks(Path(name), world, copy=copy)
+            for rank in ranks:
+                rank.set_batch_size(size)
+            seen[copy], states = [], []
+            for turn in range(-(-total // size)):
+                if turn == other:  # a batch of another size in between: what was cut of the file no longer fits
+                    for rank in ranks:
+                        rank.set_batch_size(size + world)
+                try:
+                    seen[copy].append([b["g"] for b in together(lambda r: r.get_batch("train", "cpu"), ranks)])
+                except EndOfData:
+                    break
+                states.append([r.state_dict()["body"]["splits"] for r in ranks])
+                for rank in ranks:
+                    rank.set_batch_size(size)
+            seen[copy].append(states)
+            for rank in ranks:
+                rank.close()
+        *views, view_states = seen[False]
+        *copies, copy_states = seen[True]
+        assert [[r.tolist() for r in b] for b in views] == [[r.tolist() for r in b] for b in copies]
+        assert view_states == copy_states
+        assert all(state == states[0] for states in view_states for state in states)
 
 
 @settings(max_examples=15)

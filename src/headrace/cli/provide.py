@@ -16,6 +16,8 @@ from headrace.jobs.config_layers import load_config
 
 __all__ = ["provide"]
 
+_KINDS = {"lm": "", "mlm": "masked ", "classify": "labelled ", "tag": "tagged "}
+
 
 def provide(
     config: Path,
@@ -44,6 +46,7 @@ def provide(
     headrace run examples/quickstart.toml --spool.dir S              in another
     headrace provide run.toml --spool.parts 4 --take 2               and, on another machine, the same with --join
     headrace provide run.toml --spool.task mlm                       tokens to guess, for a trainer of your own
+    headrace provide examples/labelled/classify.toml --spool.dir S            labelled texts, every class equally often
     ```
     """
     checked = load_config(config, overrides(settings))
@@ -59,7 +62,7 @@ def provide(
         spool = checked.spool
         console.print(f"[bold]headrace[/] fills the spool [bold]{checked.spool_dir}[/]", highlight=False)
         say(
-            f"{'masked ' if spool.task == 'mlm' else ''}batches of {checked.loader.global_batch_size} x {checked.text.seq_len}, {spool.batches_per_file} a file, up to {spool.max_backlog_files} files ahead, "
+            f"{_KINDS[spool.task]}batches of {checked.loader.global_batch_size} x {checked.text.seq_len}, {spool.batches_per_file} a file, up to {spool.max_backlog_files} files ahead, "
             f"{spool.parts} part{'s' if spool.parts > 1 else ''}"
         )
         sys.stdout.flush()

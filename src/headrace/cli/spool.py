@@ -40,19 +40,20 @@ def _show(value: Any, format: str, quiet: bool, lines: list[str]) -> None:
 
 @spool.command
 def ls(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> int:
-    """List the files of the queue: number, rows, size, verdict.
+    """List the files of the queue: number, rows, size, verdict; and those that were set aside, with the reasons.
 
     ```
     headrace spool ls /data/spool
     ```
     """
-    from headrace.spool.survey import list_files
+    from headrace.spool.survey import list_files, quarantined
 
-    files = list_files(directory)
+    files, aside = list_files(directory), quarantined(directory)
     lines = [
         f"{f.split:<6} {f.part:>3} {f.seq:>12,}  rows {f.first if f.first is not None else '?'} + {f.rows if f.rows is not None else '?'}  {short(f.bytes)}B  {f.verdict}"
         for f in files
     ]
+    lines += [f"{f['split']:<6} quarantine/{f['file']}: {f['reason']}" for f in aside]
     _show([f.to_dict() for f in files], format, quiet, lines or ["no files"])
     return 0
 
@@ -107,15 +108,25 @@ def verify(directory: Path, /, *, format: Format = "text", quiet: Quiet = False)
 
 
 @spool.command
-def quarantine(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> int:
-    """What was set aside, and why. Nothing is changed.
+def quarantine(
+    directory: Path, /, *,
+    file: Annotated[int | None, Parameter(help="Set this file aside: it is kept, and its provider makes it again.")] = None,
+    reason: Annotated[str, Parameter(help="Why; kept beside the file.")] = "",
+    split: Annotated[str, Parameter(help="Of the file.")] = "train",
+    part: Annotated[int, Parameter(help="Of the file.")] = 0,
+    format: Format = "text", quiet: Quiet = False,
+) -> int:  # fmt: skip
+    """What was set aside, and why. With --file, set a file aside that nobody has read yet.
 
     ```
     headrace spool quarantine /data/spool
+    headrace spool quarantine /data/spool --file 7 --reason "made while the disk was failing"
     ```
     """
-    from headrace.spool.survey import quarantined
+    from headrace.spool.survey import quarantined, set_aside
 
+    if file is not None:
+        set_aside(directory, file, reason, split=split, part=part)
     found = quarantined(directory)
     _show(found, format, quiet, [f"{f['split']} {f['file']}: {f['reason']}" for f in found] or ["nothing"])
     return 0

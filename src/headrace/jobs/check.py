@@ -52,6 +52,8 @@ class Plan:
 def check_job(config: RunConfig, *, ranks: int = 1, full_check: bool = False) -> Plan:
     """Open the sources and the tokenizer of a config and work out what a run would deliver."""
     check_world_size(config, ranks)
+    if config.spool.labelled:
+        return _labelled_plan(config)
     data = Job(config).dataset(full_check=full_check)
     try:
         return plan_of(config, data)
@@ -85,6 +87,35 @@ def plan_of(config: RunConfig, data: TextDataset) -> Plan:
         sources=sources,
         warnings=tuple(_warnings(config, sources)),
     )
+
+
+def _labelled_plan(config: RunConfig) -> Plan:
+    """What a spool of labelled rows would hold: everything is read, so its tokens are counted, not estimated."""
+    import numpy as np
+
+    from headrace.jobs.labelled_text import read_examples
+
+    examples, tokenizer = read_examples(Job(config))
+    samples = config.run.steps * config.loader.global_batch_size
+    lengths, owner = np.diff(examples.offsets), examples.origin[:, 0]
+    total = round(samples * float(lengths.mean()))
+    sources = []
+    for number, section in enumerate(config.source):
+        own = owner == number
+        share = float(own.mean())
+        sources.append(
+            SourcePlan(
+                name=section.name, spec=section.spec, files=examples.files[number], chunks=0, rows=int(own.sum()), tokens=int(lengths[own].sum()),
+                weight=share, delivered=total * share, epochs=samples / len(examples),
+            )
+        )  # fmt: skip
+    common = gcd(config.loader.lanes, config.loader.global_batch_size)
+    return Plan(
+        kind=config.spool.task, config_hash=config.hash, steps=config.run.steps, global_batch_size=config.loader.global_batch_size,
+        seq_len=config.text.seq_len, lanes=config.loader.lanes, world_sizes=tuple(n for n in range(1, common + 1) if common % n == 0),
+        total_tokens=total, tokenizer=tokenizer.name, vocab_size=tokenizer.vocab_size, sources=tuple(sources),
+        warnings=tuple(f"no row is labelled {name}" for name in examples.without_rows()),
+    )  # fmt: skip
 
 
 def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...]) -> list[str]:

@@ -77,6 +77,12 @@ def _array(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _refuse_few_labels(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(names) == 1 or len(set(names)) < len(names):
+        raise ValueError("needs at least two names, each once")
+    return names
+
+
 _Text = Annotated[str, AfterValidator(_refuse_odd_text)]
 _Name = Annotated[str, AfterValidator(_refuse_odd_name)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -141,6 +147,8 @@ class SourceSection(_Section):
     name: _Name = Field("", examples=["web"])
     """Derived from the spec unless given; unique in a RunConfig."""
     text_key: _Text = "text"
+    label_key: _Text | None = Field(None, examples=["label"])
+    """Where labels are, for the tasks of a spool that have some; "label" (classify) or "tags" (tag) unless given."""
     max_rows: int | None = Field(None, ge=1, examples=[1000])
     max_tokens: int | None = Field(None, ge=1, examples=[1_000_000])
     max_epochs: int | None = Field(None, ge=1, examples=[4])
@@ -282,13 +290,24 @@ class SpoolSection(_Section):
     parts: int = Field(1, ge=1, le=1000)
     """How many providers can work at the same time: each takes whole parts. Divides the lanes and the batch."""
     durable: bool = True
-    task: Literal["lm", "mlm"] = "lm"
-    """mlm: tokens to guess, for a trainer of your own that reads the spool."""
+    task: Literal["lm", "mlm", "classify", "tag"] = "lm"
+    """For a trainer of your own that reads the spool: mlm, tokens to guess; classify, one label a text; tag, one label a word."""
     mask_probability: float = Field(0.15, gt=0, lt=1)
     mask_id: int | None = Field(None, ge=0, le=1 << 31, examples=[4])
     """The id of the mask; one after the tokenizer's last unless given."""
+    labels: Annotated[tuple[_Text, ...], BeforeValidator(_array), AfterValidator(_refuse_few_labels)] = Field(
+        (), examples=[["negative", "positive"]]
+    )
+    """Names of the classes, in the order of their numbers; those that occur, sorted, unless given."""
+    balance: Literal["equal", "natural"] = "equal"
+    """equal: every class comes up equally often. natural: as often as it occurs, spread evenly."""
     provider: bool = True
     """Whether `headrace run` starts a provider where none is at work."""
+
+    @property
+    def labelled(self) -> bool:
+        """Whether samples are rows with labels, drawn by label."""
+        return self.task in ("classify", "tag")
 
     @model_validator(mode="after")
     def _enable_by_folder(self) -> SpoolSection:
@@ -327,6 +346,25 @@ class RunConfig(_Section):
             raise ValueError(
                 f"spool.parts = {parts} must divide loader.lanes = {lanes} and loader.global_batch_size = {batch}; "
                 f"{math.gcd(lanes, batch)} is the largest that does"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _leave_labelled_rows_unweighted(self) -> RunConfig:
+        if not self.spool.labelled:
+            return self
+        asked = [
+            f"source {s.name}: {k}"
+            for s in self.source
+            for k in ("max_tokens", "max_epochs")
+            if getattr(s, k) is not None
+        ]
+        asked += ["weights that differ"] if len({s.weight for s in self.source}) > 1 else []
+        asked += ["[[mix.change]]"] if self.mix.change else []
+        asked += [f'loader.exhausted = "{self.loader.exhausted}"'] if self.loader.exhausted != "repeat" else []
+        if asked:
+            raise ValueError(
+                f'spool.task = "{self.spool.task}" draws its samples by label, over all sources together and without an end; leave out {", ".join(asked)}'
             )
         return self
 

@@ -44,8 +44,8 @@ def provide_on_ray(
     where = (base or Path()).resolve()
     # Meta and folders are settled here, once, so that actors only ever join; and a wrong config fails before anything is started.
     job = Job(config, where)
-    opener = provider_of(job, job.dataset())
-    opener.open()
+    opener = provider_of(job)
+    opener.open(("train",))
     opener.close()
     started = not ray.is_initialized()
     if started:

@@ -15,19 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from headrace.jobs.config import RunConfig
+from headrace.jobs.labelled_text import LabelledTextProvider
 from headrace.jobs.masked_text import MaskedTextProvider
 from headrace.jobs.spooled import TextProvider
 from headrace.jobs.wiring import Job
 from headrace.loader import TextDataset
 from headrace.metrics import default_meter
+from headrace.spool import DataProviderBase
 
 __all__ = ["provide_text", "provider_of", "stopped_by_signals"]
 
 
-def provider_of(job: Job, data: TextDataset, **more: Any) -> TextProvider:
-    """The provider that makes what a config's [spool] asks for."""
+def provider_of(job: Job, data: TextDataset | None = None, **more: Any) -> DataProviderBase:
+    """The provider that makes what a config's [spool] asks for; over `data` where that is packed text, a new dataset unless given."""
+    if job.config.spool.labelled:
+        return LabelledTextProvider(job, **more)
     kind = MaskedTextProvider if job.config.spool.task == "mlm" else TextProvider
-    return kind(job, data, **more)
+    return kind(job, data if data is not None else job.dataset(meter=default_meter()), **more)
 
 
 def provide_text(
@@ -40,22 +44,21 @@ def provide_text(
     max_files: int | None = None,
     until_eof: bool = False,
     report: Callable[[str], None] | None = None,
-    ready: Callable[[TextProvider], None] | None = None,
+    ready: Callable[[DataProviderBase], None] | None = None,
 ) -> int:
     """Fill the spool of a config until asked to stop (SIGINT, SIGTERM), or until its sources end; how many files were made.
 
     `until_eof`: also stop when standard input ends, as it does when the process that holds its other end is killed.
     """
     job = Job(config, base)
-    data = job.dataset(meter=default_meter())
-    provider = provider_of(job, data, join=join, force_regenerate=force_regenerate, take=take, report=report)
+    provider = provider_of(job, join=join, force_regenerate=force_regenerate, take=take, report=report)
     if until_eof:
         threading.Thread(target=_stop_at_eof, args=(provider.stop,), daemon=True, name="headrace-parent").start()
     with stopped_by_signals(provider.stop):
-        provider.open()
+        provider.open(("train",))
         if ready is not None:
             ready(provider)
-        return provider.run(max_files=max_files)
+        return provider.run(("train",), max_files=max_files)
 
 
 @contextlib.contextmanager

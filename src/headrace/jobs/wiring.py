@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.errors import ConfigError
 from headrace.jobs.config import RunConfig
 from headrace.jobs.config_layers import load_any_config
 from headrace.jobs.streams_config import StreamsConfig
@@ -43,10 +44,15 @@ class Job:
         accept: Collection[str] = (),
         full_check: bool = False,
     ) -> TextDataset:
-        text, loader = self.config.text, self.config.loader
+        text, loader, task = self.config.text, self.config.loader, self.config.spool.task
+        if self.config.spool.labelled:
+            raise ConfigError(
+                f'spool.task = "{task}" has labelled rows in place of packed text: fill a spool with `headrace provide CONFIG` and read it with '
+                "headrace.DatasetConsumer"
+            )
         return TextDataset(
             [Source(**section.model_dump()) for section in self.config.source],
-            tokenizer=self._tokenizer(),
+            tokenizer=self.tokenizer,
             seq_len=text.seq_len,
             pack=text.pack,
             seed=self.config.run.seed,
@@ -91,7 +97,9 @@ class Job:
         values["threads"] = values["threads"] or 0
         return TrainSettings(**values, steps=self.config.run.steps, seed=self.config.run.seed)
 
-    def _tokenizer(self) -> str | Path | None:
+    @property
+    def tokenizer(self) -> str | Path | None:
+        """Which tokenizer the config names: a built-in one, or the path of one."""
         name = self.config.text.tokenizer
         if name in (None, "bytes", "sample"):
             return name

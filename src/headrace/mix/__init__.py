@@ -3,6 +3,7 @@
 Documents:
 deal        which rows of a source a lane reads in an epoch, and in which order
 interleave  which source gives a lane its next block
+strata      which labelled row comes next, so that every class is served
 
 Streams (files of cells, K open at a time):
 streams     which streams there are, how many picks each lasts, which lane reads it
@@ -18,12 +19,15 @@ from headrace.mix.pick import PICK_MODES, PickMode
 from headrace.mix.plan import BATCHING_MODES, BatchingMode, Draw, LanePool, MixPlan, MixSettings, Reshard, worker_of
 from headrace.mix.pool import Slice, Snapshot
 from headrace.mix.queue import QUEUES, Queue
+from headrace.mix.strata import BALANCES, Balance, Strata
 from headrace.mix.streams import StreamTable, rank_share
 
 __all__ = [
+    "BALANCES",
     "BATCHING_MODES",
     "PICK_MODES",
     "QUEUES",
+    "Balance",
     "BatchingMode",
     "Deal",
     "Draw",
@@ -37,6 +41,7 @@ __all__ = [
     "Slice",
     "Snapshot",
     "Span",
+    "Strata",
     "StreamTable",
     "fixed_point",
     "lane_weight_factors",

@@ -4,7 +4,7 @@
     matching   which files a spec names                     stores (s3, gs, az, http), hub (hf)
     raw        bytes of a file that may vanish under us     stores, packed (gz, zst); access chooses
     reader     what a format must know how to do            lines (txt, jsonl), columns (parquet; footer),
-                                                            batches (arrow; messages)
+                                                            batches (arrow; messages); rows (several columns of any)
     manifest   files, chunks, rows, fingerprints; cached
     records    are these the bytes that were read the first time
     samples    a corpus for those who have none yet
@@ -21,6 +21,7 @@ Nothing here knows an order: a plan takes the chunk table and decides what comes
 
 from headrace.sources.manifest import FileEntry, Manifest
 from headrace.sources.opened import MAX_LINE_BYTES, OpenSource, cache_folder, open_source
+from headrace.sources.rows import RowShape
 from headrace.sources.samples import sample_names
 from headrace.sources.spec import Source
 
@@ -29,6 +30,7 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "OpenSource",
+    "RowShape",
     "Source",
     "cache_folder",
     "open_source",

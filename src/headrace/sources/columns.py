@@ -13,13 +13,14 @@ from __future__ import annotations
 import io
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace.errors import DataError
 from headrace.order import chunk_hash
-from headrace.sources.footer import parse_footer
+from headrace.sources.footer import ColumnPages, parse_footer
 from headrace.sources.raw import ByteFile
 from headrace.sources.reader import BadRow, FileScan, Loaded, Undecodable, all_bad, first_line, not_utf8
 from headrace.sources.spec import nearest
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-__all__ = ["ParquetColumn", "texts_of"]
+__all__ = ["Pages", "ParquetColumn", "ParquetColumns", "no_such_column", "texts_of"]
 
 _MAX_COLUMN_BYTES = 4 << 30
 _MAX_GROUP_ROWS = 1 << 26
@@ -47,7 +48,7 @@ class ParquetColumn:
 
     def __init__(self, *, text_key: str) -> None:
         self.text_key = text_key
-        self._kept: OrderedDict[tuple[str, int, int | str], _Column] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int, int | str], ParquetColumns] = OrderedDict()
         self._lock = threading.Lock()
 
     def parameters(self) -> dict[str, Any]:
@@ -57,7 +58,7 @@ class ParquetColumn:
         return 0
 
     def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan:
-        column = _Column(file, self.text_key)
+        column = self._described(file)
         rows = np.array(column.group_rows, dtype=np.int64)
         kept = np.flatnonzero(rows)
         first = np.cumsum(rows) - rows
@@ -85,7 +86,7 @@ class ParquetColumn:
             # Pages are checked against their own CRC where the writer left one. A column with a dictionary is taken as
             # one: half a megabyte of file can stand for terabytes of repeated text, which then exist once.
             parquet = pq.ParquetFile(
-                _Pages(data, pages.offset, file.size),
+                Pages(data, pages.offset, file.size),
                 metadata=column.for_pyarrow,
                 pre_buffer=False,
                 page_checksum_verification=True,
@@ -106,14 +107,17 @@ class ParquetColumn:
             return all_bad(rows, f"row group {group} holds {len(texts):,} rows, its footer says {rows:,}")
         return texts, bad
 
-    def _column(self, file: ByteFile) -> _Column:
+    def _described(self, file: ByteFile) -> ParquetColumns:
+        return ParquetColumns(file, (self.text_key,), text=True)
+
+    def _column(self, file: ByteFile) -> ParquetColumns:
         """What the footer says; that of the last 64 files is kept, because consecutive chunks come from few files."""
         key = (str(file.path), file.size, file.version)
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        column = _Column(file, self.text_key)
+        column = self._described(file)
         with self._lock:
             self._kept[key] = column
             while len(self._kept) > _FOOTERS_KEPT:
@@ -121,32 +125,37 @@ class ParquetColumn:
         return column
 
 
-class _Column:
-    """The text column of one file as its footer describes it, every claim held against the file and the caps."""
+class ParquetColumns:
+    """The wanted columns of one file as its footer describes them, every claim held against the file and the caps.
 
-    def __init__(self, file: ByteFile, text_key: str) -> None:
+    Where there are several, the pages of a row group are those of all of them and of what lies between.
+    """
+
+    def __init__(self, file: ByteFile, names: Sequence[str], *, text: bool) -> None:
+        """`text`: there is one name, and it must be a column of one text a row."""
         raw = _footer_bytes(file)
         try:
             footer = parse_footer(raw)
         except ValueError as error:
             raise _damaged(file, error) from error
         paths = [".".join(leaf.path) for leaf in footer.leaves]
-        if text_key not in paths:
-            listed = ", ".join(repr(p) for p in nearest(text_key, paths)[:8]) or "none at all"
+        chosen: list[int] = []
+        for name in names:
+            found = [i for i, path in enumerate(paths) if path == name or (not text and path.startswith(f"{name}."))]
+            if not found:
+                raise no_such_column(file, name, paths if text else {leaf.path[0] for leaf in footer.leaves}, text=text)
+            chosen += found
+        if text and footer.leaves[chosen[0]].holds != "text":
             raise DataError(
-                f"{file.path} has no column {text_key!r}; it has {listed}. Set text_key to the one that holds the text."
-            )
-        index = paths.index(text_key)
-        if footer.leaves[index].holds != "text":
-            raise DataError(
-                f"column {text_key!r} of {file.path} holds {footer.leaves[index].holds}, expected one text a row. Set "
+                f"column {names[0]!r} of {file.path} holds {footer.leaves[chosen[0]].holds}, expected one text a row. Set "
                 "text_key to a column of strings."
             )
-        self.depth = len(footer.leaves[index].path)
+        self.depth = len(footer.leaves[chosen[0]].path)
+        self.leaves = tuple(paths[i] for i in chosen)
         self.group_rows = footer.group_rows
-        self.pages = tuple(group[index] for group in footer.pages)
+        self.pages = tuple(_together([group[i] for i in chosen]) for group in footer.pages)
         for group in range(len(self.pages)):
-            self._check(file, text_key, group)
+            self._check(file, ", ".join(names), group)
         self.for_pyarrow = _for_pyarrow(file, raw)
 
     def _check(self, file: ByteFile, text_key: str, group: int) -> None:
@@ -174,7 +183,7 @@ class _Column:
             )
 
 
-class _Pages(io.RawIOBase):
+class Pages(io.RawIOBase):
     """A file of which only some bytes are there. Asking for others is an error, so pyarrow reads nothing unhashed."""
 
     def __init__(self, data: bytearray, offset: int, size: int) -> None:
@@ -205,6 +214,30 @@ class _Pages(io.RawIOBase):
         got = bytes(self._data[start : start + size]) if start >= 0 else b""
         self._at += len(got)
         return got
+
+
+def _together(pages: list[ColumnPages]) -> ColumnPages:
+    """The pages of several columns as one stretch of the file."""
+    if len(pages) == 1:
+        return pages[0]
+    offset = min(p.offset for p in pages)
+    return ColumnPages(
+        offset=offset,
+        compressed=-1 if min(p.compressed for p in pages) < 0 else max(p.offset + p.compressed for p in pages) - offset,
+        uncompressed=sum(p.uncompressed for p in pages),
+        has_dictionary=any(p.has_dictionary for p in pages),
+    )
+
+
+def no_such_column(file: ByteFile, name: str, present: Iterable[str], *, text: bool) -> DataError:
+    """What the file has in place of a column, the likeliest meant first."""
+    listed = ", ".join(repr(p) for p in nearest(name, present)[:8]) or "none at all"
+    remedy = (
+        "Set text_key to the one that holds the text"
+        if text
+        else "Set text_key and label_key to those that hold text and labels"
+    )
+    return DataError(f"{file.path} has no column {name!r}; it has {listed}. {remedy}.")
 
 
 def _footer_bytes(file: ByteFile) -> bytes:

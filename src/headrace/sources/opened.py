@@ -37,6 +37,7 @@ from headrace.sources.packed import UnpackedFile, Unpacker
 from headrace.sources.raw import ByteFile, Tally
 from headrace.sources.reader import BadRow, Reader
 from headrace.sources.records import ChunkRecords
+from headrace.sources.rows import ArrowRows, JsonRows, ParquetRows, RowShape
 from headrace.sources.samples import sample_folder
 from headrace.sources.spec import Source, store_of
 from headrace.sources.stores import DEADLINE, Store, stored_matches
@@ -74,13 +75,15 @@ def open_source(
     max_line_bytes: int = MAX_LINE_BYTES,
     chunk_bytes: int | None = None,
     deadline: float = DEADLINE,
+    rows: RowShape | None = None,
 ) -> OpenSource:
     """List, count and fingerprint a source.
 
     `base` is where relative specs start (default: the working folder). `records` is the folder of chunk hashes, as a
     rule the run's own; without it they lie in the cache and hold for this place on this machine. `full_check` compares
     every recorded chunk now rather than when it is read. `accept_changes` takes changed bytes as the new truth. `deadline`
-    is how many seconds an object store may stay out of reach before a read gives up.
+    is how many seconds an object store may stay out of reach before a read gives up. `rows`: several columns of every row, as
+    JSON, in place of its text.
     """
     if max_line_bytes < 1:
         raise ConfigError(f"max_line_bytes must be at least 1, got {max_line_bytes}")
@@ -93,7 +96,7 @@ def open_source(
         cache = base / Path(source.cache).expanduser()
     cache = (cache if cache is not None else cache_folder()).absolute()
     tally = Tally(*_COUNTERS)
-    found, reader, follow, store = _find(source, base, cache, max_line_bytes, deadline, tally)
+    found, reader, follow, store = _find(source, base, cache, max_line_bytes, deadline, tally, rows)
     access = Access(
         found,
         packings=reader.packings,
@@ -136,7 +139,13 @@ def open_source(
 
 
 def _find(
-    source: Source, base: Path, cache: Path, max_line_bytes: int, deadline: float, tally: Tally
+    source: Source,
+    base: Path,
+    cache: Path,
+    max_line_bytes: int,
+    deadline: float,
+    tally: Tally,
+    rows: RowShape | None,
 ) -> tuple[Found, Reader, bool, Store | None]:
     """The files of a source, who reads them, whether their names may be links, and the store they lie in, if any."""
     what = f"source {source.spec!r}"
@@ -152,16 +161,16 @@ def _find(
             allow_symlinks=source.allow_symlinks,
             what=what,
         )
-        reader = _reader(dataset.format, dataset.text_key, max_line_bytes)
+        reader = _reader(dataset.format, dataset.text_key, max_line_bytes, rows)
         found = named_files(
             dataset.root, dataset.files, packings=reader.packings, allow_symlinks=dataset.follow, what=what
         )
         return found, reader, dataset.follow, None
     if source.scheme == "sample":
-        reader = _reader("jsonl", "text", max_line_bytes)
+        reader = _reader("jsonl", "text", max_line_bytes, rows)
         place, follow = str(sample_folder(source.place, cache)), True
     else:
-        reader = _reader(source.scheme, source.text_key, max_line_bytes)
+        reader = _reader(source.scheme, source.text_key, max_line_bytes, rows)
         place, follow = source.place, source.allow_symlinks
     if store_of(place) is not None:
         found, store = stored_matches(
@@ -179,15 +188,21 @@ def _find(
     return found, reader, follow, None
 
 
-def _reader(scheme: str, text_key: str, max_line_bytes: int) -> Reader:
+def _reader(scheme: str, text_key: str, max_line_bytes: int, rows: RowShape | None) -> Reader:
     if scheme == "jsonl":
+        if rows is not None:
+            return JsonRows(shape=rows, max_line_bytes=max_line_bytes)
         return JsonLines(text_key=text_key, max_line_bytes=max_line_bytes)
     if scheme == "txt":
+        if rows is not None:
+            raise ConfigError(
+                f"a txt file has one text a line and no columns {', '.join(rows.columns)}; use jsonl:, parquet: or arrow:"
+            )
         return TextLines(max_line_bytes=max_line_bytes)
     if scheme == "parquet":
-        return ParquetColumn(text_key=text_key)
+        return ParquetColumn(text_key=text_key) if rows is None else ParquetRows(shape=rows)
     if scheme == "arrow":
-        return ArrowBatches(text_key=text_key)
+        return ArrowBatches(text_key=text_key) if rows is None else ArrowRows(shape=rows)
     raise AssertionError(f"Source lets no scheme {scheme!r} through")
 
 

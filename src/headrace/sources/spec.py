@@ -78,6 +78,8 @@ class Source:
     """What metrics and errors call it; derived from the spec when not given."""
     text_key: str = "text"
     """The field (jsonl) or column (parquet, arrow) that holds the text. `a.b` means field b of object a."""
+    label_key: str | None = None
+    """The field or column that holds the label, or a label a word; for tasks that have labels."""
     max_rows: int | None = None
     max_tokens: int | None = None
     max_epochs: int | None = None
@@ -179,6 +181,8 @@ class Source:
             yield f"{what}: name must be 1 to 80 letters, digits or _ . + -, got {self.name!r}"
         if not isinstance(self.text_key, str) or not all(self.text_key.split(".")):
             yield f"{what}: text_key must be a field name, or names joined by dots, got {self.text_key!r}"
+        if self.label_key is not None and not (isinstance(self.label_key, str) and all(self.label_key.split("."))):
+            yield f"{what}: label_key must be a field name, or names joined by dots, got {self.label_key!r}"
         for key, smallest in (("max_rows", 0), ("max_tokens", 0), ("max_epochs", 1)):
             value = getattr(self, key)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < smallest):
@@ -253,6 +257,7 @@ _OPTION_TYPES: dict[str, Any] = {
     "weight": _number,
     "name": str,
     "text_key": str,
+    "label_key": str,
     "max_rows": _whole,
     "max_tokens": _whole,
     "max_epochs": _whole,

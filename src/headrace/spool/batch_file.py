@@ -15,6 +15,7 @@ tensor is looked at, because a .pt of 1.4 kB can describe 2**40 elements. Those 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -104,7 +105,7 @@ class FileHeader:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class BatchFile:
     """An open file. `arrays` are views of it; a ragged field has its values and, under `<name>_offsets`, its rows' borders."""
 
@@ -114,9 +115,33 @@ class BatchFile:
     _check: Callable[[str, int, int, int], None]
     _references: tuple[int, ...] = ()
     """To each array's memory, when nobody else had any."""
+    stock: list[Any] = dataclasses.field(default_factory=list)
+    """Its batches as tensors, in order, if somebody cut it."""
+    stock_of: int = 0
+    """Samples of each, over all ranks."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_references", self._count_references())
+        self._references = self._count_references()
+
+    def cut(self, batch_size: int, first: int, rank: int = 0, world_size: int = 1) -> None:
+        """Lay out a rank's batches as tensors over the file's memory: cut one by one, a small one takes longer to cut than to use.
+
+        `first`: global index of the file's first sample.
+        """
+        import torch
+
+        own = slice((rank - first) % world_size, self.header.rows // batch_size * batch_size, world_size)
+        columns: dict[str, tuple[torch.Tensor, ...]] = {}
+        for spec in self.header.schema:
+            # Over a view of the array: it lives as long as any tensor of it does, and that is what `held` counts.
+            whole = torch.from_numpy(self.arrays[spec.name][own])
+            whole = whole.view(torch.bfloat16) if spec.dtype == "bfloat16" else whole
+            columns[spec.name] = whole.split(batch_size // world_size) if len(whole) else ()
+        if set(columns) == {"x", "y"}:
+            self.stock = list(zip(columns["x"], columns["y"], strict=True))
+        else:
+            self.stock = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        self.stock_of = batch_size
 
     @property
     def nbytes(self) -> int:

@@ -11,6 +11,7 @@ disagree about which file was read.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -108,6 +109,10 @@ class FileChecker:
         self._on_bad(f"{channel} {seq}: bad, set aside: {reason}")
         raise _remake(channel, seq, reason)
 
+    @functools.cached_property
+    def _schema(self) -> tuple[Any, ...]:
+        return tuple((f.name, f.dtype, f.shape, f.ragged) for f in schema_of(self._meta["batch_schema"]))
+
     def _opened(self, channel: Channel, seq: int, start: int, path: Path) -> BatchFile:
         file = open_batch_file(path, split=channel.split, seq=seq, private=self._private)
         header = file.header
@@ -116,10 +121,8 @@ class FileChecker:
                 f"{path} says it is file {header.seq} of {header.split} part {header.part}: it was renamed or moved"
             )
         ours = self._meta.get("headrace")
-        wanted = schema_of(self._meta["batch_schema"])
-        if tuple((f.name, f.dtype, f.shape, f.ragged) for f in header.schema) != tuple(
-            (f.name, f.dtype, f.shape, f.ragged) for f in wanted
-        ):
+        if tuple((f.name, f.dtype, f.shape, f.ragged) for f in header.schema) != self._schema:
+            wanted = schema_of(self._meta["batch_schema"])
             raise DataError(
                 f"{path} holds {[f.to_json() for f in header.schema]}, the spool's meta says {[f.to_json() for f in wanted]}. It was made by another provider: "
                 "remove it, or start over with force_regenerate=True (--force_regenerate)"

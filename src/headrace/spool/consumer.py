@@ -22,8 +22,10 @@ Every wait has a deadline. Files are opened, judged and deleted by one backgroun
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
+import sys
 import threading
 import time
 import warnings
@@ -36,7 +38,7 @@ from headrace.errors import ConfigError, CursorMismatch, DeadlineExceeded, Headr
 from headrace.metrics import Meter, MetricSpec, Reduction, Wait, default_meter, register
 from headrace.order import Cursor
 from headrace.spool.ahead import Ahead
-from headrace.spool.batch_file import BatchFile
+from headrace.spool.batch_file import BatchFile, numpy_dtype
 from headrace.spool.channel import Channel
 from headrace.spool.checker import FileChecker
 from headrace.spool.file_system import FileSystem
@@ -52,6 +54,12 @@ if TYPE_CHECKING:
 __all__ = ["DatasetConsumer"]
 
 _KIND, _VERSION = "spool", 1
+_MOMENT = 0.1
+"""Seconds for which a consumer that had its place is taken to have it."""
+_FILES_AHEAD = 2
+"""Files prepared beyond the one that is read. With one, the background thread waits for the trainer whenever the trainer waited for it."""
+_POSITION_EVERY = 0.005
+"""Seconds between two positions told to the provider: to write one takes 1 ms where a file of small batches lasts less."""
 
 register(
     MetricSpec("spool/batches", Reduction.SUM, unit="batches", help="batches delivered"),
@@ -100,9 +108,10 @@ class DatasetConsumer:
 
         `batch_size`: samples of a whole batch, over all ranks; the provider's unless given. `deadline`: the longest wait for a batch.
         `archive`: how many used-up files to keep in archives/ instead of deleting them. `report`: gets one line a file.
-        `copy`: whether batches are copies. Without, those of a single rank are views of the mapped file: writing to one changes
-        neither the file nor another batch, and a file stays on the disk as long as a batch of it is referred to. Unless given,
-        batches are views on a local disk and copies on a network file system, where a file can be taken away from under a view.
+        `copy`: whether batches are copies. Without, they are views of the mapped file: writing to one changes neither the file nor
+        another batch, and a file stays on the disk as long as a batch of it is referred to. Those of one of several ranks are every
+        W-th row of it, so they are not contiguous: `reshape`, not `view`. Unless given, batches of a single rank on a local disk
+        are views; those of several ranks are copies, and so are all on a network file system, where a file can be taken away from under a view.
         """
         problems = [
             f"{name} is {value!r}, expected a whole number of {least} or more"
@@ -147,6 +156,11 @@ class DatasetConsumer:
         self._closed = False
         self._pins: bool | None = None
         """Whether batches for no device in particular are pinned: there is a CUDA device to copy them to."""
+        self._batch_bytes = 0
+        """Of a rank's share of a batch, where no field is ragged."""
+        self._placed = 0.0
+        """When it was last seen that this consumer's place is still its own."""
+        self._position_written = 0.0
         self._queued = prefer_queue and (self.data_dir / "queue").is_dir()
         self.batch_size = self.meta["batch_size"]
         if batch_size is not None:
@@ -154,7 +168,7 @@ class DatasetConsumer:
         else:
             self._check_share(self.batch_size)
         disk = FileSystem.of(self.data_dir)
-        self.copy = copy if copy is not None else not disk.local
+        self.copy = copy if copy is not None else not disk.local or dp_world_size > 1
         self._retired: list[BatchFile] = []
         """Files read to their end of which a batch is still in use."""
         self._checker = FileChecker(
@@ -221,9 +235,15 @@ class DatasetConsumer:
 
     def get_batch(self, split: str = "train", device: str | torch.device | None = None) -> Any:
         """The next batch of a split, on `device`: (X, Y) where the schema is x and y, else a dict of tensors by field."""
+        reader = self._readers.get(split) or self._reader(split)
+        if type(reader) is QueueReader and (device == "cpu" or (device is None and self._pins is False)):
+            ready = reader.from_stock(self.batch_size)
+            if ready is not None:
+                self._meter.add("spool/batches")
+                self._meter.add("spool/bytes", self._batch_bytes or self._bytes_of_a_batch())
+                return ready
         import torch
 
-        reader = self._readers.get(split) or self._reader(split)
         arrays = reader.next(self.batch_size)
         tensors: dict[str, Any] = {}
         size = 0
@@ -235,9 +255,9 @@ class DatasetConsumer:
                 tensors[field.name] = tensors[field.name].view(torch.bfloat16)
         if device is not None and device != "cpu":
             tensors = _moved(tensors, torch.device(device))
-        elif device is None and self.device_type == "cuda":
+        elif device is None:
             if self._pins is None:  # to ask takes 4 us, a third of a small batch
-                self._pins = torch.cuda.is_available()
+                self._pins = self.device_type == "cuda" and torch.cuda.is_available()
             tensors = {n: t.pin_memory() for n, t in tensors.items()} if self._pins else tensors
         self._meter.add("spool/batches")
         self._meter.add("spool/bytes", size)
@@ -275,7 +295,12 @@ class DatasetConsumer:
                 f"{self.data_dir} was made with batch_size {self.meta['batch_size']}, batches now have {new_bs}: the same samples in the same order, cut "
                 "differently", stacklevel=2,
             )  # fmt: skip
-        self.batch_size = new_bs
+        self.batch_size, self._batch_bytes = new_bs, 0
+
+    def _bytes_of_a_batch(self) -> int:
+        each = sum(math.prod(f.shape) * numpy_dtype(f.dtype).itemsize for f in self.schema())
+        self._batch_bytes = each * self.batch_size // self.world_size
+        return self._batch_bytes
 
     def _check_share(self, size: int) -> None:
         if size % self.world_size:
@@ -474,6 +499,13 @@ class DatasetConsumer:
             raise HeadraceError(
                 f"this consumer of {self.data_dir} lost its place: {self._lock.path.name} was removed and is now held by {holder}. Start again"
             )
+        self._placed = time.monotonic()
+
+    def _require_place_lately(self) -> None:
+        """The same, unless it was seen when the file was prepared a moment ago: two system calls take 50 us of a trainer's time.
+        A process that was stopped and wakes up finds that its moment has passed."""
+        if time.monotonic() - self._placed > _MOMENT:
+            self._require_place()
 
     # ----------------------------------------------------------------------------------------- readers
 
@@ -546,7 +578,13 @@ class DatasetConsumer:
     # ------------------------------------------------------------------------------------------- files
 
     def _prepare(self, split: str, part: int, seq: int, start: int) -> BatchFile:
-        return self._checker.prepare(self._channel(split, part), seq, start)
+        file = self._checker.prepare(self._channel(split, part), seq, start)
+        queued = split not in CIRCULAR_SPLITS and self._parts_of(split) == 1
+        # Whoever trains has imported torch. To do it here, a second of work, would keep a first file waiting.
+        if not self.copy and queued and "torch" in sys.modules and not any(f.ragged for f in file.header.schema):
+            file.cut(self.batch_size, start, self.rank, self.world_size)
+        self._require_place()
+        return file
 
     def _set_aside(self, sentence: str) -> None:
         self._counts["bad_files"] += 1
@@ -561,19 +599,22 @@ class DatasetConsumer:
             f"writing the position of {self.data_dir}", self._write_read_position, deadline=self.deadline, hidden=False
         )
 
-    def _finished(self, split: str, part: int, seq: int, end: int) -> None:
-        self._counts["files_read"] += 1
+    def _finished(self, split: str, part: int, seq: int, end: int, file: BatchFile | None) -> None:
+        """All rows of a file were delivered. In the background thread."""
         self._meter.add("spool/files_read")
-        self._tell(f"{self._channel(split, part)} {seq}: read")
         if self.ack == "commit":
-            self._ahead.later(self._write_read_position, "read position")
+            self._ahead.later(self._write_read_position, "read position", at=self._position_written + _POSITION_EVERY)
         else:
             self._ahead.later(lambda: self._used_up(split, seq, end))
+        if file is not None:
+            file.stock.clear()  # what was not used of it would hold the file
+            self._retired.append(file)
+            self._ahead.later(self._let_go, "let go")
+        self._tell(f"{self._channel(split, part)} {seq}: read")
 
     def _let_go(self) -> None:
         """Unmap files nobody uses any more. In the background: the trainer's own last reference would do it in its step."""
-        for file in [f for f in self._retired if not f.held]:
-            self._retired.remove(file)
+        self._retired = [f for f in self._retired if f.held]
 
     def _used_up(self, split: str, seq: int, end: int) -> None:
         """Commit a file that was delivered to its end, then delete it."""
@@ -583,6 +624,7 @@ class DatasetConsumer:
     def _write_read_position(self) -> None:
         with self._writing:  # both threads do: the one that looked first must not write last
             self._write_read_position_now()
+        self._position_written = time.monotonic()
 
     def _write_read_position_now(self) -> None:
         splits: dict[str, Any] = {}
@@ -642,11 +684,42 @@ class _SplitFiles:
         self._consumer, self._split = consumer, split
         self._entered: dict[int, int] = {}
         self._ends: dict[tuple[int, int], int] = {}
+        self._reading: dict[int, int] = {}
+        """The file of each part before the one that is wanted next."""
+        self._following: dict[int, tuple[int, int]] = {}
+        """The first file of each part that is not prepared, and its first row."""
 
     def want(self, part: int, seq: int, start: int) -> None:
-        self._consumer._ahead.want(
-            (self._split, part, seq), lambda: self._consumer._prepare(self._split, part, seq, start)
-        )
+        """Have this file prepared, and those behind it: where each begins is known once the one before it is open."""
+        if self._split in CIRCULAR_SPLITS:  # there each file is asked for by itself
+            self._consumer._ahead.want(
+                (self._split, part, seq), lambda: self._consumer._prepare(self._split, part, seq, start)
+            )
+            return
+        following = self._following.get(part)
+        if following is None or following[0] <= seq:
+            following = self._following[part] = (seq, start)
+        self._reading[part] = seq - 1
+        if following[0] < seq + _FILES_AHEAD:
+            self._prepare(part, *following)
+
+    def _prepare(self, part: int, seq: int, start: int) -> None:
+        def prepare() -> BatchFile:
+            file = self._consumer._prepare(self._split, part, seq, start)
+            following = (seq + 1, start + file.header.rows)
+            if not file.header.last and self._following.get(part) == (seq, start):
+                self._following[part] = following
+                if following[0] <= self._reading[part] + _FILES_AHEAD:
+                    self._prepare(part, *following)
+            return file
+
+        self._consumer._ahead.want((self._split, part, seq), prepare)
+
+    def ready(self, part: int, seq: int, start: int) -> BatchFile | None:
+        file = self._consumer._ahead.ready((self._split, part, seq))
+        if file is not None:
+            self._ends[part, seq] = start + file.header.rows
+        return file
 
     def take(self, part: int, seq: int, start: int) -> BatchFile:
         self.want(part, seq, start)
@@ -660,12 +733,10 @@ class _SplitFiles:
             if self._consumer.ack == "consume":
                 self._consumer._entered(self._split, part, seq, self._ends[part, seq])
             else:
-                self._consumer._require_place()
+                self._consumer._require_place_lately()
 
     def finished(self, part: int, seq: int, file: BatchFile | None) -> None:
         end = self._ends.pop((part, seq), None)
         if end is not None:
-            self._consumer._finished(self._split, part, seq, end)
-        if file is not None:
-            self._consumer._retired.append(file)
-            self._consumer._ahead.later(self._consumer._let_go, "let go")
+            self._consumer._counts["files_read"] += 1
+            self._consumer._ahead.soon(lambda: self._consumer._finished(self._split, part, seq, end, file))

@@ -24,7 +24,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -156,6 +156,11 @@ class DataProviderBase:
     def sample_batch(self, split: str, rng: torch.Generator) -> Mapping[str, torch.Tensor | np.ndarray]:
         """One batch: a tensor [batch_size, …] for every field of the schema. Draw from `rng` only."""
         raise NotImplementedError(f"{type(self).__name__} needs sample_batch(split, rng)")
+
+    def batches_of(self, split: str, seq: int, rng: torch.Generator) -> Iterator[Mapping[str, Any]]:
+        """The `batches_per_file` batches of file `seq`. Override it in place of `sample_batch` where a batch follows from its number."""
+        for _ in range(self.batches_per_file):
+            yield self.sample_batch(split, rng)
 
     def on_start(self) -> None:
         """Called once before the first file."""
@@ -503,8 +508,8 @@ class DataProviderBase:
         rng = torch.Generator()
         rng.manual_seed(key(f"spool.file.{channel.split}", seed=self.seed, seq=seq) >> 1)
         rows = RowBuffer(self.schema, self.rows_per_file)
-        for batch in range(self.batches_per_file):
-            added = rows.add(self.sample_batch(channel.split, rng))
+        for batch, values in enumerate(self.batches_of(channel.split, seq, rng)):
+            added = rows.add(values)
             if added != self.batch_size:
                 raise ConfigError(
                     f"{type(self).__name__}.sample_batch gave {added} rows for batch {batch} of {channel} {seq}; batch_size is {self.batch_size}"

@@ -4,12 +4,14 @@ list_files(path)      every file with its rows, size and verdict
 describe(path)        sequence, gaps, backlog, commit point, who is at work
 verify(path)          every byte checked; what is wrong, by file
 quarantined(path)     what was set aside, and why
+set_aside(path, 7)    take a file out by hand, to be made again
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ from headrace.spool.folder import SpoolFolder, lock_holder
 from headrace.spool.meta import read_meta
 from headrace.spool.provider import CIRCULAR_SPLITS
 
-__all__ = ["Finding", "ListedFile", "describe", "list_files", "quarantined", "verify"]
+__all__ = ["Finding", "ListedFile", "describe", "list_files", "quarantined", "set_aside", "verify"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,8 @@ def describe(path: Path) -> dict[str, Any]:
             v["done"][channel.split][channel.part] for v in read if channel.part < len(v["done"].get(channel.split, ()))
         ]
         position = max(commit, min(positions, default=0))
-        top = max(present, default=commit - 1)
+        aside = [int(match[0]) for e in channel.quarantined() if (match := re.match(r"\d{12}(?=\.)", e["file"]))]
+        top = max([*present, *aside], default=commit - 1)
         there = set(present)
         size = 0
         for seq in present:
@@ -148,7 +151,8 @@ def verify(path: Path) -> tuple[int, list[Finding]]:
     meta = read_meta(path)
     ours = meta.get("headrace")
     checked, findings = 0, []
-    for channel in _channels(path):
+    channels = {(channel.split, channel.part): channel for channel in _channels(path)}
+    for channel in channels.values():
         before: BatchFile | None = None
         for seq in channel.present():
             file = channel.find(seq)
@@ -166,13 +170,18 @@ def verify(path: Path) -> tuple[int, list[Finding]]:
                 findings.append(Finding(split=channel.split, part=channel.part, seq=seq, problem=problem))
     for split, parts in describe(path)["splits"].items():
         findings += [
-            Finding(
-                split=split, part=entry["part"], seq=seq, problem=f"file {seq} is missing between files that are there"
-            )
+            Finding(split=split, part=entry["part"], seq=seq, problem=_why_missing(channels[split, entry["part"]], seq))
             for entry in parts
             for seq in entry["gaps"]
         ]
     return checked, findings
+
+
+def _why_missing(channel: Channel, seq: int) -> str:
+    verdict = channel.verdict(seq)
+    if verdict is None or verdict.good:
+        return f"file {seq} is missing between files that are there"
+    return f"file {seq} was set aside and is not made again yet: {verdict.reason}"
 
 
 def _disagreement(file: BatchFile, before: BatchFile | None, channel: Channel, seq: int, job: str | None) -> str:
@@ -193,3 +202,25 @@ def _disagreement(file: BatchFile, before: BatchFile | None, channel: Channel, s
 def quarantined(path: Path) -> list[dict[str, str]]:
     """What was set aside, with the reasons."""
     return [entry for channel in _channels(path) for entry in channel.quarantined()]
+
+
+def set_aside(path: Path, seq: int, reason: str, *, split: str = "train", part: int = 0) -> Path:
+    """Move file `seq` into the quarantine, with the reason, before anybody reads it; where it went. Its provider makes it again."""
+    if not reason.strip():
+        raise ConfigError("a file is set aside for a reason: say which")
+    channel = next((c for c in _channels(path) if (c.split, c.part) == (split, part)), None)
+    if channel is None:
+        raise ConfigError(f"{path} has no split {split!r} with a part {part}")
+    (entry,) = (e for e in describe(path)["splits"][split] if e["part"] == part)
+    if channel.find(seq) is None:
+        there = f"files {entry['first']} to {entry['last']}" if entry["files"] else "no files"
+        raise ConfigError(f"{path} has no file {seq} in {channel}; it has {there}")
+    if seq < entry["read"]:
+        raise ConfigError(
+            f"file {seq} of {channel} in {path} was read (reading stands at {entry['read']}): what was trained on cannot be taken back"
+        )
+    channel.condemn(seq, reason)
+    moved = channel.set_aside(seq, reason)
+    if moved is None:
+        raise ConfigError(f"file {seq} of {channel} in {path} was taken away in the meantime")
+    return moved

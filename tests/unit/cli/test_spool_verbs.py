@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -84,6 +85,48 @@ def test_quarantine_shows_files_and_reasons(spool, say):
     with DatasetConsumer(spool, deadline=0.3) as consumer, pytest.raises(Exception, match=r"spool\.remake"):
         consumer.get_batch("train")
     assert "000000000000.safetensors: " in say("spool", "quarantine", spool)[1]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_file_set_aside_by_hand_is_kept_shown_with_its_reason_and_made_again(spool, say, number):
+    path = spool / "queue" / "train" / f"00000000000{number}.safetensors"
+    content = path.read_bytes()
+    code, out, _ = say("spool", "quarantine", spool, "--file", number, "--reason", "the disk was failing")
+    assert (code, out) == (0, f"train {path.name}: the disk was failing\n")
+    kept = spool / "quarantine" / "train" / path.name
+    assert not path.exists()
+    assert kept.read_bytes() == content
+    assert f"quarantine/{path.name}: the disk was failing" in say("spool", "ls", spool)[1]
+    code, out, _ = say("spool", "verify", spool)
+    assert code == 1
+    assert f"file {number} was set aside and is not made again yet: the disk was failing" in out
+    assert "quarantined 1" in say("spool", "stat", spool)[1]
+    with DatasetConsumer(spool, ack="commit", deadline=0.3) as consumer:
+        for _ in range(2 * number):
+            consumer.get_batch("train")
+        with pytest.raises(Exception, match=r"spool\.remake.*the disk was failing"):
+            consumer.get_batch("train")
+    Drawn(spool, 4, batches_per_file=2, max_backlog_files=3).run(("train",), max_files=1)
+    assert path.read_bytes() == content, "a function of (seed, split, number)"
+    assert kept.read_bytes() == content
+    assert say("spool", "verify", spool)[0] == 0
+
+
+def test_only_a_file_that_is_there_and_was_not_read_is_set_aside_and_for_a_reason(spool, say):
+    with DatasetConsumer(spool, ack="commit") as consumer:
+        for _ in range(3):
+            consumer.get_batch("train")
+        assert consumer._ahead.drain(10)
+    for words, sentence in (
+        (("--file", 0, "--reason", "x"), "file 0 of train in .* was read .reading stands at 1."),
+        (("--file", 9, "--reason", "x"), "has no file 9 in train; it has files 0 to 2"),
+        (("--file", 1), "a file is set aside for a reason: say which"),
+        (("--file", 1, "--reason", "x", "--split", "test"), "has no split 'test' with a part 0"),
+    ):
+        code, out, err = say("spool", "quarantine", spool, *words)
+        assert (code, out) == (1, "")
+        assert re.search(sentence, err)
+    assert len(list((spool / "queue" / "train").iterdir())) == 3
 
 
 def test_purge_asks_first_and_refuses_while_somebody_is_at_work(spool, say):

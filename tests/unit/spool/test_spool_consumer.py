@@ -96,6 +96,7 @@ def test_writing_to_a_batch_changes_neither_the_file_nor_what_is_delivered_later
             batch.fill_(-1)
         del batch
         reader.load_state_dict(start)
+    assert reader._ahead.drain(5)
     reader._let_go()
     assert reader._retired == [], "the same file twice, and nobody holds it"
     assert [p.read_bytes() for p in sorted(queue(tmp_path).iterdir())] == before
