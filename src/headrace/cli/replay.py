@@ -25,6 +25,7 @@ def replay(
     scale: Annotated[float, Parameter(help="With --make: shorten every turn by this factor.")] = 1.0,
     mode: Annotated[Literal["arrival", "boundary"], Parameter(help="When rollouts are processed: as they arrive, or all at the step's end.")] = "arrival",
     phase: Annotated[Phase | None, Parameter(help="Run this phase alone, in a thread beside the loop; `each` runs one after the other; idle, arrival and boundary are parts of the whole step.")] = None,
+    form: Annotated[Literal["lists", "msgpack"], Parameter(help="How rollouts arrive: as a decoder's lists, or encoded, as from another process.")] = "lists",
     processes: Annotated[int, Parameter(help="Worker processes that make samples; 0 for a thread.")] = 0,
     synthetic_traffic: Annotated[int, Parameter(help="Background tasks that keep the loop busy meanwhile.")] = 0,
     gather_chunk_size: Annotated[int | None, Parameter(help="With --mode boundary: rollouts handed to threads at a time.")] = None,
@@ -72,7 +73,9 @@ def replay(
         if format == "text":
             say(header)
         for name in ALONE if phase == "each" else (phase,):
-            idle, cost = replay_phase(dump, name, synthetic_traffic=synthetic_traffic, seq_len=seq_len, ranks=ranks)
+            idle, cost = replay_phase(
+                dump, name, synthetic_traffic=synthetic_traffic, seq_len=seq_len, ranks=ranks, form=form
+            )
             told_phases.append({**asdict(cost), "idle": asdict(idle)})
             if format == "text":
                 say(f"{line(cost)}   (idle p99 {1e3 * idle.lag_p99:.2f}, max {1e3 * idle.lag_max:.2f})")
@@ -81,7 +84,7 @@ def replay(
         return 0
     found = run(
         dump, mode=mode, synthetic_traffic=synthetic_traffic, gather_chunk_size=gather_chunk_size, seq_len=seq_len, ranks=ranks,
-        processes=processes,
+        processes=processes, form=form,
     )  # fmt: skip
     costs = [c for c in found.phases if phase in (None, c.phase)]
     if format == "json" and not quiet:

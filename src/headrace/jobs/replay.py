@@ -1,7 +1,7 @@
 """What a captured step costs the event loop: `replay`, and `replay_phase` for one part of it alone.
 
 The rollouts of a dump go through a RolloutPipeline again, on a loop that a sampler looks at every millisecond and that may be kept busy by
-background tasks as in a real orchestrator. Each phase is told with its wall time, its CPU time and how late the loop was during it,
+background tasks as in a real orchestrator. They arrive as the lists of a decoder, or in msgpack as from another process. Each phase is told with its wall time, its CPU time and how late the loop was during it,
 and beside them an idle stretch of the same loop with the same tasks, because that is what lag has to be compared with. A phase alone is
 run in a thread of its own, after everything it needs was made, so that what stalls the loop has a name.
 """
@@ -35,13 +35,15 @@ from headrace.rollouts import (
     interleave_rollout,
     needs_tokens,
     pack_samples,
+    rollout_from_msgpack,
     rollout_from_verifiers,
     rollout_metrics,
     save_rollouts,
 )
-from headrace.rollouts.dumps import read_dump
+from headrace.rollouts.dumps import read_dump, read_encoded
 from headrace.rollouts.pipeline import Breath, switching_fast
 
+Form = Literal["lists", "msgpack"]
 __all__ = ["ALONE", "PHASES", "PhaseCost", "Replay", "replay", "replay_phase"]
 
 PHASES = ("idle", "arrival", "boundary")
@@ -110,22 +112,22 @@ async def _traffic(tasks: int) -> AsyncGenerator[None]:
 
 def replay(
     dump: Path, *, mode: Literal["arrival", "boundary"] = "arrival", synthetic_traffic: int = 0, gather_chunk_size: int | None = None,
-    seq_len: int = 32_768, ranks: int = 2, folder: Path | None = None, idle: float = 1.0, processes: int = 0,
+    seq_len: int = 32_768, ranks: int = 2, folder: Path | None = None, idle: float = 1.0, processes: int = 0, form: Form = "lists",
 ) -> Replay:  # fmt: skip
     """Take the rollouts of a dump through the pipeline once, and tell what it cost. The batch is written below `folder` and removed."""
     options: dict[str, Any] = {"mode": mode, "gather_chunk_size": gather_chunk_size, "use_process_pool": processes}
-    with _prepared(dump, synthetic_traffic, folder) as (rollouts, scratch):
+    with _prepared(dump, synthetic_traffic, folder, form) as (rollouts, scratch):
         return _on_a_loop(_replay(rollouts, scratch, synthetic_traffic, seq_len, ranks, idle, options))
 
 
 def replay_phase(
     dump: Path, phase: str, *, synthetic_traffic: int = 0, seq_len: int = 32_768, ranks: int = 2, folder: Path | None = None,
-    idle: float = 1.0,
+    idle: float = 1.0, form: Form = "lists",
 ) -> tuple[PhaseCost, PhaseCost]:  # fmt: skip
     """One of ALONE by itself, in a thread beside the loop: what an idle stretch cost, and what the phase did."""
     if phase not in ALONE:
         raise ConfigError(f"no phase is called {phase!r}; those that can be run alone are {', '.join(ALONE)}")
-    with _prepared(dump, synthetic_traffic, folder) as (rollouts, scratch):
+    with _prepared(dump, synthetic_traffic, folder, form) as (rollouts, scratch):
         work = _Stages(rollouts, scratch, seq_len, ranks).work(phase)
         gc.collect()
         gc.freeze()
@@ -133,10 +135,12 @@ def replay_phase(
 
 
 @contextlib.contextmanager
-def _prepared(dump: Path, traffic: int, folder: Path | None) -> Generator[tuple[list[Any], Path]]:
+def _prepared(dump: Path, traffic: int, folder: Path | None, form: Form) -> Generator[tuple[list[Any], Path]]:
     if traffic < 0:
         raise ConfigError(f"synthetic_traffic is {traffic}, expected 0 or more background tasks")
-    rollouts = list(read_dump(dump))
+    if form not in ("lists", "msgpack"):
+        raise ConfigError(f"form is {form!r}, expected 'lists' or 'msgpack'")
+    rollouts = list(read_dump(dump)) if form == "lists" else [bytes(raw) for raw in read_encoded(dump)]
     # All of the step lies in memory here, which it does not where it arrives: without this the collector walks through its lists again and again.
     gc.collect()
     gc.freeze()
@@ -237,7 +241,7 @@ class _Stages:
     def work(self, phase: str) -> Callable[[], Any]:
         """The phase, ready to run."""
         if phase == "ingest":
-            return lambda: [rollout_from_verifiers(r, after_turn=Breath()) for r in self._raw]
+            return lambda: [_ingested(r, Breath()) for r in self._raw]
         rollouts = self.rollouts
         if phase == "pretokenize":
             return lambda: needs_tokens(rollouts)
@@ -265,7 +269,12 @@ class _Stages:
 
     @functools.cached_property
     def rollouts(self) -> list[Rollout]:
-        return [rollout_from_verifiers(r) for r in self._raw]
+        return [_ingested(r) for r in self._raw]
+
+
+def _ingested(raw: Any, breath: Breath | None = None) -> Rollout:
+    take = rollout_from_msgpack if isinstance(raw, bytes) else rollout_from_verifiers
+    return take(raw, after_turn=breath)
 
 
 def _resident(*, reset_peak: bool = False) -> int:

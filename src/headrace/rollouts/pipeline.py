@@ -40,6 +40,7 @@ from headrace.errors import ConfigError, RolloutRefused, StorageError, Tokenizer
 from headrace.metrics import Wait, phase
 from headrace.rollouts.advantages import AdvantageConfig, AdvantageFn, compute_advantages
 from headrace.rollouts.batch_files import BatchWriter, WrittenSample, batch_path
+from headrace.rollouts.columns import kernels
 from headrace.rollouts.filters import Filter, Filtered, apply_filters
 from headrace.rollouts.ingest import Limits
 from headrace.rollouts.packing import pack_samples
@@ -214,6 +215,7 @@ class RolloutPipeline:
         if self.processes is not None:
             await asyncio.to_thread(self.processes.start)
             self._askers = ThreadPoolExecutor(self.processes.workers, "headrace-rollouts-ask")
+        await asyncio.to_thread(kernels)  # compiled or loaded now, not beside the first rollouts
         self._worker = ThreadPoolExecutor(1, "headrace-rollouts")
         if self._switch is not None:
             self._switching.enter_context(switching_fast(self._switch))
@@ -242,8 +244,8 @@ class RolloutPipeline:
     # ------------------------------------------------------------------------------------------- arrival
 
     def arrive(self, raw: Any, *, step: int, key: Key, policy_version: int = 0, **about: Any) -> bool:
-        """Take a rollout (a `verifiers` dict, the same as JSON text, or a Rollout) for a step; whether the step was still open.
-        Returns at once."""
+        """Take a rollout (a `verifiers` dict, the same as JSON text or msgpack, or a Rollout) for a step; whether the step was still open.
+        Returns at once. Encoded ones cost the loop least: their numbers are read without the interpreter's lock."""
         return self._arrived(raw, step, key, {"policy_version": policy_version, **about}) is not None
 
     async def settle(self, raw: Any, *, step: int, key: Key, policy_version: int = 0, **about: Any) -> str | None:
@@ -454,6 +456,8 @@ class RolloutPipeline:
 
 def _parts_of(raw: Any) -> list[Any]:
     """The large pieces that a rollout came in: lists of numbers and bytes."""
+    if isinstance(raw, (bytes, bytearray, memoryview, str)):
+        return [raw]
     steps = raw.get("trajectory") if isinstance(raw, dict) else None
     tokens = [s.get("tokens") for s in steps if isinstance(s, dict)] if isinstance(steps, (list, tuple)) else []
     parts = [value for columns in tokens if isinstance(columns, dict) for value in columns.values()]
