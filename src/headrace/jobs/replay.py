@@ -67,6 +67,8 @@ class PhaseCost:
     lag_mean: float
     lag_p99: float
     lag_max: float
+    stolen: float = 0.0
+    """CPU seconds that a virtual machine's host gave to others meanwhile: lag that is nobody's here. 0 where /proc does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,14 +182,23 @@ class _Costs:
         await asyncio.sleep(0.005)  # the sample during which the last phase was summed up is none of this one's
         self.monitor.discard()
         clocks = (time.perf_counter, time.process_time, time.thread_time)
-        before = [clock() for clock in clocks]
+        stolen, before = _stolen(), [clock() for clock in clocks]
         yield
         wall, cpu, loop = (clock() - start for clock, start in zip(clocks, before, strict=True))
         await asyncio.sleep(0.002)  # so that a stall at the very end is sampled too
         lag = self.monitor.drain()
         mean, p99, most = (lag.get(f"event_loop_lag/{name}", 0.0) for name in ("mean", "p99", "max"))
         self.found.append(
-            PhaseCost(phase=name, wall=wall, cpu=cpu, loop=loop, lag_mean=mean, lag_p99=p99, lag_max=most)
+            PhaseCost(
+                phase=name,
+                wall=wall,
+                cpu=cpu,
+                loop=loop,
+                lag_mean=mean,
+                lag_p99=p99,
+                lag_max=most,
+                stolen=_stolen() - stolen,
+            )
         )
 
 
@@ -275,6 +286,14 @@ class _Stages:
 def _ingested(raw: Any, breath: Breath | None = None) -> Rollout:
     take = rollout_from_msgpack if isinstance(raw, bytes) else rollout_from_verifiers
     return take(raw, after_turn=breath)
+
+
+def _stolen() -> float:
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK") if len(fields) > 8 else 0.0
 
 
 def _resident(*, reset_peak: bool = False) -> int:

@@ -29,7 +29,7 @@ from headrace.rollouts.advantages import (
 )
 from headrace.rollouts.batch_files import BatchWriter, TrainingBatch, batch_path, open_training_batch
 from headrace.rollouts.filters import Filtered, GibberishFilter, RepetitionFilter, ZeroAdvantageFilter, apply_filters
-from headrace.rollouts.groups import EnvPolicy, GroupBook, GroupCounts, Request, StepGroups, solve_rates
+from headrace.rollouts.groups import EnvPolicy, GroupBook, GroupCounts, Recorded, Request, StepGroups, solve_rates
 from headrace.rollouts.ingest import (
     Limits,
     rollout_from_json,
@@ -61,6 +61,7 @@ __all__ = [
     "Limits",
     "MicroBatch",
     "Packed",
+    "Recorded",
     "RepetitionFilter",
     "Request",
     "Rollout",
