@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from headrace.errors import ConfigError
-from headrace.metrics import EventLoopLagMonitor
+from headrace.metrics import EventLoopLagMonitor, JsonlSink
 from headrace.rollouts import (
     AdvantageConfig,
     BatchWriter,
@@ -41,15 +41,15 @@ from headrace.rollouts import (
     save_rollouts,
 )
 from headrace.rollouts.dumps import read_dump, read_encoded
-from headrace.rollouts.pipeline import Breath, switching_fast
+from headrace.rollouts.pipeline import Breath, collected_samples, switching_fast
 
 Form = Literal["lists", "msgpack"]
 __all__ = ["ALONE", "PHASES", "PhaseCost", "Replay", "replay", "replay_phase"]
 
 PHASES = ("idle", "arrival", "boundary")
 ALONE = (
-    "ingest", "pretokenize", "interleave", "write_experts", "compute_advantages", "apply_filters", "pack", "training_batch_send",
-    "save_rollouts", "metrics_aggregation",
+    "ingest", "pretokenize", "interleave", "write_experts", "compute_advantages", "apply_filters", "result_collection_loop", "pack",
+    "training_batch_send", "save_rollouts", "metrics_aggregation", "sinks",
 )  # fmt: skip
 """Phases that can be run alone, in the order of the step."""
 
@@ -206,24 +206,27 @@ async def _replay(
     rollouts: list[Any], folder: Path, traffic: int, seq_len: int, ranks: int, idle: float, options: dict[str, Any]
 ) -> Replay:
     costs, total = _Costs(), len(rollouts)
+    (folder / "saved").mkdir()
+    sink = JsonlSink(folder / "saved" / "metrics.jsonl")
     pipeline = RolloutPipeline(
         folder, seq_len=seq_len, ranks=ranks, advantage=AdvantageConfig(), filters=[ZeroAdvantageFilter(enforce=False)],
-        save_to=folder / "saved", **options,
+        save_to=folder / "saved", sinks=[sink], **options,
     )  # fmt: skip
-    async with _traffic(traffic), costs.monitor, pipeline:
-        async with costs.measured("idle"):
-            await asyncio.sleep(idle)
-        before = _resident(reset_peak=True)
-        async with costs.measured("arrival"):
-            rollouts.reverse()
-            for number in range(total):
-                # Let go of it here: the pipeline has the only reference, as when it came over a socket.
-                pipeline.arrive(rollouts.pop(), step=0, key=(number, 0))
-                await asyncio.sleep(0)
-            await pipeline.settled(0)
-        async with costs.measured("boundary"):
-            report = await pipeline.finish(0)
-        peak = _resident()
+    with contextlib.closing(sink):
+        async with _traffic(traffic), costs.monitor, pipeline:
+            async with costs.measured("idle"):
+                await asyncio.sleep(idle)
+            before = _resident(reset_peak=True)
+            async with costs.measured("arrival"):
+                rollouts.reverse()
+                for number in range(total):
+                    # Let go of it here: the pipeline has the only reference, as when it came over a socket.
+                    pipeline.arrive(rollouts.pop(), step=0, key=(number, 0))
+                    await asyncio.sleep(0)
+                await pipeline.settled(0)
+            async with costs.measured("boundary"):
+                report = await pipeline.finish(0)
+            peak = _resident()
     size = sum(e.stat().st_size for e in os.scandir(folder) if e.is_file())
     return Replay(
         mode=pipeline.mode, rollouts=report.rollouts, samples=report.samples, tokens=report.tokens, bytes=size, refused=dict(report.refused),
@@ -268,12 +271,19 @@ class _Stages:
             return lambda: save_rollouts(self._folder / "step_0.jsonl", slim, durable=False)
         if phase == "metrics_aggregation":
             return lambda: rollout_metrics(rollouts)
-        samples = [s.truncated(self._seq_len) for r in rollouts for s in interleave_rollout(r)]
+        if phase == "sinks":
+            metrics, sink = rollout_metrics(rollouts), JsonlSink(self._folder / "metrics.jsonl")
+            return lambda: (sink.write({"step": 0, **metrics}), sink.close())
+        by_rollout = [[s.truncated(self._seq_len) for s in interleave_rollout(r)] for r in rollouts]
+        samples = [s for some in by_rollout for s in some]
         if phase == "pack":
             return lambda: pack_samples(samples, seq_len=self._seq_len, ranks=self._ranks)
         writer = BatchWriter(self._folder, step=0)
         if phase == "write_experts":
             return lambda: [writer.add([s]) for s in samples]
+        if phase == "result_collection_loop":
+            written = [writer.add(some) for some in by_rollout]
+            return lambda: collected_samples(written, [1.0] * len(written), [True] * len(written))
         slots = writer.add(samples)
         packed = pack_samples([s.sample for s in slots], seq_len=self._seq_len, ranks=self._ranks)
         return lambda: writer.publish(packed, slots, seq_len=self._seq_len, policy_version=0)

@@ -37,7 +37,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from headrace.errors import ConfigError, RolloutRefused, StorageError, TokenizerError
-from headrace.metrics import Wait, phase
+from headrace.metrics import Sink, Wait, phase
 from headrace.rollouts.advantages import AdvantageConfig, AdvantageFn, compute_advantages
 from headrace.rollouts.batch_files import BatchWriter, WrittenSample, batch_path
 from headrace.rollouts.columns import kernels
@@ -50,7 +50,15 @@ from headrace.rollouts.records import Rollout
 from headrace.rollouts.saving import save_rollouts
 from headrace.rollouts.step_metrics import rollout_metrics
 
-__all__ = ["Breath", "RolloutPipeline", "StepPhases", "StepReport", "return_freed_memory", "switching_fast"]
+__all__ = [
+    "Breath",
+    "RolloutPipeline",
+    "StepPhases",
+    "StepReport",
+    "collected_samples",
+    "return_freed_memory",
+    "switching_fast",
+]
 
 _log = logging.getLogger("headrace.rollouts")
 _TRIM_BYTES = 64 << 20
@@ -160,9 +168,9 @@ class RolloutPipeline:
         filters: Sequence[Filter] = (), mode: Literal["arrival", "boundary"] = "arrival", gather_chunk_size: int | None = None,
         render: Render | None = None, save_to: Path | None = None, state_columns: Mapping[str, Sequence[str]] | None = None,
         limits: Limits | None = None, first_step: int = 0, switch_interval: float | None = 5e-4, deadline: float = 600.0,
-        use_process_pool: bool | int = False, worker_retries: int = 2, worker_deadline: float = 60.0,
+        sinks: Sequence[Sink] = (), use_process_pool: bool | int = False, worker_retries: int = 2, worker_deadline: float = 60.0,
     ) -> None:  # fmt: skip
-        """`use_process_pool`: True for one process less than there are cores, or how many. One that dies or does not answer within
+        """`sinks` are given the metrics of every step, in the worker thread; whoever made them closes them. `use_process_pool`: True for one process less than there are cores, or how many. One that dies or does not answer within
         `worker_deadline` seconds is replaced and asked again, `worker_retries` times a rollout at most."""
         problems = []
         if use_process_pool and mode != "arrival":
@@ -180,6 +188,7 @@ class RolloutPipeline:
         self.folder, self.seq_len, self.ranks, self.mode = Path(folder), seq_len, ranks, mode
         self._advantage, self._filters, self._render = advantage, tuple(filters), render
         self._chunk, self._save_to, self._columns = gather_chunk_size, save_to, state_columns
+        self._sinks = tuple(sinks)
         self._limits, self._deadline, self._switch = limits or Limits(), deadline, switch_interval
         self._steps: dict[int, _OpenStep] = {}
         self._finished = first_step - 1
@@ -412,12 +421,8 @@ class RolloutPipeline:
             advantages = compute_advantages(rollouts, self._advantage)
         with phases.measure("apply_filters"):
             filtered = apply_filters(self._filters, rollouts, advantages)
-        slots = [
-            slot.with_advantage(advantage)
-            for key, advantage, sends in zip(order, advantages, filtered.sends, strict=True)
-            if sends
-            for slot in state.done[key][1]
-        ]
+        with phases.measure("result_collection_loop"):
+            slots = collected_samples([state.done[key][1] for key in order], advantages, filtered.sends)
         path = None
         if slots:
             with phases.measure("pack"):
@@ -436,6 +441,9 @@ class RolloutPipeline:
             if self.processes is not None:
                 metrics["rollouts/worker_restarts"] = float(self.processes.restarts - self._restarts_told)
                 self._restarts_told = self.processes.restarts
+        with phases.measure("sinks"):
+            for sink in self._sinks:
+                sink.write({"step": step, "policy_version": policy_version, **metrics})
         report = StepReport(
             step=step, policy_version=policy_version, path=path, rollouts=len(rollouts), samples=len(slots), tokens=sum(len(s.sample) for s in slots),
             bulk_bytes=state.writer.bulk_bytes, refused=dict(state.refused), truncated=state.truncated, filtered=filtered,
@@ -452,6 +460,18 @@ class RolloutPipeline:
         self._freed = 0
         return_freed_memory()
         return report
+
+
+def collected_samples(
+    written: Sequence[Sequence[WrittenSample]], advantages: Sequence[float], sends: Sequence[bool]
+) -> list[WrittenSample]:
+    """The samples of the rollouts that send any, each with its rollout's advantage; `written` has those of each rollout."""
+    return [
+        slot.with_advantage(advantage)
+        for slots, advantage, sent in zip(written, advantages, sends, strict=True)
+        if sent
+        for slot in slots
+    ]
 
 
 def _parts_of(raw: Any) -> list[Any]:
