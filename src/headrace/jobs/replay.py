@@ -260,7 +260,7 @@ class _Stages:
         if phase == "pretokenize":
             return lambda: needs_tokens(rollouts)
         if phase == "interleave":
-            return lambda: [interleave_rollout(r) for r in rollouts]
+            return lambda: [interleave_rollout(r, after_turn=Breath()) for r in rollouts]
         if phase == "compute_advantages":
             return lambda: compute_advantages(rollouts, AdvantageConfig())
         if phase == "apply_filters":

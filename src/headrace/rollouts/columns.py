@@ -29,6 +29,8 @@ _LOOP_ITEMS = 256
 """Shorter lists are read without the loops: a call of one and its arrays take as long."""
 _LOOP_BYTES = 1 << 14
 """Shorter messages go through the decoder whole."""
+_LOADED_FOR = 16
+"""While the loops are not there yet, lists and messages must be so many times longer: loading them takes a second, and a pipeline does it when it opens."""
 _MAX_SPANS = 1 << 16
 _PLACE = -(1 << 40)
 """Stands for column i as the number _PLACE - i while the rest is decoded."""
@@ -141,7 +143,7 @@ def logprobs_column(value: Any, name: str, limit: int) -> np.ndarray:
 
 def _loop_for(value: Any, name: str, limit: int) -> tuple[Any, _Layout, int] | None:
     """The compiled loops and where a list's items are; None if there is nothing to gain by them."""
-    if type(value) is not list or len(value) < _LOOP_ITEMS:
+    if type(value) is not list or len(value) < _LOOP_ITEMS * (1 if kernels.ready else _LOADED_FOR):
         return None
     check_count(len(value), name, limit)
     layout = _layout()
@@ -189,7 +191,8 @@ def decoded_with_columns(raw: bytes | bytearray | memoryview | str) -> Any:
     try:
         data = raw.encode() if isinstance(raw, str) else raw
         decode = msgspec.msgpack.decode if is_msgpack(data) else msgspec.json.decode
-        if len(data) >= _LOOP_BYTES and (value := _columnar(data, decode)) is not None:
+        long = len(data) >= _LOOP_BYTES * (1 if kernels.ready else _LOADED_FOR)
+        if long and (value := _columnar(data, decode)) is not None:
             return value
         return decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

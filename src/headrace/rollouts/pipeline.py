@@ -6,7 +6,8 @@
 
 mode="arrival" (the default): one worker thread takes each rollout when it comes, makes its samples and writes their experts from the
 chunks they came in. Bulk work there is in calls that let go of the interpreter (copyto, writev, sums of a megabyte), and the
-interpreter is asked to change threads every .5 ms instead of every 5 while a pipeline is open. Asking is not enough (`Breath`). At the boundary columns, a header
+interpreter is asked to change threads every 2 ms instead of every 5 while a pipeline is open. Asking is not enough (`Breath`), and asking more often
+takes it from a loop with many tasks in the middle of them. At the boundary columns, a header
 and a name are left to do, in the worker as well. With `use_process_pool` samples are made in processes (`processes.py`), and only
 written here.
 
@@ -85,7 +86,7 @@ class Breath:
 
 
 @contextmanager
-def switching_fast(interval: float = 5e-4) -> Generator[None]:
+def switching_fast(interval: float = 2e-3) -> Generator[None]:
     """The interpreter changes threads every `interval` seconds meanwhile, if it did so more slowly before."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(interval, before))
@@ -167,7 +168,7 @@ class RolloutPipeline:
         self, folder: Path, *, seq_len: int, ranks: int = 1, advantage: AdvantageConfig | AdvantageFn | None = None,
         filters: Sequence[Filter] = (), mode: Literal["arrival", "boundary"] = "arrival", gather_chunk_size: int | None = None,
         render: Render | None = None, save_to: Path | None = None, state_columns: Mapping[str, Sequence[str]] | None = None,
-        limits: Limits | None = None, first_step: int = 0, switch_interval: float | None = 5e-4, deadline: float = 600.0,
+        limits: Limits | None = None, first_step: int = 0, switch_interval: float | None = 2e-3, deadline: float = 600.0,
         sinks: Sequence[Sink] = (), use_process_pool: bool | int = False, worker_retries: int = 2, worker_deadline: float = 60.0,
     ) -> None:  # fmt: skip
         """`sinks` are given the metrics of every step, in the worker thread; whoever made them closes them. `use_process_pool`: True for one process less than there are cores, or how many. One that dies or does not answer within

@@ -69,7 +69,7 @@ def process_rollout(
     """A rollout (a dict, JSON text, msgpack or a Rollout), checked and made samples, here and now. `measure` times a pretokenize that was needed;
     `breathe` is called between turns."""
     rollout = _ingested(raw, about, limits, render, measure, breathe)
-    whole = interleave_rollout(rollout)
+    whole = interleave_rollout(rollout, after_turn=breathe)
     return Processed(
         rollout=rollout.slim(),
         samples=[s.truncated(seq_len) for s in whole],
