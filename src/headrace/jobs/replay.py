@@ -265,10 +265,10 @@ class _Stages:
             return lambda: compute_advantages(rollouts, AdvantageConfig())
         if phase == "apply_filters":
             filters = (GibberishFilter(vocab_size=160_000), RepetitionFilter(), ZeroAdvantageFilter())
-            return lambda: apply_filters(filters, rollouts, [1.0] * len(rollouts))
+            return lambda: apply_filters(filters, rollouts, [1.0] * len(rollouts), after_rollout=Breath())
         if phase == "save_rollouts":
             slim = [r.slim() for r in rollouts]
-            return lambda: save_rollouts(self._folder / "step_0.jsonl", slim, durable=False)
+            return lambda: save_rollouts(self._folder / "step_0.jsonl", slim, durable=False, after_rollout=Breath())
         if phase == "metrics_aggregation":
             return lambda: rollout_metrics(rollouts)
         if phase == "sinks":

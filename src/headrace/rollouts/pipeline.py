@@ -421,7 +421,7 @@ class RolloutPipeline:
         with phases.measure("compute_advantages"):
             advantages = compute_advantages(rollouts, self._advantage)
         with phases.measure("apply_filters"):
-            filtered = apply_filters(self._filters, rollouts, advantages)
+            filtered = apply_filters(self._filters, rollouts, advantages, after_rollout=self._breathe)
         with phases.measure("result_collection_loop"):
             slots = collected_samples([state.done[key][1] for key in order], advantages, filtered.sends)
         path = None
@@ -434,7 +434,8 @@ class RolloutPipeline:
         if self._save_to is not None:
             with phases.measure("save_rollouts"):
                 save_rollouts(
-                    self._save_to / f"step_{step}.jsonl", rollouts, advantages=advantages, state_columns=self._columns, durable=False
+                    self._save_to / f"step_{step}.jsonl", rollouts, advantages=advantages, state_columns=self._columns, durable=False,
+                    after_rollout=self._breathe,
                 )  # fmt: skip
         with phases.measure("metrics_aggregation"):
             metrics = rollout_metrics(rollouts, filtered)
