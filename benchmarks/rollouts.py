@@ -5,7 +5,8 @@
     python benchmarks/rollouts.py --steps 500     and the memory of a process after so many steps
 
 Each figure comes from a process of its own. Lag is sampled every millisecond and shown as what it is above an idle stretch of the same
-loop with the same tasks. A run during which a virtual machine's host gave
+loop with the same tasks. "with a core" leaves out
+how long the loop's thread was ready and others had both cores. A run during which a virtual machine's host gave
 more than 1 % of the time to others is made once again. "msgpack": rollouts arrive encoded, and otherwise as lists. "plain" is what one would write first: lists joined turn by turn, np.concatenate of experts, one msgspec encode, one
 write; it has no event loop, so its time is how long one would stand still. "floor" writes the very chunks that arrived with writev,
 by turns with our own way in one process: fresh pages of the page cache cost up to nine times those just let go, and both get both.
@@ -230,6 +231,7 @@ def compare(step: str, scale: float, folder: Path) -> None:
             idle = phases.pop("idle")
             lags = ", ".join(
                 f"{name} p99 {1e3 * (p['lag_p99'] - idle['lag_p99']):+.1f} max {1e3 * (p['lag_max'] - idle['lag_max']):+.1f}"
+                f" ({1e3 * (p['blocked_p99'] - idle['blocked_p99']):+.1f} and {1e3 * (p['blocked_max'] - idle['blocked_max']):+.1f} with a core)"
                 for name, p in phases.items()
             )
             told = {"arrival:1": "processes", "arrival@msgpack": "msgpack"}.get(way, way)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import math
 import os
 import tempfile
 import time
@@ -20,8 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from headrace.errors import ConfigError
-from headrace.metrics import EventLoopLagMonitor, JsonlSink
+from headrace.metrics import JsonlSink
 from headrace.rollouts import (
     AdvantageConfig,
     BatchWriter,
@@ -44,6 +47,8 @@ from headrace.rollouts.dumps import read_dump, read_encoded
 from headrace.rollouts.pipeline import Breath, collected_samples, switching_fast
 
 Form = Literal["lists", "msgpack"]
+_LOOK = 0.001
+"""Seconds between two looks at the loop."""
 __all__ = ["ALONE", "PHASES", "PhaseCost", "Replay", "replay", "replay_phase"]
 
 PHASES = ("idle", "arrival", "boundary")
@@ -67,6 +72,9 @@ class PhaseCost:
     lag_mean: float
     lag_p99: float
     lag_max: float
+    blocked_p99: float = 0.0
+    """Lag without the time for which the loop's thread was ready and had no core: what this process did to it. The same as lag where /proc does not tell."""
+    blocked_max: float = 0.0
     stolen: float = 0.0
     """CPU seconds that a virtual machine's host gave to others meanwhile: lag that is nobody's here. 0 where /proc does not tell."""
 
@@ -170,12 +178,59 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
+class _CoreWaits:
+    """A lag monitor that also notes, sample by sample, for how long its thread was ready to run and had no core."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, float]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._sample())
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _sample(self) -> None:
+        with contextlib.ExitStack() as stack:
+            try:
+                fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+                stack.callback(os.close, fd)
+            except OSError:
+                fd = -1
+            while True:
+                ready, due = _queued(fd), time.perf_counter() + _LOOK
+                await asyncio.sleep(_LOOK)
+                lag = max(0.0, time.perf_counter() - due)
+                self._samples.append((lag, max(0.0, lag - (_queued(fd) - ready))))
+
+    def discard(self) -> None:
+        """Forget what was sampled so far."""
+        self._samples = []
+
+    def drain(self) -> dict[str, float]:
+        """What the lags were since the last call; zeros if nothing was sampled."""
+        samples, self._samples = np.sort(np.array(self._samples or [(0.0, 0.0)]), axis=0), []
+        at = math.ceil(0.99 * len(samples)) - 1  # by rank: the first np.quantile of a process takes 15 ms
+        return {
+            "lag_mean": float(samples[:, 0].mean()), "lag_p99": float(samples[at, 0]), "lag_max": float(samples[-1, 0]),
+            "blocked_p99": float(samples[at, 1]), "blocked_max": float(samples[-1, 1]),
+        }  # fmt: skip
+
+
+def _queued(fd: int) -> float:
+    """Seconds for which the thread that a schedstat is of was ready and had no core."""
+    return 1e-9 * int(os.pread(fd, 100, 0).split()[1]) if fd >= 0 else 0.0
+
+
 class _Costs:
     """Measures phases on the running loop."""
 
     def __init__(self) -> None:
         self.found: list[PhaseCost] = []
-        self.monitor = EventLoopLagMonitor(interval=0.001, warn_above={})
+        self.monitor = _CoreWaits()
 
     @contextlib.asynccontextmanager
     async def measured(self, name: str) -> AsyncGenerator[None]:
@@ -187,17 +242,14 @@ class _Costs:
         wall, cpu, loop = (clock() - start for clock, start in zip(clocks, before, strict=True))
         await asyncio.sleep(0.002)  # so that a stall at the very end is sampled too
         lag = self.monitor.drain()
-        mean, p99, most = (lag.get(f"event_loop_lag/{name}", 0.0) for name in ("mean", "p99", "max"))
         self.found.append(
             PhaseCost(
                 phase=name,
                 wall=wall,
                 cpu=cpu,
                 loop=loop,
-                lag_mean=mean,
-                lag_p99=p99,
-                lag_max=most,
                 stolen=_stolen() - stolen,
+                **lag,
             )
         )
 
