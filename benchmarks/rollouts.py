@@ -242,9 +242,11 @@ def compare(step: str, scale: float, folder: Path) -> None:
             if traffic:
                 continue
             wall = phases["arrival"]["wall"] + phases["boundary"]["wall"]
+            # Without what the sampler and the tasks take of the thread in as long an idle stretch.
+            loop = phases["boundary"]["loop"] - idle["loop"] * phases["boundary"]["wall"] / idle["wall"]
             growth = found["rss_peak"] - found["rss_before"]
             print(
-                f"          whole step {wall:.2f} s (plain {simple['wall']:.2f}, ratio {wall / simple['wall']:.2f})   boundary: {1e3 * phases['boundary']['loop']:.1f} ms of the loop's"
+                f"          whole step {wall:.2f} s (plain {simple['wall']:.2f}, ratio {wall / simple['wall']:.2f})   boundary: {1e3 * loop:.1f} ms of the loop's"
                 f" thread, visible after {1e3 * phases['boundary']['wall']:.0f} ms   memory {100 * growth / payload:+.0f} % of the payload"
                 f"   {found['bytes'] / found['tokens']:.2f} bytes a token (plain {simple['bytes'] / found['tokens']:.2f})"
             )
