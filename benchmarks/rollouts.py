@@ -5,7 +5,9 @@
     python benchmarks/rollouts.py --steps 500     and the memory of a process after so many steps
 
 Each figure comes from a process of its own. Lag is sampled every millisecond and shown as what it is above an idle stretch of the same
-loop with the same tasks. "plain" is what one would write first: lists joined turn by turn, np.concatenate of experts, one msgspec encode, one
+loop with the same tasks. "with a core" leaves out
+how long the loop's thread was ready and others had both cores. A run during which a virtual machine's host gave
+more than 1 % of the time to others is made once again. "msgpack": rollouts arrive encoded, and otherwise as lists. "plain" is what one would write first: lists joined turn by turn, np.concatenate of experts, one msgspec encode, one
 write; it has no event loop, so its time is how long one would stand still. "floor" writes the very chunks that arrived with writev,
 by turns with our own way in one process: fresh pages of the page cache cost up to nine times those just let go, and both get both.
 """
@@ -26,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROUNDS = 6
+ROUNDS, TRIES = 6, 2
 
 
 def plain(dump: Path, folder: Path) -> dict[str, Any]:
@@ -70,15 +72,35 @@ def plain(dump: Path, folder: Path) -> dict[str, Any]:
 
 def columns(dump: Path, folder: Path) -> dict[str, Any]:
     """CPU of ingest, of interleave alone, and of interleave and send beside writing the same chunks."""
-    from headrace.rollouts import BatchWriter, interleave_rollout, pack_samples, rollout_from_verifiers
-    from headrace.rollouts.batch_files import sidecar_path
-    from headrace.rollouts.dumps import read_dump
+    import msgspec
 
+    from headrace.rollouts import (
+        BatchWriter,
+        interleave_rollout,
+        pack_samples,
+        rollout_from_msgpack,
+        rollout_from_verifiers,
+    )
+    from headrace.rollouts.batch_files import sidecar_path
+    from headrace.rollouts.columns import kernels
+    from headrace.rollouts.dumps import read_dump, read_encoded
+
+    kernels()
     raw = list(read_dump(dump))
     cpu = time.thread_time()
     rollouts = [rollout_from_verifiers(r) for r in raw]
     ingest = time.thread_time() - cpu
     del raw
+    encoded = [bytes(r) for r in read_encoded(dump)]
+    cpu = time.thread_time()
+    for r in encoded:
+        rollout_from_msgpack(r)
+    decoding = time.thread_time() - cpu
+    cpu = time.thread_time()
+    for r in encoded:
+        msgspec.msgpack.decode(r)
+    plainly = time.thread_time() - cpu
+    del encoded
     wall = time.perf_counter()
     samples = [s for r in rollouts for s in interleave_rollout(r)]
     interleave = time.perf_counter() - wall
@@ -117,7 +139,7 @@ def columns(dump: Path, folder: Path) -> dict[str, Any]:
             took = (timed(a), timed(b))
             tries.append(took if number % 2 else (took[1], took[0]))
     return {
-        "ingest": ingest, "interleave": interleave, "floor": [f for f, _ in tries], "ours": [o for _, o in tries],
+        "ingest": ingest, "decoding": decoding, "decoder": plainly, "interleave": interleave, "floor": [f for f, _ in tries], "ours": [o for _, o in tries],
     }  # fmt: skip
 
 
@@ -162,7 +184,7 @@ def one(kind: str, dump: Path, folder: Path, traffic: int) -> dict[str, Any]:
         return many_steps(int(kind[6:]), folder)
     from headrace.jobs.replay import replay
 
-    mode, _, processes = kind.partition(":")
+    mode, _, processes = kind.removesuffix("@msgpack").partition(":")
     chunk = 128 if mode == "boundary" else None
     return replay(
         dump,
@@ -171,12 +193,26 @@ def one(kind: str, dump: Path, folder: Path, traffic: int) -> dict[str, Any]:
         gather_chunk_size=chunk,
         folder=folder,
         processes=int(processes or 0),
+        form="msgpack" if kind.endswith("@msgpack") else "lists",
     ).to_dict()
 
 
 def run(kind: str, dump: Path, folder: Path, traffic: int = 0) -> dict[str, Any]:
     words = [sys.executable, __file__, "--one", kind, str(dump), str(folder), str(traffic)]
     return json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def undisturbed(way: str, dump: Path, folder: Path, traffic: int) -> tuple[dict[str, Any], float]:
+    """The run from whose phases the machine's host took least, of two at most; and how large a share of them that was."""
+    best: tuple[dict[str, Any], float] | None = None
+    for _ in range(TRIES):
+        found = run(way, dump, folder, traffic)
+        share = sum(p["stolen"] for p in found["phases"]) / sum(p["wall"] for p in found["phases"])
+        best = (found, share) if best is None or share < best[1] else best
+        if share <= 0.01:
+            break
+    assert best is not None
+    return best
 
 
 def compare(step: str, scale: float, folder: Path) -> None:
@@ -187,27 +223,30 @@ def compare(step: str, scale: float, folder: Path) -> None:
     payload = dump.stat().st_size
     print(f"-- {step}, scale {scale:g}: {payload / 1e6:,.0f} MB arrive", flush=True)
     simple = run("plain", dump, folder)
-    ways = ("arrival", "boundary", "arrival:1")
+    ways = ("arrival", "arrival@msgpack", "boundary", "arrival:1")
     for traffic in (0, 200):
         for way in ways:
-            found = run(way, dump, folder, traffic)
+            found, share = undisturbed(way, dump, folder, traffic)
             phases = {p["phase"]: p for p in found["phases"]}
             idle = phases.pop("idle")
             lags = ", ".join(
                 f"{name} p99 {1e3 * (p['lag_p99'] - idle['lag_p99']):+.1f} max {1e3 * (p['lag_max'] - idle['lag_max']):+.1f}"
+                f" ({1e3 * (p['blocked_p99'] - idle['blocked_p99']):+.1f} and {1e3 * (p['blocked_max'] - idle['blocked_max']):+.1f} with a core)"
                 for name, p in phases.items()
             )
-            told = {"arrival:1": "processes"}.get(way, way)
+            told = {"arrival:1": "processes", "arrival@msgpack": "msgpack"}.get(way, way)
             print(
-                f"{told:<9} {traffic:>3} tasks   loop lag above idle, ms: {lags}   (idle p99 {1e3 * idle['lag_p99']:.1f} max {1e3 * idle['lag_max']:.1f})",
+                f"{told:<9} {traffic:>3} tasks   loop lag above idle, ms: {lags}   (idle p99 {1e3 * idle['lag_p99']:.1f} max {1e3 * idle['lag_max']:.1f}; {100 * share:.0f} % of the CPU was others')",
                 flush=True,
             )
             if traffic:
                 continue
             wall = phases["arrival"]["wall"] + phases["boundary"]["wall"]
+            # Without what the sampler and the tasks take of the thread in as long an idle stretch.
+            loop = phases["boundary"]["loop"] - idle["loop"] * phases["boundary"]["wall"] / idle["wall"]
             growth = found["rss_peak"] - found["rss_before"]
             print(
-                f"          whole step {wall:.2f} s (plain {simple['wall']:.2f}, ratio {wall / simple['wall']:.2f})   boundary: {1e3 * phases['boundary']['loop']:.1f} ms of the loop's"
+                f"          whole step {wall:.2f} s (plain {simple['wall']:.2f}, ratio {wall / simple['wall']:.2f})   boundary: {1e3 * loop:.1f} ms of the loop's"
                 f" thread, visible after {1e3 * phases['boundary']['wall']:.0f} ms   memory {100 * growth / payload:+.0f} % of the payload"
                 f"   {found['bytes'] / found['tokens']:.2f} bytes a token (plain {simple['bytes'] / found['tokens']:.2f})"
             )
@@ -216,6 +255,10 @@ def compare(step: str, scale: float, folder: Path) -> None:
     print(
         f"gather    ours {alone['interleave']:.3f} s from columns, {alone['ingest'] + alone['interleave']:.2f} s with ingest from lists"
         f"   plain {simple['gather']:.2f} s   ratios {simple['gather'] / alone['interleave']:.1f}x and {simple['gather'] / (alone['ingest'] + alone['interleave']):.1f}x faster"
+    )
+    print(
+        f"ingest    {alone['ingest']:.2f} s from lists, {alone['decoding']:.2f} s from msgpack, of which a decoder alone makes lists in {alone['decoder']:.2f} s"
+        f"   ratio {alone['decoder'] / alone['decoding']:.1f}x faster than decoding"
     )
     if alone["floor"]:
         each = [o / f for o, f in zip(alone["ours"], alone["floor"], strict=True)]

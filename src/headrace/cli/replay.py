@@ -15,7 +15,7 @@ __all__ = ["replay"]
 
 Phase = Literal[
     "idle", "arrival", "boundary", "each", "ingest", "pretokenize", "interleave", "write_experts", "compute_advantages", "apply_filters",
-    "pack", "training_batch_send", "save_rollouts", "metrics_aggregation",
+    "result_collection_loop", "pack", "training_batch_send", "save_rollouts", "metrics_aggregation", "sinks",
 ]  # fmt: skip
 
 
@@ -25,6 +25,7 @@ def replay(
     scale: Annotated[float, Parameter(help="With --make: shorten every turn by this factor.")] = 1.0,
     mode: Annotated[Literal["arrival", "boundary"], Parameter(help="When rollouts are processed: as they arrive, or all at the step's end.")] = "arrival",
     phase: Annotated[Phase | None, Parameter(help="Run this phase alone, in a thread beside the loop; `each` runs one after the other; idle, arrival and boundary are parts of the whole step.")] = None,
+    form: Annotated[Literal["lists", "msgpack"], Parameter(help="How rollouts arrive: as a decoder's lists, or encoded, as from another process.")] = "lists",
     processes: Annotated[int, Parameter(help="Worker processes that make samples; 0 for a thread.")] = 0,
     synthetic_traffic: Annotated[int, Parameter(help="Background tasks that keep the loop busy meanwhile.")] = 0,
     gather_chunk_size: Annotated[int | None, Parameter(help="With --mode boundary: rollouts handed to threads at a time.")] = None,
@@ -61,18 +62,21 @@ def replay(
     from headrace.jobs.replay import ALONE, PHASES, PhaseCost, replay_phase
     from headrace.jobs.replay import replay as run
 
-    header = f"{'phase':<20} {'wall s':>8} {'CPU s':>8}   loop lag, ms: {'mean':>7} {'p99':>7} {'max':>7}"
+    header = f"{'phase':<22} {'wall s':>8} {'CPU s':>8}   loop lag, ms: {'mean':>7} {'p99':>7} {'max':>7}   with a core: {'p99':>7} {'max':>7}"
 
     def line(cost: PhaseCost) -> str:
         lags = "".join(f" {1e3 * lag:>7.2f}" for lag in (cost.lag_mean, cost.lag_p99, cost.lag_max))
-        return f"{cost.phase:<20} {cost.wall:>8.3f} {cost.cpu:>8.3f}                {lags}"
+        own = "".join(f" {1e3 * lag:>7.2f}" for lag in (cost.blocked_p99, cost.blocked_max))
+        return f"{cost.phase:<22} {cost.wall:>8.3f} {cost.cpu:>8.3f}                {lags}               {own}"
 
     if phase is not None and phase not in PHASES:
         told_phases = []
         if format == "text":
             say(header)
         for name in ALONE if phase == "each" else (phase,):
-            idle, cost = replay_phase(dump, name, synthetic_traffic=synthetic_traffic, seq_len=seq_len, ranks=ranks)
+            idle, cost = replay_phase(
+                dump, name, synthetic_traffic=synthetic_traffic, seq_len=seq_len, ranks=ranks, form=form
+            )
             told_phases.append({**asdict(cost), "idle": asdict(idle)})
             if format == "text":
                 say(f"{line(cost)}   (idle p99 {1e3 * idle.lag_p99:.2f}, max {1e3 * idle.lag_max:.2f})")
@@ -81,7 +85,7 @@ def replay(
         return 0
     found = run(
         dump, mode=mode, synthetic_traffic=synthetic_traffic, gather_chunk_size=gather_chunk_size, seq_len=seq_len, ranks=ranks,
-        processes=processes,
+        processes=processes, form=form,
     )  # fmt: skip
     costs = [c for c in found.phases if phase in (None, c.phase)]
     if format == "json" and not quiet:

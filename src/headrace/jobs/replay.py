@@ -1,7 +1,7 @@
 """What a captured step costs the event loop: `replay`, and `replay_phase` for one part of it alone.
 
 The rollouts of a dump go through a RolloutPipeline again, on a loop that a sampler looks at every millisecond and that may be kept busy by
-background tasks as in a real orchestrator. Each phase is told with its wall time, its CPU time and how late the loop was during it,
+background tasks as in a real orchestrator. They arrive as the lists of a decoder, or in msgpack as from another process. Each phase is told with its wall time, its CPU time and how late the loop was during it,
 and beside them an idle stretch of the same loop with the same tasks, because that is what lag has to be compared with. A phase alone is
 run in a thread of its own, after everything it needs was made, so that what stalls the loop has a name.
 """
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import math
 import os
 import tempfile
 import time
@@ -20,8 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from headrace.errors import ConfigError
-from headrace.metrics import EventLoopLagMonitor
+from headrace.metrics import JsonlSink
 from headrace.rollouts import (
     AdvantageConfig,
     BatchWriter,
@@ -35,19 +38,23 @@ from headrace.rollouts import (
     interleave_rollout,
     needs_tokens,
     pack_samples,
+    rollout_from_msgpack,
     rollout_from_verifiers,
     rollout_metrics,
     save_rollouts,
 )
-from headrace.rollouts.dumps import read_dump
-from headrace.rollouts.pipeline import Breath, switching_fast
+from headrace.rollouts.dumps import read_dump, read_encoded
+from headrace.rollouts.pipeline import Breath, collected_samples, switching_fast
 
+Form = Literal["lists", "msgpack"]
+_LOOK = 0.001
+"""Seconds between two looks at the loop."""
 __all__ = ["ALONE", "PHASES", "PhaseCost", "Replay", "replay", "replay_phase"]
 
 PHASES = ("idle", "arrival", "boundary")
 ALONE = (
-    "ingest", "pretokenize", "interleave", "write_experts", "compute_advantages", "apply_filters", "pack", "training_batch_send",
-    "save_rollouts", "metrics_aggregation",
+    "ingest", "pretokenize", "interleave", "write_experts", "compute_advantages", "apply_filters", "result_collection_loop", "pack",
+    "training_batch_send", "save_rollouts", "metrics_aggregation", "sinks",
 )  # fmt: skip
 """Phases that can be run alone, in the order of the step."""
 
@@ -65,6 +72,11 @@ class PhaseCost:
     lag_mean: float
     lag_p99: float
     lag_max: float
+    blocked_p99: float = 0.0
+    """Lag without the time for which the loop's thread was ready and had no core: what this process did to it. The same as lag where /proc does not tell."""
+    blocked_max: float = 0.0
+    stolen: float = 0.0
+    """CPU seconds that a virtual machine's host gave to others meanwhile: lag that is nobody's here. 0 where /proc does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,22 +122,22 @@ async def _traffic(tasks: int) -> AsyncGenerator[None]:
 
 def replay(
     dump: Path, *, mode: Literal["arrival", "boundary"] = "arrival", synthetic_traffic: int = 0, gather_chunk_size: int | None = None,
-    seq_len: int = 32_768, ranks: int = 2, folder: Path | None = None, idle: float = 1.0, processes: int = 0,
+    seq_len: int = 32_768, ranks: int = 2, folder: Path | None = None, idle: float = 1.0, processes: int = 0, form: Form = "lists",
 ) -> Replay:  # fmt: skip
     """Take the rollouts of a dump through the pipeline once, and tell what it cost. The batch is written below `folder` and removed."""
     options: dict[str, Any] = {"mode": mode, "gather_chunk_size": gather_chunk_size, "use_process_pool": processes}
-    with _prepared(dump, synthetic_traffic, folder) as (rollouts, scratch):
+    with _prepared(dump, synthetic_traffic, folder, form) as (rollouts, scratch):
         return _on_a_loop(_replay(rollouts, scratch, synthetic_traffic, seq_len, ranks, idle, options))
 
 
 def replay_phase(
     dump: Path, phase: str, *, synthetic_traffic: int = 0, seq_len: int = 32_768, ranks: int = 2, folder: Path | None = None,
-    idle: float = 1.0,
+    idle: float = 1.0, form: Form = "lists",
 ) -> tuple[PhaseCost, PhaseCost]:  # fmt: skip
     """One of ALONE by itself, in a thread beside the loop: what an idle stretch cost, and what the phase did."""
     if phase not in ALONE:
         raise ConfigError(f"no phase is called {phase!r}; those that can be run alone are {', '.join(ALONE)}")
-    with _prepared(dump, synthetic_traffic, folder) as (rollouts, scratch):
+    with _prepared(dump, synthetic_traffic, folder, form) as (rollouts, scratch):
         work = _Stages(rollouts, scratch, seq_len, ranks).work(phase)
         gc.collect()
         gc.freeze()
@@ -133,10 +145,12 @@ def replay_phase(
 
 
 @contextlib.contextmanager
-def _prepared(dump: Path, traffic: int, folder: Path | None) -> Generator[tuple[list[Any], Path]]:
+def _prepared(dump: Path, traffic: int, folder: Path | None, form: Form) -> Generator[tuple[list[Any], Path]]:
     if traffic < 0:
         raise ConfigError(f"synthetic_traffic is {traffic}, expected 0 or more background tasks")
-    rollouts = list(read_dump(dump))
+    if form not in ("lists", "msgpack"):
+        raise ConfigError(f"form is {form!r}, expected 'lists' or 'msgpack'")
+    rollouts = list(read_dump(dump)) if form == "lists" else [bytes(raw) for raw in read_encoded(dump)]
     # All of the step lies in memory here, which it does not where it arrives: without this the collector walks through its lists again and again.
     gc.collect()
     gc.freeze()
@@ -164,26 +178,79 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
+class _CoreWaits:
+    """A lag monitor that also notes, sample by sample, for how long its thread was ready to run and had no core."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, float]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._sample())
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _sample(self) -> None:
+        with contextlib.ExitStack() as stack:
+            try:
+                fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+                stack.callback(os.close, fd)
+            except OSError:
+                fd = -1
+            while True:
+                ready, due = _queued(fd), time.perf_counter() + _LOOK
+                await asyncio.sleep(_LOOK)
+                lag = max(0.0, time.perf_counter() - due)
+                self._samples.append((lag, max(0.0, lag - (_queued(fd) - ready))))
+
+    def discard(self) -> None:
+        """Forget what was sampled so far."""
+        self._samples = []
+
+    def drain(self) -> dict[str, float]:
+        """What the lags were since the last call; zeros if nothing was sampled."""
+        samples, self._samples = np.sort(np.array(self._samples or [(0.0, 0.0)]), axis=0), []
+        at = math.ceil(0.99 * len(samples)) - 1  # by rank: the first np.quantile of a process takes 15 ms
+        return {
+            "lag_mean": float(samples[:, 0].mean()), "lag_p99": float(samples[at, 0]), "lag_max": float(samples[-1, 0]),
+            "blocked_p99": float(samples[at, 1]), "blocked_max": float(samples[-1, 1]),
+        }  # fmt: skip
+
+
+def _queued(fd: int) -> float:
+    """Seconds for which the thread that a schedstat is of was ready and had no core."""
+    return 1e-9 * int(os.pread(fd, 100, 0).split()[1]) if fd >= 0 else 0.0
+
+
 class _Costs:
     """Measures phases on the running loop."""
 
     def __init__(self) -> None:
         self.found: list[PhaseCost] = []
-        self.monitor = EventLoopLagMonitor(interval=0.001, warn_above={})
+        self.monitor = _CoreWaits()
 
     @contextlib.asynccontextmanager
     async def measured(self, name: str) -> AsyncGenerator[None]:
         await asyncio.sleep(0.005)  # the sample during which the last phase was summed up is none of this one's
         self.monitor.discard()
         clocks = (time.perf_counter, time.process_time, time.thread_time)
-        before = [clock() for clock in clocks]
+        stolen, before = _stolen(), [clock() for clock in clocks]
         yield
         wall, cpu, loop = (clock() - start for clock, start in zip(clocks, before, strict=True))
         await asyncio.sleep(0.002)  # so that a stall at the very end is sampled too
         lag = self.monitor.drain()
-        mean, p99, most = (lag.get(f"event_loop_lag/{name}", 0.0) for name in ("mean", "p99", "max"))
         self.found.append(
-            PhaseCost(phase=name, wall=wall, cpu=cpu, loop=loop, lag_mean=mean, lag_p99=p99, lag_max=most)
+            PhaseCost(
+                phase=name,
+                wall=wall,
+                cpu=cpu,
+                loop=loop,
+                stolen=_stolen() - stolen,
+                **lag,
+            )
         )
 
 
@@ -191,24 +258,27 @@ async def _replay(
     rollouts: list[Any], folder: Path, traffic: int, seq_len: int, ranks: int, idle: float, options: dict[str, Any]
 ) -> Replay:
     costs, total = _Costs(), len(rollouts)
+    (folder / "saved").mkdir()
+    sink = JsonlSink(folder / "saved" / "metrics.jsonl")
     pipeline = RolloutPipeline(
         folder, seq_len=seq_len, ranks=ranks, advantage=AdvantageConfig(), filters=[ZeroAdvantageFilter(enforce=False)],
-        save_to=folder / "saved", **options,
+        save_to=folder / "saved", sinks=[sink], **options,
     )  # fmt: skip
-    async with _traffic(traffic), costs.monitor, pipeline:
-        async with costs.measured("idle"):
-            await asyncio.sleep(idle)
-        before = _resident(reset_peak=True)
-        async with costs.measured("arrival"):
-            rollouts.reverse()
-            for number in range(total):
-                # Let go of it here: the pipeline has the only reference, as when it came over a socket.
-                pipeline.arrive(rollouts.pop(), step=0, key=(number, 0))
-                await asyncio.sleep(0)
-            await pipeline.settled(0)
-        async with costs.measured("boundary"):
-            report = await pipeline.finish(0)
-        peak = _resident()
+    with contextlib.closing(sink):
+        async with _traffic(traffic), costs.monitor, pipeline:
+            async with costs.measured("idle"):
+                await asyncio.sleep(idle)
+            before = _resident(reset_peak=True)
+            async with costs.measured("arrival"):
+                rollouts.reverse()
+                for number in range(total):
+                    # Let go of it here: the pipeline has the only reference, as when it came over a socket.
+                    pipeline.arrive(rollouts.pop(), step=0, key=(number, 0))
+                    await asyncio.sleep(0)
+                await pipeline.settled(0)
+            async with costs.measured("boundary"):
+                report = await pipeline.finish(0)
+            peak = _resident()
     size = sum(e.stat().st_size for e in os.scandir(folder) if e.is_file())
     return Replay(
         mode=pipeline.mode, rollouts=report.rollouts, samples=report.samples, tokens=report.tokens, bytes=size, refused=dict(report.refused),
@@ -237,35 +307,55 @@ class _Stages:
     def work(self, phase: str) -> Callable[[], Any]:
         """The phase, ready to run."""
         if phase == "ingest":
-            return lambda: [rollout_from_verifiers(r, after_turn=Breath()) for r in self._raw]
+            return lambda: [_ingested(r, Breath()) for r in self._raw]
         rollouts = self.rollouts
         if phase == "pretokenize":
             return lambda: needs_tokens(rollouts)
         if phase == "interleave":
-            return lambda: [interleave_rollout(r) for r in rollouts]
+            return lambda: [interleave_rollout(r, after_turn=Breath()) for r in rollouts]
         if phase == "compute_advantages":
             return lambda: compute_advantages(rollouts, AdvantageConfig())
         if phase == "apply_filters":
             filters = (GibberishFilter(vocab_size=160_000), RepetitionFilter(), ZeroAdvantageFilter())
-            return lambda: apply_filters(filters, rollouts, [1.0] * len(rollouts))
+            return lambda: apply_filters(filters, rollouts, [1.0] * len(rollouts), after_rollout=Breath())
         if phase == "save_rollouts":
             slim = [r.slim() for r in rollouts]
-            return lambda: save_rollouts(self._folder / "step_0.jsonl", slim, durable=False)
+            return lambda: save_rollouts(self._folder / "step_0.jsonl", slim, durable=False, after_rollout=Breath())
         if phase == "metrics_aggregation":
             return lambda: rollout_metrics(rollouts)
-        samples = [s.truncated(self._seq_len) for r in rollouts for s in interleave_rollout(r)]
+        if phase == "sinks":
+            metrics, sink = rollout_metrics(rollouts), JsonlSink(self._folder / "metrics.jsonl")
+            return lambda: (sink.write({"step": 0, **metrics}), sink.close())
+        by_rollout = [[s.truncated(self._seq_len) for s in interleave_rollout(r)] for r in rollouts]
+        samples = [s for some in by_rollout for s in some]
         if phase == "pack":
             return lambda: pack_samples(samples, seq_len=self._seq_len, ranks=self._ranks)
         writer = BatchWriter(self._folder, step=0)
         if phase == "write_experts":
             return lambda: [writer.add([s]) for s in samples]
+        if phase == "result_collection_loop":
+            written = [writer.add(some) for some in by_rollout]
+            return lambda: collected_samples(written, [1.0] * len(written), [True] * len(written))
         slots = writer.add(samples)
         packed = pack_samples([s.sample for s in slots], seq_len=self._seq_len, ranks=self._ranks)
         return lambda: writer.publish(packed, slots, seq_len=self._seq_len, policy_version=0)
 
     @functools.cached_property
     def rollouts(self) -> list[Rollout]:
-        return [rollout_from_verifiers(r) for r in self._raw]
+        return [_ingested(r) for r in self._raw]
+
+
+def _ingested(raw: Any, breath: Breath | None = None) -> Rollout:
+    take = rollout_from_msgpack if isinstance(raw, bytes) else rollout_from_verifiers
+    return take(raw, after_turn=breath)
+
+
+def _stolen() -> float:
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK") if len(fields) > 8 else 0.0
 
 
 def _resident(*, reset_peak: bool = False) -> int:

@@ -7,6 +7,7 @@ replies, rollouts ──► ingest ──► pretokenize ──► advantages �
 
 records.py      what passes through: Rollout, Step, StepTokens, RoutedExperts, TrainingSample
 ingest.py       OpenAI/vLLM replies and `verifiers` rollouts, checked and made columns
+columns.py      numbers out of lists, msgpack and JSON text into columns (kernels.py: the compiled loops)
 pretokenize.py  tokens for turns whose engine returned none
 groups.py       which rollouts belong to which step; failures, refills, late arrivals
 advantages.py   how much better than its group
@@ -28,8 +29,14 @@ from headrace.rollouts.advantages import (
 )
 from headrace.rollouts.batch_files import BatchWriter, TrainingBatch, batch_path, open_training_batch
 from headrace.rollouts.filters import Filtered, GibberishFilter, RepetitionFilter, ZeroAdvantageFilter, apply_filters
-from headrace.rollouts.groups import EnvPolicy, GroupBook, GroupCounts, Request, StepGroups, solve_rates
-from headrace.rollouts.ingest import Limits, rollout_from_json, rollout_from_verifiers, step_from_reply
+from headrace.rollouts.groups import EnvPolicy, GroupBook, GroupCounts, Recorded, Request, StepGroups, solve_rates
+from headrace.rollouts.ingest import (
+    Limits,
+    rollout_from_json,
+    rollout_from_msgpack,
+    rollout_from_verifiers,
+    step_from_reply,
+)
 from headrace.rollouts.interleave import interleave_rollout
 from headrace.rollouts.packing import MicroBatch, Packed, pack_samples
 from headrace.rollouts.pipeline import RolloutPipeline, StepPhases, StepReport
@@ -54,6 +61,7 @@ __all__ = [
     "Limits",
     "MicroBatch",
     "Packed",
+    "Recorded",
     "RepetitionFilter",
     "Request",
     "Rollout",
@@ -83,6 +91,7 @@ __all__ = [
     "pack_samples",
     "pretokenize",
     "rollout_from_json",
+    "rollout_from_msgpack",
     "rollout_from_verifiers",
     "rollout_metrics",
     "save_rollouts",

@@ -26,7 +26,7 @@ import xxhash
 from headrace.errors import ConfigError, FileCorrupt
 from headrace.files import publish
 
-__all__ = ["DumpKind", "dump_raw_rollouts", "read_dump", "synthetic_rollouts"]
+__all__ = ["DumpKind", "dump_raw_rollouts", "read_dump", "read_encoded", "synthetic_rollouts"]
 
 DumpKind = Literal["r3", "text"]
 _MAGIC = b"headrace-rollout-dump-1\n"
@@ -65,6 +65,15 @@ def dump_raw_rollouts(path: Path, rollouts: Iterable[Any]) -> int:
 
 def read_dump(path: Path) -> Iterator[Any]:
     """The rollouts of a dump, one after the other. FileCorrupt names the first that is not as it was written."""
+    for count, raw in enumerate(read_encoded(path)):
+        try:
+            yield msgspec.msgpack.decode(raw)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise FileCorrupt(f"{path} is damaged: rollout {count} cannot be decoded: {error}") from error
+
+
+def read_encoded(path: Path) -> Iterator[memoryview]:
+    """The rollouts of a dump as the msgpack they are in it; views of the mapped file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -93,10 +102,7 @@ def read_dump(path: Path) -> Iterator[Any]:
         raw = data[at : at + length]
         if xxhash.xxh3_64_intdigest(raw) != recorded:
             raise FileCorrupt(f"{path} is damaged: rollout {count} fails its checksum")
-        try:
-            yield msgspec.msgpack.decode(raw)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise FileCorrupt(f"{path} is damaged: rollout {count} cannot be decoded: {error}") from error
+        yield raw
         at += length
         count += 1
 

@@ -4,7 +4,8 @@
 
 With membership="index" (the default) the step of a group follows from its number alone, so slow rollouts are not left out and two
 runs train on the same groups; a step's rollouts come in the order of their tasks, not of their arrival. With
-membership="completion" the first groups that close make the next step.
+membership="completion" the first groups that close make the next step; what the clock decided then (which groups, which policy versions, which
+failures) is in the journal, and a book that is given it (`Recorded`) makes the same steps again.
 
 Every request ends exactly once, as arrived or as failed for a reason, and `counts` adds up at any moment:
 
@@ -16,14 +17,14 @@ What arrives after its request ended is late: counted, and in no step. Reads no 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from headrace.errors import ConfigError
 from headrace.rollouts.records import check_env_name
 
-__all__ = ["EnvPolicy", "GroupBook", "GroupCounts", "Request", "StepGroups", "solve_rates"]
+__all__ = ["EnvPolicy", "GroupBook", "GroupCounts", "Recorded", "Request", "StepGroups", "solve_rates"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,33 @@ class Request:
     step: int
     """-1 where membership is by completion and no step has it yet."""
     policy_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What the clock decided in a run whose membership was by completion."""
+
+    steps: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """The tasks of each step, those included that were dropped before it was full."""
+    versions: Mapping[int, int] = field(default_factory=dict)
+    """The policy version that each task was opened with."""
+    failures: Mapping[tuple[int, int, int], str] = field(default_factory=dict)
+    """Why a request failed, by task, member and attempt."""
+
+    @classmethod
+    def from_journal(cls, facts: Iterable[Mapping[str, Any]]) -> Self:
+        """From the facts that a book handed to its journal, in their order. A step that was asked for again counts as it was in the end."""
+        steps: dict[int, tuple[int, ...]] = {}
+        versions: dict[int, int] = {}
+        failures: dict[tuple[int, int, int], str] = {}
+        for fact in facts:
+            if fact["fact"] == "step":
+                steps[fact["step"]] = tuple(fact["tasks"])
+            elif fact["fact"] == "opened":
+                versions[fact["task"]] = fact["policy_version"]
+            elif fact["fact"] == "failed":
+                failures[fact["task"], fact["member"], fact["attempt"]] = fact["reason"]
+        return cls(steps=steps, versions=versions, failures=failures)
 
 
 @dataclass(slots=True)
@@ -125,6 +153,8 @@ class StepGroups:
     tasks: tuple[int, ...]
     """Tasks whose groups are in it."""
     dropped: tuple[int, ...]
+    policy_version: int = 0
+    """The oldest that any of its groups was generated with."""
 
 
 class GroupBook:
@@ -133,11 +163,19 @@ class GroupBook:
     def __init__(
         self, envs: Sequence[EnvPolicy], *, groups_per_step: int, lag: int = 0,
         membership: Literal["index", "completion"] = "index", journal: Callable[[Mapping[str, Any]], None] | None = None,
+        recorded: Recorded | None = None,
     ) -> None:  # fmt: skip
         if groups_per_step < 1 or lag < 0 or membership not in ("index", "completion"):
             raise ConfigError(
                 f"groups_per_step is {groups_per_step} (at least 1), lag is {lag} (0 or more), membership is {membership!r} ('index' or 'completion')"
             )
+        if recorded is not None and membership != "completion":
+            raise ConfigError(
+                "recorded steps are for membership='completion'; by index a step follows from its number alone"
+            )
+        self._recorded = recorded or Recorded()
+        self._steps = dict(self._recorded.steps)
+        self._step_of = {task: step for step, tasks in self._steps.items() for task in tasks}
         self._envs = {e.env_name: e for e in envs}
         if len(self._envs) != len(envs):
             raise ConfigError(f"environments must have different names, got {[e.env_name for e in envs]}")
@@ -151,6 +189,11 @@ class GroupBook:
         self._last: dict[int, _Group] = {}
 
     @property
+    def next_step(self) -> int:
+        """The step that `take` takes next."""
+        return self._next_step
+
+    @property
     def next_task(self) -> int:
         """The task that `open` opens next."""
         return self._opened
@@ -159,7 +202,40 @@ class GroupBook:
         """Begin with this step: a restarted orchestrator goes on after those that were sent."""
         if self._opened or self._next_step:
             raise RuntimeError("a book begins at a step before anything is opened in it")
-        self._opened, self._next_step = step * self.groups_per_step, step
+        # By completion a task's number says nothing about its step: go on after all that were opened.
+        after = max(self._recorded.versions, default=-1) + 1 if self.membership == "completion" else 0
+        self._opened, self._next_step = max(after, step * self.groups_per_step), step
+
+    def step_of(self, task: int) -> int | None:
+        """The step of a task's group; None where membership is by completion and nothing has decided it yet."""
+        return task // self.groups_per_step if self.membership == "index" else self._step_of.get(task)
+
+    def is_decided(self, step: int) -> bool:
+        """Whether the tasks of a step are known beforehand."""
+        return self.membership == "index" or step in self._steps
+
+    def recorded_version(self, task: int) -> int | None:
+        """The policy version that a task was opened with in the run that is made again."""
+        return self._recorded.versions.get(task)
+
+    def recorded_failure(self, request: Request) -> str | None:
+        """Why a request failed in the run that is made again; None if it did not."""
+        return self._recorded.failures.get((request.task, request.member, request.attempt))
+
+    def waiting(self, task: int) -> frozenset[Request]:
+        """The requests of a task's group that have not ended."""
+        group = self._groups.get(task)
+        return frozenset() if group is None else frozenset(group.waiting)
+
+    @property
+    def open_tasks(self) -> tuple[int, ...]:
+        """Tasks whose groups wait for something."""
+        return tuple(t for t, g in self._groups.items() if not g.closed)
+
+    @property
+    def live(self) -> int:
+        """Groups that are in no step yet and may still be: open, or closed with survivors."""
+        return sum(not g.closed or bool(g.arrived) for g in self._groups.values())
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -175,6 +251,8 @@ class GroupBook:
             policy, task, step if self.membership == "index" else -1, version, attempts=[0] * policy.group_size
         )
         self._groups[task] = group
+        if self.membership == "completion":
+            self._journal({"fact": "opened", "task": task, "env": env_name, "policy_version": version})
         return self._ask(group, range(policy.group_size))
 
     def _ask(self, group: _Group, members: Sequence[int]) -> list[Request]:
@@ -224,31 +302,31 @@ class GroupBook:
         self._close_if_done(group)
         return []
 
-    def expire(self, step: int, reason: str = "deadline") -> int:
-        """End every request of a step that is still out, without refills; how many. The step can be taken afterwards."""
-        ended = 0
-        for group in [
-            g for g in self._groups.values() if not g.closed and (g.step == step or self.membership != "index")
-        ]:
-            ended += self._end(group, reason)
-        return ended
+    def expire(self, step: int, reason: str = "deadline", *, answered: Collection[Request] = ()) -> int:
+        """End every request of a step that is still out, without refills; how many. The step can be taken afterwards. `answered`: requests that
+        are not out any more, although nobody has called `arrive` for them yet."""
+        mine = [g for g in self._groups.values() if not g.closed and (g.step == step or self.membership != "index")]
+        return sum(self._end(group, reason, answered) for group in mine)
 
-    def cancel_older(self, policy_version: int, reason: str = "stale") -> int:
+    def cancel_older(self, policy_version: int, reason: str = "stale", *, answered: Collection[Request] = ()) -> int:
         """End what is still out in groups generated with an older policy than this; how many. Finished groups stay."""
-        stale = [g for g in self._groups.values() if not g.closed and g.policy_version < policy_version]
-        return sum(self._end(group, reason) for group in stale)
+        stale = [
+            g for g in self._groups.values() if not g.closed and g.policy_version < policy_version and g.task not in self._step_of
+        ]  # fmt: skip
+        return sum(self._end(group, reason, answered) for group in stale)
 
-    def _end(self, group: _Group, reason: str) -> int:
-        ended = self._abandon(group, reason)
-        if group.policy.scoring == "group" or group.policy.failure == "drop":
+    def _end(self, group: _Group, reason: str, answered: Collection[Request]) -> int:
+        ended = self._abandon(group, reason, answered)
+        if ended and (group.policy.scoring == "group" or group.policy.failure == "drop"):
+            ended += self._abandon(group, "group_dropped")
             self._drop(group)
         else:
             self._close_if_done(group)
         return ended
 
-    def _abandon(self, group: _Group, reason: str) -> int:
-        ended = sorted(group.waiting, key=lambda r: (r.member, r.attempt))
-        group.waiting.clear()
+    def _abandon(self, group: _Group, reason: str, answered: Collection[Request] = ()) -> int:
+        ended = sorted(group.waiting.difference(answered), key=lambda r: (r.member, r.attempt))
+        group.waiting.difference_update(ended)
         self.counts.failed[reason] += len(ended)
         for r in ended:
             self._journal(
@@ -277,25 +355,32 @@ class GroupBook:
         if self.membership == "index":
             tasks = range(step * self.groups_per_step, (step + 1) * self.groups_per_step)
             return list(tasks) if all(t in self._groups and self._groups[t].closed for t in tasks) else None
+        if (known := self._steps.get(step)) is not None:
+            return list(known) if all(t in self._groups and self._groups[t].closed for t in known) else None
         full: list[int] = []
-        for at, task in enumerate(self._closing_order):
+        closing = [t for t in self._closing_order if t not in self._step_of]
+        for at, task in enumerate(closing):
             full += [task] if self._groups[task].arrived else []
             if len(full) == self.groups_per_step:
-                return self._closing_order[: at + 1]
+                return closing[: at + 1]
         return None
 
     def ready(self) -> bool:
         """Whether the next step can be taken."""
         return self._members_of(self._next_step) is not None
 
-    def take(self) -> StepGroups:
-        """The next step. Its rollouts leave the book."""
+    def take(self, *, short: bool = False) -> StepGroups:
+        """The next step. Its rollouts leave the book. `short`: by completion, with fewer groups than a step has, if no more have closed."""
         step, tasks = self._next_step, self._members_of(self._next_step)
+        if tasks is None and short and self.membership == "completion":
+            mine = self._steps.get(step)
+            tasks = [t for t in self._closing_order if (t not in self._step_of if mine is None else t in mine)]
         if tasks is None:
             raise RuntimeError(f"step {step} is not complete; wait for it, or expire({step})")
         self._next_step += 1
         if self.membership != "index":
             tasks = sorted(tasks)
+            self._journal({"fact": "step", "step": step, "tasks": tasks})
         taken = {task: self._groups.pop(task) for task in tasks}
         self._closing_order = [t for t in self._closing_order if t not in taken]
         self._last = taken
@@ -304,6 +389,7 @@ class GroupBook:
         return StepGroups(
             step=step, rollouts=tuple(rollouts), tasks=tuple(t for t, g in taken.items() if g.arrived),
             dropped=tuple(t for t, g in taken.items() if not g.arrived),
+            policy_version=min((g.policy_version for g in taken.values() if g.arrived), default=max(0, step - self.lag)),
         )  # fmt: skip
 
     def again(self) -> list[Request]:
@@ -311,6 +397,9 @@ class GroupBook:
         if not self._last:
             raise RuntimeError("no step was taken that could be asked for again")
         self._next_step -= 1
+        if self.membership == "completion":  # whoever asks again asks for this step, however many have closed meanwhile
+            self._steps[self._next_step] = tuple(self._last)
+            self._step_of.update(dict.fromkeys(self._last, self._next_step))
         requests: list[Request] = []
         for task, old in self._last.items():
             attempt = max(old.attempts) + 1

@@ -3,28 +3,34 @@
     step_from_reply(reply, prompt=messages)     an OpenAI-style reply (chat or completion) with vLLM's token ids
     rollout_from_verifiers(output)              a rollout of a `verifiers` environment, as the dict it returns
     rollout_from_json(raw)                      the same as JSON text
+    rollout_from_msgpack(raw)                   the same in msgpack, as environments in other processes send it
 
 Nothing here trusts its input. A missing field, a wrong type or length, a NaN, text that is no Unicode or that has 50 MB
-raises RolloutRefused, which carries the cause it is counted under; nothing is half taken. Numbers go from list to column in C calls that are strict and short: ids by array.array, which refuses None and fractions and takes 13
-ns a number, where np.asarray takes 36 to 65 and refuses neither; logprobs and mixed masks by way of msgspec's encoder (3 to 5 ns, array.array
-39 and 12); masks of equal numbers, as nearly all contexts have, by counting (1.4 ns).
+raises RolloutRefused, which carries the cause it is counted under; nothing is half taken. Numbers become columns in `columns.py`.
 """
 
 from __future__ import annotations
 
-import array
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from headrace.errors import ConfigError, RolloutRefused
+from headrace.rollouts.columns import decoded_with_columns, ids_column, logprobs_column, mask_column
 from headrace.rollouts.records import Rollout, RoutedExperts, Step, StepTokens
 
-__all__ = ["CAUSES", "Limits", "experts_from", "rollout_from_json", "rollout_from_verifiers", "step_from_reply"]
+__all__ = [
+    "CAUSES",
+    "Limits",
+    "experts_from",
+    "rollout_from_json",
+    "rollout_from_msgpack",
+    "rollout_from_verifiers",
+    "step_from_reply",
+]
 
 CAUSES = ("missing_field", "wrong_type", "wrong_length", "not_finite", "oversize", "not_unicode", "malformed", "routing", "no_tokens", "env_name", "tokenizer", "worker")  # fmt: skip
 """Every cause a rollout is refused for."""
@@ -52,93 +58,7 @@ class Limits:
             raise ConfigError(f"limits of a rollout must be at least 1, got {self}")
 
 
-# ------------------------------------------------------------------------------------------------ columns
-
-
-def _ids(value: Any, name: str, limit: int) -> np.ndarray:
-    """Token ids as int32; they are 0 or more."""
-    # "I" takes 13 ns a number, "i" 39: its setter asks the int itself instead of going through the argument parser.
-    column = _column(value, "I", np.dtype(np.uint32), name, limit)
-    if column.size and int(column.max()) >= 2**31:
-        raise RolloutRefused("wrong_type", f"{name} holds a number that is no token id: {int(column.max())}")
-    return column.view(np.int32)
-
-
-def _logprobs(value: Any, name: str, limit: int) -> np.ndarray:
-    raw = _encoded(value, name, limit) if type(value) is list else None
-    # Nine bytes each: they may all be floats, a mark and eight bytes with the high one first.
-    if raw is None or len(raw) != 9 * len(value) or (np.frombuffer(raw, np.uint8)[::9] != _FLOAT64).any():
-        return _column(value, "f", np.dtype(np.float32), name, limit)
-    numbers = np.ndarray(len(value), ">f8", raw, offset=min(1, len(raw)), strides=(9,))
-    with np.errstate(over="ignore"):  # what has no float32 is infinite, and refused for it
-        return numbers.astype(np.float32)
-
-
-_ENCODER = msgspec.msgpack.Encoder()
-_FLOAT64, _FALSE, _TRUE = 0xCB, 0xC2, 0xC3
-
-
-def _encoded(value: list[Any], name: str, limit: int) -> memoryview | None:
-    """The numbers of a list in msgpack, without the list's own mark; None if they are none."""
-    _check_count(len(value), name, limit)
-    try:
-        raw = _ENCODER.encode(value)
-    except (TypeError, ValueError, OverflowError, UnicodeError, RecursionError):
-        return None
-    return memoryview(raw)[1 if len(value) < 16 else 3 if len(value) < 1 << 16 else 5 :]
-
-
-def _column(value: Any, code: str, dtype: np.dtype, name: str, limit: int) -> np.ndarray:
-    """A list or an array of numbers as one column."""
-    if isinstance(value, np.ndarray):
-        if value.ndim != 1 or value.dtype.kind not in ("iu" if code == "I" else "iuf"):
-            raise RolloutRefused("wrong_type", f"{name} is an array of {value.dtype} with shape {list(value.shape)}")
-        _check_count(len(value), name, limit)
-        if code == "I" and value.size and not 0 <= int(value.min()) <= int(value.max()) < 2**31:
-            raise RolloutRefused("wrong_type", f"{name} holds a number that is no token id")
-        return np.ascontiguousarray(value, dtype)
-    if not isinstance(value, (list, tuple)):
-        raise RolloutRefused("wrong_type", f"{name} is a {type(value).__name__}, expected a list of numbers")
-    _check_count(len(value), name, limit)
-    try:
-        return np.frombuffer(array.array(code, value), dtype) if value else np.empty(0, dtype)
-    except (TypeError, OverflowError, ValueError) as error:
-        raise RolloutRefused("wrong_type", f"{name} holds something that is no number of its kind: {error}") from error
-
-
-def _mask(value: Any, name: str, limit: int) -> np.ndarray:
-    if isinstance(value, (list, tuple)):
-        value = _listed_mask(value, name, limit)
-    elif isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "biu":
-        if value.size and not 0 <= int(value.min()) <= int(value.max()) <= 1:
-            raise RolloutRefused("wrong_type", f"{name} holds numbers other than 0 and 1")
-        value = np.ascontiguousarray(value, np.uint8)
-    else:
-        raise RolloutRefused("wrong_type", f"{name} is a {type(value).__name__}, expected a list of 0 and 1")
-    return value
-
-
-def _listed_mask(value: list[Any] | tuple[Any, ...], name: str, limit: int) -> np.ndarray:
-    _check_count(len(value), name, limit)
-    if value.count(0) == len(value):
-        return np.zeros(len(value), np.uint8)
-    if value.count(1) == len(value):
-        return np.ones(len(value), np.uint8)
-    raw = _encoded(value, name, limit) if type(value) is list else None
-    if raw is not None and len(raw) == len(value):
-        numbers = np.frombuffer(raw, np.uint8)
-        truths = numbers >= _FALSE
-        if ((numbers <= 1) | (truths & (numbers <= _TRUE))).all():
-            return np.where(truths, numbers - _FALSE, numbers)
-    try:
-        return np.frombuffer(bytes(value), np.uint8)
-    except (TypeError, ValueError) as error:
-        raise RolloutRefused("wrong_type", f"{name} holds something other than 0 and 1: {error}") from error
-
-
-def _check_count(found: int, name: str, limit: int) -> None:
-    if found > limit:
-        raise RolloutRefused("oversize", f"{name} has {found:,} entries, at most {limit:,} are taken")
+# ------------------------------------------------------------------------------------------------ experts
 
 
 def experts_from(value: Any) -> RoutedExperts | None:
@@ -250,12 +170,12 @@ def step_from_reply(
     tokens = None
     if prompt_ids is not None and ids is not None:
         logprobs = _reply_logprobs(said)
-        prompt_column = _ids(prompt_ids, "prompt_token_ids", limits.tokens)
-        column = _ids(ids, "token_ids", limits.tokens)
-        tokens = StepTokens(
+        prompt_column = ids_column(prompt_ids, "prompt_token_ids", limits.tokens)
+        column = ids_column(ids, "token_ids", limits.tokens)
+        tokens = StepTokens.of_columns(
             prompt_ids=prompt_column, prompt_mask=np.zeros(len(prompt_column), np.uint8), completion_ids=column,
             completion_mask=np.ones(len(column), np.uint8),
-            completion_logprobs=_logprobs(logprobs, "logprobs", limits.tokens),
+            completion_logprobs=logprobs_column(logprobs, "logprobs", limits.tokens),
             routed_experts=experts_from(said.get("routed_experts")),
         )  # fmt: skip
     return Step(
@@ -332,10 +252,10 @@ def _verifiers_step(step: Any, number: int, limits: Limits, after_turn: Callable
         ids = ("prompt_ids", "completion_ids")
         masks = ("prompt_mask", "completion_mask")
         extra = {k: tokens[k] for k in _MULTIMODAL if tokens.get(k) is not None}
-        columns = StepTokens(
-            **{n: _ids(_field(tokens, n, name), f"{n} of {name}", limits.tokens) for n in ids},
-            **{n: _mask(_field(tokens, n, name), f"{n} of {name}", limits.tokens) for n in masks},
-            completion_logprobs=_logprobs(_field(tokens, "completion_logprobs", name), f"completion_logprobs of {name}", limits.tokens),
+        columns = StepTokens.of_columns(
+            **{n: ids_column(_field(tokens, n, name), f"{n} of {name}", limits.tokens) for n in ids},
+            **{n: mask_column(_field(tokens, n, name), f"{n} of {name}", limits.tokens) for n in masks},
+            completion_logprobs=logprobs_column(_field(tokens, "completion_logprobs", name), f"completion_logprobs of {name}", limits.tokens),
             routed_experts=experts_from(tokens.get("routed_experts")),
             multimodal=extra or None,
         )  # fmt: skip
@@ -378,15 +298,12 @@ def _timing(value: Any) -> dict[str, float]:
 
 def rollout_from_json(raw: bytes | str, **more: Any) -> Rollout:
     """A `verifiers` rollout from JSON text. Experts are base64 there."""
-    size = len(raw)
-    limit = 1 << 30
-    if size > limit:
-        raise RolloutRefused("oversize", f"a rollout of {size:,} bytes of JSON, at most {limit:,} are taken")
-    try:
-        value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise RolloutRefused("malformed", f"a rollout is not JSON: {error}") from error
-    return rollout_from_verifiers(value, **more)
+    return rollout_from_verifiers(decoded_with_columns(raw), **more)
+
+
+def rollout_from_msgpack(raw: bytes | bytearray | memoryview, **more: Any) -> Rollout:
+    """A `verifiers` rollout from msgpack. Its experts are views of these bytes: do not write over them."""
+    return rollout_from_verifiers(decoded_with_columns(raw), **more)
 
 
 def refused_counts(refusals: Sequence[RolloutRefused]) -> dict[str, int]:

@@ -18,7 +18,7 @@ refused by name, unless it is the last token, whose row is zeros. Chunks are vie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -32,6 +32,12 @@ __all__ = ["Piece", "expert_rows", "interleave_planned", "interleave_rollout"]
 
 Piece = tuple[int, int, int]
 """Tokens [first, stop) of a sample that have their experts from one turn: (turn, first, stop)."""
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two rows, equally long, are equal. Contexts that columns.py keeps once are not looked at."""
+    same = a.__array_interface__["data"][0] == b.__array_interface__["data"][0]
+    return same or np.array_equal(a, b)
 
 
 @dataclass(slots=True)
@@ -55,7 +61,7 @@ class _Growing:
         middle, end = len(last.prompt_ids), last.length
         if len(ids) < end:
             return False
-        return np.array_equal(ids[middle:end], last.completion_ids) and np.array_equal(ids[:middle], last.prompt_ids)
+        return _equal(ids[middle:end], last.completion_ids) and _equal(ids[:middle], last.prompt_ids)
 
     def add(self, tokens: StepTokens, number: int, where: str) -> None:
         self.turns.append(tokens)
@@ -93,9 +99,12 @@ def expert_rows(
     return ExpertRows(chunks=tuple(chunks))
 
 
-def interleave_rollout(rollout: Rollout, *, advantage: float = 0.0) -> list[TrainingSample]:
-    """The samples of a rollout, in the order of their first turns. RolloutRefused if its experts do not fit its tokens."""
-    samples, pieces, kind = interleave_planned(rollout, advantage=advantage)
+def interleave_rollout(
+    rollout: Rollout, *, advantage: float = 0.0, after_turn: Callable[[], None] | None = None
+) -> list[TrainingSample]:
+    """The samples of a rollout, in the order of their first turns. RolloutRefused if its experts do not fit its tokens. `after_turn` is
+    called after each turn, for whoever must not be busy for long at a time."""
+    samples, pieces, kind = interleave_planned(rollout, advantage=advantage, after_turn=after_turn)
     if kind is None:
         return samples
     routed = [None if s.tokens is None else s.tokens.routed_experts for s in rollout.trajectory]
@@ -106,7 +115,7 @@ def interleave_rollout(rollout: Rollout, *, advantage: float = 0.0) -> list[Trai
 
 
 def interleave_planned(
-    rollout: Rollout, *, advantage: float = 0.0
+    rollout: Rollout, *, advantage: float = 0.0, after_turn: Callable[[], None] | None = None
 ) -> tuple[list[TrainingSample], list[list[Piece]], tuple[int, int] | None]:
     """The samples without their experts, which pieces of which turns those are, and their layers and experts a token (None without any)."""
     where = f"rollout of example {rollout.example_id!r} in {rollout.env_name}"
@@ -128,6 +137,8 @@ def interleave_planned(
             best = _Growing()
             growing.append(best)
         best.add(tokens, number, where)
+        if after_turn is not None:
+            after_turn()
     if kinds:
         for sample in growing:
             sample.check_rows(where)

@@ -6,7 +6,8 @@
 
 mode="arrival" (the default): one worker thread takes each rollout when it comes, makes its samples and writes their experts from the
 chunks they came in. Bulk work there is in calls that let go of the interpreter (copyto, writev, sums of a megabyte), and the
-interpreter is asked to change threads every .5 ms instead of every 5 while a pipeline is open. Asking is not enough (`Breath`). At the boundary columns, a header
+interpreter is asked to change threads every 2 ms instead of every 5 while a pipeline is open. Asking is not enough (`Breath`), and asking more often
+takes it from a loop with many tasks in the middle of them. At the boundary columns, a header
 and a name are left to do, in the worker as well. With `use_process_pool` samples are made in processes (`processes.py`), and only
 written here.
 
@@ -37,9 +38,10 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from headrace.errors import ConfigError, RolloutRefused, StorageError, TokenizerError
-from headrace.metrics import Wait, phase
+from headrace.metrics import Sink, Wait, phase
 from headrace.rollouts.advantages import AdvantageConfig, AdvantageFn, compute_advantages
 from headrace.rollouts.batch_files import BatchWriter, WrittenSample, batch_path
+from headrace.rollouts.columns import kernels
 from headrace.rollouts.filters import Filter, Filtered, apply_filters
 from headrace.rollouts.ingest import Limits
 from headrace.rollouts.packing import pack_samples
@@ -49,7 +51,15 @@ from headrace.rollouts.records import Rollout
 from headrace.rollouts.saving import save_rollouts
 from headrace.rollouts.step_metrics import rollout_metrics
 
-__all__ = ["Breath", "RolloutPipeline", "StepPhases", "StepReport", "return_freed_memory", "switching_fast"]
+__all__ = [
+    "Breath",
+    "RolloutPipeline",
+    "StepPhases",
+    "StepReport",
+    "collected_samples",
+    "return_freed_memory",
+    "switching_fast",
+]
 
 _log = logging.getLogger("headrace.rollouts")
 _TRIM_BYTES = 64 << 20
@@ -76,7 +86,7 @@ class Breath:
 
 
 @contextmanager
-def switching_fast(interval: float = 5e-4) -> Generator[None]:
+def switching_fast(interval: float = 2e-3) -> Generator[None]:
     """The interpreter changes threads every `interval` seconds meanwhile, if it did so more slowly before."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(interval, before))
@@ -158,10 +168,10 @@ class RolloutPipeline:
         self, folder: Path, *, seq_len: int, ranks: int = 1, advantage: AdvantageConfig | AdvantageFn | None = None,
         filters: Sequence[Filter] = (), mode: Literal["arrival", "boundary"] = "arrival", gather_chunk_size: int | None = None,
         render: Render | None = None, save_to: Path | None = None, state_columns: Mapping[str, Sequence[str]] | None = None,
-        limits: Limits | None = None, first_step: int = 0, switch_interval: float | None = 5e-4, deadline: float = 600.0,
-        use_process_pool: bool | int = False, worker_retries: int = 2, worker_deadline: float = 60.0,
+        limits: Limits | None = None, first_step: int = 0, switch_interval: float | None = 2e-3, deadline: float = 600.0,
+        sinks: Sequence[Sink] = (), use_process_pool: bool | int = False, worker_retries: int = 2, worker_deadline: float = 60.0,
     ) -> None:  # fmt: skip
-        """`use_process_pool`: True for one process less than there are cores, or how many. One that dies or does not answer within
+        """`sinks` are given the metrics of every step, in the worker thread; whoever made them closes them. `use_process_pool`: True for one process less than there are cores, or how many. One that dies or does not answer within
         `worker_deadline` seconds is replaced and asked again, `worker_retries` times a rollout at most."""
         problems = []
         if use_process_pool and mode != "arrival":
@@ -179,6 +189,7 @@ class RolloutPipeline:
         self.folder, self.seq_len, self.ranks, self.mode = Path(folder), seq_len, ranks, mode
         self._advantage, self._filters, self._render = advantage, tuple(filters), render
         self._chunk, self._save_to, self._columns = gather_chunk_size, save_to, state_columns
+        self._sinks = tuple(sinks)
         self._limits, self._deadline, self._switch = limits or Limits(), deadline, switch_interval
         self._steps: dict[int, _OpenStep] = {}
         self._finished = first_step - 1
@@ -214,6 +225,7 @@ class RolloutPipeline:
         if self.processes is not None:
             await asyncio.to_thread(self.processes.start)
             self._askers = ThreadPoolExecutor(self.processes.workers, "headrace-rollouts-ask")
+        await asyncio.to_thread(kernels)  # compiled or loaded now, not beside the first rollouts
         self._worker = ThreadPoolExecutor(1, "headrace-rollouts")
         if self._switch is not None:
             self._switching.enter_context(switching_fast(self._switch))
@@ -242,8 +254,8 @@ class RolloutPipeline:
     # ------------------------------------------------------------------------------------------- arrival
 
     def arrive(self, raw: Any, *, step: int, key: Key, policy_version: int = 0, **about: Any) -> bool:
-        """Take a rollout (a `verifiers` dict, the same as JSON text, or a Rollout) for a step; whether the step was still open.
-        Returns at once."""
+        """Take a rollout (a `verifiers` dict, the same as JSON text or msgpack, or a Rollout) for a step; whether the step was still open.
+        Returns at once. Encoded ones cost the loop least: their numbers are read without the interpreter's lock."""
         return self._arrived(raw, step, key, {"policy_version": policy_version, **about}) is not None
 
     async def settle(self, raw: Any, *, step: int, key: Key, policy_version: int = 0, **about: Any) -> str | None:
@@ -409,13 +421,9 @@ class RolloutPipeline:
         with phases.measure("compute_advantages"):
             advantages = compute_advantages(rollouts, self._advantage)
         with phases.measure("apply_filters"):
-            filtered = apply_filters(self._filters, rollouts, advantages)
-        slots = [
-            slot.with_advantage(advantage)
-            for key, advantage, sends in zip(order, advantages, filtered.sends, strict=True)
-            if sends
-            for slot in state.done[key][1]
-        ]
+            filtered = apply_filters(self._filters, rollouts, advantages, after_rollout=self._breathe)
+        with phases.measure("result_collection_loop"):
+            slots = collected_samples([state.done[key][1] for key in order], advantages, filtered.sends)
         path = None
         if slots:
             with phases.measure("pack"):
@@ -426,7 +434,8 @@ class RolloutPipeline:
         if self._save_to is not None:
             with phases.measure("save_rollouts"):
                 save_rollouts(
-                    self._save_to / f"step_{step}.jsonl", rollouts, advantages=advantages, state_columns=self._columns, durable=False
+                    self._save_to / f"step_{step}.jsonl", rollouts, advantages=advantages, state_columns=self._columns, durable=False,
+                    after_rollout=self._breathe,
                 )  # fmt: skip
         with phases.measure("metrics_aggregation"):
             metrics = rollout_metrics(rollouts, filtered)
@@ -434,6 +443,9 @@ class RolloutPipeline:
             if self.processes is not None:
                 metrics["rollouts/worker_restarts"] = float(self.processes.restarts - self._restarts_told)
                 self._restarts_told = self.processes.restarts
+        with phases.measure("sinks"):
+            for sink in self._sinks:
+                sink.write({"step": step, "policy_version": policy_version, **metrics})
         report = StepReport(
             step=step, policy_version=policy_version, path=path, rollouts=len(rollouts), samples=len(slots), tokens=sum(len(s.sample) for s in slots),
             bulk_bytes=state.writer.bulk_bytes, refused=dict(state.refused), truncated=state.truncated, filtered=filtered,
@@ -452,8 +464,22 @@ class RolloutPipeline:
         return report
 
 
+def collected_samples(
+    written: Sequence[Sequence[WrittenSample]], advantages: Sequence[float], sends: Sequence[bool]
+) -> list[WrittenSample]:
+    """The samples of the rollouts that send any, each with its rollout's advantage; `written` has those of each rollout."""
+    return [
+        slot.with_advantage(advantage)
+        for slots, advantage, sent in zip(written, advantages, sends, strict=True)
+        if sent
+        for slot in slots
+    ]
+
+
 def _parts_of(raw: Any) -> list[Any]:
     """The large pieces that a rollout came in: lists of numbers and bytes."""
+    if isinstance(raw, (bytes, bytearray, memoryview, str)):
+        return [raw]
     steps = raw.get("trajectory") if isinstance(raw, dict) else None
     tokens = [s.get("tokens") for s in steps if isinstance(s, dict)] if isinstance(steps, (list, tuple)) else []
     parts = [value for columns in tokens if isinstance(columns, dict) for value in columns.values()]

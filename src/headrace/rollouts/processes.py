@@ -32,7 +32,8 @@ import numpy as np
 
 from headrace.errors import ConfigError, RolloutRefused, TokenizerError, WorkerDied, how_it_ended
 from headrace.metrics import Wait
-from headrace.rollouts.ingest import Limits, experts_from, rollout_from_json, rollout_from_verifiers
+from headrace.rollouts.columns import decoded_with_columns
+from headrace.rollouts.ingest import Limits, experts_from, rollout_from_verifiers
 from headrace.rollouts.interleave import Piece, expert_rows, interleave_planned, interleave_rollout
 from headrace.rollouts.pretokenize import Render, needs_tokens, pretokenize
 from headrace.rollouts.records import Rollout, Step, StepTokens, TrainingSample
@@ -45,6 +46,7 @@ _START_SECONDS = 120.0
 _STEP_FIELDS = ("prompt", "completion", "tokens", "is_truncated")
 _COLUMNS = (("completion_ids", np.int32), ("completion_mask", np.uint8), ("completion_logprobs", np.float32))
 _SAMPLE_COLUMNS = (("ids", np.int32), ("mask", np.uint8), ("logprobs", np.float32))
+_ENCODED = (bytes, bytearray, memoryview, str)
 _BULK = (bytes, bytearray, memoryview, str, np.ndarray)
 
 
@@ -64,10 +66,10 @@ def process_rollout(
     raw: Any, about: Mapping[str, Any], *, seq_len: int, limits: Limits, render: Render | None = None,
     measure: Callable[[str], AbstractContextManager[None]] | None = None, breathe: Callable[[], None] | None = None,
 ) -> Processed:  # fmt: skip
-    """A rollout (a dict, JSON text or a Rollout), checked and made samples, here and now. `measure` times a pretokenize that was needed;
+    """A rollout (a dict, JSON text, msgpack or a Rollout), checked and made samples, here and now. `measure` times a pretokenize that was needed;
     `breathe` is called between turns."""
     rollout = _ingested(raw, about, limits, render, measure, breathe)
-    whole = interleave_rollout(rollout)
+    whole = interleave_rollout(rollout, after_turn=breathe)
     return Processed(
         rollout=rollout.slim(),
         samples=[s.truncated(seq_len) for s in whole],
@@ -81,10 +83,9 @@ def _ingested(
 ) -> Rollout:  # fmt: skip
     if isinstance(raw, Rollout):
         rollout = raw
-    elif isinstance(raw, (bytes, str)):
-        rollout = rollout_from_json(raw, limits=limits, after_turn=breathe, **about)
     else:
-        rollout = rollout_from_verifiers(raw, limits=limits, after_turn=breathe, **about)
+        value = decoded_with_columns(raw) if isinstance(raw, _ENCODED) else raw
+        rollout = rollout_from_verifiers(value, limits=limits, after_turn=breathe, **about)
     if render is not None and needs_tokens((rollout,)):
         with measure("pretokenize") if measure is not None else contextlib.nullcontext():
             rollout = pretokenize(rollout, render)
@@ -280,10 +281,10 @@ class RolloutProcesses:
 
 
 def _question(raw: Any, about: Mapping[str, Any]) -> list[bytes | memoryview]:
-    """A rollout as frames: JSON text as it is, lists turn by turn, because an encoder keeps the interpreter for the whole of its call."""
-    if isinstance(raw, (bytes, str)):
-        text = raw if isinstance(raw, bytes) else raw.encode()
-        return [encode_value({"about": about, "json": True, "frames": 1}), text]
+    """A rollout as frames: JSON text and msgpack as they are, lists turn by turn, because an encoder keeps the interpreter for the whole of its call."""
+    if isinstance(raw, _ENCODED):
+        whole = raw.encode() if isinstance(raw, str) else raw
+        return [encode_value({"about": about, "encoded": True, "frames": 1}), whole]
     if not isinstance(raw, Mapping) or not isinstance(raw.get("trajectory"), (list, tuple)):
         return [encode_value({"about": about, "frames": 1}), encode_value(raw)]
     turns = [encode_value(_without_bulk(step)) for step in raw["trajectory"]]
@@ -363,7 +364,7 @@ def _answered(frames: list[bytes], raw: Any, seq_len: int) -> Processed:
 
 
 def _rows_of(head: Mapping[str, Any], frames: list[bytes], raw: Any) -> list[Any] | None:
-    """By turn: its routed experts. Those of JSON text came back decoded; others never left."""
+    """By turn: its routed experts. Those of encoded rollouts came back; others never left."""
     if head["kind"] is None:
         return None
     if head["starts"] is not None:
@@ -402,7 +403,7 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
 def _made(
     head: Mapping[str, Any], frames: list[bytes], *, seq_len: int, limits: Limits, render: Render | None
 ) -> list[bytes | memoryview]:
-    if head.get("json"):
+    if head.get("encoded"):
         raw: Any = frames[0]
     elif head.get("turns"):
         raw = {**decode_value(frames[0]), "trajectory": [_with_stand_in(decode_value(f)) for f in frames[1:]]}
@@ -412,7 +413,7 @@ def _made(
     samples, pieces, kind = interleave_planned(rollout)
     columns = [s.tokens for s in rollout.trajectory if s.tokens is not None]
     starts, bulk = (None, [])
-    if kind is not None and head.get("json"):
+    if kind is not None and head.get("encoded"):
         starts, bulk = _needed_rows(rollout, pieces)
     told = {
         "rollout": {n: getattr(rollout, n) for n in Rollout.__struct_fields__ if n != "trajectory"},

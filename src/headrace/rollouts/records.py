@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import binascii
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -138,29 +139,45 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
             column = getattr(self, name)
             if not isinstance(column, np.ndarray) or column.dtype != dtype or column.ndim != 1:
                 raise TypeError(f"{name} must be one row of {dtype}, got {column!r:.80}")
-        for side, others in (("prompt", ("mask",)), ("completion", ("mask", "logprobs"))):
-            wanted = len(getattr(self, f"{side}_ids"))
-            for other in others:
-                found = len(getattr(self, f"{side}_{other}"))
-                if found != wanted:
-                    raise RolloutRefused(
-                        "wrong_length",
-                        f"a step has {wanted} {side} tokens and a {side}_{other} of {found}: both must be equally long",
-                    )
-        if not np.isfinite(self.completion_logprobs).all():
-            at = int(np.flatnonzero(~np.isfinite(self.completion_logprobs))[0])
-            raise RolloutRefused(
-                "not_finite",
-                f"the logprob of completion token {at} is {self.completion_logprobs[at]}: nothing can be learnt from it",
-            )
         for name in ("prompt_mask", "completion_mask"):
             if getattr(self, name).max(initial=0) > 1:
                 raise RolloutRefused("wrong_type", f"{name} holds numbers other than 0 and 1")
+        self._fits()
+
+    def _fits(self) -> None:
+        """Columns of one turn: equally long, finite, and with no more experts than tokens."""
+        said = len(self.completion_ids)
+        for side, wanted, name, found in (
+            ("prompt", len(self.prompt_ids), "mask", len(self.prompt_mask)),
+            ("completion", said, "mask", len(self.completion_mask)),
+            ("completion", said, "logprobs", len(self.completion_logprobs)),
+        ):
+            if found != wanted:
+                raise RolloutRefused(
+                    "wrong_length",
+                    f"a step has {wanted} {side} tokens and a {side}_{name} of {found}: both must be equally long",
+                )
+        logprobs = self.completion_logprobs
+        # What is not finite makes the product so, in a quarter of the time that a look at each takes; so do products that are too large.
+        if not math.isfinite(logprobs.dot(logprobs)) and not np.isfinite(logprobs).all():
+            at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+            raise RolloutRefused(
+                "not_finite", f"the logprob of completion token {at} is {logprobs[at]}: nothing can be learnt from it"
+            )
         if (routed := self.routed_experts) is not None and routed.end > self.length:
             raise RolloutRefused(
                 "routing",
                 f"a step has {self.length} tokens and routed experts up to token {routed.end}: they belong to another request",
             )
+
+    @classmethod
+    def of_columns(cls, **fields: Any) -> StepTokens:
+        """From columns of the right types, with masks of 0 and 1, as columns.py makes them: what is known of each alone is not looked at again (17 us)."""
+        made = copy.copy(_NO_TOKENS)
+        for name, value in fields.items():
+            msgspec.structs.force_setattr(made, name, value)
+        made._fits()
+        return made
 
     @property
     def length(self) -> int:
@@ -184,6 +201,12 @@ _COLUMNS = {
     "prompt_ids": np.dtype(np.int32), "prompt_mask": np.dtype(np.uint8), "completion_ids": np.dtype(np.int32),
     "completion_mask": np.dtype(np.uint8), "completion_logprobs": np.dtype(np.float32),
 }  # fmt: skip
+
+
+_NO_TOKENS = StepTokens(
+    prompt_ids=np.empty(0, np.int32), prompt_mask=np.empty(0, np.uint8), completion_ids=np.empty(0, np.int32),
+    completion_mask=np.empty(0, np.uint8), completion_logprobs=np.empty(0, np.float32),
+)  # fmt: skip
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):

@@ -7,7 +7,7 @@ each once. orjson keeps the interpreter's lock for the whole of a call, so a lin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,10 @@ def saved_columns(state_columns: Sequence[str]) -> tuple[str, ...]:
 def save_rollouts(
     path: Path, rollouts: Sequence[Rollout], *, advantages: Sequence[float] | None = None,
     state_columns: Mapping[str, Sequence[str]] | None = None, tokens: bool = False, durable: bool = True,
+    after_rollout: Callable[[], None] | None = None,
 ) -> int:  # fmt: skip
-    """Publish `path` with one JSON line a rollout; how many bytes. `state_columns` is by environment. `tokens` adds the columns."""
+    """Publish `path` with one JSON line a rollout; how many bytes. `state_columns` is by environment. `tokens` adds the columns. `after_rollout`
+    is called after each."""
     if advantages is not None and len(advantages) != len(rollouts):
         raise ConfigError(f"{len(rollouts)} rollouts have {len(advantages)} advantages; give one for each")
     written = 0
@@ -53,6 +55,8 @@ def save_rollouts(
                     written += size
                     yield b"".join(gathered)
                     gathered, size = [], 0
+            if after_rollout is not None:
+                after_rollout()
         written += size
         yield b"".join(gathered)
 

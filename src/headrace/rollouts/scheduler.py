@@ -10,6 +10,10 @@ A request that raises, hangs or answers with what cannot be used has failed for 
 its group is its environment's policy (`EnvPolicy`). At the step's deadline whatever is out has failed too: one slow group holds nobody
 up, and what it says later is late and enters nothing. A step of which every rollout was filtered is asked for again,
 `empty_retries` times at most, and then sent as nothing to train on.
+
+With a book whose membership is "completion" the first groups that close make the next step, and as many are under way as `lag` + 1 steps have.
+A group is then made samples of when all its answers are there, because its step is known only then; one whose policy is more than `lag`
+versions old is cancelled. The book's journal says what the clock decided; a book that is given it (`Recorded`) makes the same steps again.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from headrace.errors import ConfigError
@@ -35,6 +39,10 @@ _Result = TypeVar("_Result")
 _GRACE = 5.0
 
 
+def _key(request: Request) -> tuple[int, int, int]:
+    return request.task, request.member, request.attempt
+
+
 class RolloutScheduler:
     """Drives environments, groups, pipeline and sender on one event loop."""
 
@@ -44,10 +52,6 @@ class RolloutScheduler:
         request_deadline: float = 600.0, policy_deadline: float = 3600.0, empty_retries: int = 2,
     ) -> None:  # fmt: skip
         problems = []
-        if book.membership != "index":
-            problems.append(
-                "a scheduler's steps follow from the tasks' numbers: give it a GroupBook with membership='index'"
-            )
         if concurrency < 1 or empty_retries < 0:
             problems.append(f"concurrency is {concurrency} (at least 1), empty_retries is {empty_retries} (0 or more)")
         if min(step_deadline, request_deadline, policy_deadline) <= 0:
@@ -64,6 +68,14 @@ class RolloutScheduler:
         self._running: dict[int, set[asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._begun: dict[int, float] = {}
+        self._by_index = book.membership == "index"
+        # By completion: answers whose group waits for others, the step each was made samples for, groups that are being closed, and the step
+        # that the next group to close is of, with how many it has.
+        self._held: dict[int, dict[Request, Any]] = {}
+        self._made: dict[Request, int] = {}
+        self._closing: set[int] = set()
+        self._collecting, self._collected = 0, 0
+        self._last_step = 0
         self.empty_steps = 0
         """Steps that were sent with nothing to train on."""
 
@@ -78,6 +90,9 @@ class RolloutScheduler:
         if version < self._version:
             raise ConfigError(f"the policy is version {self._version} and cannot go back to {version}")
         self._version = version
+        if not self._by_index and self.book.cancel_older(version - self.book.lag, answered=self._answered()):
+            self._stop_ended()
+            self._close_all()
         self._wake()
 
     def _wake(self) -> None:
@@ -91,14 +106,23 @@ class RolloutScheduler:
         if first:
             self.book.start_at(first)
         opened = first
+        self._last_step = steps
+        if not self._by_index:
+            self._collecting = first
+            self._skip_decided()
         try:
             for step in range(first, steps):
-                while opened < steps and (opened == step or self._version >= opened - self.book.lag):
+                if not self._by_index:
+                    await self._policy(max(0, step - self.book.lag))
+                    self._begun[step] = asyncio.get_running_loop().time()
+                    self._fill()
+                while self._by_index and opened < steps and (opened == step or self._version >= opened - self.book.lag):
                     await self._policy(max(0, opened - self.book.lag))
                     self._open(opened)
                     opened += 1
                 yield await self._step(step)
         finally:
+            self._last_step = 0
             for task in self._tasks:
                 task.cancel()
             if self._tasks:
@@ -125,27 +149,47 @@ class RolloutScheduler:
         for _ in range(self.book.groups_per_step):
             self._ask(self.book.open(self._env_of(self.book.next_task)))
 
+    def _fill(self) -> None:
+        """By completion: open groups until as many are under way as the lag allows and the steps to come need."""
+        book = self.book
+        if self._by_index:
+            return
+        needed = (self._last_step - book.next_step) * book.groups_per_step
+        # The step that one more group would be of is at most the lag ahead of the trainer.
+        while book.live < needed and book.next_step + book.live // book.groups_per_step <= self._version + book.lag:
+            version = book.recorded_version(book.next_task)
+            version = self._version if version is None else version
+            if version > self._version:
+                return  # it was opened later than this, and is again
+            self._ask(book.open(self._env_of(book.next_task), policy_version=version))
+
     def _ask(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.env_name not in self._environments:
                 raise ConfigError(
                     f"task {request.task} wants {request.env_name!r}; there are {sorted(self._environments)}"
                 )
-            tasks = self._running.setdefault(request.step, set())
-            task = asyncio.get_running_loop().create_task(
-                self._one(request), name=f"rollout-{request.task}-{request.member}"
+            tasks = self._running.setdefault(request.step, set())  # -1 by completion
+            self._start(
+                self._one(request),
+                tasks,
+                self._tasks,
+                name=f"rollout-{request.task}-{request.member}-{request.attempt}",
             )
-            for where in (tasks, self._tasks):
-                where.add(task)
-                task.add_done_callback(where.discard)
 
     async def _one(self, request: Request) -> None:
         """One request to its end: arrived, or failed for a reason."""
-        key = (request.task, request.member, request.attempt)
+        key = _key(request)
         try:
+            if (reason := self.book.recorded_failure(request)) is not None:
+                self._failed(request, reason, "as in the run that is made again")
+                return
             async with self._limit:
                 async with asyncio.timeout(self._request_deadline):
                     raw = await self._environments[request.env_name](request)
+            if not self._by_index:
+                await self._answer(request, raw)
+                return
             cause = await self.pipeline.settle(raw, step=request.step, key=key, policy_version=request.policy_version)
             reason = None if cause is None else f"refused_{cause}"
             told: object = cause
@@ -156,17 +200,124 @@ class RolloutScheduler:
         if reason is None or reason == "refused_late":
             self.book.arrive(request, key)  # a late one is counted as such there
         else:
-            _log.warning(
-                "task %d, member %d in %s failed (%s): %s", request.task, request.member, request.env_name, reason, told
-            )
-            self._ask(self.book.fail(request, reason))
+            self._failed(request, reason, told)
         self._wake()
+
+    def _failed(self, request: Request, reason: str, told: object) -> None:
+        _log.warning(
+            "task %d, member %d in %s failed (%s): %s", request.task, request.member, request.env_name, reason, told
+        )
+        self._ask(self.book.fail(request, reason))
+        if not self._by_index:
+            self._close_all()
+            self._fill()
+        self._wake()
+
+    # ----------------------------------------------------------------------------------------- completion
+
+    async def _answer(self, request: Request, raw: Any) -> None:
+        """An answer whose step is not known yet: kept until its group can be closed."""
+        if request not in self.book.waiting(request.task):
+            self.book.arrive(request, _key(request))  # late, and counted as such there
+            return
+        self._held.setdefault(request.task, {})[request] = raw
+        await self._close(request.task)
+
+    def _answered(self) -> set[Request]:
+        return {request for held in self._held.values() for request in held}
+
+    def _close_all(self) -> None:
+        """Close every group that waits for nobody any more, in tasks of their own."""
+        for task in list(self._held):
+            self._start(self._close(task), self._tasks, name=f"close-{task}")
+
+    async def _close(self, task: int) -> None:
+        """Make samples of a group whose answers are all there, and close it in the step that is collecting then. One that finds its step
+        full when it is done is made samples of again for the next; a step takes only what was closed in it."""
+        if task in self._closing:
+            return
+        self._closing.add(task)
+        try:
+            while waiting := self._ready_to_close(task):
+                step = self._step_for(task)
+                todo = [r for r in waiting if self._made.get(r) != step]
+                held = self._held[task]
+                causes = await asyncio.gather(
+                    *(
+                        self.pipeline.settle(held[r], step=step, key=_key(r), policy_version=r.policy_version)
+                        for r in todo
+                    )
+                )
+                for request, cause in zip(todo, causes, strict=True):
+                    if cause is None:
+                        self._made[request] = step
+                    else:
+                        held.pop(request)
+                        self._failed(request, f"refused_{cause}", cause)
+                if any(causes) or step != self._step_for(task) or waiting != self._ready_to_close(task):
+                    continue
+                for request in waiting:
+                    self.book.arrive(request, _key(request))
+                    self._made.pop(request)
+                if self.book.step_of(task) is None:
+                    self._collected += 1
+                    if self._collected == self.book.groups_per_step:
+                        self._next_collected()
+        except Exception as error:  # what a full disk raises, say: the group's answers could not be made samples of
+            for request in self._held.pop(task, ()):
+                self._failed(request, type(error).__name__, error)
+        finally:
+            self._closing.discard(task)
+            if not self.book.waiting(task):
+                for request in self._held.pop(task, ()):
+                    self._made.pop(request, None)
+            self._fill()
+            self._wake()
+
+    def _ready_to_close(self, task: int) -> list[Request]:
+        """The requests of a group whose answers are all there; [] if one is missing."""
+        waiting, held = self.book.waiting(task), self._held.get(task, {})
+        for request in [r for r in held if r not in waiting]:
+            del held[request]  # ended by somebody else: a deadline, a group that was dropped
+        return sorted(waiting, key=_key) if len(held) == len(waiting) else []
+
+    def _step_for(self, task: int) -> int:
+        decided = self.book.step_of(task)
+        return self._collecting if decided is None else decided
+
+    def _next_collected(self) -> None:
+        self._collecting, self._collected = self._collecting + 1, 0
+        self._skip_decided()
+
+    def _skip_decided(self) -> None:
+        while self.book.is_decided(self._collecting):
+            self._collecting += 1
+
+    def _start(self, work: Coroutine[Any, Any, None], *where: set[asyncio.Task[None]], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        for tasks in where:
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    def _stop_ended(self) -> None:
+        """Stop whoever works on requests that nobody waits for any more."""
+        wanted = {
+            f"rollout-{r.task}-{r.member}-{r.attempt}" for t in self.book.open_tasks for r in self.book.waiting(t)
+        }
+        for task in self._running.get(-1, ()):
+            if task.get_name() not in wanted:
+                task.cancel()
+
+    # ----------------------------------------------------------------------------------------------- step
 
     async def _step(self, step: int) -> StepReport:
         for attempt in range(self._empty_retries + 1):
             await self._complete(step)
-            groups = self.book.take()
-            version = max(0, step - self.book.lag)
+            groups = self.book.take(short=not self._by_index)
+            if not self._by_index and self._collecting == step:
+                self._next_collected()  # it was ended at its deadline
+            self._fill()
+            version = max(0, step - self.book.lag) if self._by_index else groups.policy_version
             report = await self.pipeline.finish(step, policy_version=version, only=set(groups.rollouts))
             if not report.all_filtered:
                 break
@@ -174,7 +325,7 @@ class RolloutScheduler:
                 "step %d has nothing to train on (%d rollouts, %s filtered, %s refused), try %d of %d",
                 step, report.rollouts, sum(report.filtered.counts.values()), sum(report.refused.values()), attempt + 1, self._empty_retries + 1,
             )  # fmt: skip
-            if attempt < self._empty_retries:
+            if attempt < self._empty_retries and (groups.tasks or self._by_index):
                 self.pipeline.reopen(step)
                 self._begun[step] = asyncio.get_running_loop().time()
                 self._ask(self.book.again())
@@ -193,16 +344,27 @@ class RolloutScheduler:
             while not self.book.ready():
                 remaining = until - asyncio.get_running_loop().time()
                 if remaining <= 0:
-                    ended = self.book.expire(step)
+                    ended = self.book.expire(step, answered=self._answered())
                     _log.warning(
                         "step %d was ended at its deadline of %g s with %d requests out", step, self._deadline, ended
                     )
-                    for task in list(self._running.get(step, ())):
-                        task.cancel()
+                    if self._by_index:
+                        for task in list(self._running.get(step, ())):
+                            task.cancel()
+                    else:
+                        self._stop_ended()
+                        for task in list(self._held):
+                            await self._closed(task)
                     break
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), min(1.0, remaining))
                 wait.check()
+
+    async def _closed(self, task: int) -> None:
+        """Until a group whose answers are there is closed, by this or by whoever is at it."""
+        while self._ready_to_close(task) or task in self._closing:
+            await self._close(task)
+            await asyncio.sleep(0)
 
     # -------------------------------------------------------------------------------------------- evaluation
 

@@ -35,6 +35,11 @@ class CompiledLoops:
         self._name = module
         self._module: ModuleType | None = None
 
+    @property
+    def ready(self) -> bool:
+        """Whether asking for it takes no time."""
+        return self._module is not None
+
     def __call__(self) -> ModuleType:
         if self._module is None:
             with Wait("kernels.compile"), _lock:

@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,6 +20,7 @@ from headrace.rollouts import (
     RolloutPipeline,
     ZeroAdvantageFilter,
     batch_files,
+    columns,
     interleave_rollout,
     open_training_batch,
     rollout_from_verifiers,
@@ -162,15 +164,41 @@ def test_metrics_are_over_all_environments_and_for_each(tmp_path):
     assert metrics["turns/a/max"] == 3.0
 
 
+def test_encoded_rollouts_make_the_batch_that_their_lists_make_whatever_way_they_are_read(tmp_path, monkeypatch):
+    arrivals = [(key, output(*key, turns=8)) for key in KEYS]
+    encoded = [(key, bytearray(msgspec.msgpack.encode(raw))) for key, raw in arrivals]
+    expected = told(open_training_batch(run(tmp_path / "lists", arrivals).path))
+    assert told(open_training_batch(run(tmp_path / "whole", encoded).path)) == expected
+    monkeypatch.setattr(columns, "_LOOP_BYTES", 1)
+    monkeypatch.setattr(columns, "_LOOP_ITEMS", 1)
+    assert told(open_training_batch(run(tmp_path / "loops", encoded).path)) == expected
+    assert told(open_training_batch(run(tmp_path / "list loops", arrivals).path)) == expected
+
+
+def test_sinks_are_given_the_metrics_of_a_step(tmp_path):
+    records = []
+
+    class Sink:
+        def write(self, record):
+            records.append(dict(record))
+
+        def close(self):
+            raise AssertionError("whoever made a sink closes it")
+
+    report = run(tmp_path, [((0, 0), output(0, 0))], step=3, sinks=[Sink()])
+    assert records == [{"step": 3, "policy_version": 5, **report.metrics}]
+
+
 def test_phases_are_on_one_line_the_costliest_first(tmp_path):
     report = run(tmp_path, [((0, 0), output(0, 0))])
     line = report.phases.line(7)
     assert line.startswith("Step 7 phase breakdown: ")
     seconds = [float(part.split("=")[1]) for part in line.removeprefix("Step 7 phase breakdown: ").split(", ")]
     assert seconds == sorted(seconds, reverse=True)
-    assert {"process_rollout", "compute_advantages", "apply_filters", "training_batch_send"} <= set(
-        report.phases.seconds
-    )
+    assert set(report.phases.seconds) == {
+        "process_rollout", "write_experts", "compute_advantages", "apply_filters", "result_collection_loop", "pack", "training_batch_send",
+        "metrics_aggregation", "sinks",
+    }  # fmt: skip
 
 
 def test_rollouts_with_and_without_experts_in_one_step_are_refused_by_name(tmp_path):

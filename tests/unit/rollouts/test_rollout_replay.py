@@ -91,9 +91,15 @@ def test_every_phase_can_be_run_alone_beside_an_idle_stretch(small, tmp_path, ph
     assert sys.getswitchinterval() == interval
 
 
-def test_processes_replay_to_the_same_batch(small, tmp_path):
-    one, two = (replay(small, folder=tmp_path, idle=0.01, processes=n) for n in (0, 1))
-    assert (one.rollouts, one.samples, one.tokens, one.bytes) == (two.rollouts, two.samples, two.tokens, two.bytes)
+def test_processes_and_encoded_rollouts_replay_to_the_same_batch(small, tmp_path):
+    ways = ({}, {"processes": 1}, {"form": "msgpack"}, {"form": "msgpack", "processes": 1})
+    found = [replay(small, folder=tmp_path, idle=0.01, **way) for way in ways]
+    assert len({(r.rollouts, r.samples, r.tokens, r.bytes) for r in found}) == 1
+    idle, cost = replay_phase(small, "ingest", folder=tmp_path, idle=0.01, form="msgpack")
+    assert cost.wall > 0
+    assert idle.stolen >= 0
+    with pytest.raises(ConfigError, match="form is 'xml'"):
+        replay(small, form="xml")
 
 
 def test_a_phase_that_is_none_is_named(small):

@@ -15,6 +15,7 @@ from headrace.rollouts import (
     AdvantageConfig,
     EnvPolicy,
     GroupBook,
+    Recorded,
     RolloutPipeline,
     RolloutScheduler,
     SpoolReceiver,
@@ -46,12 +47,17 @@ def samples_of(report):
     return {tuple(batch.arrays["ids"][a:b].tolist()) for a, b in itertools.pairwise(starts)}
 
 
-def run(folder, play, *, steps=2, lag=10, policies=None, pipeline=None, first=0, after=None, facts=None, **more):
+def run(
+    folder, play, *, steps=2, lag=10, policies=None, pipeline=None, first=0, after=None, facts=None, book=None, **more
+):
     async def go():
-        book = GroupBook(
+        made = GroupBook(
             policies or [EnvPolicy(env_name="game", group_size=SIZE)], groups_per_step=PER_STEP, lag=lag,
-            journal=None if facts is None else facts.append,
+            journal=None if facts is None else facts.append, **(book or {}),
         )  # fmt: skip
+        return await with_book(made)
+
+    async def with_book(book):
         made = RolloutPipeline(
             folder, **{"seq_len": 64, "advantage": AdvantageConfig(), "first_step": first, **(pipeline or {})}
         )
@@ -265,10 +271,152 @@ def test_what_a_scheduler_cannot_do_is_named(tmp_path):
         return answer(request)
 
     async def wrong_book():
-        book = GroupBook([], groups_per_step=1, membership="completion")
+        book = GroupBook([], groups_per_step=1)
         RolloutScheduler(book, RolloutPipeline(tmp_path, seq_len=4), environments={}, env_of=str, concurrency=0)
 
-    with pytest.raises(ConfigError, match=r"(?s)membership='index'.*concurrency is 0"):
+    with pytest.raises(ConfigError, match=r"concurrency is 0"):
         asyncio.run(wrong_book())
+    with pytest.raises(ConfigError, match="by index a step follows from its number alone"):
+        GroupBook([], groups_per_step=1, recorded=Recorded())
     with pytest.raises(ConfigError, match="task 0 wants 'game'; there are"):
         run(tmp_path, play, environments={"other": play})
+
+
+# ------------------------------------------------------------------------------------------------- completion
+
+BY_COMPLETION = {"membership": "completion"}
+
+
+def tasks_of(facts):
+    return {f["step"]: f["tasks"] for f in facts if f["fact"] == "step"}
+
+
+def all_of(tasks, attempts=None):
+    return {ids_of(t, m, (attempts or {}).get((t, m), 0)) for t in tasks for m in range(SIZE)}
+
+
+def test_by_completion_the_first_groups_that_close_make_a_step_and_a_slow_one_holds_nobody_up(tmp_path):
+    async def go():
+        done = {task: asyncio.Event() for task in range(20)}
+        facts = []
+
+        async def play(request):
+            if request.task in (0, 2):  # they answer once step 0 has been made without them
+                await done[request.task].wait()
+            return answer(request)
+
+        async def after(scheduler, report):
+            if report.step == 0:
+                done[0].set()
+                done[2].set()
+
+        book = GroupBook([EnvPolicy(env_name="game", group_size=SIZE)], groups_per_step=PER_STEP, lag=1, journal=facts.append, **BY_COMPLETION)  # fmt: skip
+        async with RolloutPipeline(tmp_path, seq_len=64) as pipeline:
+            scheduler = RolloutScheduler(book, pipeline, environments={"game": play}, env_of=lambda t: "game")
+            reports = []
+            async for report in scheduler.run(3):
+                reports.append(report)
+                scheduler.policy_is(report.step + 1)
+                await after(scheduler, report)
+        return facts, reports, book, pipeline.late
+
+    facts, reports, book, late = asyncio.run(go())
+    steps = tasks_of(facts)
+    assert steps[0] == [1, 3, 4]
+    assert {0, 2} <= {*steps[1], *steps[2]}
+    assert len({t for tasks in steps.values() for t in tasks}) == 3 * PER_STEP
+    for step, report in enumerate(reports):
+        assert samples_of(report) == all_of(steps[step])
+    assert late == 0
+    adds_up(book)
+
+
+def jumbled(seed, failing=()):
+    """An environment whose answers come in an order of their own; some requests fail."""
+
+    async def play(request):
+        place = (request.task, request.member, request.attempt)
+        for _ in range(hash((seed, *place)) % 23):
+            await asyncio.sleep(0)
+        if place in failing:
+            raise RuntimeError
+        raw = answer(request)
+        if place == (5, 0, 0):
+            raw["trajectory"][0]["tokens"]["completion_logprobs"][0] = float("nan")
+        return raw
+
+    return play
+
+
+@pytest.mark.parametrize(("scoring", "on_failure"), [("individual", "keep"), ("individual", "refill"), ("group", "refill"), ("group", "drop")])  # fmt: skip
+def test_a_run_by_completion_is_made_again_from_its_journal_whatever_the_clock_does(tmp_path, scoring, on_failure):
+    policies = [EnvPolicy(env_name="game", group_size=SIZE, scoring=scoring, on_failure=on_failure)]
+    failing = {(1, 1, 0), (3, 0, 0), (3, 0, 1), (3, 0, 2), (7, 2, 0)}
+
+    async def after(scheduler, report):
+        scheduler.policy_is(report.step + 1)
+
+    def once(name, seed, failing, facts, **book):
+        return run(
+            tmp_path / name, jumbled(seed, failing), steps=4, lag=2, policies=policies, after=after, facts=facts,
+            book={**BY_COMPLETION, **book},
+        )  # fmt: skip
+
+    facts, again = [], []
+    first, book, _, _ = once("first", 1, failing, facts)
+    adds_up(book)
+    recorded = Recorded.from_journal(facts)
+    # Nothing fails of itself the second time: what failed is in the journal.
+    second, book, _, _ = once("second", 2, (), again, recorded=recorded)
+    adds_up(book)
+    assert tasks_of(again) == tasks_of(facts)
+    assert [r.path.read_bytes() for r in second] == [r.path.read_bytes() for r in first]
+    assert [r.policy_version for r in second] == [r.policy_version for r in first]
+
+
+def test_by_completion_a_deadline_ends_a_step_with_what_has_closed(tmp_path):
+    async def play(request):
+        if request.task >= 2 or request.member == 3:
+            await asyncio.Event().wait()
+        return answer(request)
+
+    facts = []
+    reports, book, scheduler, late = run(
+        tmp_path, play, steps=1, facts=facts, book=BY_COMPLETION, step_deadline=0.3, lag=0, empty_retries=0
+    )
+    adds_up(book)
+    assert samples_of(reports[0]) == {ids_of(t, m) for t in (0, 1) for m in range(3)}
+    assert book.counts.failed == {"deadline": 2 + SIZE}
+    assert (scheduler.empty_steps, late) == (0, 0)
+
+
+def test_by_completion_a_step_that_is_all_filtered_is_asked_for_again(tmp_path):
+    async def play(request):
+        raw = answer(request)
+        return {**raw, "reward": float(request.member % 2) if request.attempt else 1.0}
+
+    facts = []
+    reports, book, _, _ = run(
+        tmp_path, play, facts=facts, book=BY_COMPLETION, pipeline={"filters": [ZeroAdvantageFilter()]}, empty_retries=1
+    )
+    adds_up(book)
+    steps = tasks_of(facts)
+    for step, report in enumerate(reports):
+        assert samples_of(report) == {ids_of(t, m, 1) for t in steps[step] for m in range(SIZE)}
+
+
+def test_by_completion_a_group_whose_policy_is_too_old_is_cancelled_and_a_closed_one_never(tmp_path):
+    async def play(request):
+        if request.task == 0:
+            await asyncio.Event().wait()
+        return answer(request)
+
+    async def after(scheduler, report):
+        scheduler.policy_is(report.step + 1)
+
+    facts = []
+    reports, book, _, _ = run(tmp_path, play, steps=4, lag=1, after=after, facts=facts, book=BY_COMPLETION)
+    adds_up(book)
+    assert book.counts.failed["stale"] == SIZE
+    assert 0 not in {t for s, tasks in tasks_of(facts).items() for t in tasks if samples_of(reports[s]) >= all_of([t])}
+    assert all(r.rollouts == PER_STEP * SIZE for r in reports)

@@ -1,0 +1,188 @@
+"""Numbers become the same columns by every way: out of lists, msgpack and JSON text, by loops or by the decoder; damaged bytes too."""
+
+from __future__ import annotations
+
+import platform
+import sysconfig
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import RolloutRefused
+from headrace.rollouts import (
+    columns,
+    interleave_rollout,
+    rollout_from_json,
+    rollout_from_msgpack,
+    rollout_from_verifiers,
+)
+
+FIELDS = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask", "completion_logprobs")
+GROUPS = (("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask", "completion_logprobs"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loops_for_everything():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "_LOOP_ITEMS", 1)
+        patch.setattr(columns, "_LOOP_BYTES", 1)
+        columns.kernels()
+        yield
+
+
+odd = st.sampled_from([None, -1, 2**30, 2**31 - 1, 2**31, 2**40, 1.5, "7", True, [1], {}, 300, 70_000, -0.25, 0, 2])
+
+
+@st.composite
+def lists(draw, plain):
+    """Numbers of one kind, now and then with something else among them; often long enough for the loops."""
+    length = draw(st.sampled_from([0, 3, 31, 32, 40, 70]))
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    if plain == "ids":
+        value = rng.integers(0, int(rng.choice([2, 128, 300, 70_000, 2**31])), length).tolist()
+    elif plain == "mask":
+        value = rng.integers(0, 2, length).tolist()
+        value = [bool(v) for v in value] if draw(st.booleans()) else value
+    else:
+        value = (-rng.random(length) * 10.0 ** rng.integers(-9, 9)).tolist()
+    if length and draw(st.integers(0, 5)) == 0:
+        value[draw(st.integers(0, length - 1))] = draw(odd)
+    return value
+
+
+@st.composite
+def rollouts(draw):
+    turns, context = [], []
+    for _ in range(draw(st.integers(0, 3))):
+        tokens = {name: draw(lists("ids" if "ids" in name else "mask" if "mask" in name else "logprobs")) for name in FIELDS}  # fmt: skip
+        if draw(st.booleans()):  # a context that goes on where the one before ended, as most do
+            tokens["prompt_ids"] = context + tokens["prompt_ids"]
+        for ids, *others in GROUPS:
+            if draw(st.integers(0, 5)):  # lengths that agree
+                for name in others:
+                    fill = tokens[name] or [0.0 if name == "completion_logprobs" else 1]
+                    tokens[name] = (fill * (len(tokens[ids]) // len(fill) + 1))[: len(tokens[ids])]
+        context = [*tokens["prompt_ids"], *tokens["completion_ids"]]
+        names = draw(st.permutations(FIELDS))
+        tokens = {name: tokens[name] for name in names}
+        if draw(st.integers(0, 5)) == 0:
+            tokens.pop(names[0])
+        turns.append({"prompt": [{"role": "user", "content": 'é \\" ]}'}], "completion": [], "tokens": tokens})
+    value = {"example_id": 1, "reward": 0.5, "trajectory": turns, "task": "game", "answer": {"trajectory": [{"tokens": [1, 2]}]}}  # fmt: skip
+    return {name: value[name] for name in draw(st.permutations(tuple(value)))}
+
+
+def told(way, raw):
+    """What a way makes of a rollout, or the cause it refuses it under."""
+    try:
+        rollout = way(raw)
+    except RolloutRefused as error:
+        return error.cause
+    return [tuple(getattr(s.tokens, name).tobytes() for name in FIELDS) for s in rollout.trajectory]
+
+
+@given(rollouts())
+@settings(max_examples=120)
+def test_lists_msgpack_and_json_become_the_same_columns_or_are_refused_for_the_same_cause(value):
+    expected = told(rollout_from_verifiers, value)
+    assert told(rollout_from_msgpack, msgspec.msgpack.encode(value)) == expected
+    assert told(rollout_from_json, msgspec.json.encode(value)) == expected
+    spaced = msgspec.json.format(msgspec.json.encode(value), indent=1)
+    assert told(rollout_from_json, spaced.decode()) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "_LOOP_ITEMS", 1 << 40)
+        assert told(rollout_from_verifiers, value) == expected
+
+
+@given(rollouts())
+@settings(max_examples=40)
+def test_samples_do_not_depend_on_whether_contexts_are_kept_once(value):
+    def samples(way, raw):
+        try:
+            return [(s.ids.tobytes(), s.mask.tobytes(), s.logprobs.tobytes()) for s in interleave_rollout(way(raw))]
+        except RolloutRefused as error:
+            return error.cause
+
+    assert samples(rollout_from_msgpack, msgspec.msgpack.encode(value)) == samples(rollout_from_verifiers, value)
+
+
+def plainly(value, name=""):
+    """A decoded value with its columns as lists again, and logprobs as precise as columns are."""
+    if isinstance(value, columns._Read):
+        return plainly(value.column.tolist(), name)
+    if isinstance(value, memoryview):
+        return bytes(value)
+    if isinstance(value, dict):
+        return {k: plainly(v, k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [plainly(v, name) for v in value]
+    if isinstance(value, float) and name == "completion_logprobs":
+        with np.errstate(over="ignore"):
+            return repr(np.float32(value))
+    return int(value) if isinstance(value, bool) else value if not isinstance(value, float) else repr(value)
+
+
+@given(rollouts(), st.data())
+@settings(max_examples=200)
+def test_damaged_bytes_mean_what_the_decoder_says_or_are_refused(value, data):
+    for turn in value["trajectory"]:
+        turn["tokens"]["routed_experts"] = {"data": bytes(range(64)), "shape": [4, 4, 4]}
+    text = data.draw(st.booleans())
+    encoded, decode = (msgspec.json.encode(value), msgspec.json.decode) if text else (msgspec.msgpack.encode(value), msgspec.msgpack.decode)  # fmt: skip
+    raw = bytearray(encoded)
+    for _ in range(data.draw(st.integers(0, 3))):
+        raw[data.draw(st.integers(1, len(raw) - 1))] = data.draw(st.integers(0, 255) | st.sampled_from(list(b'[]{}",:0 \\\x93\xcd')))  # fmt: skip
+    raw = raw[: data.draw(st.integers(1, len(raw)))] if data.draw(st.booleans()) else raw
+    try:
+        expected = plainly(decode(bytes(raw)))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        with pytest.raises(RolloutRefused, match="neither JSON nor msgpack") as refused:
+            columns.decoded_with_columns(bytes(raw))
+        assert refused.value.cause == "malformed"
+        return
+    assert plainly(columns.decoded_with_columns(bytes(raw))) == expected
+
+
+def test_a_name_that_stands_there_twice_counts_as_the_decoder_says():
+    ids = list(range(100, 140))
+    first, last = msgspec.json.encode(ids), msgspec.json.encode(ids[::-1])
+    for text in (
+        b'{"trajectory":[{"tokens":{"prompt_ids":%b,"prompt_ids":%b}}]}' % (first, last),
+        b'{"trajectory":[{"tokens":{"prompt_ids":%b,"prompt_\\u0069ds":null}}]}' % first,
+        b'{"trajectory":[{"tokens":{"prompt_ids":%b},"tokens":7}]}' % first,
+        b'{"trajectory":[{"tokens":{"prompt_ids":%b}}],"trajectory":[]}' % first,
+    ):
+        assert plainly(columns.decoded_with_columns(text)) == msgspec.json.decode(text)
+
+
+def test_loops_take_long_lists_out_of_bytes_and_leave_experts_where_they_lie():
+    value = {"trajectory": [{"tokens": {"prompt_ids": list(range(50)), "prompt_mask": [0] * 50, "completion_logprobs": [-0.5] * 50,
+                                        "routed_experts": {"data": bytes(600), "shape": [50, 4, 3]}}},
+                            {"tokens": {"prompt_ids": list(range(60)), "prompt_mask": [0] * 60}}]}  # fmt: skip
+    raw = msgspec.msgpack.encode(value)
+    first, second = (turn["tokens"] for turn in columns.decoded_with_columns(raw)["trajectory"])
+    assert all(type(first[name]) is columns._Read for name in ("prompt_ids", "prompt_mask", "completion_logprobs"))
+    assert np.shares_memory(first["prompt_ids"].column, second["prompt_ids"].column)
+    assert np.shares_memory(np.frombuffer(first["routed_experts"]["data"], np.uint8), np.frombuffer(raw, np.uint8))
+    assert plainly(columns.decoded_with_columns(raw)) == plainly(value)
+
+
+def test_more_numbers_than_the_first_arrays_hold_are_read_all_the_same(monkeypatch):
+    monkeypatch.setattr(columns, "_ROOM", 40)
+    value = {"trajectory": [{"tokens": {"prompt_ids": list(range(100)), "completion_mask": [1] * 90}}]}
+    for raw in (msgspec.msgpack.encode(value), msgspec.json.encode(value)):
+        tokens = columns.decoded_with_columns(raw)["trajectory"][0]["tokens"]
+        assert tokens["prompt_ids"].column.tolist() == list(range(100))
+        assert tokens["completion_mask"].column.tolist() == [1] * 90
+
+
+@pytest.mark.skipif(
+    platform.python_implementation() != "CPython" or bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+    reason="reads CPython's objects where they lie, under its one lock",
+)
+def test_lists_are_read_where_they_lie_on_this_interpreter():
+    assert columns._layout() is not None
