@@ -31,17 +31,26 @@ WIDTHS, LENGTHS = (64, 256, 1024, 2048), (4096, 65536)
 
 
 def best(calls: dict[str, Callable[[], object]], budget: float) -> dict[str, float]:
-    """Seconds of each, the best round; all of them in every round, so that a busy neighbour meets them alike."""
+    """Seconds of each, the best call; all of them in every round, so that a busy neighbour meets them alike.
+
+    A rest before each: threads of a BLAS spin for some milliseconds after their work, and would take a core from whoever comes next.
+    """
     found = dict.fromkeys(calls, math.inf)
     for call in calls.values():
         call()
     end, rounds = time.perf_counter() + budget, 0
-    while time.perf_counter() < end or rounds < 2:
+    while time.perf_counter() < end or rounds < 3:
         rounds += 1
         for name, call in calls.items():
-            began = time.perf_counter()
-            call()
-            found[name] = min(found[name], time.perf_counter() - began)
+            time.sleep(0.1)
+            turn = time.perf_counter()
+            while True:
+                began = time.perf_counter()
+                call()
+                now = time.perf_counter()
+                found[name] = min(found[name], now - began)
+                if now - turn > 0.05:
+                    break
     return found
 
 
@@ -56,7 +65,7 @@ def kernel(threads: int) -> None:
             x = np.random.default_rng(0).standard_normal((n, k))
             took = best({
                 "numpy": lambda x=x: x.T @ x, "dsyrk": lambda x=x: dsyrk(1.0, x.T), "ours": lambda x=x: chunk_gram(x, threads=threads),
-            }, 2.0)  # fmt: skip
+            }, 3.0)  # fmt: skip
             speed = {name: n * k * (k + 1) / s / 1e9 for name, s in took.items()}
             other = max(speed["numpy"], speed["dsyrk"])
             print(

@@ -35,6 +35,8 @@ _PACKED_BYTES = 64 << 20
 _LEAST_ROWS, _MOST_ROWS = 512, 4096
 _NODE_ROWS = 1 << 16
 """Rows of a subtree of a narrow matrix at most: those of 16 bits are widened a subtree at a time."""
+_WORTH_SHARING = 16_000_000
+"""Multiply-adds below which one thread does it all: they take it a millisecond at most, and to wake another and wait for it takes .1 to .3."""
 _local = threading.local()
 _lock = threading.Lock()
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
@@ -88,6 +90,8 @@ def chunk_gram_packed(rows: np.ndarray, extra: np.ndarray | None = None, *, thre
     entries = columns * (columns + 1) // 2
     if n == 0:
         return np.zeros(entries)
+    if n * entries < _WORTH_SHARING:
+        threads = 1
     task = _Task(rows, extra, columns)
     return task.tall(threads) if task.narrow else task.wide(threads)
 

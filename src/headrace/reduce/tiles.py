@@ -48,6 +48,8 @@ if NR % VW or NR % MR:
 MACRO = 256 // NR
 """Panels on a side of a macro tile: 256 columns. 64 and 128 are as good to k = 256 and up to a tenth slower beyond."""
 UNROLL = 4
+_ASKED = 32 * BLOCK
+"""Bytes that a tile asks for ahead of need."""
 
 _OPTIONS: Any = {
     "nogil": True, "cache": "HEADRACE_GRAM_TILE" not in os.environ, "error_model": "numpy", "boundscheck": False,
@@ -60,8 +62,12 @@ def _constant(n: int) -> ir.Constant:
     return ir.Constant(_I64, n)
 
 
-def _multiply(builder: ir.IRBuilder, a: Any, b: Any, rows: Any) -> list[Any]:
-    """Emit the loop over rows; the accumulators, MR x NV vectors."""
+def _multiply(builder: ir.IRBuilder, a: Any, b: Any, rows: Any, ahead: Any) -> list[Any]:
+    """Emit the loop over rows; the accumulators, MR x NV vectors. `ahead`: where lines begin that are needed soon, 32 bytes a row."""
+    bytes_ = ir.IntType(8).as_pointer()
+    ask = builder.module.declare_intrinsic(
+        "llvm.prefetch", [bytes_], ir.FunctionType(ir.VoidType(), [bytes_, _I32, _I32, _I32])
+    )
     fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_VEC, [_VEC] * 3), f"llvm.fma.v{VW}f64")
     undefined = ir.Constant(_VEC, ir.Undefined)
     everywhere = ir.Constant(ir.VectorType(_I32, VW), [0] * VW)
@@ -95,6 +101,9 @@ def _multiply(builder: ir.IRBuilder, a: Any, b: Any, rows: Any) -> list[Any]:
         offset = builder.mul(row, _constant(NR))
         a_row, b_row = builder.gep(a, [offset]), builder.gep(b, [offset])
         now = list(carried)
+        for line in range(0, 32 * step, 64):
+            place = builder.add(ahead, builder.add(builder.mul(row, _constant(32)), _constant(line)))
+            builder.call(ask, [builder.inttoptr(place, bytes_), *(ir.Constant(_I32, n) for n in (0, 3, 1))])
         for u in range(step):
             now = one_row(now, builder.gep(a_row, [_constant(u * NR)]), builder.gep(b_row, [_constant(u * NR)]))
         row.add_incoming(builder.add(row, _constant(step)), builder.block)
@@ -109,13 +118,13 @@ def _multiply(builder: ir.IRBuilder, a: Any, b: Any, rows: Any) -> list[Any]:
     return loop(sums, row, rows, 1)[1]
 
 
-def _tile(typingctx, panels, a, b, rows, levels, slot, size, level):
+def _tile(typingctx, panels, a, b, rows, levels, slot, size, level, ahead):
     """One tile over up to 128 rows, and its carries: levels[level] = levels[level−1] + (… + (levels[0] + tile)), in registers."""
 
     def codegen(context, builder, signature, arguments):
         held = context.make_array(signature.args[0])(context, builder, arguments[0])
         a, b = builder.gep(held.data, [arguments[1]]), builder.gep(held.data, [arguments[2]])
-        sums = _multiply(builder, a, b, arguments[3])
+        sums = _multiply(builder, a, b, arguments[3], arguments[8])
         held = context.make_array(signature.args[4])(context, builder, arguments[4])
         base, size, level = builder.gep(held.data, [arguments[5]]), arguments[6], arguments[7]
         before = builder.block
@@ -143,7 +152,7 @@ def _tile(typingctx, panels, a, b, rows, levels, slot, size, level):
         return context.get_dummy_value()
 
     whole = nb.int64
-    return nb.void(panels, whole, whole, whole, levels, whole, whole, whole), codegen
+    return nb.void(panels, whole, whole, whole, levels, whole, whole, whole, whole), codegen
 
 
 tile: Any = intrinsic(_tile)
@@ -220,19 +229,27 @@ def blank(count, columns, panels_count, panels):
                 panels[at + r * NR + c] = 0.0
 
 
-@njit(nb.void(_V64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, _V64), **_OPTIONS)
-def _macro(panels, base, s, rows, i0, i1, j0, j1, levels):
+@njit(
+    nb.void(_V64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, _V64, nb.int64, nb.int64),
+    **_OPTIONS,
+)
+def _macro(panels, base, s, rows, i0, i1, j0, j1, levels, coming, coming_end):
     """Multiply one macro tile over the s-th block of rows; the cascade stands in `levels`, one level for each bit of s+1."""
     size = MACRO * MACRO * SUB * TILE
     level = 0
     while (s >> level) & 1:
         level += 1
+    here = panels.ctypes.data
     for j in range(j0, j1):
         b = base + j * BLOCK * NR
         slot = (j - j0) * MACRO * SUB * TILE
         for i in range(i0, min(i1, j + 1)):
             for sub in range(SUB):
-                tile(panels, base + i * BLOCK * NR + sub * MR, b, rows, levels, slot, size, level)
+                ahead = here + 8 * (base + (i + 1) * BLOCK * NR) + sub * _ASKED
+                if coming < coming_end:
+                    ahead = coming
+                    coming += _ASKED
+                tile(panels, base + i * BLOCK * NR + sub * MR, b, rows, levels, slot, size, level, ahead)
                 slot += TILE
 
 
@@ -281,7 +298,7 @@ def multiply(panels, count, panels_count, i0, i1, j0, j1, levels):
     slices = (count + BLOCK - 1) // BLOCK
     for s in range(slices):
         rows = min(BLOCK, count - s * BLOCK)
-        _macro(panels, s * panels_count * BLOCK * NR, s, rows, i0, i1, j0, j1, levels)
+        _macro(panels, s * panels_count * BLOCK * NR, s, rows, i0, i1, j0, j1, levels, 0, 0)
 
 
 _NARROW = [nb.void(rows, _R64, nb.int64, nb.int64, nb.int64, _V64, _V64) for rows in (_R64, _R32)]
@@ -293,12 +310,15 @@ def narrow(x, extra, first, count, columns, panels, levels):
     the cascade takes any number of them. At k = 64 packing everything first took a fifth of the time."""
     panels_count = (columns + NR - 1) // NR
     slices = (count + BLOCK - 1) // BLOCK
+    width = x.shape[1] * x.itemsize
     for s in range(slices):
         rows = min(BLOCK, count - s * BLOCK)
         pack(x, first + s * BLOCK, rows, 0, x.shape[1], panels_count, panels)
         pack(extra, first + s * BLOCK, rows, x.shape[1], extra.shape[1], panels_count, panels)
         blank(rows, columns, panels_count, panels)
-        _macro(panels, 0, s, rows, 0, panels_count, 0, panels_count, levels)
+        following = x.ctypes.data + (first + (s + 1) * BLOCK) * width
+        end = min(following + BLOCK * width, x.ctypes.data + (first + count) * width)
+        _macro(panels, 0, s, rows, 0, panels_count, 0, panels_count, levels, following, end)
 
 
 @njit(nb.void(_V64, nb.int64, nb.Array(nb.float64, 2, "C"), nb.int64, nb.int64), **_OPTIONS)
