@@ -191,6 +191,8 @@ class StreamMixingDataset(IterableDataset):
         self._behind = 0
         """Batches handed over that the watched plan has not drawn yet; the last of them is `_last`."""
         self._last: Draw | None = None
+        self._shape = (0, 1)
+        """The rank that iterates, and of how many; to ask costs a microsecond."""
         self._own: list[LanePool] | None = None
         """The lanes whose draws this rank delivers, once that is known."""
         self._metrics = PoolMetrics(self.table.kinds)
@@ -234,7 +236,8 @@ class StreamMixingDataset(IterableDataset):
                 meter=self._meter, deadline=self._deadline,
             )  # fmt: skip
         self._pass = _Pass(self)
-        self._own = self._plan.lanes_of(*self.rank)
+        self._shape = self.rank
+        self._own = self._plan.lanes_of(*self._shape)
         return self._pass
 
     @property
@@ -245,7 +248,7 @@ class StreamMixingDataset(IterableDataset):
         return self._watched
 
     def _catch_up(self) -> None:
-        plan, rank, world = self._watched, *self.rank
+        plan, (rank, world) = self._watched, self._shape
         pools = len(self._own or plan.lanes)  # the last draw of each is looked at
         for left in range(self._behind - 1, -1, -1):
             if plan.over:

@@ -167,7 +167,8 @@ class LanePool:
                     self._read_gauges()
                 self._gauges.picked(one.slot, step)
                 self.snapshot = self._gauges.snapshot(step, self._kinds)
-            self._unread.add(one)
+            else:
+                self._unread.add(one)
             self.picks_by_kind[self._table.kind_of[stream]] += 1
         start = one.position
         stop = start + one.per_pick
@@ -176,6 +177,8 @@ class LanePool:
         if one.remaining:
             one.position = stop
             picker.read_on(one)
+            if look and self._watch:
+                self._gauges.read_on(one)
         else:
             stop = one.position = one.end
             self.exhausted += 1
