@@ -384,8 +384,8 @@ class Witness:
 def _tree(pid: int) -> list[int]:
     found, at = [pid], 0
     while at < len(found):
-        for children in Path(f"/proc/{found[at]}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a process may end while we look
+            for children in Path(f"/proc/{found[at]}/task").glob("*/children"):
                 found += map(int, children.read_text().split())
         at += 1
     return found
