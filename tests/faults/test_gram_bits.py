@@ -11,7 +11,8 @@ import pytest
 LONG = os.environ.get("HEADRACE_FAULTS", "long") == "long"
 SCRIPT = """
 import hashlib, numpy as np
-from headrace.reduce import chunk_gram
+from headrace.reduce import chunk_gram, kernel
+kernel._WORTH_SHARING = 0  # threads share small matrices too
 rng, told = np.random.default_rng(7), hashlib.sha256()
 for n, k in ((1, 1), (127, 9), (129, 17), (700, 33), (2049, 65), (517, 270)):
     rows = rng.standard_normal((n, k)) * np.exp2(rng.integers(-30, 30, (n, k)))

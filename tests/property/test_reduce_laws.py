@@ -25,6 +25,7 @@ from headrace.reduce import (
     Receipt,
     StreamingBorderGram,
     chunk_gram,
+    kernel,
     pack_upper,
     pairwise_sum,
 )
@@ -32,6 +33,14 @@ from headrace.reduce.reference import fused_gram, unfused_gram
 
 K = 2
 ENTRIES = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_matrices_are_shared_too():
+    """Left alone one thread does them, and threads would not be looked at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "_WORTH_SHARING", 0)
+        yield
 
 
 def ugly(rng: np.random.Generator, shape) -> np.ndarray:
