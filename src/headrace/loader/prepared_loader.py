@@ -318,12 +318,9 @@ class _Assembly:
         """Where in `_planned` the next batches begin and end, and what each adds to the digest."""
         self._fill = shard_kernels().fill
         self._held: BatchRows | None = None
-        # Without prefetch there is nobody to hand over from, and no lock is needed.
-        self._ahead_of_need: Ahead[BatchRows, _Made] | None = None
-        if loader._prefetch:
-            self._ahead_of_need = Ahead(
-                self._assemble, self._new_rows, depth=loader._prefetch, name="headrace-prepared", meter=self._meter
-            )
+        self._ahead_of_need: Ahead[BatchRows, _Made] = Ahead(
+            self._assemble, self._new_rows, depth=loader._prefetch, name="headrace-prepared", meter=self._meter
+        )
         # A loader that is let go without close() must not leave its thread behind.
         self._forgotten = weakref.finalize(loader, self.close)
 
@@ -335,17 +332,13 @@ class _Assembly:
                 with Wait("loader.copy", meter=self._meter):
                     rows.ready.synchronize()
             self._held = None
-        if self._ahead_of_need is None:
-            made = self._assemble(self._new_rows() if rows is None else rows)
-        else:
-            made = self._ahead_of_need.exchange(rows, wait)
+        made = self._ahead_of_need.exchange(rows, wait)
         self._held = made.rows if made is not None else None
         return made
 
     def close(self, timeout: float = 2.0) -> None:
         self._forgotten.detach()  # it would keep the buffers for as long as the loader lives
-        if self._ahead_of_need is not None:
-            self._ahead_of_need.close(timeout)
+        self._ahead_of_need.close(timeout)
 
     def _new_rows(self) -> BatchRows:
         return BatchRows(

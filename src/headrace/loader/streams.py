@@ -468,10 +468,9 @@ class _Pass:
         # Requests are small and few enough to fit into a pipe that nobody reads: asking never blocks.
         self._depth = min((data._prefetch + 1) * max(data._num_workers, 1), 256)
         self._checked: set[int] = set()
-        # Without prefetch there is nobody to hand over from: 6 us of locks a batch are saved.
-        self._batches: Ahead[list[None], tuple[list[None] | None, Draw, Any]] | None = None
-        if data._prefetch:
-            self._batches = Ahead(self._make, list, depth=data._prefetch, name="headrace-streams", meter=data._meter)
+        self._batches: Ahead[list[None], tuple[list[None], Draw, Any]] = Ahead(
+            self._make, list, depth=data._prefetch, name="headrace-streams", meter=data._meter
+        )
         self._held: list[None] | None = None
         self._wait = Wait("streams.next", meter=data._meter, deadline=data._deadline)
         self._closed = False
@@ -484,7 +483,7 @@ class _Pass:
             raise StopIteration
         data = self._data
         with self._wait as wait:
-            made = self._make(None) if self._batches is None else self._batches.exchange(self._held, wait)
+            made = self._batches.exchange(self._held, wait)
         if made is None:
             data._ended = True
             self.close()
@@ -499,13 +498,12 @@ class _Pass:
         if self._closed:
             return
         self._closed = True
-        if self._batches is not None:
-            self._batches.close()
+        self._batches.close()
         self._files.close()
 
     # ------------------------------------------------------------------ called by whoever makes the next batch
 
-    def _make(self, slot: list[None] | None) -> tuple[list[None] | None, Draw, Any] | None:
+    def _make(self, slot: list[None]) -> tuple[list[None], Draw, Any] | None:
         if self._processes is None:
             if not self._drawn and not self._draw_ahead():
                 return None
