@@ -67,7 +67,11 @@ class Ahead(Generic[Slot, Made]):
     def exchange(self, slot: Slot | None, wait: Wait) -> Made | None:
         """The buffers of the batch before for the next batch, made before or now; None at the end."""
         if self._thread is None:  # nobody to hand over from: 6 us of locks a batch are saved
-            return None if self._ended else self._make_one(slot)
+            if self._ended:
+                return None
+            made = self._make(self._new_slot() if slot is None else slot)
+            self._ended = made is None
+            return made
         with self._changed:
             if slot is not None:
                 self._free.append(slot)
