@@ -247,6 +247,11 @@ class StreamMixingDataset(IterableDataset):
             self._catch_up()
         return self._watched
 
+    def _follow(self, ahead: MixPlan) -> None:
+        """Have the watched plan stand where `ahead` stands, if that is after what was delivered; before the next batch is made."""
+        if ahead.index == self._watched.index + self._behind and self._watched.follow(ahead):
+            self._behind = 0
+
     def _catch_up(self) -> None:
         plan, (rank, world) = self._watched, self._shape
         pools = len(self._own or plan.lanes)  # the last draw of each is looked at
@@ -471,6 +476,8 @@ class _Pass:
         self._batches: Ahead[list[None], tuple[list[None], Draw, Any]] = Ahead(
             self._make, list, depth=data._prefetch, name="headrace-streams", meter=data._meter
         )
+        self._inline = self._processes is None and not data._prefetch
+        """Batches are made when they are asked for: what was drawn before has been delivered when more is drawn."""
         self._held: list[None] | None = None
         self._wait = Wait("streams.next", meter=data._meter, deadline=data._deadline)
         self._closed = False
@@ -490,7 +497,7 @@ class _Pass:
             raise StopIteration
         self._held, data._last, batch = made
         data._behind += 1
-        if data._behind == _AT_A_TIME:
+        if data._behind > _AT_A_TIME:
             data._catch_up()
         return batch
 
@@ -545,6 +552,8 @@ class _Pass:
     def _draw_ahead(self) -> int:
         """Have the plan say what comes next, many at a time; how many, 0 at the end."""
         plan, rank, world, kinds = self._plan, self._rank, self._world, self._data.table.modalities
+        if self._inline:
+            self._data._follow(plan)
         soon: Sequence[int] = plan.lanes[0].upcoming(self._ahead_of) if self._first else ()
         self._first = False
         drawn: list[_Read] = []

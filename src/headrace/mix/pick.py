@@ -64,6 +64,12 @@ class Picker:
     def passed(self, slot: int) -> None:
         """The slice of `slot` was dry and another has taken its place."""
 
+    def follow(self, other: Picker, slots: list[Slice], moved: list[Slice]) -> None:
+        """Stand where `other` stands, whose slots hold the same slices; those of `moved` were picked since, and know how far."""
+        for one in moved:
+            self.read_on(one)
+        self.clock, self.turn = other.clock, other.turn
+
 
 class _Proportional(Picker):
     def __init__(self, key: int) -> None:
@@ -87,6 +93,13 @@ class _Proportional(Picker):
 
     def removed(self, slots: list[Slice], slot: int) -> None:
         heapq.heappop(self._heap)
+
+    def follow(self, other: Picker, slots: list[Slice], moved: list[Slice]) -> None:
+        for one in moved:
+            one.due = _due(one)
+        self._heap = [(one.due, one.stream, one) for one in slots]
+        heapq.heapify(self._heap)
+        self.clock = other.clock
 
 
 def _due(one: Slice) -> int:

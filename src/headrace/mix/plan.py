@@ -193,6 +193,27 @@ class LanePool:
             gauges.read_on(one)
         self._unread.clear()
 
+    def follow(self, other: LanePool) -> bool:
+        """Stand where `other` stands, a copy that has picked on; False, and nothing is done, if a slice came or went meanwhile.
+
+        Takes no snapshot: only for one who picks again before anybody asks for it. 64 picks are followed in 4 us; to make them again
+        takes 100, among reads of half a megabyte 170.
+        """
+        slots = self.slots
+        if (self.epoch, self.admitted, len(slots)) != (other.epoch, other.admitted, len(other.slots)):
+            return False
+        moved: list[Slice] = []
+        for one, there in zip(slots, other.slots, strict=True):
+            if one.remaining != there.remaining:
+                self.picks_by_kind[self._table.kind_of[one.stream]] += one.remaining - there.remaining
+                one.remaining, one.position, one.last = there.remaining, there.position, there.last
+                moved.append(one)
+        self.picker.follow(other.picker, slots, moved)
+        if self._watch:
+            self._unread.update(moved)
+        self.step = other.step
+        return True
+
     def upcoming(self, count: int) -> list[int]:
         """The streams that come into the pool next, as far as this epoch has them: worth opening ahead."""
         parked = [one.stream for one in self.parked[:count]]
@@ -424,6 +445,13 @@ class MixPlan:
             pool.next_epoch()
         one, start, stop = pool.pick(look)
         return Draw(index, pool.lane, one.stream, start, stop, one.ordinal, stop == one.end, pool.epoch)
+
+    def follow(self, other: MixPlan) -> bool:
+        """Stand where `other` stands, a copy that has drawn on; False, and nothing is done, if only drawing leads there (LanePool)."""
+        if len(self.lanes) > 1 or not self.lanes[0].follow(other.lanes[0]):
+            return False
+        self.index = other.index
+        return True
 
     def catch_up(self) -> None:
         """Bring every lane to where the draws of all ranks have brought it."""
