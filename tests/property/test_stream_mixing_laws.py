@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.loader.stream_metrics import EXHAUSTED
 from headrace.loader.streams import StreamMixingDataset
 from headrace.testing import assert_exact_resume
 
@@ -111,6 +112,26 @@ def test_rows_that_are_read_together_are_cut_where_they_were_drawn(tmp_path, wor
     assert set(found.values()) == {1}
     assert Counter(stream for stream, _ in found) == {0: 9, 1: 700, 2: 611}
     assert len({who for _, who in found}) == 1320
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("mode", ["per_stream", "device_per_stream"])
+def test_who_asks_seldom_is_told_what_one_who_asks_at_every_step_is_told(tmp_path, mode, prefetch):
+    """Over several times as many batches as are drawn in one go, and files that end meanwhile."""
+    root = write_streams(tmp_path / "cells", {"atac": [9, 700], "rna": [700, 611, 40]})
+    chosen = {"batching_mode": mode, "batch_size": {"atac": 3, "rna": 4}}
+    with dataset(root, **chosen) as always, dataset(root, prefetch_batches=prefetch, **chosen) as seldom:
+        picks = Counter()
+        for at, _ in enumerate(itertools.islice(zip(always, seldom, strict=True), 450)):
+            told = always.drain_step_metrics()
+            picks.update({key: n for key, n in told.items() if "/picks/" in key or key == EXHAUSTED})
+            if at in (3, 63, 64, 65, 127, 140, 141, 400):
+                now = seldom.drain_step_metrics()
+                counted = {key: now.pop(key) for key in picks}
+                assert counted == dict(picks)
+                assert now == {key: value for key, value in told.items() if key not in picks}
+                assert seldom.state_dict() == always.state_dict()
+                picks.clear()
 
 
 @pytest.mark.parametrize("mode", ["per_stream", "device_per_stream"])

@@ -261,6 +261,44 @@ def test_who_looks_now_and_then_sees_what_one_who_always_looks_sees(setup, looks
             assert always.lanes[0].snapshot == seldom.lanes[0].snapshot
 
 
+@given(setup=setups(batching_mode="per_stream", lanes=1), ahead=st.lists(st.integers(0, 9), min_size=1, max_size=20))
+def test_a_plan_that_follows_its_copy_stands_where_drawing_would_have_brought_it(setup, ahead):
+    always, follower = (MixPlan(*setup) for _ in range(2))
+    copy = MixPlan(*setup, watch=False)
+    if not any(always.picks):
+        return
+    plans = (always, follower, copy)
+
+    def draw(*those: MixPlan) -> list:
+        for plan in those:
+            if plan.over:
+                plan.next_epoch()
+        return [plan.next() for plan in those]
+
+    for count in ahead:
+        for _ in range(count):
+            draw(always, copy)
+        before = follower.to_body(), follower.lanes[0].step
+        if not follower.follow(copy):
+            assert (follower.to_body(), follower.lanes[0].step) == before
+            for _ in range(count):
+                draw(follower)
+        assert follower.to_body() == copy.to_body() == always.to_body()
+        assert len(set(draw(*plans))) == 1
+        pools = [(p.lanes[0].snapshot, p.lanes[0].picks_by_kind, p.lanes[0].exhausted, p.lanes[0].step) for p in plans]
+        assert pools[0] == pools[1]
+
+
+def test_a_plan_whose_slices_are_all_still_being_read_follows():
+    table = StreamTable(paths=("a/0", "a/1", "b/0"), rows=(900, 500, 700), modalities=("a", "a", "b"))
+    for mode in PICK_MODES:
+        plan, copy = (MixPlan(table, MixSettings(batch_size={"a": 1, "b": 2}, pick_mode=mode)) for _ in range(2))
+        for _ in range(64):
+            copy.next()
+        assert plan.follow(copy), mode
+        assert plan.to_body() == copy.to_body()
+
+
 @given(data=st.data(), slots=st.integers(1, 6))
 def test_both_kinds_of_gauges_say_the_same(data, slots):
     lists, numbers = Gauges(slots), _Table(slots)

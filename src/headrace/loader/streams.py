@@ -473,11 +473,11 @@ class _Pass:
         # Requests are small and few enough to fit into a pipe that nobody reads: asking never blocks.
         self._depth = min((data._prefetch + 1) * max(data._num_workers, 1), 256)
         self._checked: set[int] = set()
+        self._inline = self._processes is None and not data._prefetch
+        """Batches are made when they are asked for: what was drawn before has been delivered when more is drawn."""
         self._batches: Ahead[list[None], tuple[list[None], Draw, Any]] = Ahead(
             self._make, list, depth=data._prefetch, name="headrace-streams", meter=data._meter
         )
-        self._inline = self._processes is None and not data._prefetch
-        """Batches are made when they are asked for: what was drawn before has been delivered when more is drawn."""
         self._held: list[None] | None = None
         self._wait = Wait("streams.next", meter=data._meter, deadline=data._deadline)
         self._closed = False
