@@ -249,7 +249,7 @@ class StreamMixingDataset(IterableDataset):
 
     def _follow(self, ahead: MixPlan) -> None:
         """Have the watched plan stand where `ahead` stands, if that is after what was delivered; before the next batch is made."""
-        if ahead.index == self._watched.index + self._behind and self._watched.follow(ahead):
+        if self._behind and ahead.index == self._watched.index + self._behind and self._watched.follow(ahead):
             self._behind = 0
 
     def _catch_up(self) -> None:

@@ -109,8 +109,13 @@ def open_cells(
         with RawFile(path):  # refuses a FIFO, a device and a link before anything else touches it
             pass
     opened = known[suffix](path, columns)
-    if not (isinstance(opened.rows, int) and 0 <= opened.rows <= _MAX_ROWS):
-        raise DataError(f"{path}: its reader says it has {opened.rows!r} rows. Mend the reader or the file.")
+    rows = getattr(opened, "rows", None)
+    if not (isinstance(rows, int) and 0 <= rows <= _MAX_ROWS):
+        said = "does not say how many rows it has" if rows is None else f"says it has {rows!r} rows"
+        raise DataError(
+            f"{path}: its reader ({suffix}) {said}. The order is made from the numbers of rows before anything is read: have the reader "
+            "count them when it opens a file whose format does not tell."
+        )
     return opened
 
 

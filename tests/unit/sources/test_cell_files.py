@@ -240,6 +240,25 @@ def test_a_registered_format_is_listed_and_read(tmp_path):
         register_cells("h5ad", Counting)
 
 
+class Untold(Counting):
+    def __init__(self, path, columns) -> None:
+        del path, columns
+
+
+class Odd(Counting):
+    def __init__(self, path, columns) -> None:
+        del path, columns
+        self.rows = -3
+
+
+@pytest.mark.parametrize(("reader", "said"), [(Untold, "does not say how many rows"), (Odd, "says it has -3 rows")])
+def test_a_reader_that_cannot_count_is_refused_with_the_remedy(tmp_path, reader, said):
+    (tmp_path / "rna").mkdir()
+    (tmp_path / "rna" / "0.odd").write_text("12")
+    with pytest.raises(DataError, match=rf"0\.odd: its reader \(\.odd\) {said}.*count them"):
+        list_streams(tmp_path, readers={".odd": reader}, cache=tmp_path / "c")
+
+
 # --------------------------------------------------------------------------------------------------- listing
 
 
