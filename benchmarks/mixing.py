@@ -205,7 +205,9 @@ def throughput(folder: Path) -> None:
             "ahead": partial(whole, ahead),
         }  # fmt: skip
         rounds: dict[str, list[float]] = {}
-        for _ in range(12 if suffix == ".npy" else 5):  # the best of each: noise only adds, and a batch takes 20 us there
+        for _ in range(
+            12 if suffix == ".npy" else 5
+        ):  # the best of each: noise only adds, and a batch takes 20 us there
             for name, form in forms.items():
                 began = time.perf_counter()
                 assert form() == rows

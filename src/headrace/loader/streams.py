@@ -475,7 +475,7 @@ class _Pass:
         self._checked: set[int] = set()
         self._inline = self._processes is None and not data._prefetch
         """Batches are made when they are asked for: what was drawn before has been delivered when more is drawn."""
-        self._batches: Ahead[list[None], tuple[list[None], Draw, Any]] = Ahead(
+        self._batches: Ahead[list[None], tuple[Draw, Any, list[None]]] = Ahead(
             self._make, list, depth=data._prefetch, name="headrace-streams", meter=data._meter
         )
         self._held: list[None] | None = None
@@ -490,12 +490,15 @@ class _Pass:
             raise StopIteration
         data = self._data
         with self._wait as wait:
-            made = self._batches.exchange(self._held, wait)
+            if self._inline:
+                made = self._make_one()
+            elif (made := self._batches.exchange(self._held, wait)) is not None:
+                self._held = made[2]
         if made is None:
             data._ended = True
             self.close()
             raise StopIteration
-        self._held, data._last, batch = made
+        data._last, batch = made[:2]
         data._behind += 1
         if data._behind > _AT_A_TIME:
             data._catch_up()
@@ -510,18 +513,24 @@ class _Pass:
 
     # ------------------------------------------------------------------ called by whoever makes the next batch
 
-    def _make(self, slot: list[None]) -> tuple[list[None], Draw, Any] | None:
+    def _make(self, slot: list[None]) -> tuple[Draw, Any, list[None]] | None:
+        made = self._make_one()
+        return None if made is None else (*made, slot)
+
+    def _make_one(self) -> tuple[Draw, Any] | None:
         if self._processes is None:
             if not self._drawn and not self._draw_ahead():
                 return None
             read = self._drawn.popleft()
-            if read.soon:
-                self._files.expect(read.soon)
-            cells = self._cells(read)
-            if read.draw.dry:
-                self._files.release(read.stream)
-                self._kept.pop(read.stream, None)
-            return slot, read.draw, self._batch(read, cells)
+            draw, stream, start, stop, soon = read[:5]
+            if soon:
+                self._files.expect(soon)
+            alone = self._at_once.get(stream) == 0
+            cells = self._files.read(stream, start, stop) if alone else self._cells(read)
+            if draw.dry:
+                self._files.release(stream)
+                self._kept.pop(stream, None)
+            return draw, self._batch(read, cells)
         while len(self._asked) < self._depth and (self._drawn or self._draw_ahead()):
             read = self._drawn.popleft()
             worker = worker_of(read.draw, self._data._num_workers)
@@ -530,7 +539,7 @@ class _Pass:
         if not self._asked:
             return None
         read = self._asked.popleft()
-        return slot, read.draw, self._batch(read, self._processes.answer())
+        return read.draw, self._batch(read, self._processes.answer())
 
     def _cells(self, read: _Read) -> Cells:
         """The rows of a draw. Small ones are read together with those that follow them in their file, and cut."""
