@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from headrace.compiled import warm_kernels
 from headrace.errors import ConfigError, DataError, HeadraceError, TokenizerError
 from headrace.files import publish
 from headrace.loader.lanes import LanePlan
@@ -34,6 +35,7 @@ from headrace.metrics import Meter, Wait
 from headrace.mix import Deal, lane_weight_factors
 from headrace.order import fingerprint_json, key
 from headrace.sources import OpenSource, Source, cache_folder, open_source
+from headrace.sources.lines import json_kernels
 from headrace.text import (
     BpeTokenizer,
     EngineName,
@@ -42,7 +44,6 @@ from headrace.text import (
     load_tokenizer,
     pack_kernels,
     train_bpe,
-    warm_kernels,
 )
 
 __all__ = ["MixChange", "TextDataset", "sample_tokenizer"]
@@ -108,7 +109,7 @@ class TextDataset:
             "accept_changes": accept_changes,
         }  # fmt: skip
         _check(seq_len=seq_len, lanes=lanes, window_blocks=window_blocks, seed=seed, pack=pack, exhausted=exhausted)
-        warm_kernels(pack_kernels, lane_kernels)
+        warm_kernels(pack_kernels, lane_kernels, json_kernels)
         self.meter = meter if meter is not None else Meter()
         self.seq_len = seq_len
         self.seed = seed

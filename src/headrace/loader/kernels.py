@@ -18,6 +18,7 @@ import numpy as np
 from numba import carray, njit
 from numba.core import types as nb
 
+from headrace.compiled.addresses import matrix, pointer
 from headrace.loader.lanes import (
     BORDERS,
     DIGEST_HIGH,
@@ -30,7 +31,6 @@ from headrace.loader.lanes import (
     SOURCES_MADE,
     TOKENS_MADE,
 )
-from headrace.text.addresses import matrix, pointer
 from headrace.text.xxh3 import term_of
 
 _I64 = nb.int64

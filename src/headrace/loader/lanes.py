@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from headrace.compiled import CompiledLoops, address
 from headrace.loader.pool import WindowSupply
 from headrace.loader.windows import Window, WindowStart
 from headrace.mix import Deal, LaneMix, fixed_point, starting_credits
 from headrace.order import content_hash
-from headrace.text import CompiledLoops
-from headrace.text.compiled import address
 
 __all__ = ["DRY", "FILLER_HASH", "TOKEN_FIELDS", "LanePlan", "LaneTable", "Slot", "Taken", "WeightChange", "kernels"]
 

@@ -22,13 +22,13 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
+from headrace.compiled import address
 from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError
 from headrace.loader.dataset import Exhausted
 from headrace.loader.schedule import Schedule
 from headrace.loader.windows import Piece
 from headrace.metrics import Meter, Wait
 from headrace.order import Permutation, fingerprint_json, key, mix64_array
-from headrace.text.compiled import address
 from headrace.text.shards import (
     SHARD_FOLDER,
     PackedShard,

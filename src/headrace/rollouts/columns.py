@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from headrace.compiled import CompiledLoops
 from headrace.errors import RolloutRefused
-from headrace.text.compiled import CompiledLoops
 
 __all__ = ["decoded_with_columns", "ids_column", "kernels", "logprobs_column", "mask_column"]
 

@@ -18,7 +18,7 @@ import numpy as np
 from numba import carray, njit
 from numba.core import types as nb
 
-from headrace.text.addresses import pointer
+from headrace.compiled.addresses import pointer
 
 PROMPT_IDS, COMPLETION_IDS, PROMPT_MASK, COMPLETION_MASK, LOGPROBS, EXPERTS = range(6)
 """Whose numbers lie somewhere."""

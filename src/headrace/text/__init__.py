@@ -5,11 +5,9 @@ ranks      .tiktoken vocabularies as a tokenizer.json
 engines    which library encodes, and the proof that it agrees with the reference
 pack       documents → blocks of seq_len tokens with their pieces; pure in the token counts
 shards     tokens at rest: shards, packed index, manifest (shard_kernels: their compiled loops)
-compiled   when compiled loops are compiled
 kernels    the compiled loops behind pack; imported only through it
 """
 
-from headrace.text.compiled import CompiledLoops, warm_kernels
 from headrace.text.engines import ENGINES, SPOT_CHECK_EVERY, Encode, EngineChoice, EngineName
 from headrace.text.pack import Blocks, Packed, Packing, pack, pack_kernels
 from headrace.text.token_batch import TokenBatch, join_batches
@@ -21,7 +19,6 @@ __all__ = [
     "Blocks",
     "BpeTokenizer",
     "ByteTokenizer",
-    "CompiledLoops",
     "Encode",
     "EngineChoice",
     "EngineName",
@@ -34,5 +31,4 @@ __all__ = [
     "pack",
     "pack_kernels",
     "train_bpe",
-    "warm_kernels",
 ]

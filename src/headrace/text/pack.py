@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from headrace.compiled import CompiledLoops
 from headrace.order import Permutation, content_hash
-from headrace.text.compiled import CompiledLoops
 from headrace.text.token_batch import TokenBatch
 
 __all__ = ["Blocks", "Packing", "pack", "pack_kernels"]

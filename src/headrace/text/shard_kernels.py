@@ -16,7 +16,7 @@ import numpy as np
 from numba import carray, njit
 from numba.core import types as nb
 
-from headrace.text.addresses import matrix, pointer
+from headrace.compiled.addresses import matrix, pointer
 
 SEGMENT = 4096
 """Tokens that share a checksum. 8 KiB of uint16: a block of 2,048 tokens touches one or two."""

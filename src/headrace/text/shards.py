@@ -28,10 +28,10 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
+from headrace.compiled import CompiledLoops
 from headrace.errors import DataError, FileCorrupt
 from headrace.files import open_container, publish, write_container
 from headrace.order import fingerprint_json
-from headrace.text.compiled import CompiledLoops
 from headrace.text.pack import Packing, pack_kernels
 from headrace.text.token_batch import TokenBatch
 
