@@ -71,7 +71,7 @@ class Contestant:
     encoder: str = ""
     workers: int = 0
     role: str = "peer"
-    """ours, ids (input_ids only), default (a default install), docs, peer, loop (by hand); the limits: limit (the fast
+    """ours, ids (input_ids only), anew (files read anew in every epoch: the others keep 60 MB of text in memory), default (a default install), docs, peer, loop (by hand); the limits: limit (the fast
     encoder), core (the same on one core), reference (tokenizers), memcpy."""
 
     @property
@@ -139,6 +139,7 @@ def contestants() -> list[Contestant]:
     return [
         ours("online", "headrace", "whole", "auto", "ours"),
         ours("online", "headrace, input_ids only", "ids", "auto", "ids"),
+        ours("online", "headrace, files read anew", "anew", "auto", "anew"),
         ours("online", "headrace, default install", "whole", "tokenizers", "default"),
         *online("online", "tokenizers"),
         limit("online", "tokenizers alone, 2 threads", "ours", "tokenizers", "reference"),

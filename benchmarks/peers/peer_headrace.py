@@ -1,6 +1,7 @@
 """headrace: jsonl → packed batches, shuffled, mixed and resumable; or the same blocks from prepared tokens.
 
     option whole, ids                      the whole batch contract; input_ids only
+    option anew                            whole, and the files are read anew in every epoch, as those of a large corpus are
     option prepared-whole, prepared-ids    the same two from what `headrace prepare` wrote
 
 The encoder of the task is its engine: auto (the fastest that is installed and proves itself), or tokenizers (what a
@@ -28,7 +29,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 def text_loader(task: Task, fields: dict[str, Any]) -> Any:
     data = hr.TextDataset(
         [f"jsonl:{task.corpus}/*.jsonl"], tokenizer=str(task.tokenizer), seq_len=SEQ_LEN, seed=1, exhausted="repeat",
-        **taken(hr.TextDataset, engine=task.encoder),
+        **taken(hr.TextDataset, engine=task.encoder, chunk_memory=(32 if task.option == "anew" else 512) << 20),
     )  # fmt: skip
     return hr.Loader(data, global_batch_size=BATCH, tokenizer_workers=CORES, **taken(hr.Loader, **fields))
 

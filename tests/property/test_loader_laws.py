@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from headrace.batch import LM_SCHEMA
 from headrace.loader import Loader, TextDataset, merge_states
 from headrace.sources import Source
+from headrace.sources.lines import JsonLines, json_kernels
 from headrace.testing import assert_exact_resume, frozen
 
 LANES = 12
@@ -218,3 +219,19 @@ def test_the_batch_size_may_change_over_a_run(make_data, batch_sizes):
         want |= by_sample(next(straight))
     assert got.keys() == want.keys()
     assert all(np.array_equal(got[g], want[g]) for g in got)
+
+
+def test_neither_the_memory_for_chunks_nor_who_reads_the_lines_changes_anything(make_data, monkeypatch):
+    def digest(data: TextDataset) -> str:
+        with simple(data) as loader:
+            for _ in itertools.islice(loader, 30):
+                continue
+            return loader.report().digest
+
+    json_kernels()
+    expected = digest(make_data(exhausted="repeat", fresh=True))
+    bare = make_data(exhausted="repeat", chunk_memory=0)
+    assert digest(bare) == expected
+    assert bare.chunks.misses > 3 * sum(s.manifest.chunks for s in bare.sources)
+    monkeypatch.setattr(JsonLines, "_compiled", lambda self, data, rows: None)
+    assert digest(make_data(exhausted="repeat", fresh=True)) == expected

@@ -73,6 +73,8 @@ class TextDataset:
     `exhausted` says what happens when a source has been read `max_epochs` times (once, if the source does not say):
     `drop` goes on with the others until all are dry, `stop_first` ends with the first, `repeat` reads for ever unless
     the source sets `max_epochs`.
+
+    Decoded chunks are kept up to `chunk_memory` bytes: sources that fit are read once, others anew in every epoch.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class TextDataset:
         records: Path | None = None,
         full_check: bool = False,
         accept_changes: bool = False,
+        chunk_memory: int = 512 << 20,
         meter: Meter | None = None,
     ) -> None:
         # What a worker process or a foreign DataLoader makes this dataset from again.
@@ -106,9 +109,11 @@ class TextDataset:
             "window_blocks": window_blocks, "shuffle": shuffle, "exhausted": exhausted, "mix_changes": tuple(mix_changes),
             "bos": bos, "eos": eos, "eos_token": eos_token, "bos_token": bos_token, "engine": engine,
             "base": base if base is not None else Path.cwd(), "cache": cache, "records": records,
-            "accept_changes": accept_changes,
+            "accept_changes": accept_changes, "chunk_memory": chunk_memory,
         }  # fmt: skip
-        _check(seq_len=seq_len, lanes=lanes, window_blocks=window_blocks, seed=seed, pack=pack, exhausted=exhausted)
+        _check(
+            seq_len=seq_len, lanes=lanes, window_blocks=window_blocks, seed=seed, pack=pack, exhausted=exhausted, chunk_memory=chunk_memory
+        )  # fmt: skip
         warm_kernels(pack_kernels, lane_kernels, json_kernels)
         self.meter = meter if meter is not None else Meter()
         self.seq_len = seq_len
@@ -151,7 +156,7 @@ class TextDataset:
             eos_id=self._special("eos", self.tokenizer.eos_id) if eos else None,
             pad_id=self.tokenizer.pad_id if self.tokenizer.pad_id is not None else 0,
         )
-        self.chunks = ChunkCache(self.meter)
+        self.chunks = ChunkCache(self.meter, chunk_memory)
         self._plans: dict[tuple[int, int], LanePlan] = {}
         self._lock = threading.Lock()
         self._readers: ThreadPoolExecutor | None = None
@@ -437,6 +442,8 @@ def _check(**settings: Any) -> None:
         problems.append(f"window_blocks must be a positive integer, got {settings['window_blocks']!r}")
     if not isinstance(settings["seed"], int) or not 0 <= settings["seed"] < 1 << 63:
         problems.append(f"seed must be an integer in [0, 2**63), got {settings['seed']!r}")
+    if not isinstance(settings["chunk_memory"], int) or settings["chunk_memory"] < 0:
+        problems.append(f"chunk_memory must be a whole number of bytes, got {settings['chunk_memory']!r}")
     if settings["pack"] not in ("best_fit", "concat"):
         problems.append(f'pack must be "best_fit" or "concat", got {settings["pack"]!r}')
     if settings["exhausted"] not in ("drop", "repeat", "stop_first"):

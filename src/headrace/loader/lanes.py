@@ -119,7 +119,7 @@ class LanePlan:
 class Slot:
     """One set of buffers that batches are laid out in, one after the other."""
 
-    __slots__ = ("_borders", "arrays", "borders", "tensors", "where")
+    __slots__ = ("_all_borders", "_borders", "arrays", "borders", "tensors", "where")
 
     def __init__(
         self,
@@ -147,8 +147,8 @@ class Slot:
     def batch(self, facts: np.ndarray) -> dict[str, Any]:
         """The tensors of the batch that was laid out here."""
         tensors = dict(self.tensors)
-        if self._borders is not None:
-            tensors["cu_seqlens"] = self._borders(self.borders[: facts[BORDERS]])
+        if self._all_borders is not None:
+            tensors["cu_seqlens"] = self._all_borders.narrow(0, 0, int(facts[BORDERS]))
             tensors["max_seqlen"] = int(facts[LONGEST])
         return tensors
 
@@ -156,6 +156,7 @@ class Slot:
         k = kernels()
         self.borders = np.empty(borders, np.int32)
         self.where[k.AT_BORDERS], self.where[k.BORDER_ROOM] = address(self.borders), borders
+        self._all_borders = None if self._borders is None else self._borders(self.borders)
 
 
 class Taken(NamedTuple):

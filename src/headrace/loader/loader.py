@@ -51,7 +51,7 @@ __all__ = ["FIELDS", "Loader"]
 FIELDS = ("input_ids", "labels", "position_ids", "cu_seqlens", "row_count")
 """The whole contract; `max_seqlen` comes with cu_seqlens, `sample_index` always."""
 
-_AT_A_TIME = 16
+_AT_A_TIME = 64
 """Batches that are counted in one go: the code and the numbers are in the processor's cache for all but the first."""
 _numbers = itertools.count()
 
@@ -113,6 +113,7 @@ class Loader(RankLoader):
         self._origin = 0
         self._started: float | None = None
         self._begun_tokens = 0
+        self._wait = Wait("loader.next", meter=self.meter, deadline=deadline * 2)
         self._next_times = Histogram("loader/next")
         self._step_digest = Digest()
         self._drained: dict[str, int] = {}
@@ -137,7 +138,7 @@ class Loader(RankLoader):
         if self._started is None:
             self._started = time.perf_counter()
             self._begun_tokens = self._state.delivered["tokens"]
-        with Wait("loader.next", meter=self.meter, deadline=self._deadline * 2) as wait:
+        with self._wait as wait:
             try:
                 made = self._running.next(wait)
             except BaseException:
@@ -167,18 +168,20 @@ class Loader(RankLoader):
         """Count what was delivered: the only place where the saved state moves."""
         state, delivered = self._settled, self._delivered
         self._delivered = []
+        facts = np.stack([after.facts for _, after in delivered])
+        totals = facts.sum(axis=0)
+        state.counts += totals[: len(COUNTS)]
+        state.source_tokens += totals[SOURCES_MADE:]
+        digests = [low | high << 64 for low, high in facts[:, DIGEST_LOW : DIGEST_HIGH + 1].view(np.uint64).tolist()]
+        state.digest.add(sum(digests))
+        self._step_digest = Digest(digests[-1])
         for _, after in delivered:
-            state.counts += after.facts[: len(COUNTS)]
-            state.source_tokens += after.facts[SOURCES_MADE:]
             for step, samples in after.skipped:
                 state.counts[-1] += samples
                 if state.skipped and state.skipped[-1][1] == step:
                     state.skipped[-1][1] = step + 1
                 else:
                     state.skipped.append([step, step + 1])
-            low, high = after.facts[DIGEST_LOW : DIGEST_HIGH + 1].view(np.uint64).tolist()
-            self._step_digest = Digest(low | high << 64)
-            state.digest.add(self._step_digest.value)
         last = delivered[-1][1]
         state.step, state.sample, state.lanes = last.step + 1, last.next_sample, last.lanes
         self._next_times.record_many([seconds for seconds, _ in delivered])

@@ -126,7 +126,7 @@ class Pipeline:
         with phase("assemble", meter=self._meter):
             while True:
                 step = self._step
-                passed_over = any(a <= step < b for a, b in self._skip)
+                passed_over = bool(self._skip) and any(a <= step < b for a, b in self._skip)
                 taken = self._take(None if passed_over else slot)
                 if taken is None:
                     return None

@@ -219,7 +219,8 @@ class WindowMaker:
         used = packed.documents
         seen = used + (1 if packed.offset else 0)
         chunk_of, row_of = np.concatenate([*chunks, _NO_ROWS]), np.concatenate([*rows, _NO_ROWS])
-        left = Carry(batch.documents(used), chunk_of[used:], row_of[used:]) if used < len(batch) else None
+        # A copy: what is left is a few per cent of the window, and must not keep all of it.
+        left = Carry(batch.documents(used).copy(), chunk_of[used:], row_of[used:]) if used < len(batch) else None
         window = Window(
             source=self.index,
             lane=lane,
