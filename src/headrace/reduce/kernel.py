@@ -282,6 +282,7 @@ def _share(work: Iterable[T], do: Callable[[T], object], threads: int) -> None:
         until_none_is_left()
     finally:
         left.clear()
+        others = [other for other in others if not other.cancel()]  # nobody waits for one that has not woken up yet
         if others:
             with Wait("reduce.threads"):
                 wait_for(others)
