@@ -97,8 +97,8 @@ def test_writing_to_a_batch_changes_neither_the_file_nor_what_is_delivered_later
         del batch
         reader.load_state_dict(start)
     assert reader._ahead.drain(5)
-    reader._let_go()
-    assert reader._retired == [], "the same file twice, and nobody holds it"
+    reader._supply.let_go()
+    assert reader._supply._retired == [], "the same file twice, and nobody holds it"
     assert [p.read_bytes() for p in sorted(queue(tmp_path).iterdir())] == before
 
 
@@ -111,10 +111,10 @@ def test_a_batch_outlives_the_file_it_came_from(drawn, consumer, tmp_path, copy,
     assert reader._ahead.drain(10)
     assert list(queue(tmp_path).iterdir()) == []
     assert np.array_equal(torch.cat(held).numpy(), expected)
-    assert len(reader._retired) == (0 if copy else 3)
+    assert len(reader._supply._retired) == (0 if copy else 3)
     del held
-    reader._let_go()
-    assert reader._retired == [], "and no longer than that"
+    reader._supply.let_go()
+    assert reader._supply._retired == [], "and no longer than that"
 
 
 def test_what_waits_under_a_name_is_done_once_and_what_has_begun_once_more():
@@ -240,7 +240,7 @@ def test_without_a_state_commit_goes_on_at_the_last_commit(drawn, consumer, tmp_
 def crash(reader):
     """What a kill leaves: nothing finished, the lock free."""
     reader._ahead.close()
-    reader._lock.release()
+    reader._place.release()
     reader._closed = True
 
 
