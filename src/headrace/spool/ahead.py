@@ -3,7 +3,7 @@
     want(key, prepare)     try `prepare` again and again until it gives a file
     take(key)              that file; waits by name where it is not ready yet
     later(job)             do this when there is time; again, with growing pauses, as long as it fails
-    soon(note)             tell the thread something, without waking it: it looks for itself, every 1 to 50 ms
+    soon(note)             tell the thread something, without waking it: it looks for itself, every 2 to 50 ms
 
 All reading and deleting of the consumer happens here, so that the trainer's thread only copies rows out of memory.
 """
@@ -27,7 +27,7 @@ __all__ = ["Ahead", "NotYet"]
 T = TypeVar("T")
 Key = tuple[str, int, int]
 """Split, part, number."""
-_SHORTEST, _LONGEST = 0.001, 0.05
+_SHORTEST, _LONGEST = 0.002, 0.05
 """Seconds between two looks at what is to do: doubled up to the second while nothing moves, so an idle consumer costs 20 looks a second, and who
 reads a file in T seconds is noticed within T of having begun the next."""
 

@@ -15,6 +15,7 @@ tensor is looked at, because a .pt of 1.4 kB can describe 2**40 elements. Those 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import orjson
 import xxhash
 
 from headrace.errors import DataError, FileCorrupt
@@ -98,7 +100,7 @@ class FileHeader:
         if value.get("version") != _VERSION:
             raise ValueError(f"it is version {value.get('version')!r}; this headrace reads {_VERSION}")
         return cls(
-            split=str(value["split"]), seq=value["seq"], schema=schema_of(value["schema"]), rows=value["rows"], first=value["first"],
+            split=str(value["split"]), seq=value["seq"], schema=_schema(orjson.dumps(value["schema"])), rows=value["rows"], first=value["first"],
             batch_size=value["batch_size"], job=str(value["job"]), part=value["part"], parts=value["parts"], last=bool(value["last"]),
             cursor=value["cursor"], follows=str(value["follows"]),
         )  # fmt: skip
@@ -254,16 +256,9 @@ def open_batch_file(path: Path, *, split: str = "", seq: int | None = None, priv
 
     `private`: its arrays may be handed to somebody who writes to them; the file stays as it is.
     """
-    try:
-        status = os.lstat(path)
-    except OSError as error:
-        raise FileCorrupt(f"{path} cannot be opened: {error.strerror or error}") from error
-    if not stat.S_ISREG(status.st_mode):
-        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
-        raise FileCorrupt(f"{path} is {kind}; a spool holds files of its own only")
-    if path.suffix == ".pt":
-        return _open_pt(path, status.st_size, split, seq)
-    container = open_container(path, verify=False, private=private)
+    if path.name.endswith(".pt"):
+        return _open_pt(path, split, seq)
+    container = open_container(path, verify=False, private=private, follow=False)
     try:
         header = FileHeader.from_json(container.meta)
         _check_layout(header, container)
@@ -282,7 +277,21 @@ def _check_layout(header: FileHeader, container: Container) -> None:
             )
 
 
-def _open_pt(path: Path, size: int, split: str, seq: int | None) -> BatchFile:
+@functools.lru_cache(64)
+def _schema(fields: bytes) -> tuple[FieldSpec, ...]:
+    """A schema in JSON; kept, because all files of a spool have the same."""
+    return schema_of(orjson.loads(fields))
+
+
+def _open_pt(path: Path, split: str, seq: int | None) -> BatchFile:
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        raise FileCorrupt(f"{path} cannot be opened: {error.strerror or error}") from error
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+        raise FileCorrupt(f"{path} is {kind}; a spool holds files of its own only")
+    size = status.st_size
     loaded = load_pt(path, size)
     metadata, tensors = loaded.get("metadata"), loaded.get("tensors")
     try:

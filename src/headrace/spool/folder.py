@@ -49,7 +49,7 @@ def seal(value: Any) -> bytes:
     return f'{{"sum":"{xxhash.xxh3_128_hexdigest(text.encode())}","value":{text}}}\n'.encode()
 
 
-def read_sealed(path: Path) -> Any:
+def read_sealed(path: Path | str) -> Any:
     """The value of a sealed file; None if there is no file; FileCorrupt if it is not what was written."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -188,9 +188,9 @@ class QueueReader:
         self.batches = 0
         self._stock: Iterator[tuple[np.ndarray, ...]] | None = None
         """Batches of the file that is being read, cut in advance."""
-        self._stock_of = self._left = 0
-        """Samples of each, over all ranks; how many of them are left."""
-        self._names = [f.name for f in self.schema]
+        self.cut = self._left = 0
+        """Samples of each, over all ranks, 0 once none is left; how many are left."""
+        self.names = tuple(f.name for f in self.schema)
         self._fixed = [(f.name, f.shape, numpy_dtype(f.dtype)) for f in self.schema if not f.ragged]
         self._ragged = [f for f in self.schema if f.ragged]
 
@@ -201,9 +201,9 @@ class QueueReader:
 
     def next(self, batch_size: int) -> dict[str, np.ndarray]:
         """The rank's share of the next batch_size samples. A short last batch is filled by repeating its samples."""
-        if self._left and batch_size == self._stock_of:
-            return self._from_stock()
-        self._left, self._stock = 0, None  # if there is any, it was cut for other batches than this
+        if batch_size == self.cut:
+            return dict(zip(self.names, self.next_cut(), strict=True))
+        self.cut, self._left, self._stock = 0, 0, None  # if there is any, it was cut for other batches than this
         begin, parts = self.position, len(self.parts)
         end = begin + batch_size
         if parts == 1:
@@ -213,10 +213,10 @@ class QueueReader:
             if entry is not None and self._fits(entry, batch_size):
                 part.enter(entry)
                 self._stock, entry.file.stock = entry.file.stock, None
-                self._stock_of, self._left = batch_size, entry.file.header.rows // batch_size
-                arrays = self._from_stock()
+                self.cut, self._left = batch_size, entry.file.header.rows // batch_size
+                row = self.next_cut()
                 part.look_ahead()
-                return arrays
+                return dict(zip(self.names, row, strict=True))
             arrays = self._straight(part, begin, end) if not self._ragged else None
             if arrays is not None:
                 return arrays
@@ -239,19 +239,19 @@ class QueueReader:
             part.look_ahead()
         return arrays
 
-    def _from_stock(self) -> dict[str, np.ndarray]:
-        """The next batch of a file that was cut in the background: microseconds, and so is the step from one file into the next."""
+    def next_cut(self) -> tuple[np.ndarray, ...]:
+        """The next batch of a file that was cut in advance, one array a field; only while `cut` is not 0."""
         assert self._stock is not None
-        arrays = dict(zip(self._names, next(self._stock), strict=True))
-        part = self.parts[0]
-        self.position += self._stock_of
+        row = next(self._stock)
+        part, size = self.parts[0], self.cut
+        self.position += size
         self.batches += 1
-        part.row += self._stock_of
+        part.row += size
         self._left -= 1
         if not self._left:
-            self._stock = None
+            self.cut, self._stock = 0, None
             part.advance(self.position)
-        return arrays
+        return row
 
     def _fits(self, entry: _Open, batch_size: int) -> bool:
         """Whether a file's stock is what comes next. Not that of a file that does not end with a batch, or that is the last."""

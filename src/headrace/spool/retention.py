@@ -27,7 +27,7 @@ from headrace.spool.place import Place
 __all__ = ["Retention"]
 
 _SHORTEST, _LONGEST = 0.005, 0.1
-"""Seconds between two positions told to the provider: ten times what it took to write the last one (1 to 2 ms on ext4, where a file of small
+"""Seconds between two positions told to the provider: 20 times what it took to write the last one (1 to 2 ms on ext4, where a file of small
 batches lasts less), within these bounds."""
 
 register(
@@ -139,7 +139,7 @@ class Retention:
             if splits:
                 self._folder.write_read_position(self._place.rank, self._place.world_size, splits, self._taken)
         now = time.monotonic()
-        self._next_position = now + min(_LONGEST, max(_SHORTEST, 10 * (now - began)))
+        self._next_position = now + min(_LONGEST, max(_SHORTEST, 20 * (now - began)))
 
     # -------------------------------------------------------------------------------------------- commit
 
