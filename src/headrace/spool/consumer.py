@@ -512,6 +512,7 @@ class DatasetConsumer:
         self._readers.clear()  # and with them the mapped files
         self._files.clear()
         self._supply.clear()
+        self._retention.close()
         self._place.release()
 
     def __enter__(self) -> Self:

@@ -581,7 +581,7 @@ def purge_spool(path: Path, *, keep_meta: bool = False) -> None:
     # The state goes last: while it stands, a half-emptied spool refuses to start over from file 0.
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(folder.state):
-            if name.endswith(".json") or name.startswith(TEMP_PREFIX):
+            if name.endswith(".json") or name.startswith((TEMP_PREFIX, "taken-")):
                 os.unlink(folder.state / name)
     if not keep_meta:
         for name in ("meta.json", "meta.pkl"):

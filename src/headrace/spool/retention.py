@@ -2,10 +2,10 @@
 
     read-<rank>.json    where each rank reads: the provider makes no more than so many files beyond it
     commit.json         below this nothing is needed any more: durable first, then files are deleted
-    taken               in the consume mode: files that were begun, which are not read again after a crash
+    taken-<split>       in the consume mode: files that were begun, which are not read again after a crash
 
-The trainer's thread says what happened; all writing but that of a taken file is done by the background thread, again and
-again where the disk does not allow it.
+The trainer's thread says what happened, and writes down that a file was begun; all other writing is done by the background thread, again
+and again where the disk does not allow it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from headrace.spool.ahead import Ahead
 from headrace.spool.channel import Channel
 from headrace.spool.folder import SpoolFolder, patiently, sweep_dead_temporaries
 from headrace.spool.place import Place
+from headrace.spool.taken import TakenFiles
 
 __all__ = ["Retention"]
 
@@ -66,8 +67,8 @@ class Retention:
         self._ack, self._archive, self._kept_below, self._deadline = ack, archive, kept_below, deadline
         self._meter = meter
         self.deleted = 0
-        self._taken: dict[str, list[int]] = {}
-        """Per split: the first file that was not begun, and its first row. Only where a file is used up by reading it."""
+        self._taken = TakenFiles(folder.state)
+        """Only where a file is used up by reading it."""
         self._writing, self._committing = threading.Lock(), threading.Lock()
         self._next_position = 0.0
         """When a position may be written again."""
@@ -75,7 +76,6 @@ class Retention:
     def recover(self) -> None:
         """Rank 0, at its start: what a crash may have left. Half-done temporaries, files below the commit point, positions of ranks that
         are no more."""
-        self._taken = self._folder.taken_files() if self._ack == "consume" else {}
         sweep_dead_temporaries(self._folder.state)
         for name in os.listdir(self._folder.state):
             match = re.fullmatch(r"read-(\d{1,9})\.json", name)
@@ -97,23 +97,24 @@ class Retention:
             "start": [0] * parts,
         }
         if self._ack == "consume":
-            seq, row = self._taken.get(split, (0, 0))
+            seq, row = self._taken.read(split)
             if seq > point["at"][0][0]:
                 point = {"g": row, "at": [[seq, 0]], "start": [row]}
             self.move_commit({split: point})
         return {"g": point["g"], "at": [list(pair) for pair in point["at"]], "start": list(point["start"])}
 
+    def close(self) -> None:
+        self._taken.close()
+
     # ---------------------------------------------------------------------------------------------- read
 
     def entered(self, split: str, seq: int, end: int) -> None:
         """A row of this file is about to be delivered. In the consume mode the file counts as taken before that."""
+        self._place.require_lately()
         if self._ack == "commit":
-            self._place.require_lately()
             return
-        self._place.require()
-        self._taken = {**self._taken, split: [seq + 1, end]}
         what = f"writing the position of {self._folder.path}"
-        patiently(what, self.write_position, deadline=self._deadline, hidden=False)
+        patiently(what, lambda: self._taken.write(split, seq + 1, end), deadline=self._deadline, hidden=False)
 
     def finished(self, split: str, seq: int, end: int) -> None:
         """All rows of a file were delivered. In the background thread."""
@@ -137,7 +138,7 @@ class Retention:
         with self._writing:  # both threads do: the one that looked first must not write last
             splits = {split: {"done": done} for split, done in self._positions().items()}
             if splits:
-                self._folder.write_read_position(self._place.rank, self._place.world_size, splits, self._taken)
+                self._folder.write_read_position(self._place.rank, self._place.world_size, splits)
         now = time.monotonic()
         self._next_position = now + min(_LONGEST, max(_SHORTEST, 20 * (now - began)))
 

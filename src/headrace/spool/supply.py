@@ -142,10 +142,15 @@ class SplitFiles:
             self._ahead.want(
                 (self.split, part, seq), partial(self._supply.prepare, self._channel(self.split, part), seq, start)
             )
-        elif not self._hurried:
-            self._ahead.soon(partial(self._look_ahead, part, seq, start))
+        else:
+            self._ahead.soon(partial(self._wanted, part, seq, start))
 
-    def _look_ahead(self, part: int, seq: int, start: int) -> None:
+    def look_ahead(self, part: int, seq: int, start: int) -> None:
+        """The same, if it is better done by the background."""
+        if not self._hurried:
+            self.want(part, seq, start)
+
+    def _wanted(self, part: int, seq: int, start: int) -> None:
         following = self._following.get(part)
         if following is None or following[0] <= seq:
             following = self._following[part] = (seq, start)
