@@ -110,9 +110,10 @@ class Retention:
 
     def entered(self, split: str, seq: int, end: int) -> None:
         """A row of this file is about to be delivered. In the consume mode the file counts as taken before that."""
-        self._place.require_lately()
         if self._ack == "commit":
+            self._place.require_lately()
             return
+        self._place.require()
         what = f"writing the position of {self._folder.path}"
         patiently(what, lambda: self._taken.write(split, seq + 1, end), deadline=self._deadline, hidden=False)
 
