@@ -355,18 +355,11 @@ def _header_bytes(entries: Mapping[str, Any], ours: Mapping[str, Any]) -> bytes:
     return header + b" " * (-(len(header) + 8) % _ALIGN)
 
 
-def _parsed(text: bytes | str) -> Any:
-    """JSON, quickly; by the module that knows all of it (lone surrogates, numbers of any size) where that fails."""
-    try:
-        return orjson.loads(text)
-    except ValueError:
-        return json.loads(text)
-
-
 def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
-        entries = _parsed(header)
-        ours = _parsed(entries.pop("__metadata__")["headrace"])
+        entries = orjson.loads(header)
+        # By the module that knows all of JSON: orjson makes a fraction of a number of more than 64 bits, and a digest is one.
+        ours = json.loads(entries.pop("__metadata__")["headrace"])
         recorded, version = ours["header"], ours["version"]
         if not (
             isinstance(recorded, str)

@@ -260,7 +260,7 @@ class DatasetConsumer:
             # Most batches. Every line shows here: after a step of the trainer's its code is no longer in the cache.
             row = reader.next_cut()
             self._meter.add("spool/batches")
-            self._meter.add("spool/bytes", sum([array.nbytes for array in row]))
+            self._meter.add("spool/bytes", reader.cut_bytes)
             return tuple(map(plain, row)) if self._pair else dict(zip(reader.names, map(plain, row), strict=True))
         import torch
 

@@ -197,6 +197,8 @@ class QueueReader:
         """Batches of the file that is being read, cut in advance."""
         self.cut = self._left = 0
         """Samples of each, over all ranks, 0 once none is left; how many are left."""
+        self.cut_bytes = 0
+        """Of each, for this rank."""
         self.names = tuple(f.name for f in self.schema)
         self._fixed = [(f.name, f.shape, numpy_dtype(f.dtype)) for f in self.schema if not f.ragged]
         self._ragged = [f for f in self.schema if f.ragged]
@@ -222,6 +224,7 @@ class QueueReader:
                 self._stock, entry.file.stock = entry.file.stock, None
                 self.cut, self._left = batch_size, entry.file.header.rows // batch_size
                 row = self.next_cut()
+                self.cut_bytes = sum(array.nbytes for array in row)
                 part.look_ahead()
                 return dict(zip(self.names, row, strict=True))
             arrays = self._straight(part, begin, end) if not self._ragged else None
