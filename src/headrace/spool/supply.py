@@ -69,6 +69,7 @@ class Supply:
         if not self._preparing.acquire(blocking=False):
             return None
         try:
+            self.ahead.give_up((channel.split, channel.part, seq))
             return self._prepare(channel, seq, start)
         except NotYet:
             return None
@@ -181,14 +182,19 @@ class SplitFiles:
         if file is None and self._hurried:
             file = self._supply.prepare_at_once(self._channel(self.split, part), seq, start)
         if file is None:
-            self._hurried = False
+            self._hurry(False)
             self.want(part, seq, start)
             file = self._ahead.take(key, self._deadline)
         now = time.monotonic()
         pace, self._taken_at = now - self._taken_at, now
-        self._hurried = file.nbytes <= _SMALL and pace < (_CALM if self._hurried else _HURRIED) * self._supply.seconds
+        self._hurry(file.nbytes <= _SMALL and pace < (_CALM if self._hurried else _HURRIED) * self._supply.seconds)
         self._ends[part, seq] = start + file.header.rows
         return file
+
+    def _hurry(self, hurried: bool) -> None:
+        if hurried != self._hurried:
+            self._hurried = hurried
+            self._ahead.stand_back(hurried)
 
     def entered(self, part: int, seq: int) -> None:
         if seq > self._entered.get(part, -1):

@@ -124,6 +124,20 @@ def test_a_hurried_reader_prepares_files_itself_and_delivers_the_same(counted, c
         reader.get_batch("train", "cpu")
 
 
+def test_what_a_hurried_reader_prepared_itself_is_not_prepared_again(counted, consumer):
+    counted(max_backlog_files=4).run(max_files=4)
+    reader = consumer(ack="commit", deadline=5.0)
+    for _ in range(6):
+        reader.get_batch("train")
+    reader._ahead.close()  # it left undone what it was asked for
+    reader._ahead.forget()
+    reader._ahead.want(("train", 0, 3), lambda: pytest.fail("the trainer has it"))
+    reader._files["train"]._hurried = True
+    assert reader.get_batch("train")["g"].tolist() == [24, 25, 26, 27]
+    assert reader._ahead._wanted == {}
+    crash(reader)
+
+
 @pytest.mark.parametrize("file_format", ["safetensors", "pt"])
 def test_writing_to_a_batch_changes_neither_the_file_nor_what_is_delivered_later(
     counted, consumer, tmp_path, file_format
