@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -77,8 +78,32 @@ def timed(call, count: int, use=None) -> list[float]:
     return times
 
 
-def copy_next(target: np.ndarray, source: np.ndarray, turn: Iterator[int]) -> None:
-    np.copyto(target, source[next(turn)])
+def mapped_copies(paths: list[Path], per_file: int) -> Iterator[Callable[[], None]]:
+    """Copies of one batch after the other, out of mapped files, into memory that is used in turns: what `copy=True` does, and nothing else."""
+    targets: list[list[np.ndarray]] = []
+    for path in paths:
+        file = open_batch_file(path)
+        file.check()  # its pages are mapped, as they are once the background has checked them
+        file.cut(file.header.rows // per_file, 0)
+        for turn, row in enumerate(file.stock or ()):
+            if len(targets) < 2:
+                targets.append([np.ones_like(array) for array in row])
+            pairs = list(zip(targets[turn % 2], row, strict=True))
+            yield lambda pairs=pairs: [np.copyto(into, array) for into, array in pairs] and None
+
+
+def busy(seconds: float) -> None:
+    """A call that does nothing, for as long: how often the machine itself makes one late."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        continue
+
+
+def used_up(spool: Path, folder: Path) -> Path:
+    """The same files for a consumer that deletes what it has read."""
+    return shutil.copytree(
+        spool, folder, copy_function=os.link, ignore=shutil.ignore_patterns("state", "claims", "verdicts")
+    )
 
 
 def batches(folder: Path, batch_size: int, block: int, per_file: int, files: int) -> None:
@@ -90,37 +115,38 @@ def batches(folder: Path, batch_size: int, block: int, per_file: int, files: int
         )
         made.run(("train",), max_files=files)
     size = 2 * batch_size * block * 8
-    # As cold as a file that another core has checked: the copy walks through as many bytes as the spool holds.
-    source = np.ones((per_file * files, size // 8), np.int64)
-    target = np.empty(size // 8, np.int64)
-    turn = iter(range(10**9))
-    copy, _ = quantiles(timed(partial(copy_next, target, source, turn), per_file * files))
-
-    pause = 4 * copy + 200e-6
+    ours_paths, paths = (sorted((path / "queue" / "train").iterdir()) for path in (spool, pt))
+    pause = 4 * size / 10e9 + 200e-6
 
     def train(_: Any) -> None:  # a step of some length: what a spool is for is being ready in the meantime
         until = time.perf_counter() + pause
         while time.perf_counter() < until:
             time.sleep(0)
 
-    ours: list[float] = []
-    theirs: list[float] = []
-    paths = sorted((pt / "queue" / "train").iterdir())
-    for _ in range(max(ROUNDS, -(-CALLS // (per_file * files)))):
-        with DatasetConsumer(spool, ack="commit", deadline=60) as consumer:
-            consumer.get_batch("train")  # the first of all, which nobody could prepare for
-            ours += timed(lambda: consumer.get_batch("train"), per_file * files - 1, train)
+    times: dict[str, list[float]] = {name: [] for name in ("ours", "theirs", "copied", "memcpy", "consumed")}
+    for turn in range(
+        max(ROUNDS, -(-CALLS // (per_file * files)))
+    ):  # in turns: the machine has better and worse moments
+        for name, how in (("ours", {}), ("copied", {"copy": True})):
+            with DatasetConsumer(spool, ack="commit", deadline=60, **how) as consumer:
+                consumer.get_batch("train")  # the first of all, which nobody could prepare for
+                times[name] += timed(lambda: consumer.get_batch("train"), per_file * files - 1, train)
+        for copy in mapped_copies(ours_paths, per_file):
+            times["memcpy"] += timed(copy, 1, train)
         manager = BatchManager(paths, batch_size)
         manager.get_batch()
-        theirs += timed(manager.get_batch, per_file * files - 1, train)
-    with DatasetConsumer(spool, ack="commit", deadline=60, copy=True) as consumer:
-        consumer.wait_for_data("train", 60)
-        copied, _ = quantiles(timed(lambda: consumer.get_batch("train"), per_file * files, train))
-    p50, p99 = quantiles(ours)
-    q50, q99 = quantiles(theirs)
+        times["theirs"] += timed(manager.get_batch, per_file * files - 1, train)
+        with DatasetConsumer(used_up(spool, folder / f"c{size}-{turn}"), deadline=60) as consumer:
+            consumer.get_batch("train")
+            times["consumed"] += timed(lambda: consumer.get_batch("train"), per_file * files - 1, train)
+    at = {name: quantiles(found) for name, found in times.items()}
+    (p50, p99), (q50, q99), (memcpy, _), (copied, copied99) = (at[n] for n in ("ours", "theirs", "memcpy", "copied"))
+    _, idle99 = quantiles(timed(partial(busy, p50), len(times["ours"]), train))
+    worst = {name: max(times[name]) * 1e6 for name in ("ours", "theirs")}
     print(
-        f"batch {size / 2**20:6.2f} MiB  get_batch p50 {p50 * 1e6:7.1f} us  p99 {p99 * 1e6:7.1f} us (x {p99 / p50:.1f}, x {p99 / copy:.1f} of a memcpy)   memcpy {copy * 1e6:7.1f} us  ratio {p50 / copy:.2f} (with copy=True {copied / copy:.2f})"
-        f"   torch.load + slice p50 {q50 * 1e6:6.1f}  p99 {q99 * 1e6:8.1f} us, max {max(theirs) * 1e6:8.1f} against {max(ours) * 1e6:8.1f}"
+        f"batch {size / 2**20:6.2f} MiB  get_batch p50 {p50 * 1e6:6.1f} us  p99 {p99 * 1e6:6.1f} us (x {p99 / p50:.1f}; a call that does nothing for as long {idle99 * 1e6:.1f})   memcpy {memcpy * 1e6:7.1f} us  ratio {p50 / memcpy:.2f}"
+        f"   copy=True p50 {copied * 1e6:7.1f} (ratio {copied / memcpy:.2f})  p99 {copied99 * 1e6:7.1f} (x {copied99 / copied:.1f})   deleting what was read: p50 {at['consumed'][0] * 1e6:.1f}, p99 {at['consumed'][1] * 1e6:.1f}"
+        f"   torch.load + slice p50 {q50 * 1e6:6.1f}  p99 {q99 * 1e6:8.1f} us (x {q99 / q50:.0f}), max {worst['theirs']:8.1f} against {worst['ours']:8.1f}"
     )
 
     # Throughput with nothing in between: each batch is copied once, so that a lazy view pays for its pages too.
@@ -215,8 +241,8 @@ def rank_in_turn(folder: Path) -> None:
         folder / "pts", 320, 1024, batches_per_file=per_file, max_backlog_files=files, durable=False, file_format="pt"
     ).run(("train",), max_files=files)
     paths = sorted((folder / "pts" / "queue" / "train").iterdir())
-    times: dict[str, list[float]] = {"views": [], "copies": [], "loaded": []}
-    for copy in (False, True) * 3:
+    times: dict[str, list[float]] = {"gathered": [], "views": [], "copies": [], "loaded": []}
+    for copy in (None, False, True) * 3:
         # A world of 8 of which one reads: the others' verdicts are not waited for.
         with DatasetConsumer(
             spool, ack="commit", dp_rank=3, dp_world_size=8, deadline=60, verdict_patience=0, copy=copy
@@ -226,13 +252,18 @@ def rank_in_turn(folder: Path) -> None:
                 began = time.perf_counter()
                 for _ in range(per_file):
                     consumer.get_batch("train", "cpu")
-                times["copies" if copy else "views"].append(time.perf_counter() - began)
-        for path in paths:
-            times["loaded"] += timed(lambda path=path: torch.load(path, weights_only=True), 1)
+                times["gathered" if copy is None else "copies" if copy else "views"].append(time.perf_counter() - began)
+        manager = BatchManager(paths, 320)
+        for _ in paths:  # the file, and its batches' rows of this rank
+            began = time.perf_counter()
+            for _ in range(per_file):
+                x, y = manager.get_batch()
+                x[3::8], y[3::8]
+            times["loaded"].append(time.perf_counter() - began)
     ms = {name: quantiles(found)[0] * 1e3 for name, found in times.items()}
     print(
-        f"rank 3 of 8, file after file   torch.load of a file {ms['loaded']:.1f} ms   get_batch of its share: views {ms['views']:.2f} (ratio {ms['loaded'] / ms['views']:.0f}), "
-        f"copies {ms['copies']:.2f} (ratio {ms['loaded'] / ms['copies']:.0f}); checked, in the background"
+        f"rank 3 of 8, file after file   torch.load + slices {ms['loaded']:.1f} ms a file   get_batch of its share: {ms['gathered']:.2f} (ratio {ms['loaded'] / ms['gathered']:.0f}; checked and gathered in the background), "
+        f"views {ms['views']:.2f} ({ms['loaded'] / ms['views']:.0f}), copy=True {ms['copies']:.2f} ({ms['loaded'] / ms['copies']:.0f})"
     )
 
 

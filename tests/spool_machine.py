@@ -152,7 +152,7 @@ class Spool(RuleBasedStateMachine):
         for rank in self.ranks:
             if kill:
                 rank._ahead.close()
-                rank._lock.release()
+                rank._place.release()
             else:
                 rank.close()
         self.ranks = []

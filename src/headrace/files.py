@@ -20,20 +20,24 @@ and touches no other (`Container.check_rows`). The sums of the segments are a te
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import json
+import math
 import mmap
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import xxhash
 
 from headrace.errors import FileCorrupt, StorageError
@@ -67,6 +71,8 @@ _NUMPY_OF = {
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
 }  # fmt: skip
 _NAME_OF = {np.dtype(v).str: k for k, v in _NUMPY_OF.items() if k != "BF16"}
+Layout = tuple[tuple[str, int, int, str, tuple[int, ...]], ...]
+"""Name, first byte, end, dtype and shape of each tensor."""
 
 
 # ---------------------------------------------------------------------------------------------- publish
@@ -295,10 +301,11 @@ def write_container(
         )
 
 
-def open_container(path: Path, *, verify: bool = True, private: bool = False) -> Container:
+def open_container(path: Path, *, verify: bool = True, private: bool = False, follow: bool = True) -> Container:
     """Map a container and check it. `verify=False` leaves tensors that are summed by segments, or all where there are none,
-    to `check_rows`; the header is always checked. `private`: the arrays may be written to, which changes no file."""
-    with _mapped(path, private) as buffer:
+    to `check_rows`; the header is always checked. `private`: the arrays may be written to, which changes no file. `follow`: a symbolic
+    link will do."""
+    with _mapped(path, private, follow) as buffer:
         size = len(buffer)
         if size < 8:
             raise FileCorrupt(f"{path} is not a container: it has {size} bytes")
@@ -324,11 +331,14 @@ def open_container(path: Path, *, verify: bool = True, private: bool = False) ->
 
 
 @contextlib.contextmanager
-def _mapped(path: Path, private: bool = False) -> Generator[mmap.mmap | bytes]:
+def _mapped(path: Path, private: bool = False, follow: bool = True) -> Generator[mmap.mmap | bytes]:
     """The file's bytes, mapped. A FIFO or a device is refused before it can block."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        fd = os.open(path, flags if follow else flags | getattr(os, "O_NOFOLLOW", 0))
     except OSError as error:
+        if not follow and error.errno == errno.ELOOP:
+            raise FileCorrupt(f"{path} is a symbolic link, which is not followed here") from error
         raise FileCorrupt(f"{path} cannot be opened: {error.strerror or error}") from error
     try:
         status = os.fstat(fd)
@@ -347,7 +357,8 @@ def _header_bytes(entries: Mapping[str, Any], ours: Mapping[str, Any]) -> bytes:
 
 def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
-        entries = json.loads(header)
+        entries = orjson.loads(header)
+        # By the module that knows all of JSON: orjson makes a fraction of a number of more than 64 bits, and a digest is one.
         ours = json.loads(entries.pop("__metadata__")["headrace"])
         recorded, version = ours["header"], ours["version"]
         if not (
@@ -370,28 +381,34 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, 
     return entries, ours
 
 
-def _layout(path: Path, entries: Mapping[str, Any], size: int) -> Iterator[tuple[str, int, int, str, tuple[int, ...]]]:
+def _layout(path: Path, entries: Mapping[str, Any], size: int) -> Layout:
     """The tensors in file order, each checked against its neighbours: they tile the data with no gap and no overlap."""
-    expected = 0
     try:
-        for name, entry in sorted(entries.items(), key=lambda item: tuple(item[1]["data_offsets"])):
-            start, end = entry["data_offsets"]
-            shape = tuple(int(n) for n in entry["shape"])
-            count = 1
-            for n in shape:
-                count *= n
-            if start != expected or min(shape, default=0) < 0:
-                raise ValueError(name)
-            if end - start != count * np.dtype(_NUMPY_OF[entry["dtype"]]).itemsize:
-                raise ValueError(name)
-            expected = end
-            if end > size:
-                raise ValueError(name)
-            yield name, start, end, entry["dtype"], shape
-    except (ValueError, KeyError, TypeError) as error:
+        found, end = (
+            _tiles(orjson.dumps(entries)) if len(entries) <= 1000 else _tiles.__wrapped__(orjson.dumps(entries))
+        )
+    except (ValueError, KeyError, TypeError, OverflowError, AttributeError) as error:
         raise FileCorrupt(f"{path} is damaged: its header does not describe its data ({error})") from error
-    if expected != size:
-        raise FileCorrupt(f"{path} is damaged: {size:,} bytes of data, {expected:,} described")
+    if end != size:
+        raise FileCorrupt(f"{path} is damaged: {size:,} bytes of data, {end:,} described")
+    return found
+
+
+@functools.lru_cache(64)
+def _tiles(entries: bytes) -> tuple[Layout, int]:
+    """What entries describe, and where it ends. Kept, because the files of a spool or a cache all look the same."""
+    found: list[tuple[str, int, int, str, tuple[int, ...]]] = []
+    expected = 0
+    for name, entry in sorted(orjson.loads(entries).items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        start, end = entry["data_offsets"]
+        shape = tuple(int(n) for n in entry["shape"])
+        if type(start) is not int or type(end) is not int or start != expected or min(shape, default=0) < 0:
+            raise ValueError(name)
+        if end - start != math.prod(shape) * np.dtype(_NUMPY_OF[entry["dtype"]]).itemsize:
+            raise ValueError(name)
+        expected = end
+        found.append((name, start, end, entry["dtype"], shape))
+    return tuple(found), expected
 
 
 class _Inline(Executor):

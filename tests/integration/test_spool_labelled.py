@@ -14,6 +14,7 @@ from headrace.errors import ConfigError, DataError
 from headrace.jobs.config_layers import load_config
 from headrace.jobs.providing import provide_text, provider_of
 from headrace.jobs.wiring import Job
+from headrace.sources import hub
 from headrace.spool import DatasetConsumer, read_meta
 
 CONFIG = """
@@ -269,3 +270,87 @@ def test_headrace_run_and_check_say_what_a_labelled_task_is(config, headrace, tm
     done = headrace("check", "c.toml", "--format", "json", cwd=tmp_path)
     plan = json.loads(done.stdout)
     assert (plan["kind"], plan["sources"][0]["rows"]) == ("classify", 80)
+
+
+class Streamed:
+    """A stream as datasets gives them."""
+
+    num_shards = 2
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def shard(self, *, num_shards, index):
+        return iter([{"id": 7, **row} for row in self.rows[40 * index : 40 * index + 40]])
+
+
+def test_labels_of_a_streamed_dataset_are_kept_with_its_texts(config, tmp_path, monkeypatch):
+    fill(config(rows=ROWS), tmp_path, 2)
+    expected = batches(tmp_path / "S", 4)
+    monkeypatch.setattr(hub, "_snapshot", lambda *_: None)
+    monkeypatch.setattr(hub, "_stream", lambda *_: Streamed(ROWS))
+    other = config("--spool.dir", str(tmp_path / "T"), spec="hf:org/reviews")
+    fill(other, tmp_path, 2)
+    for one, two in zip(expected, batches(tmp_path / "T", 4), strict=True):
+        assert all(torch.equal(one[k], two[k]) for k in one)
+    wrong = config("--spool.dir", str(tmp_path / "U"), "--source.0.label_key", "stars", spec="hf:org/reviews")
+    with pytest.raises(DataError, match=r"a row has no 'stars'; it has .*'label'.*label_key to its label's"):
+        fill(wrong, tmp_path, 1)
+
+
+# ------------------------------------------------------------------------------------------------ held out
+
+
+def val_pass(folder, count, **more):
+    with DatasetConsumer(folder, "cpu", ack="commit", deadline=30, **more) as consumer:
+        return [{k: v.clone() for k, v in consumer.get_batch("val").items()} for _ in range(count)]
+
+
+@pytest.mark.parametrize("balance", ["equal", "natural"])
+def test_what_is_held_out_is_a_share_of_every_class_and_never_trained_on(config, tmp_path, balance):
+    told: list[str] = []
+    checked = config("--spool.val_fraction", "0.4", "--spool.balance", balance, rows=ROWS)
+    fill(checked, tmp_path, 10, report=told.append)
+    sizes = Counter(row["label"] for row in ROWS)
+    kept = {name: round(0.4 * many) for name, many in sizes.items()}
+    total = sum(kept.values())
+    assert f"{total} examples are held out as split val" in told
+    meta = read_meta(tmp_path / "S")
+    assert meta["split_info"]["val"] == {"samples": total}
+    assert meta["split_info"]["train"]["samples"] == 80 - total
+    assert len(list((tmp_path / "S" / "queue" / "val").iterdir())) == 2, "24 rows a file, the last one shorter"
+    rows = [int(r) for b in val_pass(tmp_path / "S", 6) for r in b["origin"][:, 1]]
+    held = rows[:total]
+    assert len(set(held)) == total, "each once"
+    assert rows[total : 2 * total] == held[: len(rows) - total], "and then from the beginning again"
+    assert Counter(ROWS[i]["label"] for i in held) == kept
+    trained = {int(r) for b in batches(tmp_path / "S", 12) for r in b["origin"][:, 1]}
+    assert not trained & set(held)
+    if balance == "natural":
+        assert trained | set(held) == set(range(80))
+
+
+def test_ranks_share_what_is_held_out(config, tmp_path):
+    fill(config("--spool.val_fraction", "0.4", rows=ROWS), tmp_path, 4)
+    straight = val_pass(tmp_path / "S", 5)
+    for rank in range(3):
+        shares = val_pass(tmp_path / "S", 5, dp_rank=rank, dp_world_size=3)
+        for batch, share in zip(straight, shares, strict=True):
+            assert all(torch.equal(share[k], batch[k][rank::3]) for k in batch)
+
+
+def test_a_share_that_cannot_be_held_out_is_refused(config, tmp_path):
+    lonely = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
+    with pytest.raises(
+        DataError, match=r"val_fraction = 0\.1 leaves nothing to validate on: no class has a second row"
+    ):
+        fill(config("--spool.val_fraction", "0.1", rows=lonely), tmp_path, 1)
+    with pytest.raises(
+        ConfigError, match=r"val_fraction = 0\.1 holds out labelled rows, and spool\.task = \"lm\" has none"
+    ):
+        config("--spool.val_fraction", "0.1", task="lm")
+    with pytest.raises(ConfigError, match=r"spool\.val_fraction"):
+        config("--spool.val_fraction", "1")
+    fill(config("--spool.val_fraction", "0.4", rows=ROWS), tmp_path, 2)
+    with pytest.raises(ConfigError, match=r"val_fraction"):
+        fill(config("--spool.val_fraction", "0.2"), tmp_path, 1)

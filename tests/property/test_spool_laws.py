@@ -118,11 +118,11 @@ def test_views_hold_what_copies_hold_as_long_as_anybody_holds_them(sizes, per_fi
 @example(world=1, size=6, per_file=5, total=90, other=7)
 @example(world=2, size=6, per_file=5, total=90, other=7)
 @pytest.mark.filterwarnings("ignore:.*cut differently")
-def test_ranks_that_are_given_views_see_what_copies_hold(world, size, per_file, total, other):
+def test_ranks_see_the_same_rows_and_states_whosever_memory_they_lie_in(world, size, per_file, total, other):
     with tempfile.TemporaryDirectory() as name:
         Even(Path(name), 6, batches_per_file=per_file, max_backlog_files=1000, total=total, durable=False).run()
         seen = {}
-        for copy in (False, True):
+        for copy in (False, True, None):
             ranks = open_ranks(Path(name), world, copy=copy)
             for rank in ranks:
                 rank.set_batch_size(size)
@@ -141,11 +141,12 @@ def test_ranks_that_are_given_views_see_what_copies_hold(world, size, per_file, 
             seen[copy].append(states)
             for rank in ranks:
                 rank.close()
-        *views, view_states = seen[False]
         *copies, copy_states = seen[True]
-        assert [[r.tolist() for r in b] for b in views] == [[r.tolist() for r in b] for b in copies]
-        assert view_states == copy_states
-        assert all(state == states[0] for states in view_states for state in states)
+        for copy in (False, None):
+            *rows, states = seen[copy]
+            assert [[r.tolist() for r in b] for b in rows] == [[r.tolist() for r in b] for b in copies]
+            assert states == copy_states
+        assert all(state == states[0] for states in copy_states for state in states)
 
 
 @settings(max_examples=15)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.mix import BALANCES, Strata
+from headrace.mix import BALANCES, Strata, held_out
 
 labels = st.lists(st.integers(-3, 6), min_size=1, max_size=60).map(np.array)
 keys = st.integers(0, 2**64 - 1)
@@ -80,3 +80,19 @@ def test_a_class_comes_in_another_order_in_each_of_its_epochs():
         epochs = Strata(labels, key=1, balance=balance).rows(0, 300).reshape(3, 100)
         assert (epochs[0] != epochs[1]).any()
         assert (epochs[1] != epochs[2]).any()
+
+
+@given(
+    labels=st.lists(st.integers(0, 5), min_size=1, max_size=60), fraction=st.floats(0, 0.99), seed=st.integers(0, 2**64 - 1)
+)  # fmt: skip
+def test_a_share_of_every_class_is_held_out_and_something_of_each_is_left(labels, fraction, seed):
+    kept = held_out(np.array(labels), fraction, key=seed)
+    assert np.array_equal(kept, held_out(np.array(labels) * 7, fraction, key=seed)), (
+        "what classes are called does not matter"
+    )
+    for name in set(labels):
+        size = labels.count(name)
+        many = int(kept[np.array(labels) == name].sum())
+        assert many <= max(0, size - 1)
+        assert many == 0 if not fraction or size == 1 else many >= 1
+        assert abs(many - fraction * size) <= 1

@@ -301,6 +301,8 @@ class SpoolSection(_Section):
     """Names of the classes, in the order of their numbers; those that occur, sorted, unless given."""
     balance: Literal["equal", "natural"] = "equal"
     """equal: every class comes up equally often. natural: as often as it occurs, spread evenly."""
+    val_fraction: float = Field(0.0, ge=0, lt=1, examples=[0.1])
+    """The share of every class that is kept out of training and read as split val, over and over; for classify and tag."""
     provider: bool = True
     """Whether `headrace run` starts a provider where none is at work."""
 
@@ -352,6 +354,11 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _leave_labelled_rows_unweighted(self) -> RunConfig:
         if not self.spool.labelled:
+            if self.spool.val_fraction:
+                raise ValueError(
+                    f'spool.val_fraction = {self.spool.val_fraction:g} holds out labelled rows, and spool.task = "{self.spool.task}" has none; leave it out, '
+                    'or set task = "classify" or "tag"'
+                )
             return self
         asked = [
             f"source {s.name}: {k}"

@@ -7,6 +7,7 @@
 
     consumer = DatasetConsumer("S")
     batch = consumer.get_batch("train")  # input_ids, attention_mask, labels, sample_index, origin
+    batch = consumer.get_batch("val")    # with spool.val_fraction = 0.1: a tenth of each class, in turn, never trained on
 
 Rows are read, judged and tokenised once, into a checked file in the cache; from then on a sample costs a lookup. Which row is
 sample g follows from the manifests, the seed and g (mix.strata), so any provider makes any file, and several may join. A row whose
@@ -33,7 +34,7 @@ from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError, T
 from headrace.files import open_container, quarantine, write_container
 from headrace.jobs.wiring import Job
 from headrace.loader.dataset import sample_tokenizer
-from headrace.mix import Strata
+from headrace.mix import Strata, held_out
 from headrace.order import fingerprint_json, key
 from headrace.sources import OpenSource, RowShape, Source, cache_folder, open_source
 from headrace.sources.spec import nearest
@@ -441,11 +442,30 @@ class LabelledTextProvider(DataProviderBase):
         self._job = job
         self.examples, self._tokenizer = read_examples(job, self._tell)
         strata = self.examples.strata
-        self._drawn = np.flatnonzero(strata != _IGNORED)
-        """Examples that have a label."""
-        if not len(self._drawn):
+        drawn = np.flatnonzero(strata != _IGNORED)  # those that have a label
+        if not len(drawn):
             raise DataError("no row of the sources has a label. Check label_key")
-        self._plan = Strata(strata[self._drawn], key=key("spool.strata", seed=self.seed), balance=spool.balance)
+        kept = held_out(strata[drawn], spool.val_fraction, key=key("spool.val", seed=self.seed))
+        self._drawn = {"train": drawn[~kept], "val": drawn[kept]}
+        self._plan = {
+            "train": Strata(strata[drawn[~kept]], key=key("spool.strata", seed=self.seed), balance=spool.balance)
+        }
+        if spool.val_fraction:
+            if not kept.any():
+                raise DataError(
+                    f"spool.val_fraction = {spool.val_fraction:g} leaves nothing to validate on: no class has a second row. Give more rows, or leave it out"
+                )
+            # Every row once, whatever is trained on: a pass over all of them measures the data as it is.
+            self._plan["val"] = Strata(
+                strata[drawn[kept]], key=key("spool.strata.val", seed=self.seed), balance="natural"
+            )
+            self.val_files = -(-int(kept.sum()) // self.rows_per_file)
+            alone = np.setdiff1d(np.unique(strata[drawn]), np.unique(strata[drawn[kept]]))
+            names = ", ".join(self.examples.names[int(i)] for i in alone[:8])
+            self._tell(
+                f"{int(kept.sum()):,} examples are held out as split val"
+                + (f"; none of {names}, which have one row" if names else "")
+            )
 
     def build_meta(self) -> dict[str, Any]:
         config, examples, width = self._job.config, self.examples, (self._job.config.text.seq_len,)
@@ -458,28 +478,43 @@ class LabelledTextProvider(DataProviderBase):
         return {
             "dataset_name": "+".join(names), "training_type": "TOKEN_CLASSIFICATION" if tag else "CLASSIFICATION",
             "vocab_size": self._tokenizer.vocab_size, "target_size": len(examples.names), "pad_token_id": self._pad, "batch_schema": fields,
-            "label_map": {name: i for i, name in enumerate(examples.names)}, "balance": config.spool.balance,
-            "split_info": {"train": {"sources": names, "samples": len(self._drawn), "left_out": examples.left_out, "fingerprint": examples.fingerprint}},
+            "label_map": {name: i for i, name in enumerate(examples.names)}, "balance": config.spool.balance, "val_fraction": config.spool.val_fraction,
+            "split_info": {
+                "train": {"sources": names, "samples": len(self._drawn["train"]), "left_out": examples.left_out, "fingerprint": examples.fingerprint},
+                "val": {"samples": len(self._drawn["val"])},
+            },
         }  # fmt: skip
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """What it makes."""
+        return tuple(self._plan)
+
+    def rows_of(self, split: str, seq: int) -> int:
+        if split != "val":
+            return self.rows_per_file
+        return max(0, min(self.rows_per_file, len(self._drawn["val"]) - seq * self.rows_per_file))
 
     @property
     def _pad(self) -> int:
         return 0 if self._tokenizer.pad_id is None else self._tokenizer.pad_id
 
-    def open(self, splits: Sequence[str] = ("train",)) -> None:
-        super().open(splits)
+    def open(self, splits: Sequence[str] | None = None) -> None:
+        super().open(self.splits if splits is None else splits)
 
-    def run(self, splits: Sequence[str] = ("train",), *, max_files: int | None = None) -> int:
-        return super().run(splits, max_files=max_files)
+    def run(self, splits: Sequence[str] | None = None, *, max_files: int | None = None) -> int:
+        return super().run(self.splits if splits is None else splits, max_files=max_files)
 
     def batches_of(self, split: str, seq: int, rng: Any) -> Iterator[Mapping[str, Any]]:
         """The batches of file `seq`: a function of the examples, the seed and the samples' numbers alone."""
-        for first in range(seq * self.rows_per_file, (seq + 1) * self.rows_per_file, self.batch_size):
-            yield self._batch(first)
+        begin = seq * self.rows_per_file
+        end = begin + self.rows_of(split, seq)
+        for first in range(begin, end, self.batch_size):
+            yield self._batch(split, first, min(self.batch_size, end - first))
 
-    def _batch(self, first: int) -> dict[str, np.ndarray]:
+    def _batch(self, split: str, first: int, count: int) -> dict[str, np.ndarray]:
         examples, places = self.examples, np.arange(self._job.config.text.seq_len)
-        chosen = self._drawn[self._plan.rows(first, self.batch_size)]
+        chosen = self._drawn[split][self._plan[split].rows(first, count)]
         starts, lengths = examples.offsets[chosen], examples.offsets[chosen + 1] - examples.offsets[chosen]
         there = places < lengths[:, None]
         at = np.where(there, starts[:, None] + places, 0)
@@ -488,6 +523,6 @@ class LabelledTextProvider(DataProviderBase):
             "input_ids": ids,
             "attention_mask": there.astype(np.int8),
             "labels": np.where(there, examples.labels[at], _IGNORED) if examples.tagged else examples.labels[chosen],
-            "sample_index": np.arange(first, first + self.batch_size),
+            "sample_index": np.arange(first, first + count),
             "origin": examples.origin[chosen],
         }

@@ -54,11 +54,12 @@ def provide_text(
     provider = provider_of(job, join=join, force_regenerate=force_regenerate, take=take, report=report)
     if until_eof:
         threading.Thread(target=_stop_at_eof, args=(provider.stop,), daemon=True, name="headrace-parent").start()
+    splits = provider.splits if isinstance(provider, LabelledTextProvider) else ("train",)
     with stopped_by_signals(provider.stop):
-        provider.open(("train",))
+        provider.open(splits)
         if ready is not None:
             ready(provider)
-        return provider.run(("train",), max_files=max_files)
+        return provider.run(splits, max_files=max_files)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from headrace.mix.pick import PICK_MODES, PickMode
 from headrace.mix.plan import BATCHING_MODES, BatchingMode, Draw, LanePool, MixPlan, MixSettings, Reshard, worker_of
 from headrace.mix.pool import Slice, Snapshot
 from headrace.mix.queue import QUEUES, Queue
-from headrace.mix.strata import BALANCES, Balance, Strata
+from headrace.mix.strata import BALANCES, Balance, Strata, held_out
 from headrace.mix.streams import StreamTable, rank_share
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "Strata",
     "StreamTable",
     "fixed_point",
+    "held_out",
     "lane_weight_factors",
     "rank_share",
     "starting_credits",

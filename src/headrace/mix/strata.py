@@ -13,18 +13,39 @@ is drawn from a state, so any provider can make any file.
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 import numpy as np
 
 from headrace.order import Permutation, derive, draws
 
-__all__ = ["BALANCES", "Balance", "Strata"]
+__all__ = ["BALANCES", "Balance", "Strata", "held_out"]
 
 Balance = Literal["equal", "natural"]
 BALANCES: tuple[Balance, ...] = ("equal", "natural")
 _KEPT = 4096
 """Shuffles of classes that are kept: a table of 4,096 rows takes 32 KiB, beyond that none is made (order.permutation)."""
+
+
+def held_out(labels: np.ndarray, fraction: float, *, key: int) -> np.ndarray:
+    """Which rows are kept for validation: this share of every class, drawn by key, as one bool a row.
+
+    Of a class with two rows or more at least one is kept and at least one is not; one with a single row is trained on.
+    """
+    if not 0 <= fraction < 1:
+        raise ValueError(f"a fraction of 0 or more and less than 1 can be held out, got {fraction}")
+    kept = np.zeros(len(labels), bool)
+    if not fraction:
+        return kept
+    classes, inverse = np.unique(labels, return_inverse=True)
+    order = np.argsort(inverse, kind="stable")
+    first = np.searchsorted(inverse[order], np.arange(len(classes) + 1)).tolist()
+    for name, (start, end) in enumerate(itertools.pairwise(first)):
+        size = end - start
+        many = min(size - 1, max(1, round(fraction * size)))
+        kept[order[start + Permutation(size, derive(key, name)).slice(0, many)]] = True
+    return kept
 
 
 class Strata:

@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,10 @@ def find_dataset(
     cache: Path,
     allow_symlinks: bool,
     what: str,
+    columns: tuple[str, ...] | None = None,
 ) -> Dataset:
-    """The files of the dataset's split, on this machine by the time this returns."""
+    """The files of the dataset's split, on this machine by the time this returns. `columns`: what is kept of the rows of a stream; the
+    text unless given."""
     if split is not None and "[" in split:
         raise ConfigError(f"{what}: split {split!r} is a part of a split; name a whole one, and bound it with max_rows")
     local = base / Path(place).expanduser()
@@ -99,7 +101,7 @@ def find_dataset(
     streamed = str(local) if local.is_dir() else place
     if snapshot is None and not _REPOSITORY.fullmatch(place):
         raise DataError(f"{what}: {local} is no folder, and {place!r} is no name of a dataset (org/name)")
-    folder = _frozen(streamed, split or "train", config, text_key, max_rows, cache, what)
+    folder = _frozen(streamed, split or "train", config, text_key, max_rows, cache, what, columns)
     files = tuple(sorted(path.name for path in folder.glob("*.jsonl")))
     return Dataset(root=folder, files=files, format="jsonl", follow=False, text_key="text")
 
@@ -365,12 +367,18 @@ def _require_all_shards(files: Iterable[str], root: Path, what: str) -> None:
 
 
 def _frozen(
-    place: str, split: str, config: str | None, text_key: str, max_rows: int | None, cache: Path, what: str
+    place: str,
+    split: str,
+    config: str | None,
+    text_key: str,
+    max_rows: int | None,
+    cache: Path,
+    what: str,
+    columns: tuple[str, ...] | None,
 ) -> Path:
-    """The folder of jsonl files that holds the stream's texts, written now if this is the first use."""
-    key = fingerprint_json(
-        {"place": place, "split": split, "config": config, "text_key": text_key, "max_rows": max_rows}
-    )
+    """The folder of jsonl files that holds the stream's texts, or these columns of it, written now if this is the first use."""
+    asked = {"place": place, "split": split, "config": config, "text_key": text_key, "max_rows": max_rows}
+    key = fingerprint_json(asked if columns is None else asked | {"columns": list(columns)})
     name = re.sub(r"[^\w.-]+", "-", place).strip("-.")[-60:]
     folder = cache / "hf" / f"{name}-{key}"
     if (folder / _SEAL).is_file():
@@ -380,7 +388,8 @@ def _frozen(
         with _only_one(folder):
             if not (folder / _SEAL).is_file():
                 stream = _stream(place, split, config, what)
-                _write(stream, folder, place, text_key, max_rows, what)
+                kept = {"text": text_key} if columns is None else {column: column for column in columns}
+                _write(stream, folder, place, kept, max_rows, what)
     except OSError as error:
         raise StorageError(
             f"{what}: could not keep the dataset in {folder}: {error.strerror or error}. Make room there, or choose a folder with "
@@ -410,11 +419,10 @@ def _unreachable(place: str, what: str, error: BaseException) -> DataError:
     )
 
 
-def _write(stream: Any, folder: Path, place: str, text_key: str, max_rows: int | None, what: str) -> None:
+def _write(stream: Any, folder: Path, place: str, kept: Mapping[str, str], max_rows: int | None, what: str) -> None:
     """Shard by shard into a folder aside, each finished one marked; then the seal and the name."""
     aside = folder.with_name(folder.name + ".partial")
     aside.mkdir(exist_ok=True)
-    keys = text_key.split(".")
     shards = int(getattr(stream, "num_shards", None) or getattr(stream, "n_shards", 1) or 1)
     total = 0
     for shard in range(shards):
@@ -426,7 +434,7 @@ def _write(stream: Any, folder: Path, place: str, text_key: str, max_rows: int |
                 left.unlink()
             part = stream.shard(num_shards=shards, index=shard) if shards > 1 else stream
             most = None if max_rows is None else max_rows - total
-            rows = _write_shard(part, aside, shard, place, keys, most, what)
+            rows = _write_shard(part, aside, shard, place, kept, most, what)
             publish_json(done, {"rows": rows})
             total += rows
         if max_rows is not None and total >= max_rows:
@@ -440,7 +448,9 @@ def _write(stream: Any, folder: Path, place: str, text_key: str, max_rows: int |
     sync_folder(folder.parent)
 
 
-def _write_shard(part: Any, aside: Path, shard: int, place: str, keys: list[str], most: int | None, what: str) -> int:
+def _write_shard(
+    part: Any, aside: Path, shard: int, place: str, kept: Mapping[str, str], most: int | None, what: str
+) -> int:
     rows, number = 0, 0
     lines: list[bytes] = []
     held = 0
@@ -461,7 +471,7 @@ def _write_shard(part: Any, aside: Path, shard: int, place: str, keys: list[str]
             raise _unreachable(place, what, error) from error
         if row is None:
             break
-        lines.append(orjson.dumps({"text": _value(row, keys, what)}, default=str) + b"\n")
+        lines.append(orjson.dumps({name: _value(row, key, what) for name, key in kept.items()}, default=str) + b"\n")
         held += len(lines[-1])
         rows += 1
         if held >= _PART_BYTES:
@@ -472,9 +482,9 @@ def _write_shard(part: Any, aside: Path, shard: int, place: str, keys: list[str]
     return rows
 
 
-def _value(row: Any, keys: list[str], what: str) -> Any:
+def _value(row: Any, path: str, what: str) -> Any:
     value = row
-    for depth, key in enumerate(keys):
+    for depth, key in enumerate([path] if isinstance(row, dict) and path in row else path.split(".")):
         if not isinstance(value, dict) or key not in value:
             if depth and value is None:
                 return None
@@ -482,7 +492,7 @@ def _value(row: Any, keys: list[str], what: str) -> Any:
                 ", ".join(map(repr, nearest(key, map(str, value))[:8])) if isinstance(value, dict) else repr(value)[:80]
             )
             raise DataError(
-                f"{what}: a row has no {'.'.join(keys)!r}; it has {have}. Set text_key to the one that holds the text."
+                f"{what}: a row has no {path!r}; it has {have}. Set text_key to the one that holds the text, and label_key to its label's."
             )
         value = value[key]
     return value

@@ -160,6 +160,7 @@ def _find(
             cache=cache,
             allow_symlinks=source.allow_symlinks,
             what=what,
+            columns=None if rows is None else rows.columns,
         )
         reader = _reader(dataset.format, dataset.text_key, max_line_bytes, rows)
         found = named_files(

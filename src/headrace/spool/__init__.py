@@ -14,7 +14,11 @@
     syncing.py     files nobody waited for reach the disk as well
     sampling.py    next spans, BERT masks, balanced classes
     reader.py      which rows make the next batch
-    ahead.py       one file ahead, in the background
+    ahead.py       a thread that looks ahead and tidies up behind
+    supply.py      which files are made ready before they are asked for
+    place.py       who may read
+    retention.py   how far has been read, and what may go
+    taken.py       which files were begun by a reader that uses them up
     legacy.py      folders from before the queue
     consumer.py    the trainer's end: DatasetConsumer
     survey.py      what is in a spool, for people and for CI

@@ -3,7 +3,7 @@
     want(key, prepare)     try `prepare` again and again until it gives a file
     take(key)              that file; waits by name where it is not ready yet
     later(job)             do this when there is time; again, with growing pauses, as long as it fails
-    soon(note)             tell the thread something, without waking it
+    soon(note)             tell the thread something, without waking it: it looks for itself, every 2 to 50 ms
 
 All reading and deleting of the consumer happens here, so that the trainer's thread only copies rows out of memory.
 """
@@ -27,12 +27,11 @@ __all__ = ["Ahead", "NotYet"]
 T = TypeVar("T")
 Key = tuple[str, int, int]
 """Split, part, number."""
-_SHORTEST, _LONGEST = 0.001, 0.05
-"""Seconds between two looks for a file that is not there: doubled up to the second, so an idle consumer costs 20 looks a second."""
-
-
-_IDLE = 0.5
-"""Seconds between two looks for jobs that nobody woke the thread for."""
+_SHORTEST, _LONGEST = 0.002, 0.05
+"""Seconds between two looks at what is to do: doubled up to the second while nothing moves, so an idle consumer costs 20 looks a second, and who
+reads a file in T seconds is noticed within T of having begun the next."""
+_STANDING_BACK = 0.02
+"""The first of these pauses for a trainer in a hurry, which waits for the interpreter at every look."""
 
 
 class NotYet(Exception):
@@ -48,6 +47,7 @@ class _Job:
     at: float = 0.0
     """When to try it again."""
     pause: float = _LONGEST
+    sooner_if_missed: bool = False
 
 
 class Ahead(Generic[T]):
@@ -63,8 +63,9 @@ class Ahead(Generic[T]):
         self._jobs: deque[_Job] = deque()
         self._notes: deque[Callable[[], None]] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """Wakes the thread. A condition's own bell takes 30 us of the trainer's time, this one 3."""
+        """Wakes the thread, for somebody who waits."""
         self._busy = False
+        self._shortest = _SHORTEST
         self._failures = 0
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -92,7 +93,7 @@ class Ahead(Generic[T]):
         with self._changed:
             if key in self._ready:
                 return
-        self._bell.put(None)  # what the provider waits for may be among the notes: where the next row is
+        self._start()  # it may be asked for by a note, and what the provider waits for may be one: where the next row is
         until = time.monotonic() + deadline
         while True:
             name, remedy = self._reason(key)
@@ -112,20 +113,35 @@ class Ahead(Generic[T]):
                 if key in self._ready:
                     return
 
-    def later(self, job: Callable[[], None], name: str = "", *, at: float = 0.0) -> None:
+    def later(
+        self, job: Callable[[], None], name: str = "", *, at: float = 0.0, sooner_if_missed: bool = False
+    ) -> None:
         """Do `job` in the background. An OSError or a HeadraceError of it is reported and the job is tried again.
 
-        `name`: one that waits under this name already will do. `at`: not before this moment (time.monotonic).
+        `name`: one that waits under this name already will do. `at`: not before this moment (time.monotonic), or, with
+        `sooner_if_missed`, before a wanted file is found missing.
         """
         with self._changed:
             if not name or all(waiting.name != name or waiting.begun for waiting in self._jobs):
-                self._jobs.append(_Job(job, name, at=at))
+                self._jobs.append(_Job(job, name, at=at, sooner_if_missed=sooner_if_missed))
                 self._start()
 
     def soon(self, note: Callable[[], None]) -> None:
-        """Call `note` in the background when the thread next looks: it is not woken for it, which would take the interpreter away
-        from the trainer. At the next file at the latest, or after half a second."""
+        """Call `note` in the background when the thread next looks. It is not woken for it: to wake a thread takes 50 us, and
+        where it is put on the same core, the trainer waits 2 ms for its turn."""
         self._notes.append(note)
+        if self._thread is None:
+            self._start()
+
+    def give_up(self, key: Key) -> None:
+        """Look for `key` no more: somebody else does. What is being prepared of it is dropped."""
+        with self._changed:
+            self._wanted.pop(key, None)
+            self._why.pop(key, None)
+
+    def stand_back(self, yes: bool) -> None:
+        """Look less often, because somebody in a hurry does not want to share the interpreter."""
+        self._shortest = _STANDING_BACK if yes else _SHORTEST
 
     def forget(self, match: Callable[[Key], bool] = lambda _: True) -> None:
         """Drop what was prepared: somebody loaded another position."""
@@ -138,8 +154,10 @@ class Ahead(Generic[T]):
         """Wait until all jobs are done; False if they were not in time, or one fails twice while we wait."""
         failures = self._failures
         with Wait("spool.drain", deadline=timeout, meter=self._meter) as wait, self._changed:
-            if self._notes:
-                self._start()
+            self._start()
+            for job in self._jobs:
+                if job.sooner_if_missed:
+                    job.at = 0.0
             while (self._notes or self._jobs or self._busy) and not wait.expired() and self._thread is not None:
                 if self._failures >= failures + 2:
                     return False
@@ -169,26 +187,28 @@ class Ahead(Generic[T]):
             self._bell.put(None)
 
     def _loop(self) -> None:
-        pause = _SHORTEST
+        pause = self._shortest
         while True:
             with contextlib.suppress(queue.Empty):  # what was rung for is looked at now
                 while True:
                     self._bell.get_nowait()
+            moved = missed = False
             while self._notes:
-                self._busy = True
+                self._busy = moved = True
                 self._notes.popleft()()
             with self._changed:
                 if self._closed:
                     return
                 wanted = list(self._wanted.items())
+            for key, prepare in wanted:
+                found = self._try(key, prepare)
+                moved, missed = moved or found, missed or not found
+            with self._changed:
                 now = time.monotonic()
-                job = next((j for j in self._jobs if j.at <= now), None)
+                job = next((j for j in self._jobs if j.at <= now or (missed and j.sooner_if_missed)), None)
                 self._busy = job is not None
                 if job is not None:
                     job.begun = True
-            moved = False
-            for key, prepare in wanted:
-                moved |= self._try(key, prepare)
             if job is not None:
                 try:
                     job.call()
@@ -196,7 +216,7 @@ class Ahead(Generic[T]):
                 except Exception as error:  # full disk, no permission: keep the job, tell, come back later; others need not wait for it
                     self._on_failure(f"{type(error).__name__}: {error}")
                     self._failures += 1
-                    done, job.begun, job.at = False, False, time.monotonic() + job.pause
+                    done, job.begun, job.at, job.sooner_if_missed = False, False, time.monotonic() + job.pause, False
                     job.pause = min(2 * job.pause, 5.0)
                 with self._changed:
                     if done:
@@ -205,19 +225,18 @@ class Ahead(Generic[T]):
                     self._busy = False
                     self._changed.notify_all()
             if moved:
-                pause = _SHORTEST
+                pause = self._shortest
                 continue
             with self._changed:
                 soonest = min((j.at for j in self._jobs), default=None)
-                asleep = _IDLE if soonest is None else max(0.0, min(_IDLE, soonest - time.monotonic()))
-                asleep = min(pause, asleep) if self._wanted else asleep
+                asleep = pause if soonest is None else max(0.0, min(pause, soonest - time.monotonic()))
             woken = True
             with Wait("spool.ahead", deadline=60.0, hidden=True, meter=self._meter):
                 try:
                     self._bell.get(timeout=asleep) if asleep else None
                 except queue.Empty:
                     woken = False
-            pause = _SHORTEST if woken else min(2 * pause, _LONGEST)
+            pause = self._shortest if woken else min(2 * pause, _LONGEST)
 
     def _try(self, key: Key, prepare: Callable[[], T]) -> bool:
         try:

@@ -21,45 +21,39 @@ Every wait has a deadline. Files are opened, judged and deleted by one backgroun
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
-import re
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from headrace.errors import ConfigError, CursorMismatch, DeadlineExceeded, HeadraceError
-from headrace.metrics import Meter, MetricSpec, Reduction, Wait, default_meter, register
+from headrace.metrics import Meter, MetricSpec, Reduction, default_meter, register
 from headrace.order import Cursor
 from headrace.spool.ahead import Ahead
-from headrace.spool.batch_file import BatchFile, numpy_dtype
+from headrace.spool.batch_file import BatchFile
 from headrace.spool.channel import Channel
 from headrace.spool.checker import FileChecker
 from headrace.spool.file_system import FileSystem
-from headrace.spool.folder import HeldLock, SpoolFolder, lock_holder, patiently, sweep_dead_temporaries
+from headrace.spool.folder import SpoolFolder
 from headrace.spool.legacy import LegacyReader, legacy_fingerprint
 from headrace.spool.meta import FieldSpec, read_meta, schema_of
+from headrace.spool.place import Place
 from headrace.spool.provider import CIRCULAR_SPLITS
 from headrace.spool.reader import BufferPool, Part, QueueReader, RingReader, Stripe
+from headrace.spool.retention import Retention
+from headrace.spool.supply import SplitFiles, Supply
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 __all__ = ["DatasetConsumer"]
 
 _KIND, _VERSION = "spool", 1
-_MOMENT = 0.1
-"""Seconds for which a consumer that had its place is taken to have it."""
-_FILES_AHEAD = 2
-"""Files prepared beyond the one that is read. With one, the background thread waits for the trainer whenever the trainer waited for it."""
-_POSITION_EVERY = 0.005
-"""Seconds between two positions told to the provider: to write one takes 1 ms where a file of small batches lasts less."""
 
 register(
     MetricSpec("spool/batches", Reduction.SUM, unit="batches", help="batches delivered"),
@@ -67,9 +61,6 @@ register(
     MetricSpec("spool/files_read", Reduction.SUM, unit="files", help="files read to their end"),
     MetricSpec(
         "spool/files_bad", Reduction.SUM, unit="files", healthy=(0, 0), help="files that were judged bad and set aside"
-    ),
-    MetricSpec(
-        "spool/files_deleted", Reduction.SUM, unit="files", help="files deleted or archived below the commit point"
     ),
     MetricSpec(
         "spool/retries",
@@ -108,10 +99,13 @@ class DatasetConsumer:
 
         `batch_size`: samples of a whole batch, over all ranks; the provider's unless given. `deadline`: the longest wait for a batch.
         `archive`: how many used-up files to keep in archives/ instead of deleting them. `report`: gets one line a file.
-        `copy`: whether batches are copies. Without, they are views of the mapped file: writing to one changes neither the file nor
-        another batch, and a file stays on the disk as long as a batch of it is referred to. Those of one of several ranks are every
-        W-th row of it, so they are not contiguous: `reshape`, not `view`. Unless given, batches of a single rank on a local disk
-        are views; those of several ranks are copies, and so are all on a network file system, where a file can be taken away from under a view.
+        `copy`: whose memory a batch is. Writing to one never changes the file or another batch.
+            False   views of the mapped file, which stays on the disk as long as a batch of it is referred to. Those of one of several
+                    ranks are every W-th row of it, so they are not contiguous: `reshape`, not `view`
+            True    each batch is copied when it is asked for, into memory of its own
+            None    views for a single rank on a local disk. For several ranks, and on a network file system, where a file can be taken
+                    away from under a view, the background thread gathers the rank's rows of a file in memory that is used again; it is
+                    kept as long as a batch of it is referred to. Three files' shares are in memory at a time
         """
         problems = [
             f"{name} is {value!r}, expected a whole number of {least} or more"
@@ -146,21 +140,17 @@ class DatasetConsumer:
         self._pool = BufferPool()
         self._ahead: Ahead[BatchFile] = Ahead(self._meter, self._on_failure)
         self._readers: dict[str, QueueReader | RingReader | LegacyReader] = {}
+        self._files: dict[str, SplitFiles] = {}
         self._channels: dict[tuple[str, int], Channel] = {}
-        self._lock: HeldLock | None = None
-        self._counts = {"bad_files": 0, "files_read": 0, "files_deleted": 0, "retries": 0}
-        self._taken: dict[str, list[int]] = {}
-        """Per split: the first file that was not begun, and its first row. Only where a file is used up by reading it."""
-        self._writing, self._committing = threading.Lock(), threading.Lock()
+        self._counts = {"bad_files": 0, "files_read": 0, "retries": 0}
         self._last_problem = ""
         self._closed = False
         self._pins: bool | None = None
         """Whether batches for no device in particular are pinned: there is a CUDA device to copy them to."""
-        self._batch_bytes = 0
-        """Of a rank's share of a batch, where no field is ragged."""
-        self._placed = 0.0
-        """When it was last seen that this consumer's place is still its own."""
-        self._position_written = 0.0
+        self._plain: Callable[[np.ndarray], torch.Tensor] | Literal[False] | None = None
+        """What makes a tensor of an array, where nothing else is to be done to it. None until the first batch has told."""
+        self._pair = False
+        """Whether a batch is (X, Y)."""
         self._queued = prefer_queue and (self.data_dir / "queue").is_dir()
         self.batch_size = self.meta["batch_size"]
         if batch_size is not None:
@@ -169,9 +159,7 @@ class DatasetConsumer:
             self._check_share(self.batch_size)
         disk = FileSystem.of(self.data_dir)
         self.copy = copy if copy is not None else not disk.local or dp_world_size > 1
-        self._retired: list[BatchFile] = []
-        """Files read to their end of which a batch is still in use."""
-        self._checker = FileChecker(
+        checker = FileChecker(
             self.meta,
             self._stripe,
             patience=verdict_patience,
@@ -179,10 +167,40 @@ class DatasetConsumer:
             on_bad=self._set_aside,
             private=not self.copy,
         )
+        self._place = Place(self._folder, dp_rank, dp_world_size, self._meter)
+        self._supply = Supply(
+            self._ahead,
+            checker,
+            self._place,
+            self._stripe,
+            lambda: self.batch_size,
+            cuts=copy is not True,
+            gathers=self.copy,
+        )
+        sequential = self.meta.get("headrace", {}).get("kind") == "sequential"
+        self._retention = Retention(
+            self._folder,
+            self._place,
+            self._ahead,
+            self._channel,
+            self._positions,
+            ack=ack,
+            archive=archive,
+            kept_below=1 if sequential else 0,
+            deadline=deadline,
+            meter=self._meter,
+        )
         if self._queued:
             for sentence in disk.warnings:
                 self._tell(f"{self.data_dir}: {sentence}")
-            self._claim_place()
+            self._folder.prepare()
+            self._place.claim()
+            if dp_rank == 0:
+                try:
+                    self._retention.recover()
+                except BaseException:
+                    self._place.release()
+                    raise
 
     # ------------------------------------------------------------------------------------------- facts
 
@@ -228,6 +246,7 @@ class DatasetConsumer:
             "rank": self.rank,
             "world_size": self.world_size,
             **self._counts,
+            "files_deleted": self._retention.deleted,
             "last_problem": self._last_problem,
         }
 
@@ -236,12 +255,13 @@ class DatasetConsumer:
     def get_batch(self, split: str = "train", device: str | torch.device | None = None) -> Any:
         """The next batch of a split, on `device`: (X, Y) where the schema is x and y, else a dict of tensors by field."""
         reader = self._readers.get(split) or self._reader(split)
-        if type(reader) is QueueReader and (device == "cpu" or (device is None and self._pins is False)):
-            ready = reader.from_stock(self.batch_size)
-            if ready is not None:
-                self._meter.add("spool/batches")
-                self._meter.add("spool/bytes", self._batch_bytes or self._bytes_of_a_batch())
-                return ready
+        plain = self._plain if device == "cpu" or (device is None and self._pins is False) else None
+        if plain and type(reader) is QueueReader and reader.cut == self.batch_size:
+            # Most batches. Every line shows here: after a step of the trainer's its code is no longer in the cache.
+            row = reader.next_cut()
+            self._meter.add("spool/batches")
+            self._meter.add("spool/bytes", reader.cut_bytes)
+            return tuple(map(plain, row)) if self._pair else dict(zip(reader.names, map(plain, row), strict=True))
         import torch
 
         arrays = reader.next(self.batch_size)
@@ -253,6 +273,10 @@ class DatasetConsumer:
         for field in reader.schema:
             if field.dtype == "bfloat16":
                 tensors[field.name] = tensors[field.name].view(torch.bfloat16)
+        if self._plain is None and isinstance(reader, QueueReader):
+            self._pair = reader.names == ("x", "y")
+            odd = any(f.dtype == "bfloat16" or f.ragged for f in reader.schema) or reader.names == ("y", "x")
+            self._plain = False if odd else torch.from_numpy
         if device is not None and device != "cpu":
             tensors = _moved(tensors, torch.device(device))
         elif device is None:
@@ -268,17 +292,17 @@ class DatasetConsumer:
         reader = self._reader(split)
         if isinstance(reader, LegacyReader):
             return True
-        files = _SplitFiles(self, split)
         if isinstance(reader, QueueReader):
-            wanted = [(part.number, part.seq, part.start) for part in reader.parts if not part.is_open]
+            wanted = [(part.number, part.seq, part.start) for part in reader.parts if part.first is None]
         else:
             wanted = [(0, reader.seq, 0)]
+        files = self._files[split]
         for place in wanted:
             files.want(*place)
         until = time.monotonic() + (self.deadline if timeout is None else timeout)
         try:
             for part, seq, _ in wanted:
-                self._ahead.hold((split, part, seq), max(0.0, until - time.monotonic()))
+                files.hold(part, seq, max(0.0, until - time.monotonic()))
         except DeadlineExceeded:
             if timeout is None:
                 raise
@@ -295,12 +319,7 @@ class DatasetConsumer:
                 f"{self.data_dir} was made with batch_size {self.meta['batch_size']}, batches now have {new_bs}: the same samples in the same order, cut "
                 "differently", stacklevel=2,
             )  # fmt: skip
-        self.batch_size, self._batch_bytes = new_bs, 0
-
-    def _bytes_of_a_batch(self) -> int:
-        each = sum(math.prod(f.shape) * numpy_dtype(f.dtype).itemsize for f in self.schema())
-        self._batch_bytes = each * self.batch_size // self.world_size
-        return self._batch_bytes
+        self.batch_size = new_bs
 
     def _check_share(self, size: int) -> None:
         if size % self.world_size:
@@ -314,7 +333,8 @@ class DatasetConsumer:
         """Read a split (or all) again: a circular one from its beginning, a queue from the commit point."""
         for name in [split] if split is not None else list(self._readers):
             self._readers.pop(name, None)
-            self._ahead.forget(lambda key, name=name: key[0] == name)
+            if name in self._files:
+                self._files.pop(name).drop()
 
     def state_dict(self) -> dict[str, Any]:
         """Where reading stands: of what was delivered, the same on every rank."""
@@ -336,7 +356,7 @@ class DatasetConsumer:
         self.reset_state()
         for split, position in positions.items():
             self._readers[split] = self._make_reader(split, position)
-        self._ahead.later(self._write_read_position, "read position")
+        self._retention.tell_position()
 
     def _checked_position(self, split: str, value: Any) -> dict[str, Any]:
         try:
@@ -367,7 +387,7 @@ class DatasetConsumer:
                 {"file": (position["at"][0][0], point["at"][0][0])},
             )
         if self.rank == 0:
-            self._require_place()
+            self._place.require()
             self._folder.write_commit_points({**points, split: dict(position)})
 
     def _fingerprint(self) -> dict[str, str]:
@@ -392,120 +412,7 @@ class DatasetConsumer:
             for split, value in cursor.body["splits"].items()
             if split not in CIRCULAR_SPLITS
         }
-        self._move_commit(moved)
-
-    def _move_commit(self, moved: Mapping[str, Mapping[str, Any]]) -> None:
-        with self._committing:  # what is used up is committed by the background thread, what was saved by the trainer's
-            self._move_commit_now(moved)
-
-    def _move_commit_now(self, moved: Mapping[str, Mapping[str, Any]]) -> None:
-        self._require_place()
-        points = self._folder.commit_points()
-        before = {
-            split: [pair[0] for pair in points[split]["at"]] if split in points else [0] * len(moved[split]["at"])
-            for split in moved
-        }
-        ahead = {
-            split: dict(point)
-            for split, point in moved.items()
-            if split not in points or point["g"] >= points[split]["g"]
-        }
-        if any(split not in points or point != points[split] for split, point in ahead.items()):
-            patiently(
-                f"committing {self.data_dir}",
-                lambda: self._folder.write_commit_points({**points, **ahead}),
-                deadline=self.deadline,
-                hidden=True,
-            )
-        for split, point in ahead.items():
-            for part, (seq, _) in enumerate(point["at"]):
-                self._delete_later(split, part, range(max(0, before[split][part] - 1), seq - self._kept_below))
-
-    @property
-    def _kept_below(self) -> int:
-        """Files kept below the commit point: a sequential producer starts from the last one."""
-        return 1 if self.meta.get("headrace", {}).get("kind") == "sequential" else 0
-
-    def _delete_later(self, split: str, part: int, seqs: range) -> None:
-        channel = self._channel(split, part)
-
-        def job(seq: int) -> None:
-            self._require_place()
-            there = channel.find(seq) is not None
-            channel.delete(seq, self.archive)
-            if there:
-                self._counts["files_deleted"] += 1
-                self._meter.add("spool/files_deleted")
-
-        for seq in seqs:
-            self._ahead.later(lambda seq=seq: job(seq))
-
-    # ------------------------------------------------------------------------------------------- place
-
-    def _claim_place(self) -> None:
-        """Be the only consumer of this rank, among ranks of one world."""
-        self._folder.prepare()
-        who = f"rank {self.rank} of {self.world_size}"
-        advice = "a spool has one consumer per rank. Stop that one first, or give this one another dp_rank"
-        self._lock = self._folder.take_lock(f"consumer-{self.rank}", who, advice)
-        try:
-            with Wait("spool.lock", deadline=1.0, meter=self._meter) as wait:
-                # One that has just come holds its lock a moment before it has written its name: look again before refusing.
-                while (other := self._of_another_world()) is not None:
-                    if wait.expired():
-                        raise ConfigError(
-                            f"{self.data_dir} is being read by {other}, this is {who}: all ranks need the same world size. Stop the others first"
-                        )
-                    time.sleep(0.02)
-            if self.rank == 0:
-                self._taken = self._folder.taken_files() if self.ack == "consume" else {}
-                self._tidy()
-        except BaseException:
-            self._lock.release()
-            self._lock = None
-            raise
-
-    def _of_another_world(self) -> str | None:
-        """A living consumer of this spool that counts another number of ranks."""
-        for name in os.listdir(self._folder.state):
-            match = re.fullmatch(r"consumer-(\d{1,9})\.lock", name)
-            holder = lock_holder(self._folder.state / name) if match and int(match[1]) != self.rank else None
-            world = re.match(r"rank \d+ of (\d+)", holder) if holder else None
-            if world and int(world[1]) != self.world_size:
-                return holder
-        return None
-
-    def _tidy(self) -> None:
-        """What a crash may have left: half-done temporaries, files below the commit point, read positions of ranks that are no more."""
-        sweep_dead_temporaries(self._folder.state)
-        for name in os.listdir(self._folder.state):
-            match = re.fullmatch(r"read-(\d{1,9})\.json", name)
-            if match and int(match[1]) >= self.world_size:
-                with contextlib.suppress(OSError):
-                    os.unlink(self._folder.state / name)
-        for split, point in self._folder.commit_points().items():
-            for part, (seq, _) in enumerate(point["at"]):
-                channel = self._channel(split, part)
-                sweep_dead_temporaries(channel.verdicts)
-                for old in channel.leftovers(seq - self._kept_below):
-                    self._delete_later(split, part, range(old, old + 1))
-
-    def _require_place(self) -> None:
-        """A consumer that was replaced (its lock file was removed and taken by another) can neither deliver nor delete."""
-        if self._closed:
-            raise HeadraceError(f"this consumer of {self.data_dir} was closed")
-        if self._lock is not None and not self._lock.valid():
-            holder = lock_holder(self._lock.path) or "nobody"
-            raise HeadraceError(
-                f"this consumer of {self.data_dir} lost its place: {self._lock.path.name} was removed and is now held by {holder}. Start again"
-            )
-        self._placed = time.monotonic()
-
-    def _require_place_lately(self) -> None:
-        """The same, unless it was seen when the file was prepared a moment ago: two system calls take 50 us of a trainer's time.
-        A process that was stopped and wakes up finds that its moment has passed."""
-        if time.monotonic() - self._placed > _MOMENT:
-            self._require_place()
+        self._retention.move_commit(moved)
 
     # ----------------------------------------------------------------------------------------- readers
 
@@ -529,7 +436,7 @@ class DatasetConsumer:
             raise HeadraceError(f"this consumer of {self.data_dir} was closed")
         if split not in self._readers:
             self._readers[split] = self._make_reader(split, None)
-            self._ahead.later(self._write_read_position, "read position")
+            self._retention.tell_position()
         return self._readers[split]
 
     def _make_reader(self, split: str, position: Mapping[str, Any] | None) -> QueueReader | RingReader | LegacyReader:
@@ -540,7 +447,14 @@ class DatasetConsumer:
             return legacy
         self._channel(split, 0)
         schema = schema_of(self.meta["batch_schema"])
-        files = _SplitFiles(self, split)
+        files = self._files[split] = SplitFiles(
+            split,
+            self._supply,
+            self._channel,
+            deadline=self.deadline,
+            entered=self._retention.entered,
+            finished=self._finished,
+        )
         if split in CIRCULAR_SPLITS:
             count = self.meta.get("headrace", {}).get("circular", {}).get(split) or max(
                 1, len(self._channel(split, 0).present())
@@ -549,7 +463,10 @@ class DatasetConsumer:
             if position is not None:
                 ring.load(position)
             return ring
-        position = position if position is not None else self._starting_point(split)
+        count = self._parts_of(split)
+        if self.ack == "consume" and count > 1:
+            raise ConfigError(f'{self.data_dir} has {count} parts; a consumer of parts needs ack="commit"')
+        position = position if position is not None else self._retention.starting_point(split, count)
         parts = [
             Part(part, files, seq, row, start)
             for part, ((seq, row), start) in enumerate(zip(position["at"], position["start"], strict=True))
@@ -558,81 +475,29 @@ class DatasetConsumer:
         reader.prefetch()
         return reader
 
-    def _starting_point(self, split: str) -> dict[str, Any]:
-        """Where a consumer without a state begins: at the commit point, or behind every file that was begun."""
-        parts = self._parts_of(split)
-        point: dict[str, Any] = self._folder.commit_points().get(split) or {
-            "g": 0,
-            "at": [[0, 0]] * parts,
-            "start": [0] * parts,
-        }
-        if self.ack == "consume":
-            seq, row = self._taken.get(split, (0, 0))
-            if seq > point["at"][0][0]:
-                point = {"g": row, "at": [[seq, 0]], "start": [row]}
-            if parts > 1:
-                raise ConfigError(f'{self.data_dir} has {parts} parts; a consumer of parts needs ack="commit"')
-            self._move_commit({split: point})
-        return {"g": point["g"], "at": [list(pair) for pair in point["at"]], "start": list(point["start"])}
-
     # ------------------------------------------------------------------------------------------- files
 
-    def _prepare(self, split: str, part: int, seq: int, start: int) -> BatchFile:
-        file = self._checker.prepare(self._channel(split, part), seq, start)
-        queued = split not in CIRCULAR_SPLITS and self._parts_of(split) == 1
-        # Whoever trains has imported torch. To do it here, a second of work, would keep a first file waiting.
-        if not self.copy and queued and "torch" in sys.modules and not any(f.ragged for f in file.header.schema):
-            file.cut(self.batch_size, start, self.rank, self.world_size)
-        self._require_place()
-        return file
+    def _positions(self) -> dict[str, list[int]]:
+        """Per split: the file each part is read in."""
+        readers = list(self._readers.items()) if self._queued else []
+        return {split: [p.seq for p in reader.parts] for split, reader in readers if isinstance(reader, QueueReader)}
+
+    def _finished(self, split: str, part: int, seq: int, end: int, file: BatchFile | None) -> None:
+        """All rows of a file were delivered. What follows from it is done in the background."""
+        self._counts["files_read"] += 1
+        self._ahead.soon(partial(self._settle, split, part, seq, end, file))
+
+    def _settle(self, split: str, part: int, seq: int, end: int, file: BatchFile | None) -> None:
+        self._meter.add("spool/files_read")
+        self._retention.finished(split, seq, end)
+        if file is not None:
+            self._supply.retire(file)
+        self._tell(f"{self._channel(split, part)} {seq}: read")
 
     def _set_aside(self, sentence: str) -> None:
         self._counts["bad_files"] += 1
         self._meter.add("spool/files_bad")
         self._tell(sentence)
-
-    def _entered(self, split: str, part: int, seq: int, end: int) -> None:
-        """In the consume mode a file counts as taken before its first row is delivered: after a crash it is not read again."""
-        self._require_place()
-        self._taken = {**self._taken, split: [seq + 1, end]}
-        patiently(
-            f"writing the position of {self.data_dir}", self._write_read_position, deadline=self.deadline, hidden=False
-        )
-
-    def _finished(self, split: str, part: int, seq: int, end: int, file: BatchFile | None) -> None:
-        """All rows of a file were delivered. In the background thread."""
-        self._meter.add("spool/files_read")
-        if self.ack == "commit":
-            self._ahead.later(self._write_read_position, "read position", at=self._position_written + _POSITION_EVERY)
-        else:
-            self._ahead.later(lambda: self._used_up(split, seq, end))
-        if file is not None:
-            file.stock.clear()  # what was not used of it would hold the file
-            self._retired.append(file)
-            self._ahead.later(self._let_go, "let go")
-        self._tell(f"{self._channel(split, part)} {seq}: read")
-
-    def _let_go(self) -> None:
-        """Unmap files nobody uses any more. In the background: the trainer's own last reference would do it in its step."""
-        self._retired = [f for f in self._retired if f.held]
-
-    def _used_up(self, split: str, seq: int, end: int) -> None:
-        """Commit a file that was delivered to its end, then delete it."""
-        self._move_commit({split: {"g": end, "at": [[seq + 1, 0]], "start": [end]}})
-        self._write_read_position()
-
-    def _write_read_position(self) -> None:
-        with self._writing:  # both threads do: the one that looked first must not write last
-            self._write_read_position_now()
-        self._position_written = time.monotonic()
-
-    def _write_read_position_now(self) -> None:
-        splits: dict[str, Any] = {}
-        for split, reader in list(self._readers.items()):
-            if isinstance(reader, QueueReader):
-                splits[split] = {"done": [part.seq for part in reader.parts]}
-        if splits and self._queued:
-            self._folder.write_read_position(self.rank, self.world_size, splits, self._taken)
 
     # --------------------------------------------------------------------------------------------- end
 
@@ -645,10 +510,10 @@ class DatasetConsumer:
         self._ahead.close()
         self._ahead.forget()
         self._readers.clear()  # and with them the mapped files
-        self._retired.clear()
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        self._files.clear()
+        self._supply.clear()
+        self._retention.close()
+        self._place.release()
 
     def __enter__(self) -> Self:
         return self
@@ -675,68 +540,3 @@ def _moved(tensors: Mapping[str, torch.Tensor], target: torch.device) -> dict[st
     if target.type == "cuda":
         return {n: t.pin_memory().to(target, non_blocking=True) for n, t in tensors.items()}
     return {n: t.to(target) for n, t in tensors.items()}
-
-
-class _SplitFiles:
-    """What a reader asks its consumer for."""
-
-    def __init__(self, consumer: DatasetConsumer, split: str) -> None:
-        self._consumer, self._split = consumer, split
-        self._entered: dict[int, int] = {}
-        self._ends: dict[tuple[int, int], int] = {}
-        self._reading: dict[int, int] = {}
-        """The file of each part before the one that is wanted next."""
-        self._following: dict[int, tuple[int, int]] = {}
-        """The first file of each part that is not prepared, and its first row."""
-
-    def want(self, part: int, seq: int, start: int) -> None:
-        """Have this file prepared, and those behind it: where each begins is known once the one before it is open."""
-        if self._split in CIRCULAR_SPLITS:  # there each file is asked for by itself
-            self._consumer._ahead.want(
-                (self._split, part, seq), lambda: self._consumer._prepare(self._split, part, seq, start)
-            )
-            return
-        following = self._following.get(part)
-        if following is None or following[0] <= seq:
-            following = self._following[part] = (seq, start)
-        self._reading[part] = seq - 1
-        if following[0] < seq + _FILES_AHEAD:
-            self._prepare(part, *following)
-
-    def _prepare(self, part: int, seq: int, start: int) -> None:
-        def prepare() -> BatchFile:
-            file = self._consumer._prepare(self._split, part, seq, start)
-            following = (seq + 1, start + file.header.rows)
-            if not file.header.last and self._following.get(part) == (seq, start):
-                self._following[part] = following
-                if following[0] <= self._reading[part] + _FILES_AHEAD:
-                    self._prepare(part, *following)
-            return file
-
-        self._consumer._ahead.want((self._split, part, seq), prepare)
-
-    def ready(self, part: int, seq: int, start: int) -> BatchFile | None:
-        file = self._consumer._ahead.ready((self._split, part, seq))
-        if file is not None:
-            self._ends[part, seq] = start + file.header.rows
-        return file
-
-    def take(self, part: int, seq: int, start: int) -> BatchFile:
-        self.want(part, seq, start)
-        file = self._consumer._ahead.take((self._split, part, seq), self._consumer.deadline)
-        self._ends[part, seq] = start + file.header.rows
-        return file
-
-    def entered(self, part: int, seq: int) -> None:
-        if seq > self._entered.get(part, -1):
-            self._entered[part] = seq
-            if self._consumer.ack == "consume":
-                self._consumer._entered(self._split, part, seq, self._ends[part, seq])
-            else:
-                self._consumer._require_place_lately()
-
-    def finished(self, part: int, seq: int, file: BatchFile | None) -> None:
-        end = self._ends.pop((part, seq), None)
-        if end is not None:
-            self._consumer._counts["files_read"] += 1
-            self._consumer._ahead.soon(lambda: self._consumer._finished(self._split, part, seq, end, file))

@@ -49,7 +49,7 @@ def seal(value: Any) -> bytes:
     return f'{{"sum":"{xxhash.xxh3_128_hexdigest(text.encode())}","value":{text}}}\n'.encode()
 
 
-def read_sealed(path: Path) -> Any:
+def read_sealed(path: Path | str) -> Any:
     """The value of a sealed file; None if there is no file; FileCorrupt if it is not what was written."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -249,19 +249,9 @@ class SpoolFolder:
             if lead is not None and v["world_size"] == lead["world_size"] and v["rank"] < v["world_size"]
         ]
 
-    def taken_files(self) -> dict[str, list[int]]:
-        """Per split: the first file that no consuming reader has begun, and its first row. Nothing where it cannot be read."""
-        try:
-            value = read_sealed(self.state / "read-0.json") or {}
-            return {str(split): [int(seq), int(row)] for split, (seq, row) in value.get("taken", {}).items()}
-        except (FileCorrupt, TypeError, ValueError, AttributeError):
-            return {}
-
-    def write_read_position(
-        self, rank: int, world_size: int, splits: Mapping[str, Any], taken: Mapping[str, Any]
-    ) -> None:
+    def write_read_position(self, rank: int, world_size: int, splits: Mapping[str, Any]) -> None:
         """Not durable: it survives a kill, and after a power cut an older position is as good."""
-        value = {"rank": rank, "world_size": world_size, "splits": dict(splits), "taken": dict(taken)}
+        value = {"rank": rank, "world_size": world_size, "splits": dict(splits)}
         publish(self.state / f"read-{rank}.json", seal(value), replace=True, durable=False)
 
     # -------------------------------------------------------------------------------------------- locks

@@ -501,21 +501,27 @@ class DataProviderBase:
                 self._sync.add(channel.path(seq))
         return outcome
 
+    def rows_of(self, split: str, seq: int) -> int:
+        """Rows of a file; all have `rows_per_file` unless the last of a circular split is shorter."""
+        return self.rows_per_file
+
     def _content(self, channel: Channel, seq: int) -> tuple[FileHeader, dict[str, np.ndarray]]:
         """What file `seq` holds: a function of (seed, split, seq)."""
         import torch
 
         rng = torch.Generator()
         rng.manual_seed(key(f"spool.file.{channel.split}", seed=self.seed, seq=seq) >> 1)
-        rows = RowBuffer(self.schema, self.rows_per_file)
+        count = self.rows_of(channel.split, seq)
+        rows = RowBuffer(self.schema, count)
         for batch, values in enumerate(self.batches_of(channel.split, seq, rng)):
+            expected = min(self.batch_size, count - len(rows))
             added = rows.add(values)
-            if added != self.batch_size:
+            if added != expected:
                 raise ConfigError(
-                    f"{type(self).__name__}.sample_batch gave {added} rows for batch {batch} of {channel} {seq}; batch_size is {self.batch_size}"
+                    f"{type(self).__name__}.sample_batch gave {added} rows for batch {batch} of {channel} {seq}; batch_size is {expected}"
                 )
         header = FileHeader(
-            split=channel.split, seq=seq, schema=self.schema, rows=self.rows_per_file, first=seq * self.rows_per_file,
+            split=channel.split, seq=seq, schema=self.schema, rows=count, first=seq * self.rows_per_file,
             batch_size=self.batch_size, job=self.job,
         )  # fmt: skip
         return header, rows.arrays()
@@ -581,7 +587,7 @@ def purge_spool(path: Path, *, keep_meta: bool = False) -> None:
     # The state goes last: while it stands, a half-emptied spool refuses to start over from file 0.
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(folder.state):
-            if name.endswith(".json") or name.startswith(TEMP_PREFIX):
+            if name.endswith(".json") or name.startswith((TEMP_PREFIX, "taken-")):
                 os.unlink(folder.state / name)
     if not keep_meta:
         for name in ("meta.json", "meta.pkl"):

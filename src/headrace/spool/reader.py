@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,9 +84,12 @@ class _Open:
 class Files(Protocol):
     """Where files come from: whoever prepares and checks them."""
 
-    def want(self, part: int, seq: int, start: int) -> None: ...
-    def ready(self, part: int, seq: int, start: int) -> BatchFile | None:
-        """The file if it is prepared; None where `take` would wait."""
+    def want(self, part: int, seq: int, start: int) -> None:
+        """Have this file prepared."""
+        ...
+
+    def look_ahead(self, part: int, seq: int, start: int) -> None:
+        """This file will be asked for next, some time."""
         ...
 
     def take(self, part: int, seq: int, start: int) -> BatchFile: ...
@@ -114,25 +117,12 @@ class Part:
         """The file rows were delivered from last, as long as it has more."""
 
     @property
-    def is_open(self) -> bool:
-        """Whether the file that holds the next row is open."""
-        return bool(self._open)
+    def first(self) -> _Open | None:
+        """The file that holds the next row, if it is open."""
+        return self._open[0] if self._open else None
 
     def prefetch(self) -> None:
         self._files.want(self.number, self.seq, self.start)
-
-    def step_into(self) -> _Open | None:
-        """Open the next file, if none is open and this takes no waiting. It has not been entered."""
-        if self._open or self.last is not None:
-            return None
-        file = self._files.ready(self.number, self.seq, self.start)
-        if file is None:
-            return None
-        entry = _Open(self.seq, self.start, file)
-        self._open.append(entry)
-        if file.header.last:
-            self.last = entry.end
-        return entry
 
     def enter(self, entry: _Open) -> None:
         """Rows of it are about to be delivered, the first ones first."""
@@ -178,10 +168,10 @@ class Part:
         self.row = row - self.start
 
     def look_ahead(self) -> None:
-        """Let the file after the open ones be prepared. Last of all: the thread that is woken takes the interpreter at the next
-        system call of ours, and a batch whose file was just begun then waited 1 to 5 ms for it."""
-        if self._open and self.last is None:
-            self._files.want(self.number, self._open[-1].seq + 1, self._open[-1].end)
+        """Let the file after the open ones be prepared."""
+        if self.last is None:
+            last = self._open[-1] if self._open else None
+            self._files.look_ahead(self.number, last.seq + 1 if last else self.seq, last.end if last else self.start)
 
 
 class QueueReader:
@@ -203,9 +193,13 @@ class QueueReader:
         self.position = position
         """Global index of the next sample."""
         self.batches = 0
-        self.stock: list[Any] = []
-        """Batches of the file that is being read, cut in advance, the next one last."""
-        self._stock_size = 0
+        self._stock: Iterator[tuple[np.ndarray, ...]] | None = None
+        """Batches of the file that is being read, cut in advance."""
+        self.cut = self._left = 0
+        """Samples of each, over all ranks, 0 once none is left; how many are left."""
+        self.cut_bytes = 0
+        """Of each, for this rank."""
+        self.names = tuple(f.name for f in self.schema)
         self._fixed = [(f.name, f.shape, numpy_dtype(f.dtype)) for f in self.schema if not f.ragged]
         self._ragged = [f for f in self.schema if f.ragged]
 
@@ -216,10 +210,24 @@ class QueueReader:
 
     def next(self, batch_size: int) -> dict[str, np.ndarray]:
         """The rank's share of the next batch_size samples. A short last batch is filled by repeating its samples."""
+        if batch_size == self.cut:
+            return dict(zip(self.names, self.next_cut(), strict=True))
+        self.cut, self._left, self._stock = 0, 0, None  # if there is any, it was cut for other batches than this
         begin, parts = self.position, len(self.parts)
         end = begin + batch_size
-        if parts == 1 and not self._ragged:
-            arrays = self._straight(self.parts[0], begin, end)
+        if parts == 1:
+            part = self.parts[0]
+            part.cover(begin + 1)
+            entry = part.first
+            if entry is not None and self._fits(entry, batch_size):
+                part.enter(entry)
+                self._stock, entry.file.stock = entry.file.stock, None
+                self.cut, self._left = batch_size, entry.file.header.rows // batch_size
+                row = self.next_cut()
+                self.cut_bytes = sum(array.nbytes for array in row)
+                part.look_ahead()
+                return dict(zip(self.names, row, strict=True))
+            arrays = self._straight(part, begin, end) if not self._ragged else None
             if arrays is not None:
                 return arrays
         limit = end
@@ -237,51 +245,30 @@ class QueueReader:
         self.batches += 1
         for part in self.parts:
             part.advance(_rows_before(limit, part.number, parts))
-        entry = self.parts[0].being_read
-        if entry is not None and self._fits(
-            entry, batch_size, begin
-        ):  # its first batch had to be waited for, the others have not
-            self.stock, entry.file.stock = entry.file.stock[:0:-1], []
-            self._stock_size = batch_size
-        else:
-            self.stock.clear()
         for part in self.parts:
             part.look_ahead()
         return arrays
 
-    def from_stock(self, batch_size: int) -> Any:
-        """The next batch, as a file's stock has it; None: ask `next`. Files are cut in the background, so this costs microseconds,
-        and so does the step from one file into the next."""
-        part = self.parts[0]
-        if not self.stock:
-            entry = part.step_into() if len(self.parts) == 1 else None
-            if entry is None or not self._fits(entry, batch_size, self.position):
-                return None
-            part.enter(entry)
-            self.stock, entry.file.stock = entry.file.stock[::-1], []
-            self._stock_size = batch_size
-            value = self._taken(part, batch_size)
-            part.look_ahead()
-            return value
-        if batch_size != self._stock_size:
-            self.stock.clear()
-            return None
-        return self._taken(part, batch_size)
-
-    def _taken(self, part: Part, batch_size: int) -> Any:
-        value = self.stock.pop()
-        self.position += batch_size
+    def next_cut(self) -> tuple[np.ndarray, ...]:
+        """The next batch of a file that was cut in advance, one array a field; only while `cut` is not 0."""
+        assert self._stock is not None
+        row = next(self._stock)
+        part, size = self.parts[0], self.cut
+        self.position += size
         self.batches += 1
-        part.row += batch_size
-        if not self.stock:
+        part.row += size
+        self._left -= 1
+        if not self._left:
+            self.cut, self._stock = 0, None
             part.advance(self.position)
-        return value
+        return row
 
-    def _fits(self, entry: _Open, batch_size: int, begin: int) -> bool:
-        """Whether a file's stock is what comes from `begin` on. Not that of a file that does not end with a batch, or that is the last."""
+    def _fits(self, entry: _Open, batch_size: int) -> bool:
+        """Whether a file's stock is what comes next. Not that of a file that does not end with a batch, or that is the last."""
         file = entry.file
-        ends = not file.header.rows % batch_size and not file.header.last
-        return bool(file.stock) and file.stock_of == batch_size and entry.start == begin and ends
+        if file.stock is None or file.stock_of != batch_size or entry.start != self.position:
+            return False
+        return file.header.rows >= batch_size and not file.header.rows % batch_size and not file.header.last
 
     def _straight(self, part: Part, begin: int, end: int) -> dict[str, np.ndarray] | None:
         """The same where all rows lie in the file that is being read: most batches, at a third of the cost."""
@@ -302,7 +289,6 @@ class QueueReader:
         self.position = end
         self.batches += 1
         part.row = stop
-        self.stock.clear()  # it was cut for other batches than this
         return out
 
     def _gather(self, begin: int, end: int, stripe: Stripe, check: bool = False) -> dict[str, np.ndarray]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+import xxhash
 
 from headrace.errors import FileCorrupt, StorageError
 from headrace.files import (
@@ -152,3 +153,33 @@ def test_publish_json_refuses_what_json_cannot_say(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         publish_json(tmp_path / "a", {"x": float("nan")})
     assert os.listdir(tmp_path) == []
+
+
+def test_a_container_gives_back_whatever_json_its_writer_could_say(tmp_path):
+    meta = {"lone": "\ud800", "large": (1 << 80) + 1, "name": "naïve ☃", "deep": [[[{}]]]}
+    write_container(tmp_path / "c", {"x": np.arange(3)}, meta)
+    assert open_container(tmp_path / "c").meta == meta
+
+
+@pytest.mark.parametrize("offsets", ["[0.0, 24]", "[0, 24.0]", "[0, 1e400]", "[0, true]", "[-8, 16]", "[0]", "null"])
+def test_offsets_that_are_no_whole_numbers_within_the_file_are_damage(tmp_path, offsets):
+    write_container(tmp_path / "c", {"x": np.arange(3)}, {})
+    data = (tmp_path / "c").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].rstrip().replace(b"[0,24]", offsets.encode())
+    recorded = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["headrace"])["header"].encode()
+    blank = header.replace(recorded, b"0" * 32)
+    header = header.replace(recorded, xxhash.xxh3_128_hexdigest(blank).encode())
+    (tmp_path / "d").write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+    with pytest.raises(
+        FileCorrupt, match=r"does not describe its data|TypeError in its header|\w+Error in its header|bytes of data"
+    ):
+        open_container(tmp_path / "d")
+
+
+def test_a_link_is_followed_unless_it_must_not_be(tmp_path):
+    write_container(tmp_path / "c", {"x": np.arange(3)}, {})
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    assert open_container(tmp_path / "link").arrays["x"].tolist() == [0, 1, 2]
+    with pytest.raises(FileCorrupt, match=r"link is a symbolic link, which is not followed here"):
+        open_container(tmp_path / "link", follow=False)

@@ -20,12 +20,15 @@ from headrace.errors import (
     EndOfData,
     FileCorrupt,
     HeadraceError,
+    StorageError,
 )
 from headrace.metrics import Meter
-from headrace.spool import FieldSpec, FileHeader, open_batch_file, schema_of, write_batch_file
+from headrace.spool import FieldSpec, FileHeader, open_batch_file, purge_spool, schema_of, supply, write_batch_file
 from headrace.spool.ahead import Ahead
 from headrace.spool.batch_file import OFFSETS
+from headrace.spool.checker import FileChecker
 from headrace.spool.file_system import FileSystem
+from headrace.spool.taken import TakenFiles
 
 
 def queue(tmp_path):
@@ -80,6 +83,61 @@ def test_memory_of_batches_nobody_holds_is_used_again(counted, consumer):
     assert len(places) <= 2
 
 
+def test_rows_of_a_rank_are_gathered_in_memory_that_is_used_again(counted, consumer):
+    counted(max_backlog_files=8).run(max_files=8)
+    reader = consumer(ack="commit", dp_rank=1, dp_world_size=2, verdict_patience=0.0)
+    places = set()
+    for step in range(16):
+        batch = reader.get_batch("train", "cpu")["g"]
+        assert batch.tolist() == [4 * step + 1, 4 * step + 3]
+        assert batch.is_contiguous()
+        places.add(batch.data_ptr())
+        batch.fill_(-1)
+        del batch
+    assert len(places) <= 2 * 4, "two batches a file, of at most four files at a time"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_hurried_reader_prepares_files_itself_and_delivers_the_same(counted, consumer, monkeypatch, world):
+    monkeypatch.setattr(supply, "_HURRIED", 1e9)
+    monkeypatch.setattr(supply, "_CALM", 1e9)
+    who = []
+    real = FileChecker.prepare
+
+    def prepare(self, channel, seq, start):
+        who.append(threading.current_thread() is threading.main_thread())
+        return real(self, channel, seq, start)
+
+    monkeypatch.setattr(FileChecker, "prepare", prepare)
+    counted(max_backlog_files=8).run(max_files=8)
+    reader = consumer(ack="commit", dp_world_size=world, verdict_patience=0.0, deadline=20.0)
+    seen = []
+    for step in range(16):
+        if step in (7, 8):  # at the end of a file, and in the middle of one: it waits for files nobody was asked for
+            assert reader.wait_for_data("train", 20.0)
+        seen += reader.get_batch("train", "cpu")["g"].tolist()
+    assert seen == list(range(0, 64, world))
+    # Of two ranks, the other one judges every second file: that is waited for in the background.
+    assert sum(who) >= 4 // world
+    reader._files["train"]._deadline = 0.2
+    with pytest.raises(DeadlineExceeded, match=r"spool\.empty"):
+        reader.get_batch("train", "cpu")
+
+
+def test_what_a_hurried_reader_prepared_itself_is_not_prepared_again(counted, consumer):
+    counted(max_backlog_files=4).run(max_files=4)
+    reader = consumer(ack="commit", deadline=5.0)
+    for _ in range(6):
+        reader.get_batch("train")
+    reader._ahead.close()  # it left undone what it was asked for
+    reader._ahead.forget()
+    reader._ahead.want(("train", 0, 3), lambda: pytest.fail("the trainer has it"))
+    reader._files["train"]._hurried = True
+    assert reader.get_batch("train")["g"].tolist() == [24, 25, 26, 27]
+    assert reader._ahead._wanted == {}
+    crash(reader)
+
+
 @pytest.mark.parametrize("file_format", ["safetensors", "pt"])
 def test_writing_to_a_batch_changes_neither_the_file_nor_what_is_delivered_later(
     counted, consumer, tmp_path, file_format
@@ -97,8 +155,8 @@ def test_writing_to_a_batch_changes_neither_the_file_nor_what_is_delivered_later
         del batch
         reader.load_state_dict(start)
     assert reader._ahead.drain(5)
-    reader._let_go()
-    assert reader._retired == [], "the same file twice, and nobody holds it"
+    reader._supply.let_go()
+    assert reader._supply._retired == [], "the same file twice, and nobody holds it"
     assert [p.read_bytes() for p in sorted(queue(tmp_path).iterdir())] == before
 
 
@@ -111,10 +169,10 @@ def test_a_batch_outlives_the_file_it_came_from(drawn, consumer, tmp_path, copy,
     assert reader._ahead.drain(10)
     assert list(queue(tmp_path).iterdir()) == []
     assert np.array_equal(torch.cat(held).numpy(), expected)
-    assert len(reader._retired) == (0 if copy else 3)
+    assert len(reader._supply._retired) == (0 if copy else 3)
     del held
-    reader._let_go()
-    assert reader._retired == [], "and no longer than that"
+    reader._supply.let_go()
+    assert reader._supply._retired == [], "and no longer than that"
 
 
 def test_what_waits_under_a_name_is_done_once_and_what_has_begun_once_more():
@@ -240,7 +298,7 @@ def test_without_a_state_commit_goes_on_at_the_last_commit(drawn, consumer, tmp_
 def crash(reader):
     """What a kill leaves: nothing finished, the lock free."""
     reader._ahead.close()
-    reader._lock.release()
+    reader._place.release()
     reader._closed = True
 
 
@@ -691,3 +749,50 @@ def test_waiting_for_data_means_all_parts(counted, consumer):
     counted(parts=2).run(max_files=3)
     assert reader.wait_for_data("train", timeout=10) is True
     assert reader.get_batch("train")["g"].tolist() == [0, 1, 2, 3]
+
+
+# -------------------------------------------------------------------------------------------- taken files
+
+
+def test_the_newest_whole_record_says_which_files_were_begun(tmp_path):
+    taken = TakenFiles(tmp_path)
+    assert taken.read("train") == (0, 0)
+    for seq in range(1, 6):
+        taken.write("train", seq, 8 * seq)
+        assert taken.read("train") == (seq, 8 * seq)
+        assert TakenFiles(tmp_path).read("train") == (seq, 8 * seq), "as another process finds it"
+    taken.close()
+    path = tmp_path / "taken-train"
+    whole = path.read_bytes()
+    assert len(whole) == 512
+    for bit in range(256 * 8, 380 * 8):  # the fifth lies in the second place
+        path.write_bytes(bytes(b ^ (1 << bit % 8) if i == bit // 8 else b for i, b in enumerate(whole)))
+        assert TakenFiles(tmp_path).read("train") in ((4, 32), (5, 40)), bit
+    for cut in range(512):
+        path.write_bytes(whole[:cut])
+        assert TakenFiles(tmp_path).read("train") in ((0, 0), (4, 32), (5, 40)), cut
+    path.write_bytes(whole[:300] + bytes(212))
+    taken = TakenFiles(tmp_path)
+    taken.write("train", 5, 40)  # goes on behind the older one
+    assert TakenFiles(tmp_path).read("train") == (5, 40)
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "fifo"])
+def test_what_lies_in_the_place_of_a_record_is_neither_followed_nor_waited_for(tmp_path, kind):
+    path, outside = tmp_path / "taken-train", tmp_path / "outside"
+    outside.write_bytes(b"precious")
+    {"link": lambda: path.symlink_to(outside), "folder": path.mkdir, "fifo": lambda: os.mkfifo(path)}[kind]()
+    with pytest.raises(StorageError, match=r"taken-train cannot be used: .*remove what lies there"):
+        TakenFiles(tmp_path).write("train", 1, 1)
+    assert outside.read_bytes() == b"precious"
+
+
+def test_a_purged_spool_is_read_from_its_beginning_again(drawn, consumer, tmp_path):
+    drawn(max_backlog_files=3).run(("train",), max_files=3)
+    reader = consumer()
+    first = [reader.get_batch("train")[0].clone() for _ in range(3)]
+    reader.close()
+    purge_spool(tmp_path / "spool")
+    drawn(max_backlog_files=3).run(("train",), max_files=3)
+    again = consumer()
+    assert [again.get_batch("train")[0].tolist() for _ in range(3)] == [x.tolist() for x in first]

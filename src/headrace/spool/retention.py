@@ -1,0 +1,188 @@
+"""How far has been read, and what may go.
+
+    read-<rank>.json    where each rank reads: the provider makes no more than so many files beyond it
+    commit.json         below this nothing is needed any more: durable first, then files are deleted
+    taken-<split>       in the consume mode: files that were begun, which are not read again after a crash
+
+The trainer's thread says what happened, and writes down that a file was begun; all other writing is done by the background thread, again
+and again where the disk does not allow it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from headrace.metrics import Meter, MetricSpec, Reduction, register
+from headrace.spool.ahead import Ahead
+from headrace.spool.channel import Channel
+from headrace.spool.folder import SpoolFolder, patiently, sweep_dead_temporaries
+from headrace.spool.place import Place
+from headrace.spool.taken import TakenFiles
+
+__all__ = ["Retention"]
+
+_SHORTEST, _LONGEST = 0.005, 0.1
+"""Seconds between two positions told to the provider: 20 times what it took to write the last one (1 to 2 ms on ext4, where a file of small
+batches lasts less), within these bounds."""
+
+register(
+    MetricSpec(
+        "spool/files_deleted", Reduction.SUM, unit="files", help="files deleted or archived below the commit point"
+    ),
+)
+
+
+class Retention:
+    """What one consumer tells about its reading, and what rank 0 lets go of."""
+
+    def __init__(
+        self,
+        folder: SpoolFolder,
+        place: Place,
+        ahead: Ahead[Any],
+        channel: Callable[[str, int], Channel],
+        positions: Callable[[], Mapping[str, list[int]]],
+        *,
+        ack: Literal["consume", "commit"],
+        archive: int,
+        kept_below: int,
+        deadline: float,
+        meter: Meter,
+    ) -> None:
+        """`channel`: that of a split and part. `positions`: per split, the file each part is read in. `kept_below`: files kept below the
+        commit point, because a sequential producer starts from the last one."""
+        self._folder, self._place, self._ahead, self._channel, self._positions = (
+            folder,
+            place,
+            ahead,
+            channel,
+            positions,
+        )
+        self._ack, self._archive, self._kept_below, self._deadline = ack, archive, kept_below, deadline
+        self._meter = meter
+        self.deleted = 0
+        self._taken = TakenFiles(folder.state)
+        """Only where a file is used up by reading it."""
+        self._writing, self._committing = threading.Lock(), threading.Lock()
+        self._next_position = 0.0
+        """When a position may be written again."""
+
+    def recover(self) -> None:
+        """Rank 0, at its start: what a crash may have left. Half-done temporaries, files below the commit point, positions of ranks that
+        are no more."""
+        sweep_dead_temporaries(self._folder.state)
+        for name in os.listdir(self._folder.state):
+            match = re.fullmatch(r"read-(\d{1,9})\.json", name)
+            if match and int(match[1]) >= self._place.world_size:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._folder.state / name)
+        for split, point in self._folder.commit_points().items():
+            for part, (seq, _) in enumerate(point["at"]):
+                channel = self._channel(split, part)
+                sweep_dead_temporaries(channel.verdicts)
+                for old in channel.leftovers(seq - self._kept_below):
+                    self._delete_later(split, part, range(old, old + 1))
+
+    def starting_point(self, split: str, parts: int) -> dict[str, Any]:
+        """Where a consumer without a state begins: at the commit point, or behind every file that was begun."""
+        point: dict[str, Any] = self._folder.commit_points().get(split) or {
+            "g": 0,
+            "at": [[0, 0]] * parts,
+            "start": [0] * parts,
+        }
+        if self._ack == "consume":
+            seq, row = self._taken.read(split)
+            if seq > point["at"][0][0]:
+                point = {"g": row, "at": [[seq, 0]], "start": [row]}
+            self.move_commit({split: point})
+        return {"g": point["g"], "at": [list(pair) for pair in point["at"]], "start": list(point["start"])}
+
+    def close(self) -> None:
+        self._taken.close()
+
+    # ---------------------------------------------------------------------------------------------- read
+
+    def entered(self, split: str, seq: int, end: int) -> None:
+        """A row of this file is about to be delivered. In the consume mode the file counts as taken before that."""
+        if self._ack == "commit":
+            self._place.require_lately()
+            return
+        self._place.require()
+        what = f"writing the position of {self._folder.path}"
+        patiently(what, lambda: self._taken.write(split, seq + 1, end), deadline=self._deadline, hidden=False)
+
+    def finished(self, split: str, seq: int, end: int) -> None:
+        """All rows of a file were delivered. In the background thread."""
+        if self._ack == "commit":
+            self.tell_position(at=self._next_position)
+        else:
+            self._ahead.later(lambda: self._used_up(split, seq, end))
+
+    def _used_up(self, split: str, seq: int, end: int) -> None:
+        """Commit a file that was delivered to its end, then delete it."""
+        self.move_commit({split: {"g": end, "at": [[seq + 1, 0]], "start": [end]}})
+        self.write_position()
+
+    def tell_position(self, *, at: float = 0.0) -> None:
+        """Let the provider know where reading stands, not before `at`, unless a file is missed meanwhile."""
+        self._ahead.later(self.write_position, "read position", at=at, sooner_if_missed=True)
+
+    def write_position(self) -> None:
+        """The same now."""
+        began = time.monotonic()
+        with self._writing:  # both threads do: the one that looked first must not write last
+            splits = {split: {"done": done} for split, done in self._positions().items()}
+            if splits:
+                self._folder.write_read_position(self._place.rank, self._place.world_size, splits)
+        now = time.monotonic()
+        self._next_position = now + min(_LONGEST, max(_SHORTEST, 20 * (now - began)))
+
+    # -------------------------------------------------------------------------------------------- commit
+
+    def move_commit(self, moved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Let files below these points go. A point that lies behind the one that was written changes nothing."""
+        with self._committing:  # what is used up is committed by the background thread, what was saved by the trainer's
+            self._move_commit(moved)
+
+    def _move_commit(self, moved: Mapping[str, Mapping[str, Any]]) -> None:
+        self._place.require()
+        points = self._folder.commit_points()
+        before = {
+            split: [pair[0] for pair in points[split]["at"]] if split in points else [0] * len(moved[split]["at"])
+            for split in moved
+        }
+        ahead = {
+            split: dict(point)
+            for split, point in moved.items()
+            if split not in points or point["g"] >= points[split]["g"]
+        }
+        if any(split not in points or point != points[split] for split, point in ahead.items()):
+            patiently(
+                f"committing {self._folder.path}",
+                lambda: self._folder.write_commit_points({**points, **ahead}),
+                deadline=self._deadline,
+                hidden=True,
+            )
+        for split, point in ahead.items():
+            for part, (seq, _) in enumerate(point["at"]):
+                self._delete_later(split, part, range(max(0, before[split][part] - 1), seq - self._kept_below))
+
+    def _delete_later(self, split: str, part: int, seqs: range) -> None:
+        channel = self._channel(split, part)
+
+        def job(seq: int) -> None:
+            self._place.require()
+            there = channel.find(seq) is not None
+            channel.delete(seq, self._archive)
+            if there:
+                self.deleted += 1
+                self._meter.add("spool/files_deleted")
+
+        for seq in seqs:
+            self._ahead.later(lambda seq=seq: job(seq))

@@ -1,0 +1,207 @@
+"""Which files are made ready before they are asked for, and what becomes of them afterwards.
+
+    reader ── want(3) ──► background thread: judged, checked, cut into batches: 3, then 4 ──► take(3), microseconds
+           ── finished(2) ──► told to whoever keeps count; unmapped once no batch of it is referred to
+
+The trainer's thread only leaves notes. It wakes nobody, because to wake a thread takes 50 us of its own time, and up to
+milliseconds where that thread is put on the same core: the background looks for itself, and two files are ready meanwhile.
+
+A trainer that reads small files about as fast as they can be prepared prepares them itself. Opening one is .3 ms of Python: done by
+another thread meanwhile, every operation of torch waited for the interpreter, and a file of 100 batches of 32 KiB took 3 ms instead of 1.5.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from headrace.spool.ahead import Ahead, NotYet
+from headrace.spool.batch_file import BatchFile
+from headrace.spool.channel import Channel
+from headrace.spool.checker import FileChecker
+from headrace.spool.place import Place
+from headrace.spool.provider import CIRCULAR_SPLITS
+from headrace.spool.reader import BufferPool, Stripe
+
+__all__ = ["SplitFiles", "Supply"]
+
+_FILES_AHEAD = 2
+"""Files prepared beyond the one that is read. With one, the background thread waits for the trainer whenever the trainer waited for it."""
+_SMALL = 8 << 20
+"""Bytes of a file up to which preparing it is more Python than checksum; what is summed needs no interpreter."""
+_HURRIED, _CALM = 5, 20
+"""A trainer that takes less than 5 times as long over a file as preparing it takes is in a hurry; at 20 times it is no longer."""
+
+
+class Supply:
+    """Makes files ready for one rank."""
+
+    def __init__(
+        self,
+        ahead: Ahead[BatchFile],
+        checker: FileChecker,
+        place: Place,
+        stripe: Stripe,
+        batch_size: Callable[[], int],
+        *,
+        cuts: bool,
+        gathers: bool,
+    ) -> None:
+        """`cuts`: lay batches out in advance. `gathers`: in memory of their own, which is used again."""
+        self.ahead, self._checker, self._place, self._stripe = ahead, checker, place, stripe
+        self._batch_size, self._cuts, self._gathers = batch_size, cuts, gathers
+        self._room: BufferPool | None = None
+        self._retired: list[BatchFile] = []
+        """Files read to their end of which a batch is still in use."""
+        self._preparing = threading.Lock()
+        self.seconds = 0.0
+        """Of processor, that the last file took."""
+
+    def prepare(self, channel: Channel, seq: int, start: int) -> BatchFile:
+        """File `seq`, ready to be read; NotYet names what is missing."""
+        with self._preparing:
+            return self._prepare(channel, seq, start)
+
+    def prepare_at_once(self, channel: Channel, seq: int, start: int) -> BatchFile | None:
+        """The same in the caller's thread; None where it is not there yet, or another thread is at work."""
+        if not self._preparing.acquire(blocking=False):
+            return None
+        try:
+            self.ahead.give_up((channel.split, channel.part, seq))
+            return self._prepare(channel, seq, start)
+        except NotYet:
+            return None
+        finally:
+            self._preparing.release()
+
+    def _prepare(self, channel: Channel, seq: int, start: int) -> BatchFile:
+        began = time.thread_time()
+        file = self._checker.prepare(channel, seq, start)
+        fixed = not any(f.ragged for f in file.header.schema)
+        if self._cuts and fixed and channel.parts == 1 and channel.split not in CIRCULAR_SPLITS:
+            if self._gathers and self._room is None:  # a file that is read, two ahead, and one of which a batch is kept
+                self._room = BufferPool(depth=4 * len(file.header.schema))
+            room = self._room.array if self._room is not None else None
+            file.cut(self._batch_size(), start, self._stripe.rank, self._stripe.world_size, room)
+        self._place.require_lately()
+        self.seconds = time.thread_time() - began
+        return file
+
+    def retire(self, file: BatchFile) -> None:
+        """All of it was delivered. In the background thread."""
+        file.stock = None  # what was not used of it would hold the file
+        self._retired.append(file)
+        self.ahead.later(self.let_go, "let go")
+
+    def let_go(self) -> None:
+        """Unmap files nobody uses any more. In the background: the trainer's own last reference would do it in its step."""
+        self._retired = [f for f in self._retired if f.held]
+
+    def clear(self) -> None:
+        self._retired.clear()
+
+
+class SplitFiles:
+    """What the reader of one split asks for."""
+
+    def __init__(
+        self,
+        split: str,
+        supply: Supply,
+        channel: Callable[[str, int], Channel],
+        *,
+        deadline: float,
+        entered: Callable[[str, int, int], None],
+        finished: Callable[[str, int, int, int, BatchFile | None], None],
+    ) -> None:
+        """`entered`: (split, number, where it ends), before a file's first row is delivered. `finished`: (split, part, number, where it
+        ends, the file unless it stays open), after its last."""
+        self.split, self._supply, self._ahead = split, supply, supply.ahead
+        self._channel, self._deadline = channel, deadline
+        self._on_entered, self._on_finished = entered, finished
+        self._entered: dict[int, int] = {}
+        self._ends: dict[tuple[int, int], int] = {}
+        self._reading: dict[int, int] = {}
+        """The file of each part before the one that is wanted next."""
+        self._following: dict[int, tuple[int, int]] = {}
+        """The first file of each part that is not prepared, and its first row."""
+        self._dropped = False
+        self._hurried = False
+        self._taken_at = 0.0
+        """When the trainer took its last file."""
+
+    def drop(self) -> None:
+        """Somebody loaded another position: prepare nothing more."""
+        self._dropped = True
+        self._ahead.forget(lambda key: key[0] == self.split)
+
+    def want(self, part: int, seq: int, start: int) -> None:
+        """Have this file prepared, and those behind it: where each begins is known once the one before it is open."""
+        if self.split in CIRCULAR_SPLITS:  # there each file is asked for by itself
+            self._ahead.want(
+                (self.split, part, seq), partial(self._supply.prepare, self._channel(self.split, part), seq, start)
+            )
+        else:
+            self._ahead.soon(partial(self._wanted, part, seq, start))
+
+    def look_ahead(self, part: int, seq: int, start: int) -> None:
+        """The same, if it is better done by the background."""
+        if not self._hurried:
+            self.want(part, seq, start)
+
+    def _wanted(self, part: int, seq: int, start: int) -> None:
+        following = self._following.get(part)
+        if following is None or following[0] <= seq:
+            following = self._following[part] = (seq, start)
+        self._reading[part] = seq - 1
+        if following[0] < seq + _FILES_AHEAD:
+            self._prepare(part, *following)
+
+    def _prepare(self, part: int, seq: int, start: int) -> None:
+        def prepare() -> BatchFile:
+            file = self._supply.prepare(self._channel(self.split, part), seq, start)
+            following = (seq + 1, start + file.header.rows)
+            if not file.header.last and self._following.get(part) == (seq, start):
+                self._following[part] = following
+                if following[0] <= self._reading[part] + _FILES_AHEAD:
+                    self._prepare(part, *following)
+            return file
+
+        if not self._dropped:
+            self._ahead.want((self.split, part, seq), prepare)
+
+    def hold(self, part: int, seq: int, deadline: float) -> None:
+        """Wait until a file that is wanted is ready; it stays to be taken."""
+        self._ahead.hold((self.split, part, seq), deadline)
+
+    def take(self, part: int, seq: int, start: int) -> BatchFile:
+        key = (self.split, part, seq)
+        file = self._ahead.ready(key)
+        if file is None and self._hurried:
+            file = self._supply.prepare_at_once(self._channel(self.split, part), seq, start)
+        if file is None:
+            self._hurry(False)
+            self.want(part, seq, start)
+            file = self._ahead.take(key, self._deadline)
+        now = time.monotonic()
+        pace, self._taken_at = now - self._taken_at, now
+        self._hurry(file.nbytes <= _SMALL and pace < (_CALM if self._hurried else _HURRIED) * self._supply.seconds)
+        self._ends[part, seq] = start + file.header.rows
+        return file
+
+    def _hurry(self, hurried: bool) -> None:
+        if hurried != self._hurried:
+            self._hurried = hurried
+            self._ahead.stand_back(hurried)
+
+    def entered(self, part: int, seq: int) -> None:
+        if seq > self._entered.get(part, -1):
+            self._entered[part] = seq
+            self._on_entered(self.split, seq, self._ends[part, seq])
+
+    def finished(self, part: int, seq: int, file: BatchFile | None) -> None:
+        end = self._ends.pop((part, seq), None)
+        if end is not None:
+            self._on_finished(self.split, part, seq, end, file)
