@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import logging
 import math
 import os
 import tempfile
@@ -23,7 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, RolloutRefused
 from headrace.metrics import JsonlSink
 from headrace.rollouts import (
     AdvantageConfig,
@@ -47,6 +48,7 @@ from headrace.rollouts.breath import Breath
 from headrace.rollouts.dumps import read_dump, read_encoded
 from headrace.rollouts.pipeline import collected_samples
 
+_log = logging.getLogger("headrace.rollouts")
 Form = Literal["lists", "msgpack"]
 _LOOK = 0.001
 """Seconds between two looks at the loop."""
@@ -310,7 +312,7 @@ class _Stages:
     def work(self, phase: str) -> Callable[[Breath], Any]:
         """The phase, ready to run."""
         if phase == "ingest":
-            return lambda breath: [_ingested(r, breath) for r in self._raw]
+            return lambda breath: _ingested(self._raw, breath)
         rollouts = self.rollouts
         if phase == "pretokenize":
             return lambda _: needs_tokens(rollouts)
@@ -350,12 +352,19 @@ class _Stages:
 
     @functools.cached_property
     def rollouts(self) -> list[Rollout]:
-        return [_ingested(r) for r in self._raw]
+        return _ingested(self._raw)
 
 
-def _ingested(raw: Any, breath: Breath | None = None) -> Rollout:
-    take = rollout_from_msgpack if isinstance(raw, bytes) else rollout_from_verifiers
-    return take(raw, after_turn=breath)
+def _ingested(raws: list[Any], breath: Breath | None = None) -> list[Rollout]:
+    """Those that can be taken; a step with others in it has phases too."""
+    taken = []
+    for number, raw in enumerate(raws):
+        take = rollout_from_msgpack if isinstance(raw, bytes) else rollout_from_verifiers
+        try:
+            taken.append(take(raw, after_turn=breath))
+        except RolloutRefused as error:
+            _log.warning("rollout %d of the dump is left out: %s", number, error)
+    return taken
 
 
 def _stolen() -> float:
