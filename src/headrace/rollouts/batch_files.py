@@ -30,6 +30,7 @@ import xxhash
 
 from headrace.errors import ConfigError, FileCorrupt, RolloutRefused, StorageError
 from headrace.files import TEMP_PREFIX, Container, open_container, write_container
+from headrace.rollouts.breath import at_once
 from headrace.rollouts.packing import MicroBatch, Packed
 from headrace.rollouts.records import TrainingSample
 from headrace.rollouts.values import decode_value, encode_value
@@ -146,7 +147,7 @@ class BatchWriter:
             )
         micro = [m for rank in packed.ranks for m in rank]
         by_sample = {id(slot.sample): at for at, slot in enumerate(slots)}
-        arrays = _columns(micro, slots, by_sample, after_sample or _nothing)
+        arrays = _columns(micro, slots, by_sample, after_sample or at_once)
         if any(slot.multimodal for slot in slots):
             arrays["multimodal"] = np.frombuffer(b"".join(slot.multimodal for slot in slots), np.uint8)
             arrays["multimodal_start"] = np.cumsum([0, *(len(slot.multimodal) for slot in slots)], dtype=np.int64)
@@ -234,10 +235,6 @@ _SAMPLE_COLUMNS = (
     ("prompt_length", np.int32), ("advantage", np.float32), ("temperature", np.float32), ("reward", np.float32),
     ("sample_policy_version", np.int64), ("expert_row", np.int64), ("expert_sum", np.uint64),
 )  # fmt: skip
-
-
-def _nothing() -> None:
-    return None
 
 
 def _columns(

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from headrace.metrics import Wait
 
-__all__ = ["Breath", "return_freed_memory"]
+__all__ = ["Breath", "at_once", "return_freed_memory"]
 
 _WORK, _MOST_WORK = 5e-4, 2e-3
 _SHARE = 4
@@ -59,6 +59,10 @@ class Breath:
             self._loop.call_soon(self._passed, gate, more - 1)
         else:
             gate.release()
+
+
+def at_once() -> None:
+    """The breath of whoever has nobody to stand back for."""
 
 
 @functools.cache

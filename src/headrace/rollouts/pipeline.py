@@ -257,7 +257,10 @@ class RolloutPipeline:
         raw, cause = box.pop(), None
         try:
             with state.phases.measure("process_rollout"):
-                made = self.processes.process(raw, about) if self.processes else self._made(state, raw, about)
+                if self.processes is not None:
+                    made = self.processes.process(raw, about, breathe=self._breathe)
+                else:
+                    made = self._made(state, raw, about)
             with state.lock, state.phases.measure("write_experts"):
                 state.done[key] = (made.rollout, state.writer.add(made.samples))
                 state.truncated += made.truncated
