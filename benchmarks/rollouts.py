@@ -5,8 +5,8 @@
     python benchmarks/rollouts.py --steps 500     and the memory of a process after so many steps
 
 Each figure comes from a process of its own. Lag is sampled every millisecond and shown as what it is above an idle stretch of the same
-loop with the same tasks. "with a core" leaves out
-how long the loop's thread was ready and others had both cores. A run during which a virtual machine's host gave
+loop with the same tasks. "with a core" leaves out how long the loop's thread was ready and others had both cores. "gather" is what turns a step's rollouts
+into samples; ours begins with the columns that ingest leaves, and is also shown with ingest counted in. A run during which a virtual machine's host gave
 more than 1 % of the time to others is made once again. "msgpack": rollouts arrive encoded, and otherwise as lists. "plain" is what one would write first: lists joined turn by turn, np.concatenate of experts, one msgspec encode, one
 write; it has no event loop, so its time is how long one would stand still. "floor" writes the very chunks that arrived with writev,
 by turns with our own way in one process: fresh pages of the page cache cost up to nine times those just let go, and both get both.
@@ -253,7 +253,7 @@ def compare(step: str, scale: float, folder: Path) -> None:
             print(f"          {found['breakdown'].partition(': ')[2]}", flush=True)
     alone = run("columns", dump, folder)
     print(
-        f"gather    ours {alone['interleave']:.3f} s from columns, {alone['ingest'] + alone['interleave']:.2f} s with ingest from lists"
+        f"gather    ours {alone['interleave']:.3f} s from ingested rollouts, {alone['ingest'] + alone['interleave']:.2f} s with ingest from lists, none of it at the boundary"
         f"   plain {simple['gather']:.2f} s   ratios {simple['gather'] / alone['interleave']:.1f}x and {simple['gather'] / (alone['ingest'] + alone['interleave']):.1f}x faster"
     )
     print(

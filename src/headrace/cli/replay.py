@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from headrace.cli.terminal import console_for, short
+from headrace.errors import ConfigError
 
 __all__ = ["replay"]
 
@@ -20,9 +21,9 @@ Phase = Literal[
 
 
 def replay(
-    dump: Path, /, *,
+    dump: Annotated[Path, Parameter(help="The captured step: what dump_raw_rollouts wrote in your orchestrator, or --make.")], /, *,
     make: Annotated[Literal["r3", "text"] | None, Parameter(help="Write a synthetic dump to DUMP instead: r3 has 1.16 GB of routed experts, text 60 million token ids.")] = None,
-    scale: Annotated[float, Parameter(help="With --make: shorten every turn by this factor.")] = 1.0,
+    scale: Annotated[float | None, Parameter(help="With --make: shorten every turn by this factor; 1 if not given.")] = None,
     mode: Annotated[Literal["arrival", "boundary"], Parameter(help="When rollouts are processed: as they arrive, or all at the step's end.")] = "arrival",
     phase: Annotated[Phase | None, Parameter(help="Run this phase alone, in a thread beside the loop; `each` runs one after the other; idle, arrival and boundary are parts of the whole step.")] = None,
     form: Annotated[Literal["lists", "msgpack"], Parameter(help="How rollouts arrive: as a decoder's lists, or encoded, as from another process.")] = "lists",
@@ -44,6 +45,13 @@ def replay(
     ```
     """
     console = console_for()
+    alone = phase is not None and phase not in ("idle", "arrival", "boundary")
+    if scale is not None and make is None:
+        raise ConfigError("--scale is for --make: a dump that is there is replayed as it is")
+    if alone and (mode != "arrival" or processes or gather_chunk_size is not None):
+        raise ConfigError(
+            f"--phase {phase} runs in one thread, without a pipeline: leave --mode, --processes and --gather-chunk-size out, or --phase"
+        )
 
     def say(line: str) -> None:
         if not quiet:
@@ -52,14 +60,14 @@ def replay(
     if make is not None:
         from headrace.rollouts.dumps import dump_raw_rollouts, synthetic_rollouts
 
-        count = dump_raw_rollouts(dump, synthetic_rollouts(make, scale=scale))
+        count = dump_raw_rollouts(dump, synthetic_rollouts(make, scale=1.0 if scale is None else scale))
         told = {"dump": str(dump), "rollouts": count, "bytes": dump.stat().st_size}
         if format == "json" and not quiet:
             console.print_json(json.dumps(told))
         elif not quiet:
             say(f"{dump}: {count} rollouts, {short(told['bytes'])}B")
         return 0
-    from headrace.jobs.replay import ALONE, PHASES, PhaseCost, replay_phase
+    from headrace.jobs.replay import ALONE, PhaseCost, replay_phase
     from headrace.jobs.replay import replay as run
 
     header = f"{'phase':<22} {'wall s':>8} {'CPU s':>8}   loop lag, ms: {'mean':>7} {'p99':>7} {'max':>7}   with a core: {'p99':>7} {'max':>7}"
@@ -69,11 +77,11 @@ def replay(
         own = "".join(f" {1e3 * lag:>7.2f}" for lag in (cost.blocked_p99, cost.blocked_max))
         return f"{cost.phase:<22} {cost.wall:>8.3f} {cost.cpu:>8.3f}                {lags}               {own}"
 
-    if phase is not None and phase not in PHASES:
+    if alone:
         told_phases = []
         if format == "text":
             say(header)
-        for name in ALONE if phase == "each" else (phase,):
+        for name in ALONE if phase == "each" else (str(phase),):
             idle, cost = replay_phase(
                 dump, name, synthetic_traffic=synthetic_traffic, seq_len=seq_len, ranks=ranks, form=form
             )
@@ -99,6 +107,11 @@ def replay(
     say(header)
     for cost in costs:
         say(line(cost))
+    idle = found.phases[0]
+    for cost in costs:
+        if cost is not idle:
+            p99, most = 1e3 * (cost.lag_p99 - idle.lag_p99), 1e3 * (cost.lag_max - idle.lag_max)
+            say(f"{cost.phase} above idle: p99 {p99:+.2f} ms, max {most:+.2f} ms")
     say(found.breakdown)
     for cause, count in found.refused.items():
         say(f"refused: {count} for {cause}")

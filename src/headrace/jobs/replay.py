@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import logging
 import math
 import os
 import tempfile
@@ -23,7 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, RolloutRefused
 from headrace.metrics import JsonlSink
 from headrace.rollouts import (
     AdvantageConfig,
@@ -43,9 +44,11 @@ from headrace.rollouts import (
     rollout_metrics,
     save_rollouts,
 )
+from headrace.rollouts.breath import Breath
 from headrace.rollouts.dumps import read_dump, read_encoded
-from headrace.rollouts.pipeline import Breath, collected_samples, switching_fast
+from headrace.rollouts.pipeline import collected_samples
 
+_log = logging.getLogger("headrace.rollouts")
 Form = Literal["lists", "msgpack"]
 _LOOK = 0.001
 """Seconds between two looks at the loop."""
@@ -286,15 +289,17 @@ async def _replay(
     )  # fmt: skip
 
 
-async def _replay_phase(name: str, work: Callable[[], Any], traffic: int, idle: float) -> tuple[PhaseCost, PhaseCost]:
+async def _replay_phase(
+    name: str, work: Callable[[Breath], Any], traffic: int, idle: float
+) -> tuple[PhaseCost, PhaseCost]:
     costs = _Costs()
-    with switching_fast():
-        async with _traffic(traffic), costs.monitor:
-            async with costs.measured("idle"):
-                await asyncio.sleep(idle)
-            async with costs.measured(name):
-                made = await asyncio.to_thread(work)
-            del made  # after the phase: what a user keeps is not freed in it
+    breath = Breath(asyncio.get_running_loop())
+    async with _traffic(traffic), costs.monitor:
+        async with costs.measured("idle"):
+            await asyncio.sleep(idle)
+        async with costs.measured(name):
+            made = await asyncio.to_thread(work, breath)
+        del made  # after the phase: what a user keeps is not freed in it
     return costs.found[0], costs.found[1]
 
 
@@ -304,50 +309,62 @@ class _Stages:
     def __init__(self, raw: list[Any], folder: Path, seq_len: int, ranks: int) -> None:
         self._raw, self._folder, self._seq_len, self._ranks = raw, folder, seq_len, ranks
 
-    def work(self, phase: str) -> Callable[[], Any]:
+    def work(self, phase: str) -> Callable[[Breath], Any]:
         """The phase, ready to run."""
         if phase == "ingest":
-            return lambda: [_ingested(r, Breath()) for r in self._raw]
+            return lambda breath: _ingested(self._raw, breath)
         rollouts = self.rollouts
         if phase == "pretokenize":
-            return lambda: needs_tokens(rollouts)
+            return lambda _: needs_tokens(rollouts)
         if phase == "interleave":
-            return lambda: [interleave_rollout(r, after_turn=Breath()) for r in rollouts]
+            return lambda breath: [interleave_rollout(r, after_turn=breath) for r in rollouts]
         if phase == "compute_advantages":
-            return lambda: compute_advantages(rollouts, AdvantageConfig())
+            return lambda breath: compute_advantages(rollouts, AdvantageConfig(), after_group=breath)
         if phase == "apply_filters":
             filters = (GibberishFilter(vocab_size=160_000), RepetitionFilter(), ZeroAdvantageFilter())
-            return lambda: apply_filters(filters, rollouts, [1.0] * len(rollouts), after_rollout=Breath())
+            return lambda breath: apply_filters(filters, rollouts, [1.0] * len(rollouts), after_rollout=breath)
         if phase == "save_rollouts":
             slim = [r.slim() for r in rollouts]
-            return lambda: save_rollouts(self._folder / "step_0.jsonl", slim, durable=False, after_rollout=Breath())
+            return lambda breath: save_rollouts(
+                self._folder / "step_0.jsonl", slim, durable=False, after_rollout=breath
+            )
         if phase == "metrics_aggregation":
-            return lambda: rollout_metrics(rollouts)
+            return lambda breath: rollout_metrics(rollouts, after_rollout=breath)
         if phase == "sinks":
             metrics, sink = rollout_metrics(rollouts), JsonlSink(self._folder / "metrics.jsonl")
-            return lambda: (sink.write({"step": 0, **metrics}), sink.close())
+            return lambda _: (sink.write({"step": 0, **metrics}), sink.close())
         by_rollout = [[s.truncated(self._seq_len) for s in interleave_rollout(r)] for r in rollouts]
         samples = [s for some in by_rollout for s in some]
         if phase == "pack":
-            return lambda: pack_samples(samples, seq_len=self._seq_len, ranks=self._ranks)
+            return lambda breath: pack_samples(samples, seq_len=self._seq_len, ranks=self._ranks, after_sample=breath)
         writer = BatchWriter(self._folder, step=0)
         if phase == "write_experts":
-            return lambda: [writer.add([s]) for s in samples]
+            return lambda _: [writer.add([s]) for s in samples]
         if phase == "result_collection_loop":
             written = [writer.add(some) for some in by_rollout]
-            return lambda: collected_samples(written, [1.0] * len(written), [True] * len(written))
+            n = len(written)
+            return lambda breath: collected_samples(written, [1.0] * n, [True] * n, after_rollout=breath)
         slots = writer.add(samples)
         packed = pack_samples([s.sample for s in slots], seq_len=self._seq_len, ranks=self._ranks)
-        return lambda: writer.publish(packed, slots, seq_len=self._seq_len, policy_version=0)
+        return lambda breath: writer.publish(
+            packed, slots, seq_len=self._seq_len, policy_version=0, after_sample=breath
+        )
 
     @functools.cached_property
     def rollouts(self) -> list[Rollout]:
-        return [_ingested(r) for r in self._raw]
+        return _ingested(self._raw)
 
 
-def _ingested(raw: Any, breath: Breath | None = None) -> Rollout:
-    take = rollout_from_msgpack if isinstance(raw, bytes) else rollout_from_verifiers
-    return take(raw, after_turn=breath)
+def _ingested(raws: list[Any], breath: Breath | None = None) -> list[Rollout]:
+    """Those that can be taken; a step with others in it has phases too."""
+    taken = []
+    for number, raw in enumerate(raws):
+        take = rollout_from_msgpack if isinstance(raw, bytes) else rollout_from_verifiers
+        try:
+            taken.append(take(raw, after_turn=breath))
+        except RolloutRefused as error:
+            _log.warning("rollout %d of the dump is left out: %s", number, error)
+    return taken
 
 
 def _stolen() -> float:

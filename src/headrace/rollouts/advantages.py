@@ -72,8 +72,10 @@ def default_advantage(inputs: AdvantageInputs, *, length_penalty: float = 0.0) -
     return AdvantageOutputs(advantages=[r - mean for r in rewards])
 
 
-def compute_advantages(rollouts: Sequence[Rollout], advantage: AdvantageConfig | AdvantageFn | None) -> list[float]:
-    """One advantage a rollout. None configured: the reward itself."""
+def compute_advantages(
+    rollouts: Sequence[Rollout], advantage: AdvantageConfig | AdvantageFn | None, *, after_group: Callable[[], None] | None = None
+) -> list[float]:  # fmt: skip
+    """One advantage a rollout. None configured: the reward itself. `after_group` is called after each group."""
     if advantage is None:
         return [r.reward for r in rollouts]
     function, name = _resolved(advantage)
@@ -82,6 +84,8 @@ def compute_advantages(rollouts: Sequence[Rollout], advantage: AdvantageConfig |
         outputs = function(AdvantageInputs(rollouts=[rollouts[at] for at in members]))
         for at, value in zip(members, _checked(outputs, len(members), name, group), strict=True):
             advantages[at] = value
+        if after_group is not None:
+            after_group()
     return advantages
 
 

@@ -19,7 +19,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ import xxhash
 
 from headrace.errors import ConfigError, FileCorrupt, RolloutRefused, StorageError
 from headrace.files import TEMP_PREFIX, Container, open_container, write_container
+from headrace.rollouts.breath import at_once
 from headrace.rollouts.packing import MicroBatch, Packed
 from headrace.rollouts.records import TrainingSample
 from headrace.rollouts.values import decode_value, encode_value
@@ -132,8 +133,12 @@ class BatchWriter:
             "Nothing was published; free space or fix the folder and make the step again"
         )
 
-    def publish(self, packed: Packed, slots: Sequence[WrittenSample], *, seq_len: int, policy_version: int) -> Path:
-        """Make the step a batch. `packed` was made from the slots' samples; slots that are in no micro batch are left out."""
+    def publish(
+        self, packed: Packed, slots: Sequence[WrittenSample], *, seq_len: int, policy_version: int,
+        after_sample: Callable[[], None] | None = None,
+    ) -> Path:  # fmt: skip
+        """Make the step a batch. `packed` was made from the slots' samples; slots that are in no micro batch are left out. `after_sample` is
+        called after each sample and each large column, for whoever must not be busy for long at a time."""
         if len({slot.routed for slot in slots}) > 1:
             envs = sorted({slot.sample.env_name for slot in slots if not slot.routed})
             raise ConfigError(
@@ -142,7 +147,7 @@ class BatchWriter:
             )
         micro = [m for rank in packed.ranks for m in rank]
         by_sample = {id(slot.sample): at for at, slot in enumerate(slots)}
-        arrays = _columns(micro, slots, by_sample)
+        arrays = _columns(micro, slots, by_sample, after_sample or at_once)
         if any(slot.multimodal for slot in slots):
             arrays["multimodal"] = np.frombuffer(b"".join(slot.multimodal for slot in slots), np.uint8)
             arrays["multimodal_start"] = np.cumsum([0, *(len(slot.multimodal) for slot in slots)], dtype=np.int64)
@@ -226,28 +231,34 @@ def _write_views(fd: int, views: list[memoryview]) -> None:
             at += 1
 
 
+_SAMPLE_COLUMNS = (
+    ("prompt_length", np.int32), ("advantage", np.float32), ("temperature", np.float32), ("reward", np.float32),
+    ("sample_policy_version", np.int64), ("expert_row", np.int64), ("expert_sum", np.uint64),
+)  # fmt: skip
+
+
 def _columns(
-    micro: Sequence[MicroBatch], slots: Sequence[WrittenSample], by_sample: dict[int, int]
-) -> dict[str, np.ndarray]:
-    samples = [slot.sample for slot in slots]
-    nothing = np.zeros(0, np.uint8)
-    starts = np.cumsum([0, *(len(s) for s in samples)], dtype=np.int64)
+    micro: Sequence[MicroBatch], slots: Sequence[WrittenSample], by_sample: dict[int, int], after_sample: Callable[[], None]
+) -> dict[str, np.ndarray]:  # fmt: skip
+    columns: dict[str, np.ndarray] = {}
+    for name, dtype in (("ids", np.int32), ("logprobs", np.float32), ("mask", np.uint8)):
+        rows = [getattr(slot.sample, name) for slot in slots]
+        columns[name] = np.concatenate(rows) if rows else np.empty(0, dtype)
+        after_sample()
+    columns["mask_bits"] = np.packbits(columns.pop("mask"))
+    starts, told = [0], []
+    for slot in slots:
+        s = slot.sample
+        starts.append(starts[-1] + len(s))
+        told.append((s.prompt_length, s.advantage, s.temperature, s.reward, s.policy_version, slot.row, slot.sum))
+        after_sample()
+    columns["sample_start"] = np.array(starts, np.int64)
+    for at, (name, dtype) in enumerate(_SAMPLE_COLUMNS):
+        columns[name] = np.array([line[at] for line in told], dtype)
     members = [[by_sample[id(s)] for s in m.samples] if not m.dummy else [] for m in micro]
-    return {
-        "ids": np.concatenate([s.ids for s in samples]) if samples else nothing.astype(np.int32),
-        "logprobs": np.concatenate([s.logprobs for s in samples]) if samples else nothing.astype(np.float32),
-        "mask_bits": np.packbits(np.concatenate([s.mask for s in samples])) if samples else nothing,
-        "sample_start": starts,
-        "prompt_length": np.array([s.prompt_length for s in samples], np.int32),
-        "advantage": np.array([s.advantage for s in samples], np.float32),
-        "temperature": np.array([s.temperature for s in samples], np.float32),
-        "reward": np.array([s.reward for s in samples], np.float32),
-        "sample_policy_version": np.array([s.policy_version for s in samples], np.int64),
-        "expert_row": np.array([slot.row for slot in slots], np.int64),
-        "expert_sum": np.array([slot.sum for slot in slots], np.uint64),
-        "micro_samples": np.array([at for m in members for at in m], np.int32),
-        "micro_start": np.cumsum([0, *(len(m) for m in members)], dtype=np.int64),
-    }
+    columns["micro_samples"] = np.array([at for m in members for at in m], np.int32)
+    columns["micro_start"] = np.cumsum([0, *(len(m) for m in members)], dtype=np.int64)
+    return columns
 
 
 # --------------------------------------------------------------------------------------------------- read

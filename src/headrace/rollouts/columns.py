@@ -50,16 +50,14 @@ class _Read(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What the interpreter's objects look like to a loop."""
+    """What the interpreter's objects look like to the loop of each kind of column."""
 
-    int_kind: int
-    float_kind: int
-    zero: int
-    """The sign and size of 0."""
-    one_digit: int
-    """The sign and size of whole numbers above 0 with one digit."""
-    bits: tuple[int, int, int, int]
+    list_ids: tuple[int, int, int]
+    """The type of whole numbers; the sign and size of 0, and of those above it with one digit."""
+    list_bits: tuple[int, int, int, int]
     """Where 0, False, 1 and True are."""
+    list_floats: tuple[int]
+    """The type of floats."""
 
 
 @functools.cache
@@ -74,10 +72,10 @@ def _layout() -> _Layout | None:
     zero, one_digit, largest, negative, longer = (_word(id(item), 2) for item in items[:5])
     if one_digit != largest or len({zero, one_digit, negative, longer}) < 4:
         return None
-    layout = _Layout(id(int), id(float), zero, one_digit, (id(0), id(False), id(1), id(True)))
-    loops, ids, floats = kernels(), np.zeros(6, np.int32), np.zeros(1, np.float32)
-    read = loops.list_ids(where, 6, id(int), zero, one_digit, ids)
-    floating = loops.list_floats(where + 8 * 5, 1, id(float), floats)
+    layout = _Layout((id(int), zero, one_digit), (id(0), id(False), id(1), id(True)), (id(float),))
+    loops, ids, floats, other = kernels(), np.zeros(6, np.int32), np.zeros(2, np.float32), [0.5, 0]
+    read = loops.list_ids(id(items), ids, *layout.list_ids)
+    floating = loops.list_floats(id(other), floats, *layout.list_floats)
     return layout if (read, floating, ids.tolist(), floats[0]) == (3, 1, [0, 7, 2**30 - 1, 0, 0, 0], 0.5) else None
 
 
@@ -90,14 +88,8 @@ def _word(address: int, number: int) -> int:
 
 def ids_column(value: Any, name: str, limit: int) -> np.ndarray:
     """Token ids as int32; they are 0 or more."""
-    if type(value) is _Read:
-        check_count(len(value.column), name, limit)
-        return value.column
-    if (way := _loop_for(value, name, limit)) is not None:
-        loops, layout, items = way
-        out = np.empty(len(value), np.int32)
-        if loops.list_ids(items, len(value), layout.int_kind, layout.zero, layout.one_digit, out) == len(value):
-            return out
+    if (read := _read(value, name, limit, "list_ids", np.int32)) is not None:
+        return read
     # "I" takes 10 ns a number, "i" 22: its setter asks the int itself instead of going through the argument parser.
     column = _column(value, "I", np.dtype(np.uint32), name, limit)
     if column.size and int(column.max()) >= 2**31:
@@ -107,14 +99,8 @@ def ids_column(value: Any, name: str, limit: int) -> np.ndarray:
 
 def mask_column(value: Any, name: str, limit: int) -> np.ndarray:
     """0, 1, False and True as uint8."""
-    if type(value) is _Read:
-        check_count(len(value.column), name, limit)
-        return value.column
-    if (way := _loop_for(value, name, limit)) is not None:
-        loops, layout, items = way
-        out = np.empty(len(value), np.uint8)
-        if loops.list_bits(items, len(value), *layout.bits, out) == len(value):
-            return out
+    if (read := _read(value, name, limit, "list_bits", np.uint8)) is not None:
+        return read
     if isinstance(value, (list, tuple)):
         check_count(len(value), name, limit)
         try:
@@ -130,25 +116,24 @@ def mask_column(value: Any, name: str, limit: int) -> np.ndarray:
 
 def logprobs_column(value: Any, name: str, limit: int) -> np.ndarray:
     """Numbers as float32. What has no float32 is infinite, and refused for it by whoever checks them."""
-    if type(value) is _Read:
-        check_count(len(value.column), name, limit)
-        return value.column
-    if (way := _loop_for(value, name, limit)) is not None:
-        loops, layout, items = way
-        out = np.empty(len(value), np.float32)
-        if loops.list_floats(items, len(value), layout.float_kind, out) == len(value):
-            return out
+    if (read := _read(value, name, limit, "list_floats", np.float32)) is not None:
+        return read
     return _column(value, "f", np.dtype(np.float32), name, limit)
 
 
-def _loop_for(value: Any, name: str, limit: int) -> tuple[Any, _Layout, int] | None:
-    """The compiled loops and where a list's items are; None if there is nothing to gain by them."""
-    if type(value) is not list or len(value) < _LOOP_ITEMS * (1 if kernels.ready else _LOADED_FOR):
+def _read(value: Any, name: str, limit: int, loop: str, dtype: type) -> np.ndarray | None:
+    """The column, where a loop has read it from bytes or can read it from a list; None where there is nothing to gain by one, or it met something it does not know."""
+    if type(value) is _Read:
+        check_count(len(value.column), name, limit)
+        return value.column
+    if type(value) is not list or len(value) < (_LOOP_ITEMS if kernels.ready else _LOOP_ITEMS * _LOADED_FOR):
         return None
     check_count(len(value), name, limit)
-    layout = _layout()
-    loops = kernels()
-    return None if layout is None else (loops, layout, _word(id(value), 3))
+    if (layout := _layout()) is None:
+        return None
+    out = np.empty(len(value), dtype)
+    read = getattr(kernels(), loop)(id(value), out, *getattr(layout, loop))
+    return out if read == len(out) else None
 
 
 def _column(value: Any, code: str, dtype: np.dtype, name: str, limit: int) -> np.ndarray:

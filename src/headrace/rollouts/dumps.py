@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from headrace.errors import ConfigError, FileCorrupt
+from headrace.errors import ConfigError, FileCorrupt, StorageError
 from headrace.files import publish
 
 __all__ = ["DumpKind", "dump_raw_rollouts", "read_dump", "read_encoded", "synthetic_rollouts"]
@@ -58,8 +59,13 @@ def dump_raw_rollouts(path: Path, rollouts: Iterable[Any]) -> int:
             count += 1
         yield _RECORD.pack(_END, count)
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    publish(path, parts(), replace=True, durable=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        publish(path, parts(), replace=True, durable=False)
+    except OSError as error:
+        raise StorageError(
+            f"the dump {path} cannot be written: {error.strerror or error}. Nothing was left there; free space or name another file"
+        ) from error
     return count
 
 
@@ -79,7 +85,8 @@ def read_encoded(path: Path) -> Iterator[memoryview]:
     except OSError as error:
         raise ConfigError(f"the dump {path} cannot be opened: {error.strerror}") from error
     try:
-        size = os.fstat(fd).st_size
+        found = os.fstat(fd)
+        size = found.st_size if stat.S_ISREG(found.st_mode) else 0
         if size < len(_MAGIC) or os.pread(fd, len(_MAGIC), 0) != _MAGIC:
             raise FileCorrupt(
                 f"{path} is no dump of rollouts; `dump_raw_rollouts` or `headrace replay --make` writes one"

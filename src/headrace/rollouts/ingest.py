@@ -105,11 +105,13 @@ def _checked_text(value: Any, name: str, limits: Limits) -> Any:
                     item.encode()
                 except UnicodeEncodeError as error:
                     raise RolloutRefused("not_unicode", f"{name} holds a lone surrogate at character {error.start}") from error  # fmt: skip
-        elif isinstance(item, Mapping):
-            pending += [(part, depth + 1) for pair in item.items() for part in pair]
-            room -= len(item)
         elif isinstance(item, (list, tuple)):
             pending += [(part, depth + 1) for part in item]
+            room -= len(item)
+        elif isinstance(
+            item, (dict, Mapping)
+        ):  # what is a dict is known at once, what is a Mapping only after a look through its bases
+            pending += [(part, depth + 1) for pair in item.items() for part in pair]
             room -= len(item)
         elif isinstance(item, int):
             if not -(2**63) <= item < 2**64:

@@ -5,10 +5,8 @@
         report = await pipeline.finish(12, policy_version=11)          a batch file, metrics, where the time went
 
 mode="arrival" (the default): one worker thread takes each rollout when it comes, makes its samples and writes their experts from the
-chunks they came in. Bulk work there is in calls that let go of the interpreter (copyto, writev, sums of a megabyte), and the
-interpreter is asked to change threads every 2 ms instead of every 5 while a pipeline is open. Asking is not enough (`Breath`), and asking more often
-takes it from a loop with many tasks in the middle of them. At the boundary columns, a header
-and a name are left to do, in the worker as well. With `use_process_pool` samples are made in processes (`processes.py`), and only
+chunks they came in. Bulk work there is in calls that let go of the interpreter (copyto, writev, sums of a megabyte), and every half
+millisecond it lets the loop go first (`breath.py`). At the boundary columns, a header and a name are left to do, in the worker as well. With `use_process_pool` samples are made in processes (`processes.py`), and only
 written here.
 
 mode="boundary": rollouts are kept until `finish`, which takes them `gather_chunk_size` at a time through threads. It is what
@@ -21,17 +19,15 @@ Samples are ordered by their keys, so a batch does not depend on who came first.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import logging
 import os
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +37,7 @@ from headrace.errors import ConfigError, RolloutRefused, StorageError, Tokenizer
 from headrace.metrics import Sink, Wait, phase
 from headrace.rollouts.advantages import AdvantageConfig, AdvantageFn, compute_advantages
 from headrace.rollouts.batch_files import BatchWriter, WrittenSample, batch_path
+from headrace.rollouts.breath import Breath, return_freed_memory
 from headrace.rollouts.columns import kernels
 from headrace.rollouts.filters import Filter, Filtered, apply_filters
 from headrace.rollouts.ingest import Limits
@@ -52,48 +49,17 @@ from headrace.rollouts.saving import save_rollouts
 from headrace.rollouts.step_metrics import rollout_metrics
 
 __all__ = [
-    "Breath",
     "RolloutPipeline",
     "StepPhases",
     "StepReport",
     "collected_samples",
-    "return_freed_memory",
-    "switching_fast",
 ]
 
 _log = logging.getLogger("headrace.rollouts")
-_TRIM_BYTES = 64 << 20
-_BREATH_EVERY, _BREATH = 5e-4, 5e-5
+_TRIM_BYTES = 8 << 20
+"""Freed, and then handed back: lists of 64 MB at once kept the loop from allocating for 11 ms, of 8 MB for 1.6."""
 Key = tuple[int, ...]
 """(task, member), or with the attempt after them: where a rollout stands in its step."""
-
-
-class Breath:
-    """Stand back for a moment every half millisecond of work.
-
-    A thread that waits for the interpreter asks for it only after a whole interval in which nobody let go of it. A worker whose numpy calls let
-    go for microseconds and take it back, before the waiting thread is awake, is therefore never asked: the loop then stood still for
-    whole rollouts (p99 11 to 62 ms). Away for 50 us, the loop has it (p99 2 to 3.5 ms, and 30 % fewer rollouts a second).
-    """
-
-    def __init__(self) -> None:
-        self._since = 0.0
-
-    def __call__(self) -> None:
-        if time.perf_counter() - self._since >= _BREATH_EVERY:
-            time.sleep(_BREATH)
-            self._since = time.perf_counter()
-
-
-@contextmanager
-def switching_fast(interval: float = 2e-3) -> Generator[None]:
-    """The interpreter changes threads every `interval` seconds meanwhile, if it did so more slowly before."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(interval, before))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 class StepPhases:
@@ -168,7 +134,7 @@ class RolloutPipeline:
         self, folder: Path, *, seq_len: int, ranks: int = 1, advantage: AdvantageConfig | AdvantageFn | None = None,
         filters: Sequence[Filter] = (), mode: Literal["arrival", "boundary"] = "arrival", gather_chunk_size: int | None = None,
         render: Render | None = None, save_to: Path | None = None, state_columns: Mapping[str, Sequence[str]] | None = None,
-        limits: Limits | None = None, first_step: int = 0, switch_interval: float | None = 2e-3, deadline: float = 600.0,
+        limits: Limits | None = None, first_step: int = 0, deadline: float = 600.0,
         sinks: Sequence[Sink] = (), use_process_pool: bool | int = False, worker_retries: int = 2, worker_deadline: float = 60.0,
     ) -> None:  # fmt: skip
         """`sinks` are given the metrics of every step, in the worker thread; whoever made them closes them. `use_process_pool`: True for one process less than there are cores, or how many. One that dies or does not answer within
@@ -190,7 +156,7 @@ class RolloutPipeline:
         self._advantage, self._filters, self._render = advantage, tuple(filters), render
         self._chunk, self._save_to, self._columns = gather_chunk_size, save_to, state_columns
         self._sinks = tuple(sinks)
-        self._limits, self._deadline, self._switch = limits or Limits(), deadline, switch_interval
+        self._limits, self._deadline = limits or Limits(), deadline
         self._steps: dict[int, _OpenStep] = {}
         self._finished = first_step - 1
         self._ended: set[int] = set()
@@ -210,10 +176,10 @@ class RolloutPipeline:
                 retries=worker_retries,
                 deadline=worker_deadline,
             )
-        self._breathe = Breath()
+        self._breathe: Breath
+        """Made when the pipeline opens, for the loop it is opened on."""
         self._restarts_told = 0
         self._freed = 0
-        self._switching = ExitStack()
 
     # ------------------------------------------------------------------------------------------ lifetime
 
@@ -227,8 +193,7 @@ class RolloutPipeline:
             self._askers = ThreadPoolExecutor(self.processes.workers, "headrace-rollouts-ask")
         await asyncio.to_thread(kernels)  # compiled or loaded now, not beside the first rollouts
         self._worker = ThreadPoolExecutor(1, "headrace-rollouts")
-        if self._switch is not None:
-            self._switching.enter_context(switching_fast(self._switch))
+        self._breathe = Breath(asyncio.get_running_loop())
         return self
 
     async def __aexit__(
@@ -249,7 +214,6 @@ class RolloutPipeline:
         for step in self._steps.values():
             step.writer.close()
         self._steps.clear()
-        self._switching.close()
 
     # ------------------------------------------------------------------------------------------- arrival
 
@@ -293,7 +257,10 @@ class RolloutPipeline:
         raw, cause = box.pop(), None
         try:
             with state.phases.measure("process_rollout"):
-                made = self.processes.process(raw, about) if self.processes else self._made(state, raw, about)
+                if self.processes is not None:
+                    made = self.processes.process(raw, about, breathe=self._breathe)
+                else:
+                    made = self._made(state, raw, about)
             with state.lock, state.phases.measure("write_experts"):
                 state.done[key] = (made.rollout, state.writer.add(made.samples))
                 state.truncated += made.truncated
@@ -416,29 +383,35 @@ class RolloutPipeline:
             return error
 
     def _finish(self, state: _OpenStep, step: int, policy_version: int) -> StepReport:
-        phases, order = state.phases, sorted(state.done)
+        phases, order, breathe = state.phases, sorted(state.done), self._breathe
         rollouts = [state.done[key][0] for key in order]
         with phases.measure("compute_advantages"):
-            advantages = compute_advantages(rollouts, self._advantage)
+            advantages = compute_advantages(rollouts, self._advantage, after_group=breathe)
         with phases.measure("apply_filters"):
-            filtered = apply_filters(self._filters, rollouts, advantages, after_rollout=self._breathe)
+            filtered = apply_filters(self._filters, rollouts, advantages, after_rollout=breathe)
         with phases.measure("result_collection_loop"):
-            slots = collected_samples([state.done[key][1] for key in order], advantages, filtered.sends)
+            written = [state.done[key][1] for key in order]
+            slots = collected_samples(written, advantages, filtered.sends, after_rollout=breathe)
+            del written
         path = None
         if slots:
             with phases.measure("pack"):
-                packed = pack_samples([s.sample for s in slots], seq_len=self.seq_len, ranks=self.ranks)
+                packed = pack_samples(
+                    [s.sample for s in slots], seq_len=self.seq_len, ranks=self.ranks, after_sample=breathe
+                )
             with phases.measure("training_batch_send"):
-                path = state.writer.publish(packed, slots, seq_len=self.seq_len, policy_version=policy_version)
+                path = state.writer.publish(
+                    packed, slots, seq_len=self.seq_len, policy_version=policy_version, after_sample=breathe
+                )
             del packed
         if self._save_to is not None:
             with phases.measure("save_rollouts"):
                 save_rollouts(
                     self._save_to / f"step_{step}.jsonl", rollouts, advantages=advantages, state_columns=self._columns, durable=False,
-                    after_rollout=self._breathe,
+                    after_rollout=breathe,
                 )  # fmt: skip
         with phases.measure("metrics_aggregation"):
-            metrics = rollout_metrics(rollouts, filtered)
+            metrics = rollout_metrics(rollouts, filtered, after_rollout=breathe)
             metrics |= {f"rollouts/refused/{cause}": float(n) for cause, n in state.refused.items()}
             if self.processes is not None:
                 metrics["rollouts/worker_restarts"] = float(self.processes.restarts - self._restarts_told)
@@ -455,25 +428,25 @@ class RolloutPipeline:
         for held in (slots, rollouts):
             while held:
                 held.pop()
-                self._breathe()
+                breathe()
         while state.done:
             state.done.popitem()
-            self._breathe()
+            breathe()
         self._freed = 0
         return_freed_memory()
         return report
 
 
 def collected_samples(
-    written: Sequence[Sequence[WrittenSample]], advantages: Sequence[float], sends: Sequence[bool]
-) -> list[WrittenSample]:
+    written: Sequence[Sequence[WrittenSample]], advantages: Sequence[float], sends: Sequence[bool], *, after_rollout: Callable[[], None]
+) -> list[WrittenSample]:  # fmt: skip
     """The samples of the rollouts that send any, each with its rollout's advantage; `written` has those of each rollout."""
-    return [
-        slot.with_advantage(advantage)
-        for slots, advantage, sent in zip(written, advantages, sends, strict=True)
-        if sent
-        for slot in slots
-    ]
+    collected: list[WrittenSample] = []
+    for slots, advantage, sent in zip(written, advantages, sends, strict=True):
+        if sent:
+            collected += [slot.with_advantage(advantage) for slot in slots]
+        after_rollout()
+    return collected
 
 
 def _parts_of(raw: Any) -> list[Any]:
@@ -491,18 +464,3 @@ def _settled(state: _OpenStep, future: asyncio.Future[str | None]) -> None:
     """A rollout is through. One that failed for no reason of its own stays, so that `finish` raises it."""
     if not future.cancelled() and future.exception() is None:
         state.pending.discard(future)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        return ctypes.CDLL("libc.so.6").malloc_trim
-    except (OSError, AttributeError):
-        return None  # another libc: it keeps its pages as it likes
-
-
-def return_freed_memory() -> None:
-    """Hand freed pages back to the system. glibc keeps them otherwise, and a process grows by some MB a step."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)

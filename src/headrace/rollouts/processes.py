@@ -32,6 +32,7 @@ import numpy as np
 
 from headrace.errors import ConfigError, RolloutRefused, TokenizerError, WorkerDied, how_it_ended
 from headrace.metrics import Wait
+from headrace.rollouts.breath import at_once
 from headrace.rollouts.columns import decoded_with_columns
 from headrace.rollouts.ingest import Limits, experts_from, rollout_from_verifiers
 from headrace.rollouts.interleave import Piece, expert_rows, interleave_planned, interleave_rollout
@@ -215,15 +216,16 @@ class RolloutProcesses:
 
     # -------------------------------------------------------------------------------------------- asking
 
-    def process(self, raw: Any, about: Mapping[str, Any]) -> Processed:
-        """A rollout as process_rollout makes it. RolloutRefused also after `retries` processes have died over it."""
+    def process(self, raw: Any, about: Mapping[str, Any], *, breathe: Callable[[], None] | None = None) -> Processed:
+        """A rollout as process_rollout makes it. RolloutRefused also after `retries` processes have died over it. `breathe` is called between turns."""
+        breathe = breathe or at_once
         if isinstance(raw, Rollout):
-            return self._here(raw, about)
+            return process_rollout(raw, about, breathe=breathe, **self._settings)
         try:
-            frames = _question(raw, about)
+            frames = _question(raw, about, breathe)
         except ValueError:
             # What cannot be sent holds a number or a text that is no value: the checks say which.
-            return self._here(raw, about)
+            return process_rollout(raw, about, breathe=breathe, **self._settings)
         for attempt in range(self.retries + 1):
             with Wait("rollouts.process", deadline=self.deadline * (self.workers + 1)) as wait:
                 worker = self._taken(wait)
@@ -238,14 +240,11 @@ class RolloutProcesses:
                 self._idle.put(worker)
                 raise
             self._idle.put(worker)
-            return _answered(answer, raw, self.seq_len)
+            return _answered(answer, raw, self.seq_len, breathe)
         raise RolloutRefused(
             "worker",
             f"a rollout was given up after {self.retries + 1} worker processes had died or hung over it; look for what is so large or so odd in it",
         )
-
-    def _here(self, raw: Any, about: Mapping[str, Any]) -> Processed:
-        return process_rollout(raw, about, **self._settings)
 
     def _taken(self, wait: Wait) -> _Worker:
         while True:
@@ -280,14 +279,17 @@ class RolloutProcesses:
         self._idle.put(self._spawn(worker.number))
 
 
-def _question(raw: Any, about: Mapping[str, Any]) -> list[bytes | memoryview]:
+def _question(raw: Any, about: Mapping[str, Any], breathe: Callable[[], None]) -> list[bytes | memoryview]:
     """A rollout as frames: JSON text and msgpack as they are, lists turn by turn, because an encoder keeps the interpreter for the whole of its call."""
     if isinstance(raw, _ENCODED):
         whole = raw.encode() if isinstance(raw, str) else raw
         return [encode_value({"about": about, "encoded": True, "frames": 1}), whole]
     if not isinstance(raw, Mapping) or not isinstance(raw.get("trajectory"), (list, tuple)):
         return [encode_value({"about": about, "frames": 1}), encode_value(raw)]
-    turns = [encode_value(_without_bulk(step)) for step in raw["trajectory"]]
+    turns = []
+    for step in raw["trajectory"]:
+        turns.append(encode_value(_without_bulk(step)))
+        breathe()
     head = encode_value({k: v for k, v in raw.items() if k != "trajectory"})
     return [encode_value({"about": about, "turns": True, "frames": 1 + len(turns)}), head, *turns]
 
@@ -320,7 +322,7 @@ def _size_of(data: Any) -> dict[str, Any]:
     return {"bulk": "bytes", "size": memoryview(data).nbytes}
 
 
-def _answered(frames: list[bytes], raw: Any, seq_len: int) -> Processed:
+def _answered(frames: list[bytes], raw: Any, seq_len: int, breathe: Callable[[], None]) -> Processed:
     """What a process made of a rollout, put together with the experts that stayed here."""
     head = decode_value(frames[0])
     if "refused" in head:
@@ -343,6 +345,7 @@ def _answered(frames: list[bytes], raw: Any, seq_len: int) -> Processed:
         steps.append(
             Step(prompt=told["prompt"], completion=told["completion"], tokens=tokens, is_truncated=told["cut"])
         )
+        breathe()
     fields = head["rollout"]
     if fields["error"] is not None:
         fields["error"] = tuple(fields["error"])

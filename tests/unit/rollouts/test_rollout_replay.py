@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace.cli.replay import replay as verb
-from headrace.errors import ConfigError, FileCorrupt
+from headrace.errors import ConfigError, FileCorrupt, StorageError
 from headrace.jobs.replay import ALONE, replay, replay_phase
 from headrace.rollouts import interleave_rollout, rollout_from_verifiers
 from headrace.rollouts.dumps import dump_raw_rollouts, read_dump, synthetic_rollouts
@@ -116,3 +116,29 @@ def test_the_verb_tells_one_phase_alone_or_a_part_of_the_whole(small, capsys):
     shown = capsys.readouterr().out
     assert "boundary" in shown
     assert "arrival " not in shown.split("phase breakdown")[0].split("\n", 1)[1]
+
+
+def test_a_folder_is_no_dump_and_a_dump_that_cannot_be_written_says_so(tmp_path):
+    with pytest.raises(FileCorrupt, match="is no dump"):
+        list(read_dump(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot be written: .*name another file"):
+        dump_raw_rollouts(tmp_path / "file" / "x.dump", [{}])
+
+
+def test_options_that_would_be_ignored_are_refused(small, tmp_path):
+    with pytest.raises(ConfigError, match="--scale is for --make"):
+        verb(small, scale=0.1)
+    with pytest.raises(ConfigError, match="--phase pack runs in one thread"):
+        verb(small, phase="pack", mode="boundary")
+
+
+def test_a_phase_alone_leaves_out_what_the_pipeline_would_refuse(tmp_path, caplog):
+    good = next(synthetic_rollouts("text", scale=0.002))
+    dump_raw_rollouts(tmp_path / "odd.dump", [1, good, {}])
+    _, cost = replay_phase(tmp_path / "odd.dump", "interleave", folder=tmp_path, idle=0.01)
+    assert cost.phase == "interleave"
+    assert [r.getMessage().partition(":")[0] for r in caplog.records] == [
+        "rollout 0 of the dump is left out",
+        "rollout 2 of the dump is left out",
+    ]

@@ -1,0 +1,103 @@
+"""Who goes first when a thread works beside an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+
+import pytest
+
+from headrace.rollouts import RolloutPipeline, breath
+from headrace.rollouts.breath import Breath
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_thread_that_breathes_goes_on_after_everything_that_was_ready_or_due(monkeypatch):
+    monkeypatch.setattr(breath, "_PATIENCE", 30.0)
+    ran = []
+
+    def slow(name):
+        time.sleep(0.002)  # longer than a thread that stood back for a fixed moment would be away
+        ran.append(name)
+
+    async def task(name):
+        await asyncio.sleep(0.001)
+        slow(name)
+
+    async def go():
+        loop = asyncio.get_running_loop()
+        breathe, may = Breath(loop), threading.Event()
+        tasks = [loop.create_task(task(f"due {n}")) for n in range(5)]
+        await asyncio.sleep(0)
+
+        def work():
+            assert may.wait(30)
+            breathe()
+            return list(ran)
+
+        seen = loop.run_in_executor(None, work)
+        time.sleep(0.005)  # on the loop, so that the tasks' time comes while it is busy
+        for n in range(5):
+            loop.call_soon(slow, f"ready {n}")
+        may.set()
+        found = await seen
+        await asyncio.gather(*tasks)
+        return found
+
+    assert sorted(asyncio.run(go())) == sorted([f"due {n}" for n in range(5)] + [f"ready {n}" for n in range(5)])
+
+
+def test_a_loop_that_stands_still_does_not_stop_the_thread(monkeypatch):
+    monkeypatch.setattr(breath, "_PATIENCE", 0.01)
+    through = threading.Event()
+
+    async def go():
+        breathe = Breath(asyncio.get_running_loop())
+
+        def work():
+            breathe()
+            through.set()
+
+        working = asyncio.get_running_loop().run_in_executor(None, work)
+        assert through.wait(30), "the thread waited for a loop that did nothing"
+        await working
+
+    asyncio.run(go())
+
+
+def test_a_breath_beside_a_closed_loop_returns():
+    loop = asyncio.new_event_loop()
+    loop.close()
+    Breath(loop)()
+
+
+def test_half_a_millisecond_of_work_is_between_two_breaths(monkeypatch):
+    clock, asked = [0.0], []
+    monkeypatch.setattr(breath.time, "perf_counter", lambda: clock[0])
+
+    class Loop:
+        def call_soon(self, call, *rest):
+            call(*rest)
+
+        def call_soon_threadsafe(self, call, *rest):
+            asked.append(clock[0])
+            call(*rest)
+
+    breathe = Breath(Loop())
+    for tenth in range(20):
+        clock[0] = tenth * 1e-4
+        breathe()
+    assert len(asked) in (4, 5), asked  # 2 ms, with or without the rounding of the last
+
+
+def test_an_open_pipeline_leaves_the_switch_interval_of_the_process_alone(tmp_path):
+    before = sys.getswitchinterval()
+
+    async def go():
+        async with RolloutPipeline(tmp_path, seq_len=64):
+            return sys.getswitchinterval()
+
+    assert asyncio.run(go()) == before
