@@ -56,8 +56,10 @@ _P_MASK, _C_MASK, _C_LOGPROBS = _name("prompt_mask"), _name("completion_mask"), 
 @njit(_I64(_I64, _I32, _I64, _I64, _I64), **_LOCKED)
 def list_ids(where, out, kind, zero, one_digit):
     """The whole numbers of the list at `where`, which has as many items as `out` has room; how many were read before the first that is none, or has more than 30 bits."""
-    count = len(out)
-    places = carray(pointer(carray(pointer(where), (4,), np.int64)[3]), (count,), np.int64)
+    count, head = len(out), carray(pointer(where), (4,), np.int64)
+    if head[2] != count:  # somebody changed it since it was measured: nobody can now
+        return -1
+    places = carray(pointer(head[3]), (count,), np.int64)
     for i in range(count):
         words = carray(pointer(places[i]), (3,), np.int64)
         if words[1] != kind:
@@ -74,8 +76,10 @@ def list_ids(where, out, kind, zero, one_digit):
 @njit(_I64(_I64, _U8, _I64, _I64, _I64, _I64), **_LOCKED)
 def list_bits(where, out, zero, false, one, true):
     """0, False, 1 and True, of which there is one object each; how many were read, or -1 if there was another. Without a branch an entry takes a fifth of the time."""
-    count = len(out)
-    places = carray(pointer(carray(pointer(where), (4,), np.int64)[3]), (count,), np.int64)
+    count, head = len(out), carray(pointer(where), (4,), np.int64)
+    if head[2] != count:  # somebody changed it since it was measured: nobody can now
+        return -1
+    places = carray(pointer(head[3]), (count,), np.int64)
     other = False
     for i in range(count):
         place = places[i]
@@ -88,8 +92,10 @@ def list_bits(where, out, zero, false, one, true):
 @njit(_I64(_I64, _F32, _I64), **_LOCKED)
 def list_floats(where, out, kind):
     """The floats of a list; how many were read before something that is none."""
-    count = len(out)
-    places = carray(pointer(carray(pointer(where), (4,), np.int64)[3]), (count,), np.int64)
+    count, head = len(out), carray(pointer(where), (4,), np.int64)
+    if head[2] != count:  # somebody changed it since it was measured: nobody can now
+        return -1
+    places = carray(pointer(head[3]), (count,), np.int64)
     for i in range(count):
         if carray(pointer(places[i]), (2,), np.int64)[1] != kind:
             return i
