@@ -154,10 +154,11 @@ class Ahead(Generic[T]):
         """Wait until all jobs are done; False if they were not in time, or one fails twice while we wait."""
         failures = self._failures
         with Wait("spool.drain", deadline=timeout, meter=self._meter) as wait, self._changed:
-            self._start()
             for job in self._jobs:
                 if job.sooner_if_missed:
                     job.at = 0.0
+            if self._notes or self._jobs:
+                self._start()
             while (self._notes or self._jobs or self._busy) and not wait.expired() and self._thread is not None:
                 if self._failures >= failures + 2:
                     return False
