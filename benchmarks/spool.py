@@ -150,6 +150,9 @@ def batches(folder: Path, batch_size: int, block: int, per_file: int, files: int
     )
 
     # Throughput with nothing in between: each batch is copied once, so that a lazy view pays for its pages too.
+    # By one thread: two of OpenMP's on a machine with two cores and other work wait for each other, at a tenth of the speed on both sides.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     used = [torch.empty((batch_size, block), dtype=torch.int64) for _ in range(2)]
 
     def straight_through(get_batch: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> float:
@@ -165,6 +168,7 @@ def batches(folder: Path, batch_size: int, block: int, per_file: int, files: int
             spooled = straight_through(lambda: consumer.get_batch("train"))
         rounds.append((spooled, straight_through(BatchManager(paths, batch_size).get_batch)))
     straight, loaded = (statistics.median(side) for side in zip(*rounds, strict=True))
+    torch.set_num_threads(threads)
     volume = size * per_file * files / 1e9
     print(
         f"                   throughput, verified, {volume / straight:.2f} GB/s   torch.load + slice (unverified) {volume / loaded:.2f} GB/s   ratio {loaded / straight:.2f}"

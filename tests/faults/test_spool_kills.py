@@ -29,7 +29,7 @@ import pytest
 
 from headrace.errors import DeadlineExceeded
 from headrace.order import derive, key
-from headrace.spool import DatasetConsumer, SequentialProvider, supply
+from headrace.spool import DatasetConsumer, SequentialProvider
 from headrace.spool.survey import describe, verify
 
 LONG = os.environ.get("HEADRACE_FAULTS", "long") == "long"
@@ -114,10 +114,7 @@ def provide(folder: Path, files: int) -> None:
     )
 
 
-def consume(folder: Path, rank: int, world: int, state, oldest, report: Path, hurried: bool = False) -> None:
-    """A life of one rank. `hurried`: it prepares files itself, as a trainer does that is faster than the background."""
-    if hurried:
-        supply._HURRIED = supply._CALM = 1e9
+def consume(folder: Path, rank: int, world: int, state, oldest, report: Path) -> None:
     began = time.perf_counter()
     consumer = DatasetConsumer(
         folder, ack="commit", dp_rank=rank, dp_world_size=world, deadline=0.5, verdict_patience=0.05
@@ -129,10 +126,8 @@ def consume(folder: Path, rank: int, world: int, state, oldest, report: Path, hu
     first = 0.0
     cut = 0
     reader = consumer._reader("train")
-    part = reader.parts[0]
     for step in range(5):
-        there = part.first is not None or consumer._channel("train", 0).find(part.seq) is not None
-        if not there if hurried and step else not consumer.wait_for_data("train", timeout=0.0 if step else 0.05):
+        if not consumer.wait_for_data("train", timeout=0.0 if step else 0.05):
             break
         before = reader.cut
         rows = reader.next(BATCH)["g"]  # get_batch without torch
@@ -196,7 +191,7 @@ def exactly_once(folder: Path, wanted: int) -> str:
         victim = turn % world if turn % 4 else -1
         children = [
             life(
-                partial(consume, folder, r, world, state, oldest, reports[r], turn % 5 == 0),
+                partial(consume, folder, r, world, state, oldest, reports[r]),
                 next_consumer if r == victim else 10**9,
                 mode,
             )

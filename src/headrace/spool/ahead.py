@@ -30,8 +30,6 @@ Key = tuple[str, int, int]
 _SHORTEST, _LONGEST = 0.002, 0.05
 """Seconds between two looks at what is to do: doubled up to the second while nothing moves, so an idle consumer costs 20 looks a second, and who
 reads a file in T seconds is noticed within T of having begun the next."""
-_STANDING_BACK = 0.02
-"""The first of these pauses for a trainer in a hurry, which waits for the interpreter at every look."""
 
 
 class NotYet(Exception):
@@ -65,7 +63,6 @@ class Ahead(Generic[T]):
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Wakes the thread, for somebody who waits."""
         self._busy = False
-        self._shortest = _SHORTEST
         self._failures = 0
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -133,16 +130,6 @@ class Ahead(Generic[T]):
         if self._thread is None:
             self._start()
 
-    def give_up(self, key: Key) -> None:
-        """Look for `key` no more: somebody else does. What is being prepared of it is dropped."""
-        with self._changed:
-            self._wanted.pop(key, None)
-            self._why.pop(key, None)
-
-    def stand_back(self, yes: bool) -> None:
-        """Look less often, because somebody in a hurry does not want to share the interpreter."""
-        self._shortest = _STANDING_BACK if yes else _SHORTEST
-
     def forget(self, match: Callable[[Key], bool] = lambda _: True) -> None:
         """Drop what was prepared: somebody loaded another position."""
         with self._changed:
@@ -154,10 +141,11 @@ class Ahead(Generic[T]):
         """Wait until all jobs are done; False if they were not in time, or one fails twice while we wait."""
         failures = self._failures
         with Wait("spool.drain", deadline=timeout, meter=self._meter) as wait, self._changed:
-            self._start()
             for job in self._jobs:
                 if job.sooner_if_missed:
                     job.at = 0.0
+            if self._notes or self._jobs:
+                self._start()
             while (self._notes or self._jobs or self._busy) and not wait.expired() and self._thread is not None:
                 if self._failures >= failures + 2:
                     return False
@@ -187,7 +175,7 @@ class Ahead(Generic[T]):
             self._bell.put(None)
 
     def _loop(self) -> None:
-        pause = self._shortest
+        pause = _SHORTEST
         while True:
             with contextlib.suppress(queue.Empty):  # what was rung for is looked at now
                 while True:
@@ -225,7 +213,7 @@ class Ahead(Generic[T]):
                     self._busy = False
                     self._changed.notify_all()
             if moved:
-                pause = self._shortest
+                pause = _SHORTEST
                 continue
             with self._changed:
                 soonest = min((j.at for j in self._jobs), default=None)
@@ -236,7 +224,7 @@ class Ahead(Generic[T]):
                     self._bell.get(timeout=asleep) if asleep else None
                 except queue.Empty:
                     woken = False
-            pause = self._shortest if woken else min(2 * pause, _LONGEST)
+            pause = _SHORTEST if woken else min(2 * pause, _LONGEST)
 
     def _try(self, key: Key, prepare: Callable[[], T]) -> bool:
         try:

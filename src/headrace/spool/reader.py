@@ -88,10 +88,6 @@ class Files(Protocol):
         """Have this file prepared."""
         ...
 
-    def look_ahead(self, part: int, seq: int, start: int) -> None:
-        """This file will be asked for next, some time."""
-        ...
-
     def take(self, part: int, seq: int, start: int) -> BatchFile: ...
     def entered(self, part: int, seq: int) -> None:
         """A row of this file is about to be delivered."""
@@ -171,7 +167,7 @@ class Part:
         """Let the file after the open ones be prepared."""
         if self.last is None:
             last = self._open[-1] if self._open else None
-            self._files.look_ahead(self.number, last.seq + 1 if last else self.seq, last.end if last else self.start)
+            self._files.want(self.number, last.seq + 1 if last else self.seq, last.end if last else self.start)
 
 
 class QueueReader:

@@ -5,19 +5,14 @@
 
 The trainer's thread only leaves notes. It wakes nobody, because to wake a thread takes 50 us of its own time, and up to
 milliseconds where that thread is put on the same core: the background looks for itself, and two files are ready meanwhile.
-
-A trainer that reads small files about as fast as they can be prepared prepares them itself. Opening one is .3 ms of Python: done by
-another thread meanwhile, every operation of torch waited for the interpreter, and a file of 100 batches of 32 KiB took 3 ms instead of 1.5.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from functools import partial
 
-from headrace.spool.ahead import Ahead, NotYet
+from headrace.spool.ahead import Ahead
 from headrace.spool.batch_file import BatchFile
 from headrace.spool.channel import Channel
 from headrace.spool.checker import FileChecker
@@ -29,14 +24,10 @@ __all__ = ["SplitFiles", "Supply"]
 
 _FILES_AHEAD = 2
 """Files prepared beyond the one that is read. With one, the background thread waits for the trainer whenever the trainer waited for it."""
-_SMALL = 8 << 20
-"""Bytes of a file up to which preparing it is more Python than checksum; what is summed needs no interpreter."""
-_HURRIED, _CALM = 5, 20
-"""A trainer that takes less than 5 times as long over a file as preparing it takes is in a hurry; at 20 times it is no longer."""
 
 
 class Supply:
-    """Makes files ready for one rank."""
+    """Makes files ready for one rank, in the background thread."""
 
     def __init__(
         self,
@@ -55,29 +46,9 @@ class Supply:
         self._room: BufferPool | None = None
         self._retired: list[BatchFile] = []
         """Files read to their end of which a batch is still in use."""
-        self._preparing = threading.Lock()
-        self.seconds = 0.0
-        """Of processor, that the last file took."""
 
     def prepare(self, channel: Channel, seq: int, start: int) -> BatchFile:
         """File `seq`, ready to be read; NotYet names what is missing."""
-        with self._preparing:
-            return self._prepare(channel, seq, start)
-
-    def prepare_at_once(self, channel: Channel, seq: int, start: int) -> BatchFile | None:
-        """The same in the caller's thread; None where it is not there yet, or another thread is at work."""
-        if not self._preparing.acquire(blocking=False):
-            return None
-        try:
-            self.ahead.give_up((channel.split, channel.part, seq))
-            return self._prepare(channel, seq, start)
-        except NotYet:
-            return None
-        finally:
-            self._preparing.release()
-
-    def _prepare(self, channel: Channel, seq: int, start: int) -> BatchFile:
-        began = time.thread_time()
         file = self._checker.prepare(channel, seq, start)
         fixed = not any(f.ragged for f in file.header.schema)
         if self._cuts and fixed and channel.parts == 1 and channel.split not in CIRCULAR_SPLITS:
@@ -86,7 +57,6 @@ class Supply:
             room = self._room.array if self._room is not None else None
             file.cut(self._batch_size(), start, self._stripe.rank, self._stripe.world_size, room)
         self._place.require_lately()
-        self.seconds = time.thread_time() - began
         return file
 
     def retire(self, file: BatchFile) -> None:
@@ -128,9 +98,6 @@ class SplitFiles:
         self._following: dict[int, tuple[int, int]] = {}
         """The first file of each part that is not prepared, and its first row."""
         self._dropped = False
-        self._hurried = False
-        self._taken_at = 0.0
-        """When the trainer took its last file."""
 
     def drop(self) -> None:
         """Somebody loaded another position: prepare nothing more."""
@@ -145,11 +112,6 @@ class SplitFiles:
             )
         else:
             self._ahead.soon(partial(self._wanted, part, seq, start))
-
-    def look_ahead(self, part: int, seq: int, start: int) -> None:
-        """The same, if it is better done by the background."""
-        if not self._hurried:
-            self.want(part, seq, start)
 
     def _wanted(self, part: int, seq: int, start: int) -> None:
         following = self._following.get(part)
@@ -179,22 +141,11 @@ class SplitFiles:
     def take(self, part: int, seq: int, start: int) -> BatchFile:
         key = (self.split, part, seq)
         file = self._ahead.ready(key)
-        if file is None and self._hurried:
-            file = self._supply.prepare_at_once(self._channel(self.split, part), seq, start)
         if file is None:
-            self._hurry(False)
             self.want(part, seq, start)
             file = self._ahead.take(key, self._deadline)
-        now = time.monotonic()
-        pace, self._taken_at = now - self._taken_at, now
-        self._hurry(file.nbytes <= _SMALL and pace < (_CALM if self._hurried else _HURRIED) * self._supply.seconds)
         self._ends[part, seq] = start + file.header.rows
         return file
-
-    def _hurry(self, hurried: bool) -> None:
-        if hurried != self._hurried:
-            self._hurried = hurried
-            self._ahead.stand_back(hurried)
 
     def entered(self, part: int, seq: int) -> None:
         if seq > self._entered.get(part, -1):

@@ -23,10 +23,9 @@ from headrace.errors import (
     StorageError,
 )
 from headrace.metrics import Meter
-from headrace.spool import FieldSpec, FileHeader, open_batch_file, purge_spool, schema_of, supply, write_batch_file
+from headrace.spool import FieldSpec, FileHeader, open_batch_file, purge_spool, schema_of, write_batch_file
 from headrace.spool.ahead import Ahead
 from headrace.spool.batch_file import OFFSETS
-from headrace.spool.checker import FileChecker
 from headrace.spool.file_system import FileSystem
 from headrace.spool.taken import TakenFiles
 
@@ -95,47 +94,6 @@ def test_rows_of_a_rank_are_gathered_in_memory_that_is_used_again(counted, consu
         batch.fill_(-1)
         del batch
     assert len(places) <= 2 * 4, "two batches a file, of at most four files at a time"
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_hurried_reader_prepares_files_itself_and_delivers_the_same(counted, consumer, monkeypatch, world):
-    monkeypatch.setattr(supply, "_HURRIED", 1e9)
-    monkeypatch.setattr(supply, "_CALM", 1e9)
-    who = []
-    real = FileChecker.prepare
-
-    def prepare(self, channel, seq, start):
-        who.append(threading.current_thread() is threading.main_thread())
-        return real(self, channel, seq, start)
-
-    monkeypatch.setattr(FileChecker, "prepare", prepare)
-    counted(max_backlog_files=8).run(max_files=8)
-    reader = consumer(ack="commit", dp_world_size=world, verdict_patience=0.0, deadline=20.0)
-    seen = []
-    for step in range(16):
-        if step in (7, 8):  # at the end of a file, and in the middle of one: it waits for files nobody was asked for
-            assert reader.wait_for_data("train", 20.0)
-        seen += reader.get_batch("train", "cpu")["g"].tolist()
-    assert seen == list(range(0, 64, world))
-    # Of two ranks, the other one judges every second file: that is waited for in the background.
-    assert sum(who) >= 4 // world
-    reader._files["train"]._deadline = 0.2
-    with pytest.raises(DeadlineExceeded, match=r"spool\.empty"):
-        reader.get_batch("train", "cpu")
-
-
-def test_what_a_hurried_reader_prepared_itself_is_not_prepared_again(counted, consumer):
-    counted(max_backlog_files=4).run(max_files=4)
-    reader = consumer(ack="commit", deadline=5.0)
-    for _ in range(6):
-        reader.get_batch("train")
-    reader._ahead.close()  # it left undone what it was asked for
-    reader._ahead.forget()
-    reader._ahead.want(("train", 0, 3), lambda: pytest.fail("the trainer has it"))
-    reader._files["train"]._hurried = True
-    assert reader.get_batch("train")["g"].tolist() == [24, 25, 26, 27]
-    assert reader._ahead._wanted == {}
-    crash(reader)
 
 
 @pytest.mark.parametrize("file_format", ["safetensors", "pt"])
