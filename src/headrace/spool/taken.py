@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from pathlib import Path
 
 from headrace.errors import StorageError
@@ -27,6 +28,9 @@ class TakenFiles:
         self._folder = folder
         self._open: dict[str, tuple[int, int]] = {}
         """Descriptor, and the number of the last record."""
+        weakref.finalize(
+            self, _close, self._open
+        )  # a consumer that is let go without close() must not keep a descriptor
 
     def read(self, split: str) -> tuple[int, int]:
         """(file, row); (0, 0) where nothing was begun."""
@@ -49,8 +53,7 @@ class TakenFiles:
         self._open[split] = (fd, turn + 1)
 
     def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1][0])
+        _close(self._open)
 
     def _path(self, split: str) -> Path:
         return self._folder / f"taken-{split}"
@@ -86,3 +89,8 @@ class TakenFiles:
             if seal(value) == raw and min(record) >= 0:
                 found.append(record)
         return max(found)
+
+
+def _close(opened: dict[str, tuple[int, int]]) -> None:
+    while opened:
+        os.close(opened.popitem()[1][0])

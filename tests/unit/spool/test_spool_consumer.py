@@ -735,6 +735,13 @@ def test_the_newest_whole_record_says_which_files_were_begun(tmp_path):
     assert TakenFiles(tmp_path).read("train") == (5, 40)
 
 
+def test_who_is_let_go_without_being_closed_keeps_no_descriptor(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        TakenFiles(tmp_path).write("train", 1, 1)
+    assert len(os.listdir("/proc/self/fd")) < before + 5
+
+
 @pytest.mark.parametrize("kind", ["link", "folder", "fifo"])
 def test_what_lies_in_the_place_of_a_record_is_neither_followed_nor_waited_for(tmp_path, kind):
     path, outside = tmp_path / "taken-train", tmp_path / "outside"
