@@ -28,9 +28,8 @@ class TakenFiles:
         self._folder = folder
         self._open: dict[str, tuple[int, int]] = {}
         """Descriptor, and the number of the last record."""
-        weakref.finalize(
-            self, _close, self._open
-        )  # a consumer that is let go without close() must not keep a descriptor
+        # A consumer that is let go without close() must not keep a descriptor.
+        weakref.finalize(self, _close, self._open)
 
     def read(self, split: str) -> tuple[int, int]:
         """(file, row); (0, 0) where nothing was begun."""
