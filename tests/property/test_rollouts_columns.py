@@ -159,6 +159,46 @@ def test_a_name_that_stands_there_twice_counts_as_the_decoder_says():
         assert plainly(columns.decoded_with_columns(text)) == msgspec.json.decode(text)
 
 
+@pytest.mark.parametrize("blank", [b"", b" "])
+@pytest.mark.parametrize(
+    "more", [b"", b" ", b",5", b" , 5", b"5", b"5,6", b" 5", b",", b",,5", b".5", b"e3", b",true", b"]", b",0,05"]
+)
+def test_a_context_told_in_the_bytes_of_the_one_before_is_read_to_its_end_and_no_further(blank, more):
+    for name, numbers in (("prompt_ids", range(300, 340)), ("prompt_mask", [0, 1] * 20)):
+        items = b", ".join(b"%d" % n for n in numbers) + blank
+        text = b'{"trajectory":[{"tokens":{"%b":[%b]}},{"tokens":{"%b":[%b]}}]}' % (name.encode(), items, name.encode(), items + more)  # fmt: skip
+        try:
+            expected = plainly(msgspec.json.decode(text))
+        except msgspec.DecodeError:
+            with pytest.raises(RolloutRefused, match="neither JSON nor msgpack"):
+                columns.decoded_with_columns(text)
+            continue
+        found = columns.decoded_with_columns(text)
+        assert plainly(found) == expected
+        if more in (b"", b" ", b",5"[: 3 * (name == "prompt_ids")]):
+            first, second = (turn["tokens"][name].column for turn in found["trajectory"])
+            assert np.shares_memory(first, second)
+
+
+def test_a_list_that_begins_with_a_comma_is_no_list():
+    items = b", ".join(b"%d" % n for n in range(300, 340))
+    with pytest.raises(RolloutRefused, match="neither JSON nor msgpack"):
+        columns.decoded_with_columns(b'{"trajectory":[{"tokens":{"prompt_ids":[,%b]}}]}' % items)
+
+
+@given(st.integers(32, 60), st.integers(0, 60), st.integers(0, 2**32 - 1))
+def test_contexts_that_share_bytes_are_the_numbers_the_decoder_reads(shared, more, seed):
+    """Also where the one before was longer, or where only the first bytes of a number agree."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, int(rng.choice([100, 300, 70_000])), 130).tolist()
+    lengths = [shared, shared + more, shared, int(rng.integers(1, 130)), 130]
+    contexts = [ids[:n] for n in lengths]
+    contexts[int(rng.integers(5))] = [*ids[: shared - 1], ids[shared - 1] + int(rng.integers(-1, 2)) % 70_000]
+    turns = [{"tokens": {"prompt_ids": c, "prompt_mask": [n % 2 for n in c]}} for c in contexts]
+    for raw in (msgspec.msgpack.encode({"trajectory": turns}), msgspec.json.encode({"trajectory": turns})):
+        assert plainly(columns.decoded_with_columns(raw)) == {"trajectory": turns}
+
+
 def test_loops_take_long_lists_out_of_bytes_and_leave_experts_where_they_lie():
     value = {"trajectory": [{"tokens": {"prompt_ids": list(range(50)), "prompt_mask": [0] * 50, "completion_logprobs": [-0.5] * 50,
                                         "routed_experts": {"data": bytes(600), "shape": [50, 4, 3]}}},

@@ -188,7 +188,7 @@ def _columnar(raw: bytes | bytearray | memoryview, decode: Any) -> Any:
     """None where the ordinary decoder has to do all of it."""
     loops, text = kernels(), decode is msgspec.json.decode
     data = np.frombuffer(raw, np.uint8)
-    table, used = np.empty((_MAX_SPANS, 6), np.int64), np.zeros(6, np.int64)
+    table, used = np.empty((_MAX_SPANS, 7), np.int64), np.zeros(6, np.int64)
     read = loops.json_columns if text else loops.msgpack_columns
     # A number takes at least a byte, so in arrays of as many as there are bytes there is room for all. Mostly far less is needed.
     for room in (min(len(data), _ROOM), len(data)):
@@ -200,12 +200,12 @@ def _columnar(raw: bytes | bytearray | memoryview, decode: Any) -> Any:
     if not spans:
         return None
     view, rest, upto = memoryview(raw), [], 0
-    for number, (_, _, start, stop, _, _) in enumerate(spans):
+    for number, (_, _, start, stop, *_) in enumerate(spans):
         place = _PLACE - number
         rest += [view[upto:start], str(place).encode() if text else msgspec.msgpack.encode(place)]
         upto = stop
     value = decode(b"".join([*rest, view[upto:]]))
-    for number, (turn, field, _, _, count, offset) in enumerate(spans):
+    for number, (turn, field, _, _, count, offset, _) in enumerate(spans):
         try:
             holder = value["trajectory"][turn]["tokens"]
             name = _FIELDS[field]

@@ -18,11 +18,11 @@ import numpy as np
 from numba import carray, njit
 from numba.core import types as nb
 
-from headrace.compiled.addresses import pointer
+from headrace.compiled.addresses import byte_at, pointer, word_at
 
 PROMPT_IDS, COMPLETION_IDS, PROMPT_MASK, COMPLETION_MASK, LOGPROBS, EXPERTS = range(6)
 """Whose numbers lie somewhere."""
-TURN, COLUMN, START, STOP, COUNT, OFFSET = range(6)
+TURN, COLUMN, START, STOP, COUNT, OFFSET, ITEMS = range(7)
 
 _LEAST = 32
 """Shorter lists are left to the decoder."""
@@ -260,14 +260,51 @@ def _read_msgpack(raw, at, count, column, offset, ids, bits, floats):
     return at
 
 
-@njit(nb.void(_TABLE, _I64, _A64, _I64, _I64, _I64, _I64, _I64, _I32, _U8), **_OPTIONS)
-def _note(table, row, used, turn, column, start, stop, count, ids, bits):
-    """What was just read at the end of its array into row `row`. A context that begins with the one before it is kept once: the rest of it moves up."""
-    offset = used[column]
+@njit(nb.boolean(_RAW, _I64, _I64, _I64), **_OPTIONS)
+def _same_bytes(raw, a, b, size):
+    base = raw.ctypes.data
+    a, b = base + a, base + b
+    words = size >> 3
+    for block in range(0, words, 128):
+        other = np.uint64(0)
+        for i in range(block, min(block + 128, words)):
+            other |= word_at(a + 8 * i) ^ word_at(b + 8 * i)
+        if other:
+            return False
+    other = np.uint64(0)
+    for i in range(8 * words, size):
+        other |= np.uint64(byte_at(a + i) ^ byte_at(b + i))
+    return other == 0
+
+
+@njit(nb.Tuple((_I64, _I64))(_RAW, _I64, _I64, _TABLE, _I64, _I64), **_OPTIONS)
+def _told_before(raw, at, column, table, rows, trail):
+    """(bytes, numbers) of the context before, if what begins at `at` begins with the very bytes of that: they stand for the same numbers, which lie at the
+    end of their array. `trail` bytes end a list. A context is mostly the one before it and a turn more, and comparing bytes takes a tenth of reading them."""
+    if column != PROMPT_IDS and column != PROMPT_MASK:
+        return 0, 0
+    before = rows - 1
+    while before >= 0 and table[before, COLUMN] != column:
+        before -= 1
+    if before < 0:
+        return 0, 0
+    first = table[before, ITEMS]
+    size = table[before, STOP] - trail - first
+    if size > len(raw) - at or not _same_bytes(raw, first, at, size):
+        return 0, 0
+    return size, table[before, COUNT]
+
+
+@njit(nb.void(_TABLE, _I64, _A64, _I64, _I64, _I64, _I64, _I64, _I64, _I64, _I32, _U8), **_OPTIONS)
+def _note(table, row, used, turn, column, start, items, stop, count, known, ids, bits):
+    """What was just read at the end of its array into row `row`; its first `known` numbers lay there already. A context that begins with the numbers of the
+    one before it, told in other bytes, is kept once as well: the rest of it moves up."""
+    offset = used[column] - known
+    table[row, ITEMS] = items
     table[row, TURN], table[row, COLUMN], table[row, START], table[row, STOP] = turn, column, start, stop
     table[row, COUNT], table[row, OFFSET] = count, offset
     used[column] = offset + count
-    if column != PROMPT_IDS and column != PROMPT_MASK:
+    if known or (column != PROMPT_IDS and column != PROMPT_MASK):
         return
     before = row - 1
     while before >= 0 and table[before, COLUMN] != column:
@@ -308,12 +345,16 @@ def _msgpack_tokens(raw, at, turn, table, rows, used, context, context_bits, sai
             ids = context if column == PROMPT_IDS else said
             bits = context_bits if column == PROMPT_MASK else said_bits
             room = len(ids) if column <= COMPLETION_IDS else len(bits) if column <= COMPLETION_MASK else len(floats)
-            if used[column] + count <= room:
-                at = _read_msgpack(raw, start + lead, count, column, used[column], ids, bits, floats)
+            inside = start + lead
+            same, known = _told_before(raw, inside, column, table, rows, 0)
+            if known > count:
+                same = known = np.int64(0)
+            if used[column] + count - known <= room:
+                at = _read_msgpack(raw, inside + same, count - known, column, used[column], ids, bits, floats)
             else:
                 used[_FULL] = 1
             if at >= 0:
-                _note(table, rows, used, turn, column, start, at, count, ids, bits)
+                _note(table, rows, used, turn, column, start, inside, at, count, known, ids, bits)
                 rows += 1
         if at < 0:
             at = _skip_msgpack(raw, start)
@@ -491,9 +532,16 @@ def _json_tokens(raw, at, turn, table, rows, used, context, context_bits, said, 
         if 0 <= column < LOGPROBS and raw[value] == _OPEN_LIST and rows < len(table):
             ids = context if column == PROMPT_IDS else said
             bits = context_bits if column == PROMPT_MASK else said_bits
-            at, count = _read_json(raw, value, column, used[column], ids, bits)
-            if at >= 0 and count >= _LEAST:
-                _note(table, rows, used, turn, column, value, at, count, ids, bits)
+            same, known = _told_before(raw, value + 1, column, table, rows, 1)
+            more = _blank(raw, value + 1 + same)
+            if known and more < len(raw) and raw[more] == _CLOSE_LIST:
+                at, count = more + 1, np.int64(0)
+            else:
+                if not known or more >= len(raw) or raw[more] != _COMMA:  # or the last number goes on here
+                    more, known = value, np.int64(0)
+                at, count = _read_json(raw, more, column, used[column], ids, bits)
+            if at >= 0 and known + count >= _LEAST:
+                _note(table, rows, used, turn, column, value, value + 1, at, known + count, known, ids, bits)
                 rows += 1
             elif count < 0:
                 used[_FULL] = 1
