@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sysconfig
+import threading
 
 import msgspec
 import numpy as np
@@ -180,6 +181,15 @@ def test_a_context_told_in_the_bytes_of_the_one_before_is_read_to_its_end_and_no
             assert np.shares_memory(first, second)
 
 
+def test_what_was_read_stays_when_the_next_rollout_is():
+    def rollout(n):
+        tokens = {"prompt_ids": [n] * 50, "prompt_mask": [1] * 50, "completion_ids": [n + 1] * 40, "completion_logprobs": [-n / 8] * 40}  # fmt: skip
+        return {"trajectory": [{"tokens": tokens}]}
+
+    found = [columns.decoded_with_columns(msgspec.msgpack.encode(rollout(n))) for n in range(3)]
+    assert [plainly(value) for value in found] == [plainly(rollout(n)) for n in range(3)]
+
+
 def test_a_list_that_begins_with_a_comma_is_no_list():
     items = b", ".join(b"%d" % n for n in range(300, 340))
     with pytest.raises(RolloutRefused, match="neither JSON nor msgpack"):
@@ -213,6 +223,7 @@ def test_loops_take_long_lists_out_of_bytes_and_leave_experts_where_they_lie():
 
 def test_more_numbers_than_the_first_arrays_hold_are_read_all_the_same(monkeypatch):
     monkeypatch.setattr(columns, "_ROOM", 40)
+    monkeypatch.setattr(columns, "_of_thread", threading.local())
     value = {"trajectory": [{"tokens": {"prompt_ids": list(range(100)), "completion_mask": [1] * 90}}]}
     for raw in (msgspec.msgpack.encode(value), msgspec.json.encode(value)):
         tokens = columns.decoded_with_columns(raw)["trajectory"][0]["tokens"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
+import threading
 from typing import Any, NamedTuple
 
 import msgspec
@@ -47,6 +48,30 @@ class _Read(NamedTuple):
     """A column that a loop read from bytes for the very field it stands in."""
 
     column: np.ndarray
+
+
+class _Scratch(NamedTuple):
+    """What a loop reads into: which list lay where, how many numbers each array has got, and the arrays by column."""
+
+    table: np.ndarray
+    used: np.ndarray
+    arrays: list[np.ndarray]
+
+    @classmethod
+    def of(cls, room: int) -> _Scratch:
+        return cls(
+            np.empty((_MAX_SPANS, 7), np.int64), np.zeros(6, np.int64), [np.empty(room, dtype) for dtype in _DTYPES]
+        )
+
+
+_of_thread = threading.local()
+
+
+def _scratch() -> _Scratch:
+    """This thread's own, used again for every rollout: fresh pages cost more than what is read into them."""
+    if not hasattr(_of_thread, "scratch"):
+        _of_thread.scratch = _Scratch.of(_ROOM)
+    return _of_thread.scratch
 
 
 class _Layout(NamedTuple):
@@ -188,15 +213,16 @@ def _columnar(raw: bytes | bytearray | memoryview, decode: Any) -> Any:
     """None where the ordinary decoder has to do all of it."""
     loops, text = kernels(), decode is msgspec.json.decode
     data = np.frombuffer(raw, np.uint8)
-    table, used = np.empty((_MAX_SPANS, 7), np.int64), np.zeros(6, np.int64)
     read = loops.json_columns if text else loops.msgpack_columns
     # A number takes at least a byte, so in arrays of as many as there are bytes there is room for all. Mostly far less is needed.
-    for room in (min(len(data), _ROOM), len(data)):
+    for scratch in (_scratch(), None):
+        table, used, arrays = scratch or _Scratch.of(len(data))
         used[:] = 0
-        arrays = [np.empty(room, dtype) for dtype in _DTYPES]
         spans = table[: read(data, table, used, *(arrays[i] for i in _ORDER))].tolist()
         if not used[-1]:
             break
+    # Completions stay until the step ends: not in an array with all contexts. And the scratch is used again.
+    columns = [column[:n].copy() for column, n in zip(arrays, used.tolist(), strict=False)]
     if not spans:
         return None
     view, rest, upto = memoryview(raw), [], 0
@@ -217,7 +243,5 @@ def _columnar(raw: bytes | bytearray | memoryview, decode: Any) -> Any:
         if name == "data":
             holder[name] = view[offset : offset + count]
         else:
-            column = arrays[field][offset : offset + count]
-            # Completions stay until the step ends: not in an array with all contexts.
-            holder[name] = _Read(column if name.startswith("prompt") else column.copy())
+            holder[name] = _Read(columns[field][offset : offset + count])
     return value
