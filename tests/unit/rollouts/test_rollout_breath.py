@@ -50,6 +50,47 @@ def test_a_thread_that_breathes_goes_on_after_everything_that_was_ready_or_due(m
     assert sorted(asyncio.run(go())) == sorted([f"due {n}" for n in range(5)] + [f"ready {n}" for n in range(5)])
 
 
+def test_a_task_whose_time_comes_while_the_question_lies_there_still_goes_first(monkeypatch):
+    """Its timer runs in the pass that hears the question, behind it, and the task itself in the next, behind what the question left there."""
+    monkeypatch.setattr(breath, "_PATIENCE", 30.0)
+    ran = []
+
+    async def task(number):
+        await asyncio.sleep(0.001)
+        time.sleep(0.002)  # lets go of the interpreter: a thread that was let go on would be quicker
+        ran.append(number)
+
+    class Asked:
+        """The loop, and a word when it has been asked."""
+
+        def __init__(self, loop):
+            self.call_soon, self._ask, self.asked = loop.call_soon, loop.call_soon_threadsafe, threading.Event()
+
+        def call_soon_threadsafe(self, *call):
+            self._ask(*call)
+            self.asked.set()
+
+    async def go():
+        loop = asyncio.get_running_loop()
+        asked = Asked(loop)
+        breathe = Breath(asked)
+        tasks = [loop.create_task(task(n)) for n in range(5)]
+        await asyncio.sleep(0)
+
+        def work():
+            breathe()
+            return list(ran)
+
+        seen = loop.run_in_executor(None, work)
+        assert asked.asked.wait(30)
+        time.sleep(0.005)  # on the loop, so that the tasks' time comes when the question is there already
+        found = await seen
+        await asyncio.gather(*tasks)
+        return found
+
+    assert sorted(asyncio.run(go())) == list(range(5))
+
+
 def test_a_loop_that_stands_still_does_not_stop_the_thread(monkeypatch):
     monkeypatch.setattr(breath, "_PATIENCE", 0.01)
     through = threading.Event()
