@@ -362,6 +362,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         folder = Path(name)
         batches(folder, 32, 64, 100, 16)  # as many a file as a provider makes unless told
+        batches(folder, 64, 256, 100, 6)
         batches(folder, 128, 2048, 8, 10)
         batches(folder, 512, 2048, 4, 6)
         ranks(folder)

@@ -206,23 +206,13 @@ class QueueReader:
 
     def next(self, batch_size: int) -> dict[str, np.ndarray]:
         """The rank's share of the next batch_size samples. A short last batch is filled by repeating its samples."""
-        if batch_size == self.cut:
-            return dict(zip(self.names, self.next_cut(), strict=True))
-        self.cut, self._left, self._stock = 0, 0, None  # if there is any, it was cut for other batches than this
+        row = self.next_cut() if batch_size == self.cut else self.first_cut(batch_size)
+        if row is not None:
+            return dict(zip(self.names, row, strict=True))
         begin, parts = self.position, len(self.parts)
         end = begin + batch_size
         if parts == 1:
             part = self.parts[0]
-            part.cover(begin + 1)
-            entry = part.first
-            if entry is not None and self._fits(entry, batch_size):
-                part.enter(entry)
-                self._stock, entry.file.stock = entry.file.stock, None
-                self.cut, self._left = batch_size, entry.file.header.rows // batch_size
-                row = self.next_cut()
-                self.cut_bytes = sum(array.nbytes for array in row)
-                part.look_ahead()
-                return dict(zip(self.names, row, strict=True))
             arrays = self._straight(part, begin, end) if not self._ragged else None
             if arrays is not None:
                 return arrays
@@ -244,6 +234,24 @@ class QueueReader:
         for part in self.parts:
             part.look_ahead()
         return arrays
+
+    def first_cut(self, batch_size: int) -> tuple[np.ndarray, ...] | None:
+        """The next batch, if it is the first of a file that was cut into such ones in advance; others then come from `next_cut`."""
+        self.cut, self._left, self._stock = 0, 0, None  # if there is any, it was cut for other batches than this
+        if len(self.parts) > 1:
+            return None
+        part = self.parts[0]
+        part.cover(self.position + 1)
+        entry = part.first
+        if entry is None or not self._fits(entry, batch_size):
+            return None
+        part.enter(entry)
+        self._stock, entry.file.stock = entry.file.stock, None
+        self.cut, self._left = batch_size, entry.file.header.rows // batch_size
+        row = self.next_cut()
+        self.cut_bytes = sum(array.nbytes for array in row)
+        part.look_ahead()
+        return row
 
     def next_cut(self) -> tuple[np.ndarray, ...]:
         """The next batch of a file that was cut in advance, one array a field; only while `cut` is not 0."""
