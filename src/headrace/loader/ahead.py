@@ -2,15 +2,14 @@
 
 A thread makes batches ahead of need into a ring of buffers, a bounded number of them. A trainer that asks faster than they
 are made gets no quicker by waiting for another thread: handing a batch over costs as much as making it (8 x 2,048 tokens:
-60 us either way). So when nothing is ready, `exchange` makes the batch itself, and the thread works ahead again as soon as the
-trainer has been away for five milliseconds. Only one of the two is at work at a time, so what is made needs no lock, and the
-order is the same whoever makes it.
+60 us either way). So when nothing is ready, `exchange` makes the batch itself, and it is the trainer's turn from then on: it takes no
+lock any more, and the thread only looks, every five milliseconds, whether a batch was asked for since. Where none was, it works ahead
+again. Only one of the two is at work at a time, so what is made needs no lock, and the order is the same whoever makes it.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -49,9 +48,12 @@ class Ahead(Generic[Slot, Made]):
         self._failure: BaseException | None = None
         self._busy = False
         """A batch is being made, by the thread or by the trainer."""
-        self._hungry = False
-        """The trainer found nothing ready the last time it asked."""
-        self._asked = 0.0
+        self._own = False
+        """It is the trainer's turn: it found nothing ready the last time it asked, and makes batches itself."""
+        self._making = False
+        """It is making one just now, without the lock."""
+        self._asked = 0
+        """How often it did so."""
         self._sleeps = False
         self._closed = False
         self._ended = False
@@ -72,6 +74,17 @@ class Ahead(Generic[Slot, Made]):
             made = self._make(self._new_slot() if slot is None else slot)
             self._ended = made is None
             return made
+        if self._own and slot is not None and not self._ended:
+            # Said before it is asked whose turn it is, and the thread asks in the other order: so one of the two sees the other.
+            self._making = True
+            try:
+                if self._own:
+                    self._asked += 1
+                    made = self._make(slot)
+                    self._ended = made is None
+                    return made
+            finally:
+                self._making = False
         with self._changed:
             if slot is not None:
                 self._free.append(slot)
@@ -80,7 +93,7 @@ class Ahead(Generic[Slot, Made]):
                 self._changed.wait(min(0.5, max(wait.remaining(), 0.001)))
             if self._made:
                 made = self._made.popleft()
-                self._hungry = False
+                self._own = False
                 if self._sleeps:
                     self._changed.notify_all()
                 return made
@@ -88,13 +101,13 @@ class Ahead(Generic[Slot, Made]):
                 raise self._failure
             if self._ended:
                 return None
-            self._busy = self._hungry = True
-            self._asked = time.monotonic()
+            self._busy = self._own = True
+            self._asked += 1
             slot = self._take_slot()
         try:
             return self._make_one(slot)
         finally:
-            self._busy = False  # nobody waits for this: the thread looks by itself while the trainer is hungry
+            self._busy = False  # nobody waits for this: the thread looks by itself while it is the trainer's turn
 
     def close(self, timeout: float = 2.0) -> None:
         with self._changed:
@@ -126,9 +139,11 @@ class Ahead(Generic[Slot, Made]):
                 with self._changed:
                     if not self._may_go_on():
                         with Wait("loader.ahead", meter=self._meter, deadline=1e6, hidden=True):
-                            self._sleeps = True
-                            while not self._may_go_on():
-                                self._changed.wait(_AWAY if self._hungry or self._busy else 1.0)
+                            self._sleeps, away = True, False
+                            while not self._may_go_on(away):
+                                asked = self._asked
+                                self._changed.wait(_AWAY if self._own or self._busy else 1.0)
+                                away = asked == self._asked
                             self._sleeps = False
                     if self._closed or self._ended:
                         return
@@ -145,10 +160,17 @@ class Ahead(Generic[Slot, Made]):
                 self._failure = error
                 self._changed.notify_all()
 
-    def _may_go_on(self) -> bool:
-        """One batch is with the trainer, `depth` are ready, one is being made: that many buffers, and no more."""
+    def _may_go_on(self, away: bool = False) -> bool:
+        """One batch is with the trainer, `depth` are ready, one is being made: that many buffers, and no more.
+        `away`: the trainer has asked for nothing in a while."""
         if self._closed or self._ended:
             return True
-        if self._busy or (self._hungry and time.monotonic() - self._asked < _AWAY):
+        if self._busy or (self._own and not (away and self._taken_back())):
             return False
         return (bool(self._free) or self._slots < self._depth + 2) and len(self._made) <= self._depth
+
+    def _taken_back(self) -> bool:
+        """Whether it is the thread's turn again: not while the trainer is making a batch, however long that takes."""
+        self._own = False
+        self._own = self._making
+        return not self._own
