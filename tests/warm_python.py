@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -26,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import wait as wait_for  # poll(), where select() ends at descriptor 1,023
 from pathlib import Path
 from typing import IO, Any
 
@@ -224,7 +224,7 @@ class WarmPython:
                     left = end - time.monotonic()
                     if left <= 0:
                         raise subprocess.TimeoutExpired(processes[0].args, timeout, _read(out, text), _read(err, text))
-                    select.select([p._told for p in running], [], [], left)
+                    wait_for([p._told for p in running], left)
                     for process in [p for p in running if p.poll() is not None]:
                         running.remove(process)
                         if process.returncode and not code:
@@ -280,7 +280,7 @@ def serve(orders: socket.socket) -> dict[str, Any]:
     children: dict[int, tuple[int, socket.socket]] = {}
     orders.send(b"ready")
     while True:
-        ready = select.select([orders, *children], [], [])[0]
+        ready = wait_for([orders, *children])
         for pidfd in [fd for fd in ready if fd is not orders]:
             pid, caller = children.pop(pidfd)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
