@@ -199,6 +199,7 @@ def one(kind: str, dump: Path, folder: Path, traffic: int) -> dict[str, Any]:
 
     mode, _, processes = kind.removesuffix("@msgpack").partition(":")
     chunk = 128 if mode == "boundary" else None
+    # Idle for about as long as what it is compared with: the largest of more samples is larger.
     return replay(
         dump,
         mode=mode,  # ty: ignore[invalid-argument-type]
@@ -207,9 +208,7 @@ def one(kind: str, dump: Path, folder: Path, traffic: int) -> dict[str, Any]:
         folder=folder,
         processes=int(processes or 0),
         form="msgpack" if kind.endswith("@msgpack") else "lists",
-        idle=4.0
-        if dump.stat().st_size > 2e8
-        else 1.0,  # about as long as what it is compared with: the largest of more samples is larger
+        idle=4.0 if dump.stat().st_size > 2e8 else 1.0,
     ).to_dict()
 
 

@@ -277,15 +277,22 @@ def _same_bytes(raw, a, b, size):
     return other == 0
 
 
+@njit(_I64(_TABLE, _I64, _I64), **_OPTIONS)
+def _context_before(table, row, column):
+    """The last row before `row` of the same column, if that is one of contexts; -1 if there is none."""
+    if column != PROMPT_IDS and column != PROMPT_MASK:
+        return -1
+    before = row - 1
+    while before >= 0 and table[before, COLUMN] != column:
+        before -= 1
+    return before
+
+
 @njit(nb.Tuple((_I64, _I64))(_RAW, _I64, _I64, _TABLE, _I64, _I64), **_OPTIONS)
 def _told_before(raw, at, column, table, rows, trail):
     """(bytes, numbers) of the context before, if what begins at `at` begins with the very bytes of that: they stand for the same numbers, which lie at the
     end of their array. `trail` bytes end a list. A context is mostly the one before it and a turn more, and comparing bytes takes a tenth of reading them."""
-    if column != PROMPT_IDS and column != PROMPT_MASK:
-        return 0, 0
-    before = rows - 1
-    while before >= 0 and table[before, COLUMN] != column:
-        before -= 1
+    before = _context_before(table, rows, column)
     if before < 0:
         return 0, 0
     first = table[before, ITEMS]
@@ -304,11 +311,7 @@ def _note(table, row, used, turn, column, start, items, stop, count, known, ids,
     table[row, TURN], table[row, COLUMN], table[row, START], table[row, STOP] = turn, column, start, stop
     table[row, COUNT], table[row, OFFSET] = count, offset
     used[column] = offset + count
-    if known or (column != PROMPT_IDS and column != PROMPT_MASK):
-        return
-    before = row - 1
-    while before >= 0 and table[before, COLUMN] != column:
-        before -= 1
+    before = np.int64(-1) if known else _context_before(table, row, column)
     if before < 0 or table[before, COUNT] > count:
         return
     first, length = table[before, OFFSET], table[before, COUNT]

@@ -256,6 +256,7 @@ class DatasetConsumer:
         """The next batch of a split, on `device`: (X, Y) where the schema is x and y, else a dict of tensors by field."""
         reader = self._readers.get(split) or self._reader(split)
         plain = self._plain if device == "cpu" or (device is None and self._pins is False) else None
+        arrays: dict[str, np.ndarray] | None = None
         if plain and type(reader) is QueueReader:
             # Most batches. Every line shows here: after a step of the trainer's its code is no longer in the cache.
             row = reader.next_cut() if reader.cut == self.batch_size else reader.first_cut(self.batch_size)
@@ -263,9 +264,10 @@ class DatasetConsumer:
                 self._meter.add("spool/batches")
                 self._meter.add("spool/bytes", reader.cut_bytes)
                 return tuple(map(plain, row)) if self._pair else dict(zip(reader.names, map(plain, row), strict=True))
+            arrays = reader.uncut(self.batch_size)
         import torch
 
-        arrays = reader.next(self.batch_size)
+        arrays = reader.next(self.batch_size) if arrays is None else arrays
         tensors: dict[str, Any] = {}
         size = 0
         for name, array in arrays.items():

@@ -207,8 +207,10 @@ class QueueReader:
     def next(self, batch_size: int) -> dict[str, np.ndarray]:
         """The rank's share of the next batch_size samples. A short last batch is filled by repeating its samples."""
         row = self.next_cut() if batch_size == self.cut else self.first_cut(batch_size)
-        if row is not None:
-            return dict(zip(self.names, row, strict=True))
+        return self.uncut(batch_size) if row is None else dict(zip(self.names, row, strict=True))
+
+    def uncut(self, batch_size: int) -> dict[str, np.ndarray]:
+        """The same where `first_cut` had nothing."""
         begin, parts = self.position, len(self.parts)
         end = begin + batch_size
         if parts == 1:
