@@ -307,3 +307,12 @@ def test_a_dataset_that_is_not_here_is_a_sentence_without_a_network_and_without_
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"'org/nowhere' are not on this machine .*pip install 'headrace\[hf\]'"):
         opened(tmp_path, "org/nowhere")
+
+
+def test_files_that_go_while_progress_is_looked_at_leave_nothing_open(tmp_path):
+    aside = tmp_path / "data.partial"
+    aside.mkdir()
+    for name in "abc":
+        (aside / name).symlink_to(tmp_path / "gone")
+    assert hub._progress(tmp_path / "data") == (0, 0)
+    gc.collect()  # an iterator that was left open would say so here

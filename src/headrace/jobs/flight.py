@@ -587,8 +587,11 @@ def _copy_records(source: Path, target: Path) -> None:
     """The chunk hashes of a run, for the dataset to compare with and add to."""
     if not source.is_dir():
         return
-    for entry in os.scandir(source):
-        if entry.name.endswith(".chunks") and entry.is_file(follow_symlinks=False):
-            if entry.stat(follow_symlinks=False).st_size > _MAX_RECORDS:
-                raise FileCorrupt(f"{entry.path} is no file of chunk hashes: it has more than {_MAX_RECORDS:,} bytes")
-            shutil.copyfile(entry.path, target / entry.name)
+    with os.scandir(source) as entries:
+        for entry in entries:
+            if entry.name.endswith(".chunks") and entry.is_file(follow_symlinks=False):
+                if entry.stat(follow_symlinks=False).st_size > _MAX_RECORDS:
+                    raise FileCorrupt(
+                        f"{entry.path} is no file of chunk hashes: it has more than {_MAX_RECORDS:,} bytes"
+                    )
+                shutil.copyfile(entry.path, target / entry.name)

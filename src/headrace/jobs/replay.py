@@ -282,7 +282,8 @@ async def _replay(
             async with costs.measured("boundary"):
                 report = await pipeline.finish(0)
             peak = _resident()
-    size = sum(e.stat().st_size for e in os.scandir(folder) if e.is_file())
+    with os.scandir(folder) as entries:
+        size = sum(e.stat().st_size for e in entries if e.is_file())
     return Replay(
         mode=pipeline.mode, rollouts=report.rollouts, samples=report.samples, tokens=report.tokens, bytes=size, refused=dict(report.refused),
         synthetic_traffic=traffic, phases=tuple(costs.found), breakdown=report.phases.line(0), rss_before=before, rss_peak=peak,

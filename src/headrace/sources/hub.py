@@ -527,7 +527,8 @@ def _only_one(folder: Path) -> Generator[None]:
 def _progress(folder: Path) -> tuple[int, int]:
     aside = folder.with_name(folder.name + ".partial")
     try:
-        sizes = [entry.stat().st_size for entry in os.scandir(aside)]
+        with os.scandir(aside) as entries:  # closed at once also where a file is gone by the time it is looked at
+            sizes = [entry.stat().st_size for entry in entries]
     except OSError:
         return 0, 0
     return len(sizes), sum(sizes)
