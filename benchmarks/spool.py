@@ -1,6 +1,9 @@
 """A batch out of the spool, beside a memcpy and beside the BatchManager pattern (torch.load of a file, then slices).
 
 Figures of one run on one machine. Files lie in the page cache, as they do between two processes of one machine.
+
+How long torch.load takes depends on where its memory comes from: tensors of up to 32 MiB get what the one before gave back, larger ones are
+new to the process each time, and the kernel clears every page of them.
 """
 
 from __future__ import annotations
@@ -236,15 +239,16 @@ def ranks(folder: Path) -> None:
     )
 
 
-def rank_in_turn(folder: Path) -> None:
-    """The trainer's own time for a rank's share of files of 50 MiB, one of 8: checks are made in the background."""
-    spool, files, per_file = folder / "ranks", 4, 10
-    made = Random(spool, 320, 1024, batches_per_file=per_file, max_backlog_files=files, durable=False, seed=1)
-    made.run(("train",), max_files=files)
-    Random(
-        folder / "pts", 320, 1024, batches_per_file=per_file, max_backlog_files=files, durable=False, file_format="pt"
-    ).run(("train",), max_files=files)
-    paths = sorted((folder / "pts" / "queue" / "train").iterdir())
+def rank_in_turn(folder: Path, batch_size: int, block: int, per_file: int) -> None:
+    """The trainer's own time for a rank's share of a file, one of 8: checks are made in the background."""
+    files = 4
+    spool, pt = folder / f"ranks{batch_size}", folder / f"pts{batch_size}"
+    for path, kind in ((spool, "safetensors"), (pt, "pt")):
+        made = Random(
+            path, batch_size, block, batches_per_file=per_file, max_backlog_files=files, durable=False, seed=1, file_format=kind
+        )  # fmt: skip
+        made.run(("train",), max_files=files)
+    paths = sorted((pt / "queue" / "train").iterdir())
     times: dict[str, list[float]] = {"gathered": [], "views": [], "copies": [], "loaded": []}
     for copy in (None, False, True) * 3:
         # A world of 8 of which one reads: the others' verdicts are not waited for.
@@ -257,7 +261,7 @@ def rank_in_turn(folder: Path) -> None:
                 for _ in range(per_file):
                     consumer.get_batch("train", "cpu")
                 times["gathered" if copy is None else "copies" if copy else "views"].append(time.perf_counter() - began)
-        manager = BatchManager(paths, 320)
+        manager = BatchManager(paths, batch_size)
         for _ in paths:  # the file, and its batches' rows of this rank
             began = time.perf_counter()
             for _ in range(per_file):
@@ -266,7 +270,7 @@ def rank_in_turn(folder: Path) -> None:
             times["loaded"].append(time.perf_counter() - began)
     ms = {name: quantiles(found)[0] * 1e3 for name, found in times.items()}
     print(
-        f"rank 3 of 8, file after file   torch.load + slices {ms['loaded']:.1f} ms a file   get_batch of its share: {ms['gathered']:.2f} (ratio {ms['loaded'] / ms['gathered']:.0f}; checked and gathered in the background), "
+        f"rank 3 of 8, {2 * batch_size * block * 8 * per_file >> 20} MiB in {per_file} batches, file after file   torch.load + slices {ms['loaded']:.1f} ms a file   get_batch of its share: {ms['gathered']:.2f} (ratio {ms['loaded'] / ms['gathered']:.0f}; checked and gathered in the background), "
         f"views {ms['views']:.2f} ({ms['loaded'] / ms['views']:.0f}), copy=True {ms['copies']:.2f} ({ms['loaded'] / ms['copies']:.0f})"
     )
 
@@ -361,12 +365,16 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         folder = Path(name)
-        batches(folder, 32, 64, 100, 16)  # as many a file as a provider makes unless told
+        batches(folder, 32, 64, 100, 16)
         batches(folder, 64, 256, 100, 6)
+        batches(
+            folder, 32, 2048, 100, 4
+        )  # as many a file as a provider makes unless told, of 32 sequences of 2,048 tokens
         batches(folder, 128, 2048, 8, 10)
         batches(folder, 512, 2048, 4, 6)
         ranks(folder)
-        rank_in_turn(folder)
+        rank_in_turn(folder, 320, 1024, 10)
+        rank_in_turn(folder, 32, 2048, 100)
         writing(folder)
 
 
