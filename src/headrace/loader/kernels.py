@@ -242,7 +242,10 @@ AT_INDEX, AT_DOCUMENTS, AT_FIELDS, AT_BORDERS, BORDER_ROOM, PAD_WITH, UNSHIFTED 
 BATCH_WORDS = 10
 
 
-@njit(_I64(_A64, _A64, _I64, _I64, _I64, _I64, _M64, _A64), **_LONG)
+_NEXT_BATCH = _I64(_A64, _A64, _I64, _I64, _I64, _I64, _M64, _A64)
+
+
+@njit(_NEXT_BATCH, **_OPTIONS)
 def next_batch(table, batch, first, stride, begin, count, rows, facts):
     """Samples first + i·stride for i in [begin, count) taken from the lanes, and all `count` of them laid out and counted.
 
@@ -280,3 +283,9 @@ def next_batch(table, batch, first, stride, begin, count, rows, facts):
         carray(pointer(batch[AT_BORDERS]), (batch[BORDER_ROOM],), np.int32),
     )  # fmt: skip
     return count
+
+
+@njit(_NEXT_BATCH, **_LONG)
+def next_large_batch(table, batch, first, stride, begin, count, rows, facts):
+    """The same, while other threads run."""
+    return next_batch(table, batch, first, stride, begin, count, rows, facts)

@@ -45,6 +45,9 @@ TOKEN_FIELDS = ("input_ids", "labels", "position_ids", "segment_ids")
 FILLER_HASH = content_hash(b"filler")
 """The content of a sample with nothing to learn, as the digest has it."""
 _FILLER_WORDS = np.frombuffer(bytearray(FILLER_HASH), np.uint64)
+_SHORT = 1 << 16
+"""Tokens of a batch that is laid out in less time (80 us) than it takes to get the interpreter back from a thread that has it meanwhile."""
+_VIEWS_KEPT = 256
 
 kernels = CompiledLoops("headrace.loader.kernels")
 
@@ -119,7 +122,7 @@ class LanePlan:
 class Slot:
     """One set of buffers that batches are laid out in, one after the other."""
 
-    __slots__ = ("_all_borders", "_borders", "arrays", "borders", "tensors", "where")
+    __slots__ = ("_all_borders", "_borders", "_views", "arrays", "borders", "tensors", "where")
 
     def __init__(
         self,
@@ -148,15 +151,26 @@ class Slot:
         """The tensors of the batch that was laid out here."""
         tensors = dict(self.tensors)
         if self._all_borders is not None:
-            tensors["cu_seqlens"] = self._all_borders.narrow(0, 0, int(facts[BORDERS]))
+            tensors["cu_seqlens"] = self._first_borders(int(facts[BORDERS]))
             tensors["max_seqlen"] = int(facts[LONGEST])
         return tensors
+
+    def _first_borders(self, count: int) -> Any:
+        """A view of so many borders. Kept: whoever makes a tensor gives the interpreter away, and waits 50 us and more until it has it again."""
+        view = self._views.get(count)
+        if view is None:
+            if len(self._views) >= _VIEWS_KEPT:
+                self._views.clear()
+            assert self._all_borders is not None
+            view = self._views[count] = self._all_borders.narrow(0, 0, count)
+        return view
 
     def make_room(self, borders: int) -> None:
         k = kernels()
         self.borders = np.empty(borders, np.int32)
         self.where[k.AT_BORDERS], self.where[k.BORDER_ROOM] = address(self.borders), borders
         self._all_borders = None if self._borders is None else self._borders(self.borders)
+        self._views: dict[int, Any] = {}
 
 
 class Taken(NamedTuple):
@@ -263,8 +277,9 @@ class LaneTable:
         )
         left: dict[int, Window] = {}
         into, at = self._nowhere if slot is None else slot.where, 0
+        next_batch = k.next_batch if count * self._plan.seq_len <= _SHORT else k.next_large_batch
         while True:
-            at = k.next_batch(self._where, into, samples.start, samples.step, at, count, rows, facts)
+            at = next_batch(self._where, into, samples.start, samples.step, at, count, rows, facts)
             if at == count:
                 return Taken(samples, rows, facts, self._live, left)
             if at > count:

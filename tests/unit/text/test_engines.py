@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -196,3 +200,26 @@ def test_ids_are_int32_and_offsets_int64_whatever_the_engine(pairs):
             batch = tokenizer.encode(texts)
             assert (batch.ids.dtype, batch.offsets.dtype) == (np.int32, np.int64)
             assert len(batch) == len(texts)
+
+
+THREADS = """
+import os, sys, threading
+import numpy, headrace.text.engines as engines
+before, environment = len(os.listdir("/proc/self/task")), dict(os.environ)
+encode = engines._MAKERS["fastokens"](sys.stdin.buffer.read())
+for _ in range(5):
+    encode(["for i in range(10):\\n    print(i)\\n" * 200] * 100)
+print(len(os.listdir("/proc/self/task")) - before, dict(os.environ) == environment)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted where Linux lists them")
+@pytest.mark.parametrize(("theirs", "threads"), [({}, 1), ({"FASTOKENS_BPE_THREADS": "2"}, 2)])
+def test_fastokens_starts_no_threads_of_its_own_unless_the_user_says_so(byte_level, theirs, threads):
+    pytest.importorskip("fastokens")
+    started = min(threads, os.cpu_count() or 1) - 1
+    environment = {k: v for k, v in os.environ.items() if k != "FASTOKENS_BPE_THREADS"} | theirs
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS], input=byte_level, env=environment, capture_output=True, check=True
+    )
+    assert done.stdout.decode().split() == [str(started), "True"]
