@@ -1,7 +1,7 @@
 """Which encoder turns text into ids, and how do we know that it is right?
 
     tokenizers   the reference: any tokenizer.json, 0.65 M tokens/s a core; always there
-    fastokens    byte-level BPE of the usual shapes, about 40 times as fast; its own threads; Apache-2.0, no dependencies
+    fastokens    byte-level BPE of the usual shapes, about 40 times as fast; runs in our threads; Apache-2.0, no dependencies
     gigatoken    as fast; runs in our threads; MIT, needs awkward
     tiktoken     byte-level BPE, about 4 times as fast; MIT
 
