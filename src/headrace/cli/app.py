@@ -49,6 +49,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         # The reader went away (`| head`): not our failure, and nothing more can be said.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        if debug:
+            raise
+        _say(f"headrace {verb}: {_whose()}{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}")
+        sys.exit(1)
     except KeyboardInterrupt:
         _say(f"headrace {verb}: interrupted")
         sys.exit(130)

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from headrace.cli.app import Settings, overrides
 from headrace.cli.terminal import console_for
+from headrace.errors import ConfigError
 from headrace.jobs.config_layers import load_config
 
 __all__ = ["provide"]
@@ -49,6 +50,9 @@ def provide(
     headrace provide examples/labelled/classify.toml --spool.dir S            labelled texts, every class equally often
     ```
     """
+    for name, value in (("--take", take), ("--files", files)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}, expected 1 or more")
     checked = load_config(config, overrides(settings))
     console = console_for()
     talks = not quiet and format == "text"

@@ -101,7 +101,7 @@ def verify(directory: Path, /, *, format: Format = "text", quiet: Quiet = False)
     from headrace.spool.survey import verify as check
 
     files, findings = check(directory)
-    lines = [f"{f.split} part {f.part} file {f.seq}: {f.problem}" for f in findings]
+    lines = [f.problem if f.seq is None else f"{f.split} part {f.part} file {f.seq}: {f.problem}" for f in findings]
     lines.append(f"{files:,} files checked, {len(findings)} problem{'' if len(findings) == 1 else 's'}")
     _show({"files": files, "findings": [f.to_dict() for f in findings]}, format, quiet, lines)
     return 1 if findings else 0

@@ -21,6 +21,8 @@ def inspect_path(path: Path) -> dict[str, Any]:
     if path.is_dir():
         if (path / "config.toml").exists():
             return _run(path)
+        if (path / "queue").is_dir():
+            raise DataError(f"{path} is a spool: see `headrace spool stat {path}`, or give one of its files")
         raise DataError(
             f"{path} is a folder without a run in it (no config.toml): give a run folder or one of its files"
         )
@@ -32,6 +34,8 @@ def inspect_path(path: Path) -> dict[str, Any]:
         head = handle.read(16)
     if head.lstrip()[:1] == b"{" and head[:1] in b" \n\t{":
         return _cursor(path)
+    if head[:4] == b"PK\x03\x04":  # an archive of torch's
+        return _torch_file(path)
     return _container(open_container(path))
 
 
@@ -74,7 +78,7 @@ def _container(container: Container) -> dict[str, Any]:
     }
     meta = container.meta if isinstance(container.meta, dict) else {"value": container.meta}
     if meta.get("kind") == "headrace-spool":
-        return _batch_file(container)
+        return _batch_file(container.path)
     if "recipe" in meta and "chunk_rows" in container.arrays:
         return _manifest(container)
     return {
@@ -86,17 +90,39 @@ def _container(container: Container) -> dict[str, Any]:
     }
 
 
-def _batch_file(container: Container) -> dict[str, Any]:
+def _torch_file(path: Path) -> dict[str, Any]:
+    """A batch file that torch.save wrote: one of a queue, or one from before there were queues, with x and y."""
+    from headrace.spool.batch_file import load_pt, pt_array
+
+    size = path.stat().st_size
+    loaded = load_pt(path, size)
+    if "metadata" in loaded and "tensors" in loaded:
+        return _batch_file(path)
+    try:
+        arrays = {str(name): pt_array(value, size) for name, value in loaded.items()}
+    except ValueError as error:
+        raise DataError(f"{path} is no file of batches: {error}") from error
+    return {
+        "kind": "torch file (tensors by name)",
+        "bytes": size,
+        "arrays": {name: f"{array.dtype} {list(array.shape)}" for name, array in arrays.items()},
+        "first_rows": [
+            {name: _head(array[row]) for name, array in arrays.items() if row < len(array)} for row in range(3)
+        ],
+    }
+
+
+def _batch_file(path: Path) -> dict[str, Any]:
     """A file of a spool: which rows it holds, its fields, and the first of them."""
     from headrace.spool import open_batch_file
 
-    file = open_batch_file(container.path)
+    file = open_batch_file(path)
     file.check()
     header = file.header
     rows = range(min(3, header.rows))
     return {
         "kind": f"batch file ({header.split}, file {header.seq})",
-        "bytes": container.path.stat().st_size,
+        "bytes": path.stat().st_size,
         "verified": True,
         "rows": header.rows,
         "first_row": header.first,

@@ -94,13 +94,17 @@ class Channel:
 
     def present(self) -> list[int]:
         """The numbers of all files, sorted. Lists the folder: for starts and for people."""
-        found = []
+        return sorted(self.names().values())
+
+    def names(self) -> dict[str, int]:
+        """The number of every file, by its name."""
+        found = {}
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(self.queue):
                 match = _OURS.fullmatch(name) or (_DOCUMENT.fullmatch(name) if self.foreign else None)
                 if match:
-                    found.append(int(match[1]))
-        return sorted(found)
+                    found[name] = int(match[1])
+        return found
 
     def publish(self, seq: int, write: Callable[[Path], None], *, ring: bool = False) -> Published:
         """Let `write` publish file `seq`. The first one stays; one that is no longer wanted is taken away again."""
@@ -141,7 +145,7 @@ class Channel:
             held = HeldLock.take(path, who)
         except OSError as error:
             raise StorageError(
-                f"{path} cannot be claimed: {error.strerror or error}. Remove what lies there"
+                f"{path} cannot be claimed: {error.strerror or error}. Free space, or remove what lies there"
             ) from error
         if held is not None:
             self._lease_seen.pop(seq, None)

@@ -3,7 +3,8 @@
     rank k mod W    checks all of file k and links the verdict
     other ranks     wait for it, then check the rows they will copy
 
-A bad file goes to the quarantine and counts as missing, so the provider makes it again. A rank that is slow to judge is
+A bad file goes to the quarantine and counts as missing, so the provider makes it again; that of a document's provider, which makes nothing
+again, counts as a file without rows. A rank that is slow to judge is
 overtaken by the others after `patience` seconds; the exclusive link decides whose verdict stands. A file that was good once
 and is bad when a later process looks again is condemned anew. So no flipped bit reaches a trainer, and no two ranks ever
 disagree about which file was read.
@@ -11,6 +12,7 @@ disagree about which file was read.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -18,9 +20,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import DataError, FileCorrupt, StorageError
+import numpy as np
+
+from headrace.errors import DataError, EndOfData, FileCorrupt, StorageError
 from headrace.spool.ahead import NotYet
-from headrace.spool.batch_file import BatchFile, open_batch_file
+from headrace.spool.batch_file import BatchFile, FileHeader, numpy_dtype, open_batch_file
 from headrace.spool.channel import Channel, Verdict
 from headrace.spool.folder import patiently
 from headrace.spool.meta import schema_of
@@ -47,25 +51,32 @@ class FileChecker:
         self._patience, self._deadline, self._on_bad, self._private = patience, deadline, on_bad, private
         self._seen: dict[tuple[str, int, int], float] = {}
         """When each file that has no verdict yet was first seen."""
+        self._opened_before: dict[str, set[str]] = {}
+        """Files of a document's provider, by split: those that this reader has opened, or that may lie where it began."""
+        self._followed: set[tuple[str, int, int]] = set()
+        """Files after which another comes."""
 
     def prepare(self, channel: Channel, seq: int, start: int) -> BatchFile:
         """File `seq`, opened, judged and checked; NotYet names what is missing. `start`: row of the part at which it begins."""
         key = (channel.split, channel.part, seq)
         verdict = channel.verdict(seq)
         path = channel.find(seq)
+        if channel.foreign and path is not None:
+            self._known(channel, seq).add(path.name)
         if path is None:
             self._seen.pop(key, None)
             if verdict is not None and not verdict.good:
-                raise _remake(channel, seq, verdict.reason)
+                return self._made_again(channel, seq, start, verdict.reason)
             if channel.foreign:
                 self._refuse_recount(channel, seq)
+            self._refuse_beyond_the_end(channel, seq, start)
             raise NotYet(
                 "spool.empty",
                 f"File {seq} of {channel} in {channel.folder.path} is not there. Is its provider running, and not at an error?",
             )
         if verdict is not None and not verdict.good:
             channel.set_aside(seq, verdict.reason)
-            raise _remake(channel, seq, verdict.reason)
+            return self._made_again(channel, seq, start, verdict.reason)
         since = self._seen.setdefault(key, time.monotonic())
         mine = seq % self._stripe.world_size == self._stripe.rank or channel.split in CIRCULAR_SPLITS
         if verdict is None and not mine and time.monotonic() - since <= self._patience:
@@ -107,7 +118,7 @@ class FileChecker:
             what, lambda: channel.set_aside(seq, reason), deadline=patience, hidden=True, retry=(StorageError, OSError)
         )
         self._on_bad(f"{channel} {seq}: bad, set aside: {reason}")
-        raise _remake(channel, seq, reason)
+        return self._made_again(channel, seq, start, reason)
 
     @functools.cached_property
     def _schema(self) -> tuple[Any, ...]:
@@ -137,17 +148,49 @@ class FileChecker:
             )
         return file
 
+    def _made_again(self, channel: Channel, seq: int, start: int, reason: str) -> BatchFile:
+        """A bad file is waited for, unless nobody will make it: then it has no rows, for every rank and every run."""
+        if not channel.foreign:
+            raise NotYet(
+                "spool.remake",
+                f"File {seq} of {channel} in {channel.folder.path} was bad ({reason}). Is its provider running, to make it again?",
+            )
+        schema = schema_of(self._meta["batch_schema"])
+        header = FileHeader(
+            split=channel.split, seq=seq, schema=schema, rows=0, first=start, batch_size=self._meta["batch_size"]
+        )
+        arrays = {f.name: np.empty((0, *f.shape), numpy_dtype(f.dtype)) for f in schema}
+        return BatchFile(channel.path(seq), header, arrays, lambda *_: None)
+
+    def _known(self, channel: Channel, seq: int) -> set[str]:
+        """Names that say nothing about a provider that starts over: files this reader has opened, or found when it began at `seq`."""
+        known = self._opened_before.get(channel.split)
+        if known is None:
+            commit = channel.commit_point()
+            known = {name for name, number in channel.names().items() if commit <= number < seq}
+            self._opened_before[channel.split] = known
+        return known
+
+    def _refuse_beyond_the_end(self, channel: Channel, seq: int, start: int) -> None:
+        """EndOfData where the file before is the last. A reader that has it open knows; one that used it up and starts anew does not."""
+        before = (channel.split, channel.part, seq - 1)
+        if channel.foreign or channel.parts > 1 or seq == 0 or before in self._followed:
+            return
+        path = channel.find(seq - 1)
+        if path is None:
+            return
+        with contextlib.suppress(FileCorrupt):
+            if open_batch_file(path, split=channel.split, seq=seq - 1).header.last:
+                raise EndOfData(
+                    f"{channel} of {channel.folder.path} ended after {start:,} samples; start a new spool to go on"
+                )
+            self._followed.add(before)
+
     def _refuse_recount(self, channel: Channel, seq: int) -> None:
-        present = channel.present()
+        known = self._known(channel, seq)
+        present = [number for name, number in channel.names().items() if name not in known]
         if present and max(present) < seq:
             raise DataError(
                 f"{channel.queue} holds file {max(present)} while {seq} comes next: its provider restarted and counts from the beginning again, so it repeats "
                 "itself. Use a provider of headrace's, or start over in an empty folder"
             )
-
-
-def _remake(channel: Channel, seq: int, reason: str) -> NotYet:
-    return NotYet(
-        "spool.remake",
-        f"File {seq} of {channel} in {channel.folder.path} was bad ({reason}). Is its provider running, to make it again?",
-    )

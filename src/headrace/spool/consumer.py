@@ -25,12 +25,13 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy as copy_of
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from headrace.errors import ConfigError, CursorMismatch, DeadlineExceeded, HeadraceError
+from headrace.errors import ConfigError, CursorMismatch, DeadlineExceeded, EndOfData, HeadraceError
 from headrace.metrics import Meter, MetricSpec, Reduction, default_meter, register
 from headrace.order import Cursor
 from headrace.spool.ahead import Ahead
@@ -145,6 +146,10 @@ class DatasetConsumer:
         self._counts = {"bad_files": 0, "files_read": 0, "retries": 0}
         self._last_problem = ""
         self._closed = False
+        self._last_state: dict[str, Any] | None = None
+        """Once closed."""
+        self._reset: set[str] = set()
+        """Splits that were begun by this consumer before, and are read again."""
         self._pins: bool | None = None
         """Whether batches for no device in particular are pinned: there is a CUDA device to copy them to."""
         self._plain: Callable[[np.ndarray], torch.Tensor] | Literal[False] | None = None
@@ -291,26 +296,34 @@ class DatasetConsumer:
         return (tensors["x"], tensors["y"]) if len(tensors) == 2 and "x" in tensors and "y" in tensors else tensors
 
     def wait_for_data(self, split: str = "train", timeout: float | None = None) -> bool:
-        """Whether the next file is there within `timeout` seconds. Without a timeout: DeadlineExceeded at the consumer's deadline."""
+        """Whether the next batch is there within `timeout` seconds; False at once where nothing comes any more. Without a timeout: DeadlineExceeded
+        at the consumer's deadline."""
+        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout >= 0):
+            raise ConfigError(f"wait_for_data: timeout is {timeout!r}, expected seconds, 0 or more")
         reader = self._reader(split)
         if isinstance(reader, LegacyReader):
             return True
-        if isinstance(reader, QueueReader):
-            wanted = [(part.number, part.seq, part.start) for part in reader.parts if part.first is None]
-        else:
-            wanted = [(0, reader.seq, 0)]
         files = self._files[split]
-        for place in wanted:
-            files.want(*place)
         until = time.monotonic() + (self.deadline if timeout is None else timeout)
+
+        def hold(part: int, seq: int, start: int) -> None:
+            files.want(part, seq, start)
+            files.hold(part, seq, max(0.0, until - time.monotonic()))
+
         try:
-            for part, seq, _ in wanted:
-                files.hold(part, seq, max(0.0, until - time.monotonic()))
+            if not isinstance(reader, QueueReader):
+                hold(0, reader.seq, 0)
+                return True
+            while (place := reader.missing(self.batch_size)) is not None:
+                hold(*place)
+                reader.open_file(place[0])
+        except EndOfData:
+            return False
         except DeadlineExceeded:
             if timeout is None:
                 raise
             return False
-        return True
+        return not reader.ended
 
     def set_batch_size(self, new_bs: int) -> None:
         """Samples of a whole batch from now on. Warns where the provider used another number."""
@@ -333,14 +346,18 @@ class DatasetConsumer:
     # ------------------------------------------------------------------------------------------- state
 
     def reset_state(self, split: str | None = None) -> None:
-        """Read a split (or all) again: a circular one from its beginning, a queue from the commit point."""
+        """Read a split (or all) again: a circular one from its beginning, a queue from the commit point. With `ack="consume"` that is the file that is
+        being read: those before it are used up."""
         for name in [split] if split is not None else list(self._readers):
             self._readers.pop(name, None)
+            self._reset.add(name)
             if name in self._files:
                 self._files.pop(name).drop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where reading stands: of what was delivered, the same on every rank."""
+        """Where reading stands: of what was delivered, the same on every rank. After close(), where it stood then."""
+        if self._last_state is not None:
+            return copy_of(self._last_state)
         splits = {name: reader.state() for name, reader in sorted(self._readers.items())}
         body = {"splits": splits, "batch_size": self.batch_size}
         return Cursor(kind=_KIND, version=_VERSION, fingerprint=self._fingerprint(), body=body).to_dict()
@@ -469,7 +486,10 @@ class DatasetConsumer:
         count = self._parts_of(split)
         if self.ack == "consume" and count > 1:
             raise ConfigError(f'{self.data_dir} has {count} parts; a consumer of parts needs ack="commit"')
-        position = position if position is not None else self._retention.starting_point(split, count)
+        if position is None:
+            if split in self._reset:  # what was said of files that were read counts first: it moves the commit point
+                self._ahead.drain(self.deadline)
+            position = self._retention.starting_point(split, count, again=split in self._reset)
         parts = [
             Part(part, files, seq, row, start)
             for part, ((seq, row), start) in enumerate(zip(position["at"], position["start"], strict=True))
@@ -509,6 +529,7 @@ class DatasetConsumer:
         if self._closed:
             return
         self._ahead.drain(5.0)
+        self._last_state = self.state_dict()
         self._closed = True
         self._ahead.close()
         self._ahead.forget()

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from headrace.errors import ConfigError, StorageError
+from headrace.errors import ConfigError, DataError, StorageError
 from headrace.files import TEMP_PREFIX
 from headrace.metrics import Meter, MetricSpec, Reduction, Wait, default_meter, register
 from headrace.order import fingerprint_json, key
@@ -118,8 +118,9 @@ class DataProviderBase:
             problems.append(f"seed is {seed!r}, expected a whole number")
         if file_format not in ("safetensors", "pt"):
             problems.append(f"file_format is {file_format!r}; it is safetensors or pt")
-        if not sleep_seconds > 0:
-            problems.append(f"sleep_seconds is {sleep_seconds!r}, expected more than 0")
+        for name, value in (("sleep_seconds", sleep_seconds), ("lease_seconds", lease_seconds), ("deadline", deadline)):
+            if not (isinstance(value, (int, float)) and value > 0):
+                problems.append(f"{name} is {value!r}, expected seconds, more than 0")
         if problems:
             raise ConfigError([f"{type(self).__name__}: {p}" for p in problems])
         self.data_dir = Path(data_dir)
@@ -277,6 +278,10 @@ class DataProviderBase:
 
     def validate_meta(self, meta: Mapping[str, Any]) -> dict[str, Any]:
         """The meta with what this provider knows filled in; ConfigError names everything missing or in disagreement."""
+        if not isinstance(meta, Mapping):
+            raise ConfigError(
+                f"{type(self).__name__}.build_meta gave {type(meta).__name__}, expected a dict of the spool's facts"
+            )
         full = {"batch_size": self.batch_size, "split_info": {"train": {}, "val": {}}, **meta}
         for name in ("block_size", "target_size"):
             own = getattr(self, name)
@@ -295,11 +300,14 @@ class DataProviderBase:
             "kind": self.kind, "parts": self.parts, "rows_per_file": self.rows_per_file, "seed": self.seed,
             "circular": dict.fromkeys(CIRCULAR_SPLITS, self.val_files), "format": self.file_format,
         }  # fmt: skip
-        checked["headrace"] = {
-            "version": 1,
-            **recipe,
-            "job": fingerprint_json({"recipe": recipe, "meta": _jsonable(checked)}),
-        }
+        try:
+            job = fingerprint_json({"recipe": recipe, "meta": _jsonable(checked)})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"meta of {type(self).__name__} cannot be written: {error}. It holds text, numbers, lists and mappings; turn anything else into one "
+                "of these in build_meta"
+            ) from error
+        checked["headrace"] = {"version": 1, **recipe, "job": job}
         return checked
 
     def write_meta(self, meta: Mapping[str, Any]) -> None:
@@ -307,10 +315,13 @@ class DataProviderBase:
         write_meta(self.data_dir, meta)
 
     def load_meta_if_exists(self) -> dict[str, Any] | None:
-        """The spool's meta, if it has one."""
-        if not (self.data_dir / "meta.json").exists():
+        """The spool's meta, if it has one. A meta.pkl alone is one too: somebody else's, or that of a provider that died before it wrote the other."""
+        if not any(os.path.lexists(self.data_dir / name) for name in ("meta.json", "meta.pkl")):
             return None
-        return read_meta(self.data_dir)
+        found = read_meta(self.data_dir)
+        if not os.path.lexists(self.data_dir / "meta.json") and "headrace" in found:
+            return None  # ours, half written: what it says is written again
+        return found
 
     def _settle_meta(self) -> None:
         wanted = self.validate_meta(self.build_meta())
@@ -318,8 +329,13 @@ class DataProviderBase:
         if found is None:
             self.write_meta(wanted)
             found = read_meta(self.data_dir)
-        if found.get("headrace", {}).get("job") != wanted["headrace"]["job"]:
-            then = {**found, **found.get("headrace", {})}
+        if "headrace" not in found:
+            raise ConfigError(
+                f"{self.data_dir} has a meta that another program wrote (dataset_name {found['dataset_name']!r}). Files of both would be mixed: use another "
+                "folder, or empty this one with force_regenerate=True (--force_regenerate)"
+            )
+        if found["headrace"].get("job") != wanted["headrace"]["job"]:
+            then = {**found, **found["headrace"]}
             now = {**wanted, **wanted["headrace"]}
             differences = [
                 f"{name} is {then.get(name)!r:.80}, now {now.get(name)!r:.80}"
@@ -547,6 +563,10 @@ class RowBuffer:
 
     def add(self, batch: Mapping[str, Any]) -> int:
         """Take a batch over; how many rows it has. DataError if it does not fit the schema."""
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"a batch is {type(batch).__name__}, expected a dict with an array or tensor for every field"
+            )
         arrays = {
             name: np.asarray(v) if isinstance(v, (np.ndarray, list)) else tensor_array(v) for name, v in batch.items()
         }
@@ -578,6 +598,15 @@ class RowBuffer:
 
 def purge_spool(path: Path, *, keep_meta: bool = False) -> None:
     """Empty a spool: queue, claims, verdicts, quarantine, archives, state, and its meta. Locks stay, because they are held."""
+    try:
+        _purge(path, keep_meta)
+    except OSError as error:
+        raise StorageError(
+            f"{path} could not be emptied: {error.filename or path}: {error.strerror or error}. What is left can be removed once that is allowed: run again"
+        ) from error
+
+
+def _purge(path: Path, keep_meta: bool) -> None:
     folder = SpoolFolder(path)
     for name in ("queue", "claims", "verdicts", "quarantine", "archives"):
         below = path / name

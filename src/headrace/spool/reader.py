@@ -127,14 +127,23 @@ class Part:
 
     def cover(self, end: int) -> int:
         """Open files until they reach row `end`, or the part's end; how far they reach."""
-        while self.last is None and (not self._open or self._open[-1].end < end):
-            seq = self._open[-1].seq + 1 if self._open else self.seq
-            start = self._open[-1].end if self._open else self.start
-            file = self._files.take(self.number, seq, start)
-            self._open.append(_Open(seq, start, file))
-            if file.header.last:
-                self.last = self._open[-1].end
+        while self.beyond(end) is not None:
+            self.open_next()
         return min(end, self.last) if self.last is not None else end
+
+    def open_next(self) -> None:
+        """Open the file after the open ones."""
+        seq, start = (self._open[-1].seq + 1, self._open[-1].end) if self._open else (self.seq, self.start)
+        file = self._files.take(self.number, seq, start)
+        self._open.append(_Open(seq, start, file))
+        if file.header.last:
+            self.last = self._open[-1].end
+
+    def beyond(self, end: int) -> tuple[int, int] | None:
+        """(number, first row) of the next file to open on the way to row `end`; None if the open ones reach it, or are all there are."""
+        if self.last is not None or (self._open and self._open[-1].end >= end):
+            return None
+        return (self._open[-1].seq + 1, self._open[-1].end) if self._open else (self.seq, self.start)
 
     def spans(self, first: int, count: int, step: int) -> list[tuple[BatchFile, int, int]]:
         """Rows first, first + step, … (`count` of them) as (file, row in it, how many)."""
@@ -226,7 +235,7 @@ class QueueReader:
                 limit = min(limit, reached * parts + part.number)
         if limit <= begin:
             raise EndOfData(
-                f"{self.split} ended after {begin:,} samples; start a new spool, or read this one again with reset_state"
+                f"{self.split} ended after {begin:,} samples; start a new spool to go on. What was not committed can be read again (reset_state)"
             )
         arrays = self._gather(begin, end, self.stripe) if limit == end else self._filled(begin, limit, batch_size)
         self.position = limit
@@ -236,6 +245,27 @@ class QueueReader:
         for part in self.parts:
             part.look_ahead()
         return arrays
+
+    def missing(self, batch_size: int) -> tuple[int, int, int] | None:
+        """(part, number, first row) of a file that must be open before the next batch is whole; None if none is, or nothing comes any more."""
+        for part in self.parts:
+            wanted = part.beyond(_rows_before(self.position + batch_size, part.number, len(self.parts)))
+            if wanted is not None:
+                return part.number, *wanted
+        return None
+
+    def open_file(self, part: int) -> None:
+        """Open the file that `missing` named, which is ready."""
+        self.parts[part].open_next()
+
+    @property
+    def ended(self) -> bool:
+        """Whether all there is was delivered, as far as the open files tell."""
+        ends = [part.last for part in self.parts]
+        return all(
+            end is not None and _rows_before(self.position, part.number, len(self.parts)) >= end
+            for part, end in zip(self.parts, ends, strict=True)
+        )
 
     def first_cut(self, batch_size: int) -> tuple[np.ndarray, ...] | None:
         """The next batch, if it is the first of a file that was cut into such ones in advance; others then come from `next_cut`."""

@@ -89,14 +89,15 @@ class Retention:
                 for old in channel.leftovers(seq - self._kept_below):
                     self._delete_later(split, part, range(old, old + 1))
 
-    def starting_point(self, split: str, parts: int) -> dict[str, Any]:
-        """Where a consumer without a state begins: at the commit point, or behind every file that was begun."""
+    def starting_point(self, split: str, parts: int, *, again: bool = False) -> dict[str, Any]:
+        """Where a consumer without a state begins: at the commit point, or behind every file that was begun, unless it was begun by the
+        same consumer, which reads it `again`."""
         point: dict[str, Any] = self._folder.commit_points().get(split) or {
             "g": 0,
             "at": [[0, 0]] * parts,
             "start": [0] * parts,
         }
-        if self._ack == "consume":
+        if self._ack == "consume" and not again:
             seq, row = self._taken.read(split)
             if seq > point["at"][0][0]:
                 point = {"g": row, "at": [[seq, 0]], "start": [row]}

@@ -42,6 +42,8 @@ class SequentialProvider(DataProviderBase):
         super().__init__(*args, **more)
         if type(parts) is not int or not 1 <= parts <= 1000:
             raise ConfigError(f"{type(self).__name__}: parts is {parts!r}, expected a whole number from 1 to 1000")
+        if take is not None and (type(take) is not int or take < 1):
+            raise ConfigError(f"{type(self).__name__}: take is {take!r}, expected a whole number of 1 or more")
         self._parts, self._most = parts, take
         self._part_locks: dict[int, HeldLock] = {}
         self._stands: dict[tuple[str, int], int] = {}

@@ -69,6 +69,8 @@ def _channels(path: Path) -> Iterator[Channel]:
     if not queue.is_dir():
         raise ConfigError(f"{path} has no queue/: give the folder of a spool, the one with meta.json in it")
     for split in sorted(os.listdir(queue)):
+        if not (queue / split).is_dir() or (queue / split).is_symlink():
+            continue  # `verify` tells of it
         parts = 1 if ours is None or split in CIRCULAR_SPLITS else int(ours["parts"])
         for part in range(parts):
             try:
@@ -168,6 +170,12 @@ def verify(path: Path) -> tuple[int, list[Finding]]:
                 problem, before = str(error), None
             if problem:
                 findings.append(Finding(split=channel.split, part=channel.part, seq=seq, problem=problem))
+    with os.scandir(path / "queue") as entries:
+        findings += [
+            Finding(split=e.name, part=0, seq=None, problem=f"{e.path} does not belong into a spool: remove it")
+            for e in sorted(entries, key=lambda e: e.name)
+            if not e.is_dir(follow_symlinks=False)
+        ]
     for split, parts in describe(path)["splits"].items():
         findings += [
             Finding(split=split, part=entry["part"], seq=seq, problem=_why_missing(channels[split, entry["part"]], seq))

@@ -174,3 +174,48 @@ def test_provide_says_what_it_made(tmp_path, say):
     code, _, err = say("provide", tmp_path / "run.toml", "--spool.dir", tmp_path / "S", "--text.seq_len", "32")
     assert code == 1
     assert "was made for something else" in err
+
+
+def test_what_does_not_belong_into_a_queue_is_a_finding_and_no_traceback(spool, say):
+    (spool / "queue" / "notes.txt").write_text("hi")
+    assert say("spool", "ls", spool)[0] == 0
+    assert say("spool", "stat", spool)[0] == 0
+    code, out, _ = say("spool", "verify", spool)
+    assert code == 1
+    assert "notes.txt does not belong into a spool: remove it" in out
+
+
+def test_inspect_shows_files_that_torch_saved(tmp_path, say):
+    Drawn(tmp_path / "P", 4, batches_per_file=2, file_format="pt").run(("train",), max_files=1)
+    code, out, _ = say("inspect", tmp_path / "P" / "queue" / "train" / "000000000000.pt", "--format", "json")
+    assert code == 0
+    told = json.loads(out)
+    assert (told["rows"], told["batch_size"], len(told["first_rows"])) == (8, 4, 3)
+    torch.save({"x": torch.arange(6).reshape(3, 2), "y": torch.zeros(3)}, tmp_path / "train_batches_0.pt")
+    told = json.loads(say("inspect", tmp_path / "train_batches_0.pt", "--format", "json")[1])
+    assert told["arrays"] == {"x": "int64 [3, 2]", "y": "float32 [3]"}
+    torch.save({"x": "no tensor"}, tmp_path / "odd.pt")
+    code, _, said = say("inspect", tmp_path / "odd.pt")
+    assert code == 1
+    assert "odd.pt is no file of batches: it holds a str among its tensors" in said
+    code, _, said = say("inspect", tmp_path / "P")
+    assert code == 1
+    assert "is a spool: see `headrace spool stat" in said
+
+
+def test_what_the_system_forbids_is_one_sentence(spool, say, monkeypatch):
+    def forbidden(path, **_):
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr("shutil.rmtree", forbidden)
+    code, _, said = say("spool", "purge", spool, "--yes")
+    assert code == 1
+    assert re.search(r"could not be emptied: .*queue: Operation not permitted", said)
+
+
+def test_provide_refuses_numbers_that_mean_nothing(say):
+    assert (
+        say("provide", "examples/quickstart.toml", "--files", "0")[2]
+        .strip()
+        .endswith("--files is 0, expected 1 or more")
+    )

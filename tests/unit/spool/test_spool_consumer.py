@@ -761,3 +761,64 @@ def test_a_purged_spool_is_read_from_its_beginning_again(drawn, consumer, tmp_pa
     drawn(max_backlog_files=3).run(("train",), max_files=3)
     again = consumer()
     assert [again.get_batch("train")[0].tolist() for _ in range(3)] == [x.tolist() for x in first]
+
+
+def test_reset_state_reads_the_file_again_that_is_being_used_up(drawn, consumer, tmp_path):
+    drawn(batches_per_file=3, max_backlog_files=3).run(("train",), max_files=3)
+    expected = rows_of(queue(tmp_path))
+    reader = consumer()
+    for _ in range(4):
+        reader.get_batch("train")
+    reader.reset_state("train")
+    got = torch.cat([reader.get_batch("train")[0] for _ in range(6)])
+    assert np.array_equal(got, expected[12:])
+
+
+def test_a_consumer_of_what_was_used_up_to_its_end_is_told_so_at_once(counted, consumer):
+    counted(total=16, max_backlog_files=10).run()
+    reader = consumer()
+    assert [reader.get_batch("train")["g"].tolist()[0] for _ in range(4)] == [0, 4, 8, 12]
+    with pytest.raises(EndOfData):
+        reader.get_batch("train")
+    assert not reader.wait_for_data("train")
+    reader.reset_state("train")
+    with pytest.raises(EndOfData, match="ended after 16 samples"):
+        reader.get_batch("train")
+    reader.close()
+    again = consumer()
+    assert not again.wait_for_data("train")
+    with pytest.raises(EndOfData, match="ended after 16 samples"):
+        again.get_batch("train")
+
+
+def test_wait_for_data_waits_for_a_whole_batch(drawn, consumer, tmp_path):
+    drawn(max_backlog_files=3).run(("train",), max_files=2)
+    expected = rows_of(queue(tmp_path))
+    with pytest.warns(UserWarning, match="batches now have 3"):
+        reader = consumer(batch_size=3)
+    got = []
+    while reader.wait_for_data("train", 0.1):
+        got.append(reader.get_batch("train")[0])
+    assert np.array_equal(torch.cat(got), expected[:15])
+    with pytest.raises(ConfigError, match="timeout is '3'"):
+        reader.wait_for_data("train", "3")
+
+
+def test_the_state_of_a_closed_consumer_is_that_of_its_last_batch(drawn, consumer):
+    drawn(max_backlog_files=3).run(("train",), max_files=3)
+    reader = consumer(ack="commit")
+    for _ in range(3):
+        reader.get_batch("train")
+    state = reader.state_dict()
+    reader.close()
+    assert reader.state_dict() == state
+    assert state["body"]["splits"]["train"]["g"] == 12
+
+
+def test_who_holds_the_place_in_this_process_is_told_to_close_it(drawn, consumer):
+    drawn().run(("train",), max_files=1)
+    first = consumer()
+    with pytest.raises(ConfigError, match=r"that is this process: close\(\) the one it has open first"):
+        consumer()
+    first.close()
+    consumer()

@@ -112,8 +112,59 @@ def test_a_flipped_bit_in_a_foreign_pt_is_found_by_the_archive_s_own_sums(folder
     raw = bytearray(path.read_bytes())
     raw[raw.find((7).to_bytes(8, "little"))] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(DeadlineExceeded, match=r"spool.remake.*fails its checksum"):
-        consumer(folder, deadline=0.3).get_batch("train")
+    reader = consumer(folder, deadline=0.3)
+    with pytest.raises(DeadlineExceeded, match=r"spool.empty.*File 1 of train"):
+        reader.get_batch("train")
+    (reason,) = (folder / "quarantine" / "train").glob("*.reason.json")
+    assert "fails its checksum" in reason.read_text()
+
+
+def test_a_bad_file_that_nobody_makes_again_is_passed_over_by_every_run(folder, consumer):
+    for seq in range(4):
+        queue_file(folder, 100 + seq, seq, 10 * seq)
+    (folder / "queue" / "train" / "101-000001-2.pt").write_bytes(b"junk")
+    for _ in range(2):
+        reader = consumer(folder, ack="commit", deadline=5)
+        assert [reader.get_batch("train")[0][0, 0].item() for _ in range(6)] == [0, 4, 20, 24, 30, 34]
+        bad = reader.stats()["bad_files"]
+        reader.close()
+    assert bad == 0, "it was set aside by the first"
+
+
+def test_a_reader_that_is_faster_than_the_document_s_provider_waits_for_it(folder, consumer):
+    reader = None
+    for seq in range(3):
+        queue_file(folder, 100 + seq, seq, 10 * seq)
+        reader = reader or consumer(
+            folder, ack="commit", deadline=5
+        )  # nothing is deleted: the files it has read lie there
+        assert [reader.get_batch("train")[0][0, 0].item() for _ in range(2)] == [10 * seq, 10 * seq + 4]
+        assert not reader.wait_for_data("train", 0.1)
+    state = reader.state_dict()
+    reader.close()
+    later = consumer(folder, ack="commit", deadline=5)
+    later.load_state_dict(state)
+    assert not later.wait_for_data("train", 0.1)
+    queue_file(folder, 200, 0, 0)
+    with pytest.raises(DataError, match="its provider restarted"):
+        later.wait_for_data("train", 5)
+
+
+def test_a_provider_does_not_fill_a_folder_of_another_program(folder, drawn):
+    made = drawn()
+    made.data_dir = folder
+    made.folder = type(made.folder)(folder)
+    before = (folder / "meta.pkl").read_bytes()
+    with pytest.raises(ConfigError, match=r"has a meta that another program wrote \(dataset_name 'old'\)"):
+        made.run(max_files=1)
+    assert (folder / "meta.pkl").read_bytes() == before
+
+
+def test_a_provider_that_died_between_its_two_metas_goes_on(drawn, tmp_path):
+    drawn().run(("train",), max_files=1)
+    (tmp_path / "spool" / "meta.json").unlink()
+    assert drawn().run(("train",), max_files=1) == 1
+    assert (tmp_path / "spool" / "meta.json").exists()
 
 
 def test_a_legacy_file_without_x_and_y_or_with_another_shape_is_named(folder, consumer):

@@ -354,3 +354,25 @@ def test_describe_says_where_a_spool_stands(drawn, consumer, tmp_path):
     assert (train["backlog"], train["retained"], train["gaps"]) == (1, 1, [])
     assert list(told["at_work"]) == ["consumer-0"]
     assert json.dumps(told)
+
+
+def test_what_a_provider_s_own_code_gives_wrongly_is_named(drawn, counted, monkeypatch):
+    made = drawn()
+    monkeypatch.setattr(made, "sample_batch", lambda split, rng: None)
+    with pytest.raises(DataError, match="a batch is NoneType, expected a dict"):
+        made.run(("train",), max_files=1)
+    for meta, said in (
+        (None, "build_meta gave NoneType"),
+        ({"odd": {1, 2}}, "cannot be written"),
+        ({"odd": float("nan")}, "cannot be written"),
+    ):
+        odd = drawn()
+        right = odd.build_meta()
+        monkeypatch.setattr(odd, "build_meta", lambda meta=meta, right=right: meta and right | meta)
+        with pytest.raises(ConfigError, match=said):
+            odd.run(("train",), max_files=1)
+    with pytest.raises(ConfigError, match="take is 0"):
+        counted(take=0)
+    for name in ("deadline", "lease_seconds", "sleep_seconds"):
+        with pytest.raises(ConfigError, match=f"{name} is -1"):
+            drawn(**{name: -1})
