@@ -126,8 +126,9 @@ class Retention:
             self._ahead.later(lambda: self._used_up(split, seq, end))
 
     def _used_up(self, split: str, seq: int, end: int) -> None:
-        """Commit a file that was delivered to its end, then delete it."""
-        self.move_commit({split: {"g": end, "at": [[seq + 1, 0]], "start": [end]}})
+        """Commit a file that was delivered to its end, then delete it. Where the disk does not allow it the job is tried again, and files are
+        made ready meanwhile."""
+        self.move_commit({split: {"g": end, "at": [[seq + 1, 0]], "start": [end]}}, patience=0.0)
         self.write_position()
 
     def tell_position(self, *, at: float = 0.0) -> None:
@@ -146,12 +147,13 @@ class Retention:
 
     # -------------------------------------------------------------------------------------------- commit
 
-    def move_commit(self, moved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Let files below these points go. A point that lies behind the one that was written changes nothing."""
+    def move_commit(self, moved: Mapping[str, Mapping[str, Any]], *, patience: float | None = None) -> None:
+        """Let files below these points go. A point that lies behind the one that was written changes nothing. `patience`: seconds for which a full
+        disk is waited for, the deadline unless given."""
         with self._committing:  # what is used up is committed by the background thread, what was saved by the trainer's
-            self._move_commit(moved)
+            self._move_commit(moved, self._deadline if patience is None else patience)
 
-    def _move_commit(self, moved: Mapping[str, Mapping[str, Any]]) -> None:
+    def _move_commit(self, moved: Mapping[str, Mapping[str, Any]], patience: float) -> None:
         self._place.require()
         points = self._folder.commit_points()
         before = {
@@ -167,7 +169,7 @@ class Retention:
             patiently(
                 f"committing {self._folder.path}",
                 lambda: self._folder.write_commit_points({**points, **ahead}),
-                deadline=self._deadline,
+                deadline=patience,
                 hidden=True,
             )
         for split, point in ahead.items():

@@ -822,3 +822,27 @@ def test_who_holds_the_place_in_this_process_is_told_to_close_it(drawn, consumer
         consumer()
     first.close()
     consumer()
+
+
+def test_files_are_read_on_while_a_full_disk_lets_nothing_be_committed(drawn, consumer, tmp_path, monkeypatch):
+    drawn(max_backlog_files=6).run(("train",), max_files=6)
+    expected = rows_of(queue(tmp_path))
+    reader = consumer()
+    first = reader.get_batch("train")[0]
+    full = threading.Event()
+    full.set()
+    write = type(reader._folder).write_commit_points
+
+    def refused(folder, points):
+        if full.is_set():
+            raise StorageError("commit.json could not be written: No space left on device")
+        write(folder, points)
+
+    monkeypatch.setattr(type(reader._folder), "write_commit_points", refused)
+    got = torch.cat([first, *(reader.get_batch("train")[0] for _ in range(9))])
+    assert np.array_equal(got, expected[:40])
+    assert not reader._ahead.drain(2)
+    assert "No space left" in reader.stats()["last_problem"]
+    full.clear()
+    assert reader._ahead.drain(20)
+    assert [p.name for p in sorted(queue(tmp_path).iterdir())] == ["000000000005.safetensors"]
