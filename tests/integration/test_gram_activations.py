@@ -131,3 +131,23 @@ def test_the_example_reduces_the_quickstarts_model(write_jsonl, repository, caps
     main(["--steps", "2", "--data", spec])
     assert capsys.readouterr().out == first
     assert "rows of 48 activations, sha256" in first
+
+
+def test_parts_that_were_frozen_stay_frozen():
+    model, batches = parts()
+    model[2].eval()
+    activations(model, batches, module="1", forward=call)
+    assert [part.training for part in model] == [True, True, False]
+
+
+def test_an_output_without_rows_is_refused():
+    class Loss(nn.Module):
+        def forward(self, x):
+            return x.mean()
+
+    model, batches = parts()
+    model.append(Loss())
+    with pytest.raises(ConfigError, match=r"puts out a tensor of shape \(\), which holds no rows"):
+        activations(model, batches, module="3", forward=call)
+    with pytest.raises(ConfigError, match="chunk_size must be a whole number"):
+        activations(model, batches, module="1", forward=call, chunk_size=0)

@@ -19,7 +19,14 @@ import numpy as np
 from headrace.errors import ConfigError, DataError
 from headrace.reduce.partition import CrossNodePartition
 
-__all__ = ["ChunkAssembler"]
+__all__ = ["ChunkAssembler", "whole_chunk_size"]
+
+
+def whole_chunk_size(value: object) -> int:
+    """A chunk size that is one: with none, no chunk would ever be whole."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"chunk_size must be a whole number of at least 1, got {value!r}")
+    return int(value)
 
 
 class ChunkAssembler:
@@ -47,7 +54,7 @@ class ChunkAssembler:
     @classmethod
     def unbounded(cls, *, k: int, chunk_size: int, ordinal: int = 0) -> ChunkAssembler:
         """For rows whose number nobody knows yet."""
-        return cls(k=k, chunk_size=chunk_size, partition=None, rank=0, ordinal=ordinal)
+        return cls(k=k, chunk_size=whole_chunk_size(chunk_size), partition=None, rank=0, ordinal=ordinal)
 
     @property
     def next_chunk(self) -> int | None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from headrace.errors import DataError, FileCorrupt
+from headrace.errors import ConfigError, DataError, FileCorrupt
 from headrace.files import Container, open_container, quarantine, write_container
 from headrace.reduce.tree import BorderState
 
@@ -61,7 +61,7 @@ class CheckpointFiles:
         for path in reversed(self.generations()):
             try:
                 value = read(open_container(path))
-            except (FileCorrupt, DataError) as error:
+            except (FileCorrupt, DataError, ConfigError) as error:  # ConfigError: a partition or a pass that cannot be
                 bad.append((path, str(error)))
                 continue
             for damaged, reason in bad:

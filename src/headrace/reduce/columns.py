@@ -17,9 +17,9 @@ import numpy as np
 
 from headrace.errors import ConfigError, DataError
 from headrace.order import fingerprint_json
-from headrace.reduce.kernel import chunk_gram_packed, row_dtype_name
+from headrace.reduce.kernel import as_rows, chunk_gram_packed, row_dtype_name
 
-__all__ = ["Columns", "RowBatch", "as_rows"]
+__all__ = ["Columns", "RowBatch", "as_given", "as_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +47,23 @@ class Columns:
         if self.width < 1 or self.targets < 0:
             raise ConfigError(f"rows need at least one column, got width {self.width} and {self.targets} targets")
         if self.shift is not None:
-            shift = np.ascontiguousarray(self.shift, np.float64)
-            if shift.shape != (self.width,) or not np.isfinite(shift).all():
-                raise ConfigError(f"a shift is {self.width} finite numbers, one a column; got shape {shift.shape}")
-            object.__setattr__(self, "shift", shift)
+            object.__setattr__(self, "shift", self._checked(self.shift))
+
+    def _checked(self, shift: Any) -> np.ndarray:
+        told = f"a shift is {self.width} finite numbers, one a column; got"
+        try:
+            given = as_given(shift, "a shift")
+        except DataError as error:
+            raise ConfigError(str(error)) from None
+        if given.dtype.kind not in "fiu":
+            raise ConfigError(f"{told} {given.dtype}")
+        if given.shape != (self.width,):
+            raise ConfigError(f"{told} shape {given.shape}")
+        wide = np.array(_wide(given, "a shift"))  # it is subtracted from every row: not the caller's to change
+        if not np.isfinite(wide).all():
+            bad = int(np.argmin(np.isfinite(wide)))
+            raise ConfigError(f"{told} {wide[bad]} for column {bad}")
+        return wide
 
     @property
     def k(self) -> int:
@@ -90,14 +103,15 @@ class Columns:
         extra = np.empty((n, self.targets + 1))
         extra[:, -1] = 1.0
         if y is not None:
-            extra[:, :-1] = _wide(y)
+            extra[:, :-1] = _wide(y, "targets")
         if self.shift is None and w is None:
             return chunk_gram_packed(x, extra, threads=threads)
-        wide = np.array(_wide(x), np.float64)
+        row_dtype_name(x)
+        wide = np.array(_wide(x, "rows"))
         if self.shift is not None:
             wide -= self.shift
         if w is not None:
-            w = np.asarray(w, np.float64)
+            w = _wide(w, "weights")
             if not (np.isfinite(w) & (w >= 0)).all():
                 bad = int(np.flatnonzero(~(np.isfinite(w) & (w >= 0)))[0])
                 raise DataError(f"weights must be finite and not negative, got {w[bad]} at row {bad} of the chunk")
@@ -107,23 +121,20 @@ class Columns:
         return chunk_gram_packed(wide, extra, threads=threads)
 
 
-def as_rows(value: Any) -> np.ndarray:
-    """An array or a torch tensor as rows the kernel takes; bfloat16 becomes uint16 without a copy."""
-    if isinstance(value, np.ndarray):
-        return value
-    if type(value).__module__.partition(".")[0] == "torch":
-        import torch
-
-        tensor = value.detach()
-        tensor = tensor.cpu() if tensor.device.type != "cpu" else tensor
-        if tensor.dtype == torch.bfloat16:
-            return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
-        return tensor.numpy()
-    return np.asarray(value)
+def as_given(value: Any, what: str) -> np.ndarray:
+    """What a user gave, as an array. uint16 is refused: it carries bfloat16 inside, and whole numbers would be taken for it."""
+    array = as_rows(value)
+    if array.dtype == np.uint16 and str(getattr(value, "dtype", "")) != "torch.bfloat16":
+        raise DataError(
+            f"{what} of uint16 may be whole numbers or the bits of bfloat16: convert them to float32, or give a torch.bfloat16 tensor"
+        )
+    return array
 
 
-def _wide(values: np.ndarray) -> np.ndarray:
-    """f64, exactly."""
-    if row_dtype_name(values) == "bf16":
+def _wide(values: np.ndarray, what: str) -> np.ndarray:
+    """f64: exactly, but for whole numbers beyond 2^53."""
+    if values.dtype == np.uint16:
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8:
+        raise DataError(f"{what} must be real numbers, got {values.dtype}")
     return values.astype(np.float64, copy=False)

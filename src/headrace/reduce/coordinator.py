@@ -56,7 +56,7 @@ class Receipt(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossNodeCheckpoint:
-    """The coordinator's whole state. Its arrays are the reduction's own: save it before the next message."""
+    """The coordinator's whole state, as it was when it was asked for."""
 
     partition: CrossNodePartition
     provenance: Provenance
@@ -90,7 +90,7 @@ class CrossNodeCheckpoint:
         if (
             not _whole_numbers(received) or len(received) != partition.n_ranks or min(received) < 0
             or not _whole_numbers(entries) or len(entries) != 2
-            or digests is None or digests.dtype != np.uint64 or len(digests) != sum(received)
+            or digests is None or digests.dtype != np.uint64 or digests.shape != (sum(received),)
         ):  # fmt: skip
             raise DataError(f"{what} does not say what was received of {partition.n_ranks} ranks")
         saved = cls(

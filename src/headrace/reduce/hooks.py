@@ -158,7 +158,7 @@ def _collect(
     call = forward if forward is not None else _forward
     seen: list[Tensor] = []
     handle = place.register_forward_hook(lambda _, __, output: seen.append(_tensor(output)))
-    training = model.training
+    modes = [(part, part.training) for part in model.modules()]  # a part may be frozen in a model that trains
     model.eval()
     try:
         with torch.no_grad():
@@ -176,7 +176,8 @@ def _collect(
                     break
     finally:
         handle.remove()
-        model.train(training)
+        for part, training in modes:
+            part.training = training
     if not sums.open:
         raise ConfigError("the loader gave no batch: there is nothing to reduce")
 
@@ -210,6 +211,10 @@ def _tensor(output: Any) -> Tensor:
     first = output[0] if isinstance(output, tuple) else output
     if not hasattr(first, "reshape") or not first.is_floating_point():
         raise ConfigError(f"the module puts out {type(first).__name__}, not a tensor of floats: choose another")
+    if not first.ndim or not first.shape[-1]:
+        raise ConfigError(
+            f"the module puts out a tensor of shape {tuple(first.shape)}, which holds no rows: choose another"
+        )
     return first.detach().clone()  # what follows in the model may write into it
 
 

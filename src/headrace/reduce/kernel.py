@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from headrace.errors import ConfigError, DataError
 from headrace.metrics import Wait
 from headrace.reduce.partition import CROSS_CHUNK_BASE
 
-__all__ = ["chunk_gram", "chunk_gram_packed", "mirrored", "row_dtype_name", "warm_gram_kernel"]
+__all__ = ["as_rows", "chunk_gram", "chunk_gram_packed", "mirrored", "row_dtype_name", "warm_gram_kernel"]
 
 T = TypeVar("T")
 _NAMES = {"float64": "f64", "float32": "f32", "float16": "f16", "uint16": "bf16"}
@@ -53,6 +53,21 @@ def row_dtype_name(rows: np.ndarray) -> str:
     return name
 
 
+def as_rows(value: Any) -> np.ndarray:
+    """An array, a torch tensor or lists as rows the kernel takes; bfloat16 becomes uint16 without a copy."""
+    if isinstance(value, np.ndarray):
+        return value
+    if type(value).__module__.partition(".")[0] == "torch":
+        import torch
+
+        tensor = value.detach()
+        tensor = tensor.cpu() if tensor.device.type != "cpu" else tensor
+        if tensor.dtype == torch.bfloat16:
+            return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+        return tensor.numpy()
+    return np.asarray(value)
+
+
 def warm_gram_kernel() -> ModuleType:
     """Compile, or load what was compiled: a quarter of a minute the first time, a moment after that."""
     global _module
@@ -64,8 +79,9 @@ def warm_gram_kernel() -> ModuleType:
     return _module
 
 
-def chunk_gram(rows: np.ndarray, *, threads: int = 1) -> np.ndarray:
+def chunk_gram(rows: Any, *, threads: int = 1) -> np.ndarray:
     """The k x k Gram matrix of a chunk of rows, f64, symmetric."""
+    rows = as_rows(rows)
     return mirrored(chunk_gram_packed(rows, threads=threads), rows.shape[1], threads=threads)
 
 
@@ -77,8 +93,9 @@ def mirrored(packed: np.ndarray, k: int, *, threads: int = 1) -> np.ndarray:
     return full
 
 
-def chunk_gram_packed(rows: np.ndarray, extra: np.ndarray | None = None, *, threads: int = 1) -> np.ndarray:
+def chunk_gram_packed(rows: Any, extra: np.ndarray | None = None, *, threads: int = 1) -> np.ndarray:
     """The upper triangle of the Gram of [rows, extra], row by row."""
+    rows = as_rows(rows)
     row_dtype_name(rows)
     if rows.ndim != 2 or rows.shape[1] < 1:
         raise DataError(f"a chunk is a matrix of rows with at least one column, got shape {rows.shape}")

@@ -85,7 +85,7 @@ class PartialMaker:
             try:
                 partial = worker.compute(self._shards.read(*rows))
             except DataError as error:
-                where = self._shards.first_not_finite(*rows)
+                where = self._shards.first_unusable(*rows)
                 raise (DataError(f"{error}. The first is {where}") if where is not None else error) from None
             if partial is not None:
                 worker.acknowledge(partial)

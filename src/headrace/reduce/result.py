@@ -12,6 +12,7 @@ fixed, so that equal matrices give equal answers rather than mirrored ones.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +26,13 @@ from headrace.order import fingerprint_json
 from headrace.reduce.columns import Columns
 from headrace.reduce.kernel import mirrored
 
-__all__ = ["GramResult", "Pca", "Ridge"]
+__all__ = ["GramResult", "Pca", "Ridge", "facts_path", "is_result", "require_free"]
 
 _KIND = "headrace-gram"
+_NOISE = 256 * 2.0**-53
+"""What rounding leaves of a difference that should be zero, in units of what was subtracted: 107 at most in sums of up to 300,000
+equal numbers, whose roundings all go one way."""
+_MOST_FACTS = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +75,21 @@ class GramResult:
     """The whole matrix, [k, k]: rows, targets, and the column of ones."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """What was reduced: chunk size, data, how rows were stored, how sums were rounded."""
+    files: Mapping[str, Any] = field(default_factory=dict)
+    """The files that were read, with size and time of writing. Other machines have other times: no part of the fingerprint."""
 
     @classmethod
-    def of(cls, packed: np.ndarray, columns: Columns, n_rows: int, about: Mapping[str, Any]) -> GramResult:
+    def of(
+        cls,
+        packed: np.ndarray,
+        columns: Columns,
+        n_rows: int,
+        about: Mapping[str, Any],
+        files: Mapping[str, Any] | None = None,
+    ) -> GramResult:
         """From the packed sum that a reduction finishes with."""
-        return cls(columns=columns, n_rows=n_rows, full=mirrored(packed, columns.k), about=dict(about))
+        full = mirrored(packed, columns.k)
+        return cls(columns=columns, n_rows=n_rows, full=full, about=dict(about), files=dict(files or {}))
 
     # --------------------------------------------------------------------------------------------- sums
 
@@ -107,7 +122,7 @@ class GramResult:
     @property
     def sha256(self) -> str:
         """Of `gram` as row-major little-endian f64: what two machines compare."""
-        return hashlib.sha256(np.ascontiguousarray(self.gram, "<f8").data).hexdigest()
+        return _sha256(self.gram)
 
     # ------------------------------------------------------------------------------------------ derived
 
@@ -121,8 +136,7 @@ class GramResult:
     def correlation(self) -> np.ndarray:
         """The covariance in units of the columns' own deviations; a constant column has none and gives NaN with no warning."""
         covariance = self.covariance()
-        deviation = np.sqrt(np.maximum(np.diag(covariance), 0.0))
-        deviation[deviation == 0.0] = np.nan
+        deviation = np.sqrt(np.where(self._constant(), np.nan, np.maximum(np.diag(covariance), 0.0)))
         correlation = covariance / deviation[:, None] / deviation[None, :]
         np.fill_diagonal(correlation, np.where(np.isnan(deviation), np.nan, 1.0))
         return np.clip(correlation, -1.0, 1.0)
@@ -146,8 +160,12 @@ class GramResult:
         """W with covariance(W x) = I: `zca` is the symmetric one, `pca` gives whitened components. `eps` is added to variances."""
         if kind not in ("zca", "pca"):
             raise ConfigError(f"whitening is 'zca' or 'pca', got {kind!r}")
-        values, vectors = _spectrum(self.covariance())
-        if values[-1] + eps <= 0:
+        if not 0 <= eps < np.inf:
+            raise ConfigError(f"eps must be 0 or a finite number above it, got {eps}")
+        covariance = self.covariance()
+        values, vectors = _spectrum(covariance)
+        noise = np.sqrt(np.diag(self.gram) / (self.count - 1.0))
+        if eps == 0 and (self.n_rows <= len(values) or _is_noise(values, vectors[:, -1], noise)):
             raise DataError(
                 f"the rows do not span all {len(values)} columns (smallest variance {values[-1]:.3g}), so they cannot be whitened; "
                 "give an eps above 0, or fewer columns"
@@ -161,13 +179,15 @@ class GramResult:
             raise ConfigError(
                 "ridge needs targets: give them to the pass (targets=…), so that the cross-Gram is summed too"
             )
-        if not lam >= 0:
-            raise ConfigError(f"lam must be 0 or more, got {lam}")
+        if not 0 <= lam < np.inf:
+            raise ConfigError(f"lam must be 0 or a finite number above it, got {lam}")
         count, width = self._positive_count(), self.columns.width
         target_sums = self.full[-1, width:-1]
         left = self._centred(self.gram, self.sums, self.sums)
         left[np.diag_indices(width)] += lam
         try:
+            if lam == 0 and not self._spans(left):
+                raise np.linalg.LinAlgError("singular but for rounding")
             weights = np.linalg.solve(left, self._centred(self.cross, self.sums, target_sums))
         except np.linalg.LinAlgError as error:
             raise DataError("the rows do not span all columns, so no weights are best; give a lam above 0") from error
@@ -175,6 +195,19 @@ class GramResult:
 
     def _centred(self, matrix: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
         return matrix - np.outer(left, right) / self._positive_count()
+
+    def _constant(self) -> np.ndarray:
+        """Which columns do not vary: what is left of their squares about the mean is what rounding leaves of nothing."""
+        squares = np.diag(self.gram)
+        return np.diag(self._centred(self.gram, self.sums, self.sums)) <= _NOISE * squares
+
+    def _spans(self, centred: np.ndarray) -> bool:
+        """Whether the rows span all columns, in units of the columns' own deviations: scales do not matter to a solver."""
+        if self.n_rows <= len(centred) or self._constant().any():
+            return False
+        deviation = np.sqrt(np.diag(centred))
+        values, vectors = _spectrum(centred / deviation[:, None] / deviation[None, :])
+        return not _is_noise(values, vectors[:, -1], np.sqrt(np.diag(self.gram)) / deviation)
 
     def _positive_count(self) -> float:
         if not self.count > 0:
@@ -187,18 +220,20 @@ class GramResult:
         """What it is, without its numbers."""
         return {
             "kind": _KIND, "version": 1, "n_rows": self.n_rows, "count": self.count, "columns": self.columns.to_dict(),
-            "sha256": self.sha256, "about": dict(self.about),
+            "sha256": self.sha256, "full_sha256": _sha256(self.full), "about": dict(self.about),
         }  # fmt: skip
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits over everything it was made of, and its sum."""
+        """16 hex digits over everything it was made of, and all of its sums."""
         return fingerprint_json(self.to_dict())
 
     def save(self, path: str | Path, *, replace: bool = False) -> Path:
         """One checked safetensors file, and the same facts as JSON beside it."""
         path = Path(path)
-        facts = self.to_dict() | {"fingerprint": self.fingerprint}
+        if not replace:
+            require_free(path)
+        facts = self._facts()
         arrays = {
             "gram": self.gram,
             "sums": self.sums,
@@ -211,8 +246,16 @@ class GramResult:
             write_container(path, arrays, facts, replace=replace)
         except FileExistsError:
             raise ConfigError(f"{path} exists: give another name, or replace it on purpose") from None
-        publish_json(path.with_name(path.name + ".json"), facts, replace=True)
+        self.save_facts(path)
         return path
+
+    def save_facts(self, path: Path) -> None:
+        """The JSON beside a saved result."""
+        publish_json(facts_path(path), self._facts(), replace=True)
+
+    def _facts(self) -> dict[str, Any]:
+        told = self.to_dict()
+        return told | {"fingerprint": fingerprint_json(told)} | ({"files": dict(self.files)} if self.files else {})
 
     @classmethod
     def load(cls, path: str | Path) -> GramResult:
@@ -227,12 +270,58 @@ class GramResult:
                 n_rows=facts["n_rows"],
                 full=container.arrays["full"],
                 about=facts["about"],
+                files=dict(facts.get("files", {})),
             )
-            if result.full.shape != (result.columns.k, result.columns.k) or result.sha256 != facts["sha256"]:
+            if result.full.shape != (result.columns.k, result.columns.k):
+                raise ValueError("its matrix is not the one it describes")
+            told = {name: value for name, value in result.to_dict().items() if name in facts}
+            if told["sha256"] != facts["sha256"] or fingerprint_json(told) != facts["fingerprint"]:
                 raise ValueError("its matrix is not the one it describes")
         except (KeyError, TypeError, ValueError) as error:
             raise FileCorrupt(f"{path} is no saved Gram of headrace's: {error}") from error
         return result
+
+
+def facts_path(path: Path) -> Path:
+    """Where the facts of a result stand."""
+    return path.with_name(path.name + ".json")
+
+
+def require_free(path: Path) -> None:
+    """The JSON beside a result may be an older one of a result's, and nobody else's file."""
+    beside = facts_path(path)
+    if not beside.exists():
+        return
+    try:
+        ours = json.loads(beside.read_bytes())["kind"] == _KIND
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        ours = False
+    if not ours:
+        raise ConfigError(
+            f"{beside} exists and is not about a result of headrace's: give another name, or replace it on purpose"
+        )
+
+
+def is_result(path: Path) -> bool:
+    """Whether a file says that it is a saved Gram; what it holds is not checked."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            told = json.loads(file.read(length))["__metadata__"]["headrace"] if length <= _MOST_FACTS else "{}"
+        return json.loads(told)["meta"]["kind"] == _KIND
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _sha256(matrix: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(matrix, "<f8").data).hexdigest()
+
+
+def _is_noise(values: np.ndarray, smallest: np.ndarray, noise: np.ndarray) -> bool:
+    """Whether the last eigenvalue is what rounding leaves of zero: that of the solver, and that of the sums, `noise` a column, along
+    the eigenvector."""
+    solver = len(values) * 2.0**-52 * values[0]
+    return bool(values[-1] <= solver + _NOISE * np.sum((noise * smallest) ** 2))
 
 
 def _spectrum(covariance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -6,13 +6,14 @@
     shards.read(start, end)            a RowBatch of those rows
 
 Files are taken in the order of their names (the order is part of the sum). npy and safetensors are mapped, parquet is read by
-row groups; nothing is unpickled, and a header is compared with the file's size before it is believed.
+row groups; nothing is unpickled, and a header is compared with the file's size before it is believed. Results of headrace's that lie
+among the shards are no shards: a folder or a glob leaves them out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from headrace.order import file_fingerprint, fingerprint_json
 from headrace.reduce.columns import RowBatch
 from headrace.reduce.kernel import row_dtype_name
 from headrace.reduce.partition import ROW_DTYPES
+from headrace.reduce.result import is_result
 
 __all__ = ["RowShards", "ShardSpec"]
 
@@ -80,17 +82,19 @@ class RowShards:
         counts = [f.shape(name)[0] for f, name in zip(files, self._fields, strict=True)]
         self._ends = np.cumsum(counts, dtype=np.int64)
         self.n_rows = int(self._ends[-1])
-        self.width = _same(files, [f.shape(n)[1] for f, n in zip(files, self._fields, strict=True)], "columns")
+        self.width = _same_width(files, [f.shape(n) for f, n in zip(files, self._fields, strict=True)], "columns")
         stored = [f.dtype(n) for f, n in zip(files, self._fields, strict=True)]
+        _require_said(files, stored, spec.rows)
         self.dtype: str = spec.rows or _same(files, stored, "rows", "; choose one type with --rows")
         self.n_targets = 0
         if spec.targets is not None:
-            self.n_targets = _same(files, [f.shape(f.find(spec.targets, "targets"))[1] for f in files], "targets")
+            shapes = [f.shape(f.find(spec.targets, "targets")) for f in files]
+            self.n_targets = _same_width(files, shapes, "targets")
         for f, count in zip(files, counts, strict=True):
             for name, what in ((spec.targets, "targets"), (spec.weights, "weights")):
                 if name is not None and f.shape(f.find(name, what))[0] != count:
                     raise DataError(f"{f.path} has {count:,} rows and {f.shape(f.find(name, what))[0]:,} {what}")
-        if spec.weights is not None and any(f.shape(f.find(spec.weights, "weights"))[1] != 1 for f in files):
+        if spec.weights is not None and any(f.shape(f.find(spec.weights, "weights"))[1] > 1 for f in files):
             raise DataError(f"weights are one number a row; {spec.weights!r} has more")
 
     @classmethod
@@ -102,11 +106,12 @@ class RowShards:
         targets: str | None = None,
         weights: str | None = None,
         rows: str | None = None,
+        out: Path | None = None,
     ) -> RowShards:
-        """Files, folders and globs. Folders give all shards in them."""
+        """Files, folders and globs. Folders give all shards in them. `out`: a result to be written, never one of the shards."""
         if rows is not None and rows not in ROW_DTYPES:
             raise ConfigError(f"rows must be one of {', '.join(ROW_DTYPES)}, got {rows!r}")
-        found = _matching([str(p) for p in paths])
+        found = _matching([str(p) for p in paths], out)
         return cls.of(ShardSpec(paths=tuple(found), field=field, targets=targets, weights=weights, rows=rows))
 
     @classmethod
@@ -123,6 +128,15 @@ class RowShards:
         told = [file_fingerprint(Path(p), Path(p).stat().st_size) for p in self.spec.paths]
         return fingerprint_json([told, self._fields, self.spec.targets, self.spec.weights, self.dtype])
 
+    def stamps(self) -> dict[str, list[int]]:
+        """Size and time of writing of each file, by its path: what a later look at the same files is compared with. No part of the
+        fingerprint, because copies on other machines have other times."""
+        told = {}
+        for path in self.spec.paths:
+            status = Path(path).stat()
+            told[path.encode("utf-8", "backslashreplace").decode()] = [status.st_size, status.st_mtime_ns]
+        return told
+
     def read(self, start: int, end: int) -> RowBatch:
         """The rows [start, end). Inside one file, and as they are stored, without a copy."""
         if not 0 <= start <= end <= self.n_rows:
@@ -134,7 +148,7 @@ class RowShards:
             stop = min(end, int(self._ends[at]))
             parts.append((self._files[at], self._fields[at], start - begin, stop - begin))
             start, at = stop, at + 1
-        x = _joined([self._converted(f.read(name, a, b), f) for f, name, a, b in parts], self.width, self.dtype)
+        x = _joined([self._converted(f.read(name, a, b)) for f, name, a, b in parts], self.width, self.dtype)
         y = w = None
         if self.spec.targets is not None:
             name = self.spec.targets
@@ -144,26 +158,25 @@ class RowShards:
             w = _joined([_as_f64(f.read(f.find(name, "weights"), a, b)) for f, _, a, b in parts], 1, "f64")[:, 0]
         return RowBatch(x=x, y=y, w=w)
 
-    def first_not_finite(self, start: int, end: int) -> str | None:
-        """Where the first NaN or infinity among the rows [start, end) stands: file and row. For a sentence: reads them again."""
+    def first_unusable(self, start: int, end: int) -> str | None:
+        """Where the first NaN, infinity or weight below zero among the rows [start, end) stands: file and row. For a sentence: reads them
+        again."""
         batch = self.read(start, end)
         bad = np.zeros(end - start, bool)
         for values in (batch.x, batch.y, batch.w):
             if values is not None:
                 bad |= ~np.isfinite(_as_f64(values).reshape(end - start, -1)).all(axis=1)
+        if batch.w is not None:
+            bad |= batch.w < 0
         if not bad.any():
             return None
         row = start + int(np.argmax(bad))
         at = int(np.searchsorted(self._ends, row, side="right"))
         return f"row {row - (int(self._ends[at - 1]) if at else 0):,} of {self.spec.paths[at]}"
 
-    def _converted(self, rows: np.ndarray, file: _File) -> np.ndarray:
+    def _converted(self, rows: np.ndarray) -> np.ndarray:
         if row_dtype_name(rows) == self.dtype:
             return rows
-        if self.dtype == "bf16":
-            raise ConfigError(
-                f"{file.path} holds {row_dtype_name(rows)} rows: they can be converted to f64, f32 or f16, not to bf16"
-            )
         return _as_f64(rows).astype(_OF_NAME[self.dtype])
 
 
@@ -186,16 +199,41 @@ def _same(files: Sequence[_File], values: Sequence[Any], what: str, remedy: str 
     return values[0]
 
 
-def _matching(patterns: Sequence[str]) -> list[str]:
+def _same_width(files: Sequence[_File], shapes: Sequence[tuple[int, int]], what: str) -> int:
+    """The width of all. An empty file may not know its own: 0."""
+    known = [(file, width) for file, (rows, width) in zip(files, shapes, strict=True) if rows or width]
+    if not known:
+        raise DataError(
+            f"{files[0].path} has no rows, and nothing says how many {what} they would have: give a shard with rows"
+        )
+    return _same([file for file, _ in known], [width for _, width in known], what)
+
+
+def _require_said(files: Sequence[_File], stored: Sequence[str], rows: str | None) -> None:
+    """bfloat16 is what a file, or the user, says it is; nothing else becomes it."""
+    for file, dtype in zip(files, stored, strict=True):
+        if rows == "bf16" and dtype != "bf16":
+            raise ConfigError(f"{file.path} holds {dtype} rows: they can be converted to f64, f32 or f16, not to bf16")
+        if rows != "bf16" and dtype == "bf16" and isinstance(file, _Npy):
+            raise DataError(
+                f"{file.path} holds uint16, which may be whole numbers: save them as float32, or say with --rows bf16 that they are the "
+                "bits of bfloat16"
+            )
+
+
+def _matching(patterns: Sequence[str], out: Path | None) -> list[str]:
     found: list[Path] = []
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.suffix in _SUFFIXES)
+            inside = _shards_of(p for p in path.iterdir() if p.suffix in _SUFFIXES)
         elif path.exists():
-            inside = [path]
+            # A shell that expands a glob names the result of the run before among the shards.
+            inside = [path] if out is None or len(patterns) == 1 or not _same_file(path, out) else None
+            if inside is None:
+                continue
         else:
-            inside = sorted(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))
+            inside = _shards_of(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))
         if not inside:
             raise ConfigError(f"no shards match {pattern}: give .npy, .safetensors or .parquet files, folders or globs")
         found += inside
@@ -203,6 +241,14 @@ def _matching(patterns: Sequence[str]) -> list[str]:
     if wrong:
         raise ConfigError(f"{wrong[0]} is none of {', '.join(_SUFFIXES)}")
     return [str(p.absolute()) for p in found]
+
+
+def _shards_of(found: Iterable[Path]) -> list[Path]:
+    return sorted(p for p in found if not (p.suffix == ".safetensors" and is_result(p)))
+
+
+def _same_file(path: Path, out: Path) -> bool:
+    return out.exists() and path.samefile(out) and is_result(path)
 
 
 def _opened(path: Path) -> _File:
@@ -225,7 +271,7 @@ class _Npy:
             if head != b"\x93NUMPY":  # np.load would take it for a pickle and advise to load it unsafely
                 raise ValueError(f"it begins with {head!r}. Give files that numpy.save wrote")
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
+        except (ValueError, OSError, EOFError, OverflowError, TypeError, SyntaxError) as error:
             raise DataError(f"{path} cannot be read as .npy: {error}") from error
         if array.ndim != 2 or array.shape[1] < 1:
             raise DataError(f"{path} holds an array of shape {array.shape}; rows are a matrix")
@@ -278,7 +324,9 @@ class _Safetensors:
 
     def _mapped(self, entry: Mapping[str, Any], base: int, size: int) -> np.ndarray:
         start, end = entry["data_offsets"]
-        shape = tuple(int(n) for n in entry["shape"])
+        shape = tuple(entry["shape"])
+        if not all(type(n) is int for n in (start, end, *shape)):
+            raise ValueError("a shape or an offset is no whole number")
         dtype = np.dtype(_SAFE[entry["dtype"]])
         count = int(np.prod(shape, dtype=object)) if shape else 1
         if min((start, *shape), default=0) < 0 or end - start != count * dtype.itemsize or base + end > size:
@@ -326,16 +374,16 @@ class _Parquet:
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path} cannot be read as .parquet: {error}") from error
         groups = [self._file.metadata.row_group(g).num_rows for g in range(self._file.num_row_groups)]
+        self._first = next((g for g, rows in enumerate(groups) if rows), None)
+        """The first row group with rows."""
         self._ends = np.cumsum([0, *groups])
         self._held: tuple[int, tuple[str, ...], Any] | None = None
         self._widths: dict[str, int] = {}
 
     def find(self, field: str | None, what: str) -> str:
-        import pyarrow as pa
-
         schema = self._file.schema_arrow
         if field is None:
-            lists = [f.name for f in schema if pa.types.is_list(f.type) or pa.types.is_fixed_size_list(f.type)]
+            lists = [f.name for f in schema if _is_list(f.type)]
             if len(lists) != 1:
                 raise ConfigError(
                     f"{self.path} has {len(lists)} columns of lists: name the rows with --field (several columns: a,b,c)"
@@ -350,12 +398,22 @@ class _Parquet:
 
     def shape(self, field: str) -> tuple[int, int]:
         if field not in self._widths:
-            rows = int(self._ends[-1])
-            self._widths[field] = self._matrix(field, 0).shape[1] if rows else len(field.split(","))
+            first = self._first
+            self._widths[field] = self._empty(field)[1] if first is None else self._matrix(field, first).shape[1]
         return int(self._ends[-1]), self._widths[field]
 
     def dtype(self, field: str) -> str:
-        return row_dtype_name(self._matrix(field, 0)) if self._ends[-1] else "f64"
+        return self._empty(field)[0] if self._first is None else row_dtype_name(self._matrix(field, self._first))
+
+    def _empty(self, field: str) -> tuple[str, int]:
+        """Type and width of rows that are not there, as the schema has them; lists of any length leave the width open: 0."""
+        import pyarrow as pa
+
+        kinds = [self._file.schema_arrow.field(name).type for name in field.split(",")]
+        widths = [k.list_size if pa.types.is_fixed_size_list(k) else 0 if _is_list(k) else 1 for k in kinds]
+        inner = [k.value_type if _is_list(k) else k for k in kinds]
+        floats = [np.dtype(k.to_pandas_dtype()) if pa.types.is_floating(k) else np.dtype("f8") for k in inner]
+        return row_dtype_name(np.empty(0, np.result_type(*floats))), sum(widths) if all(widths) else 0
 
     def read(self, field: str, start: int, end: int) -> np.ndarray:
         width = self.shape(field)[1]
@@ -363,6 +421,9 @@ class _Parquet:
         group = int(np.searchsorted(self._ends, start, side="right")) - 1
         while start < end:
             first, stop = int(self._ends[group]), min(end, int(self._ends[group + 1]))
+            if first == stop:  # a group without rows
+                group += 1
+                continue
             matrix = self._matrix(field, group)
             if matrix.shape[1] != width:
                 raise DataError(
@@ -398,7 +459,7 @@ class _Parquet:
 
         kind = column.type
         rows = len(column)
-        if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind):
+        if _is_list(kind):
             values = column.flatten()
             width = kind.list_size if pa.types.is_fixed_size_list(kind) else len(values) // max(rows, 1)
             even = (
@@ -417,6 +478,12 @@ class _Parquet:
         if array.dtype.kind != "f":
             raise DataError(f"column {name!r} of {self.path} holds {kind}, not numbers")
         return array.reshape(rows, width)
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def require_unchanged(shards: RowShards, fingerprint: str) -> None:

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import DataError
-from headrace.reduce.assembler import ChunkAssembler
-from headrace.reduce.columns import Columns, RowBatch, as_rows
+from headrace.reduce.assembler import ChunkAssembler, whole_chunk_size
+from headrace.reduce.columns import Columns, RowBatch, as_given
 from headrace.reduce.kernel import row_dtype_name
 from headrace.reduce.partition import ARITHMETIC, default_chunk_size
 from headrace.reduce.result import GramResult
-from headrace.reduce.tree import StreamingBorderGram, pairwise_sum
+from headrace.reduce.tree import StreamingBorderGram, all_finite, pairwise_sum
 
 __all__ = ["GramStream", "gram"]
 
@@ -42,30 +42,36 @@ class GramStream:
         threads: int = 1,
     ) -> None:
         self.columns = Columns(width=width, targets=targets, weighted=weighted, shift=shift)
-        self.chunk_size = chunk_size if chunk_size is not None else default_chunk_size(self.columns.k)
+        self.chunk_size = whole_chunk_size(chunk_size) if chunk_size is not None else default_chunk_size(self.columns.k)
         self.threads = threads
         self.n_rows = 0
         self._rows: str | None = None
         widths = [width] + ([targets] if targets else []) + ([1] if weighted else [])
         self._parts = [ChunkAssembler.unbounded(k=n, chunk_size=self.chunk_size) for n in widths]
         self._fold = StreamingBorderGram(entries=self.columns.k * (self.columns.k + 1) // 2, n_chunks=None)
+        self._failed: str | None = None
+        """Why a chunk was refused: its rows are in no sum, so there is none any more."""
 
     def push(self, x: Any, targets: Any = None, weights: Any = None) -> None:
-        """Add rows; those of a chunk that is not whole yet are held."""
-        rows = as_rows(x)
+        """Add rows; those of a chunk that is not whole yet are held. Rows that do not fit the stream change nothing; a chunk that
+        cannot be summed (NaN, infinity, a weight below zero) ends it."""
+        rows = as_given(x, "rows")
+        y = _beside(targets, len(rows), self.columns.targets, "targets") if self.columns.targets else None
+        self._push(rows, y, _beside(weights, len(rows), 1, "weights") if self.columns.weighted else None)
+
+    def _push(self, rows: np.ndarray, y: np.ndarray | None, w: np.ndarray | None) -> None:
+        self._require_whole()
         name = row_dtype_name(rows)
         if self._rows is not None and name != self._rows:
             raise DataError(f"the stream began with {self._rows} rows, now {name} came: convert them first")
+        given = [values for values in (rows, y, w) if values is not None]
+        # All parts look at what they are given before one of them takes it.
+        cuts = [part.push(values) for part, values in zip(self._parts, given, strict=True)]
         self._rows = name
-        given = [rows]
-        if self.columns.targets:
-            given.append(_beside(targets, len(rows), self.columns.targets, "targets"))
-        if self.columns.weighted:
-            given.append(_beside(weights, len(rows), 1, "weights"))
-        # zip pulls one chunk of every part at a time: all parts are cut at the same rows.
-        for cut in zip(*(part.push(values) for part, values in zip(self._parts, given, strict=True)), strict=True):
-            self._add(cut[0][0], [values for _, values in cut])
         self.n_rows += len(rows)
+        # zip pulls one chunk of every part at a time: all parts are cut at the same rows.
+        for cut in zip(*cuts, strict=True):
+            self._add(cut[0][0], [values for _, values in cut])
 
     def finish(self) -> GramResult:
         """The result over everything that was pushed."""
@@ -73,6 +79,7 @@ class GramStream:
 
     def packed(self) -> np.ndarray:
         """The upper triangle of the sum, without a result around it; nothing can be pushed after."""
+        self._require_whole()
         last = [part.finish() for part in self._parts]
         if last[0] is not None:
             self._add(last[0][0], [values for _, values in filter(None, last)])
@@ -92,12 +99,20 @@ class GramStream:
             self._fold.submit_chunk_gram(chunk, self.columns.gram(RowBatch(x=x, y=y, w=w), self.threads))
         except DataError as error:
             start = chunk * self.chunk_size
-            raise DataError(f"rows {start:,} to {start + len(x):,}: {error}") from None
+            self._failed = f"rows {start:,} to {start + len(x):,}: {error}"
+            raise DataError(self._failed) from None
+
+    def _require_whole(self) -> None:
+        if self._failed is not None:
+            raise DataError(f"{self._failed}. Without those rows there is no sum: begin a new stream")
 
 
 def streams_result(parts: Sequence[np.ndarray], columns: Columns, n_rows: int, about: Mapping[str, Any]) -> GramResult:
     """The result of streams that were summed apart: their packed sums added by number, pairwise."""
-    total = np.asarray(pairwise_sum(list(parts)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = np.asarray(pairwise_sum(list(parts)))
+    if not all_finite(total):
+        raise DataError(f"the sum of {len(parts)} streams exceeds 1.8e308: scale the rows down")
     return GramResult.of(total, columns, n_rows, dict(about) | {"streams": len(parts)})
 
 
@@ -111,7 +126,7 @@ def gram(
     threads: int = 1,
 ) -> GramResult:
     """The sums over an array of rows that is in memory or mapped."""
-    x = as_rows(rows)
+    x = as_given(rows, "rows")
     if x.ndim != 2:
         raise DataError(f"rows are a matrix, got shape {x.shape}")
     y = None if targets is None else _beside(targets, len(x), None, "targets")
@@ -119,16 +134,18 @@ def gram(
         width=x.shape[1], targets=0 if y is None else y.shape[1], weighted=weights is not None, shift=shift,
         chunk_size=chunk_size, threads=threads,
     )  # fmt: skip
-    stream.push(x, y, weights)
+    stream._push(x, y, None if weights is None else _beside(weights, len(x), 1, "weights"))
     return stream.finish()
 
 
 def _beside(values: Any, n: int, width: int | None, what: str) -> np.ndarray:
     if values is None:
         raise DataError(f"this pass has {what}: give them with every batch of rows")
-    array = as_rows(values)
+    array = as_given(values, what)
     array = array[:, None] if array.ndim == 1 else array
-    if array.dtype.kind in "iub" and array.dtype != np.uint16:
+    if array.dtype.kind not in "fiub":
+        raise DataError(f"{what} must be real numbers, got {array.dtype.name}")
+    if array.dtype.kind in "iub" and array.dtype != np.uint16:  # uint16 is bfloat16 here: a tensor was given
         array = array.astype(np.float64)
     if array.ndim != 2 or len(array) != n or (width is not None and array.shape[1] != width):
         raise DataError(f"{what} of shape {array.shape} do not fit {n} rows")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 
@@ -74,6 +75,8 @@ def unpack_upper(packed: np.ndarray, k: int) -> np.ndarray:
 
 def all_finite(values: np.ndarray) -> bool:
     """Whether no entry is NaN or infinite; in pieces that stay in the cache."""
+    if len(values) <= _CHECKED_AT_ONCE:
+        return bool(np.isfinite(values).all())
     return all(
         bool(np.isfinite(values[at : at + _CHECKED_AT_ONCE]).all()) for at in range(0, len(values), _CHECKED_AT_ONCE)
     )
@@ -81,7 +84,8 @@ def all_finite(values: np.ndarray) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorderState:
-    """Everything a fold needs to go on. Arrays belong to whoever made the state and are not written to."""
+    """Everything a fold needs to go on. Its arrays are its own: the fold that it is of goes on without them, and one that resumes
+    from it copies them."""
 
     frontier: int
     """Chunks folded: the next one to fold has this index."""
@@ -118,6 +122,8 @@ class StreamingBorderGram:
         self._forest: list[_Node] = []
         self._pending: dict[int, np.ndarray] = {}
         self._tail: np.ndarray | None = None
+        self._failed: str | None = None
+        """Why there is no sum any more."""
 
     # ------------------------------------------------------------------------------------------- submit
 
@@ -132,9 +138,11 @@ class StreamingBorderGram:
 
     def submit_chunk_gram(self, chunk: int, gram: np.ndarray) -> None:
         """Take the partial of one chunk (of the span that starts at it). Refused in this order: no such chunk, already
-        submitted, wrong shape, not finite; a refused one changes nothing."""
+        submitted, wrong shape, not finite; a refused one changes nothing. One whose addition overflows ends the fold."""
+        self._require_whole()
         if chunk < 0 or (self.n_chunks is not None and chunk >= self.n_chunks):
-            raise DataError(f"chunk {chunk} was submitted, but there are {self.n_chunks:,} chunks")
+            there = "chunks are numbered from 0 on" if self.n_chunks is None else f"there are {self.n_chunks:,} chunks"
+            raise DataError(f"chunk {chunk} was submitted, but {there}")
         if chunk % self.span:
             raise DataError(f"chunk {chunk} was submitted, but spans of {self.span} chunks start at multiples of that")
         if self.has(chunk):
@@ -149,7 +157,7 @@ class StreamingBorderGram:
                 "leave out that row; nothing was added"
             )
         if chunk != self.frontier:
-            self._pending[chunk] = gram
+            self._pending[chunk] = np.array(gram)  # its owner may receive the next one in the same memory
             return
         self._fold(gram)
         self._drain()
@@ -167,14 +175,33 @@ class StreamingBorderGram:
         while (gram := self._pending.pop(self.frontier, None)) is not None:
             self._fold(gram)
 
+    def _require_whole(self) -> None:
+        if self._failed is not None:
+            raise DataError(self._failed)
+
     def _fold(self, gram: np.ndarray) -> None:
+        try:
+            self._add(gram)
+        except FloatingPointError:
+            self._overflown(self.frontier)
+
+    def _overflown(self, end: int) -> NoReturn:
+        self._failed = (
+            f"the sum of chunks 0 to {end - 1} exceeds 1.8e308, although each of them is finite. Scale the rows down, or leave out "
+            "the largest"
+        )
+        raise DataError(self._failed) from None
+
+    # numpy looks at the processor's flags after every addition anyway: to be told takes .5 us, to look at the sums as long as to add.
+    @np.errstate(over="raise", invalid="raise")
+    def _add(self, gram: np.ndarray) -> None:
         if self.span == 1:
+            self._block_len += 1
+            self.frontier += 1
             if self._block is None:
                 self._block = np.array(gram)
             else:
                 np.add(self._block, gram, out=self._block)
-            self._block_len += 1
-            self.frontier += 1
             if self._block_len == CROSS_CHUNK_BASE:
                 self._absorb(self._block, 1, owned=True)
                 self._block, self._block_len = None, 0
@@ -185,7 +212,7 @@ class StreamingBorderGram:
         if count == self.span:
             self._absorb(gram, self.span // CROSS_CHUNK_BASE, owned=False)
         else:
-            self._tail = gram
+            self._tail = np.array(gram)
 
     def _absorb(self, gram: np.ndarray, weight: int, *, owned: bool) -> None:
         forest = self._forest
@@ -215,6 +242,7 @@ class StreamingBorderGram:
 
     def finish(self) -> np.ndarray:
         """The sum over all chunks. Too early it names the first missing ones."""
+        self._require_whole()
         if missing := self.missing():
             assert self.n_chunks is not None
             left = -(-(self.n_chunks - self.frontier) // self.span) - self.pending
@@ -225,19 +253,23 @@ class StreamingBorderGram:
             )
         last = self._tail if self._tail is not None else self._block
         total = None if last is None else np.array(last)
-        for node in reversed(self._forest):
-            total = np.array(node.total) if total is None else np.add(node.total, total, out=total)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for node in reversed(self._forest):
+                total = np.array(node.total) if total is None else np.add(node.total, total, out=total)
+        if total is not None and not all_finite(total):
+            self._overflown(self.frontier)
         return np.zeros(self.entries) if total is None else total
 
     # -------------------------------------------------------------------------------------------- state
 
     def state(self) -> BorderState:
-        """What is needed to go on; its arrays are this object's own, so write it down before the next submit."""
+        """What is needed to go on, as it is now: later submits do not change it."""
+        self._require_whole()
         return BorderState(
             frontier=self.frontier,
             block_len=self._block_len,
-            block_partial=self._block,
-            forest=tuple((node.weight, node.total) for node in self._forest),
+            block_partial=None if self._block is None else np.array(self._block),
+            forest=tuple((node.weight, np.array(node.total)) for node in self._forest),
             pending=tuple(sorted(self._pending.items(), key=lambda item: item[0])),
             tail=self._tail,
         )

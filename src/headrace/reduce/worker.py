@@ -22,7 +22,7 @@ import numpy as np
 from headrace.errors import ConfigError, CursorMismatch, DataError
 from headrace.files import Container
 from headrace.reduce.checkpoints import CheckpointFiles, state_arrays, state_from
-from headrace.reduce.kernel import chunk_gram_packed, row_dtype_name
+from headrace.reduce.kernel import as_rows, chunk_gram_packed, row_dtype_name
 from headrace.reduce.partial import NodePartial
 from headrace.reduce.partition import CrossNodePartition, Provenance
 from headrace.reduce.tree import BorderState, StreamingBorderGram, all_finite
@@ -132,13 +132,17 @@ class NodeWorker:
         if len(rows) != end - start:
             raise DataError(f"{what} of rank {self.rank} needs {end - start:,} rows, got {len(rows):,}")
         if self._compute is None:
+            rows = as_rows(rows)
             if rows.ndim != 2 or rows.shape[1] != self.partition.k:
                 raise DataError(f"{what} needs rows of {self.partition.k} columns, got shape {rows.shape}")
             if row_dtype_name(rows) != self.provenance.rows:
                 raise DataError(f"{what} needs rows of {self.provenance.rows}, got {row_dtype_name(rows)}")
             gram = chunk_gram_packed(rows, threads=self.threads)
         else:
-            gram = self._compute(rows, self.threads)
+            try:
+                gram = self._compute(rows, self.threads)
+            except DataError as error:
+                raise DataError(f"{what}: {error}") from None
         if not all_finite(gram):
             raise DataError(
                 f"{what} gives NaN or infinity: one of its rows holds one, or squares beyond 1.8e308. Mend or leave out that row"
@@ -147,14 +151,15 @@ class NodeWorker:
         if self.partition.span > 1:
             if self._span is None:
                 self._span = StreamingBorderGram(entries=self.partition.entries, n_chunks=count)
-            self._span.submit_chunk_gram(chunk - first, gram)
-            if not self._span.complete:
-                return None
-            gram, self._span = self._span.finish(), None
-            if not all_finite(gram):
+            try:
+                self._span.submit_chunk_gram(chunk - first, gram)
+                if not self._span.complete:
+                    return None
+                gram, self._span = self._span.finish(), None
+            except DataError as error:
                 raise DataError(
-                    f"the span of {count} chunks from {what} on sums to infinity: its squares exceed 1.8e308"
-                )
+                    f"the span of {count} chunks from chunk {first} on, counted from there: {error}"
+                ) from None
         self._made += 1
         return NodePartial(
             chunk=first,

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigError, DataError, FileCorrupt
-from headrace.reduce import GramResult, GramStream, gram
+from headrace.files import open_container, write_container
+from headrace.reduce import GramResult, GramStream, StreamingBorderGram, gram
 
 RNG = np.random.default_rng(4)
 X = RNG.standard_normal((1000, 6)) @ RNG.standard_normal((6, 6)) + 3.0
@@ -140,3 +141,115 @@ def test_what_cannot_be_answered_says_so():
         gram(np.where(np.arange(300)[:, None] == 200, np.nan, 1.0), chunk_size=128)
     with pytest.raises(ConfigError, match="a shift is 2 finite numbers"):
         gram(np.ones((9, 2)), shift=[1.0])
+
+
+def test_weights_of_bfloat16_count_as_their_numbers_and_complex_ones_are_refused():
+    torch = pytest.importorskip("torch")
+    half = torch.ones(4, 2, dtype=torch.bfloat16)
+    assert gram(half, weights=torch.ones(4, dtype=torch.bfloat16)).count == 4.0
+    assert gram(half, shift=torch.ones(2, dtype=torch.bfloat16)).gram.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    for what in ("weights", "targets"):
+        with pytest.raises(DataError, match=rf"{what} must be real numbers, got complex128"):
+            gram(np.ones((4, 2)), **{what: np.ones(4, complex)})
+
+
+def test_a_sum_that_overflows_is_refused_with_its_chunks():
+    with pytest.raises(DataError, match=r"the sum of chunks 0 to 1 exceeds 1.8e308"):
+        gram(np.full((4, 2), 1.2e154), chunk_size=1)
+    fold = StreamingBorderGram(entries=1, n_chunks=256)
+    for chunk in range(255):
+        fold.submit_chunk_gram(chunk, np.array([1e306]))
+    with pytest.raises(DataError, match="the sum of chunks 0 to 255 exceeds"):
+        fold.submit_chunk_gram(255, np.array([5e307]))
+    fold = StreamingBorderGram(entries=1, n_chunks=2)
+    fold.submit_chunk_gram(0, np.array([1.7e308]))
+    for _ in range(2):
+        with pytest.raises(DataError, match="the sum of chunks 0 to 1 exceeds"):
+            fold.submit_chunk_gram(1, np.array([1.7e308]))
+    with pytest.raises(DataError, match="the sum of chunks 0 to 1 exceeds"):
+        fold.finish()
+
+
+def test_the_fingerprint_tells_targets_apart_and_is_compared_at_load(tmp_path):
+    one, other = gram(X, targets=Y), gram(X, targets=2 * Y)
+    assert one.sha256 == other.sha256
+    assert one.fingerprint != other.fingerprint
+    path = one.save(tmp_path / "a")
+    held = open_container(path)
+    write_container(path, {**held.arrays, "full": other.full}, held.meta, replace=True)
+    with pytest.raises(FileCorrupt, match="is no saved Gram of headrace's: its matrix is not the one it describes"):
+        GramResult.load(path)
+
+
+def test_a_stream_that_refused_rows_says_so_for_ever():
+    stream = GramStream(width=2, chunk_size=100)
+    stream.push(np.ones((50, 2)))
+    with pytest.raises(DataError, match="of 2 columns are expected"):
+        stream.push(np.ones((9, 3)))
+    with pytest.raises(DataError, match="rows 0 to 100: .* NaN"):
+        stream.push(np.full((60, 2), np.nan))
+    for again in (lambda: stream.push(np.ones((50, 2))), stream.finish):
+        with pytest.raises(DataError, match="rows 0 to 100: .* NaN.* begin a new stream"):
+            again()
+
+
+def test_columns_that_do_not_vary_or_depend_on_others_are_seen_through_the_rounding():
+    x, y = RNG.standard_normal((1000, 4)), RNG.standard_normal((1000, 1))
+    x[:, 2] = 0.1
+    correlation = gram(x).correlation()
+    assert np.isnan(correlation[2]).all()
+    assert np.isfinite(np.delete(np.delete(correlation, 2, 0), 2, 1)).all()
+    x[:, 2] = x[:, 0] + x[:, 1]
+    for rows in (x, x + 100.0, x * [1, 1, 1, 1e-9], x[:3]):
+        with pytest.raises(DataError, match="do not span all 4 columns"):
+            gram(rows).whitening()
+        with pytest.raises(DataError, match="do not span all columns"):
+            gram(rows, targets=y[: len(rows)]).ridge(0)
+        assert np.isfinite(gram(rows, targets=y[: len(rows)]).ridge(1e-3).weights).all()
+    x[:, 2] = RNG.standard_normal(1000)
+    for scale in (1.0, np.array([1e6, 1.0, 1.0, 1e-6])):
+        expected = np.linalg.lstsq(np.c_[x, np.ones(1000)], y, rcond=None)[0][:-1]
+        found = gram(x * scale, targets=y).ridge(0).weights * np.reshape(scale, (-1, 1))
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for wrong in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ConfigError, match="eps must be"):
+            gram(x).whitening(eps=wrong)
+        with pytest.raises(ConfigError, match="lam must be"):
+            gram(x, targets=y).ridge(wrong)
+
+
+def test_whole_numbers_of_16_bits_are_not_taken_for_bfloat16():
+    whole = np.array([[1, 2], [3, 4]], np.uint16)
+    with pytest.raises(DataError, match=r"rows of uint16 .*torch.bfloat16"):
+        gram(whole)
+    with pytest.raises(DataError, match="rows of uint16"):
+        GramStream(width=2).push(whole)
+    with pytest.raises(DataError, match="targets of uint16"):
+        gram(np.ones((2, 2)), targets=whole)
+
+
+@pytest.mark.parametrize("size", [0, -3, 1.5, True])
+def test_a_chunk_has_a_whole_number_of_rows(size):
+    with pytest.raises(ConfigError, match="chunk_size must be a whole number of at least 1"):
+        gram(np.ones((9, 2)), chunk_size=size)
+
+
+def test_a_shift_that_cannot_be_one_is_refused_by_what_is_wrong():
+    for wrong, told in (
+        ("abc", "got <U3"),
+        ([1.0, float("nan")], "got nan for column 1"),
+        ([1j, 2.0], "got complex128"),
+    ):
+        with pytest.raises(ConfigError, match=f"a shift is 2 finite numbers, one a column; {told}"):
+            gram(np.ones((9, 2)), shift=wrong)
+
+
+def test_facts_beside_a_result_do_not_cost_a_file_of_somebody_elses(tmp_path):
+    beside = tmp_path / "proj.json"
+    beside.write_text('{"mine": 1}')
+    with pytest.raises(ConfigError, match=r"proj.json exists and is not .* headrace"):
+        gram(X).save(tmp_path / "proj")
+    assert beside.read_text() == '{"mine": 1}'
+    assert not (tmp_path / "proj").exists()
+    gram(X).save(tmp_path / "proj", replace=True)
+    assert json.loads(beside.read_text())["kind"] == "headrace-gram"

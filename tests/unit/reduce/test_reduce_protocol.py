@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigError, CursorMismatch, DataError, FileCorrupt
+from headrace.files import open_container
 from headrace.reduce import (
     CheckpointFiles,
     ChunkAssembler,
+    Columns,
     CrossNodeCheckpoint,
     CrossNodeGramReduction,
     CrossNodePartition,
@@ -20,6 +22,7 @@ from headrace.reduce import (
     NodeWorkerCheckpoint,
     Provenance,
     Receipt,
+    RowBatch,
     StreamingBorderGram,
     chunk_gram,
     chunk_gram_packed,
@@ -359,3 +362,63 @@ def test_the_largest_error_of_an_entry_is_no_more_than_that_of_a_plain_product(m
             worst["ours"] = max(worst["ours"], abs(ours[i, j] - exact) / unit)
             worst["plain"] = max(worst["plain"], abs(plain[i, j] - exact) / unit)
     assert worst["ours"] <= min(worst["plain"], 20.0), worst
+
+
+def test_what_is_parked_or_saved_does_not_change_with_what_comes_after():
+    fold, buffer = StreamingBorderGram(entries=1, n_chunks=2), np.array([2.0])
+    fold.submit_chunk_gram(1, buffer)
+    buffer[0] = 99.0
+    fold.submit_chunk_gram(0, np.array([1.0]))
+    assert fold.finish().tolist() == [3.0]
+    desk = reduction(window=99)
+    for chunk in range(3):
+        desk.receive(partial(chunk))
+    early = desk.checkpoint()
+    for chunk in range(3, 7):
+        desk.receive(partial(chunk))
+    again = CrossNodeGramReduction.resume(early)
+    for chunk in range(3, 7):
+        again.receive(partial(chunk))
+    assert again.finish().tobytes() == desk.finish().tobytes()
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"partition": PARTITION.to_dict() | {"k": -1}},
+        {"partition": PARTITION.to_dict() | {"span": 7}},
+        {"entries": [5, 2]},
+        {"pass": PASS.to_dict() | {"rows": "zz"}},
+        {"received_per_rank": []},
+        {"digests": np.uint64(3).reshape(())},
+        {"digests": np.zeros((2, 1), np.uint64)},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_with_impossible_numbers_is_set_aside_like_a_torn_one(nonsense, tmp_path):
+    files = saved(tmp_path, [0, 1])
+    newest = open_container(files.generations()[-1])
+    arrays = {**newest.arrays} | {n: v for n, v in nonsense.items() if n == "digests"}
+    files.save(arrays, newest.meta | {n: v for n, v in nonsense.items() if n != "digests"})
+    assert CrossNodeCheckpoint.load(files).received_per_rank == (1, 1, 0)
+
+
+def test_a_chunk_below_zero_is_refused_before_the_end_is_known():
+    with pytest.raises(DataError, match="chunk -1 was submitted"):
+        StreamingBorderGram(entries=1, n_chunks=None).submit_chunk_gram(-1, np.zeros(1))
+
+
+def test_lists_and_tensors_are_rows_too():
+    torch = pytest.importorskip("torch")
+    expected = chunk_gram(ROWS[10:20])
+    assert chunk_gram(ROWS[10:20].tolist()).tobytes() == expected.tobytes()
+    assert chunk_gram(torch.tensor(ROWS[10:20])).tobytes() == expected.tobytes()
+    worker = NodeWorker(PARTITION, rank=1, provenance=PASS)
+    assert worker.compute(torch.tensor(ROWS[10:20])).gram.tobytes() == partial(1).gram.tobytes()
+
+
+def test_rows_that_a_pass_cannot_use_are_named_with_their_chunk():
+    columns = Columns(width=2, weighted=True)
+    worker = NodeWorker(PARTITION, rank=1, provenance=PASS, compute=columns.gram)
+    with pytest.raises(DataError, match=r"chunk 1 \(rows 10 to 20\): weights must be .* got -1.0 at row 0"):
+        worker.compute(RowBatch(x=ROWS[10:20, :2], w=-np.ones(10)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from headrace.errors import ConfigError, DataChanged, DataError
+from headrace.reduce import gram
 from headrace.reduce.shards import RowShards, require_unchanged
 
 X = np.random.default_rng(0).standard_normal((50, 4)).astype("f4")
@@ -44,12 +46,29 @@ def ragged_lists(folder):
     return RowShards.open([folder / "a.parquet"])
 
 
+def long_lists(folder):
+    pq.write_table(
+        pa.table({"x": pa.array(X.tolist(), pa.large_list(pa.float32()))}), folder / "a.parquet", row_group_size=16
+    )
+    return RowShards.open([folder / "a.parquet"])
+
+
+def lists_with_gaps(folder):
+    table = pa.table({"x": pa.array(X.tolist(), pa.list_(pa.float32()))})
+    pq.write_table(table.slice(0, 0), folder / "a.parquet")
+    with pq.ParquetWriter(folder / "b.parquet", table.schema) as writer:
+        for start, end in ((0, 0), (0, 20), (20, 20), (20, 50), (50, 50)):
+            writer.write_table(table.slice(start, end - start))
+    pq.write_table(table.slice(0, 0), folder / "c.parquet")
+    return RowShards.open([folder])
+
+
 def columns(folder):
     pq.write_table(pa.table({f"c{i}": X[:, i] for i in range(4)}), folder / "a.parquet", row_group_size=16)
     return RowShards.open([folder / "a.parquet"], field="c0,c1,c2,c3")
 
 
-@pytest.mark.parametrize("write", [npy, safetensors, parquet, ragged_lists, columns])
+@pytest.mark.parametrize("write", [npy, safetensors, parquet, ragged_lists, long_lists, lists_with_gaps, columns])
 def test_every_format_gives_the_rows_that_were_written(write, tmp_path):
     shards = write(tmp_path)
     assert (shards.n_rows, shards.width, shards.dtype) == (50, 4, "f32")
@@ -82,6 +101,11 @@ def header(entry) -> bytes:
     return len(head).to_bytes(8, "little") + head + b"\0" * 64
 
 
+def npy_header(shape) -> bytes:
+    head = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
@@ -94,6 +118,8 @@ def header(entry) -> bytes:
         ("a.safetensors", header({"dtype": "F32", "shape": [-4, -4], "data_offsets": [0, 64]}), "damaged header"),
         ("a.safetensors", header({"dtype": "F32", "shape": [4, 5], "data_offsets": [0, 80]}), "damaged header"),
         ("a.parquet", b"PAR1garbagePAR1", "cannot be read as .parquet"),
+        ("a.safetensors", header({"dtype": "F32", "shape": [math.inf, 4], "data_offsets": [0, 64]}), "damaged header"),
+        ("a.npy", npy_header((10**23, 4)), "cannot be read as .npy"),
     ],
 )
 def test_a_damaged_shard_is_refused_by_name_and_allocates_nothing(name, content, told, tmp_path):
@@ -139,3 +165,23 @@ def test_shards_that_changed_are_noticed(tmp_path):
     np.save(tmp_path / "1.npy", changed)
     with pytest.raises(DataChanged, match="are not those the pass was begun with"):
         require_unchanged(RowShards.open([tmp_path]), before)
+
+
+def test_whole_numbers_of_16_bits_are_rows_only_where_they_are_said_to_be_bfloat16(tmp_path):
+    np.save(tmp_path / "a.npy", (X.view(np.uint32) >> 16).astype(np.uint16))
+    with pytest.raises(DataError, match=r"a.npy holds uint16.* --rows bf16"):
+        RowShards.open([tmp_path])
+    assert RowShards.open([tmp_path], rows="bf16").dtype == "bf16"
+
+
+def test_rows_that_cannot_become_bfloat16_are_refused_when_they_are_opened(tmp_path):
+    np.save(tmp_path / "a.npy", X)
+    with pytest.raises(ConfigError, match=r"a.npy holds f32 rows: .* not to bf16"):
+        RowShards.open([tmp_path], rows="bf16")
+
+
+def test_results_are_no_shards_of_the_folder_they_lie_in(tmp_path):
+    save_file({"x": X}, tmp_path / "a.safetensors")
+    gram(X).save(tmp_path / "gram.safetensors")
+    for given in (tmp_path, tmp_path / "*.safetensors"):
+        assert [p.rpartition("/")[2] for p in RowShards.open([given]).spec.paths] == ["a.safetensors"]
