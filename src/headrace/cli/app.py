@@ -88,7 +88,8 @@ def _one_line(error: Exception) -> str:
 
 def _whose() -> str:
     """Under torchrun several processes speak at once."""
-    return f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
+    return f"rank {rank}: " if rank is not None and ranks != "1" else ""
 
 
 Settings = Annotated[

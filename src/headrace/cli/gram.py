@@ -13,6 +13,9 @@ from cyclopts import Parameter
 from headrace.cli.terminal import LongWork, console_for, facts, short
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cyclopts import Token
     from rich.console import Console
 
     from headrace.jobs.gram import GramSummary
@@ -23,6 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["gram"]
 
 
+def _whole(_: object, tokens: Sequence[Token]) -> int:
+    """A whole number. What converts numbers otherwise rounds 1.5 to 2."""
+    return int(tokens[0].value)
+
+
 def gram(
     *shards: Annotated[str, Parameter(help="Files, folders or globs of .npy, .safetensors or .parquet, in the order of the sum.")],
     out: Annotated[Path, Parameter(help="The result; OUT.json beside it says what it is.")] = Path("gram.safetensors"),
@@ -30,18 +38,18 @@ def gram(
     targets: Annotated[str | None, Parameter(help="Tensor or column of targets: also sums the cross-Gram, for ridge.")] = None,
     weights: Annotated[str | None, Parameter(help="Tensor or column of row weights.")] = None,
     shift: Annotated[Path | None, Parameter(help="A .npy vector to subtract from every row: keeps digits where means are large.")] = None,
-    rows: Annotated[Literal["f64", "f32", "f16", "bf16"] | None, Parameter(help="Convert rows to this type; as stored unless given.")] = None,
-    chunk: Annotated[int | None, Parameter(help="Rows a chunk; part of what the bits depend on. 4 a column, 4,096 at least, unless given.")] = None,
-    span: Annotated[int, Parameter(help="Chunks shipped as one partial: 1, or 128, 256, 512, … for wide fleets. Never changes bits.")] = 1,
-    workers: Annotated[int | None, Parameter(help="Worker processes or actors; one a processor unless given (--engine spool: 0 to leave it to those who join). Never changes bits.")] = None,
-    threads: Annotated[int | None, Parameter(help="Threads a worker; 1 unless given. Never changes bits.")] = None,
+    rows: Annotated[Literal["f64", "f32", "f16", "bf16"] | None, Parameter(help="Convert rows to this type; as stored unless given. bf16: says that uint16 .npy files hold the bits of bfloat16.")] = None,
+    chunk: Annotated[int | None, Parameter(converter=_whole, help="Rows a chunk; part of what the bits depend on. 4 a column, 4,096 at least, unless given.")] = None,
+    span: Annotated[int, Parameter(converter=_whole, help="Chunks shipped as one partial: 1, or 128, 256, 512, … for wide fleets. Never changes bits.")] = 1,
+    workers: Annotated[int | None, Parameter(converter=_whole, help="Worker processes or actors; one a processor unless given (--engine spool: 0 to leave it to those who join). Never changes bits.")] = None,
+    threads: Annotated[int | None, Parameter(converter=_whole, help="Threads a worker; 1 unless given. Never changes bits.")] = None,
     engine: Annotated[Literal["local", "torchrun", "ray", "spool"] | None, Parameter(help="Who works: processes here, ranks of torchrun, Ray actors, or whoever sees a folder.")] = None,
     spool: Annotated[Path | None, Parameter(help="The folder of --engine spool; OUT.work/spool unless given.")] = None,
     join: Annotated[Path | None, Parameter(help="Work for the pass in this spool, from any machine that sees it, until it is over.")] = None,
-    window: Annotated[int, Parameter(help="Partials a worker may be ahead of the slowest.")] = 4,
+    window: Annotated[int, Parameter(converter=_whole, help="Partials a worker may be ahead of the slowest.")] = 4,
     save_every: Annotated[float, Parameter(help="Seconds between two checkpoints.")] = 30.0,
     deadline: Annotated[float, Parameter(help="Seconds without an answer of any worker after which it is an error.")] = 600.0,
-    replace: Annotated[bool, Parameter(help="Overwrite a result of something else.", negative=())] = False,
+    replace: Annotated[bool, Parameter(help="Overwrite a result of something else, and begin anew where a pass over something else was left.", negative=())] = False,
     format: Annotated[Literal["text", "json"], Parameter(help="json: print the summary as one JSON object.")] = "text",
     quiet: Annotated[bool, Parameter(help="Print nothing but errors.", negative=())] = False,
 ) -> int:  # fmt: skip
@@ -152,6 +160,12 @@ class _Watcher(LongWork):
         self.went_on(line, done=progress.frontier, total=progress.n_chunks)
 
 
+def rows_folded(summary: GramSummary) -> int:
+    """Rows of the chunks that this run folded; the last chunk may be short."""
+    before, now = (min(chunks * summary.chunk_size, summary.n_rows) for chunks in (summary.resumed_at, summary.folded))
+    return now - before
+
+
 def _closing(console: Console, summary: GramSummary) -> None:
     words = {"reduced": "reduced", "complete": "is complete already", "stopped": "stopped"}[summary.state]
     console.print(f"\n[bold]{words}[/]  {summary.out}", highlight=False)
@@ -159,8 +173,7 @@ def _closing(console: Console, summary: GramSummary) -> None:
     if summary.sha256:
         lines.append(("sha256", summary.sha256))
     if summary.seconds:
-        done = (summary.folded - summary.resumed_at) * summary.chunk_size
-        lines.append(("speed", f"{short(done / summary.seconds)} rows/s over {summary.seconds:.1f} s"))
+        lines.append(("speed", f"{short(rows_folded(summary) / summary.seconds)} rows/s over {summary.seconds:.1f} s"))
     if summary.replaced:
         lines.append(("workers", f"{summary.replaced} died and were replaced"))
     if summary.state == "stopped":

@@ -4,7 +4,8 @@
 
 Beside the result stands OUT.work/ while a pass is under way: the lock of whoever coordinates, and two generations of what was
 received. The same command goes on from there, on as many workers as it is given now; when the result is published the folder
-goes. What the sum depends on (the files, the columns, the chunk size) is compared first: anything else is refused by name.
+goes. What the sum depends on (the files, the columns, the chunk size) is compared first: anything else is refused by name. So is a
+file that was written since the pass was begun, by its size and time: a fingerprint looks at samples only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from headrace.errors import ConfigError, CursorMismatch, DeadlineExceeded, WorkerDied
-from headrace.files import sweep_temporaries
+from headrace.errors import ConfigError, CursorMismatch, DataChanged, DeadlineExceeded, FileCorrupt, WorkerDied
+from headrace.files import publish, sweep_temporaries
 from headrace.jobs.prepare import default_workers
 from headrace.jobs.running import signal_asked
 from headrace.metrics import Wait
@@ -35,8 +36,9 @@ from headrace.reduce.coordinator import DEFAULT_WINDOW, CrossNodeCheckpoint, Cro
 from headrace.reduce.crew import Crew, FoldProgress, drive
 from headrace.reduce.orders import WorkOrder
 from headrace.reduce.partition import CrossNodePartition, Provenance, default_chunk_size
-from headrace.reduce.result import GramResult
-from headrace.reduce.shards import RowShards, require_unchanged
+from headrace.reduce.result import GramResult, facts_path, require_free
+from headrace.reduce.shards import RowShards, first_written, require_unchanged, require_unwritten
+from headrace.spool.folder import read_sealed, seal
 
 if TYPE_CHECKING:
     from headrace.jobs.gram_spool import SpoolCrew
@@ -45,6 +47,8 @@ __all__ = ["ENGINES", "GramPlan", "GramSummary", "GramWatcher", "JoinSummary", "
 
 ENGINES = ("local", "torchrun", "ray", "spool")
 _COORDINATOR = "coordinator"
+_RECORD = "shards.json"
+"""Size and time of writing of the shards when the pass was begun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,10 @@ class GramPlan:
             problems.append(f"--engine must be one of {', '.join(ENGINES)}, got {self.engine!r}")
         if self.spool is not None and not self.spooled:
             problems.append(f"--spool is for --engine spool, not for {self.engine}")
+        try:
+            str(self.out).encode()
+        except UnicodeEncodeError:
+            problems.append(f"--out must be a name in UTF-8, got {str(self.out)!r}")
         if problems:
             raise ConfigError(problems)
 
@@ -143,13 +151,16 @@ class GramWatcher(Protocol):
 def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
     """Reduce, or go on reducing. Returns early, and cleanly, on SIGINT and SIGTERM."""
     began = time.perf_counter()
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    engine = plan.engine or ("spool" if plan.spooled else "torchrun" if ranks > 1 else "local")
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if not ranks.strip().isdecimal():
+        raise ConfigError(f"WORLD_SIZE must be a whole number, got {ranks!r}: torchrun sets it, unset it without one")
+    engine = plan.engine or ("spool" if plan.spooled else "torchrun" if int(ranks) > 1 else "local")
     with contextlib.ExitStack() as stack:
         group = _Group.join(stack, plan.deadline) if engine == "torchrun" else None
         shards = RowShards.open(
-            plan.shards, field=plan.field, targets=plan.targets, weights=plan.weights, rows=plan.rows
+            plan.shards, field=plan.field, targets=plan.targets, weights=plan.weights, rows=plan.rows, out=plan.out
         )
+        stamps = shards.stamps()  # before anything is read: what is written from now on is noticed
         columns = Columns(
             width=shards.width,
             targets=shards.n_targets,
@@ -185,8 +196,14 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
         if group is not None and group.rank > 0:
             return _send(order, group, summary)
         stopped = stack.enter_context(signal_asked())
-        done = _finished(plan, partition, provenance)
-        if done is not None and group is None:
+        done = _finished(plan, partition, provenance, stamps)
+        if done is not None:
+            if group is not None:
+                from headrace.reduce.gloo import nothing_to_do
+
+                nothing_to_do(partition)
+            if not facts_path(plan.out).exists():
+                done.save_facts(plan.out)
             summary.state, summary.sha256 = "complete", done.sha256
             summary.resumed_at = summary.folded = partition.n_chunks
             if work.is_dir():  # it was killed after the result was published
@@ -199,7 +216,7 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
             return summary
         _claim(work, stack)
         files = CheckpointFiles(work, _COORDINATOR, report=watcher.notice)
-        reduction = _resumed(files, partition, provenance, plan.window)
+        reduction = _begun(plan, files, partition, provenance, stamps)
         summary.resumed_at = reduction.frontier
         watcher.began(order, shards, engine, workers, reduction.frontier)
         seen = FoldProgress(frontier=0, n_chunks=0, pending=0, replaced=0, seconds=0.0)
@@ -209,7 +226,7 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
             seen = now
             watcher.progress(now)
 
-        whole, release = _fold(plan, order, reduction, group, files, watcher, progress, stopped, stack, workers)
+        whole, release = _fold(plan, order, reduction, group, files, watcher, progress, stopped, stack, workers, stamps)
         summary.duplicates, summary.most_pending, summary.replaced = (
             reduction.duplicates,
             reduction.most_pending,
@@ -219,9 +236,10 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
         if not whole:
             summary.state, summary.signal = "stopped", stopped()
         else:
+            require_unwritten(stamps, shards.stamps(), work)
             about = _about(partition, provenance)
-            result = GramResult.of(reduction.finish(), columns, shards.n_rows, about)
-            result.save(plan.out, replace=plan.replace or done is not None)
+            result = GramResult.of(reduction.finish(), columns, shards.n_rows, about, stamps)
+            result.save(plan.out, replace=plan.replace)
             summary.sha256 = result.sha256
             release()
             shutil.rmtree(work, ignore_errors=True)
@@ -240,6 +258,7 @@ def _fold(
     stopped: Callable[[], int],
     stack: contextlib.ExitStack,
     workers: int,
+    stamps: Mapping[str, Sequence[int]],
 ) -> tuple[bool, Callable[[], None]]:
     """Whether everything is folded; and what to call once the result is safe."""
     spool: SpoolCrew | None = None
@@ -265,7 +284,7 @@ def _fold(
 
         crew = spool = gram_spool.SpoolCrew(
             plan.spool_folder, order, workers=workers, first_unit=reduction.received_per_rank[0], window=plan.window,
-            patience=plan.deadline, notice=watcher.notice,
+            patience=plan.deadline, notice=watcher.notice, stamps=stamps, anew=plan.replace,
         )  # fmt: skip
     elif plan.engine == "ray":
         from headrace.reduce.ray_actors import RayCrew
@@ -404,13 +423,17 @@ def _about(partition: CrossNodePartition, provenance: Provenance) -> dict[str, A
     return partition.order | {"rows": provenance.rows, "data": provenance.data, "arithmetic": provenance.arithmetic}
 
 
-def _finished(plan: GramPlan, partition: CrossNodePartition, provenance: Provenance) -> GramResult | None:
+def _finished(
+    plan: GramPlan, partition: CrossNodePartition, provenance: Provenance, stamps: Mapping[str, Sequence[int]]
+) -> GramResult | None:
     """The result, if it is there already; a result of something else is not touched."""
     if not plan.out.exists():
         if not plan.out.absolute().parent.is_dir():
             raise ConfigError(
                 f"there is no folder {plan.out.absolute().parent} to write the result to; make it, or give another --out"
             )
+        if not plan.replace:
+            require_free(plan.out)
         return None
     if plan.replace:
         return None
@@ -423,7 +446,50 @@ def _finished(plan: GramPlan, partition: CrossNodePartition, provenance: Provena
         raise ConfigError(
             f"{plan.out} holds the sum of something else ({'; '.join(differing)}): give another --out, or --replace to overwrite it"
         )
+    if (path := first_written(done.files, stamps)) is not None:
+        raise DataChanged(
+            f"{path} was written since {plan.out} was summed, so the sum may be of other rows: give --replace to sum again, or another --out"
+        )
     return done
+
+
+def _begun(
+    plan: GramPlan,
+    files: CheckpointFiles,
+    partition: CrossNodePartition,
+    provenance: Provenance,
+    stamps: Mapping[str, Sequence[int]],
+) -> CrossNodeGramReduction:
+    """What is folded already of this very pass, or nothing. Whatever else is found is refused; with --replace it goes."""
+    work, record = plan.work, plan.work / _RECORD
+    try:
+        then = _recorded(record)
+        # Where nothing was kept there is nothing to mix: a pass that ended at a bad row begins with the mended one.
+        if any(p.name not in ("lock", _RECORD) for p in work.iterdir()):
+            require_unwritten(then, stamps, work)
+        reduction = _resumed(files, partition, provenance, plan.window)
+    except (DataChanged, CursorMismatch, FileCorrupt):
+        if not plan.replace:
+            raise
+        for path in work.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != "lock":
+                path.unlink()
+        then = {}
+        reduction = _resumed(files, partition, provenance, plan.window)
+    if then != stamps:
+        publish(record, seal(dict(stamps)), replace=True)
+    return reduction
+
+
+def _recorded(record: Path) -> dict[str, Any]:
+    told = read_sealed(record)
+    if told is not None and not isinstance(told, dict):
+        raise FileCorrupt(
+            f"{record} does not name the files of a pass: remove the folder, or give --replace to begin again"
+        )
+    return told or {}
 
 
 def _resumed(
@@ -437,8 +503,16 @@ def _resumed(
     if differing:
         listed = "; ".join(f"{name} was {a}, is {b}" for name, (a, b) in differing.items())
         raise CursorMismatch(
-            f"{files.folder} holds a pass that was cut otherwise ({listed}). Restore that, or remove the folder to begin again",
+            f"{files.folder} holds a pass that was cut otherwise ({listed}). Restore that, remove the folder or give --replace to begin "
+            "again, or give another --out",
             differing,
+        )
+    if differences := provenance.differences(saved.provenance):
+        listed = "; ".join(f"{name} was {a}, is {b}" for name, (a, b) in differences.items())
+        raise CursorMismatch(
+            f"{files.folder} holds a pass over something else ({listed}). Restore that, remove the folder or give --replace to begin again, "
+            "or give another --out",
+            differences,
         )
     return CrossNodeGramReduction.resume(saved, provenance=provenance, window=window, n_ranks=partition.n_ranks)
 

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -32,6 +32,7 @@ from typing import Any, Literal, Self
 from headrace import errors
 from headrace.errors import (
     ConfigError,
+    DataChanged,
     DataError,
     DeadlineExceeded,
     FileCorrupt,
@@ -44,7 +45,7 @@ from headrace.metrics import Wait
 from headrace.reduce.crew import Answer
 from headrace.reduce.orders import PartialMaker, WorkOrder
 from headrace.reduce.partial import NodePartial
-from headrace.reduce.shards import ShardSpec
+from headrace.reduce.shards import ShardSpec, require_unwritten
 from headrace.spool.channel import Channel
 from headrace.spool.folder import (
     HeldLock,
@@ -64,6 +65,8 @@ _AHEAD_BYTES, _AHEAD_UNITS = 1 << 30, 256
 _KEPT_BYTES = 512 << 20
 """Folded partials after which the sum is saved, whatever the clock says: they go once two generations are past them."""
 _MOST_WANTED = 1 << 20
+_LEFT = ("queue", "claims", "verdicts", "quarantine", "spans")
+"""Folders of a pass."""
 _BAD_FILES = 5
 """Times one unit may come damaged."""
 _NATIVE_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -115,8 +118,25 @@ class PartialSpool:
             "coordinator", "the coordinator of a Gram", "wait for it, stop it first, or give another --spool"
         )
 
-    def begin(self, order: WorkOrder, lease: float) -> None:
-        """Say what is computed. Only for who leads; the partials of another pass are not touched."""
+    def begin(
+        self, order: WorkOrder, lease: float, *, stamps: Mapping[str, Any] | None = None, anew: bool = False
+    ) -> None:
+        """Say what is computed. Only for who leads. The partials of another pass, and those of shards that were written since (by their
+        `stamps`), are not touched; with `anew` they go."""
+        stamps = dict(stamps or {})
+        try:
+            self._require_same(order, stamps)
+        except (ConfigError, DataChanged, FileCorrupt):
+            if not anew:
+                raise
+            self._clear()
+        told = {"order": order.to_dict(), "lease": lease, "stamps": stamps, "version": 1}
+        publish(self._order_file, seal(told), replace=True)
+        self._refusal_file.unlink(missing_ok=True)
+        sweep_dead_temporaries(self.folder.state)
+        self.channel.sweep()
+
+    def _require_same(self, order: WorkOrder, stamps: Mapping[str, Any]) -> None:
         held = self._told()
         if held is not None:
             now = _identity(order.to_dict())
@@ -126,10 +146,18 @@ class PartialSpool:
                     f"{self.path} holds the partials of another pass ({', '.join(differing)} differ): finish that one with the command "
                     "it was begun with, give another --spool, or remove the folder"
                 )
-        publish(self._order_file, seal({"order": order.to_dict(), "lease": lease, "version": 1}), replace=True)
-        self._refusal_file.unlink(missing_ok=True)
-        sweep_dead_temporaries(self.folder.state)
-        self.channel.sweep()
+            require_unwritten(held.get("stamps", {}), stamps, self.path)
+
+    def _clear(self) -> None:
+        """Forget another pass, but not who leads."""
+        self._order_file.unlink(missing_ok=True)
+        for name in _LEFT:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        for path in self.folder.state.iterdir():
+            if path.is_file() and path.suffix != ".lock":
+                path.unlink(missing_ok=True)
+        self.folder.prepare()
+        self.channel.prepare()
 
     def want(self, wanted: Wanted) -> None:
         """Not durable: the next coordinator says it again."""
@@ -146,7 +174,7 @@ class PartialSpool:
 
     def remove(self) -> None:
         """Take away what a finished pass leaves, and nothing else."""
-        for name in ("queue", "claims", "verdicts", "quarantine", "spans", "state"):
+        for name in (*_LEFT, "state"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         self._order_file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # somebody keeps other things there
@@ -532,8 +560,11 @@ class SpoolCrew:
         patience: float = 600.0,
         lease: float | None = None,
         notice: Callable[[str], None] = lambda _: None,
+        stamps: Mapping[str, Any] | None = None,
+        anew: bool = False,
     ) -> None:
-        """`workers`: processes to start here; others may join. `first_unit`: the first that the sum still lacks."""
+        """`workers`: processes to start here; others may join. `first_unit`: the first that the sum still lacks. `stamps`: of the shards, to
+        notice what is written to them. `anew`: another pass in the folder goes."""
         if order.partition.n_ranks != 1:
             raise ConfigError(f"the spool engine has one rank, whoever works; the order has {order.partition.n_ranks}")
         self.spool = PartialSpool(path)
@@ -546,7 +577,8 @@ class SpoolCrew:
         self._hands: Hands | None = None
         self._lock = self.spool.lead()
         try:
-            self.spool.begin(order, min(30.0, patience / 4) if lease is None else lease)
+            lease = min(30.0, patience / 4) if lease is None else lease
+            self.spool.begin(order, lease, stamps=stamps, anew=anew)
             if self.spool.channel.commit_point() > first_unit:  # the sum's own checkpoints are lost: all is made again
                 self.spool.commit(first_unit)
             self._want()

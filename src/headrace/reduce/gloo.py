@@ -22,11 +22,11 @@ from headrace.reduce.coordinator import CrossNodeGramReduction
 from headrace.reduce.crew import FoldProgress
 from headrace.reduce.orders import PartialMaker, WorkOrder
 from headrace.reduce.partial import NodePartial
-from headrace.reduce.partition import ROW_DTYPES
+from headrace.reduce.partition import ROW_DTYPES, CrossNodePartition
 from headrace.reduce.result import GramResult
 from headrace.reduce.stream import GramStream, streams_result
 
-__all__ = ["coordinate_group", "summed_over_ranks", "work_in_group"]
+__all__ = ["coordinate_group", "nothing_to_do", "summed_over_ranks", "work_in_group"]
 
 _DEADLINE = 1800.0
 """Of the waits here. The group's own timeout, which ends the calls themselves, should be shorter."""
@@ -81,6 +81,15 @@ def coordinate_group(
             )
         )
     return True
+
+
+def nothing_to_do(partition: CrossNodePartition, *, group: Any = None) -> None:
+    """Rank 0's part where the result is there already: the others are told that all of theirs was received."""
+    import torch
+    import torch.distributed as dist
+
+    owned = torch.tensor([partition.owned(rank) for rank in range(partition.n_ranks)], dtype=torch.int64)
+    _all_ranks(lambda: dist.broadcast(owned, src=0, group=group), "begin")
 
 
 def work_in_group(order: WorkOrder, rank: int, *, group: Any = None) -> int:

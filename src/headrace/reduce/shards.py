@@ -133,7 +133,10 @@ class RowShards:
         fingerprint, because copies on other machines have other times."""
         told = {}
         for path in self.spec.paths:
-            status = Path(path).stat()
+            try:
+                status = Path(path).stat()
+            except OSError:
+                continue  # it is gone: whoever reads it says so
             told[path.encode("utf-8", "backslashreplace").decode()] = [status.st_size, status.st_mtime_ns]
         return told
 
@@ -484,6 +487,20 @@ def _is_list(kind: Any) -> bool:
     import pyarrow as pa
 
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def first_written(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first file whose size or time of writing is another; files under other paths are left to the fingerprint."""
+    return next((path for path, stamp in now.items() if path in then and list(then[path]) != list(stamp)), None)
+
+
+def require_unwritten(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to go on where a shard was written to."""
+    if (path := first_written(then, now)) is not None:
+        raise DataChanged(
+            f"{path} was written since the pass in {folder} was begun, and what was summed before may be of other rows: remove {folder} or give "
+            "--replace to begin again, or give another --out"
+        )
 
 
 def require_unchanged(shards: RowShards, fingerprint: str) -> None:

@@ -186,10 +186,10 @@ def test_a_stream_that_refused_rows_says_so_for_ever():
     stream.push(np.ones((50, 2)))
     with pytest.raises(DataError, match="of 2 columns are expected"):
         stream.push(np.ones((9, 3)))
-    with pytest.raises(DataError, match="rows 0 to 100: .* NaN"):
+    with pytest.raises(DataError, match=r"rows 0 to 100: .* NaN"):
         stream.push(np.full((60, 2), np.nan))
     for again in (lambda: stream.push(np.ones((50, 2))), stream.finish):
-        with pytest.raises(DataError, match="rows 0 to 100: .* NaN.* begin a new stream"):
+        with pytest.raises(DataError, match=r"rows 0 to 100: .* NaN.* begin a new stream"):
             again()
 
 
