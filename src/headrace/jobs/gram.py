@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from headrace.errors import ConfigError, CursorMismatch, DataChanged, DeadlineExceeded, FileCorrupt, WorkerDied
-from headrace.files import publish, sweep_temporaries
+from headrace.files import sweep_temporaries
 from headrace.jobs.prepare import default_workers
 from headrace.jobs.running import signal_asked
 from headrace.metrics import Wait
@@ -37,8 +37,14 @@ from headrace.reduce.crew import Crew, FoldProgress, drive
 from headrace.reduce.orders import WorkOrder
 from headrace.reduce.partition import CrossNodePartition, Provenance, default_chunk_size
 from headrace.reduce.result import GramResult, facts_path, require_free
-from headrace.reduce.shards import RowShards, first_written, require_unchanged, require_unwritten
-from headrace.spool.folder import read_sealed, seal
+from headrace.reduce.shards import (
+    RowShards,
+    first_written,
+    require_unchanged,
+    require_unwritten,
+    save_stamps,
+    saved_stamps,
+)
 
 if TYPE_CHECKING:
     from headrace.jobs.gram_spool import SpoolCrew
@@ -463,7 +469,7 @@ def _begun(
     """What is folded already of this very pass, or nothing. Whatever else is found is refused; with --replace it goes."""
     work, record = plan.work, plan.work / _RECORD
     try:
-        then = _recorded(record)
+        then = saved_stamps(record)
         # Where nothing was kept there is nothing to mix: a pass that ended at a bad row begins with the mended one.
         if any(p.name not in ("lock", _RECORD) for p in work.iterdir()):
             require_unwritten(then, stamps, work)
@@ -479,17 +485,8 @@ def _begun(
         then = {}
         reduction = _resumed(files, partition, provenance, plan.window)
     if then != stamps:
-        publish(record, seal(dict(stamps)), replace=True)
+        save_stamps(record, stamps)
     return reduction
-
-
-def _recorded(record: Path) -> dict[str, Any]:
-    told = read_sealed(record)
-    if told is not None and not isinstance(told, dict):
-        raise FileCorrupt(
-            f"{record} does not name the files of a pass: remove the folder, or give --replace to begin again"
-        )
-    return told or {}
 
 
 def _resumed(

@@ -5,6 +5,7 @@
     DIR/claims/partials/000000000008             somebody is making this one (for speed only)
     DIR/state/wanted.json                        which units may be made now; or that the pass is over
     DIR/state/commit.json                        below this both saved generations of the sum are past: files may go
+    DIR/state/shards.json                        how the coordinator's shards stood when the pass was begun
 
 A unit is a function of its number, so nobody owns any: a worker takes the first one that is wanted, not there and not claimed. A
 claim is a kernel lock that its holder renews; that of a dead process is free at once, that of a stopped one after `lease`
@@ -45,7 +46,7 @@ from headrace.metrics import Wait
 from headrace.reduce.crew import Answer
 from headrace.reduce.orders import PartialMaker, WorkOrder
 from headrace.reduce.partial import NodePartial
-from headrace.reduce.shards import ShardSpec, require_unwritten
+from headrace.reduce.shards import ShardSpec, require_unwritten, save_stamps, saved_stamps
 from headrace.spool.channel import Channel
 from headrace.spool.folder import (
     HeldLock,
@@ -101,6 +102,7 @@ class PartialSpool:
         self.channel = Channel(self.folder, _SPLIT, suffix=".partial")
         self._order_file, self._wanted_file = path / "gram.json", self.folder.state / "wanted.json"
         self._refusal_file = self.folder.state / "refused.json"
+        self._stamps_file = self.folder.state / "shards.json"
 
     # ------------------------------------------------------------------------------------- coordinator
 
@@ -130,8 +132,8 @@ class PartialSpool:
             if not anew:
                 raise
             self._clear()
-        told = {"order": order.to_dict(), "lease": lease, "stamps": stamps, "version": 1}
-        publish(self._order_file, seal(told), replace=True)
+        save_stamps(self._stamps_file, stamps)
+        publish(self._order_file, seal({"order": order.to_dict(), "lease": lease, "version": 1}), replace=True)
         self._refusal_file.unlink(missing_ok=True)
         sweep_dead_temporaries(self.folder.state)
         self.channel.sweep()
@@ -146,7 +148,7 @@ class PartialSpool:
                     f"{self.path} holds the partials of another pass ({', '.join(differing)} differ): finish that one with the command "
                     "it was begun with, give another --spool, or remove the folder"
                 )
-            require_unwritten(held.get("stamps", {}), stamps, self.path)
+            require_unwritten(saved_stamps(self._stamps_file), stamps, self.path)
 
     def _clear(self) -> None:
         """Forget another pass, but not who leads."""

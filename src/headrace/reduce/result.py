@@ -32,7 +32,7 @@ _KIND = "headrace-gram"
 _NOISE = 256 * 2.0**-53
 """What rounding leaves of a difference that should be zero, in units of what was subtracted: 107 at most in sums of up to 300,000
 equal numbers, whose roundings all go one way."""
-_MOST_FACTS = 16 << 20
+_MOST_FACTS = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from headrace.errors import ConfigError, DataChanged, DataError
+from headrace.errors import ConfigError, DataChanged, DataError, FileCorrupt
+from headrace.files import publish
 from headrace.order import file_fingerprint, fingerprint_json
 from headrace.reduce.columns import RowBatch
 from headrace.reduce.kernel import row_dtype_name
@@ -492,6 +493,26 @@ def _is_list(kind: Any) -> bool:
 def first_written(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The first file whose size or time of writing is another; files under other paths are left to the fingerprint."""
     return next((path for path, stamp in now.items() if path in then and list(then[path]) != list(stamp)), None)
+
+
+def save_stamps(path: Path, stamps: Mapping[str, Any]) -> None:
+    """Write down how the shards stood when a pass was begun."""
+    publish(path, json.dumps(dict(stamps)).encode(), replace=True)
+
+
+def saved_stamps(path: Path) -> dict[str, Any]:
+    """How they stood; empty where nobody wrote it down."""
+    try:
+        told = json.loads(path.read_bytes())
+        if not isinstance(told, dict) or not all(isinstance(stamp, list) for stamp in told.values()):
+            raise ValueError("it names no files")
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise FileCorrupt(
+            f"{path} does not say how the shards of the pass stood ({error}): remove {path.parent}, or give --replace to begin again"
+        ) from error
+    return told
 
 
 def require_unwritten(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
