@@ -28,7 +28,11 @@ __all__ = ["gram"]
 
 def _whole(_: object, tokens: Sequence[Token]) -> int:
     """A whole number. What converts numbers otherwise rounds 1.5 to 2."""
-    return int(tokens[0].value)
+    text = tokens[0].value
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"a whole number is expected, got {text!r}") from None
 
 
 def gram(

@@ -306,6 +306,12 @@ class CrossNodeGramReduction:
 def _check_cursors(saved: CrossNodeCheckpoint) -> None:
     """What was received of each rank must be what is folded and parked of it, without a hole."""
     partition, frontier = saved.partition, saved.fold.frontier
+    shapes = [digests.shape for digests in saved.digests]
+    if len(saved.received_per_rank) != partition.n_ranks or shapes != [(count,) for count in saved.received_per_rank]:
+        raise FileCorrupt(
+            f"the saved reduction does not add up: {partition.n_ranks} ranks, partials received of {len(saved.received_per_rank)} and digests of "
+            f"{len(shapes)} ranks, or more of the one than of the other. Go on from the generation before it"
+        )
     parked: list[list[int]] = [[] for _ in range(partition.n_ranks)]
     for chunk, _ in saved.fold.pending:
         parked[partition.owner(chunk)].append(partition.ordinal_of(chunk))

@@ -48,7 +48,7 @@ def row_dtype_name(rows: np.ndarray) -> str:
     name = _NAMES.get(rows.dtype.name)
     if name is None or not rows.dtype.isnative:
         raise DataError(
-            f"rows must be float64, float32, float16, or bfloat16 as uint16, in native byte order; got {rows.dtype.str}"
+            f"rows must be float64, float32, float16 or bfloat16, in native byte order; got {rows.dtype.str}"
         )
     return name
 

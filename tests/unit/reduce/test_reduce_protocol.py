@@ -403,6 +403,15 @@ def test_a_checkpoint_with_impossible_numbers_is_set_aside_like_a_torn_one(nonse
     assert CrossNodeCheckpoint.load(files).received_per_rank == (1, 1, 0)
 
 
+def test_a_checkpoint_with_fewer_digests_than_partials_is_refused():
+    desk = reduction()
+    desk.receive(partial(0))
+    good = desk.checkpoint()
+    for changes in ({"digests": (good.digests[1],) * 3}, {"received_per_rank": (1, 0)}, {"digests": good.digests[:1]}):
+        with pytest.raises(FileCorrupt, match="does not add up: 3 ranks"):
+            CrossNodeGramReduction.resume(replace(good, **changes))
+
+
 def test_a_chunk_below_zero_is_refused_before_the_end_is_known():
     with pytest.raises(DataError, match="chunk -1 was submitted"):
         StreamingBorderGram(entries=1, n_chunks=None).submit_chunk_gram(-1, np.zeros(1))
