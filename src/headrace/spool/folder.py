@@ -281,7 +281,7 @@ class SpoolFolder:
                 except DeadlineExceeded:
                     holder = lock_holder(path) or "a process that just ended"
                     if f"process {os.getpid()} " in f"{holder} ":
-                        advice = "that is this process: close() the one it has open first"
+                        advice = f"{advice}. It is this process that has it open: close() it"
                     raise ConfigError(f"{self.path} is in use by {holder}: {advice}") from None
                 time.sleep(0.02)
 

@@ -818,7 +818,7 @@ def test_the_state_of_a_closed_consumer_is_that_of_its_last_batch(drawn, consume
 def test_who_holds_the_place_in_this_process_is_told_to_close_it(drawn, consumer):
     drawn().run(("train",), max_files=1)
     first = consumer()
-    with pytest.raises(ConfigError, match=r"that is this process: close\(\) the one it has open first"):
+    with pytest.raises(ConfigError, match=r"It is this process that has it open: close\(\) it"):
         consumer()
     first.close()
     consumer()
