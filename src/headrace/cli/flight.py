@@ -190,7 +190,10 @@ def _print_diff(console: Console, found: Difference) -> None:
         _line(console, f"the same data for all {extent} ({found.samples_compared:,} samples)", "bold")
     else:
         a, b = found.step_a, found.step_b
-        where = f"at step {a}" if a == b else f"at step {a} of A, step {b} of B"
+        if a is None or b is None:
+            where = f"at step {b} of B, which A skipped" if a is None else f"at step {a} of A, which B skipped"
+        else:
+            where = f"at step {a}" if a == b else f"at step {a} of A, step {b} of B"
         exact = f", sample {found.sample:,}" if found.sample is not None else ""
         _line(
             console, f"the runs part {where}{exact}; the {found.samples_compared:,} samples before are the same", "bold"

@@ -107,7 +107,7 @@ def run(
     watcher = (
         TerminalWatcher(console, folder.config.run.steps)
         if talks
-        else Silent(console_for(sys.stderr) if rank == 0 else None)
+        else Silent(console_for(sys.stderr) if rank == 0 and not quiet else None)
     )
     # torch's threads share the cores with ours: one that spins long while it waits takes them from those who have work.
     if "OMP_WAIT_POLICY" not in os.environ:

@@ -107,7 +107,7 @@ def _ledger_line(ledger: LedgerSection) -> str:
 
 
 class Silent:
-    """Says nothing (`--quiet`, and every rank but the first)."""
+    """Says nothing (`--quiet`, and every rank but the first); with a console, notices only (`--format json`)."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console

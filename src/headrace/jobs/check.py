@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from math import gcd
 from typing import Any
@@ -10,7 +11,7 @@ from headrace.jobs.config import RunConfig, check_world_size
 from headrace.jobs.wiring import Job
 from headrace.loader import TextDataset
 
-__all__ = ["Plan", "SourcePlan", "check_job", "plan_of"]
+__all__ = ["Plan", "SourcePlan", "check_job", "ends_with", "plan_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +62,8 @@ def check_job(config: RunConfig, *, ranks: int = 1, full_check: bool = False) ->
         data.close()
 
 
-def plan_of(config: RunConfig, data: TextDataset) -> Plan:
-    """What a run over an open dataset would deliver."""
+def plan_of(config: RunConfig, data: TextDataset, *, note_end: bool = True) -> Plan:
+    """What a run over an open dataset would deliver. `note_end`: guess where exhausted = "stop_first" ends it."""
     total = config.run.steps * config.loader.global_batch_size * config.text.seq_len
     tokens = data.estimated_tokens()
     sources = tuple(
@@ -85,7 +86,7 @@ def plan_of(config: RunConfig, data: TextDataset) -> Plan:
         tokenizer=data.tokenizer.name,
         vocab_size=data.vocab_size,
         sources=sources,
-        warnings=tuple(_warnings(config, sources)),
+        warnings=tuple(_warnings(config, sources, note_end)),
     )
 
 
@@ -118,8 +119,11 @@ def _labelled_plan(config: RunConfig) -> Plan:
     )  # fmt: skip
 
 
-def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...]) -> list[str]:
+def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...], note_end: bool) -> list[str]:
     found = []
+    stops = config.loader.exhausted == "stop_first"
+    if stops and note_end and (end := _first_dry(config, sources)) is not None:
+        found.append(ends_with(*end, about=True))
     for section, plan in zip(config.source, sources, strict=True):
         if plan.rows == 0:
             found.append(f"source {plan.name} has no rows: the others share its weight")
@@ -127,7 +131,9 @@ def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...]) -> list[str]:
         if plan.weight == 0:
             found.append(f"source {plan.name} has weight 0 and is never read")
         limit = section.max_epochs if config.loader.exhausted == "repeat" else section.max_epochs or 1
-        if limit is not None and plan.epochs > limit:
+        if limit is not None and plan.epochs > limit and stops:
+            pass  # one note says where the run ends
+        elif limit is not None and plan.epochs > limit:
             found.append(
                 f"source {plan.name} is dry after {limit} epoch(s), the plan needs {plan.epochs:.1f}: its share then goes to the others"
                 + (", or the run ends" if len(sources) == 1 else "")
@@ -141,3 +147,21 @@ def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...]) -> list[str]:
                 f"source {plan.name} has {plan.rows} rows for {config.loader.lanes} lanes: some lanes see it only in some epochs"
             )
     return found
+
+
+def ends_with(name: str, step: int, *, about: bool = False) -> str:
+    """The note of a run that ends with its first dry source."""
+    return f'source {name} is the first to run dry: the run ends {"at about" if about else "at"} step {step:,} (exhausted = "stop_first")'
+
+
+def _first_dry(config: RunConfig, sources: tuple[SourcePlan, ...]) -> tuple[str, int] | None:
+    """The source that ends the run, and about the step; None if the steps end first."""
+    ends: list[tuple[float, str]] = []
+    for section, plan in zip(config.source, sources, strict=True):
+        supply = min((section.max_epochs or 1) * plan.tokens, section.max_tokens or math.inf)
+        if plan.rows and plan.weight and supply < plan.delivered:
+            ends.append((supply / plan.delivered, plan.name))
+    if not ends:
+        return None
+    part, name = min(ends)
+    return name, max(math.ceil(part * config.run.steps), 1)

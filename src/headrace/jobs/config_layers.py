@@ -241,6 +241,8 @@ class _Layers:
         split = _OPTIONS.fullmatch(spec) if isinstance(spec, str) else None
         if split is None:
             return
+        from headrace.sources.spec import option_value  # brings numpy, which a config without options does not need
+
         origin = self._origin_of(("source", index, "spec"))
         for option in split["options"].split("&"):
             name, _, text = option.partition("=")
@@ -258,7 +260,7 @@ class _Layers:
             elif name in table and not replace:
                 self._report(lifted, path, f"{name} is set elsewhere too; keep one of the two")
             else:
-                self._put(path, _parsed(text, path, self.root), lifted)
+                self._put(path, _parsed(option_value(text), path, self.root), lifted)
         table["spec"] = split["spec"]
 
     # ---------------------------------------------------------------------------------- what is wrong

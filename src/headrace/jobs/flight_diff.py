@@ -18,6 +18,7 @@ from typing import Any
 from headrace.errors import FileCorrupt, HeadraceError
 from headrace.jobs.flight import RunFlight, Told
 from headrace.loader import Piece
+from headrace.loader.weight_text import shown_weights
 from headrace.order import Digest, sample_term
 
 __all__ = ["Difference", "SeenSample", "diff_runs"]
@@ -224,8 +225,12 @@ def _order_differences(a: RunFlight, b: RunFlight, notes: list[str]) -> dict[str
             notes.append(f"{flight.path} has no checkpoint yet, so nothing says which files it read")
     if one is None or other is None:
         return {}
-    return {
+    differing = {
         key: (one.get(key), other.get(key))
         for key in sorted(one.keys() | other.keys())
         if one.get(key) != other.get(key)
     }
+    if "weights" in differing:
+        before, after = differing["weights"]
+        differing["weights"] = (before and shown_weights(before), after and shown_weights(after))
+    return differing

@@ -10,12 +10,14 @@ module prints nothing.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, CursorMismatch, HeadraceError
@@ -27,6 +29,8 @@ from headrace.jobs.spooled import OwnProvider, SpoolData, SpoolLoader, exposed_s
 from headrace.jobs.wiring import Job
 from headrace.loader import Loader, TextDataset, merge_states
 from headrace.loader.exchange import gather_json
+from headrace.loader.state import joined_ranges
+from headrace.loader.weight_text import read_weights, weights_in_force
 from headrace.metrics import (
     Accumulator,
     JsonlSink,
@@ -83,6 +87,9 @@ class _Run:
     noted_step: int = 0
     """Data steps before this one have had their changes journalled."""
     noted_holes: set[tuple[str, str, int]] = field(default_factory=set)
+    """Those that this rank has told of."""
+    journalled_holes: set[tuple[str, str, int]] = field(default_factory=set)
+    """Those in the journal, of earlier processes too; rank 0 only."""
 
 
 def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), full_check: bool = False) -> Summary:
@@ -152,6 +159,7 @@ def _run_on(
                 job=job, folder=folder, loader=loader, trainer=trainer, rank=ranks.rank, world_size=ranks.world_size,
                 watcher=watcher, sinks=open_sinks(stack, folder) if lead else (),
                 journal=stack.enter_context(JsonlSink(folder.path / "journal.jsonl")) if lead else None, store=store,
+                journalled_holes=_holes_in(folder.path / "journal.jsonl") if lead else set(),
             )  # fmt: skip
             _restore(run, data, accept)
             stack.enter_context(stop_on_signal(run))
@@ -169,7 +177,7 @@ def _restore(run: _Run, data: TextDataset | SpoolData, accept: Collection[str]) 
     container: Container | None = None
     if run.rank == 0:
         _say_engine(run, data)
-        found = run.store.latest(lambda c: _skips_fit(c.meta, run.folder.config.run.skips))
+        found = run.store.latest(lambda c: _skips_fit(c.meta, run.folder))
         if found is not None:
             chosen, container = found
         elif run.store.steps():
@@ -202,15 +210,38 @@ def _restore(run: _Run, data: TextDataset | SpoolData, accept: Collection[str]) 
         run.watcher.notice(f"resuming at step {chosen} of {run.folder.config.run.steps}")
         run.folder.keep_config()
     _note(run, "resumed", step=chosen, accepted=sorted(accept), config_hash=run.folder.config.hash)
+    if isinstance(data, TextDataset):
+        _note_other_weights(run, data, meta["data"])
 
 
-def _skips_fit(meta: Any, wanted: Sequence[tuple[int, int]]) -> bool:
-    """Whether a checkpoint lies on the way of a run that passes over these steps: it is from before them, or skipped them."""
+def _note_other_weights(run: _Run, data: TextDataset, saved: Mapping[str, Any]) -> None:
+    """Journal weights that were changed at this resume: they hold from the next step on, as those of a mix change do."""
+    step = run.loader.step
+    before = weights_in_force(read_weights(saved["fingerprint"]["weights"], saved["body"]["sources"]), step)
+    now = weights_in_force(read_weights(data.fingerprint(step)["weights"], data.names), step)
+    if before != now:
+        _note(run, "weights", step=run.trainer.steps_taken + 1, data_step=step + 1, weights=now, weights_before=before)
+        run.watcher.info(
+            f"from step {run.trainer.steps_taken + 1} on: weights are {_listed(now)}, they were {_listed(before)}"
+        )
+
+
+def _skips_fit(meta: Any, folder: RunFolder) -> bool:
+    """Whether a checkpoint lies on the way of a run that passes over these steps: it skipped all of them that lie before it.
+
+    CursorMismatch if it skipped others as well: what was passed over belongs to the order, and is not forgotten.
+    """
     body = meta["data"]["body"]
-    return all(
-        start >= body["step"] or any(a <= start and end <= b for a, b in body.get("skipped", ()))
-        for start, end in wanted
-    )
+    saved = joined_ranges(body.get("skipped", ()), body["step"])
+    wanted = joined_ranges(folder.config.run.skips, body["step"])
+    if not all(any(a <= start and end <= b for a, b in wanted) for start, end in saved):
+        was, now = (",".join(f"{a + 1}:{b + 1}" for a, b in ranges) for ranges in (saved, wanted))
+        raise CursorMismatch(
+            f"cannot resume {folder.path}: it passed over the data of steps {was}, and run.skip is {now or 'empty'} before step "
+            f"{body['step'] + 1}. Give --run.skip {was} again, with any further ranges after a comma.",
+            {"skip": (was, now)},
+        )
+    return saved == wanted
 
 
 def _say_engine(run: _Run, data: TextDataset | SpoolData) -> None:
@@ -342,8 +373,12 @@ def _write_digests(run: _Run) -> None:
             with JsonlSink(run.folder.path / "flight.jsonl") as sink:
                 sink.write(merge_flights([t["flight"] for t in everyone]))
         holes = {(h["source"], h["file"], h["row"]): h for t in everyone for h in t["holes"]}
-        for _, hole in sorted(holes.items()):  # what a hole is follows from the bytes: ranks and re-runs find the same
-            _note(run, "hole", **hole)
+        for place, hole in sorted(
+            holes.items()
+        ):  # what a hole is follows from the bytes: ranks and re-runs find the same
+            if place not in run.journalled_holes:
+                _note(run, "hole", **hole)
+                run.journalled_holes.add(place)
 
 
 # ---------------------------------------------------------------------------------------------- checkpoint
@@ -355,9 +390,7 @@ def _note_changes(run: _Run) -> None:
     for change in run.loader.data.mix_changes:
         if run.noted_step <= change.step < run.loader.step:
             _note(run, "weights", step=step, data_step=change.step + 1, weights=dict(change.weights))
-            run.watcher.info(
-                f"step {step}: weights are now {', '.join(f'{n} {w:g}' for n, w in change.weights.items())}"
-            )
+            run.watcher.info(f"step {step}: weights are now {_listed(change.weights)}")
     for a, b in skipped:
         if b > run.noted_step:
             _note(run, "skipped", step=step, data_steps=[a + 1, b + 1])
@@ -369,6 +402,20 @@ def _new_holes(run: _Run) -> list[dict[str, Any]]:
     """Rows and shards that this rank could not use and passed over (on_bad = "skip"), each once."""
     found = [h for h in run.loader.data.holes() if (h["source"], h["file"], h["row"]) not in run.noted_holes]
     run.noted_holes |= {(h["source"], h["file"], h["row"]) for h in found}
+    return found
+
+
+def _holes_in(journal: Path) -> set[tuple[str, str, int]]:
+    """Source, file and row of the holes that a journal tells of."""
+    found = set()
+    with contextlib.suppress(FileNotFoundError), journal.open("rb") as lines:
+        for line in lines:
+            if b'"hole"' not in line:
+                continue
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a kill cut short
+                event = json.loads(line)
+                if event["event"] == "hole":
+                    found.add((event["source"], event["file"], event["row"]))
     return found
 
 
@@ -418,13 +465,8 @@ def _finish(run: _Run, state: str) -> Summary:
         padding=delivered["padding"] / positions if positions else 0.0,
         documents=delivered["rows"],
         mix={
-            n: {"realised": t / total, "target": w}
-            for n, t, w in zip(
-                run.loader.data.names,
-                body["source_tokens"],
-                run.loader.data.mean_weights(run.loader.step),
-                strict=True,
-            )
+            n: {"realised": t / total, "target": target}
+            for t, (n, (_, target)) in zip(body["source_tokens"], run.loader.report().mix.items(), strict=True)
         },
         digest=body["digest"],
         model_sha256=run.trainer.model_sha256(),
@@ -439,6 +481,10 @@ def _finish(run: _Run, state: str) -> Summary:
 
 
 # ------------------------------------------------------------------------------------------------- details
+
+
+def _listed(weights: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
 
 
 def _note(run: _Run, event: str, **facts: Any) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import ConfigError
-from headrace.jobs.check import Plan, plan_of
+from headrace.jobs.check import Plan, ends_with, plan_of
 from headrace.jobs.config import RunConfig, check_world_size
 from headrace.jobs.wiring import Job
 from headrace.loader import LanePlan, TextDataset
@@ -97,7 +98,7 @@ def plan_run(config: RunConfig, *, steps: int | None = None, ranks: int = 1) -> 
     check_world_size(config, ranks)
     data = Job(config).dataset()
     try:
-        return _Play(config, plan_of(config, data), data).forecast()
+        return _Play(config, plan_of(config, data, note_end=False), data).forecast()
     finally:
         data.close()
 
@@ -142,6 +143,8 @@ class _Play:
         self.bins = np.zeros((BINS, sources))
         self.repeats: list[int | None] = [None] * sources
         self.dry: list[list[int]] = [[] for _ in range(sources)]
+        self.stopped_by: Counter[int] = Counter()
+        """How many lanes each source has ended, with exhausted = "stop_first"."""
 
     def forecast(self) -> Forecast:
         lanes = [self._played(lane) for lane in range(min(self.data.lanes, self.total))]
@@ -162,7 +165,7 @@ class _Play:
             config_hash=self.config.hash, steps=self.config.run.steps, global_batch_size=self.size, seq_len=self.data.seq_len,
             lanes=self.data.lanes, tokens=round(tokens), padding=max(1 - tokens / (blocks * self.data.seq_len), 0.0) if blocks else 0.0,
             ends_at=None if ended is None else ended // self.size, fillers=max(within - blocks, 0), changes=self._weights_over_time(),
-            blocks_a_pick=self.grain, warnings=self.sheet.warnings, seconds=time.perf_counter() - self.began,
+            blocks_a_pick=self.grain, warnings=(*self.sheet.warnings, *self._end_note(ended)), seconds=time.perf_counter() - self.began,
             sources=tuple(
                 SourceForecast(
                     name=s.name, rows=s.rows, available=s.tokens, tokens=round(delivered[i]), share=delivered[i] / tokens if tokens else 0.0,
@@ -174,6 +177,12 @@ class _Play:
             ),
         )
         # fmt: on
+
+    def _end_note(self, ended: int | None) -> list[str]:
+        if ended is None or not self.stopped_by:
+            return []
+        source = self.stopped_by.most_common(1)[0][0]
+        return [ends_with(self.sheet.sources[source].name, ended // self.size)]
 
     def _played(self, index: int) -> _Lane:
         lane = self._start(index)
@@ -234,6 +243,7 @@ class _Play:
         return rest is not None and rest <= (self.data.seq_len / 2 if self.plan.max_tokens[source] is not None else 0)
 
     def _drop(self, lane: _Lane, source: int) -> None:
+        self.stopped_by[source] += self.plan.stop_first
         for i in range(len(lane.left)) if self.plan.stop_first else (source,):
             lane.left[i] = 0.0
         self._reweigh(lane)

@@ -74,7 +74,7 @@ class Watcher(Protocol):
         ...
 
     def notice(self, sentence: str) -> None:
-        """Worth a line even where nothing else is printed."""
+        """Worth a line even where stdout is for machines; `--quiet` silences it too."""
         ...
 
 

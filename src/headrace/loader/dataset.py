@@ -16,7 +16,7 @@ import difflib
 import itertools
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from headrace.files import publish
 from headrace.loader.lanes import LanePlan
 from headrace.loader.lanes import kernels as lane_kernels
 from headrace.loader.pool import WindowKey
+from headrace.loader.weight_text import written_weights
 from headrace.loader.windows import Carry, ChunkCache, Window, WindowMaker
 from headrace.metrics import Meter, Wait
 from headrace.mix import Deal, lane_weight_factors
@@ -121,9 +122,7 @@ class TextDataset:
         self.lanes = lanes
         self.shuffle = shuffle
         self.exhausted: Exhausted = exhausted
-        if isinstance(sources, str | Source):
-            sources = [sources]
-        described = _named([Source.parse(s) if isinstance(s, str) else s for s in sources])
+        described = _named(_described(sources))
         if not described:
             raise ConfigError('a dataset needs at least one source, such as Source("sample:prose")')
         if not any(s.weight > 0 for s in described):
@@ -146,6 +145,7 @@ class TextDataset:
         if not any(s.manifest.rows and s.source.weight > 0 for s in self.sources):
             names = ", ".join(s.source.spec for s in self.sources)
             raise DataError(f"no source has any rows ({names}): check the paths, or the files they point to")
+        self._refuse_changes_to_nothing()
         with Wait("tokenizer.load", meter=self.meter):
             self.tokenizer = self._tokenizer(tokenizer, eos_token, bos_token, engine)
         self.packing = Packing(
@@ -193,11 +193,27 @@ class TextDataset:
         raw = [weights[s.name] if s.manifest.rows else 0.0 for s in self.sources]
         return tuple(w / sum(raw) for w in raw)
 
+    def _refuse_changes_to_nothing(self) -> None:
+        """Weights that only sources without rows have leave nothing to read."""
+        weights = {s.name: s.source.weight for s in self.sources}
+        for change in self.mix_changes:
+            weights |= change.weights
+            if not any(weights[s.name] > 0 for s in self.sources if s.manifest.rows):
+                empty = ", ".join(s.name for s in self.sources if weights[s.name] > 0)
+                raise ConfigError(
+                    f"the mix change after {change.step} steps ([[mix.change]] step = {change.step + 1}) leaves weight only on "
+                    f"sources without rows ({empty}): give a source that has rows a positive weight there"
+                )
+
     def mean_weights(self, steps: int) -> tuple[float, ...]:
         """What the weights add up to over the first `steps` steps: the shares that a run should have reached by then."""
-        cuts = sorted({0, *(min(c.step, steps) for c in self.mix_changes), max(steps, 1)})
+        return tuple(float(w) for w in self.weight_sums(0, max(steps, 1)) / max(steps, 1))
+
+    def weight_sums(self, begin: int, end: int) -> np.ndarray:
+        """The weights of the steps [begin, end), added up."""
+        cuts = sorted({begin, *(c.step for c in self.mix_changes if begin < c.step < end), max(begin, end)})
         parts = [np.array(self.weights_at(a)) * (b - a) for a, b in itertools.pairwise(cuts)]
-        return tuple(float(w) for w in np.sum(parts, axis=0) / max(steps, 1))
+        return np.sum(parts, axis=0) if parts else np.zeros(len(self.sources))
 
     def changes_from(self, step: int, number: int) -> list[tuple[int, tuple[tuple[float, ...], ...]]]:
         """The changes of weights at `step` or later, per lane and source."""
@@ -242,11 +258,8 @@ class TextDataset:
         found["config:limits"] = fingerprint_json(limits)
         found["tokenizer"] = f"{self.tokenizer.fingerprint}"
         found["sources"] = ", ".join(self.names)
-        found["weights"] = ", ".join(f"{s.source.weight!r}" for s in self.sources)
-        for change in self.mix_changes:  # what lies ahead may be changed freely
-            if change.step < step:
-                listed = ", ".join(f"{name} {weight!r}" for name, weight in sorted(change.weights.items()))
-                found["weights"] += f"; from step {change.step}: {listed}"
+        past = [(c.step, c.weights) for c in self.mix_changes if c.step < step]  # what lies ahead may be changed freely
+        found["weights"] = written_weights([(0, {s.name: s.source.weight for s in self.sources}), *past])
         return found
 
     def estimated_tokens(self, sample_chunks: int = 3) -> tuple[int, ...]:
@@ -355,6 +368,11 @@ class TextDataset:
             return sample_tokenizer(self.cache, engine)
         if given is None or isinstance(given, str | Path):
             return load_tokenizer(given, eos=eos, bos=bos, engine=engine)
+        lacking = [name for name in ("encode", "vocab_size", "name", "fingerprint") if not hasattr(given, name)]
+        if lacking:
+            raise ConfigError(
+                f"tokenizer must be a path, a name, or an object with encode, vocab_size, name and fingerprint; {given!r} has no {', '.join(lacking)}"
+            )
         return given
 
     def _special(self, role: str, found: int | None) -> int:
@@ -388,6 +406,20 @@ def sample_tokenizer(cache: Path, engine: EngineName = "auto") -> BpeTokenizer:
     return BpeTokenizer(path.read_bytes(), name="sample", engine=engine)
 
 
+def _described(sources: Any) -> list[Source]:
+    """The sources as they were given: one or several, as objects or one-line specs."""
+    given = (
+        [sources]
+        if isinstance(sources, str | Source | Path | Mapping) or not isinstance(sources, Iterable)
+        else list(sources)
+    )
+    for source in given:
+        if not isinstance(source, str | Source):
+            example = f"'jsonl:{source}'" if isinstance(source, Path) else "Source('jsonl:web', weight=0.5)"
+            raise ConfigError(f"a source is a Source or a one-line spec, such as {example}; got {source!r}")
+    return [Source.parse(s) if isinstance(s, str) else s for s in given]
+
+
 def _named(sources: Sequence[Source]) -> list[Source]:
     """Sources with different names: the second `web` becomes `web-2`."""
     seen: dict[str, int] = {}
@@ -405,12 +437,21 @@ def _named(sources: Sequence[Source]) -> list[Source]:
 
 def _checked_changes(changes: Sequence[MixChange], sources: Sequence[Source]) -> tuple[MixChange, ...]:
     """In the order of their steps, every one of them possible."""
+    for given in changes:
+        if (
+            not isinstance(given, MixChange)
+            or not isinstance(given.step, int)
+            or not isinstance(given.weights, Mapping)
+        ):
+            raise ConfigError(
+                f"mix_changes takes changes such as MixChange(step=500, weights={{'web': 0.2}}), with a step of at least 0; got {given!r}"
+            )
     weights = {s.name or "": s.weight for s in sources}
     problems: list[str] = []
     ordered = tuple(sorted(changes, key=lambda c: c.step))
     for i, change in enumerate(ordered):
         what = f"mix.change at step {change.step}"
-        if not isinstance(change.step, int) or change.step < 0:
+        if change.step < 0:
             problems.append(f"{what}: a step is a whole number of at least 0")
         if i and ordered[i - 1].step == change.step:
             problems.append(f"{what} is given twice; put all weights of a step into one")

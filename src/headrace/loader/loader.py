@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import operator
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -91,8 +92,10 @@ class Loader(RankLoader):
         self.global_batch_size = global_batch_size
         self._fields = (*fields, "segment_ids") if segment_ids and "segment_ids" not in fields else tuple(fields)
         self._borders = "cu_seqlens" in self._fields
-        self._skip = tuple((int(a), int(b)) for a, b in skip)
+        self._skip = _step_ranges(skip)
         self._check(tokenizer_workers or 0, data_loader_workers, prefetch_batches, labels)
+        if device is not None:
+            _check_device(device)
         self._workers = tokenizer_workers if tokenizer_workers is not None else 0 if data_loader_workers else 4
         self._processes = data_loader_workers
         self._prefetch = prefetch_batches
@@ -223,21 +226,22 @@ class Loader(RankLoader):
     ) -> None:
         """Go on where a state was saved: one state, or the list of all ranks' states.
 
-        Refuses a state of other data, another tokenizer or other settings, naming what differs; `accept` takes the
-        names (such as {"weights"}) that may differ.
+        Refuses a state of other data, another tokenizer, other settings or other steps passed over, naming what differs;
+        `accept` takes the names (such as {"weights"}) that may differ.
         """
         self.close()
-        number, step = _body_number(state, "pass"), _body_number(state, "step")
-        plan = self.data.plan(number, step - 1)
+        data = self.data
         loaded, known = load_states(
             state,
-            fingerprint=self.data.fingerprint(step),
-            names=self.data.names,
-            lanes=self.data.lanes,
+            fingerprint=data.fingerprint,
+            names=data.names,
+            empty=[source.name for source in data.sources if not source.manifest.rows],
+            lanes=data.lanes,
             own=self._own,
             rank=self.rank,
+            skip=self._skip,
             accept=accept,
-            fresh=dict(enumerate(plan.starts)),
+            fresh=lambda number, step: dict(enumerate(data.plan(number, step - 1).starts)),
         )
         self._settled = loaded
         self._delivered = []
@@ -258,7 +262,11 @@ class Loader(RankLoader):
         return self.data.names
 
     def _targets(self) -> Sequence[float]:
-        return self.data.mean_weights(self._state.step)
+        before, data, step = self._state.asked_before, self.data, self._state.step
+        if before is None:
+            return data.mean_weights(step)
+        asked = data.weight_sums(before[0], step) + [before[1].get(name, 0.0) for name in data.names]
+        return tuple((asked / asked.sum()).tolist()) if asked.any() else data.mean_weights(step)
 
     def _merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return merge_states(states)
@@ -471,12 +479,31 @@ class Loader(RankLoader):
         )
 
 
-def _body_number(state: Mapping[str, Any] | Sequence[Mapping[str, Any]], name: str) -> int:
-    """A number that a state should hold; a state that does not is refused later, by name."""
-    first = state if isinstance(state, Mapping) else (state[0] if state else {})
-    body = first.get("body") if isinstance(first, Mapping) else None
-    number = body.get(name, 0) if isinstance(body, Mapping) else 0
-    return number if isinstance(number, int) and number >= 0 else 0
+def _step_ranges(skip: Any) -> tuple[tuple[int, int], ...]:
+    try:
+        if isinstance(skip, str):
+            raise TypeError
+        return tuple((operator.index(a), operator.index(b)) for a, b in skip)
+    except (TypeError, ValueError):
+        raise ConfigError(f"skip takes ranges of steps [from, to), such as [(3, 5)], got {skip!r}") from None
+
+
+def _check_device(device: Any) -> None:
+    """A device that is not there is refused now, not with the first batch."""
+    import torch
+
+    try:
+        wanted = torch.device(device)
+        if wanted.type == "cuda":
+            if (wanted.index or 0) >= torch.cuda.device_count():
+                raise RuntimeError(f"torch sees {torch.cuda.device_count()} CUDA devices here")
+        else:
+            torch.empty(0, device=wanted)
+    except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"device={device!r} cannot be used: {reason}. Leave it out to have batches in memory"
+        ) from error
 
 
 def _picks(taken: Sequence[Taken]) -> str:

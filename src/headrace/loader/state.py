@@ -10,21 +10,29 @@ of ranks; a rank that goes on at the same world size may also load just its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from headrace.errors import CursorMismatch
+from headrace.errors import ConfigError, CursorMismatch
 from headrace.loader.lanes import CREDIT, DRY, EPOCH
+from headrace.loader.weight_text import read_weights, shown_weights, weights_asked_for
 from headrace.order import Cursor, Digest
 
-__all__ = ["COUNTS", "KIND", "VERSION", "LoaderState", "load_states", "merge_states"]
+__all__ = [
+    "ACCEPTABLE", "COUNTS", "KIND", "VERSION", "LoaderState", "checked_accept", "joined_ranges", "load_states", "merge_states",
+]  # fmt: skip
 
 KIND, VERSION = "text", 1
 COUNTS = ("tokens", "padding", "rows", "samples", "fillers", "skipped")
 """As the compiled loop counts them."""
+ACCEPTABLE = ("data", "weights", "tokenizer", "config", "sources", "skip")
+"""What may differ from a state if it is accepted by name."""
+_LIMITS = {"step": 1 << 62, "sample": 1 << 62, "pass": 1 << 32}
+"""No run gets there: a number beyond is damage."""
 
 
 @dataclass(slots=True)
@@ -43,6 +51,8 @@ class LoaderState:
     """Per source, over all passes, by this rank (rank 0 also holds what ranks of an earlier shape delivered)."""
     skipped: list[list[int]] = field(default_factory=list)
     """Ranges of steps [from, to) that were passed over."""
+    asked_before: tuple[int, dict[str, float]] | None = None
+    """(steps, shares of them added up by source) that other weights asked for, if weights were changed at a resume."""
     lane_ids: tuple[int, ...] = ()
     lanes: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 6), np.int64))
     """int64 [lanes, sources, 6], as in lanes.py; replaced as a whole, never written to."""
@@ -66,6 +76,8 @@ class LoaderState:
             "sources": list(names), "digest": str(self.digest), "delivered": self.delivered,
             "source_tokens": self.source_tokens.tolist(), "skipped": [list(r) for r in self.skipped], "entries": entries,
         }  # fmt: skip
+        if self.asked_before is not None:
+            body["asked_before"] = {"steps": self.asked_before[0], "shares": dict(self.asked_before[1])}
         return Cursor(kind=KIND, version=VERSION, fingerprint=fingerprint, body=body)
 
 
@@ -82,6 +94,14 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             kind=first.kind, version=first.version, fingerprint=first.fingerprint, what=f"state {i} of {len(states)}"
         )
     bodies = [dict(c.body) for c in cursors]
+    try:
+        merged = _merged_bodies(bodies)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(error) from error
+    return Cursor(kind=first.kind, version=first.version, fingerprint=first.fingerprint, body=merged).to_dict()
+
+
+def _merged_bodies(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name in ("step", "sample", "pass", "lanes", "sources", "skipped"):
         found = [b.get(name) for b in bodies]
         if any(f != found[0] for f in found):
@@ -97,34 +117,42 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 f"lane {twice[0]} is in two of the states (the second is state {i}): was one passed twice?"
             )
         entries |= body["entries"]
-    merged = bodies[0] | {
+    return dict(bodies[0]) | {
         "entries": entries,
         "ended": all(b["ended"] for b in bodies),
         "digest": str(Digest(sum(Digest(b["digest"]).value for b in bodies))),
         "delivered": {k: sum(b["delivered"].get(k, 0) for b in bodies) for k in bodies[0]["delivered"]},
         "source_tokens": [sum(t) for t in zip(*(b["source_tokens"] for b in bodies), strict=True)],
     }
-    return Cursor(kind=first.kind, version=first.version, fingerprint=first.fingerprint, body=merged).to_dict()
 
 
 def load_states(
     state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     *,
-    fingerprint: Mapping[str, str],
+    fingerprint: Callable[[int], Mapping[str, str]],
     names: Sequence[str],
+    empty: Collection[str],
     lanes: int,
     own: Collection[int],
     rank: int,
+    skip: Iterable[tuple[int, int]],
     accept: Collection[str],
-    fresh: Mapping[int, np.ndarray],
+    fresh: Callable[[int, int], Mapping[int, np.ndarray]],
 ) -> tuple[LoaderState, dict[int, np.ndarray]]:
     """The state for one rank, and the lanes of the other ranks as far as they are known.
 
-    `fresh` is what a lane looks like before its first sample; a source that a state does not know (accepted as
-    "sources") starts there.
+    `fingerprint` is that of the order before a step. `fresh` is what the lanes look like before their first sample, by pass
+    and step; a source that a state does not know (accepted as "sources") starts there. `empty` are the sources without rows.
     """
+    accept = checked_accept(accept)
     cursor = Cursor.from_dict(merge_states(state if isinstance(state, Sequence) else [state]))
-    cursor.require(kind=KIND, version=VERSION, fingerprint=fingerprint, accept=accept)
+    if (cursor.kind, cursor.version) == (KIND, VERSION):
+        _check_position(cursor.body)
+    step = cursor.body.get("step", 0)
+    accepted = cursor.require(
+        kind=KIND, version=VERSION, fingerprint=fingerprint(step), accept=accept, shown=shown_weights
+    )
+    lanes_before = fresh(cursor.body["pass"], step)
     try:
         body = cursor.body
         entries = {int(lane): rows for lane, rows in body["entries"].items()}
@@ -136,7 +164,7 @@ def load_states(
         place = {name: i for i, name in enumerate(saved_names)}
         known: dict[int, np.ndarray] = {}
         for lane, rows in entries.items():
-            state_of = fresh[lane].copy()
+            state_of = lanes_before[lane].copy()
             for i, name in enumerate(names):
                 if name in place:
                     state_of[i] = _entry(rows[place[name]])
@@ -149,6 +177,7 @@ def load_states(
             number=int(body["pass"]),
             ended=bool(body["ended"]),
             skipped=[[int(a), int(b)] for a, b in body.get("skipped", ())],
+            asked_before=_asked_before(cursor, accepted & {"weights", "sources"}, empty),
         )
         # What earlier ranks delivered is added up once: here if this rank goes on alone from its own state, else on rank 0.
         if partial or rank == 0:
@@ -159,7 +188,9 @@ def load_states(
         else:
             loaded.source_tokens = np.zeros(len(names), np.int64)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        raise CursorMismatch(f"state is damaged: {type(error).__name__} {error} while reading its body") from error
+        raise _damaged(error) from error
+    if "skip" not in accept:
+        _refuse_other_skips(loaded, skip)
     missing = sorted(set(own) - set(known))
     if missing:
         raise CursorMismatch(
@@ -169,6 +200,69 @@ def load_states(
     loaded.lane_ids = tuple(sorted(own))
     loaded.lanes = np.stack([known[lane] for lane in loaded.lane_ids])
     return loaded, known
+
+
+def checked_accept(accept: Collection[str]) -> frozenset[str]:
+    """What may differ, or ConfigError for a name that means nothing."""
+    names = frozenset([accept] if isinstance(accept, str) else accept)
+    for name in sorted(names, key=str):
+        if not isinstance(name, str) or name.partition(":")[0] not in ACCEPTABLE:
+            near = difflib.get_close_matches(str(name), ACCEPTABLE, 1)
+            meant = f", did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"accept: there is no {name!r} to accept{meant} (there are {', '.join(ACCEPTABLE)})")
+    return names
+
+
+def joined_ranges(ranges: Iterable[Sequence[int]], end: int) -> list[list[int]]:
+    """Ranges [from, to) as far as they lie before `end`, in order, those that touch as one."""
+    joined: list[list[int]] = []
+    for a, b in sorted((int(a), min(int(b), end)) for a, b in ranges):
+        if a >= b:
+            continue
+        if joined and a <= joined[-1][1]:
+            joined[-1][1] = max(joined[-1][1], b)
+        else:
+            joined.append([a, b])
+    return joined
+
+
+def _refuse_other_skips(loaded: LoaderState, skip: Iterable[tuple[int, int]]) -> None:
+    """What was passed over is part of the order: a loader that says otherwise describes another run."""
+    saved, now = joined_ranges(loaded.skipped, loaded.step), joined_ranges(skip, loaded.step)
+    if saved != now:
+        said = [f"skip=[{', '.join(f'({a}, {b})' for a, b in ranges)}]" for ranges in (saved, now)]
+        raise CursorMismatch(
+            f"state was saved at step {loaded.step} of a run with {said[0]}; this loader has {said[1]} before that step. Make the "
+            f'loader with {said[0]}, and with what lies ahead, or accept it with accept={{"skip"}}.',
+            {"skip": (said[0], said[1])},
+        )
+
+
+def _check_position(body: Mapping[str, Any]) -> None:
+    for name, limit in _LIMITS.items():
+        number = body.get(name)
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < limit:
+            raise CursorMismatch(f"state is damaged: its {name} is {number!r}, expected a whole number of at least 0")
+
+
+def _asked_before(
+    cursor: Cursor, changed: Collection[str], empty: Collection[str]
+) -> tuple[int, dict[str, float]] | None:
+    """What was asked of the sources until now, if it does not follow from the weights of this run."""
+    body = cursor.body
+    kept = body.get("asked_before")
+    steps, shares = (
+        (0, {}) if kept is None else (int(kept["steps"]), {str(n): float(w) for n, w in kept["shares"].items()})
+    )
+    if not changed:
+        return None if kept is None else (steps, shares)
+    changes = read_weights(cursor.fingerprint["weights"], list(body["sources"]))
+    asked = weights_asked_for(changes, steps, body["step"], empty)
+    return body["step"], {name: shares.get(name, 0.0) + asked.get(name, 0.0) for name in {**shares, **asked}}
+
+
+def _damaged(error: Exception) -> CursorMismatch:
+    return CursorMismatch(f"state is damaged: {type(error).__name__} {error} while reading its body")
 
 
 def _entry(row: Sequence[int]) -> list[int]:

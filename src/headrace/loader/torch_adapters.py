@@ -169,7 +169,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, accept: Collection[str] = ()
     ) -> None:
         """Go on where a state was saved, here or by `hr.Loader`: one state, or the list of all ranks' states."""
-        states = [state] if isinstance(state, Mapping) else list(state)
+        states: list[Any] = list(state) if isinstance(state, Sequence) else [state]
         found = [_inside(s) for s in states]
         rows = sorted({row for _, row in found})
         if len(rows) > 1:

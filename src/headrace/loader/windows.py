@@ -302,7 +302,7 @@ class WindowMaker:
         try:
             with phase("tokenize", meter=self._meter):
                 batch = self._tokenizer.encode(texts)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a tokenizer that calls exit() must not end a thread without a word
             raise self._culprit(texts, chunks, rows, error) from error
         tokens = len(batch.ids)
         self._check(batch, texts, chunks, rows)
@@ -354,14 +354,15 @@ class WindowMaker:
         file, local = self.source.manifest.locate(int(self.source.manifest.first_row[chunk]) + row)
         return f"row {local} of {self.source.manifest.files[file].path} (source {self.source.name})"
 
-    def _culprit(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray, error: Exception) -> HeadraceError:
+    def _culprit(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray, error: BaseException) -> HeadraceError:
         """The error with the document's name: the tokenizer only says that one of a batch failed."""
         for text, chunk, row in zip(texts, chunks.tolist(), rows.tolist(), strict=True):
             try:
                 self._tokenizer.encode([text])
-            except Exception as alone:
+            except (Exception, SystemExit) as alone:
+                why = f"it called for an exit, {alone!r}" if isinstance(alone, SystemExit) else alone
                 return TokenizerError(
-                    f"tokenizer {self._tokenizer.name} failed on {self._place(chunk, row)}: {alone}. Remove the row, or use another "
+                    f"tokenizer {self._tokenizer.name} failed on {self._place(chunk, row)}: {why}. Remove the row, or use another "
                     "tokenizer."
                 )
         return TokenizerError(

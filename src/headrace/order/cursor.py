@@ -11,7 +11,7 @@ order depends on, so a resume on anything else is refused by name instead of sil
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +72,12 @@ class Cursor:
         fingerprint: Mapping[str, str],
         accept: Collection[str] = (),
         what: str = "state",
+        shown: Callable[[str], str] = str,
     ) -> frozenset[str]:
-        """Refuse a cursor of something else, naming every difference. Returns the differences that were accepted."""
+        """Refuse a cursor of something else, naming every difference. Returns the differences that were accepted.
+
+        `shown` makes of a value what people are told of it.
+        """
         if self.kind != kind:
             raise CursorMismatch(
                 f"{what} is a cursor of kind {self.kind!r}; this loader takes {kind!r}. Load it where it was saved.",
@@ -95,7 +99,9 @@ class Cursor:
             name: pair for name, pair in differences.items() if _family(name) not in accept and name not in accept
         }
         if refused:
-            listed = "; ".join(f"{name}: saved {saved}, now {now}" for name, (saved, now) in refused.items())
+            listed = "; ".join(
+                f"{name}: saved {shown(saved)}, now {shown(now)}" for name, (saved, now) in refused.items()
+            )
             families = ", ".join(f'"{f}"' for f in sorted({_family(n) for n in refused}))
             raise CursorMismatch(
                 f"{what} was saved for something else ({listed}). Resuming would deliver other data than the run you "

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 from typing import Any, Literal
-from urllib.parse import unquote_plus
+from urllib.parse import unquote
 
 from headrace.errors import ConfigError
 
@@ -59,6 +59,11 @@ _QUERY = re.compile(r"\A(?P<spec>.*)\?(?P<query>[^?=&]+=[^?]*)\Z", re.DOTALL)
 def nearest(word: str, valid: Iterable[str]) -> list[str]:
     """All of `valid`, the likeliest meant first."""
     return sorted(valid, key=lambda v: (-difflib.SequenceMatcher(None, word.lower(), v.lower()).ratio(), v))
+
+
+def option_value(text: str) -> str:
+    """What is written after `key=` in a one-line spec: `%26` stands for `&`, and `+` for itself, in Python as in TOML."""
+    return unquote(text)
 
 
 def store_of(place: str) -> str | None:
@@ -122,7 +127,7 @@ class Source:
         options: dict[str, Any] = {}
         for pair in match["query"].split("&"):
             key, equals, text = pair.partition("=")
-            value = unquote_plus(text)
+            value = option_value(text)
             if key not in valid:
                 problems.append(
                     f"source {line!r}: unknown option {key!r}, did you mean {nearest(key, valid)[0]!r}? "

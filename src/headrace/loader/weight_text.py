@@ -1,0 +1,65 @@
+"""How are the weights of a run written where its order is named, and what did they ask for?
+
+    3.0, 1.0; from step 10: b 3.0, web 1.0        as a cursor keeps it: in the order of the sources; steps counted from 0
+    3.0, 1.0; from step 11 on: b 3.0, web 1.0     as people are shown it: steps counted from 1, as in a config and a journal
+
+The kept form is part of every saved state and stays as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+__all__ = ["read_weights", "shown_weights", "weights_asked_for", "weights_in_force", "written_weights"]
+
+Changes = Sequence[tuple[int, Mapping[str, float]]]
+"""(steps delivered before it, weights by source), in order; the first has 0 steps and names every source."""
+
+
+def written_weights(changes: Changes) -> str:
+    """The kept form."""
+    (_, first), *later = changes
+    text = ", ".join(f"{weight!r}" for weight in first.values())
+    for step, weights in later:
+        listed = ", ".join(f"{name} {weight!r}" for name, weight in sorted(weights.items()))
+        text += f"; from step {step}: {listed}"
+    return text
+
+
+def read_weights(text: str, names: Sequence[str]) -> list[tuple[int, dict[str, float]]]:
+    """The changes that a kept form tells of, for the sources it was written for. ValueError if it is no such text."""
+    first, *later = text.split("; from step ")
+    changes = [(0, dict(zip(names, map(float, first.split(", ")), strict=True)))]
+    for change in later:
+        step, _, listed = change.partition(": ")
+        pairs = (item.rpartition(" ") for item in listed.split(", "))
+        changes.append((int(step), {name: float(weight) for name, _, weight in pairs}))
+    return changes
+
+
+def shown_weights(text: str) -> str:
+    """The kept form as people count steps."""
+    return re.sub(r"; from step (\d+):", lambda found: f"; from step {int(found[1]) + 1} on:", text)
+
+
+def weights_in_force(changes: Changes, step: int) -> dict[str, float]:
+    """Weights by source once `step` steps have been delivered."""
+    weights: dict[str, float] = {}
+    for at, changed in changes:
+        if at <= step:
+            weights |= changed
+    return weights
+
+
+def weights_asked_for(changes: Changes, begin: int, end: int, empty: Collection[str]) -> dict[str, float]:
+    """The shares of the steps [begin, end) added up, by source. Sources in `empty` have no rows, and so no share."""
+    asked = dict.fromkeys((name for name in changes[0][1]), 0.0)
+    cuts = sorted({begin, *(step for step, _ in changes if begin < step < end), max(begin, end)})
+    for a, b in itertools.pairwise(cuts):
+        weights = {n: 0.0 if n in empty else w for n, w in weights_in_force(changes, a).items()}
+        total = sum(weights.values())
+        for name, weight in weights.items():
+            asked[name] += (b - a) * weight / total if total else 0.0
+    return asked
