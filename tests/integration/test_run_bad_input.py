@@ -230,3 +230,37 @@ def test_debug_shows_where_an_error_came_from(tmp_path, headrace):
     done = headrace("run", "--resume", "nowhere", "--debug", cwd=tmp_path)
     assert done.returncode == 1
     assert re.search(r"Traceback[\s\S]*ConfigError", done.stderr)
+
+
+def test_a_resume_that_forgets_skipped_steps_is_refused_and_quiet_says_nothing_else(tmp_path, headrace, rows):
+    def run(*words):
+        return headrace("run", *words, "--quiet", cwd=tmp_path)
+
+    words = (toml(tmp_path), "--run.dir", "S", "--run.skip", "3:5", "--run.steps", "6", "--run.keep_checkpoints", "9")
+    assert run(*words).returncode == 0
+    done = run("--resume", "S", "--run.skip", "", "--run.steps", "8")
+    assert done.returncode == 1
+    assert "passed over the data of steps 3:5, and run.skip is empty" in done.stderr
+    done = run("--resume", "S", "--run.steps", "8")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_weights_changed_at_a_resume_and_holes_are_journalled_once(tmp_path, headrace, rows):
+    rows.write_text("{broken\n" + rows.read_text())
+    words = ("--source.0.on_bad", "skip", "--loader.exhausted", "repeat", "--run.keep_checkpoints", "9", "--quiet")
+    for more in (
+        (toml(tmp_path), "--run.dir", "W", "--run.steps", "10"),
+        ("--resume", "W", "--run.steps", "20"),
+        ("--resume", "W", "--run.steps", "21", "--source.0.weight", "3", "--accept", "weights"),
+    ):
+        done = headrace("run", *more, *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in (tmp_path / "W" / "journal.jsonl").read_text().splitlines()]
+    assert len([e for e in events if e["event"] == "hole"]) == 1
+    (told,) = [e for e in events if e["event"] == "weights"]
+    assert (told["step"], told["weights"], told["weights_before"]) == (21, {"rows": 3.0}, {"rows": 1.0})
+    assert json.loads((tmp_path / "W" / "summary.json").read_text())["left_out"].keys() == {
+        "empty_documents",
+        "bad_rows",
+        "bad_shards",
+    }

@@ -250,6 +250,8 @@ class TerminalWatcher:
 
 def closing(console: Console, summary: Summary, folder: str) -> None:
     """The summary at the end: what happened, and how to go on."""
+    from headrace.loader.report import told_left_out
+
     done = {"completed": "completed", "stopped": "stopped", "data_ended": "ran out of data"}[summary.state]
     console.print(f"\n[bold]{done}[/] at step {summary.step} of {summary.steps}", highlight=False)
     mix = "  ".join(f"{n} {m['realised']:.3f} (target {m['target']:.3f})" for n, m in summary.mix.items())
@@ -259,6 +261,11 @@ def closing(console: Console, summary: Summary, folder: str) -> None:
         ("wait", f"{summary.exposed_wait_seconds:.2f} s exposed ({summary.exposed_wait_share:.1%})"),
         ("padding", f"{summary.padding:.2%}   documents {summary.documents:,}   tokens {summary.tokens:,}"),
         ("mix", mix),
+        *(
+            [("left out", f"{said} (since this process took it up)")]
+            if (said := told_left_out(summary.left_out))
+            else []
+        ),
         ("digest", summary.digest),
         ("model", f"sha256 {summary.model_sha256[:16]}…"),
         ("folder", folder),

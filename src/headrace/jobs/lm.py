@@ -58,6 +58,8 @@ class Summary(RunSummary):
     documents: int
     mix: dict[str, dict[str, float]]
     digest: str
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Empty documents, bad rows and bad shards, of all ranks, since this process began or resumed the run."""
 
 
 @dataclass(slots=True)
@@ -442,6 +444,14 @@ def _save(run: _Run) -> None:
     run.saved = (step, run.loader.ended)
 
 
+def _left_out(run: _Run) -> dict[str, int]:
+    """What all ranks left out. Collective."""
+    own = run.loader.report().left_out
+    everyone = gather_json(own) if run.world_size > 1 else [own]
+    total = {name: sum(counts[name] for counts in everyone) for name in own}
+    return total | {name: own[name] for name in ("bad_shards",) if name in own}  # every rank knows of the same
+
+
 def _finish(run: _Run, state: str) -> Summary:
     merged = run.loader.gather_state() if run.world_size > 1 else run.loader.state_dict()
     body = merge_states([merged])["body"]
@@ -469,6 +479,7 @@ def _finish(run: _Run, state: str) -> Summary:
             for t, (n, (_, target)) in zip(body["source_tokens"], run.loader.report().mix.items(), strict=True)
         },
         digest=body["digest"],
+        left_out=_left_out(run),
         model_sha256=run.trainer.model_sha256(),
         config_hash=config.hash,
         resume=f"headrace run --resume {folder.path}",

@@ -235,6 +235,7 @@ class LaneTable:
         self._changes = (WeightChange(-1, plan.weights), *changes)
         self._current: list[tuple[float, ...]] = [plan.weights[lane] for lane in self.lanes]
         self._change_at = np.full(count, -1, np.int64)
+        self._empty, self._bad = 0, 0
         self._serial = 0
         self._live: dict[int, Window] = {}
         """Replaced, never changed: batches hold on to the one of their time."""
@@ -290,6 +291,12 @@ class LaneTable:
                 g = samples[at]
                 self._ready(int(self._slots[g % self._plan.lanes]), g, left)
 
+    def drain_left_out(self) -> tuple[int, int]:
+        """(documents without a token, rows that cannot be used) of the windows that were opened since the last call."""
+        counts = self._empty, self._bad
+        self._empty, self._bad = 0, 0
+        return counts
+
     def has_more(self, lane: int, sample: int) -> bool:
         """Whether the lane has another block with something to learn, at `sample` (its next one) or after a later change."""
         slot = int(self._slots[lane])
@@ -335,6 +342,9 @@ class LaneTable:
             if settled != start:
                 block = 0
             window = self._supply.take((source, lane, settled), float(g))
+            if block == 0:  # else a resumed run opens it again
+                self._empty += window.empty
+                self._bad += window.bad
             following = self._settle(lane, source, window.end)
             if following is not None:
                 self._supply.request(

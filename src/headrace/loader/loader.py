@@ -108,6 +108,9 @@ class Loader(RankLoader):
         # Only loaders that all ranks make are counted: a rank may have others of its own.
         self._number = next(_numbers) if self._distributed else -1
         self._settled = LoaderState(source_tokens=np.zeros(len(data.sources), np.int64), lane_ids=self._own)
+        self._left_out = np.zeros(2, np.int64)
+        """Empty documents and bad rows of the windows opened since this loader was made or loaded a state."""
+        self._bad_shards = sum(bool(file.hole) for source in data.sources for file in source.manifest.files)
         self._delivered: list[tuple[float, After]] = []
         """Batches that the state does not know of yet: what next() took, and what follows from each."""
         self._as_made = not copy and device is None
@@ -148,6 +151,7 @@ class Loader(RankLoader):
                 self.close()
                 raise
         if made is None:
+            self._left_out += self._running.left_out_at_the_end()
             self._state.ended = True
             self.close()
             raise StopIteration
@@ -185,6 +189,7 @@ class Loader(RankLoader):
                     state.skipped[-1][1] = step + 1
                 else:
                     state.skipped.append([step, step + 1])
+        self._left_out += np.array([after.left_out for _, after in delivered]).sum(axis=0)
         last = delivered[-1][1]
         state.step, state.sample, state.lanes = last.step + 1, last.next_sample, last.lanes
         self._next_times.record_many([seconds for seconds, _ in delivered])
@@ -249,7 +254,8 @@ class Loader(RankLoader):
         self._origin = loaded.sample
         self._step_digest = Digest()
         self._started = None
-        self._drained = self._totals()
+        self._left_out = np.zeros(2, np.int64)
+        self._drained = self._totals() | {"text/bad_shards": 0}
         self._last = None
         self._flight.clear()
 
@@ -260,6 +266,20 @@ class Loader(RankLoader):
     @property
     def _names(self) -> Sequence[str]:
         return self.data.names
+
+    def _totals(self) -> dict[str, int]:
+        out = self.left_out()
+        if self.rank:  # every rank knows of the same shards: one of them counts
+            out["bad_shards"] = 0
+        return super()._totals() | {f"text/{name}": count for name, count in out.items()}
+
+    def left_out(self) -> dict[str, int]:
+        """What this rank left out since it was made or loaded a state: `empty_documents` and `bad_rows` of the windows it opened,
+        and `bad_shards`, files of which nothing could be read (the same on every rank)."""
+        if self._delivered:
+            self._settle()
+        empty, bad = self._left_out.tolist()
+        return {"empty_documents": empty, "bad_rows": bad, "bad_shards": self._bad_shards}
 
     def _targets(self) -> Sequence[float]:
         before, data, step = self._state.asked_before, self.data, self._state.step

@@ -56,6 +56,8 @@ class After(NamedTuple):
     """The state of the lanes."""
     skipped: tuple[tuple[int, int], ...]
     """(step, samples) of those that were passed over on the way to this one."""
+    left_out: tuple[int, int]
+    """As in LaneTable.drain_left_out."""
 
 
 class Made(NamedTuple):
@@ -114,6 +116,10 @@ class Pipeline:
         made = self._handed_over = self._ahead.exchange(None if before is None else before.slot, wait)
         return made
 
+    def left_out_at_the_end(self) -> tuple[int, int]:
+        """What was left out after the last batch. To be called once there is no next one."""
+        return self._table.drain_left_out()
+
     def close(self, timeout: float = 2.0) -> None:
         until = time.monotonic() + timeout
         self._closed = True
@@ -134,7 +140,9 @@ class Pipeline:
                 self._sample += self._shape.global_batch_size
                 if not passed_over:
                     passed = tuple((step, len(taken.samples)) for step, taken in skipped)
-                    after = After(step, self._sample, taken.facts, self._table.state.copy(), passed)
+                    after = After(
+                        step, self._sample, taken.facts, self._table.state.copy(), passed, self._table.drain_left_out()
+                    )
                     return Made(slot.batch(taken.facts), slot, taken, after, tuple(skipped))
                 skipped.append((step, taken))
 

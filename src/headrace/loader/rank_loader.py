@@ -27,6 +27,9 @@ _SPECS = (
     MetricSpec("data/skipped", Reduction.SUM, unit="samples", help="samples of steps that were passed over on request"),
     MetricSpec("data/source_tokens/<source>", Reduction.SUM, unit="tokens", help="tokens delivered from this source"),
     MetricSpec("text/spot_checks", Reduction.SUM, unit="documents", help="documents that the reference tokenizer encoded too, and agreed on"),
+    MetricSpec("text/empty_documents", Reduction.SUM, unit="documents", help="documents without a token, in the windows that were opened for what was delivered"),
+    MetricSpec("text/bad_rows", Reduction.SUM, unit="rows", help='rows that could not be used and were left out (on_bad = "skip"), in the windows that were opened'),
+    MetricSpec("text/bad_shards", Reduction.SUM, unit="files", help='files of which nothing could be read, left out whole (on_bad = "skip"); told once a process'),
     *Histogram("loader/next").metric_specs(),
 )  # fmt: skip
 register(*_SPECS)
@@ -147,7 +150,12 @@ class RankLoader(ABC):
             waits=self.meter.totals(),
             digest=self.digest,
             steps=state.step,
+            left_out=self.left_out(),
         )
+
+    def left_out(self) -> dict[str, int]:
+        """What was in the sources and not delivered, by kind; {} where that is not counted."""
+        return {}
 
     def __enter__(self) -> Self:
         return self

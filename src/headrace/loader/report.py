@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["LoaderReport"]
+__all__ = ["LoaderReport", "told_left_out"]
+
+
+def told_left_out(counts: Mapping[str, int]) -> str:
+    """`3 empty documents, 1 bad shard`; nothing if nothing was left out."""
+    told = ((count, name.replace("_", " ")) for name, count in counts.items() if count)
+    return ", ".join(f"{count:,} {name if count > 1 else name.removesuffix('s')}" for count, name in told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +32,8 @@ class LoaderReport:
     """Seconds the trainer stood still, by the name of the wait."""
     hidden_seconds: float
     digest: str
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Empty documents, bad rows and bad shards, as `Loader.left_out` counts them."""
 
     @classmethod
     def of(
@@ -40,6 +48,7 @@ class LoaderReport:
         waits: Mapping[str, float],
         digest: str,
         steps: int,
+        left_out: Mapping[str, int] | None = None,
     ) -> LoaderReport:
         tokens, padding = delivered["tokens"], delivered["padding"]
         total = sum(source_tokens)
@@ -55,6 +64,7 @@ class LoaderReport:
             exposed={n: float(waits[k]) for n in exposed_names if (k := f"wait/{n}/seconds") in waits},
             hidden_seconds=float(waits.get("waits/hidden/seconds", 0.0)),
             digest=digest,
+            left_out=dict(left_out or {}),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,6 +72,7 @@ class LoaderReport:
             "steps": self.steps, "tokens": self.tokens, "seconds": self.seconds, "tokens_per_second": self.tokens_per_second,
             "padding": self.padding, "documents": self.documents, "exposed_wait_seconds": dict(self.exposed),
             "mix": {n: {"realised": r, "target": t} for n, (r, t) in self.mix.items()}, "digest": self.digest,
+            "left_out": dict(self.left_out),
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -73,6 +84,7 @@ class LoaderReport:
             + (", ".join(f"{n} {s:.2f} s" for n, s in self.exposed.items()) or "none"),
             f"padding {self.padding:.2%}",
             "mix " + ", ".join(f"{n} {r:.3f} (target {t:.3f})" for n, (r, t) in self.mix.items()),
+            *([f"left out {said}"] if (said := told_left_out(self.left_out)) else []),
             f"digest {self.digest}",
         ]
         return "\n".join(lines)

@@ -57,6 +57,10 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
 
     Rank and world size come from torch.distributed when it is initialised before the first batch, or are given. All other
     options are those of `hr.Loader`. Iterating again goes on where delivery stopped; after the end it starts the next pass.
+
+    Workers (num_workers > 0) are started anew for every iteration, and then begin the same pass again, also after an early
+    break. `set_epoch(n)` before epoch n gives them the next pass, and so does persistent_workers=True. Persistent workers go on
+    after an early break, behind the batches that they had made ahead: those are lost.
     """
 
     def __init__(
@@ -226,7 +230,8 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
             warnings.warn(
                 f"a TorchDataset in a DataLoader with num_workers={workers}: every worker delivers batches of its own lanes, so "
                 "which samples share a batch depends on the number of workers, and so does a saved state. hr.Loader delivers "
-                "the same batches whatever the number of its threads; or use num_workers=0.",
+                "the same batches whatever the number of its threads; or use num_workers=0. Workers that are started anew for an "
+                "epoch begin the same pass again: call set_epoch(n) before epoch n, or set persistent_workers=True.",
                 UserWarning,
                 stacklevel=2,
             )

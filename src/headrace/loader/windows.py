@@ -70,6 +70,8 @@ class Carry:
     texts: TokenBatch
     chunks: np.ndarray
     rows: np.ndarray
+    holes: np.ndarray
+    """Which of them are rows that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,9 @@ class Window:
     """Row in the chunk."""
     documents: int
     empty: int
+    """Documents without a token, of those that end here."""
     bad: int
+    """Rows that cannot be used (on_bad = "skip") and were left out here."""
     cut: int
 
 
@@ -190,22 +194,23 @@ class WindowMaker:
         batches: list[TokenBatch] = []
         chunks: list[np.ndarray] = []
         rows: list[np.ndarray] = []
+        holes: list[np.ndarray] = []
         at, tokens = start.position, 0
         if carry is not None:
             batches.append(carry.texts)
             chunks.append(carry.chunks)
             rows.append(carry.rows)
+            holes.append(carry.holes)
             at += len(carry.texts)
             tokens += self._packing.total(carry.texts)
-        bad = 0
         while tokens <= wanted and at < total_rows:
-            texts, chunk_of, row_of, holes = self._texts(lane, start.epoch, at, total_rows, wanted + 1 - tokens)
+            texts, chunk_of, row_of, missing = self._texts(lane, start.epoch, at, total_rows, wanted + 1 - tokens)
             batch = self._encode(texts, chunk_of, row_of)
             batches.append(batch)
             chunks.append(chunk_of)
             rows.append(row_of)
+            holes.append(missing)
             at += len(texts)
-            bad += holes
             tokens += self._packing.total(batch)
         batch = join_batches(batches)
         with phase("pack", meter=self._meter):
@@ -219,8 +224,14 @@ class WindowMaker:
         used = packed.documents
         seen = used + (1 if packed.offset else 0)
         chunk_of, row_of = np.concatenate([*chunks, _NO_ROWS]), np.concatenate([*rows, _NO_ROWS])
+        bad_of = np.concatenate([*holes, _NO_HOLES])
         # A copy: what is left is a few per cent of the window, and must not keep all of it.
-        left = Carry(batch.documents(used).copy(), chunk_of[used:], row_of[used:]) if used < len(batch) else None
+        left = (
+            Carry(batch.documents(used).copy(), chunk_of[used:], row_of[used:], bad_of[used:])
+            if used < len(batch)
+            else None
+        )
+        bad = int(bad_of[:used].sum())
         window = Window(
             source=self.index,
             lane=lane,
@@ -230,7 +241,7 @@ class WindowMaker:
             doc_chunk=chunk_of[:seen],
             doc_row=row_of[:seen],
             documents=used,
-            empty=int((batch.counts()[:used] == 0).sum()),
+            empty=int((batch.counts()[:used] == 0).sum()) - bad,
             bad=bad,
             cut=packed.cut,
         )
@@ -271,13 +282,13 @@ class WindowMaker:
 
     def _texts(
         self, lane: int, epoch: int, at: int, total_rows: int, tokens: int
-    ) -> tuple[list[str], np.ndarray, np.ndarray, int]:
-        """About as many documents as make `tokens` tokens; at least one."""
+    ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+        """About as many documents as make `tokens` tokens, at least one; their chunks and rows, and which of them are holes."""
         chars = int(tokens * self._chars_per_token * 1.02) + 1
         texts: list[str] = []
         chunks: list[np.ndarray] = []
         rows: list[np.ndarray] = []
-        holes = 0
+        holes: list[np.ndarray] = []
         while chars > 0 and at < total_rows:
             likely = min(int(chars * self._rows_per_char * 1.2) + 8, _ROWS_AT_ONCE, total_rows - at)
             for span in self.deal.spans(lane, epoch, at, likely):
@@ -287,8 +298,10 @@ class WindowMaker:
                 own = span.rows[:taken]
                 found = [held.texts[row] for row in own.tolist()]
                 if held.holes:
-                    holes += found.count(None)
+                    holes.append(np.fromiter((text is None for text in found), np.bool_, taken))
                     found = [text or "" for text in found]
+                else:
+                    holes.append(np.zeros(taken, np.bool_))
                 texts += found
                 chunks.append(np.full(taken, span.chunk, np.int64))
                 rows.append(own)
@@ -296,7 +309,7 @@ class WindowMaker:
                 chars -= int(upto[taken - 1])
                 if chars <= 0:
                     break
-        return texts, np.concatenate(chunks), np.concatenate(rows), holes
+        return texts, np.concatenate(chunks), np.concatenate(rows), np.concatenate(holes)
 
     def _encode(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> TokenBatch:
         try:
@@ -371,3 +384,4 @@ class WindowMaker:
 
 
 _NO_ROWS = np.empty(0, np.int64)
+_NO_HOLES = np.empty(0, np.bool_)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from headrace.errors import ConfigError
 from headrace.jobs.config import RunConfig, check_world_size
 from headrace.jobs.config_layers import load_config
+from headrace.sources import Source
 
 SOURCE = '[[source]]\nspec = "sample:prose"\n'
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
@@ -243,3 +244,10 @@ def test_importing_the_config_brings_neither_numpy_nor_torch_nor_pyarrow():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_one_line_spec_means_in_toml_what_it_means_in_python(tmp_path):
+    line = "jsonl:a?text_key=x%2By+z%26"
+    assert config_of(tmp_path, f'[[source]]\nspec = "{line}"\n').source[0].text_key == "x+y+z&"
+    assert config_of(tmp_path, "", env={"DATASET_SPECS": line}).source[0].text_key == "x+y+z&"
+    assert Source.parse(line).text_key == "x+y+z&"

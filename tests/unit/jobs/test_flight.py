@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.cli.flight import visible
+from headrace.cli.flight import diff, visible
 from headrace.errors import ConfigError, DataChanged, FileCorrupt
 from headrace.files import write_container
 from headrace.jobs.config_layers import load_config
@@ -444,3 +444,18 @@ def test_runs_without_a_flight_record_are_compared_by_their_digests(fly):
 def test_text_cannot_move_the_cursor_of_a_terminal():
     hostile = "a\x1b[2J\r\n\x9b\u202e\u2028\ud800\x00 é 漢"
     assert visible(hostile) == "a\\x1b[2J\\r\\n\\x9b\\u202e\\u2028\\ud800\\x00 é 漢"
+
+
+@pytest.mark.parametrize(
+    ("skips", "said"), [(((2, 3), ()), "step 3 of B, which A skipped"), (((), (2, 3)), "step 3 of A, which B skipped")]
+)
+def test_diff_says_which_run_skipped_the_step_where_they_part(fly, capsys, skips, said):
+    one, other = (fly(name, skip=[skip] if skip else ()) for name, skip in zip("xy", skips, strict=True))
+    diff(one, other)
+    assert said in capsys.readouterr().out
+
+
+def test_diff_counts_the_steps_of_mix_changes_as_the_config_does(fly):
+    change = ("--mix.change", "[{step = 3, weights = {b = 5.0}}]")
+    found = diff_runs(fly("x", checkpoint=True), fly("y", *change, checkpoint=True))
+    assert found.order["weights"] == ("2.0, 1.0", "2.0, 1.0; from step 3 on: b 5.0")

@@ -7,6 +7,7 @@ import pytest
 from headrace.cli.plan import sparkline
 from headrace.errors import ConfigError
 from headrace.jobs import plan as module
+from headrace.jobs.check import check_job
 from headrace.jobs.config_layers import load_config
 from headrace.jobs.plan import BINS, plan_run
 from headrace.jobs.wiring import Job
@@ -134,3 +135,14 @@ def test_a_sparkline_rises_to_its_highest_value():
     assert sparkline([0, 0.1, 0.5, 1.0]) == " ▂▅█"
     assert sparkline([0, 0]) == "  "
     assert sparkline([]) == ""
+
+
+def test_a_run_that_ends_with_its_first_dry_source_is_told_which_and_when(config):
+    found = plan_run(config("--loader.exhausted", "stop_first"), steps=10_000)
+    assert [w for w in found.warnings if "dry" in w] == [
+        f'source short is the first to run dry: the run ends at step {found.ends_at} (exhausted = "stop_first")'
+    ]
+    checked = check_job(config("--loader.exhausted", "stop_first", "--run.steps", "10000"))
+    (note,) = [w for w in checked.warnings if "dry" in w]
+    assert "its share then goes" not in note
+    assert plan_run(config("--loader.exhausted", "stop_first"), steps=1).warnings == ()

@@ -6,12 +6,13 @@ import gc
 import json
 import threading
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded, HeadraceError, TokenizerError
-from headrace.loader import Loader, TextDataset, merge_states
+from headrace.loader import Loader, MixChange, TextDataset, merge_states
 from headrace.loader.ends import StoreEnds
 from headrace.metrics import Meter
 from headrace.sources import Source
@@ -383,3 +384,133 @@ def test_borders_that_were_seen_before_are_those_of_this_batch(data, monkeypatch
         lengths[len(borders)] += 1
     assert len(lengths) > 3
     assert max(lengths.values()) > 3
+
+
+def test_a_state_with_steps_passed_over_that_this_loader_forgets_or_adds_is_refused(data):
+    skipping = loader(data, skip=[(2, 4)])
+    for _ in range(4):
+        next(skipping)
+    state = skipping.state_dict()
+    with pytest.raises(CursorMismatch, match=r"with skip=\[\(2, 4\)\]; this loader has skip=\[\] before"):
+        loader(data).load_state_dict(state)
+    with pytest.raises(CursorMismatch, match=r"skip=\[\(1, 4\)\]"):
+        loader(data, skip=[(1, 4)]).load_state_dict(state)
+    loader(data).load_state_dict(state, accept={"skip"})
+    again = loader(data, skip=[(2, 3), (3, 4), (9, 10)])
+    again.load_state_dict(state)
+    assert again.skipped == [[2, 4]]
+
+
+def test_a_change_that_leaves_weight_only_on_sources_without_rows_is_refused(tmp_path, write_jsonl):
+    sources = [Source(f"jsonl:{write_jsonl(f'{n}.jsonl', texts)}") for n, texts in (("a", ["text"] * 9), ("none", []))]
+    with pytest.raises(ConfigError, match=r"after 3 steps.*step = 4.*sources without rows \(none\)"):
+        TextDataset(
+            sources, seq_len=8, lanes=2, mix_changes=[MixChange(3, {"a": 0.0})], cache=tmp_path / "c"
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("stop", [0, 3])
+def test_empty_documents_bad_rows_and_bad_shards_are_counted_once_however_often_a_run_is_resumed(tmp_path, stop):
+    folder = tmp_path / "web"
+    folder.mkdir()
+    rows = [
+        "{broken" if i % 10 == 0 else json.dumps({"text": "" if i % 7 == 0 else f"document {i}"}) for i in range(200)
+    ]
+    (folder / "a.jsonl").write_text("\n".join(rows))
+    (folder / "b.jsonl.gz").write_bytes(b"\x1f\x8b cut short")
+    data = TextDataset(
+        [Source(f"jsonl:{folder}", on_bad="skip")], seq_len=16, lanes=4, window_blocks=2, cache=tmp_path / "c"
+    )
+    first, second = loader(data, global_batch_size=4), loader(data, global_batch_size=4)
+    for _ in range(stop):
+        next(first)
+    second.load_state_dict(first.state_dict())
+    for _ in second:
+        pass
+    counts = [made.left_out() for made in (first, second)]
+    assert sum(c["empty_documents"] for c in counts) == sum('""' in row for row in rows)
+    assert sum(c["bad_rows"] for c in counts) == 20
+    assert counts[1]["bad_shards"] == 1
+    drained = second.drain_metrics()
+    assert {f"text/{name}": count for name, count in counts[1].items()}.items() <= drained.items()
+    assert "1 bad shard" in str(second.report())
+    assert second.report().to_dict()["left_out"] == counts[1]
+
+
+def test_the_target_is_that_of_all_steps_when_weights_were_changed_at_a_resume(tmp_path, write_jsonl):
+    first = loader(two_sources(tmp_path, write_jsonl, (3.0, 1.0)), global_batch_size=4)
+    for _ in range(10):
+        next(first)
+    second = loader(two_sources(tmp_path, write_jsonl, (1.0, 3.0)), global_batch_size=4)
+    second.load_state_dict(first.state_dict(), accept={"weights"})
+    for _ in range(10):
+        next(second)
+    third = loader(two_sources(tmp_path, write_jsonl, (1.0, 3.0)), global_batch_size=4)
+    third.load_state_dict(json.loads(json.dumps(second.state_dict())))
+    for made in (second, third):
+        assert [target for _, target in made.report().mix.values()] == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: 4,
+        lambda state: [state | {"body": {"step": 0}}] * 2,
+        lambda state: state | {"body": state["body"] | {"pass": 10**30}},
+        lambda state: state | {"body": state["body"] | {"pass": -1}},
+        lambda state: state | {"body": state["body"] | {"step": -1}},
+        lambda state: state | {"body": state["body"] | {"sample": -12}},
+    ],
+)
+def test_a_state_that_cannot_be_is_refused_as_damaged(data, change):
+    with pytest.raises(CursorMismatch, match=r"state is damaged|state 0 of 1 is a int"):
+        loader(data).load_state_dict(change(loader(data).state_dict()))
+
+
+def test_a_name_to_accept_that_means_nothing_is_refused(data):
+    with pytest.raises(ConfigError, match=r"'wieghts'.*did you mean 'weights'\?.*data, weights, tokenizer"):
+        loader(data).load_state_dict(loader(data).state_dict(), accept={"wieghts"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "nonsense"}, "device='nonsense' cannot be used"),
+        ({"device": "cuda:99"}, "device='cuda:99' cannot be used: torch sees"),
+        ({"skip": "3:5"}, r"skip takes ranges of steps.*got '3:5'"),
+        ({"skip": [5]}, r"skip takes ranges of steps.*got \[5\]"),
+    ],
+)
+def test_devices_that_are_not_there_and_skips_that_are_no_ranges_are_refused(data, options, message):
+    with pytest.raises(ConfigError, match=message):
+        loader(data, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sources": [{"spec": "sample:prose"}]}, r"a source is a Source.*got \{'spec'"),
+        ({"sources": [Path("web")]}, "such as 'jsonl:web'; got"),
+        ({"mix_changes": [{"step": 3, "weights": {"prose": 1}}]}, "mix_changes takes changes such as MixChange"),
+        ({"tokenizer": 5}, "tokenizer must be a path.*5 has no encode"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused_with_a_sentence(options, message):
+    with pytest.raises(ConfigError, match=message):
+        TextDataset(**({"sources": ["sample:prose"], "seq_len": 8} | options))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_tokenizer_that_calls_for_an_exit_is_an_error_with_the_name_of_the_document(tmp_path, write_jsonl, workers):
+    class Leaving(ByteTokenizer):
+        name = "leaving"
+
+        def encode(self, texts):
+            if any("17" in text for text in texts):
+                raise SystemExit(3)
+            return super().encode(texts)
+
+    path = write_jsonl("a.jsonl", [f"document {i}" for i in range(40)])
+    data = TextDataset([f"jsonl:{path}"], tokenizer=Leaving(), seq_len=8, lanes=2, cache=tmp_path / "c")
+    with pytest.raises(TokenizerError, match=r"leaving failed on row 17 of .*a\.jsonl.*SystemExit\(3\)"):
+        list(loader(data, global_batch_size=2, tokenizer_workers=workers))

@@ -246,7 +246,11 @@ def test_forked_workers_share_the_samples_without_loss_or_repetition(data):
 
 def test_a_warning_says_that_batches_depend_on_the_number_of_workers(data, refused):
     loader = DataLoader(dataset(data), batch_size=None, num_workers=1)
-    refused(loader, UserWarning, r"num_workers=1.*depends on the number of workers.*hr\.Loader delivers")
+    refused(
+        loader,
+        UserWarning,
+        r"num_workers=1.*depends on the number of workers.*hr\.Loader delivers.*set_epoch\(n\).*persistent_workers",
+    )
 
 
 def test_a_worker_of_a_single_rank_does_not_work_out_what_the_other_workers_have(data):
