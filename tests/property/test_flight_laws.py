@@ -107,7 +107,12 @@ class RecordedRun:
         """Take steps from the state saved after step `at`; returns the last step taken."""
         saved = self.saved[at]
         begun = saved["body"]["step"] if saved else 0
-        options = {"dp_world_size": world, "skip": [(begun, begun + skip)] if skip else [], "record": True}
+        before = saved["body"]["skipped"] if saved else []
+        options = {
+            "dp_world_size": world,
+            "skip": [*before, *([(begun, begun + skip)] if skip else [])],
+            "record": True,
+        }
         ranks = [self.job.loader(self.data, dp_rank=r, **options) for r in range(world)]
         for rank in ranks:
             if saved:

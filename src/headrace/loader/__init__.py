@@ -10,6 +10,7 @@ pipeline  samples become batches
 loader    batches delivered, and what is saved
 rank_loader  what every loader tells about what it delivered
 state     what is saved; states of several ranks put together
+weight_text  how weights are written where an order is named
 ends      the step at which all ranks end
 exchange  what ranks tell each other
 report    what the loader did

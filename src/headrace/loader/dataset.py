@@ -67,6 +67,10 @@ class MixChange:
     step: int
     weights: Mapping[str, float]
 
+    def __str__(self) -> str:
+        """As both count it who may have written it: Python from 0, a config from 1."""
+        return f"the mix change after {self.step} steps ([[mix.change]] step = {self.step + 1})"
+
 
 class TextDataset:
     """Documents of weighted sources, dealt to lanes, tokenised and packed.
@@ -201,7 +205,7 @@ class TextDataset:
             if not any(weights[s.name] > 0 for s in self.sources if s.manifest.rows):
                 empty = ", ".join(s.name for s in self.sources if weights[s.name] > 0)
                 raise ConfigError(
-                    f"the mix change after {change.step} steps ([[mix.change]] step = {change.step + 1}) leaves weight only on "
+                    f"{change} leaves weight only on "
                     f"sources without rows ({empty}): give a source that has rows a positive weight there"
                 )
 
@@ -450,7 +454,7 @@ def _checked_changes(changes: Sequence[MixChange], sources: Sequence[Source]) ->
     problems: list[str] = []
     ordered = tuple(sorted(changes, key=lambda c: c.step))
     for i, change in enumerate(ordered):
-        what = f"mix.change at step {change.step}"
+        what = str(change)
         if change.step < 0:
             problems.append(f"{what}: a step is a whole number of at least 0")
         if i and ordered[i - 1].step == change.step:
