@@ -131,13 +131,12 @@ def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...], note_end: bool
         if plan.weight == 0:
             found.append(f"source {plan.name} has weight 0 and is never read")
         limit = section.max_epochs if config.loader.exhausted == "repeat" else section.max_epochs or 1
-        if limit is not None and plan.epochs > limit and stops:
-            pass  # one note says where the run ends
-        elif limit is not None and plan.epochs > limit:
-            found.append(
-                f"source {plan.name} is dry after {limit} epoch(s), the plan needs {plan.epochs:.1f}: its share then goes to the others"
-                + (", or the run ends" if len(sources) == 1 else "")
-            )
+        if limit is not None and plan.epochs > limit:
+            if not stops:  # else one note says where the run ends
+                found.append(
+                    f"source {plan.name} is dry after {limit} epoch(s), the plan needs {plan.epochs:.1f}: its share then goes to the others"
+                    + (", or the run ends" if len(sources) == 1 else "")
+                )
         elif plan.epochs > 4:
             found.append(
                 f"source {plan.name} is read {plan.epochs:.1f} times: more than 4 epochs teach little, lower its weight"
