@@ -38,9 +38,10 @@ class WindowSupply(Protocol):
 
 
 class _Task:
-    __slots__ = ("done", "error", "running", "window")
+    __slots__ = ("awaited", "done", "error", "running", "window")
 
     def __init__(self) -> None:
+        self.awaited = False
         self.done = False
         self.running = False
         self.window: Window | None = None
@@ -64,7 +65,10 @@ class WindowPool:
         self._look_ahead = look_ahead
         self._meter = meter
         self._deadline = deadline
-        self._changed = threading.Condition()
+        # One lock, and two reasons to be woken: whoever is woken for nothing takes a core, and the interpreter, from those who work.
+        self._lock = threading.Lock()
+        self._wanted = threading.Condition(self._lock)
+        self._made = threading.Condition(self._lock)
         self._heap: list[tuple[float, int, WindowKey]] = []
         self._tasks: dict[WindowKey, _Task] = {}
         self._carries: dict[WindowKey, Carry] = {}
@@ -80,7 +84,7 @@ class WindowPool:
         """Say that a window will be wanted; the lowest priority is made first."""
         if not self._threads:
             return
-        with self._changed:
+        with self._lock:
             if key in self._tasks:
                 return
             self._tasks[key] = _Task()
@@ -93,7 +97,7 @@ class WindowPool:
             window, carry = self._make(key, self._carries.pop(key, None))
             self._keep(key, window, carry)
             return window
-        with self._changed:
+        with self._lock:
             task = self._tasks.get(key)
             if task is None:
                 task = self._tasks[key] = _Task()
@@ -101,6 +105,7 @@ class WindowPool:
             elif not task.done and not task.running:
                 self._push(key, priority)  # the older entry in the heap finds the task taken and is skipped
             if not task.done:
+                task.awaited = True
                 with Wait(
                     "loader.window", meter=self._meter, deadline=self._deadline, hidden=True,
                     remedy="A tokenizer thread hangs or is far too slow: look at the phases read and tokenize.",
@@ -114,7 +119,7 @@ class WindowPool:
                                 f"tokenizer thread {dead[0]} is gone; the window it was to make cannot come"
                             )
                         wait.check()
-                        self._changed.wait(min(0.5, max(wait.remaining(), 0.001)))
+                        self._made.wait(min(0.5, max(wait.remaining(), 0.001)))
             del self._tasks[key]
         if task.error is not None:
             raise task.error
@@ -123,10 +128,11 @@ class WindowPool:
 
     def close(self, timeout: float = 2.0) -> None:
         """Stop the threads. One that is inside a tokenizer call ends when the call does; it is a daemon."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._heap.clear()
-            self._changed.notify_all()
+            self._wanted.notify_all()
+            self._made.notify_all()
         until = time.monotonic() + timeout
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -135,7 +141,7 @@ class WindowPool:
     def _push(self, key: WindowKey, priority: float) -> None:
         self._order += 1
         heapq.heappush(self._heap, (priority, self._order, key))
-        self._changed.notify_all()
+        self._wanted.notify()
 
     def _keep(self, key: WindowKey, window: Window, carry: Carry | None) -> None:
         if carry is not None:
@@ -143,10 +149,11 @@ class WindowPool:
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                with Wait("loader.idle", meter=self._meter, deadline=1e6, hidden=True):
-                    while not self._heap and not self._closed:
-                        self._changed.wait(1.0)
+            with self._lock:
+                if not self._heap and not self._closed:
+                    with Wait("loader.idle", meter=self._meter, deadline=1e6, hidden=True):
+                        while not self._heap and not self._closed:
+                            self._wanted.wait(1.0)
                 if self._closed:
                     return
                 _, _, key = heapq.heappop(self._heap)
@@ -158,11 +165,16 @@ class WindowPool:
             try:
                 window, left = self._make(key, carry)
             except BaseException as error:  # raised again by the take() that needs it
-                with self._changed:
-                    task.error, task.done = error, True
-                    self._changed.notify_all()
+                with self._lock:
+                    task.error = error
+                    self._done(task)
                 continue
-            with self._changed:
+            with self._lock:
                 self._keep(key, window, left)
-                task.window, task.done = window, True
-                self._changed.notify_all()
+                task.window = window
+                self._done(task)
+
+    def _done(self, task: _Task) -> None:
+        task.done = True
+        if task.awaited:
+            self._made.notify_all()

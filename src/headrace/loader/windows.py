@@ -15,10 +15,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
+from headrace.compiled import CompiledLoops
 from headrace.errors import HeadraceError, TokenizerError
 from headrace.metrics import Meter, Wait, phase
 from headrace.mix import Deal
@@ -36,9 +38,11 @@ from headrace.text import (
     pack_kernels,
 )
 
-__all__ = ["Carry", "ChunkCache", "Piece", "Window", "WindowMaker", "WindowStart"]
+__all__ = ["Carry", "ChunkCache", "Piece", "Window", "WindowMaker", "WindowStart", "deal_kernels"]
 
 _ROWS_AT_ONCE = 4096
+
+deal_kernels = CompiledLoops("headrace.mix.deal_kernels")
 
 
 class WindowStart(NamedTuple):
@@ -70,8 +74,8 @@ class Carry:
     texts: TokenBatch
     chunks: np.ndarray
     rows: np.ndarray
-    holes: np.ndarray
-    """Which of them are rows that cannot be used."""
+    holes: np.ndarray | None
+    """Which of them are rows that cannot be used; None: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +102,7 @@ class Chunk(NamedTuple):
     """The rows of a chunk that was read."""
 
     texts: Sequence[str | None]
-    sizes: np.ndarray
-    """Characters of each row."""
+    characters: int
     holes: bool
     """Whether a row is missing."""
 
@@ -138,8 +141,7 @@ class ChunkCache:
             try:
                 with phase("read", meter=self._meter):
                     texts = source.read(chunk)
-                sizes = np.fromiter((len(t) if t else 0 for t in texts), np.int64, len(texts))
-                found = Chunk(texts, sizes, None in texts)
+                found = Chunk(texts, sum(len(t) for t in texts if t), None in texts)
                 with self._lock:
                     self._bytes += _memory(found)
                     self._held[key] = found
@@ -153,7 +155,7 @@ class ChunkCache:
 
 
 def _memory(chunk: Chunk) -> int:
-    return int(chunk.sizes.sum()) + 72 * len(chunk.texts)
+    return chunk.characters + 72 * len(chunk.texts)
 
 
 class WindowMaker:
@@ -194,7 +196,7 @@ class WindowMaker:
         batches: list[TokenBatch] = []
         chunks: list[np.ndarray] = []
         rows: list[np.ndarray] = []
-        holes: list[np.ndarray] = []
+        holes: list[np.ndarray | None] = []
         at, tokens = start.position, 0
         if carry is not None:
             batches.append(carry.texts)
@@ -223,15 +225,17 @@ class WindowMaker:
             )
         used = packed.documents
         seen = used + (1 if packed.offset else 0)
-        chunk_of, row_of = np.concatenate([*chunks, _NO_ROWS]), np.concatenate([*rows, _NO_ROWS])
-        bad_of = np.concatenate([*holes, _NO_HOLES])
+        chunk_of, row_of = _joined(chunks), _joined(rows)
+        bad_of = _joined_holes(holes, batches)
         # A copy: what is left is a few per cent of the window, and must not keep all of it.
         left = (
-            Carry(batch.documents(used).copy(), chunk_of[used:], row_of[used:], bad_of[used:])
+            Carry(
+                batch.documents(used).copy(), chunk_of[used:], row_of[used:], None if bad_of is None else bad_of[used:]
+            )
             if used < len(batch)
             else None
         )
-        bad = int(bad_of[:used].sum())
+        bad = 0 if bad_of is None else int(bad_of[:used].sum())
         window = Window(
             source=self.index,
             lane=lane,
@@ -241,7 +245,7 @@ class WindowMaker:
             doc_chunk=chunk_of[:seen],
             doc_row=row_of[:seen],
             documents=used,
-            empty=int((batch.counts()[:used] == 0).sum()) - bad,
+            empty=packed.empty - bad,
             bad=bad,
             cut=packed.cut,
         )
@@ -250,8 +254,10 @@ class WindowMaker:
     def first_chunks(self, lane: int, start: WindowStart) -> list[int]:
         """The chunks that a window will likely need."""
         chars = self._packing.budget * self._chars_per_token
-        likely = min(int(chars * self._rows_per_char) + 8, _ROWS_AT_ONCE)
-        return [span.chunk for span in self.deal.spans(lane, start.epoch, start.position, likely)]
+        left = self.deal.lane_rows(lane, start.epoch) - start.position
+        likely = min(int(chars * self._rows_per_char) + 8, _ROWS_AT_ONCE, left)
+        chunk_of, _, borders = self._rows(lane, start.epoch, start.position, likely)
+        return chunk_of[borders[:-1]].tolist()
 
     def pieces(self, window: Window, block: int, sample_index: int) -> list[Piece]:
         """The pieces of one block."""
@@ -282,34 +288,51 @@ class WindowMaker:
 
     def _texts(
         self, lane: int, epoch: int, at: int, total_rows: int, tokens: int
-    ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
-        """About as many documents as make `tokens` tokens, at least one; their chunks and rows, and which of them are holes."""
+    ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None]:
+        """About as many documents as make `tokens` tokens, at least one; their chunks and rows, and which of them are holes, if any is."""
         chars = int(tokens * self._chars_per_token * 1.02) + 1
         texts: list[str] = []
         chunks: list[np.ndarray] = []
         rows: list[np.ndarray] = []
-        holes: list[np.ndarray] = []
+        missing: list[int] = []
         while chars > 0 and at < total_rows:
             likely = min(int(chars * self._rows_per_char * 1.2) + 8, _ROWS_AT_ONCE, total_rows - at)
-            for span in self.deal.spans(lane, epoch, at, likely):
-                held = self._cache.chunk(self.index, self.source, span.chunk)
-                upto = held.sizes[span.rows].cumsum()
-                taken = min(int(upto.searchsorted(chars)) + 1, len(upto))
-                own = span.rows[:taken]
-                found = [held.texts[row] for row in own.tolist()]
+            chunk_of, row_of, borders = self._rows(lane, epoch, at, likely)
+            listed, begun = row_of.tolist(), len(texts)
+            for chunk, start, stop in zip(chunk_of[borders[:-1]].tolist(), borders, borders[1:], strict=False):
+                held = self._cache.chunk(self.index, self.source, chunk)
+                kept = held.texts
+                found = [kept[row] for row in listed[start:stop]]
                 if held.holes:
-                    holes.append(np.fromiter((text is None for text in found), np.bool_, taken))
+                    missing += [len(texts) + i for i, text in enumerate(found) if text is None]
                     found = [text or "" for text in found]
-                else:
-                    holes.append(np.zeros(taken, np.bool_))
+                size = sum(map(len, found))
+                if size >= chars:  # the window ends in here: no more than it needs
+                    upto = next(i for i, length in enumerate(accumulate(map(len, found)), 1) if length >= chars)
+                    found = found[:upto]
+                chars -= size
                 texts += found
-                chunks.append(np.full(taken, span.chunk, np.int64))
-                rows.append(own)
-                at += taken
-                chars -= int(upto[taken - 1])
                 if chars <= 0:
                     break
-        return texts, np.concatenate(chunks), np.concatenate(rows), np.concatenate(holes)
+            taken = len(texts) - begun
+            at += taken
+            chunks.append(chunk_of[:taken])
+            rows.append(row_of[:taken])
+        holes = None
+        if missing:
+            holes = np.zeros(len(texts), np.bool_)
+            holes[[place for place in missing if place < len(texts)]] = True
+        return texts, _joined(chunks), _joined(rows), holes
+
+    def _rows(self, lane: int, epoch: int, at: int, count: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Rows [at, at + count) of a lane: the chunk of each, its row in it, and where among them a chunk begins, or the last one ends."""
+        part, deal = self.deal.part(lane, epoch), self.deal
+        chunks, rows, borders = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count + 1, np.int64)
+        begin = part.start + at
+        seen = deal_kernels().walk(
+            part.order, part.ends, deal.chunk_rows, part.key, deal.shuffle, begin, begin + count, chunks, rows, borders
+        )
+        return chunks, rows, borders[: seen + 1].tolist()
 
     def _encode(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> TokenBatch:
         try:
@@ -383,5 +406,16 @@ class WindowMaker:
         )
 
 
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate([*arrays, _NO_ROWS])
+
+
+def _joined_holes(holes: Sequence[np.ndarray | None], batches: Sequence[TokenBatch]) -> np.ndarray | None:
+    if all(part is None for part in holes):
+        return None
+    return np.concatenate(
+        [np.zeros(len(b), np.bool_) if part is None else part for part, b in zip(holes, batches, strict=True)]
+    )
+
+
 _NO_ROWS = np.empty(0, np.int64)
-_NO_HOLES = np.empty(0, np.bool_)

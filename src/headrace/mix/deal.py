@@ -27,7 +27,7 @@ import numpy as np
 
 from headrace.order import Permutation, derive
 
-__all__ = ["Deal", "Span"]
+__all__ = ["Deal", "Part", "Span"]
 
 _SNAP_AT = 16
 _EPOCHS_KEPT = 4
@@ -50,6 +50,22 @@ class _Epoch:
     """Rows up to and including each of them."""
     borders: np.ndarray
     """Where each lane's part starts; L + 1 entries."""
+    rows_key: int
+    """Of the orders of rows in chunks."""
+
+
+class Part(NamedTuple):
+    """A lane's part of an epoch, as the compiled loop takes it (deal_kernels.py)."""
+
+    order: np.ndarray
+    """Chunks in reading order."""
+    ends: np.ndarray
+    """Rows up to and including each of them."""
+    key: int
+    """Of the orders of rows in chunks."""
+    start: int
+    """Rows [start, end) of the epoch's sequence are the lane's."""
+    end: int
 
 
 class Deal:
@@ -76,8 +92,13 @@ class Deal:
 
     def lane_rows(self, lane: int, epoch: int) -> int:
         """How many rows a lane reads in an epoch."""
-        start, end = self._part(lane, epoch)
+        start, end = self._borders_of(lane, epoch)
         return end - start
+
+    def part(self, lane: int, epoch: int) -> Part:
+        """What `spans` walks over."""
+        layout = self._layout(epoch)
+        return Part(layout.order, layout.ends, layout.rows_key, *self._borders_of(lane, epoch))
 
     def rows_owned(self, epochs: range) -> np.ndarray:
         """Rows per lane over some epochs."""
@@ -85,7 +106,7 @@ class Deal:
 
     def spans(self, lane: int, epoch: int, position: int, count: int) -> list[Span]:
         """Rows [position, position + count) of the lane's part (as many as there are), cut at chunk borders."""
-        start, end = self._part(lane, epoch)
+        start, end = self._borders_of(lane, epoch)
         at, stop = start + position, min(start + position + count, end)
         layout = self._layout(epoch)
         spans = []
@@ -119,14 +140,14 @@ class Deal:
         """Kept for a while: a lane comes back to a chunk once or twice, and making a small one costs 20 us."""
         found = self._orders.get((epoch, chunk))
         if found is None:
-            rows_key = derive(derive(derive(self._key, 1), epoch), chunk)
+            rows_key = derive(self._layout(epoch).rows_key, chunk)
             found = self._orders[epoch, chunk] = Permutation(int(self.chunk_rows[chunk]), rows_key)
             if len(self._orders) > _ORDERS_KEPT:
                 with contextlib.suppress(KeyError, RuntimeError):  # another thread has made room
                     del self._orders[next(iter(self._orders))]
         return found
 
-    def _part(self, lane: int, epoch: int) -> tuple[int, int]:
+    def _borders_of(self, lane: int, epoch: int) -> tuple[int, int]:
         borders = self._layout(epoch).borders
         slot = (lane + epoch) % self.lanes
         return int(borders[slot]), int(borders[slot + 1])
@@ -148,7 +169,7 @@ class Deal:
             below = np.maximum(above - 1, 0)
             nearer = np.where(borders - edges[below] < edges[above] - borders, below, above)
             borders = edges[nearer]
-        layout = _Epoch(order, ends, borders)
+        layout = _Epoch(order, ends, borders, derive(derive(self._key, 1), epoch))
         self._epochs[epoch] = layout
         while len(self._epochs) > _EPOCHS_KEPT:  # two threads may both compute an epoch: same arrays, nothing lost
             self._epochs.popitem(last=False)

@@ -16,10 +16,11 @@ import numpy as np
 
 from headrace.order.keys import derive, draws
 
-__all__ = ["Permutation"]
+__all__ = ["ROUNDS", "TABLE", "Permutation"]
 
-_TABLE = 4096
-_ROUNDS = 8
+TABLE = 4096
+"""Items up to which the order is a table of draws."""
+ROUNDS = 8
 _MASK = (1 << 64) - 1
 
 
@@ -37,14 +38,14 @@ class Permutation:
         self.key = key
         self._table: np.ndarray | None = None
         self._inverse: np.ndarray | None = None
-        if n <= _TABLE:
+        if n <= TABLE:
             self._table = np.argsort(draws(key, n), kind="stable")
             return
         bits = (n - 1).bit_length()
         self._left_bits = bits // 2
         self._right_bits = bits - bits // 2
         # Per round: what is mixed in, and an odd multiplier of whose product the top bits are taken.
-        self._keys = tuple((derive(key, 2 * r), derive(key, 2 * r + 1) | 1) for r in range(_ROUNDS))
+        self._keys = tuple((derive(key, 2 * r), derive(key, 2 * r + 1) | 1) for r in range(ROUNDS))
 
     def __len__(self) -> int:
         return self.n
@@ -54,7 +55,7 @@ class Permutation:
             raise IndexError(f"position {position} of a permutation of {self.n}")
         if self._table is not None:
             return int(self._table[position])
-        return self._walk_one(position, range(_ROUNDS))
+        return self._walk_one(position, range(ROUNDS))
 
     def position(self, item: int) -> int:
         """The position at which `item` stands: the inverse of indexing."""
@@ -62,17 +63,17 @@ class Permutation:
             raise IndexError(f"item {item} of a permutation of {self.n}")
         if self._table is not None:
             return int(self._inverted()[item])
-        return self._walk_one(item, range(_ROUNDS - 1, -1, -1))
+        return self._walk_one(item, range(ROUNDS - 1, -1, -1))
 
     def take(self, positions: np.ndarray) -> np.ndarray:
         """The items at many positions (int64 in, int64 out)."""
         found = self._inside(positions)
-        return self._table[found] if self._table is not None else self._walk(found, range(_ROUNDS))
+        return self._table[found] if self._table is not None else self._walk(found, range(ROUNDS))
 
     def positions(self, items: np.ndarray) -> np.ndarray:
         """The positions of many items (int64 in, int64 out)."""
         found = self._inside(items)
-        return self._inverted()[found] if self._table is not None else self._walk(found, range(_ROUNDS - 1, -1, -1))
+        return self._inverted()[found] if self._table is not None else self._walk(found, range(ROUNDS - 1, -1, -1))
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         """The items at positions [start, stop)."""

@@ -7,7 +7,7 @@
 
 The fast ones are optional, young, and each supports only some tokenizers. None is trusted: an engine is used for a
 tokenizer only after it gave the reference's ids on a fixed sample of ugly text, with the tokenizer's own special tokens in
-it, and one live document in 4,096 is encoded by both for as long as the run lasts (windows.py). `auto` takes the first of
+it, and one live document in 16,384 is encoded by both for as long as the run lasts (windows.py). `auto` takes the first of
 `ENGINES` that is installed and proves itself, and says why the others were not taken.
 """
 
@@ -43,7 +43,7 @@ __all__ = [
 EngineName = Literal["auto", "tokenizers", "fastokens", "gigatoken", "tiktoken"]
 ENGINES: tuple[str, ...] = ("fastokens", "gigatoken", "tiktoken")
 """The fast ones, in the order in which `auto` tries them."""
-SPOT_CHECK_EVERY = 4096
+SPOT_CHECK_EVERY = 16_384
 """One document in so many is encoded by the reference too: about 1 % of the work of the fastest engine."""
 
 Encode = Callable[[Sequence[str]], TokenBatch]

@@ -12,7 +12,19 @@ import numpy as np
 from numba import njit
 from numba.core import types as nb
 
+from headrace.compiled.orders import order_of
 from headrace.text.xxh3 import SHORTEST, content_words
+
+__all__ = [
+    "drawn_rows",
+    "first_unsound",
+    "lay_blocks",
+    "lengths_with",
+    "order_of",
+    "place_best_fit",
+    "place_in_a_row",
+    "total_with",
+]
 
 _I32, _I64 = nb.int32, nb.int64
 _A32, _A64 = nb.Array(nb.int32, 1, "C"), nb.Array(nb.int64, 1, "C")
@@ -21,6 +33,7 @@ _R64 = nb.Array(nb.int64, 1, "C", readonly=True)
 _M32, _W64 = nb.Array(nb.int32, 2, "C"), nb.Array(nb.uint64, 2, "C")
 _PLACES = nb.Tuple((_A64, _A64, _A64, _A64, _I64, _I64))
 """Document, first token and length of every piece; the blocks' borders; documents used up; tokens used of the one after."""
+_LAID = nb.UniTuple(_I64, 2)
 _OPTIONS: Any = {"nogil": False, "cache": True, "error_model": "numpy", "boundscheck": False}
 """Short enough to keep Python's lock: giving it away and getting it back takes longer."""
 _LONG: Any = _OPTIONS | {"nogil": True}
@@ -184,6 +197,16 @@ def lengths_with(offsets, extra):
     return lengths
 
 
+@njit(_I64(_R64, _I64), **_OPTIONS)
+def total_with(offsets, extra):
+    """The sum of those."""
+    total = 0
+    for d in range(len(offsets) - 1):
+        n = offsets[d + 1] - offsets[d]
+        total += n + extra if n > 0 else 0
+    return total
+
+
 @njit(_PLACES(_A64, _I64, _I64), **_OPTIONS)
 def place_best_fit(lengths, capacity, blocks):
     """The longest run of documents that packs into so many blocks; at least one document with tokens, however long."""
@@ -261,7 +284,7 @@ def place_in_a_row(lengths, capacity, blocks, offset, last):
 
 
 @njit(
-    _I64(
+    _LAID(
         _R32,
         _R64,
         _A64,
@@ -289,7 +312,7 @@ def lay_blocks(
     ids, offsets, lengths, doc, start, length, borders, order, bos, eos, pad,
     tokens, piece_ptr, piece_doc, piece_start, piece_len, piece_next, real, row_count, hashes,
 ):  # fmt: skip
-    """The tokens of every piece into its block, the blocks in `order`; the number of documents in more than one piece.
+    """The tokens of every piece into its block, the blocks in `order`; the numbers of documents in more than one piece, and of blocks without a hash.
 
     For each piece the token that follows it in its document (-100 at its end). `bos`/`eos` < 0: none. A block's hash is taken
     over its tokens, the lengths of its pieces and the tokens that follow them, each led by its size in bytes as 64 bits:
@@ -302,7 +325,7 @@ def lay_blocks(
         most = max(most, borders[b + 1] - borders[b])
     stamp = np.empty(6 + width + 2 * most, np.int32)
     times = np.zeros(len(lengths), np.int64)
-    piece = cut = 0
+    piece = cut = unhashed = 0
     piece_ptr[0] = 0
     for b in range(len(order)):
         column = 0
@@ -356,5 +379,6 @@ def lay_blocks(
             hashes[b, 0], hashes[b, 1] = content_words(stamp, words)
         else:
             hashes[b, 0] = hashes[b, 1] = 0
+            unhashed += 1
         row[column:] = pad
-    return cut
+    return cut, unhashed

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from headrace.compiled import CompiledLoops
-from headrace.order import Permutation, content_hash
+from headrace.order import content_hash
 from headrace.text.token_batch import TokenBatch
 
 __all__ = ["Blocks", "Packing", "pack", "pack_kernels"]
@@ -60,7 +60,7 @@ class Packing:
 
     def total(self, batch: TokenBatch) -> int:
         """Tokens of documents with BOS and EOS."""
-        return len(batch.ids) + self.extra * int(np.count_nonzero(batch.counts()))
+        return pack_kernels().total_with(batch.offsets, self.extra)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,8 @@ class Packed(NamedTuple):
     """Tokens of document number `documents` that are already in a block (concat only)."""
     cut: int
     """Documents that are in more than one piece."""
+    empty: int
+    """Documents without a token, of those used up."""
 
 
 pack_kernels = CompiledLoops("headrace.text.kernels")
@@ -123,7 +125,7 @@ def pack(batch: TokenBatch, packing: Packing, *, offset: int = 0, last: bool, sh
         places = k.place_in_a_row(lengths, packing.seq_len, packing.blocks, offset, last)
     doc, start, length, borders, used, next_offset = places
     count, pieces = len(borders) - 1, len(doc)
-    order = np.arange(count) if shuffle_key is None else Permutation(count, shuffle_key).slice(0, count)
+    order = np.arange(count) if shuffle_key is None else k.order_of(count, shuffle_key)
     blocks = Blocks(
         tokens=np.empty((count, packing.seq_len), np.int32),
         piece_ptr=np.empty(count + 1, np.int64),
@@ -135,12 +137,13 @@ def pack(batch: TokenBatch, packing: Packing, *, offset: int = 0, last: bool, sh
         row_count=np.empty(count, np.int64),
         hashes=np.empty((count, 2), np.uint64),
     )
-    cut = k.lay_blocks(
+    cut, unhashed = k.lay_blocks(
         batch.ids, batch.offsets, lengths, doc, start, length, borders, order,
         -1 if packing.bos_id is None else packing.bos_id, -1 if packing.eos_id is None else packing.eos_id, packing.pad_id,
         blocks.tokens, blocks.piece_ptr, blocks.piece_doc, blocks.piece_start, blocks.piece_len, blocks.piece_next,
         blocks.real, blocks.row_count, blocks.hashes,
     )  # fmt: skip
-    for b in np.flatnonzero(blocks.hashes[:, 0] == 0).tolist():
-        blocks.hashes[b] = np.frombuffer(blocks.content(b), np.uint64)
-    return Packed(blocks, used, next_offset, cut)
+    if unhashed:
+        for b in np.flatnonzero(blocks.hashes[:, 0] == 0).tolist():
+            blocks.hashes[b] = np.frombuffer(blocks.content(b), np.uint64)
+    return Packed(blocks, used, next_offset, cut, int(np.count_nonzero(lengths[:used] == 0)))
