@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ import numpy as np
 
 PARTS = ("kernel-1", "kernel-2", "f32-1", "f32-2", "fold", "workers", "pca", "error")
 FOLDED = 96
+ROUNDS = 5
 WIDTHS, LENGTHS = (64, 256, 1024, 2048), (4096, 65536)
 
 
@@ -187,23 +189,39 @@ def workers() -> None:
                 for at in range(0, 16 * chunk, chunk):
                     columns.gram(shards.read(at, at + chunk), 2)
 
-            kernel = 16 * chunk / best({"alone": alone}, 2.0)["alone"]
             two, one = order(2), order(1)
-            found = {
-                "sockets": rate(lambda two=two: ProcessCrew(two), two),
-                "spool": rate(
-                    lambda one=one, folder=folder: SpoolCrew(
-                        Path(folder) / "spool", one, workers=2, first_unit=0, window=4
-                    ),
+            hired = {"sockets": (lambda two=two: ProcessCrew(two), two)}
+            rounds: dict[str, list[tuple[float, float]]] = {"sockets": [], "spool": []}
+            alone()
+            before = steady(alone, 16 * chunk)
+            for turn in range(ROUNDS):
+                spool = Path(folder) / f"spool{turn}"
+                hired["spool"] = (
+                    lambda one=one, spool=spool: SpoolCrew(spool, one, workers=2, first_unit=0, window=4),
                     one,
-                ),
-            }
-            for name, speed in found.items():
+                )
+                for name, (hire, wanted) in hired.items():
+                    speed = rate(hire, wanted)
+                    after = steady(alone, 16 * chunk)
+                    rounds[name].append((speed, (before + after) / 2))
+                    before = after
+            for name, found in rounds.items():
+                speed, kernel = (statistics.median(side) for side in zip(*found, strict=True))
+                ratios = sorted(a / b for a, b in found)
                 print(
-                    f"2 workers k={k:<5} {name:<8} {speed / 1e3:7.0f} k rows/s   kernel alone, 2 threads {kernel / 1e3:7.0f} k   "
-                    f"ratio {speed / kernel:.2f}",
+                    f"2 workers k={k:<5} {name:<8} {speed / 1e3:7.0f} k rows/s   kernel alone, 2 threads, just before and after {kernel / 1e3:7.0f} k   "
+                    f"ratio {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f} in {ROUNDS} rounds)",
                     flush=True,
                 )
+
+
+def steady(call: Callable[[], object], rows: int) -> float:
+    """Rows a second over a second: as what it is compared with, good and bad moments of the machine alike."""
+    began, done = time.perf_counter(), 0
+    while (now := time.perf_counter()) - began < 1.0:
+        call()
+        done += rows
+    return done / (now - began)
 
 
 def pca() -> None:
