@@ -272,13 +272,26 @@ def _node_rows(n: int, threads: int, block: int) -> int:
     return size
 
 
+_LARGE_PAGE = (2 << 20) // 8
+_SMALL = (1 << 20) // 8
+"""Doubles."""
+
+
 def _scratch(what: str, size: int) -> np.ndarray:
     """This thread's buffer, kept: fresh pages would cost as much as packing."""
     held = getattr(_local, what, None)
     if held is None or len(held) < size:
-        held = np.empty(size)
+        held = _in_large_pages(size) if size > _SMALL else np.empty(size)
         setattr(_local, what, held)
     return held
+
+
+def _in_large_pages(size: int) -> np.ndarray:
+    """Memory that begins with a large page: numpy asks for those from 4 MiB on. Small ones lie anywhere, and share sets of the second-level cache
+    in one process and not in the next (k = 2,048, one thread: 35 to 40 GFLOP/s, 41 to 43 so)."""
+    room = np.empty(max(size, _LARGE_PAGE) + _LARGE_PAGE)
+    begin = -room.ctypes.data % (8 * _LARGE_PAGE) // 8
+    return room[begin : begin + size]
 
 
 def _share(work: Iterable[T], do: Callable[[T], object], threads: int) -> None:
