@@ -1,7 +1,8 @@
 """The orders of `headrace.order`, inside a compiled loop.
 
+    mixed(z)                              `order.mix64`
     derived(key, i)                       `order.derive`
-    sort_part(draws, items, n, a, b)      as much of a sort as places [a, b) need
+    fill_order(n, key, a, b, …)           places [a, b) of `order.Permutation(n, key)`, of at most 4,096 items
     order_of(n, key)                      all items of `order.Permutation(n, key)`
     feistel_item(i, n, key)               the item at position i of one of more than 4,096
 
@@ -19,7 +20,7 @@ from numba.core import types as nb
 
 from headrace.order.permutation import ROUNDS, TABLE
 
-__all__ = ["derived", "feistel_item", "order_of", "sort_part"]
+__all__ = ["derived", "feistel_item", "fill_order", "mixed", "order_of"]
 
 _I64, _U64 = nb.int64, nb.uint64
 _A64, _V64 = nb.Array(nb.int64, 1, "C"), nb.Array(nb.uint64, 1, "C")
@@ -31,17 +32,22 @@ _SHORT = 16
 """Items that are sorted by insertion."""
 
 
-@njit(_U64(_U64, _I64), **_OPTIONS)
-def derived(parent, index):
-    """`order.derive`."""
-    z = parent + np.uint64(index + 1) * _GOLDEN
+@njit(_U64(_U64), **_OPTIONS)
+def mixed(z):
+    """`order.mix64`."""
     z = (z ^ (z >> _S30)) * _M1
     z = (z ^ (z >> _S27)) * _M2
     return z ^ (z >> _S31)
 
 
+@njit(_U64(_U64, _I64), **_OPTIONS)
+def derived(parent, index):
+    """`order.derive`."""
+    return mixed(parent + np.uint64(index + 1) * _GOLDEN)
+
+
 @njit(nb.void(_V64, _A64, _I64, _I64, _I64), **_OPTIONS)
-def sort_part(draws, items, count, start, stop):
+def _sort_part(draws, items, count, start, stop):
     """Sort the first `count` draws, and the items with them, as far as places [start, stop) need it. No two draws are equal."""
     lows, highs = np.empty(64, np.int64), np.empty(64, np.int64)
     lows[0], highs[0] = 0, count
@@ -87,6 +93,16 @@ def sort_part(draws, items, count, start, stop):
             draws[at], items[at] = draw, item
 
 
+@njit(nb.void(_I64, _U64, _I64, _I64, _V64, _A64), **_OPTIONS)
+def fill_order(count, key, start, stop, draws, items):
+    """The items at places [start, stop) of `order.Permutation(count, key)`, of at most 4,096 items, into those places of `items`; what else
+    is in `items` and `draws` is scratch."""
+    for i in range(count):
+        draws[i] = derived(key, i)
+        items[i] = i
+    _sort_part(draws, items, count, start, stop)
+
+
 @njit(_I64(_I64, _I64, _U64), **_OPTIONS)
 def feistel_item(position, count, key):
     """The item at a position of `order.Permutation(count, key)`, of more than 4,096 items."""
@@ -116,9 +132,5 @@ def order_of(count, key):
         for i in range(count):
             items[i] = feistel_item(i, count, key)
         return items
-    draws = np.empty(count, np.uint64)
-    for i in range(count):
-        draws[i] = derived(key, i)
-        items[i] = i
-    sort_part(draws, items, count, 0, count)
+    fill_order(count, key, 0, count, np.empty(count, np.uint64), items)
     return items

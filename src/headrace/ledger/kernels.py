@@ -25,6 +25,8 @@ from numba.core import cgutils
 from numba.core import types as nb
 from numba.extending import intrinsic
 
+from headrace.compiled.orders import mixed
+
 HEAD, TAIL, FREE, COUNT, USED, PENDING, PENDING_TAIL, PENDING_COUNT = range(8)
 """Places in `ends`. USED: slots below it were handed out at least once."""
 OLDER, ENTRIES, DROPPED = 5, 6, 7
@@ -55,10 +57,7 @@ _FAR = 255
 @njit(**_OPTIONS)
 def _hash(gid):
     """The high half of mix64. Buckets are its low bits, so they do not crowd a table."""
-    z = np.uint64(gid)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (z ^ (z >> np.uint64(31))) >> np.uint64(32)
+    return mixed(np.uint64(gid)) >> np.uint64(32)
 
 
 @njit(**_OPTIONS)

@@ -8,6 +8,8 @@ import numpy as np
 from numba import njit
 from numba.core import types as nb
 
+from headrace.compiled.orders import mixed
+
 _A64 = nb.Array(nb.int64, 1, "C")
 _A32 = nb.Array(nb.int32, 1, "C")
 _U64 = nb.Array(nb.uint64, 1, "C")
@@ -41,13 +43,6 @@ def chairman(shares, pick, rank):
         picks[best] += 1
 
 
-@njit(nb.uint64(nb.uint64), **_OPTIONS)
-def _mix64(z):
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
 @njit(nb.void(_A64, _A64, _A64, _A64, _U64, _U64, _A64, _A64, _U64, _U64, _U8), **_OPTIONS)
 def place(samples, source, through, first_block, sum_low, sum_high, shard, local, low, high, wanted):
     """Where the blocks `through`, counted through all shards, lie: shard and block of it, what each sample adds to the digest (as
@@ -70,5 +65,5 @@ def place(samples, source, through, first_block, sum_low, sum_high, shard, local
             wanted[left] = 1
         at = np.uint64(samples[i]) * _GOLDEN
         which = (np.uint64(local[i]) + _ONE) * _GOLDEN
-        low[i] = _mix64(_mix64(sum_low[left] + which) + at)
-        high[i] = _mix64(_mix64(sum_high[left] + which) ^ at)
+        low[i] = mixed(mixed(sum_low[left] + which) + at)
+        high[i] = mixed(mixed(sum_high[left] + which) ^ at)

@@ -18,7 +18,6 @@ is a binary search. Opens no file, starts no thread.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,7 +30,6 @@ __all__ = ["Deal", "Part", "Span"]
 
 _SNAP_AT = 16
 _EPOCHS_KEPT = 4
-_ORDERS_KEPT = 256
 
 
 class Span(NamedTuple):
@@ -88,7 +86,6 @@ class Deal:
         self.shuffle = shuffle
         self._key = key
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
-        self._orders: dict[tuple[int, int], Permutation] = {}
 
     def lane_rows(self, lane: int, epoch: int) -> int:
         """How many rows a lane reads in an epoch."""
@@ -137,15 +134,7 @@ class Deal:
         return self._order_in_chunk(epoch, chunk).slice(start, stop)
 
     def _order_in_chunk(self, epoch: int, chunk: int) -> Permutation:
-        """Kept for a while: a lane comes back to a chunk once or twice, and making a small one costs 20 us."""
-        found = self._orders.get((epoch, chunk))
-        if found is None:
-            rows_key = derive(self._layout(epoch).rows_key, chunk)
-            found = self._orders[epoch, chunk] = Permutation(int(self.chunk_rows[chunk]), rows_key)
-            if len(self._orders) > _ORDERS_KEPT:
-                with contextlib.suppress(KeyError, RuntimeError):  # another thread has made room
-                    del self._orders[next(iter(self._orders))]
-        return found
+        return Permutation(int(self.chunk_rows[chunk]), derive(self._layout(epoch).rows_key, chunk))
 
     def _borders_of(self, lane: int, epoch: int) -> tuple[int, int]:
         borders = self._layout(epoch).borders

@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 from numba.core import types as nb
 
-from headrace.compiled.orders import derived, feistel_item, sort_part
+from headrace.compiled.orders import derived, feistel_item, fill_order
 from headrace.order.permutation import TABLE
 
 _I64, _U64 = nb.int64, nb.uint64
@@ -49,10 +49,7 @@ def walk(order, ends, chunk_rows, key, shuffle, at, stop, chunks, rows, borders)
             if count > room:
                 room = max(2 * count, 256)
                 draws, items = np.empty(room, np.uint64), np.empty(room, np.int64)
-            for i in range(count):
-                draws[i] = derived(own, i)
-                items[i] = i
-            sort_part(draws, items, count, at - first, upto - first)
+            fill_order(count, own, at - first, upto - first, draws, items)
         for i in range(at - first, upto - first):
             chunks[out] = chunk
             if not shuffle:

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 from numba.core import types as nb
 
-from headrace.compiled.orders import order_of
+from headrace.compiled.orders import mixed, order_of
 from headrace.text.xxh3 import SHORTEST, content_words
 
 __all__ = [
@@ -170,11 +170,7 @@ def drawn_rows(first_row, chunks, rows, key, every):
     found = np.empty(len(rows), np.int64)
     count = 0
     for i in range(len(rows)):
-        z = np.uint64(first_row[chunks[i]] + rows[i]) ^ key
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-        if z % np.uint64(every) == 0:
+        if mixed(np.uint64(first_row[chunks[i]] + rows[i]) ^ key) % np.uint64(every) == 0:
             found[count] = i
             count += 1
     return found[:count].copy()
