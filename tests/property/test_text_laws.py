@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import numpy as np
 import xxhash
 from hypothesis import given, settings
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.loader.lanes import BORDERS, DIGEST_HIGH, DIGEST_LOW, SOURCES_MADE, kernels
 from headrace.order import sample_term
-from headrace.text import Blocks, ByteTokenizer, Packing, TokenBatch, pack
+from headrace.text import Blocks, ByteTokenizer, Packing, TokenBatch, join_batches, pack
 
 lengths = st.lists(st.integers(0, 70), max_size=40)
 
@@ -62,7 +65,7 @@ def delivered(batch: TokenBatch, packing: Packing, *, shuffle_key: int | None = 
     documents: dict[int, dict[int, tuple[list[int], list[int], list[int]]]] = {}
     rows = blocks_made = 0
     while at < len(batch):
-        packed = pack(batch.documents(at), packing, offset=offset, last=True, shuffle_key=shuffle_key)
+        packed = pack([batch.documents(at)], packing, offset=offset, last=True, shuffle_key=shuffle_key)
         for b in range(len(packed.blocks)):
             ids, labels, positions = (np.empty(packing.seq_len, np.int64) for _ in range(3))
             expand_block(packed.blocks, b, packing.pad_id, unshifted, ids, labels, positions)
@@ -125,21 +128,50 @@ def test_unshifted_labels_never_cross_a_piece(sizes, seq_len):
 @given(sizes=lengths, seq_len=st.integers(2, 20), key=st.integers(0, 2**32))
 def test_packing_is_a_pure_function_of_its_documents(sizes, seq_len, key):
     packing = Packing(seq_len=seq_len, blocks=3, eos_id=8)
-    first, second = (pack(batch_of(sizes), packing, last=True, shuffle_key=key) for _ in range(2))
+    first, second = (pack([batch_of(sizes)], packing, last=True, shuffle_key=key) for _ in range(2))
     assert np.array_equal(first.blocks.hashes, second.blocks.hashes)
     assert np.array_equal(first.blocks.tokens, second.blocks.tokens)
+
+
+@settings(max_examples=100)
+@given(
+    sizes=lengths, cuts=st.lists(st.integers(0, 40), max_size=4), strategy=st.sampled_from(["best_fit", "concat"]), data=st.data(),
+)  # fmt: skip
+def test_documents_in_several_batches_pack_like_one(sizes, cuts, strategy, data):
+    packing = Packing(seq_len=16, blocks=3, eos_id=8, strategy=strategy)
+    offset = data.draw(st.integers(0, sizes[0])) if strategy == "concat" and sizes and sizes[0] else 0
+    whole = batch_of(sizes)
+    places = [0, *sorted(min(cut, len(sizes)) for cut in cuts), len(sizes)]
+    parts = [whole.documents(a, b) for a, b in itertools.pairwise(places)]
+    one, several = (pack(batches, packing, offset=offset, last=True, shuffle_key=2) for batches in ([whole], parts))
+    assert one[1:] == several[1:]
+    for field in dataclasses.fields(Blocks):
+        assert np.array_equal(getattr(one.blocks, field.name), getattr(several.blocks, field.name)), field.name
+    assert np.array_equal(join_batches(parts).ids, whole.ids)
+    assert np.array_equal(join_batches(parts).offsets, whole.offsets)
+
+
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20), data=st.data())
+def test_an_id_outside_the_vocabulary_is_found_where_it_is(sizes, data):
+    whole, packing = batch_of(sizes), Packing(seq_len=16, blocks=100, eos_id=8)
+    doc = data.draw(st.integers(0, len(sizes) - 1))
+    place = data.draw(st.integers(0, sizes[doc] - 1))
+    vocabulary = 5000
+    assert pack([whole], packing, last=True, vocabulary=vocabulary).unsound is None
+    whole.ids[whole.offsets[doc] + place] = data.draw(st.sampled_from([-(2**31), -1, vocabulary, 2**31 - 1]))
+    assert pack([whole], packing, last=True, vocabulary=vocabulary).unsound == (doc, place)
 
 
 @given(sizes=st.lists(st.integers(1, 16), min_size=4, max_size=60))
 def test_a_longer_look_ahead_does_not_change_a_window(sizes):
     packing = Packing(seq_len=16, blocks=2, eos_id=None)
-    whole = pack(batch_of(sizes), packing, last=True, shuffle_key=1)
+    whole = pack([batch_of(sizes)], packing, last=True, shuffle_key=1)
     if whole.documents == len(sizes):
         return
     for extra in range(whole.documents + 1, len(sizes) + 1):
         if sum(sizes[:extra]) <= packing.budget:
             continue  # a window must look past its budget to know that it is full
-        part = pack(batch_of(sizes[:extra]), packing, last=False, shuffle_key=1)
+        part = pack([batch_of(sizes[:extra])], packing, last=False, shuffle_key=1)
         assert part.documents == whole.documents
         assert np.array_equal(part.blocks.hashes, whole.blocks.hashes)
 

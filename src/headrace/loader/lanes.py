@@ -45,8 +45,6 @@ TOKEN_FIELDS = ("input_ids", "labels", "position_ids", "segment_ids")
 FILLER_HASH = content_hash(b"filler")
 """The content of a sample with nothing to learn, as the digest has it."""
 _FILLER_WORDS = np.frombuffer(bytearray(FILLER_HASH), np.uint64)
-_SHORT = 1 << 16
-"""Tokens of a batch that is laid out in less time (80 us) than it takes to get the interpreter back from a thread that has it meanwhile."""
 _VIEWS_KEPT = 256
 
 kernels = CompiledLoops("headrace.loader.kernels")
@@ -278,9 +276,8 @@ class LaneTable:
         )
         left: dict[int, Window] = {}
         into, at = self._nowhere if slot is None else slot.where, 0
-        next_batch = k.next_batch if count * self._plan.seq_len <= _SHORT else k.next_large_batch
         while True:
-            at = next_batch(self._where, into, samples.start, samples.step, at, count, rows, facts)
+            at = k.next_batch(self._where, into, samples.start, samples.step, at, count, rows, facts)
             if at == count:
                 return Taken(samples, rows, facts, self._live, left)
             if at > count:

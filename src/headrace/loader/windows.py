@@ -33,6 +33,7 @@ from headrace.text import (
     Packing,
     TokenBatch,
     Tokenizer,
+    Unsound,
     join_batches,
     pack,
     pack_kernels,
@@ -41,6 +42,9 @@ from headrace.text import (
 __all__ = ["Carry", "ChunkCache", "Piece", "Window", "WindowMaker", "WindowStart", "deal_kernels"]
 
 _ROWS_AT_ONCE = 4096
+_AHEAD = 1.04
+"""How many more characters are encoded than a window will need, as it seems: what is over waits for the next, what is missing takes a
+second visit to the encoder."""
 
 deal_kernels = CompiledLoops("headrace.mix.deal_kernels")
 
@@ -207,32 +211,37 @@ class WindowMaker:
             tokens += self._packing.total(carry.texts)
         while tokens <= wanted and at < total_rows:
             texts, chunk_of, row_of, missing = self._texts(lane, start.epoch, at, total_rows, wanted + 1 - tokens)
-            batch = self._encode(texts, chunk_of, row_of)
+            batch, made = self._encode(texts, chunk_of, row_of)
             batches.append(batch)
             chunks.append(chunk_of)
             rows.append(row_of)
             holes.append(missing)
             at += len(texts)
-            tokens += self._packing.total(batch)
-        batch = join_batches(batches)
+            tokens += made
         with phase("pack", meter=self._meter):
             packed = pack(
-                batch,
+                batches,
                 self._packing,
                 offset=start.offset,
                 last=at >= total_rows,
                 shuffle_key=self._shuffle_key(lane, start),
+                vocabulary=self._tokenizer.vocab_size,
             )
         used = packed.documents
         seen = used + (1 if packed.offset else 0)
         chunk_of, row_of = _joined(chunks), _joined(rows)
+        if packed.unsound is not None:
+            raise self._unsound(packed.unsound, batches, chunk_of, row_of)
         bad_of = _joined_holes(holes, batches)
         # A copy: what is left is a few per cent of the window, and must not keep all of it.
         left = (
             Carry(
-                batch.documents(used).copy(), chunk_of[used:], row_of[used:], None if bad_of is None else bad_of[used:]
+                _documents_from(batches, used),
+                chunk_of[used:],
+                row_of[used:],
+                None if bad_of is None else bad_of[used:],
             )
-            if used < len(batch)
+            if used < len(chunk_of)
             else None
         )
         bad = 0 if bad_of is None else int(bad_of[:used].sum())
@@ -290,7 +299,7 @@ class WindowMaker:
         self, lane: int, epoch: int, at: int, total_rows: int, tokens: int
     ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None]:
         """About as many documents as make `tokens` tokens, at least one; their chunks and rows, and which of them are holes, if any is."""
-        chars = int(tokens * self._chars_per_token * 1.02) + 1
+        chars = int(tokens * self._chars_per_token * _AHEAD) + 1
         texts: list[str] = []
         chunks: list[np.ndarray] = []
         rows: list[np.ndarray] = []
@@ -334,38 +343,48 @@ class WindowMaker:
         )
         return chunks, rows, borders[: seen + 1].tolist()
 
-    def _encode(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> TokenBatch:
+    def _encode(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> tuple[TokenBatch, int]:
+        """The texts' ids, and how many they are with BOS and EOS."""
         try:
             with phase("tokenize", meter=self._meter):
                 batch = self._tokenizer.encode(texts)
         except (Exception, SystemExit) as error:  # a tokenizer that calls exit() must not end a thread without a word
             raise self._culprit(texts, chunks, rows, error) from error
-        tokens = len(batch.ids)
-        self._check(batch, texts, chunks, rows)
+        made = self._checked_total(batch, len(texts))
         if self._reference is not None:
             self._spot_check(batch, texts, chunks, rows)
+        tokens = len(batch.ids)
         if tokens > 1000:
             self._chars_per_token = 0.5 * self._chars_per_token + 0.5 * sum(map(len, texts)) / tokens
-        return batch
+        return batch, made
 
-    def _check(self, batch: TokenBatch, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> None:
-        """The compiled loops trust offsets and ids: a tokenizer of the user's own may not be trusted with that."""
+    def _checked_total(self, batch: TokenBatch, texts: int) -> int:
+        """The compiled loops trust offsets: a tokenizer of the user's own may not be trusted with that."""
         name, offsets, ids = self._tokenizer.name, batch.offsets, batch.ids
-        if ids.dtype != np.int32 or offsets.dtype != np.int64 or not ids.flags.c_contiguous:
+        if (
+            ids.dtype != np.int32
+            or offsets.dtype != np.int64
+            or not (ids.flags.c_contiguous and offsets.flags.c_contiguous)
+        ):
             raise TokenizerError(
-                f"tokenizer {name} gave ids of {ids.dtype} and offsets of {offsets.dtype}; int32 and int64 are needed"
+                f"tokenizer {name} gave ids of {ids.dtype} and offsets of {offsets.dtype}; int32 and int64 in one piece are needed"
             )
-        wrong = pack_kernels().first_unsound(ids, offsets, self._tokenizer.vocab_size)
-        if len(batch) != len(texts) or wrong == -2:
+        total = self._packing.total(batch)
+        if len(batch) != texts or total < 0:
             raise TokenizerError(
-                f"tokenizer {name} gave {len(batch)} documents for {len(texts)} texts, or offsets that do not cover its ids"
+                f"tokenizer {name} gave {len(batch)} documents for {texts} texts, or offsets that do not cover its ids"
             )
-        if wrong >= 0:
-            doc = int(np.searchsorted(offsets, wrong, side="right")) - 1
-            raise TokenizerError(
-                f"tokenizer {name} gave id {int(ids[wrong])} for {self._place(int(chunks[doc]), int(rows[doc]))}, outside its vocabulary of "
-                f"{self._tokenizer.vocab_size:,}. Use the tokenizer that belongs to this vocabulary."
-            )
+        return total
+
+    def _unsound(
+        self, found: Unsound, batches: Sequence[TokenBatch], chunks: np.ndarray, rows: np.ndarray
+    ) -> TokenizerError:
+        wrong = _documents_from(batches, found.document).ids[found.place]
+        place = self._place(int(chunks[found.document]), int(rows[found.document]))
+        return TokenizerError(
+            f"tokenizer {self._tokenizer.name} gave id {int(wrong)} for {place}, outside its vocabulary of "
+            f"{self._tokenizer.vocab_size:,}. Use the tokenizer that belongs to this vocabulary."
+        )
 
     def _spot_check(self, batch: TokenBatch, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> None:
         """Some documents, the same in every run, are encoded by the reference too."""
@@ -408,6 +427,16 @@ class WindowMaker:
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else np.concatenate([*arrays, _NO_ROWS])
+
+
+def _documents_from(batches: Sequence[TokenBatch], first: int) -> TokenBatch:
+    """The documents from number `first` on."""
+    left = []
+    for batch in batches:
+        if first < len(batch):
+            left.append(batch.documents(first))
+        first = max(first - len(batch), 0)
+    return join_batches(left)
 
 
 def _joined_holes(holes: Sequence[np.ndarray | None], batches: Sequence[TokenBatch]) -> np.ndarray | None:

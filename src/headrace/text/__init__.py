@@ -9,7 +9,7 @@ kernels    the compiled loops behind pack; imported only through it
 """
 
 from headrace.text.engines import ENGINES, SPOT_CHECK_EVERY, Encode, EngineChoice, EngineName
-from headrace.text.pack import Blocks, Packed, Packing, pack, pack_kernels
+from headrace.text.pack import Blocks, Packed, Packing, Unsound, pack, pack_kernels
 from headrace.text.token_batch import TokenBatch, join_batches
 from headrace.text.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
@@ -26,6 +26,7 @@ __all__ = [
     "Packing",
     "TokenBatch",
     "Tokenizer",
+    "Unsound",
     "join_batches",
     "load_tokenizer",
     "pack",

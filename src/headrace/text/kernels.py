@@ -9,31 +9,27 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import carray, njit
 from numba.core import types as nb
 
+from headrace.compiled.addresses import pointer
 from headrace.compiled.orders import mixed, order_of
 from headrace.text.xxh3 import SHORTEST, content_words
 
-__all__ = [
-    "drawn_rows",
-    "first_unsound",
-    "lay_blocks",
-    "lengths_with",
-    "order_of",
-    "place_best_fit",
-    "place_in_a_row",
-    "total_with",
-]
+__all__ = ["drawn_rows", "pack_window", "total_with"]
 
 _I32, _I64 = nb.int32, nb.int64
 _A32, _A64 = nb.Array(nb.int32, 1, "C"), nb.Array(nb.int64, 1, "C")
-_R32 = nb.Array(nb.int32, 1, "C", readonly=True)
 _R64 = nb.Array(nb.int64, 1, "C", readonly=True)
-_M32, _W64 = nb.Array(nb.int32, 2, "C"), nb.Array(nb.uint64, 2, "C")
+_M32, _M64, _W64 = nb.Array(nb.int32, 2, "C"), nb.Array(nb.int64, 2, "C"), nb.Array(nb.uint64, 2, "C")
 _PLACES = nb.Tuple((_A64, _A64, _A64, _A64, _I64, _I64))
 """Document, first token and length of every piece; the blocks' borders; documents used up; tokens used of the one after."""
-_LAID = nb.UniTuple(_I64, 2)
+_LAID = nb.UniTuple(_I64, 3)
+_PACKED = nb.Tuple((_M32, _A64, _A64, _A64, _A32, _A32, _A64, _A64, _W64, *(7 * [_I64])))
+"""The arrays of `text.Blocks`; documents used up, tokens used of the one after, documents cut, empty ones, blocks without a hash, the
+first document with an id outside the vocabulary (-1: none) and the id's place in it."""
+PART_FIELDS = 3
+"""Of some documents: where their ids are, where their offsets are, and how many they are."""
 _OPTIONS: Any = {"nogil": False, "cache": True, "error_model": "numpy", "boundscheck": False}
 """Short enough to keep Python's lock: giving it away and getting it back takes longer."""
 _LONG: Any = _OPTIONS | {"nogil": True}
@@ -145,25 +141,6 @@ def bins_in_document_order(piece_bin, piece_doc, pieces, bins, order, bin_ptr):
             order[j + 1] = p
 
 
-@njit(_I64(_R32, _R64, _I64), **_OPTIONS)
-def first_unsound(ids, offsets, vocabulary):
-    """The place of the first id outside the vocabulary; -1: all are inside; -2: the offsets do not cover the ids."""
-    if offsets[0] != 0 or offsets[len(offsets) - 1] != len(ids):
-        return -2
-    for d in range(len(offsets) - 1):
-        if offsets[d + 1] < offsets[d]:
-            return -2
-    seen = nb.int32(0)
-    largest = nb.int32(vocabulary - 1)
-    for i in range(len(ids)):
-        seen |= ids[i] | (largest - ids[i])
-    if seen < 0:
-        for i in range(len(ids)):
-            if ids[i] < 0 or ids[i] > largest:
-                return i
-    return -1
-
-
 @njit(_A64(_R64, _R64, _R64, nb.uint64, _I64), **_OPTIONS)
 def drawn_rows(first_row, chunks, rows, key, every):
     """Which of some rows are drawn: one in `every`, by `order.mix64` of the row's number and a key."""
@@ -183,24 +160,58 @@ def _copy(out, values):
         out[i] = values[i]
 
 
-@njit(_A64(_R64, _I64), **_OPTIONS)
-def lengths_with(offsets, extra):
-    """Tokens of every document with its BOS and EOS; one without text stays empty."""
-    lengths = np.empty(len(offsets) - 1, np.int64)
-    for d in range(len(lengths)):
-        n = offsets[d + 1] - offsets[d]
-        lengths[d] = n + extra if n > 0 else 0
-    return lengths
+@njit(nb.int32(nb.Array(nb.int32, 1, "C"), nb.Array(nb.int32, 1, "C"), nb.int32), **_OPTIONS)
+def _copy_sound(out, ids, largest):
+    """The same for ids, at the same speed; below 0 if one of them is not in [0, largest]."""
+    seen = nb.int32(0)
+    for i in range(len(out)):
+        found = ids[i]
+        out[i] = found
+        seen |= found | (largest - found)
+    return seen
 
 
-@njit(_I64(_R64, _I64), **_OPTIONS)
-def total_with(offsets, extra):
-    """The sum of those."""
+@njit(nb.UniTuple(_I64, 2)(_A64, _A64, _I64), **_OPTIONS)
+def first_unsound(where, encoded, vocabulary):
+    """The first document with an id outside the vocabulary, and the id's place in it; -1: there is none."""
+    for d in range(len(where)):
+        ids = carray(pointer(where[d]), (encoded[d],), np.int32)
+        for i in range(len(ids)):
+            if ids[i] < 0 or ids[i] >= vocabulary:
+                return d, i
+    return -1, 0
+
+
+@njit(_I64(_R64, _I64, _I64), **_OPTIONS)
+def total_with(offsets, ids, extra):
+    """Tokens of documents with their BOS and EOS; one without text stays empty. -1: the offsets do not cover so many ids."""
+    if len(offsets) == 0 or offsets[0] != 0 or offsets[len(offsets) - 1] != ids:
+        return -1
     total = 0
     for d in range(len(offsets) - 1):
         n = offsets[d + 1] - offsets[d]
+        if n < 0:
+            return -1
         total += n + extra if n > 0 else 0
     return total
+
+
+@njit(nb.UniTuple(_A64, 2)(_M64), **_OPTIONS)
+def documents_of(parts):
+    """Where the ids of every document are, and how many."""
+    count = 0
+    for p in range(len(parts)):
+        count += parts[p, 2]
+    where, encoded = np.empty(count, np.int64), np.empty(count, np.int64)
+    at = 0
+    for p in range(len(parts)):
+        ids, documents = parts[p, 0], parts[p, 2]
+        offsets = carray(pointer(parts[p, 1]), (documents + 1,), np.int64)
+        for d in range(documents):
+            where[at] = ids + 4 * offsets[d]
+            encoded[at] = offsets[d + 1] - offsets[d]
+            at += 1
+    return where, encoded
 
 
 @njit(_PLACES(_A64, _I64, _I64), **_OPTIONS)
@@ -281,40 +292,24 @@ def place_in_a_row(lengths, capacity, blocks, offset, last):
 
 @njit(
     _LAID(
-        _R32,
-        _R64,
-        _A64,
-        _A64,
-        _A64,
-        _A64,
-        _A64,
-        _R64,
-        _I64,
-        _I64,
-        _I64,
-        _M32,
-        _A64,
-        _A64,
-        _A64,
-        _A32,
-        _A32,
-        _A64,
-        _A64,
-        _W64,
+        _A64, _A64, _A64, _A64, _A64, _A64, _A64, _A64, _I64, _I64, _I64, _I64,
+        _M32, _A64, _A64, _A64, _A32, _A32, _A64, _A64, _W64,
     ),
-    **_LONG,
-)
+    **_OPTIONS,
+)  # fmt: skip
 def lay_blocks(
-    ids, offsets, lengths, doc, start, length, borders, order, bos, eos, pad,
+    where, encoded, lengths, doc, start, length, borders, order, bos, eos, pad, vocabulary,
     tokens, piece_ptr, piece_doc, piece_start, piece_len, piece_next, real, row_count, hashes,
 ):  # fmt: skip
-    """The tokens of every piece into its block, the blocks in `order`; the numbers of documents in more than one piece, and of blocks without a hash.
+    """The tokens of every piece into its block, the blocks in `order`; the numbers of documents in more than one piece, of blocks without
+    a hash, and below 0 where an id was outside the vocabulary.
 
     For each piece the token that follows it in its document (-100 at its end). `bos`/`eos` < 0: none. A block's hash is taken
     over its tokens, the lengths of its pieces and the tokens that follow them, each led by its size in bytes as 64 bits:
     `order.content_hash`. One of fewer than SHORTEST words is left 0.
     """
     head = 1 if bos >= 0 else 0
+    largest, seen = nb.int32(vocabulary - 1), nb.int32(0)
     width = tokens.shape[1]
     most = 0
     for b in range(len(order)):
@@ -330,18 +325,17 @@ def lay_blocks(
         first = piece
         for p in range(borders[order[b]], borders[order[b] + 1]):
             d = doc[p]
-            base = offsets[d]
-            encoded = offsets[d + 1] - base
+            ids = carray(pointer(where[d]), (encoded[d],), np.int32)
             end = start[p] + length[p]
             k = start[p]
             if k < head:
                 row[column] = bos
                 column += 1
                 k += 1
-            upto = min(end, encoded + head)
-            shift = base - head
+            upto = min(end, encoded[d] + head)
             if upto > k:
-                _copy(row[column : column + upto - k], ids[shift + k : shift + upto])
+                part = ids[k - head : upto - head]
+                seen |= _copy_sound(row[column : column + upto - k], part, largest)
                 column += upto - k
             if upto < end:
                 row[column] = eos
@@ -349,8 +343,8 @@ def lay_blocks(
             following = -100
             if end == lengths[d]:
                 ended += 1
-            elif end - head < encoded:
-                following = ids[base + end - head]
+            elif end - head < encoded[d]:
+                following = ids[end - head]
             else:
                 following = eos
             piece_doc[piece], piece_start[piece], piece_len[piece] = d, start[p], length[p]
@@ -377,4 +371,41 @@ def lay_blocks(
             hashes[b, 0] = hashes[b, 1] = 0
             unhashed += 1
         row[column:] = pad
-    return cut, unhashed
+    return cut, unhashed, seen
+
+
+@njit(_PACKED(_M64, _I64, _I64, _I64, nb.boolean, _I64, _I64, _I64, _I64, nb.boolean, nb.uint64, nb.boolean), **_LONG)
+def pack_window(parts, capacity, blocks, offset, best_fit, bos, eos, pad, vocabulary, shuffle, key, last):
+    """The blocks of a window out of the documents of `parts`: see `text.pack`."""
+    where, encoded = documents_of(parts)
+    extra = (1 if bos >= 0 else 0) + (1 if eos >= 0 else 0)
+    lengths = np.empty(len(encoded), np.int64)
+    for d in range(len(encoded)):
+        lengths[d] = encoded[d] + extra if encoded[d] > 0 else 0
+    if best_fit:
+        doc, start, length, borders, used, next_offset = place_best_fit(lengths, capacity, blocks)
+    else:
+        doc, start, length, borders, used, next_offset = place_in_a_row(lengths, capacity, blocks, offset, last)
+    count, pieces = len(borders) - 1, len(doc)
+    order = order_of(count, key) if shuffle else np.arange(count)
+    tokens = np.empty((count, capacity), np.int32)
+    piece_ptr, piece_doc, piece_start = (
+        np.empty(count + 1, np.int64),
+        np.empty(pieces, np.int64),
+        np.empty(pieces, np.int64),
+    )
+    piece_len, piece_next = np.empty(pieces, np.int32), np.empty(pieces, np.int32)
+    real, row_count, hashes = np.empty(count, np.int64), np.empty(count, np.int64), np.empty((count, 2), np.uint64)
+    cut, unhashed, seen = lay_blocks(
+        where, encoded, lengths, doc, start, length, borders, order, bos, eos, pad, vocabulary,
+        tokens, piece_ptr, piece_doc, piece_start, piece_len, piece_next, real, row_count, hashes,
+    )  # fmt: skip
+    empty = 0
+    for d in range(used):
+        if lengths[d] == 0:
+            empty += 1
+    unsound, place = first_unsound(where, encoded, vocabulary) if seen < 0 else (-1, 0)
+    return (
+        tokens, piece_ptr, piece_doc, piece_start, piece_len, piece_next, real, row_count, hashes,
+        used, next_offset, cut, empty, unhashed, unsound, place,
+    )  # fmt: skip

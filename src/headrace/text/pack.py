@@ -14,16 +14,17 @@ from which labels, positions and provenance follow:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from headrace.compiled import CompiledLoops
+from headrace.compiled import CompiledLoops, address
 from headrace.order import content_hash
 from headrace.text.token_batch import TokenBatch
 
-__all__ = ["Blocks", "Packing", "pack", "pack_kernels"]
+__all__ = ["Blocks", "Packed", "Packing", "Unsound", "pack", "pack_kernels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +60,8 @@ class Packing:
         return np.where(encoded > 0, encoded + self.extra, 0)
 
     def total(self, batch: TokenBatch) -> int:
-        """Tokens of documents with BOS and EOS."""
-        return pack_kernels().total_with(batch.offsets, self.extra)
+        """Tokens of documents with BOS and EOS; -1: the batch's offsets do not cover its ids."""
+        return pack_kernels().total_with(batch.offsets, len(batch.ids), self.extra)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,14 @@ class Blocks:
         )
 
 
+class Unsound(NamedTuple):
+    """An id outside the vocabulary."""
+
+    document: int
+    place: int
+    """Of the id in its document."""
+
+
 class Packed(NamedTuple):
     """What `pack` made, and where the next window begins."""
 
@@ -107,43 +116,39 @@ class Packed(NamedTuple):
     """Documents that are in more than one piece."""
     empty: int
     """Documents without a token, of those used up."""
+    unsound: Unsound | None
+    """The first one seen: then the blocks are of no use."""
 
 
 pack_kernels = CompiledLoops("headrace.text.kernels")
+_ANY_ID = np.iinfo(np.int32).max
 
 
-def pack(batch: TokenBatch, packing: Packing, *, offset: int = 0, last: bool, shuffle_key: int | None = None) -> Packed:
+def pack(
+    batches: Sequence[TokenBatch],
+    packing: Packing,
+    *,
+    offset: int = 0,
+    last: bool,
+    shuffle_key: int | None = None,
+    vocabulary: int = _ANY_ID,
+) -> Packed:
     """Pack documents from the first on, until the window's budget is used or (`last`) there are no more.
 
-    `offset` tokens of the first document are already delivered. `shuffle_key` orders the finished blocks.
+    The offsets of every batch must cover its ids (`Packing.total` tells). `offset` tokens of the first document are already delivered.
+    `shuffle_key` orders the finished blocks. One compiled call, and other threads run meanwhile.
     """
     k = pack_kernels()
-    lengths = k.lengths_with(batch.offsets, packing.extra)
-    if packing.strategy == "best_fit":
-        places = k.place_best_fit(lengths, packing.seq_len, packing.blocks)
-    else:
-        places = k.place_in_a_row(lengths, packing.seq_len, packing.blocks, offset, last)
-    doc, start, length, borders, used, next_offset = places
-    count, pieces = len(borders) - 1, len(doc)
-    order = np.arange(count) if shuffle_key is None else k.order_of(count, shuffle_key)
-    blocks = Blocks(
-        tokens=np.empty((count, packing.seq_len), np.int32),
-        piece_ptr=np.empty(count + 1, np.int64),
-        piece_doc=np.empty(pieces, np.int64),
-        piece_start=np.empty(pieces, np.int64),
-        piece_len=np.empty(pieces, np.int32),
-        piece_next=np.empty(pieces, np.int32),
-        real=np.empty(count, np.int64),
-        row_count=np.empty(count, np.int64),
-        hashes=np.empty((count, 2), np.uint64),
+    parts = np.array([(address(b.ids), address(b.offsets), len(b)) for b in batches], np.int64).reshape(
+        -1, k.PART_FIELDS
     )
-    cut, unhashed = k.lay_blocks(
-        batch.ids, batch.offsets, lengths, doc, start, length, borders, order,
+    *arrays, used, next_offset, cut, empty, unhashed, unsound, place = k.pack_window(
+        parts, packing.seq_len, packing.blocks, offset, packing.strategy == "best_fit",
         -1 if packing.bos_id is None else packing.bos_id, -1 if packing.eos_id is None else packing.eos_id, packing.pad_id,
-        blocks.tokens, blocks.piece_ptr, blocks.piece_doc, blocks.piece_start, blocks.piece_len, blocks.piece_next,
-        blocks.real, blocks.row_count, blocks.hashes,
+        vocabulary, shuffle_key is not None, shuffle_key or 0, last,
     )  # fmt: skip
+    blocks = Blocks(*arrays)
     if unhashed:
         for b in np.flatnonzero(blocks.hashes[:, 0] == 0).tolist():
             blocks.hashes[b] = np.frombuffer(blocks.content(b), np.uint64)
-    return Packed(blocks, used, next_offset, cut, int(np.count_nonzero(lengths[:used] == 0)))
+    return Packed(blocks, used, next_offset, cut, empty, None if unsound < 0 else Unsound(unsound, place))
