@@ -450,6 +450,8 @@ class Loader(RankLoader):
                 meter=self.meter,
                 deadline=self._deadline,
                 found=self.data.note_hole,
+                windows=2 * len(self._own) * len(self.data.sources),  # of every lane and source one open, and the next
+                window_tokens=self.data.packing.budget,
             )
         return WindowPool(
             self.data.make_window,

@@ -95,6 +95,7 @@ class Pipeline:
         self._step, self._sample = step, sample
         self._skip = tuple(skip)
         self._meter = meter
+        self._assembling = phase("assemble", meter=meter)
         self._handed_over: Made | None = None
         self.copied: Any = None
         """A CUDA event, set by whoever copies the batch: the buffers may be reused once it has happened."""
@@ -129,7 +130,7 @@ class Pipeline:
     def _assemble(self, slot: Slot) -> Made | None:
         """The next step that is not passed over, or None when no rank has anything more to deliver."""
         skipped: list[tuple[int, Taken]] = []
-        with phase("assemble", meter=self._meter):
+        with self._assembling:
             while True:
                 step = self._step
                 passed_over = bool(self._skip) and any(a <= step < b for a, b in self._skip)
@@ -139,7 +140,7 @@ class Pipeline:
                 self._step += 1
                 self._sample += self._shape.global_batch_size
                 if not passed_over:
-                    passed = tuple((step, len(taken.samples)) for step, taken in skipped)
+                    passed = tuple((step, len(taken.samples)) for step, taken in skipped) if skipped else ()
                     after = After(
                         step, self._sample, taken.facts, self._table.state.copy(), passed, self._table.drain_left_out()
                     )

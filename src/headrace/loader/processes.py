@@ -1,9 +1,12 @@
 """Windows made ahead of need, by worker processes.
 
-Threads are the better tool wherever the tokenizer lets go of Python's lock, as all engines of `text.engines` do: there
-processes only add copies. They pay for a tokenizer written in Python. A worker opens the dataset anew from its recipe and
+They pay for a tokenizer written in Python, and wherever the interpreter's lock is short: the trainer's own code needs it, or the
+fastest encoder leaves it no time. A worker opens the dataset anew from its recipe and
 answers requests for windows; which worker makes a window changes only the time it takes. The lanes are shared out, so
 that documents which one window encoded and did not use wait in the same process for the next.
+
+What a window is made of lies in memory that a worker shares with its trainer (window_slots.py); the pipe says where. A window that
+does not fit there comes through the pipe.
 
 A worker that dies is an error with its name as soon as the kernel closes its pipe; one that hangs is an error at the
 deadline of whoever waits. A worker whose parent is gone ends by itself: its requests end too.
@@ -14,10 +17,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,6 +31,7 @@ import numpy as np
 
 from headrace.errors import HeadraceError, TokenizerError, WorkerDied, how_it_ended
 from headrace.loader.pool import WindowKey, WindowPool
+from headrace.loader.window_slots import WindowSlots, shared_memory_works
 from headrace.loader.windows import Window, WindowStart
 from headrace.metrics import Meter, Wait
 from headrace.sources.native_threads import one_native_thread
@@ -37,6 +43,10 @@ _BLOCK_ARRAYS = {
     "tokens": np.int32, "piece_ptr": np.int64, "piece_doc": np.int64, "piece_start": np.int64, "piece_len": np.int32,
     "piece_next": np.int32, "real": np.int64, "row_count": np.int64, "hashes": np.uint64,
 }  # fmt: skip
+_SPARE_SLOTS = 16
+"""For windows that batches on their way still refer to."""
+_SLOT_REST = 64 << 10
+"""Bytes of a slot besides six a token: four are the token, the rest is for its documents, a hundred bytes each."""
 
 
 class _Task:
@@ -63,8 +73,11 @@ class WindowProcesses:
         meter: Meter,
         deadline: float,
         found: Callable[[int, dict[str, Any]], None],
+        windows: int,
+        window_tokens: int,
     ) -> None:
-        """`found` is told of every hole that a worker meets: the source's index, and the hole."""
+        """`found` is told of every hole that a worker meets: the source's index, and the hole. About so many `windows` of so many tokens
+        are held at a time."""
         self._meter = meter
         self._deadline = deadline
         self._changed = threading.Condition()
@@ -77,16 +90,20 @@ class WindowProcesses:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
+        self._slots: list[WindowSlots | None] = []
+        count = -(-windows // workers) + _SPARE_SLOTS if shared_memory_works() else 0
+        size = 6 * window_tokens + _SLOT_REST
         with one_native_thread():
             for i in range(workers):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(theirs, dict(recipe)), name=f"headrace-worker-{i}", daemon=True
+                    target=_serve, args=(theirs, dict(recipe), count, size), name=f"headrace-worker-{i}", daemon=True
                 )
                 process.start()
                 theirs.close()
                 self._pipes.append(ours)
                 self._processes.append(process)
+                self._slots.append(_shared(ours, process.pid, count, size) if count else None)
         self._sending = [threading.Lock() for _ in self._pipes]
         self._threads = [
             threading.Thread(target=self._listen, args=(i,), name=f"headrace-worker-{i}-answers", daemon=True)
@@ -174,7 +191,7 @@ class WindowProcesses:
             if "error" in head:
                 error = _error(head["error"])
             else:
-                window = _unpacked(head, body)
+                window = _unpacked(head, body, self._slots[worker])
             for i, hole in head["holes"]:
                 self._found(i, hole)
             with self._changed:
@@ -204,9 +221,27 @@ class WindowProcesses:
 # ------------------------------------------------------------------------------------------- in the worker
 
 
-def _serve(pipe: Connection, recipe: dict[str, Any]) -> None:
+def _shared(pipe: Connection, pid: int | None, count: int, size: int) -> WindowSlots:
+    slots, descriptor = WindowSlots.create(count, size)
+    try:
+        with contextlib.suppress(OSError):  # it is gone: whoever listens to it says so
+            reduction.send_handle(pipe, descriptor, pid)
+    finally:
+        os.close(descriptor)
+    return slots
+
+
+def _serve(pipe: Connection, recipe: dict[str, Any], count: int, size: int) -> None:
     """What a worker process does until its pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    slots = None
+    if count:
+        try:
+            descriptor = reduction.recv_handle(pipe)
+        except (EOFError, OSError, RuntimeError):  # the parent is gone
+            return
+        slots = WindowSlots(descriptor, count, size)
+        os.close(descriptor)
     from headrace.loader.dataset import TextDataset
 
     try:
@@ -236,7 +271,7 @@ def _serve(pipe: Connection, recipe: dict[str, Any]) -> None:
             except Exception as error:
                 head["error"] = [type(error).__name__, str(error)]
             else:
-                head |= _packed(window, parts)
+                head |= _packed(window, parts, slots)
             totals = data.meter.drain()
             head["metrics"] = {k: v for k, v in totals.items() if k.startswith(("phase/", "text/"))}
             head["holes"] = []
@@ -266,31 +301,39 @@ def _refuse_all(pipe: Connection, error: BaseException) -> None:
             return
 
 
-def _packed(window: Window, parts: list[bytes | memoryview]) -> dict[str, Any]:
-    """A window as plain values and raw arrays: what crosses the pipe is never unpickled."""
+def _packed(window: Window, parts: list[bytes | memoryview], slots: WindowSlots | None) -> dict[str, Any]:
+    """A window as plain values and raw arrays, which lie in a slot or go into `parts`: what crosses the pipe is never unpickled."""
     blocks = window.blocks
     arrays = [*(getattr(blocks, name) for name in _BLOCK_ARRAYS), window.doc_chunk, window.doc_row]
-    parts.extend(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data if a.size else b"" for a in arrays)
+    slot = None if slots is None else slots.put(arrays)
+    if slot is None:
+        parts.extend(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data if a.size else b"" for a in arrays)
     return {
         "source": window.source, "lane": window.lane, "start": window.start, "end": window.end,
         "width": blocks.tokens.shape[1], "documents": window.documents, "empty": window.empty, "bad": window.bad,
-        "cut": window.cut,
+        "cut": window.cut, "slot": slot, "lengths": [a.size for a in arrays],
     }  # fmt: skip
 
 
-def _unpacked(head: Mapping[str, Any], parts: list[bytes]) -> Window:
-    arrays = {name: np.frombuffer(parts[i], dtype) for i, (name, dtype) in enumerate(_BLOCK_ARRAYS.items())}
+def _unpacked(head: Mapping[str, Any], parts: list[bytes], slots: WindowSlots | None) -> Window:
+    dtypes = [*_BLOCK_ARRAYS.values(), np.int64, np.int64]
+    if head["slot"] is None:
+        found = [np.frombuffer(part, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+    else:
+        assert slots is not None
+        found = slots.get(head["slot"], zip(dtypes, head["lengths"], strict=True))
+    *of_blocks, doc_chunk, doc_row = found
+    arrays = dict(zip(_BLOCK_ARRAYS, of_blocks, strict=True))
     arrays["tokens"] = arrays["tokens"].reshape(-1, head["width"])
     arrays["hashes"] = arrays["hashes"].reshape(-1, 2)
-    at = len(_BLOCK_ARRAYS)
     return Window(
         source=head["source"],
         lane=head["lane"],
         start=WindowStart(*head["start"]),
         end=WindowStart(*head["end"]),
         blocks=Blocks(**arrays),
-        doc_chunk=np.frombuffer(parts[at], np.int64),
-        doc_row=np.frombuffer(parts[at + 1], np.int64),
+        doc_chunk=doc_chunk,
+        doc_row=doc_row,
         documents=head["documents"],
         empty=head["empty"],
         bad=head["bad"],
