@@ -41,7 +41,13 @@ class Ahead(Generic[Slot, Made]):
         self._new_slot = new_slot
         self._depth = depth
         self._meter = meter
-        self._changed = threading.Condition()
+        # A trainer finds its caches cold: what it does here to take a batch that is ready is two locks and no call to Python code.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        """A batch was made: for a trainer that waits."""
+        self._bell = threading.Lock()
+        """Taken while the thread sleeps; whoever gives it back wakes the thread."""
+        self._bell.acquire()
         self._free: deque[Slot] = deque()
         self._slots = 0
         self._made: deque[Made | None] = deque()
@@ -85,7 +91,7 @@ class Ahead(Generic[Slot, Made]):
                     return made
             finally:
                 self._making = False
-        with self._changed:
+        with self._lock:
             if slot is not None:
                 self._free.append(slot)
             while self._busy and not self._made:
@@ -95,7 +101,8 @@ class Ahead(Generic[Slot, Made]):
                 made = self._made.popleft()
                 self._own = False
                 if self._sleeps:
-                    self._changed.notify_all()
+                    self._sleeps = False
+                    self._bell.release()
                 return made
             if self._failure is not None:
                 raise self._failure
@@ -110,9 +117,12 @@ class Ahead(Generic[Slot, Made]):
             self._busy = False  # nobody waits for this: the thread looks by itself while it is the trainer's turn
 
     def close(self, timeout: float = 2.0) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
+            if self._sleeps:
+                self._sleeps = False
+                self._bell.release()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(max(timeout, 0.0))
 
@@ -136,29 +146,43 @@ class Ahead(Generic[Slot, Made]):
     def _work_ahead(self) -> None:
         try:
             while True:
-                with self._changed:
-                    if not self._may_go_on():
-                        with Wait("loader.ahead", meter=self._meter, deadline=1e6, hidden=True):
-                            self._sleeps, away = True, False
-                            while not self._may_go_on(away):
-                                asked = self._asked
-                                self._changed.wait(_AWAY if self._own or self._busy else 1.0)
-                                away = asked == self._asked
-                            self._sleeps = False
+                with self._lock:
+                    go_on = self._may_go_on()
+                if not go_on:
+                    with Wait("loader.ahead", meter=self._meter, deadline=1e6, hidden=True):
+                        self._sleep()
+                with self._lock:
                     if self._closed or self._ended:
                         return
+                    if not self._may_go_on():  # the trainer has asked since, and its turn has come
+                        continue
                     self._busy = True
                     slot = self._take_slot()
                 made = self._make_one(slot)
-                with self._changed:
+                with self._lock:
                     self._busy = False
                     self._made.append(made)
                     self._changed.notify_all()
         except BaseException as error:  # raised again by the exchange() that needs the batch
-            with self._changed:
+            with self._lock:
                 self._busy = False
                 self._failure = error
                 self._changed.notify_all()
+
+    def _sleep(self) -> None:
+        """Until there may be something to do."""
+        away = False
+        while True:
+            with self._lock:
+                if self._may_go_on(away):
+                    return
+                asked, patience = self._asked, _AWAY if self._own or self._busy else 1.0
+                self._bell.acquire(blocking=False)  # it may have been given back just after the last sleep
+                self._sleeps = True
+            self._bell.acquire(timeout=patience)
+            with self._lock:
+                self._sleeps = False
+            away = asked == self._asked
 
     def _may_go_on(self, away: bool = False) -> bool:
         """One batch is with the trainer, `depth` are ready, one is being made: that many buffers, and no more.

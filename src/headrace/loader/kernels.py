@@ -237,9 +237,9 @@ def fill_rows(
 
 # Where the table of lanes and the buffers of a batch are.
 (
-    AT_SLOTS, AT_STATE, AT_WEIGHTS, AT_WINDOWS, AT_CAPS, AT_CHANGE, AT_FILLER, LANES_ALL, LANES_OWN, SOURCES_ALL, WIDTH_OF_ROW,
-) = range(11)  # fmt: skip
-TABLE_WORDS = 11
+    AT_SLOTS, AT_STATE, AT_WEIGHTS, AT_WINDOWS, AT_CAPS, AT_CHANGE, AT_FILLER, AT_TOTALS, LANES_ALL, LANES_OWN, SOURCES_ALL, WIDTH_OF_ROW,
+) = range(12)  # fmt: skip
+TABLE_WORDS = 12
 AT_INDEX, AT_DOCUMENTS, AT_FIELDS, AT_BORDERS, BORDER_ROOM, PAD_WITH, UNSHIFTED = 0, 1, 2, 6, 7, 8, 9
 BATCH_WORDS = 10
 
@@ -249,7 +249,8 @@ def next_batch(table, batch, first, stride, begin, count, rows, facts):
     """Samples first + i·stride for i in [begin, count) taken from the lanes, and all `count` of them laid out and counted.
 
     `count` when that is done. Less: a lane needs a closer look before that sample, and the next call begins there. More: there
-    are so many borders more than `count` that the buffer must grow first. A `batch` of zeros is counted and not laid out.
+    are so many borders more than `count` that the buffer must grow first. A `batch` of zeros is counted and not laid out, nor added to
+    the table's totals.
     """
     own, sources, width = table[LANES_OWN], table[SOURCES_ALL], table[WIDTH_OF_ROW]
     if begin < count:
@@ -281,4 +282,10 @@ def next_batch(table, batch, first, stride, begin, count, rows, facts):
         matrix(batch[AT_FIELDS + 3], count, width),
         carray(pointer(batch[AT_BORDERS]), (batch[BORDER_ROOM],), np.int32),
     )  # fmt: skip
+    totals = carray(pointer(table[AT_TOTALS]), (len(facts),), np.int64)
+    low = np.uint64(totals[DIGEST_LOW]) + np.uint64(facts[DIGEST_LOW])
+    carried = 1 if low < np.uint64(facts[DIGEST_LOW]) else 0
+    for i in range(len(facts)):
+        totals[i] += facts[i]
+    totals[DIGEST_HIGH] += carried
     return count

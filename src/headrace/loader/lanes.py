@@ -26,7 +26,18 @@ from headrace.loader.windows import Window, WindowStart
 from headrace.mix import Deal, LaneMix, fixed_point, starting_credits
 from headrace.order import content_hash
 
-__all__ = ["DRY", "FILLER_HASH", "TOKEN_FIELDS", "LanePlan", "LaneTable", "Slot", "Taken", "WeightChange", "kernels"]
+__all__ = [
+    "DRY",
+    "FILLER_HASH",
+    "LEFT_OUT",
+    "TOKEN_FIELDS",
+    "LanePlan",
+    "LaneTable",
+    "Slot",
+    "Taken",
+    "WeightChange",
+    "kernels",
+]
 
 DRY = -1
 """The epoch of a source that has nothing more for a lane."""
@@ -39,6 +50,9 @@ _NEVER = np.iinfo(np.int64).max
     TOKENS_MADE, PADDING_MADE, DOCUMENTS_MADE, SAMPLES_MADE, FILLERS_MADE, SKIPPED_MADE, BORDERS, LONGEST, DIGEST_LOW, DIGEST_HIGH,
     SOURCES_MADE,
 ) = range(11)  # fmt: skip
+
+LEFT_OUT = ("empty_documents", "bad_rows")
+"""What is counted of windows: documents without a token, and rows that cannot be used."""
 
 TOKEN_FIELDS = ("input_ids", "labels", "position_ids", "segment_ids")
 """What a batch may hold of [b, T] each."""
@@ -233,7 +247,8 @@ class LaneTable:
         self._changes = (WeightChange(-1, plan.weights), *changes)
         self._current: list[tuple[float, ...]] = [plan.weights[lane] for lane in self.lanes]
         self._change_at = np.full(count, -1, np.int64)
-        self._empty, self._bad = 0, 0
+        self.totals = np.zeros(SOURCES_MADE + sources + len(LEFT_OUT), np.int64)
+        """What was counted of all batches so far, as of one; then what was left out of the windows that were opened."""
         self._serial = 0
         self._live: dict[int, Window] = {}
         """Replaced, never changed: batches hold on to the one of their time."""
@@ -241,6 +256,7 @@ class LaneTable:
         places = {
             k.AT_SLOTS: self._slots, k.AT_STATE: self.state, k.AT_WEIGHTS: self._weights, k.AT_WINDOWS: self._table,
             k.AT_CAPS: self._caps, k.AT_CHANGE: self._change_at, k.AT_FILLER: _FILLER_WORDS,
+            k.AT_TOTALS: self.totals,
         }  # fmt: skip
         self._where, self._nowhere = np.zeros(k.TABLE_WORDS, np.int64), np.zeros(k.BATCH_WORDS, np.int64)
         for place, array in places.items():
@@ -288,12 +304,6 @@ class LaneTable:
                 g = samples[at]
                 self._ready(int(self._slots[g % self._plan.lanes]), g, left)
 
-    def drain_left_out(self) -> tuple[int, int]:
-        """(documents without a token, rows that cannot be used) of the windows that were opened since the last call."""
-        counts = self._empty, self._bad
-        self._empty, self._bad = 0, 0
-        return counts
-
     def has_more(self, lane: int, sample: int) -> bool:
         """Whether the lane has another block with something to learn, at `sample` (its next one) or after a later change."""
         slot = int(self._slots[lane])
@@ -340,8 +350,7 @@ class LaneTable:
                 block = 0
             window = self._supply.take((source, lane, settled), float(g))
             if block == 0:  # else a resumed run opens it again
-                self._empty += window.empty
-                self._bad += window.bad
+                self.totals[-len(LEFT_OUT) :] += (window.empty, window.bad)
             following = self._settle(lane, source, window.end)
             if following is not None:
                 self._supply.request(

@@ -28,6 +28,7 @@ from headrace.loader.ends import AloneEnds, Ends, ReplayEnds, StoreEnds
 from headrace.loader.lanes import (
     DIGEST_HIGH,
     DIGEST_LOW,
+    LEFT_OUT,
     SOURCES_MADE,
     TOKEN_FIELDS,
     LanePlan,
@@ -38,7 +39,7 @@ from headrace.loader.lanes import (
 )  # fmt: skip
 from headrace.loader.pipeline import After, Made, Pipeline, Shape
 from headrace.loader.pool import WindowPool, WindowSupply
-from headrace.loader.rank_loader import RankLoader, rank_and_world
+from headrace.loader.rank_loader import TIMES_AT_ONCE, RankLoader, rank_and_world
 from headrace.loader.state import COUNTS, LoaderState, load_states, merge_states
 from headrace.loader.windows import Piece
 from headrace.metrics import Histogram, Meter, Wait
@@ -52,8 +53,6 @@ __all__ = ["FIELDS", "Loader"]
 FIELDS = ("input_ids", "labels", "position_ids", "cu_seqlens", "row_count")
 """The whole contract; `max_seqlen` comes with cu_seqlens, `sample_index` always."""
 
-_AT_A_TIME = 64
-"""Batches that are counted in one go: the code and the numbers are in the processor's cache for all but the first."""
 _numbers = itertools.count()
 
 
@@ -108,11 +107,14 @@ class Loader(RankLoader):
         # Only loaders that all ranks make are counted: a rank may have others of its own.
         self._number = next(_numbers) if self._distributed else -1
         self._settled = LoaderState(source_tokens=np.zeros(len(data.sources), np.int64), lane_ids=self._own)
-        self._left_out = np.zeros(2, np.int64)
-        """Empty documents and bad rows of the windows opened since this loader was made or loaded a state."""
+        self._left_out = np.zeros(len(LEFT_OUT), np.int64)
+        """Of the windows opened since this loader was made or loaded a state."""
         self._bad_shards = sum(bool(file.hole) for source in data.sources for file in source.manifest.files)
-        self._delivered: list[tuple[float, After]] = []
-        """Batches that the state does not know of yet: what next() took, and what follows from each."""
+        self._after: After | None = None
+        """What follows from the batch that was delivered last, until the state knows of it."""
+        self._counted = np.zeros(0, np.int64)
+        """What the state knows of the totals of the pipeline that runs."""
+        self._seconds = []
         self._as_made = not copy and device is None
         self._foreign: dict[int, np.ndarray] | None = None
         self._start_pass(0)
@@ -121,7 +123,6 @@ class Loader(RankLoader):
         self._begun_tokens = 0
         self._wait = Wait("loader.next", meter=self.meter, deadline=deadline * 2)
         self._next_times = Histogram("loader/next")
-        self._step_digest = Digest()
         self._drained: dict[str, int] = {}
         self._running: Pipeline | None = None
         self._forgotten: weakref.finalize | None = None
@@ -151,48 +152,51 @@ class Loader(RankLoader):
                 self.close()
                 raise
         if made is None:
-            self._left_out += self._running.left_out_at_the_end()
             self._state.ended = True
+            self._left_out += self._running.left_out_at_the_end() - self._counted[-len(LEFT_OUT) :]
             self.close()
             raise StopIteration
         # From here on the batch is delivered; what follows from that is worked out when somebody asks.
-        self._delivered.append((wait.seconds, made.after))
-        self._last = made
+        self._after, self._last = made.after, made
+        if made.after.skipped:
+            self._pass_over(made.after.skipped)
         if self._record:
             self._flight.append((self._state.step - self._state.skipped_steps, made))
-        elif len(self._delivered) == _AT_A_TIME:
-            self._settle()
+        self._seconds.append(wait.seconds)
+        if len(self._seconds) == TIMES_AT_ONCE:
+            self._record_times()
         return made.batch if self._as_made else self._moved(made.batch)
 
     @property
     def _state(self) -> LoaderState:
         """What was delivered until now."""
-        if self._delivered:
-            self._settle()
+        if self._after is not None:
+            self._settle(self._after)
         return self._settled
 
-    def _settle(self) -> None:
-        """Count what was delivered: the only place where the saved state moves."""
-        state, delivered = self._settled, self._delivered
-        self._delivered = []
-        facts = np.stack([after.facts for _, after in delivered])
-        totals = facts.sum(axis=0)
-        state.counts += totals[: len(COUNTS)]
-        state.source_tokens += totals[SOURCES_MADE:]
-        digests = [low | high << 64 for low, high in facts[:, DIGEST_LOW : DIGEST_HIGH + 1].view(np.uint64).tolist()]
-        state.digest.add(sum(digests))
-        self._step_digest = Digest(digests[-1])
-        for _, after in delivered:
-            for step, samples in after.skipped:
-                state.counts[-1] += samples
-                if state.skipped and state.skipped[-1][1] == step:
-                    state.skipped[-1][1] = step + 1
-                else:
-                    state.skipped.append([step, step + 1])
-        self._left_out += np.array([after.left_out for _, after in delivered]).sum(axis=0)
-        last = delivered[-1][1]
-        state.step, state.sample, state.lanes = last.step + 1, last.next_sample, last.lanes
-        self._next_times.record_many([seconds for seconds, _ in delivered])
+    def _settle(self, after: After) -> None:
+        """Count what was delivered. The saved state moves only here, and where steps are passed over."""
+        self._after = None
+        self._count(after.totals)
+        state = self._settled
+        state.step, state.sample, state.lanes = after.step + 1, after.next_sample, after.lanes
+
+    def _count(self, totals: np.ndarray) -> None:
+        """Bring the counts to where the pipeline's are."""
+        state, new = self._settled, totals - self._counted
+        state.counts += new[: len(COUNTS)]
+        state.source_tokens += new[SOURCES_MADE : -len(LEFT_OUT)]
+        self._left_out += new[-len(LEFT_OUT) :]
+        state.digest.add(_digest(totals) - _digest(self._counted))
+        self._counted = totals.copy()
+
+    def _pass_over(self, steps: Sequence[int]) -> None:
+        skipped = self._settled.skipped
+        for step in steps:
+            if skipped and skipped[-1][1] == step:
+                skipped[-1][1] = step + 1
+            else:
+                skipped.append([step, step + 1])
 
     def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Copied, or on its way to the device."""
@@ -249,12 +253,11 @@ class Loader(RankLoader):
             fresh=lambda number, step: dict(enumerate(data.plan(number, step - 1).starts)),
         )
         self._settled = loaded
-        self._delivered = []
+        self._after = None
         self._foreign = known if len(known) == self.data.lanes else None
         self._origin = loaded.sample
-        self._step_digest = Digest()
         self._started = None
-        self._left_out = np.zeros(2, np.int64)
+        self._left_out = np.zeros(len(LEFT_OUT), np.int64)
         self._drained = self._totals() | {"text/bad_shards": 0}
         self._last = None
         self._flight.clear()
@@ -276,10 +279,9 @@ class Loader(RankLoader):
     def left_out(self) -> dict[str, int]:
         """What this rank left out since it was made or loaded a state: `empty_documents` and `bad_rows` of the windows it opened,
         and `bad_shards`, files of which nothing could be read (the same on every rank)."""
-        if self._delivered:
-            self._settle()
-        empty, bad = self._left_out.tolist()
-        return {"empty_documents": empty, "bad_rows": bad, "bad_shards": self._bad_shards}
+        if self._after is not None:
+            self._settle(self._after)
+        return dict(zip(LEFT_OUT, self._left_out.tolist(), strict=True)) | {"bad_shards": self._bad_shards}
 
     def _targets(self) -> Sequence[float]:
         before, data, step = self._state.asked_before, self.data, self._state.step
@@ -309,9 +311,7 @@ class Loader(RankLoader):
     @property
     def step_digest(self) -> str:
         """The part of the digest that the last batch added."""
-        if self._delivered:
-            self._settle()
-        return str(self._step_digest)
+        return str(Digest() if self._last is None else Digest(_digest(self._last.taken.facts)))
 
     # ---------------------------------------------------------------------------------------- insight
 
@@ -424,6 +424,7 @@ class Loader(RankLoader):
             for step, weights in data.changes_from(state.step, state.number)
         ]
         supply = self._new_supply()
+        self._counted = np.zeros(SOURCES_MADE + len(data.sources) + len(LEFT_OUT), np.int64)
         table = LaneTable(plan, supply, dict(zip(self._own, state.lanes, strict=True)), changes)
         shape = Shape(
             global_batch_size=size,
@@ -499,6 +500,11 @@ class Loader(RankLoader):
             missing=self._foreign is None,
             meter=self.meter,
         )
+
+
+def _digest(facts: np.ndarray) -> int:
+    low, high = facts[DIGEST_LOW : DIGEST_HIGH + 1].view(np.uint64).tolist()
+    return low | high << 64
 
 
 def _step_ranges(skip: Any) -> tuple[tuple[int, int], ...]:

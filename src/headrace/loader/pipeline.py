@@ -19,7 +19,7 @@ import numpy as np
 from headrace.errors import HeadraceError
 from headrace.loader.ahead import Ahead
 from headrace.loader.ends import Ends
-from headrace.loader.lanes import LaneTable, Slot, Taken
+from headrace.loader.lanes import LEFT_OUT, SKIPPED_MADE, LaneTable, Slot, Taken
 from headrace.loader.pool import WindowSupply
 from headrace.metrics import Meter, Wait, phase
 
@@ -50,14 +50,12 @@ class After(NamedTuple):
 
     step: int
     next_sample: int
-    facts: np.ndarray
-    """As in Taken."""
+    totals: np.ndarray
+    """What this pipeline has counted, this batch and all before: as in LaneTable."""
     lanes: np.ndarray
     """The state of the lanes."""
-    skipped: tuple[tuple[int, int], ...]
-    """(step, samples) of those that were passed over on the way to this one."""
-    left_out: tuple[int, int]
-    """As in LaneTable.drain_left_out."""
+    skipped: tuple[int, ...]
+    """The steps that were passed over on the way to this one."""
 
 
 class Made(NamedTuple):
@@ -117,9 +115,9 @@ class Pipeline:
         made = self._handed_over = self._ahead.exchange(None if before is None else before.slot, wait)
         return made
 
-    def left_out_at_the_end(self) -> tuple[int, int]:
-        """What was left out after the last batch. To be called once there is no next one."""
-        return self._table.drain_left_out()
+    def left_out_at_the_end(self) -> np.ndarray:
+        """What was left out in all, also after the last batch. To be called once there is no next one."""
+        return self._table.totals[-len(LEFT_OUT) :]
 
     def close(self, timeout: float = 2.0) -> None:
         until = time.monotonic() + timeout
@@ -140,12 +138,11 @@ class Pipeline:
                 self._step += 1
                 self._sample += self._shape.global_batch_size
                 if not passed_over:
-                    passed = tuple((step, len(taken.samples)) for step, taken in skipped) if skipped else ()
-                    after = After(
-                        step, self._sample, taken.facts, self._table.state.copy(), passed, self._table.drain_left_out()
-                    )
+                    passed = tuple(step for step, _ in skipped) if skipped else ()
+                    after = After(step, self._sample, self._table.totals.copy(), self._table.state.copy(), passed)
                     return Made(slot.batch(taken.facts), slot, taken, after, tuple(skipped))
                 skipped.append((step, taken))
+                self._table.totals[SKIPPED_MADE] += len(taken.samples)
 
     def _take(self, slot: Slot | None) -> Taken | None:
         """This rank's samples of the step, or None at the end of all ranks' data."""

@@ -22,7 +22,7 @@ import numpy as np
 from headrace.errors import ConfigError, CursorMismatch
 from headrace.loader.ahead import Ahead
 from headrace.loader.prepared import FIELDS, BatchRows, Planned, PreparedDataset, checked_fields
-from headrace.loader.rank_loader import RankLoader, rank_and_world
+from headrace.loader.rank_loader import TIMES_AT_ONCE, RankLoader, rank_and_world
 from headrace.loader.windows import Piece
 from headrace.metrics import Histogram, Meter, Wait
 from headrace.order import Cursor, Digest
@@ -36,7 +36,6 @@ __all__ = ["PreparedLoader"]
 KIND, VERSION = "prepared", 1
 COUNTS = ("tokens", "padding", "rows", "samples", "fillers")
 """As the compiled loop counts them."""
-_TIMES_AT_ONCE = 64
 _PLANNED_FIRST, _PLANNED = 256, 8192
 """Samples that are planned at once: few at first, so that the first batch comes soon, then twice as many each time up to
 about 2 ms, .25 us a sample; 1,024 at a time take .9 us each."""
@@ -144,7 +143,7 @@ class PreparedLoader(RankLoader):
                 self.close()
                 raise
         self._seconds.append(wait.seconds)
-        if len(self._seconds) == _TIMES_AT_ONCE:
+        if len(self._seconds) == TIMES_AT_ONCE:
             self._record_times()
         if made is None:
             state.ended = True
@@ -152,14 +151,6 @@ class PreparedLoader(RankLoader):
             raise StopIteration
         self._count(made)
         return self._tensors(made.rows, made.end - made.begin)
-
-    def _record_times(self) -> None:
-        self._next_times.record_many(self._seconds)
-        self._seconds.clear()
-
-    def drain_metrics(self) -> dict[str, int | float]:
-        self._record_times()
-        return super().drain_metrics()
 
     def _count(self, made: _Made) -> None:
         """From here on the batch is delivered: this is the only place where the saved state moves."""

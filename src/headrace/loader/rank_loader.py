@@ -16,7 +16,7 @@ from headrace.errors import ConfigError
 from headrace.loader.report import LoaderReport
 from headrace.metrics import Histogram, Meter, MetricSpec, Reduction, register
 
-__all__ = ["Delivered", "RankLoader", "rank_and_world"]
+__all__ = ["TIMES_AT_ONCE", "Delivered", "RankLoader", "rank_and_world"]
 
 _SPECS = (
     MetricSpec("data/tokens", Reduction.SUM, unit="tokens", help="tokens delivered that are not padding"),
@@ -33,6 +33,9 @@ _SPECS = (
     *Histogram("loader/next").metric_specs(),
 )  # fmt: skip
 register(*_SPECS)
+
+TIMES_AT_ONCE = 256
+"""Times of next() that a histogram is told of in one go: one call in so many is slower by that."""
 
 
 class Delivered(Protocol):
@@ -56,6 +59,8 @@ class RankLoader(ABC):
     meter: Meter
     _distributed: bool
     _next_times: Histogram
+    _seconds: list[float]
+    """What next() took, until the histogram knows of it."""
     _drained: dict[str, int]
     _started: float | None
     _begun_tokens: int
@@ -125,12 +130,17 @@ class RankLoader(ABC):
 
     def drain_metrics(self) -> dict[str, int | float]:
         """What was delivered since the last call; {} if nothing was."""
+        self._record_times()
         totals = self._totals()
         changed: dict[str, int | float] = {k: v - self._drained.get(k, 0) for k, v in totals.items()}
         self._drained = totals
         if not any(changed.values()):
             return {}
         return changed | self._next_times.drain()
+
+    def _record_times(self) -> None:
+        self._next_times.record_many(self._seconds)
+        self._seconds.clear()
 
     def _totals(self) -> dict[str, int]:
         state = self._now

@@ -363,18 +363,6 @@ def test_a_rank_that_ran_ahead_into_the_end_does_not_end_the_others_early():
     assert ahead.others_have_data(303, 0, False, lambda: False) is False
 
 
-def test_a_batch_is_the_same_whether_others_may_run_while_it_is_laid_out(data, monkeypatch):
-    def walk() -> list[dict]:
-        return [
-            {n: v if isinstance(v, int) else v.tolist() for n, v in batch.items()}
-            for batch in loader(data, segment_ids=True)
-        ]
-
-    short = walk()
-    monkeypatch.setattr("headrace.loader.lanes._SHORT", 0)
-    assert walk() == short
-
-
 def test_borders_that_were_seen_before_are_those_of_this_batch(data, monkeypatch):
     monkeypatch.setattr("headrace.loader.lanes._VIEWS_KEPT", 3)
     lengths = Counter()
