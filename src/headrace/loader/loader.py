@@ -145,12 +145,18 @@ class Loader(RankLoader):
         if self._started is None:
             self._started = time.perf_counter()
             self._begun_tokens = self._state.delivered["tokens"]
-        with self._wait as wait:
-            try:
-                made = self._running.next(wait)
-            except BaseException:
-                self.close()
-                raise
+        asked = time.perf_counter()
+        made = self._running.ready()
+        if made is not None:
+            seconds = self._wait.over(asked)
+        else:
+            with self._wait as wait:
+                try:
+                    made = self._running.next(wait)
+                except BaseException:
+                    self.close()
+                    raise
+            seconds = wait.seconds
         if made is None:
             self._state.ended = True
             self._left_out += self._running.left_out_at_the_end() - self._counted[-len(LEFT_OUT) :]
@@ -162,7 +168,7 @@ class Loader(RankLoader):
             self._pass_over(made.after.skipped)
         if self._record:
             self._flight.append((self._state.step - self._state.skipped_steps, made))
-        self._seconds.append(wait.seconds)
+        self._seconds.append(seconds)
         if len(self._seconds) == TIMES_AT_ONCE:
             self._record_times()
         return made.batch if self._as_made else self._moved(made.batch)

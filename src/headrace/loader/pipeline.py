@@ -103,6 +103,16 @@ class Pipeline:
             self._assemble, new_slot, depth=prefetch, name="headrace-batches", meter=meter
         )
 
+    def ready(self) -> Made | None:
+        """The next batch, if it is there and nothing has to be waited for."""
+        before = self._handed_over
+        if before is None or self.copied is not None:
+            return None
+        made = self._ahead.ready(before.slot)
+        if made is not None:
+            self._handed_over = made
+        return made
+
     def next(self, wait: Wait) -> Made | None:
         """The next batch, or None at the end. Gives the buffers of the one before back to the ring."""
         before = self._handed_over

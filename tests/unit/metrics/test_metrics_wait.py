@@ -3,6 +3,7 @@ import os
 import queue
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,42 @@ def test_a_hidden_wait_that_the_trainer_stands_in_is_exposed(meter: Meter) -> No
     with phase("background", meter=meter), Wait("retry", meter=meter, hidden=True):
         spend(0.001)
     assert "waits/exposed/seconds" not in meter.drain()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("around", ["nothing", "a step", "a phase", "a wait", "a phase in a step"])
+def test_a_wait_counted_when_it_is_over_counts_like_one_that_was_entered(
+    monkeypatch: pytest.MonkeyPatch, hidden: bool, around: str
+) -> None:
+    now = [1.0]
+    monkeypatch.setattr("headrace.metrics.wait._clock", lambda: now[0])
+    found = []
+    for entered in (True, False):
+        meter = Meter()
+        meter.start_trace(100)
+        wait = Wait("next", meter=meter, hidden=hidden)
+        now[0] = 1.0
+        with ExitStack() as frames:
+            if "step" in around:
+                frames.enter_context(meter.step())
+            if "phase" in around:
+                frames.enter_context(phase("outer", meter=meter))
+            if "wait" in around:
+                frames.enter_context(Wait("outer", meter=meter))
+            for seconds in (0.25, 0.5):
+                now[0] += 1.0
+                if entered:
+                    with wait:
+                        now[0] += seconds
+                else:
+                    start = now[0]
+                    now[0] += seconds
+                    assert wait.over(start) == seconds
+                assert wait.seconds == seconds
+        last = meter.last_step
+        found.append((meter.drain(), list(meter._ring or ()), last and last.parts))
+    assert found[0] == found[1]
+    assert found[0][0]["wait/next/seconds"] == 0.75
 
 
 def test_the_parts_of_a_step_add_up_to_the_whole(meter: Meter) -> None:
