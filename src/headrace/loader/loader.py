@@ -59,8 +59,8 @@ _numbers = itertools.count()
 class Loader(RankLoader):
     """Walks over a dataset and delivers this rank's share of each global batch.
 
-    Windows are made by `tokenizer_workers` threads (4), or by `data_loader_workers` processes, which pay only for tokenizers
-    that hold Python's lock. Batches are views of reused buffers: valid until the next one is taken, unless `copy=True`. `fields` leaves parts of
+    Windows are made by `tokenizer_workers` threads (4), or by `data_loader_workers` processes, which pay where a tokenizer or the
+    trainer holds Python's lock. Batches are views of reused buffers: valid until the next one is taken, unless `copy=True`. `fields` leaves parts of
     the contract out. `skip` passes over ranges of steps [from, to): their documents count as read and are not delivered.
     `record` keeps what `drain_flight` tells.
     """
