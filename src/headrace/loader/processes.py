@@ -91,19 +91,29 @@ class WindowProcesses:
         self._pipes: list[Connection] = []
         self._processes = []
         self._slots: list[WindowSlots | None] = []
-        count = -(-windows // workers) + _SPARE_SLOTS if shared_memory_works() else 0
-        size = 6 * window_tokens + _SLOT_REST
+        count, size = -(-windows // workers) + _SPARE_SLOTS, 6 * window_tokens + _SLOT_REST
         with one_native_thread():
             for i in range(workers):
                 ours, theirs = context.Pipe()
+                slots, descriptor = _new_slots(count, size)
                 process = context.Process(
-                    target=_serve, args=(theirs, dict(recipe), count, size), name=f"headrace-worker-{i}", daemon=True
+                    target=_serve,
+                    args=(theirs, dict(recipe), count if slots is not None else 0, size),
+                    name=f"headrace-worker-{i}",
+                    daemon=True,
                 )
-                process.start()
-                theirs.close()
+                try:
+                    process.start()
+                    theirs.close()
+                    if slots is not None:
+                        with contextlib.suppress(OSError):  # it is gone: whoever listens to it says so
+                            reduction.send_handle(ours, descriptor, process.pid)
+                finally:
+                    if slots is not None:
+                        os.close(descriptor)
                 self._pipes.append(ours)
                 self._processes.append(process)
-                self._slots.append(_shared(ours, process.pid, count, size) if count else None)
+                self._slots.append(slots)
         self._sending = [threading.Lock() for _ in self._pipes]
         self._threads = [
             threading.Thread(target=self._listen, args=(i,), name=f"headrace-worker-{i}-answers", daemon=True)
@@ -218,17 +228,17 @@ class WindowProcesses:
             self._changed.notify_all()
 
 
-# ------------------------------------------------------------------------------------------- in the worker
-
-
-def _shared(pipe: Connection, pid: int | None, count: int, size: int) -> WindowSlots:
-    slots, descriptor = WindowSlots.create(count, size)
+def _new_slots(count: int, size: int) -> tuple[WindowSlots | None, int]:
+    """Slots and their descriptor; none where the system has no such memory, or not so much: windows then come through the pipe."""
+    if not shared_memory_works():
+        return None, -1
     try:
-        with contextlib.suppress(OSError):  # it is gone: whoever listens to it says so
-            reduction.send_handle(pipe, descriptor, pid)
-    finally:
-        os.close(descriptor)
-    return slots
+        return WindowSlots.create(count, size)
+    except OSError:
+        return None, -1
+
+
+# ------------------------------------------------------------------------------------------- in the worker
 
 
 def _serve(pipe: Connection, recipe: dict[str, Any], count: int, size: int) -> None:
@@ -240,7 +250,8 @@ def _serve(pipe: Connection, recipe: dict[str, Any], count: int, size: int) -> N
             descriptor = reduction.recv_handle(pipe)
         except (EOFError, OSError, RuntimeError):  # the parent is gone
             return
-        slots = WindowSlots(descriptor, count, size)
+        with contextlib.suppress(OSError):  # no room for it in this process: then through the pipe
+            slots = WindowSlots(descriptor, count, size)
         os.close(descriptor)
     from headrace.loader.dataset import TextDataset
 
