@@ -41,7 +41,7 @@ class Ahead(Generic[Slot, Made]):
         self._new_slot = new_slot
         self._depth = depth
         self._meter = meter
-        # A trainer finds its caches cold: what it does here to take a batch that is ready is two locks and no call to Python code.
+        # A trainer finds its caches cold: what it does here to take a batch that is ready is two locks, and little Python.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         """A batch was made: for a trainer that waits."""
@@ -80,9 +80,7 @@ class Ahead(Generic[Slot, Made]):
             if not self._made or self._made[0] is None:
                 return None
             self._free.append(slot)
-            if self._sleeps:
-                self._sleeps = False
-                self._bell.release()
+            self._wake()
             return self._made.popleft()
 
     def exchange(self, slot: Slot | None, wait: Wait) -> Made | None:
@@ -113,9 +111,7 @@ class Ahead(Generic[Slot, Made]):
             if self._made:
                 made = self._made.popleft()
                 self._own = False
-                if self._sleeps:
-                    self._sleeps = False
-                    self._bell.release()
+                self._wake()
                 return made
             if self._failure is not None:
                 raise self._failure
@@ -133,11 +129,14 @@ class Ahead(Generic[Slot, Made]):
         with self._lock:
             self._closed = True
             self._changed.notify_all()
-            if self._sleeps:
-                self._sleeps = False
-                self._bell.release()
+            self._wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(max(timeout, 0.0))
+
+    def _wake(self) -> None:
+        if self._sleeps:
+            self._sleeps = False
+            self._bell.release()
 
     def _check(self, wait: Wait) -> None:
         if self._failure is not None:

@@ -59,9 +59,7 @@ class WindowSlots:
         """Copy arrays into a free slot; its number, or None where they do not fit or no slot is free."""
         if sum(_whole(a.nbytes, _LINE) for a in arrays) > self._size:
             return None
-        slot = int(
-            np.argmin(self._marks)
-        )  # the first that is free: memory that was used before, and may be in the cache
+        slot = int(np.argmin(self._marks))  # the first that is free: its memory was used before
         if self._marks[slot]:
             return None
         at = self._first + slot * self._size

@@ -201,7 +201,7 @@ class Meter:
             while frame is not None:
                 if isinstance(frame, Wait):
                     found.append(
-                        OpenWait(thread=thread_name, name=frame.name, seconds=now - frame.start, hidden=frame.hidden)
+                        OpenWait(thread=thread_name, name=frame.name, seconds=now - frame.start, hidden=frame.unseen)
                     )
                 frame = frame.parent
         return sorted(found, key=lambda wait: -wait.seconds)
@@ -331,7 +331,7 @@ def default_meter() -> Meter:
 class _Frame:
     """An open wait, phase or step: a link in its thread's chain that collects the time of what lies inside it."""
 
-    __slots__ = ("cell", "hidden", "inner", "key", "meter", "parent", "seconds", "start", "step", "thread")
+    __slots__ = ("cell", "hidden", "inner", "key", "meter", "parent", "seconds", "start", "step", "thread", "unseen")
 
     key: str
     meter: Meter
@@ -339,6 +339,9 @@ class _Frame:
     parent: _Frame | None
     step: _Step | None
     hidden: bool
+    """Whether the trainer may be spared it."""
+    unseen: bool
+    """Whether it is: not inside something that the trainer sees."""
     cell: list[Any]
     start: float
     inner: float
@@ -358,10 +361,9 @@ class _Frame:
             self.cell = meter._open_cell(thread, self.key)
         parent = thread.top
         if parent is None:
-            self.step = None
+            self.step, self.unseen = None, self.hidden
         else:
-            self.step = parent.step
-            self.hidden = self.hidden and parent.hidden
+            self.step, self.unseen = parent.step, self.hidden and parent.unseen
         self.parent = parent
         self.thread = thread
         self.inner = 0.0
@@ -385,7 +387,7 @@ class _Frame:
             parent.inner += seconds
         own = seconds - self.inner
         cell = self.cell
-        cell[1 if self.hidden else 0] += own
+        cell[1 if self.unseen else 0] += own
         cell[2] += 1
         step = self.step
         if step is not None:
@@ -470,7 +472,7 @@ class Wait(_Frame):
         seconds = self.seconds = _clock() - start
         parent, hidden = thread.top, self.hidden
         if parent is not None:
-            hidden = hidden and parent.hidden
+            hidden = hidden and parent.unseen
             parent.inner += seconds
             if parent.step is not None:
                 cell[3] += seconds
@@ -523,7 +525,7 @@ class _Step(_Frame):
         self.meter = meter
         self.thread = None
         self.seconds = 0.0
-        self.hidden = False
+        self.hidden = self.unseen = False
         self.parts: dict[str, float] = {}
 
     def __enter__(self) -> Self:

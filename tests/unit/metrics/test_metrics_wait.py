@@ -141,6 +141,16 @@ def test_a_hidden_wait_that_the_trainer_stands_in_is_exposed(meter: Meter) -> No
     assert "waits/exposed/seconds" not in meter.drain()
 
 
+def test_a_phase_that_is_used_again_forgets_that_the_trainer_once_stood_in_it(meter: Meter) -> None:
+    again, retry = phase("assemble", meter=meter), Wait("retry", meter=meter, hidden=True)
+    with Wait("next", meter=meter), again, retry:
+        spend(0.001)
+    assert "waits/hidden/seconds" not in meter.drain()
+    with again, retry:
+        spend(0.001)
+    assert "waits/exposed/seconds" not in meter.drain()
+
+
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("around", ["nothing", "a step", "a phase", "a wait", "a phase in a step"])
 def test_a_wait_counted_when_it_is_over_counts_like_one_that_was_entered(
