@@ -25,6 +25,7 @@ import torch
 import xxhash
 
 from headrace.spool import DataProviderBase, DatasetConsumer, FieldSpec, FileHeader, open_batch_file, write_batch_file
+from headrace.spool.mapping import map_loops
 
 CALLS = 600
 """At least: of fewer, p99 is nearly their maximum."""
@@ -363,13 +364,13 @@ def writing(folder: Path) -> None:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
+    map_loops()  # as a consumer has them after its first second
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         folder = Path(name)
-        batches(folder, 32, 64, 100, 16)
-        batches(folder, 64, 256, 100, 6)
-        batches(
-            folder, 32, 2048, 100, 4
-        )  # as many a file as a provider makes unless told, of 32 sequences of 2,048 tokens
+        batches(folder, 32, 64, 100, 32)
+        batches(folder, 64, 256, 100, 12)
+        batches(folder, 32, 1024, 100, 8)  # files of 50 MiB in as many batches as a provider makes unless told
+        batches(folder, 32, 2048, 100, 4)
         batches(folder, 128, 2048, 8, 10)
         batches(folder, 512, 2048, 4, 6)
         ranks(folder)

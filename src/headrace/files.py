@@ -30,7 +30,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,10 @@ __all__ = [
     "SEGMENT_SUMS",
     "TEMP_PREFIX",
     "Container",
+    "FirstBad",
+    "Form",
+    "MappedFile",
+    "first_bad_segment",
     "open_container",
     "publish",
     "publish_json",
@@ -61,7 +65,10 @@ SEGMENT_SUMS = "!sums"
 _MAX_HEADER = 64 << 20
 _BLANK = "0" * 32
 _SUM = re.compile(r"(?:rows:([0-9]{1,15}):)?([0-9a-f]{32})")
+_NUMBER = re.compile(rb"(?:0|[1-9][0-9]{0,17})(?![0-9])")
 _ALIGN = 64
+_SHORT = 240
+"""Bytes that are summed in no time."""
 _THREAD_FROM = 4 << 20
 _UNBROKEN = 1 << 20
 """Bytes that are summed in small pieces before other threads get their turn."""
@@ -198,6 +205,21 @@ def _unlink_quietly(path: Path) -> None:
 # -------------------------------------------------------------------------------------------- container
 
 
+FirstBad = Callable[[memoryview, int, np.ndarray, Sequence[int]], int | None]
+"""(data, bytes of a segment, the segments' sums, some segments): the first of these whose sum is another."""
+
+
+def first_bad_segment(data: memoryview, size: int, sums: np.ndarray, segments: Sequence[int]) -> int | None:
+    pieces = max(1, _UNBROKEN // max(size, 1))
+    for turn, segment in enumerate(segments):
+        if not (turn + 1) % pieces:
+            # Sums of this size keep the interpreter's lock: without a gap every 100 us a trainer waits up to 5 ms for it. A gap takes 60 us.
+            time.sleep(0)
+        if xxhash.xxh3_64_intdigest(data[segment * size : (segment + 1) * size]) != sums[segment]:
+            return segment
+    return None
+
+
 @dataclass(frozen=True)
 class Container:
     """An open container: read-only arrays over the mapped file, and the caller's JSON."""
@@ -209,11 +231,19 @@ class Container:
     meta: Any
     sums: Mapping[str, str]
     """Checksum of each tensor; `rows:<n>:<checksum>` where segments of n rows are summed in the tensor beside it too."""
+    spans: Mapping[str, tuple[int, int]]
+    """Where in the file each tensor begins and ends."""
+    made: Mapping[tuple[int, int], str]
+    """Checksums of such spans that were made while the file was mapped."""
+    first_bad: FirstBad
+    header: bytes
 
     def check_rows(self, name: str, start: int = 0, stop: int | None = None, step: int = 1) -> None:
         """Check the rows start, start + step, … below stop of one tensor, and nothing else where it is summed by segments."""
-        data = _bytes_of(self.arrays[name])
         per, recorded = _recorded(self.sums.get(name, ""))
+        if self.made.get(self.spans[name]) == recorded:
+            return
+        data = _bytes_of(self.arrays[name])
         if per is None:
             if xxhash.xxh3_128_hexdigest(data) != recorded:
                 raise FileCorrupt(f"{self.path} is damaged: tensor {name!r} fails its checksum")
@@ -228,15 +258,11 @@ class Container:
         # One call for everything runs at 15 GB/s and without the interpreter's lock; segments of 16 KiB at 8.5 and with it.
         if 2 * len(segments) > len(sums) and xxhash.xxh3_128_hexdigest(data) == recorded:
             return
-        pieces = max(1, _UNBROKEN // max(size, 1))
-        for turn, segment in enumerate(segments):
-            if not (turn + 1) % pieces:
-                # Sums of this size keep the interpreter's lock: without a gap every 100 us a trainer waits up to 5 ms for it. A gap takes 60 us.
-                time.sleep(0)
-            if xxhash.xxh3_64_intdigest(data[segment * size : (segment + 1) * size]) != sums[segment]:
-                raise FileCorrupt(
-                    f"{self.path} is damaged: tensor {name!r} fails its checksum in rows {segment * per} to {min((segment + 1) * per, len(array)) - 1}"
-                )
+        bad = self.first_bad(data, size, sums, segments)
+        if bad is not None:
+            raise FileCorrupt(
+                f"{self.path} is damaged: tensor {name!r} fails its checksum in rows {bad * per} to {min((bad + 1) * per, len(array)) - 1}"
+            )
 
 
 def write_container(
@@ -301,37 +327,51 @@ def write_container(
         )
 
 
-def open_container(path: Path, *, verify: bool = True, private: bool = False, follow: bool = True) -> Container:
+@dataclass(frozen=True, slots=True)
+class MappedFile:
+    """A regular file that somebody has mapped."""
+
+    data: memoryview
+    sums: Mapping[tuple[int, int], str]
+    """Checksums of bytes of it, by where they begin and end."""
+    first_bad: FirstBad = first_bad_segment
+
+
+def open_container(
+    path: Path, *, verify: bool = True, private: bool = False, follow: bool = True, mapped: MappedFile | None = None
+) -> Container:
     """Map a container and check it. `verify=False` leaves tensors that are summed by segments, or all where there are none,
     to `check_rows`; the header is always checked. `private`: the arrays may be written to, which changes no file. `follow`: a symbolic
-    link will do."""
-    with _mapped(path, private, follow) as buffer:
-        size = len(buffer)
-        if size < 8:
-            raise FileCorrupt(f"{path} is not a container: it has {size} bytes")
-        length = int.from_bytes(buffer[:8], "little")
-        if length > min(size - 8, _MAX_HEADER):
-            raise FileCorrupt(
-                f"{path} is not a container of headrace's, or is damaged: its header claims {length:,} bytes, the file has {size:,}"
-            )
-        header = bytes(buffer[8 : 8 + length])
-        entries, ours = _parse_header(path, header)
-        data = memoryview(buffer)[8 + length :]
-        arrays: dict[str, np.ndarray] = {}
-        dtypes: dict[str, str] = {}
-        for name, start, end, dtype, shape in _layout(path, entries, len(data)):
-            arrays[name] = np.frombuffer(data[start:end], dtype=_NUMPY_OF[dtype]).reshape(shape)
-            dtypes[name] = dtype
-        container = Container(path=path, arrays=arrays, dtypes=dtypes, meta=ours["meta"], sums=ours["sums"])
-        segmented = any(name.endswith(SEGMENT_SUMS) for name in arrays)
-        for name in sorted(arrays, key=lambda n: not n.endswith(SEGMENT_SUMS)):  # sums first: the others lean on them
-            if verify or (segmented and _recorded(ours["sums"].get(name, ""))[0] is None):
-                container.check_rows(name)
-        return container
+    link will do. `mapped`: it is mapped already."""
+    buffer = memoryview(_mapped(path, private, follow)) if mapped is None else mapped.data
+    size = len(buffer)
+    if size < 8:
+        raise FileCorrupt(f"{path} is not a container: it has {size} bytes")
+    length = int.from_bytes(buffer[:8], "little")
+    if length > min(size - 8, _MAX_HEADER):
+        raise FileCorrupt(
+            f"{path} is not a container of headrace's, or is damaged: its header claims {length:,} bytes, the file has {size:,}"
+        )
+    begin = 8 + length
+    header = bytes(buffer[8:begin])
+    entries, ours = _parse_header(path, header)
+    arrays: dict[str, np.ndarray] = {}
+    dtypes: dict[str, str] = {}
+    spans: dict[str, tuple[int, int]] = {}
+    for name, start, end, dtype, shape in _layout(path, entries, size - begin):
+        spans[name] = (begin + start, begin + end)
+        arrays[name] = np.frombuffer(buffer[begin + start : begin + end], dtype=_NUMPY_OF[dtype]).reshape(shape)
+        dtypes[name] = dtype
+    made, first_bad = ({}, first_bad_segment) if mapped is None else (mapped.sums, mapped.first_bad)
+    container = Container(path, arrays, dtypes, ours["meta"], ours["sums"], spans, made, first_bad, header)
+    segmented = any(name.endswith(SEGMENT_SUMS) for name in arrays)
+    for name in sorted(arrays, key=lambda n: not n.endswith(SEGMENT_SUMS)):  # sums first: the others lean on them
+        if verify or (segmented and _recorded(ours["sums"].get(name, ""))[0] is None):
+            container.check_rows(name)
+    return container
 
 
-@contextlib.contextmanager
-def _mapped(path: Path, private: bool = False, follow: bool = True) -> Generator[mmap.mmap | bytes]:
+def _mapped(path: Path, private: bool = False, follow: bool = True) -> mmap.mmap | bytes:
     """The file's bytes, mapped. A FIFO or a device is refused before it can block."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     try:
@@ -344,7 +384,7 @@ def _mapped(path: Path, private: bool = False, follow: bool = True) -> Generator
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise FileCorrupt(f"{path} is not a regular file")
-        yield mmap.mmap(fd, 0, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ) if status.st_size else b""
+        return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ) if status.st_size else b""
     finally:
         os.close(fd)
 
@@ -381,22 +421,99 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, 
     return entries, ours
 
 
+class Form:
+    """A header that was read, with gaps where others of its kind differ: in checksums, and in whole numbers of their meta.
+
+    What lies between the gaps was understood once, and is only compared from then on.
+    """
+
+    def __init__(self, pieces: Sequence[bytes], gaps: Sequence[tuple[str, str]], layout: Layout) -> None:
+        self._pieces, self._gaps, self._layout = pieces, gaps, layout
+
+    @classmethod
+    def of(cls, container: Container, numbers: Sequence[str]) -> Form | None:
+        """That of a container in whose meta `numbers` differ; None if it is not written the way we do, or has no such numbers."""
+        entries, ours = _parse_header(container.path, container.header)
+        meta, sums = ours["meta"], ours["sums"]
+        layout = _tiles(orjson.dumps(entries))
+        plain = isinstance(meta, dict) and all(type(meta.get(key)) is int for key in numbers)
+        if (
+            not plain
+            or not layout
+            or _header_bytes(entries, ours) != container.header
+            or set(sums) != {name for name, *_ in layout}
+        ):
+            return None
+        gaps = [("sum", name) for name in sums] + [("header", "")] + [("number", key) for key in numbers]
+        marks = {gap: str(8 * 10**31 + n) for n, gap in enumerate(gaps)}
+        ours["sums"] = {name: value[:-32] + marks["sum", name] for name, value in sums.items()}
+        ours["header"] = marks["header", ""]
+        ours["meta"] = meta | {key: int(marks["number", key]) for key in numbers}
+        text = _header_bytes(entries, ours).rstrip(b" ")
+        if any(text.count(mark.encode()) != 1 for mark in marks.values()):
+            return None
+        gaps.sort(key=lambda gap: text.index(marks[gap].encode()))
+        pieces: list[bytes] = []
+        for gap in gaps:
+            piece, text = text.split(marks[gap].encode())
+            pieces.append(piece)
+        return cls((*pieces, text), gaps, layout)
+
+    def read(self, mapped: MappedFile) -> tuple[dict[str, int], dict[str, np.ndarray]] | None:
+        """Numbers and arrays of a file of this form with which all is well; None if it is of another form, is damaged, or was not summed as a whole:
+        `open_container` says what it is."""
+        data = mapped.data
+        length = int.from_bytes(data[:8], "little")
+        if 8 + length + self._layout[-1][2] != len(data):
+            return None
+        header = bytes(data[8 : 8 + length])
+        found: dict[tuple[str, str], bytes] = {}
+        at = own = 0
+        for piece, gap in zip(self._pieces, self._gaps, strict=False):
+            if not header.startswith(piece, at):
+                return None
+            at += len(piece)
+            own = at if gap[0] == "header" else own
+            number = _NUMBER.match(header, at) if gap[0] == "number" else None
+            if number is None and gap[0] == "number":
+                return None
+            end = at + 32 if number is None else number.end()
+            found[gap] = header[at:end]
+            at = end
+        blanked = header[:own] + _BLANK.encode() + header[own + 32 :]
+        if (
+            not header.startswith(self._pieces[-1], at)
+            or header[at + len(self._pieces[-1]) :].strip(b" ")
+            or xxhash.xxh3_128_hexdigest(blanked).encode() != found["header", ""]
+        ):
+            return None
+        arrays: dict[str, np.ndarray] = {}
+        for name, start, end, dtype, shape in self._layout:
+            start, end = 8 + length + start, 8 + length + end
+            made = mapped.sums.get((start, end))
+            if made is None and end - start <= _SHORT:
+                made = xxhash.xxh3_128_hexdigest(data[start:end])
+            if made is None or made.encode() != found["sum", name]:
+                return None
+            arrays[name] = np.frombuffer(data[start:end], _NUMPY_OF[dtype]).reshape(shape)
+        return {key: int(value) for (kind, key), value in found.items() if kind == "number"}, arrays
+
+
 def _layout(path: Path, entries: Mapping[str, Any], size: int) -> Layout:
     """The tensors in file order, each checked against its neighbours: they tile the data with no gap and no overlap."""
     try:
-        found, end = (
-            _tiles(orjson.dumps(entries)) if len(entries) <= 1000 else _tiles.__wrapped__(orjson.dumps(entries))
-        )
+        found = _tiles(orjson.dumps(entries)) if len(entries) <= 1000 else _tiles.__wrapped__(orjson.dumps(entries))
     except (ValueError, KeyError, TypeError, OverflowError, AttributeError) as error:
         raise FileCorrupt(f"{path} is damaged: its header does not describe its data ({error})") from error
+    end = found[-1][2] if found else 0
     if end != size:
         raise FileCorrupt(f"{path} is damaged: {size:,} bytes of data, {end:,} described")
     return found
 
 
 @functools.lru_cache(64)
-def _tiles(entries: bytes) -> tuple[Layout, int]:
-    """What entries describe, and where it ends. Kept, because the files of a spool or a cache all look the same."""
+def _tiles(entries: bytes) -> Layout:
+    """What entries describe. Kept, because the files of a spool or a cache all look the same."""
     found: list[tuple[str, int, int, str, tuple[int, ...]]] = []
     expected = 0
     for name, entry in sorted(orjson.loads(entries).items(), key=lambda item: tuple(item[1]["data_offsets"])):
@@ -408,7 +525,7 @@ def _tiles(entries: bytes) -> tuple[Layout, int]:
             raise ValueError(name)
         expected = end
         found.append((name, start, end, entry["dtype"], shape))
-    return tuple(found), expected
+    return tuple(found)
 
 
 class _Inline(Executor):

@@ -30,6 +30,7 @@ import pytest
 from headrace.errors import DeadlineExceeded
 from headrace.order import derive, key
 from headrace.spool import DatasetConsumer, SequentialProvider
+from headrace.spool.mapping import map_loops
 from headrace.spool.survey import describe, verify
 
 LONG = os.environ.get("HEADRACE_FAULTS", "long") == "long"
@@ -273,11 +274,19 @@ def at_most_once(folder: Path, wanted: int) -> str:
     return f"{kills:,} kills, {len(seen):,} batches delivered, none twice"
 
 
-SWEEPS = {"exactly_once": exactly_once, "at_most_once": at_most_once}
+def mapped_in_one_call(folder: Path, wanted: int) -> str:
+    """The same where files are opened, mapped and summed by a loop that is loaded."""
+    map_loops()
+    return exactly_once(folder, wanted)
+
+
+SWEEPS = {"exactly_once": exactly_once, "at_most_once": at_most_once, "mapped_in_one_call": mapped_in_one_call}
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("sweep", "kills"), [("exactly_once", KILLS), ("at_most_once", KILLS // 5)])
+@pytest.mark.parametrize(
+    ("sweep", "kills"), [("exactly_once", KILLS), ("at_most_once", KILLS // 5), ("mapped_in_one_call", KILLS // 5)]
+)
 def test_no_kill_loses_repeats_reorders_or_tears_a_sample(sweep, kills, capfd):
     done = subprocess.run([sys.executable, __file__, sweep, str(kills)], capture_output=True, text=True, timeout=3500)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -19,6 +19,8 @@ from headrace.spool import DatasetConsumer, FieldSpec, FileHeader, SequentialPro
 from headrace.spool.batch_file import OFFSETS
 from headrace.spool.reader import Stripe
 
+pytestmark = pytest.mark.usefixtures("spool_files")
+
 
 class Counted(SequentialProvider):
     """Sample g holds g, g² and a ragged row of g mod 5 numbers."""

@@ -196,9 +196,19 @@ def test_the_byte_tokenizer_gives_back_the_text(texts):
         assert tokenizer.decode(batch.ids[batch.offsets[d] : batch.offsets[d + 1]]) == text
 
 
+@given(size=st.integers(241, 5000), seed=st.integers(0, 2**32), shift=st.integers(0, 9))
+def test_the_compiled_hash_of_bytes_is_that_of_the_xxhash_package_wherever_they_begin(size, seed, shift):
+    from headrace.compiled import address, xxh3
+
+    data = np.random.default_rng(seed).integers(0, 256, shift + size).astype(np.uint8)[shift:]
+    high, low = xxh3.hash_at(address(data), size)
+    assert f"{high:016x}{low:016x}" == xxhash.xxh3_128_hexdigest(data)
+    assert int(low) == xxhash.xxh3_64_intdigest(data)
+
+
 @given(count=st.integers(61, 700), seed=st.integers(0, 2**32), index=st.integers(0, 2**63 - 1))
 def test_the_compiled_hash_is_that_of_the_xxhash_package(count, seed, index):
-    from headrace.text import xxh3
+    from headrace.compiled import xxh3
 
     words = np.random.default_rng(seed).integers(-(2**31), 2**31, count).astype(np.int32)
     pair = np.array(xxh3.content_words(words, count), np.uint64)

@@ -21,7 +21,7 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["ask_for", "byte_at", "first_bit", "matrix", "pointer", "put_byte", "put_word", "word_at"]
+__all__ = ["ask_for", "byte_at", "first_bit", "matrix", "pointer", "prefetch", "put_byte", "put_word", "word_at"]
 
 _BYTE, _WORD = ir.IntType(8), ir.IntType(64)
 
@@ -63,15 +63,18 @@ def _put_word(typing_context, address, word):
     return types.void(types.int64, types.uint64), generate
 
 
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """What `ask_for` is made of, for other intrinsics."""
+    number = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), number, number, number])
+    ask = builder.module.declare_intrinsic("llvm.prefetch", [_BYTE.as_pointer()], kind)
+    # For reading, to be kept as near as can be, data.
+    builder.call(ask, [builder.inttoptr(address, _BYTE.as_pointer()), *(ir.Constant(number, n) for n in (0, 3, 1))])
+
+
 def _ask_for(typing_context, address):
     def generate(context, builder, signature, arguments):
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), number, number, number])
-        ask = builder.module.declare_intrinsic("llvm.prefetch", [_BYTE.as_pointer()], kind)
-        # For reading, to be kept as near as can be, data.
-        builder.call(
-            ask, [builder.inttoptr(arguments[0], _BYTE.as_pointer()), *(ir.Constant(number, n) for n in (0, 3, 1))]
-        )
+        prefetch(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate

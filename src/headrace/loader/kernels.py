@@ -19,6 +19,7 @@ from numba import carray, njit
 from numba.core import types as nb
 
 from headrace.compiled.addresses import matrix, pointer
+from headrace.compiled.xxh3 import term_of
 from headrace.loader.lanes import (
     BORDERS,
     DIGEST_HIGH,
@@ -31,7 +32,6 @@ from headrace.loader.lanes import (
     SOURCES_MADE,
     TOKENS_MADE,
 )
-from headrace.text.xxh3 import term_of
 
 _I64 = nb.int64
 _A32, _A64, _U64 = nb.Array(nb.int32, 1, "C"), nb.Array(nb.int64, 1, "C"), nb.Array(nb.uint64, 1, "C")

@@ -23,7 +23,7 @@ import stat
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +32,22 @@ import orjson
 import xxhash
 
 from headrace.errors import DataError, FileCorrupt
-from headrace.files import Container, open_container, publish, write_container
+from headrace.files import Container, Form, MappedFile, open_container, publish, write_container
 from headrace.spool.meta import DTYPES, FieldSpec, schema_of
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OFFSETS", "BatchFile", "FileHeader", "check_arrays", "numpy_dtype", "open_batch_file", "write_batch_file"]
+__all__ = [
+    "OFFSETS",
+    "BatchFile",
+    "FileHeader",
+    "Kind",
+    "check_arrays",
+    "numpy_dtype",
+    "open_batch_file",
+    "write_batch_file",
+]
 
 OFFSETS = "_offsets"
 SEGMENT_BYTES = 8 << 10
@@ -110,10 +119,12 @@ class FileHeader:
 class BatchFile:
     """An open file. `arrays` are views of it; a ragged field has its values and, under `<name>_offsets`, its rows' borders."""
 
-    path: Path
+    path: Path | str
     header: FileHeader
     arrays: Mapping[str, np.ndarray]
     _check: Callable[[str, int, int, int], None]
+    container: Container | None = None
+    """What it was opened as, unless it looks like the one before."""
     _references: tuple[int, ...] = ()
     """To each array's memory, when nobody else had any."""
     stock: Iterator[tuple[np.ndarray, ...]] | None = None
@@ -251,20 +262,55 @@ def _write_pt(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], 
 # --------------------------------------------------------------------------------------------------- read
 
 
-def open_batch_file(path: Path, *, split: str = "", seq: int | None = None, private: bool = False) -> BatchFile:
-    """Map a file and check its header. FileCorrupt if it is damaged, foreign, a link, a pipe or a device.
+def open_batch_file(
+    path: Path,
+    *,
+    split: str = "",
+    seq: int | None = None,
+    private: bool = False,
+    mapped: MappedFile | None = None,
+) -> BatchFile:
+    """Map a file, unless it is `mapped`, and check its header. FileCorrupt if it is damaged, foreign, a link, a pipe or a device.
 
     `private`: its arrays may be handed to somebody who writes to them; the file stays as it is.
     """
     if path.name.endswith(".pt"):
         return _open_pt(path, split, seq)
-    container = open_container(path, verify=False, private=private, follow=False)
+    container = open_container(path, verify=False, private=private, follow=False, mapped=mapped)
     try:
         header = FileHeader.from_json(container.meta)
         _check_layout(header, container)
     except (ValueError, KeyError, TypeError, DataError) as error:
         raise FileCorrupt(f"{path} is not a file of this spool, or is damaged: {error}") from error
-    return BatchFile(path, header, container.arrays, container.check_rows)
+    return BatchFile(path, header, container.arrays, container.check_rows, container)
+
+
+class Kind:
+    """What the files of a spool have in common, learned from one of them: the next are compared with it and not read anew."""
+
+    _DIFFERS = ("seq", "first")
+
+    def __init__(self, form: Form, header: FileHeader) -> None:
+        self._form, self._header = form, header
+
+    @classmethod
+    def of(cls, file: BatchFile) -> Kind | None:
+        """That of a file that was opened from its beginning; None if others will not look like it."""
+        ragged = any(field.ragged for field in file.header.schema)
+        form = Form.of(file.container, cls._DIFFERS) if file.container is not None and not ragged else None
+        return None if form is None else cls(form, file.header)
+
+    def open(self, path: Path | str, mapped: MappedFile) -> BatchFile | None:
+        """A file of this kind of which every byte was checked; None if it is another, or not all is well with it."""
+        read = self._form.read(mapped)
+        if read is None:
+            return None
+        numbers, arrays = read
+        return BatchFile(path, replace(self._header, **numbers), arrays, _is_checked)
+
+
+def _is_checked(name: str, start: int, stop: int, step: int) -> None:
+    """All of the file was, when it was opened."""
 
 
 def _check_layout(header: FileHeader, container: Container) -> None:

@@ -79,6 +79,10 @@ class Channel:
     def path(self, seq: int) -> Path:
         return self.queue / f"{seq:012d}{self.suffix}"
 
+    def names_of(self, seq: int) -> tuple[str, str]:
+        """Where the verdict on file `seq` lies, and the file. Asked for every file: joining Paths takes longer than the system."""
+        return f"{self.verdicts}/{seq:012d}", f"{self.queue}/{seq:012d}{self.suffix}"
+
     def find(self, seq: int) -> Path | None:
         """Where file `seq` lies, if it does. Asked by name; only the document's own names have to be looked for."""
         path = self.path(seq)
@@ -163,7 +167,7 @@ class Channel:
 
     def verdict(self, seq: int) -> Verdict | None:
         """What was decided about file `seq`, if anything was. A damaged verdict is no verdict: it is removed."""
-        path = f"{self.verdicts}/{seq:012d}"  # asked for every file: joining Paths takes longer than the system
+        path, _ = self.names_of(seq)
         try:
             value = read_sealed(path)
             return None if value is None else Verdict(good=bool(value["good"]), reason=str(value["reason"]))

@@ -23,10 +23,12 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import DataError, EndOfData, FileCorrupt, StorageError
+from headrace.files import MappedFile
 from headrace.spool.ahead import NotYet
 from headrace.spool.batch_file import BatchFile, FileHeader, numpy_dtype, open_batch_file
 from headrace.spool.channel import Channel, Verdict
 from headrace.spool.folder import patiently
+from headrace.spool.mapping import FileMapper
 from headrace.spool.meta import schema_of
 from headrace.spool.provider import CIRCULAR_SPLITS
 from headrace.spool.reader import Stripe
@@ -49,20 +51,26 @@ class FileChecker:
     ) -> None:
         self._meta, self._stripe = meta, stripe
         self._patience, self._deadline, self._on_bad, self._private = patience, deadline, on_bad, private
+        self.mapper = FileMapper(private=private)
         self._seen: dict[tuple[str, int, int], float] = {}
         """When each file that has no verdict yet was first seen."""
         self._opened_before: dict[str, set[str]] = {}
         """Files of a document's provider, by split: those that this reader has opened, or that may lie where it began."""
+        self._same: tuple[Any, ...] | None = None
+        """A schema that was compared with the meta's."""
         self._followed: set[tuple[str, int, int]] = set()
         """Files after which another comes."""
 
-    def prepare(self, channel: Channel, seq: int, start: int) -> BatchFile:
-        """File `seq`, opened, judged and checked; NotYet names what is missing. `start`: row of the part at which it begins."""
+    def prepare(self, channel: Channel, seq: int, start: int, more: int = 0) -> BatchFile:
+        """File `seq`, opened, judged and checked; NotYet names what is missing. `start`: row of the part at which it begins. `more`: files
+        behind it that are asked for next."""
         key = (channel.split, channel.part, seq)
-        verdict = channel.verdict(seq)
-        path = channel.find(seq)
+        mine = seq % self._stripe.world_size == self._stripe.rank or channel.split in CIRCULAR_SPLITS
+        mapped = self.mapper.map(channel, seq, more) if mine else None
+        verdict = channel.verdict(seq) if mapped is None else None
+        path = channel.find(seq) if mapped is None else channel.names_of(seq)[1]
         if channel.foreign and path is not None:
-            self._known(channel, seq).add(path.name)
+            self._known(channel, seq).add(Path(path).name)
         if path is None:
             self._seen.pop(key, None)
             if verdict is not None and not verdict.good:
@@ -78,23 +86,33 @@ class FileChecker:
             channel.set_aside(seq, verdict.reason)
             return self._made_again(channel, seq, start, verdict.reason)
         since = self._seen.setdefault(key, time.monotonic())
-        mine = seq % self._stripe.world_size == self._stripe.rank or channel.split in CIRCULAR_SPLITS
         if verdict is None and not mine and time.monotonic() - since <= self._patience:
             raise NotYet(
                 "spool.verdict",
                 f"Rank {seq % self._stripe.world_size} has not judged file {seq} of {channel} in {channel.folder.path}. Is that rank running?",
             )
-        file = self._checked(channel, seq, start, path, verdict, everything=mine or verdict is None)
+        everything = mine or verdict is None
+        if mapped is None:
+            mapped = self.mapper.map(channel, seq, whole=everything, judged=True)
+        file = self._checked(channel, seq, start, path, verdict, mapped, everything=everything)
         self._seen.pop(key, None)
         return file
 
     def _checked(
-        self, channel: Channel, seq: int, start: int, path: Path, verdict: Verdict | None, *, everything: bool
+        self,
+        channel: Channel,
+        seq: int,
+        start: int,
+        path: Path | str,
+        verdict: Verdict | None,
+        mapped: MappedFile | None,
+        *,
+        everything: bool,
     ) -> BatchFile:
         """Check all of a file, or the rows this rank will copy; publish what follows from it, and go by the verdict that stands."""
         file, problem = None, ""
         try:
-            file = self._opened(channel, seq, start, path)
+            file = self._opened(channel, seq, start, path, mapped)
             own = (0, 1) if everything else self._stripe.rows_of(channel.part, channel.parts, start)
             if own is not None:
                 file.check(own[0], None, own[1])
@@ -124,20 +142,27 @@ class FileChecker:
     def _schema(self) -> tuple[Any, ...]:
         return tuple((f.name, f.dtype, f.shape, f.ragged) for f in schema_of(self._meta["batch_schema"]))
 
-    def _opened(self, channel: Channel, seq: int, start: int, path: Path) -> BatchFile:
-        file = open_batch_file(path, split=channel.split, seq=seq, private=self._private)
+    def _opened(self, channel: Channel, seq: int, start: int, path: Path | str, mapped: MappedFile | None) -> BatchFile:
+        if mapped is not None:
+            file = self.mapper.open(path, seq, mapped)
+        else:
+            file = open_batch_file(Path(path), split=channel.split, seq=seq, private=self._private)
         header = file.header
         if (header.split, header.seq, header.part) != (channel.split, seq, channel.part):
             raise FileCorrupt(
                 f"{path} says it is file {header.seq} of {header.split} part {header.part}: it was renamed or moved"
             )
         ours = self._meta.get("headrace")
-        if tuple((f.name, f.dtype, f.shape, f.ragged) for f in header.schema) != self._schema:
+        if (
+            header.schema is not self._same
+            and tuple((f.name, f.dtype, f.shape, f.ragged) for f in header.schema) != self._schema
+        ):
             wanted = schema_of(self._meta["batch_schema"])
             raise DataError(
                 f"{path} holds {[f.to_json() for f in header.schema]}, the spool's meta says {[f.to_json() for f in wanted]}. It was made by another provider: "
                 "remove it, or start over with force_regenerate=True (--force_regenerate)"
             )
+        self._same = header.schema
         if ours and header.job != ours["job"]:
             raise DataError(
                 f"{path} was made for job {header.job}, this spool is {ours['job']}: another provider wrote into it. Remove the file"

@@ -28,8 +28,8 @@ from headrace.spool.taken import TakenFiles
 __all__ = ["Retention"]
 
 _SHORTEST, _LONGEST = 0.005, 0.1
-"""Seconds between two positions told to the provider: 20 times what it took to write the last one (1 to 2 ms on ext4, where a file of small
-batches lasts less), within these bounds."""
+"""Seconds between two positions told to the provider: 50 times what it took to write the last one (1 to 2 ms on ext4, where a file of small
+batches lasts less, and as long a trainer stands still), within these bounds. Where a file is missed it is told at once."""
 
 register(
     MetricSpec(
@@ -143,7 +143,7 @@ class Retention:
             if splits:
                 self._folder.write_read_position(self._place.rank, self._place.world_size, splits)
         now = time.monotonic()
-        self._next_position = now + min(_LONGEST, max(_SHORTEST, 20 * (now - began)))
+        self._next_position = now + min(_LONGEST, max(_SHORTEST, 50 * (now - began)))
 
     # -------------------------------------------------------------------------------------------- commit
 

@@ -22,8 +22,9 @@ from headrace.spool.reader import BufferPool, Stripe
 
 __all__ = ["SplitFiles", "Supply"]
 
-_FILES_AHEAD = 2
-"""Files prepared beyond the one that is read. With one, the background thread waits for the trainer whenever the trainer waited for it."""
+_FILES_AHEAD, _MOST_AHEAD, _BYTES_AHEAD = 2, 8, 32 << 20
+"""Files prepared beyond the one that is read: so many at least, at most, and of these as many as have so many bytes. With one, the background thread waits for
+the trainer whenever the trainer waited for it; small ones are prepared several at a time, because every turn of the background stops the trainer for 50 us."""
 
 
 class Supply:
@@ -43,13 +44,15 @@ class Supply:
         """`cuts`: lay batches out in advance. `gathers`: in memory of their own, which is used again."""
         self.ahead, self._checker, self._place, self._stripe = ahead, checker, place, stripe
         self._batch_size, self._cuts, self._gathers = batch_size, cuts, gathers
+        self.alone = stripe.world_size == 1 and not gathers
+        """Whether nobody else judges files, and they take no memory of our own: then more of them may be prepared."""
         self._room: BufferPool | None = None
         self._retired: list[BatchFile] = []
         """Files read to their end of which a batch is still in use."""
 
-    def prepare(self, channel: Channel, seq: int, start: int) -> BatchFile:
-        """File `seq`, ready to be read; NotYet names what is missing."""
-        file = self._checker.prepare(channel, seq, start)
+    def prepare(self, channel: Channel, seq: int, start: int, more: int = 0) -> BatchFile:
+        """File `seq`, ready to be read; NotYet names what is missing. `more`: files behind it that are asked for next."""
+        file = self._checker.prepare(channel, seq, start, more)
         fixed = not any(f.ragged for f in file.header.schema)
         if self._cuts and fixed and channel.parts == 1 and channel.split not in CIRCULAR_SPLITS:
             if self._gathers and self._room is None:  # a file that is read, two ahead, and one of which a batch is kept
@@ -61,6 +64,7 @@ class Supply:
 
     def retire(self, file: BatchFile) -> None:
         """All of it was delivered. In the background thread."""
+        self._checker.mapper.went_by()
         file.stock = None  # what was not used of it would hold the file
         self._retired.append(file)
         self.ahead.later(self.let_go, "let go")
@@ -71,6 +75,7 @@ class Supply:
 
     def clear(self) -> None:
         self._retired.clear()
+        self._checker.mapper.close()
 
 
 class SplitFiles:
@@ -97,6 +102,7 @@ class SplitFiles:
         """The file of each part before the one that is wanted next."""
         self._following: dict[int, tuple[int, int]] = {}
         """The first file of each part that is not prepared, and its first row."""
+        self._deep = _FILES_AHEAD
         self._dropped = False
 
     def drop(self) -> None:
@@ -118,16 +124,21 @@ class SplitFiles:
         if following is None or following[0] <= seq:
             following = self._following[part] = (seq, start)
         self._reading[part] = seq - 1
-        if following[0] < seq + _FILES_AHEAD:
+        if following[0] < seq + self._deep // 2 + 1:
             self._prepare(part, *following)
 
     def _prepare(self, part: int, seq: int, start: int) -> None:
         def prepare() -> BatchFile:
-            file = self._supply.prepare(self._channel(self.split, part), seq, start)
+            channel = self._channel(self.split, part)
+            several = self._supply.alone and channel.parts == 1
+            more = max(0, self._reading[part] + self._deep - seq) if several else 0
+            file = self._supply.prepare(channel, seq, start, more)
+            if several:
+                self._deep = min(_MOST_AHEAD, max(_FILES_AHEAD, _BYTES_AHEAD // max(1, file.nbytes)))
             following = (seq + 1, start + file.header.rows)
             if not file.header.last and self._following.get(part) == (seq, start):
                 self._following[part] = following
-                if following[0] <= self._reading[part] + _FILES_AHEAD:
+                if following[0] <= self._reading[part] + self._deep:
                     self._prepare(part, *following)
             return file
 

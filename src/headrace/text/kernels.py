@@ -14,7 +14,7 @@ from numba.core import types as nb
 
 from headrace.compiled.addresses import pointer
 from headrace.compiled.orders import mixed, order_of
-from headrace.text.xxh3 import SHORTEST, content_words
+from headrace.compiled.xxh3 import SHORTEST, content_words
 
 __all__ = ["drawn_rows", "pack_window", "total_with"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.spool import DataProviderBase, DatasetConsumer, SequentialProvider
+from headrace.spool import DataProviderBase, DatasetConsumer, SequentialProvider, mapping
 
 XY = [{"name": "x", "dtype": "int64", "shape": [3], "role": "input"}, {"name": "y", "dtype": "int64", "shape": [3]}]
 
@@ -69,9 +69,12 @@ def counted(tmp_path: Path) -> Callable[..., Counted]:
     return make
 
 
-@pytest.fixture
-def consumer(tmp_path: Path):
-    """Consumers that are closed when the test ends."""
+@pytest.fixture(params=["in one call", "step by step"])
+def consumer(tmp_path: Path, request, monkeypatch):
+    """Consumers that are closed when the test ends; they open files by compiled loops, or without."""
+    loops = mapping.map_loops() if request.param == "in one call" else None
+    monkeypatch.setattr(mapping.map_loops, "_module", loops)
+    monkeypatch.setattr(mapping, "warm_kernels", lambda _: None)
     opened: list[DatasetConsumer] = []
 
     def make(path: Path | None = None, **more: Any) -> DatasetConsumer:
