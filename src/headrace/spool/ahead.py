@@ -31,6 +31,9 @@ _SHORTEST, _LONGEST = 0.002, 0.05
 """Seconds between two looks at what is to do: doubled up to the second while nothing moves, so an idle consumer costs 20 looks a second, and who
 reads a file in T seconds is noticed within T of having begun the next."""
 
+_FILES_FIRST = 4
+"""Files that are prepared one after the other before a job has its turn: what a trainer waits for comes first, what can wait comes still."""
+
 
 class NotYet(Exception):
     """A file is not ready; `args[0]` is the name of the wait for what is missing, `args[1]` says what to look at."""
@@ -176,11 +179,12 @@ class Ahead(Generic[T]):
 
     def _loop(self) -> None:
         pause = _SHORTEST
+        in_a_row = 0
         while True:
             with contextlib.suppress(queue.Empty):  # what was rung for is looked at now
                 while True:
                     self._bell.get_nowait()
-            moved = missed = False
+            moved = False
             while self._notes:
                 self._busy = moved = True
                 self._notes.popleft()()
@@ -188,9 +192,12 @@ class Ahead(Generic[T]):
                 if self._closed:
                     return
                 wanted = list(self._wanted.items())
-            for key, prepare in wanted:
-                found = self._try(key, prepare)
-                moved, missed = moved or found, missed or not found
+            found = [self._try(key, prepare) for key, prepare in wanted]
+            moved, missed = moved or any(found), not all(found)
+            in_a_row = in_a_row + 1 if any(found) else 0
+            if 0 < in_a_row < _FILES_FIRST:
+                continue
+            in_a_row = 0
             with self._changed:
                 now = time.monotonic()
                 job = next((j for j in self._jobs if j.at <= now or (missed and j.sooner_if_missed)), None)
