@@ -49,8 +49,8 @@ def _first_bad(data: memoryview, size: int, sums: np.ndarray, segments: Sequence
     rest = len(data) % size
     if size < _SHORTEST or 0 < rest < _SHORTEST or not len(segments):
         return first_bad_segment(data, size, sums, segments)
-    bytes_ = np.frombuffer(data, np.uint8)
-    bad = map_loops().first_bad(address(bytes_), len(data), size, sums, np.asarray(segments, np.int64))
+    raw = np.frombuffer(data, np.uint8)
+    bad = map_loops().first_bad(address(raw), len(data), size, sums, np.asarray(segments, np.int64))
     return None if bad < 0 else int(bad)
 
 
@@ -65,7 +65,10 @@ class _Old:
     def add(self, at: int, size: int) -> None:
         self._waiting.append((at, size))
         if self._closed:
-            self._unmap(self.take())
+            self.unmap()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def take(self) -> np.ndarray:
         found: list[tuple[int, int]] = []
@@ -75,10 +78,13 @@ class _Old:
         except IndexError:
             return np.array(found, np.int64) if found else _NOTHING
 
+    def unmap(self) -> None:
+        self._unmap(self.take())
+
     def close(self) -> None:
         """From now on it is unmapped at once."""
         self._closed = True
-        self._unmap(self.take())
+        self.unmap()
 
 
 class _Memory:
@@ -180,6 +186,16 @@ class FileMapper:
             }
             memory = _Memory(at, size, self._private, self._old)
             self._ready[channel, seq + n] = MappedFile(np.asarray(memory).data, made, _first_bad)
+
+    @property
+    def unused(self) -> bool:
+        """Whether files are mapped that nobody uses: until the next one is."""
+        return bool(self._old)
+
+    def let_go(self) -> None:
+        """Unmap them now: what was deleted takes its room on the disk until then."""
+        if self._old is not None:
+            self._old.unmap()
 
     def close(self) -> None:
         self._ready.clear()

@@ -9,6 +9,7 @@ milliseconds where that thread is put on the same core: the background looks for
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -25,6 +26,9 @@ __all__ = ["SplitFiles", "Supply"]
 _FILES_AHEAD, _MOST_AHEAD, _BYTES_AHEAD = 2, 8, 32 << 20
 """Files prepared beyond the one that is read: so many at least, at most, and of these as many as have so many bytes. With one, the background thread waits for
 the trainer whenever the trainer waited for it; small ones are prepared several at a time, because every turn of the background stops the trainer for 50 us."""
+
+_UNMAPPED_AFTER = 0.1
+"""Seconds for which a file nobody uses may stay mapped."""
 
 
 class Supply:
@@ -72,6 +76,9 @@ class Supply:
     def let_go(self) -> None:
         """Unmap files nobody uses any more. In the background: the trainer's own last reference would do it in its step."""
         self._retired = [f for f in self._retired if f.held]
+        if self._checker.mapper.unused:  # by the call that maps the next, if one comes soon
+            soon = time.monotonic() + _UNMAPPED_AFTER
+            self.ahead.later(self._checker.mapper.let_go, "unmap", at=soon, sooner_if_missed=True)
 
     def clear(self) -> None:
         self._retired.clear()

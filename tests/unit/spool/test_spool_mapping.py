@@ -209,6 +209,16 @@ def test_a_file_stays_mapped_as_long_as_a_view_of_it_is_used_and_no_longer(chann
     assert not any(map(in_memory, paths))
 
 
+def test_files_read_to_their_end_leave_memory_though_no_other_comes(counted, consumer, tmp_path):
+    counted(total=24, batches_per_file=1, max_backlog_files=8).run(("train",))
+    reader = consumer(ack="commit")
+    for _ in range(6):
+        reader.get_batch("train")
+    assert reader._ahead.drain(10.0)
+    left = [path for path in sorted((tmp_path / "spool" / "queue" / "train").iterdir()) if in_memory(path)]
+    assert len(left) <= 1, "the last one stays open"
+
+
 def test_the_loops_are_loaded_once_several_files_went_by_within_a_moment_each(monkeypatch):
     now, asked = [0.0], []
     monkeypatch.setattr(mapping.time, "monotonic", lambda: now[0])
