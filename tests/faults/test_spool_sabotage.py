@@ -72,11 +72,11 @@ def suite(source: Path) -> subprocess.CompletedProcess[str]:
         "tests/faults/test_spool_disk.py::test_no_acknowledged_file_is_missing_after_a_power_cut",
     ]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", *words, *SUITE], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280
+        [sys.executable, "-m", "pytest", *words, *SUITE], cwd=ROOT, env=env, capture_output=True, text=True, timeout=560
     )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not LONG, reason="ten times the suite: for the long sweep")
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_the_suite_fails_on_a_seeded_defect(tmp_path, defect):

@@ -19,7 +19,7 @@ def opened(in_one_call: bool) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["in one call", "step by step"])
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "in one call"])
 def spool_files(request):
     with opened(request.param):
         yield

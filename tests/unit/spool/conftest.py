@@ -69,7 +69,7 @@ def counted(tmp_path: Path) -> Callable[..., Counted]:
     return make
 
 
-@pytest.fixture(params=["in one call", "step by step"])
+@pytest.fixture(params=["step by step", "in one call"])
 def consumer(tmp_path: Path, request, monkeypatch):
     """Consumers that are closed when the test ends; they open files by compiled loops, or without."""
     loops = mapping.map_loops() if request.param == "in one call" else None
