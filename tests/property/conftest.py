@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
-
-from headrace.spool import mapping
-
-
-@contextmanager
-def opened(in_one_call: bool) -> Iterator[None]:
-    loops = mapping.map_loops() if in_one_call else None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mapping.map_loops, "_module", loops)
-        patch.setattr(mapping, "warm_kernels", lambda _: None)
-        yield
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["step by step", "in one call"])
-def spool_files(request):
-    with opened(request.param):
+def spool_files(request, spool_files_opened):
+    with spool_files_opened(request.param):
         yield
 
 
 @pytest.fixture(scope="class")
-def spool_files_in_one_call():
-    with opened(True):
+def spool_files_in_one_call(spool_files_opened):
+    with spool_files_opened(True):
         yield
 
 
 @pytest.fixture(scope="class")
-def spool_files_step_by_step():
-    with opened(False):
+def spool_files_step_by_step(spool_files_opened):
+    with spool_files_opened(False):
         yield

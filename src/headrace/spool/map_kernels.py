@@ -15,7 +15,7 @@ from numba.core import types as nb
 from headrace.compiled.addresses import pointer
 from headrace.compiled.xxh3 import SHORTEST_BYTES, hash_at
 
-__all__ = ["first_bad", "map_summed", "unmap"]
+__all__ = ["SHORTEST_BYTES", "first_bad", "map_summed", "unmap"]
 
 _OPTIONS: Any = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
 _open = nb.ExternalFunction("open", nb.int32(nb.int64, nb.int32))

@@ -38,19 +38,17 @@ _MOST, _ENOUGH = 8, 8 << 20
 _MAX_SPANS = 64
 _TRIES = 8
 """How often it is learned anew what files look like: where each has something of its own, they are not alike."""
-_SHORTEST = 241
-"""Bytes from which on a compiled sum holds."""
 _HOW = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _NOTHING = np.zeros((0, 2), np.int64)
 
 
 def _first_bad(data: memoryview, size: int, sums: np.ndarray, segments: Sequence[int]) -> int | None:
     """The same as files.first_bad_segment, in one call."""
-    rest = len(data) % size
-    if size < _SHORTEST or 0 < rest < _SHORTEST or not len(segments):
+    loops, rest = map_loops(), len(data) % size
+    if size < loops.SHORTEST_BYTES or 0 < rest < loops.SHORTEST_BYTES or not len(segments):
         return first_bad_segment(data, size, sums, segments)
     raw = np.frombuffer(data, np.uint8)
-    bad = map_loops().first_bad(address(raw), len(data), size, sums, np.asarray(segments, np.int64))
+    bad = loops.first_bad(address(raw), len(data), size, sums, np.asarray(segments, np.int64))
     return None if bad < 0 else int(bad)
 
 

@@ -47,6 +47,7 @@ class Supply:
     ) -> None:
         """`cuts`: lay batches out in advance. `gathers`: in memory of their own, which is used again."""
         self.ahead, self._checker, self._place, self._stripe = ahead, checker, place, stripe
+        self._mapper = checker.mapper
         self._batch_size, self._cuts, self._gathers = batch_size, cuts, gathers
         self.alone = stripe.world_size == 1 and not gathers
         """Whether nobody else judges files, and they take no memory of our own: then more of them may be prepared."""
@@ -68,7 +69,7 @@ class Supply:
 
     def retire(self, file: BatchFile) -> None:
         """All of it was delivered. In the background thread."""
-        self._checker.mapper.went_by()
+        self._mapper.went_by()
         file.stock = None  # what was not used of it would hold the file
         self._retired.append(file)
         self.ahead.later(self.let_go, "let go")
@@ -76,13 +77,13 @@ class Supply:
     def let_go(self) -> None:
         """Unmap files nobody uses any more. In the background: the trainer's own last reference would do it in its step."""
         self._retired = [f for f in self._retired if f.held]
-        if self._checker.mapper.unused:  # by the call that maps the next, if one comes soon
+        if self._mapper.unused:  # by the call that maps the next, if one comes soon
             soon = time.monotonic() + _UNMAPPED_AFTER
-            self.ahead.later(self._checker.mapper.let_go, "unmap", at=soon, sooner_if_missed=True)
+            self.ahead.later(self._mapper.let_go, "unmap", at=soon, sooner_if_missed=True)
 
     def clear(self) -> None:
         self._retired.clear()
-        self._checker.mapper.close()
+        self._mapper.close()
 
 
 class SplitFiles:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.spool import DataProviderBase, DatasetConsumer, SequentialProvider, mapping
+from headrace.spool import DataProviderBase, DatasetConsumer, SequentialProvider
 
 XY = [{"name": "x", "dtype": "int64", "shape": [3], "role": "input"}, {"name": "y", "dtype": "int64", "shape": [3]}]
 
@@ -69,18 +69,16 @@ def counted(tmp_path: Path) -> Callable[..., Counted]:
     return make
 
 
-@pytest.fixture(params=["step by step", "in one call"])
-def consumer(tmp_path: Path, request, monkeypatch):
+@pytest.fixture(params=[False, True], ids=["step by step", "in one call"])
+def consumer(tmp_path: Path, request, spool_files_opened):
     """Consumers that are closed when the test ends; they open files by compiled loops, or without."""
-    loops = mapping.map_loops() if request.param == "in one call" else None
-    monkeypatch.setattr(mapping.map_loops, "_module", loops)
-    monkeypatch.setattr(mapping, "warm_kernels", lambda _: None)
     opened: list[DatasetConsumer] = []
 
     def make(path: Path | None = None, **more: Any) -> DatasetConsumer:
         opened.append(DatasetConsumer(path or tmp_path / "spool", **({"device_type": "cpu", "deadline": 20.0} | more)))
         return opened[-1]
 
-    yield make
-    for one in opened:
-        one.close()
+    with spool_files_opened(request.param):
+        yield make
+        for one in opened:
+            one.close()
