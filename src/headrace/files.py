@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import orjson
@@ -65,10 +65,7 @@ SEGMENT_SUMS = "!sums"
 _MAX_HEADER = 64 << 20
 _BLANK = "0" * 32
 _SUM = re.compile(r"(?:rows:([0-9]{1,15}):)?([0-9a-f]{32})")
-_NUMBER = re.compile(rb"(?:0|[1-9][0-9]{0,17})(?![0-9])")
 _ALIGN = 64
-_SHORT = 240
-"""Bytes that are summed in no time."""
 _THREAD_FROM = 4 << 20
 _UNBROKEN = 1 << 20
 """Bytes that are summed in small pieces before other threads get their turn."""
@@ -421,22 +418,34 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, 
     return entries, ours
 
 
-class Form:
-    """A header that was read, with gaps where others of its kind differ: in checksums, and in whole numbers of their meta.
+Gap = Literal["sum", "header", "number", "any"]
 
-    What lies between the gaps was understood once, and is only compared from then on.
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A header that was read, with gaps where others of its kind differ: in checksums, and in some values of their meta.
+
+    What lies between the gaps was understood once, and has only to be compared from then on.
     """
 
-    def __init__(self, pieces: Sequence[bytes], gaps: Sequence[tuple[str, str]], layout: Layout) -> None:
-        self._pieces, self._gaps, self._layout = pieces, gaps, layout
+    pieces: tuple[bytes, ...]
+    """What lies before each gap, and behind the last; spaces may follow."""
+    gaps: tuple[tuple[Gap, str], ...]
+    """A tensor's sum and its name; the header's own sum, as it is with this one blank (zeros); a whole number and its key; any other text, up to the
+    piece behind it, and its key."""
+    layout: Layout
 
     @classmethod
-    def of(cls, container: Container, numbers: Sequence[str]) -> Form | None:
-        """That of a container in whose meta `numbers` differ; None if it is not written the way we do, or has no such numbers."""
+    def of(cls, container: Container, numbers: Sequence[str], texts: Sequence[str] = ()) -> Form | None:
+        """That of a container in whose meta `numbers` and `texts` differ; None if it is not written the way we do, or has no such values."""
         entries, ours = _parse_header(container.path, container.header)
         meta, sums = ours["meta"], ours["sums"]
         layout = _tiles(orjson.dumps(entries))
-        plain = isinstance(meta, dict) and all(type(meta.get(key)) is int for key in numbers)
+        plain = (
+            isinstance(meta, dict)
+            and all(type(meta.get(key)) is int for key in numbers)
+            and all(key in meta for key in texts)
+        )
         if (
             not plain
             or not layout
@@ -444,11 +453,14 @@ class Form:
             or set(sums) != {name for name, *_ in layout}
         ):
             return None
-        gaps = [("sum", name) for name in sums] + [("header", "")] + [("number", key) for key in numbers]
+        gaps: list[tuple[Gap, str]] = [("sum", name) for name in sums]
+        gaps += [("header", ""), *(("number", key) for key in numbers), *(("any", key) for key in texts)]
         marks = {gap: str(8 * 10**31 + n) for n, gap in enumerate(gaps)}
         ours["sums"] = {name: value[:-32] + marks["sum", name] for name, value in sums.items()}
         ours["header"] = marks["header", ""]
         ours["meta"] = meta | {key: int(marks["number", key]) for key in numbers}
+        for key in texts:  # within its quotes, if it has some
+            ours["meta"][key] = marks["any", key] if isinstance(meta[key], str) else int(marks["any", key])
         text = _header_bytes(entries, ours).rstrip(b" ")
         if any(text.count(mark.encode()) != 1 for mark in marks.values()):
             return None
@@ -457,46 +469,19 @@ class Form:
         for gap in gaps:
             piece, text = text.split(marks[gap].encode())
             pieces.append(piece)
-        return cls((*pieces, text), gaps, layout)
+        return cls((*pieces, text), tuple(gaps), layout)
 
-    def read(self, mapped: MappedFile) -> tuple[dict[str, int], dict[str, np.ndarray]] | None:
-        """Numbers and arrays of a file of this form with which all is well; None if it is of another form, is damaged, or was not summed as a whole:
-        `open_container` says what it is."""
-        data = mapped.data
-        length = int.from_bytes(data[:8], "little")
-        if 8 + length + self._layout[-1][2] != len(data):
-            return None
-        header = bytes(data[8 : 8 + length])
-        found: dict[tuple[str, str], bytes] = {}
-        at = own = 0
-        for piece, gap in zip(self._pieces, self._gaps, strict=False):
-            if not header.startswith(piece, at):
-                return None
-            at += len(piece)
-            own = at if gap[0] == "header" else own
-            number = _NUMBER.match(header, at) if gap[0] == "number" else None
-            if number is None and gap[0] == "number":
-                return None
-            end = at + 32 if number is None else number.end()
-            found[gap] = header[at:end]
-            at = end
-        blanked = header[:own] + _BLANK.encode() + header[own + 32 :]
-        if (
-            not header.startswith(self._pieces[-1], at)
-            or header[at + len(self._pieces[-1]) :].strip(b" ")
-            or xxhash.xxh3_128_hexdigest(blanked).encode() != found["header", ""]
-        ):
-            return None
-        arrays: dict[str, np.ndarray] = {}
-        for name, start, end, dtype, shape in self._layout:
-            start, end = 8 + length + start, 8 + length + end
-            made = mapped.sums.get((start, end))
-            if made is None and end - start <= _SHORT:
-                made = xxhash.xxh3_128_hexdigest(data[start:end])
-            if made is None or made.encode() != found["sum", name]:
-                return None
-            arrays[name] = np.frombuffer(data[start:end], _NUMPY_OF[dtype]).reshape(shape)
-        return {key: int(value) for (kind, key), value in found.items() if kind == "number"}, arrays
+    def meta(self, path: Path, data: np.ndarray) -> Any:
+        """The meta of a file of this form, out of all its bytes."""
+        return _parse_header(path, data[8 : len(data) - self.layout[-1][2]].tobytes())[1]["meta"]
+
+    def arrays(self, data: np.ndarray) -> dict[str, np.ndarray]:
+        """Its tensors. Nothing is checked."""
+        begin = len(data) - self.layout[-1][2]
+        return {
+            name: data[begin + start : begin + end].view(_NUMPY_OF[dtype]).reshape(shape)
+            for name, start, end, dtype, shape in self.layout
+        }
 
 
 def _layout(path: Path, entries: Mapping[str, Any], size: int) -> Layout:

@@ -23,7 +23,7 @@ DEFECTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("spool/retention.py", 'self.move_commit({split: {"g": end, "at": [[seq + 1, 0]], "start": [end]}}, patience=0.0)', "self._delete_later(split, 0, range(seq, seq + 1))"),
     ),
     "cursor at produce": (
-        ("spool/reader.py", '"g": self.position,\n            "at": [[part.seq, part.row] for part in self.parts],',
+        ("spool/reader.py", '"g": self.position,\n            "at": [[part.seq, part.row + self._taken] for part in self.parts],',
          '"g": self.parts[0]._open[-1].end if self.parts[0]._open else self.position,\n            "at": [[part.seq + len(part._open), 0] for part in self.parts],'),
     ),
     "order by timestamp": (

@@ -85,6 +85,71 @@ def together(call, ranks):
         return list(threads.map(call, ranks))
 
 
+ACTIONS = st.one_of(
+    st.tuples(st.just("get"), st.integers(1, 12)),
+    st.tuples(st.just("size"), st.integers(1, 9)),
+    st.sampled_from([("wait", 0), ("save", 0), ("go back", 0), ("begin again", 0), ("dawdle", 0)]),
+)
+
+
+@settings(max_examples=25)
+@given(
+    actions=st.lists(ACTIONS, min_size=1, max_size=14), per_file=st.integers(1, 6), total=st.integers(1, 150),
+    damaged=st.none() | st.integers(0, 20),
+)  # fmt: skip
+@example(actions=[("get", 60)], per_file=2, total=150, damaged=None)
+@example(actions=[("get", 5), ("save", 0), ("get", 7), ("go back", 0), ("get", 40)], per_file=2, total=150, damaged=5)
+@example(actions=[("get", 9), ("dawdle", 0), ("get", 9), ("size", 2), ("get", 30)], per_file=3, total=150, damaged=None)
+@pytest.mark.filterwarnings("ignore:.*cut differently")
+def test_whatever_a_single_trainer_does_samples_come_in_order(actions, per_file, total, damaged):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def provide() -> None:
+            Even(folder, 3, batches_per_file=per_file, max_backlog_files=1000, total=total, durable=False).run()
+
+        provide()
+        path = folder / "queue" / "train" / f"{damaged or 0:012d}.safetensors"
+        if damaged is not None and path.exists():  # in the middle of its rows
+            raw = bytearray(path.read_bytes())
+            raw[len(raw) * 2 // 3] ^= 16
+            path.write_bytes(raw)
+        (rank,) = open_ranks(folder, 1)
+        at, saved, size = 0, (0, rank.state_dict()), rank.batch_size
+        for action, number in actions:
+            if action == "size":
+                rank.set_batch_size(size := number)
+            elif action == "save":
+                saved = at, rank.state_dict()
+            elif action == "go back":
+                at, state = saved
+                rank.load_state_dict(state)
+            elif action == "begin again":
+                at = 0
+                rank.reset_state()
+            elif action == "dawdle":  # it is no longer in a hurry, for all the background knows
+                rank._supply._mapper.went_by(rank._supply._mapper._last + 1.0)
+                rank._ahead.ring()
+            elif action == "wait":
+                rank.wait_for_data("train", 0.0)
+            for _ in range(number if action == "get" and at < total else 0):
+                wanted = np.arange(size) % min(size, total - at) + at
+                found = rank.get_batch("train") if damaged is None else got(rank, provide)
+                assert found["g"].tolist() == wanted.tolist()
+                assert found["squares"][:, 0].tolist() == (wanted**2 % 1000).tolist()
+                at = min(total, at + size)
+                if at == total:
+                    break
+        rank.close()
+
+
+def got(rank, provide):
+    """A batch, of a spool whose provider makes again what was damaged."""
+    while not rank.wait_for_data("train", 0.2):
+        provide()
+    return rank.get_batch("train")
+
+
 @settings(max_examples=10)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), per_file=st.integers(1, 6), total=st.integers(1, 60))
 @pytest.mark.filterwarnings("ignore:.*cut differently")

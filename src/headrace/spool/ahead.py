@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from headrace.errors import DeadlineExceeded, WorkerDied
 from headrace.metrics import Meter, Wait
 
@@ -30,6 +32,9 @@ Key = tuple[str, int, int]
 _SHORTEST, _LONGEST = 0.002, 0.05
 """Seconds between two looks at what is to do: doubled up to the second while nothing moves, so an idle consumer costs 20 looks a second, and who
 reads a file in T seconds is noticed within T of having begun the next."""
+
+_BESIDE = 0.05
+"""Seconds for which a note may have to wait for what is done beside."""
 
 _FILES_FIRST = 4
 """Files that are prepared one after the other before a job has its turn: what a trainer waits for comes first, what can wait comes still."""
@@ -65,6 +70,10 @@ class Ahead(Generic[T]):
         self._notes: deque[Callable[[], None]] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Wakes the thread, for somebody who waits."""
+        self.called = np.zeros(1, np.int64)
+        """1 once it was rung since the thread last looked."""
+        self.beside: Callable[[float], bool] = lambda until: False
+        """What the thread does when there is nothing else to do, until a moment or until it is called; whether it did anything."""
         self._busy = False
         self._failures = 0
         self._closed = False
@@ -102,16 +111,24 @@ class Ahead(Generic[T]):
                 self._changed,
             ):
                 while key not in self._ready and key not in self._failed and self._reason(key)[0] == name:
-                    if self._thread is None or not self._thread.is_alive():
-                        raise WorkerDied(f"the thread that reads the spool ahead is gone while {key} was waited for")
-                    if wait.expired():
-                        raise DeadlineExceeded(f"wait {name!r} has taken {deadline:g} s, its deadline. {remedy}")
+                    self.require(wait, key)
                     self._changed.wait(min(1.0, wait.remaining()))
             with self._changed:
                 if key in self._failed:
                     raise self._failed.pop(key)
                 if key in self._ready:
                     return
+
+    def require(self, wait: Wait, key: Key) -> None:
+        """An error if the thread is gone, or a wait for what it brings has taken too long."""
+        if self._thread is None or not self._thread.is_alive():
+            raise WorkerDied(f"the thread that reads the spool ahead is gone while {key} was waited for")
+        if wait.expired():
+            raise DeadlineExceeded(f"wait {wait.name!r} has taken {wait.deadline:g} s, its deadline. {wait.remedy}")
+
+    def ring(self) -> None:
+        """Have the thread look now, for somebody who waits."""
+        self._start()
 
     def later(
         self, job: Callable[[], None], name: str = "", *, at: float = 0.0, sooner_if_missed: bool = False
@@ -160,6 +177,7 @@ class Ahead(Generic[T]):
             self._closed = True
             self._changed.notify_all()
         self._bell.put(None)
+        self.called[0] = 1
         if self._thread is not None:
             self._thread.join(timeout=10.0)
             self._thread = None
@@ -176,11 +194,13 @@ class Ahead(Generic[T]):
             self._thread.start()
         if threading.current_thread() is not self._thread:
             self._bell.put(None)
+            self.called[0] = 1
 
     def _loop(self) -> None:
         pause = _SHORTEST
         in_a_row = 0
         while True:
+            self.called[0] = 0
             with contextlib.suppress(queue.Empty):  # what was rung for is looked at now
                 while True:
                     self._bell.get_nowait()
@@ -219,12 +239,14 @@ class Ahead(Generic[T]):
                         moved = True
                     self._busy = False
                     self._changed.notify_all()
-            if moved:
+            with self._changed:
+                now = time.monotonic()
+                soonest = min((j.at for j in self._jobs), default=now + _LONGEST)
+            until = min(soonest, now + (pause if missed else _BESIDE))
+            if self.beside(0.0 if moved else until) or moved:
                 pause = _SHORTEST
                 continue
-            with self._changed:
-                soonest = min((j.at for j in self._jobs), default=None)
-                asleep = pause if soonest is None else max(0.0, min(pause, soonest - time.monotonic()))
+            asleep = max(0.0, min(pause, soonest - time.monotonic()))
             woken = True
             with Wait("spool.ahead", deadline=60.0, hidden=True, meter=self._meter):
                 try:

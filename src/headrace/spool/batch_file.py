@@ -22,8 +22,8 @@ import os
 import stat
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OFFSETS",
+    "AlikeFile",
     "BatchFile",
     "FileHeader",
     "Kind",
@@ -124,15 +125,21 @@ class BatchFile:
     arrays: Mapping[str, np.ndarray]
     _check: Callable[[str, int, int, int], None]
     container: Container | None = None
-    """What it was opened as, unless it looks like the one before."""
+    """What it was opened as, unless it came on a conveyor."""
     _references: tuple[int, ...] = ()
     """To each array's memory, when nobody else had any."""
-    stock: Iterator[tuple[np.ndarray, ...]] | None = None
-    """Its batches in order, each as one array a field, if somebody cut it."""
+    stock: Iterator[tuple[Any, ...]] | None = None
+    """Its batches in order, each as one array a field, or what was made of them, if somebody cut it."""
+    made: bool = False
+    """Whether something was."""
     stock_of: int = 0
     """Samples of each, over all ranks."""
+    rows: int = 0
+    last: bool = False
+    """As its header says: asked for more often than that."""
 
     def __post_init__(self) -> None:
+        self.rows, self.last = self.header.rows, self.header.last
         self._references = self._count_references()
 
     def cut(
@@ -142,22 +149,29 @@ class BatchFile:
         rank: int = 0,
         world_size: int = 1,
         room: Callable[[tuple[int, ...], np.dtype], np.ndarray] | None = None,
+        make: Callable[[np.ndarray, int], Sequence[Any]] | None = None,
     ) -> None:
-        """Lay out a rank's batches, to be taken one by one: views of the file's memory, or of `room`, where its rows are gathered.
+        """Lay out a rank's batches, to be taken one by one: views of the file's memory, or of `room`, where its rows are gathered, and something is made
+        of each field's, if somebody wants it.
 
-        `first`: global index of the file's first sample. An iterator of numpy's makes a view in .1 us; tensors cut in advance were
+        `first`: global index of the file's first sample. `make`: what to make of rows, so many a batch. An iterator of numpy's makes a view in .1 us; tensors cut in advance were
         300 objects a file of 100 batches, which the garbage collector went through and another thread's heap took back.
         """
-        count = self.header.rows // batch_size
+        count = self.rows // batch_size
         own = slice((rank - first) % world_size, count * batch_size, world_size)
-        columns: list[np.ndarray] = []
+        columns: list[Sequence[Any] | np.ndarray] = []
+        share = batch_size // world_size
+        self.made = room is not None and make is not None
         for spec in self.header.schema:
             rows = self.arrays[spec.name][own]
             if room is not None:
                 gathered = room(rows.shape, rows.dtype)
                 np.copyto(gathered, rows)
                 rows = gathered
-            columns.append(rows.reshape(count, batch_size // world_size, *spec.shape))
+            if make is not None and self.made:
+                columns.append(make(rows, share))
+            else:
+                columns.append(rows.reshape(count, share, *spec.shape))
         self.stock, self.stock_of = zip(*columns, strict=True), batch_size
 
     @property
@@ -175,12 +189,12 @@ class BatchFile:
 
     def check(self, start: int = 0, stop: int | None = None, step: int = 1) -> None:
         """Check these rows of every field, before a value of them is used. FileCorrupt names file, field and rows."""
-        stop = self.header.rows if stop is None else min(stop, self.header.rows)
+        stop = self.rows if stop is None else min(stop, self.rows)
         for field in self.header.schema:
             if not field.ragged:
                 self._check(field.name, start, stop, step)
                 continue
-            self._check(field.name + OFFSETS, 0, self.header.rows + 1, 1)
+            self._check(field.name + OFFSETS, 0, self.rows + 1, 1)
             offsets = self.arrays[field.name + OFFSETS]
             if offsets[0] != 0 or offsets[-1] != len(self.arrays[field.name]) or (np.diff(offsets) < 0).any():
                 raise FileCorrupt(f"{self.path} is damaged: the offsets of {field.name!r} do not divide its values")
@@ -288,29 +302,53 @@ def open_batch_file(
 class Kind:
     """What the files of a spool have in common, learned from one of them: the next are compared with it and not read anew."""
 
-    _DIFFERS = ("seq", "first")
+    NUMBERS, TEXTS = ("seq", "first"), ("follows", "cursor")
+    """In which they differ, besides their rows."""
 
     def __init__(self, form: Form, header: FileHeader) -> None:
-        self._form, self._header = form, header
+        self.form, self.header = form, header
+        at = {name: start for name, start, *_ in form.layout}
+        self.columns = [(f.shape, numpy_dtype(f.dtype), at[f.name]) for f in header.schema]
+        """Shape of a row, type, and where they begin behind the header, of each field."""
+        self.end = form.layout[-1][2]
+        """Bytes behind the header."""
 
     @classmethod
     def of(cls, file: BatchFile) -> Kind | None:
         """That of a file that was opened from its beginning; None if others will not look like it."""
         ragged = any(field.ragged for field in file.header.schema)
-        form = Form.of(file.container, cls._DIFFERS) if file.container is not None and not ragged else None
+        form = Form.of(file.container, cls.NUMBERS, cls.TEXTS) if file.container is not None and not ragged else None
         return None if form is None else cls(form, file.header)
 
-    def open(self, path: Path | str, mapped: MappedFile) -> BatchFile | None:
-        """A file of this kind of which every byte was checked; None if it is another, or not all is well with it."""
-        read = self._form.read(mapped)
-        if read is None:
-            return None
-        numbers, arrays = read
-        return BatchFile(path, replace(self._header, **numbers), arrays, _is_checked)
 
+class AlikeFile(BatchFile):
+    """A file of a kind, of which every byte was checked. What it has of its own is made when somebody asks: mostly nobody does.
 
-def _is_checked(name: str, start: int, stop: int, step: int) -> None:
-    """All of the file was, when it was opened."""
+    Whoever drops the last array of it has nothing to do: it is unmapped by somebody else.
+    """
+
+    def __init__(self, kind: Kind, path: str, data: np.ndarray) -> None:
+        self.path, self._kind, self._data = path, kind, data
+        self.rows, self.last = kind.header.rows, kind.header.last
+        self.container = self.stock = None
+
+    @functools.cached_property
+    def header(self) -> FileHeader:
+        return FileHeader.from_json(self._kind.form.meta(Path(self.path), self._data))
+
+    @functools.cached_property
+    def arrays(self) -> Mapping[str, np.ndarray]:
+        return self._kind.form.arrays(self._data)
+
+    def batches(self, batch_size: int) -> None:
+        """The same as `cut` for a single rank."""
+        shape = self.rows // batch_size, batch_size
+        begin = len(self._data) - self._kind.end
+        columns = [np.ndarray((*shape, *own), kind, self._data, begin + at) for own, kind, at in self._kind.columns]
+        self.stock, self.stock_of = zip(*columns, strict=True), batch_size
+
+    def check(self, start: int = 0, stop: int | None = None, step: int = 1) -> None:
+        """All of it was, before it was opened."""
 
 
 def _check_layout(header: FileHeader, container: Container) -> None:

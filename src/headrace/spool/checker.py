@@ -61,12 +61,11 @@ class FileChecker:
         self._followed: set[tuple[str, int, int]] = set()
         """Files after which another comes."""
 
-    def prepare(self, channel: Channel, seq: int, start: int, more: int = 0) -> BatchFile:
-        """File `seq`, opened, judged and checked; NotYet names what is missing. `start`: row of the part at which it begins. `more`: files
-        behind it that are asked for next."""
+    def prepare(self, channel: Channel, seq: int, start: int) -> BatchFile:
+        """File `seq`, opened, judged and checked; NotYet names what is missing. `start`: row of the part at which it begins."""
         key = (channel.split, channel.part, seq)
         mine = seq % self._stripe.world_size == self._stripe.rank or channel.split in CIRCULAR_SPLITS
-        mapped = self.mapper.map(channel, seq, more) if mine else None
+        mapped = self.mapper.map(channel, seq) if mine else None
         verdict = channel.verdict(seq) if mapped is None else None
         path = channel.find(seq) if mapped is None else channel.names_of(seq)[1]
         if channel.foreign and path is not None:
@@ -143,10 +142,8 @@ class FileChecker:
         return tuple((f.name, f.dtype, f.shape, f.ragged) for f in schema_of(self._meta["batch_schema"]))
 
     def _opened(self, channel: Channel, seq: int, start: int, path: Path | str, mapped: MappedFile | None) -> BatchFile:
-        if mapped is not None:
-            file = self.mapper.open(path, seq, mapped)
-        else:
-            file = open_batch_file(Path(path), split=channel.split, seq=seq, private=self._private)
+        file = open_batch_file(Path(path), split=channel.split, seq=seq, private=self._private, mapped=mapped)
+        self.mapper.learn(file)
         header = file.header
         if (header.split, header.seq, header.part) != (channel.split, seq, channel.part):
             raise FileCorrupt(

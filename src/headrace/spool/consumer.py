@@ -22,11 +22,12 @@ Every wait has a deadline. Files are opened, judged and deleted by one backgroun
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy as copy_of
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -35,7 +36,7 @@ from headrace.errors import ConfigError, CursorMismatch, DeadlineExceeded, EndOf
 from headrace.metrics import Meter, MetricSpec, Reduction, default_meter, register
 from headrace.order import Cursor
 from headrace.spool.ahead import Ahead
-from headrace.spool.batch_file import BatchFile
+from headrace.spool.batch_file import AlikeFile, BatchFile
 from headrace.spool.channel import Channel
 from headrace.spool.checker import FileChecker
 from headrace.spool.file_system import FileSystem
@@ -106,7 +107,8 @@ class DatasetConsumer:
             True    each batch is copied when it is asked for, into memory of its own
             None    views for a single rank on a local disk. For several ranks, and on a network file system, where a file can be taken
                     away from under a view, the background thread gathers the rank's rows of a file in memory that is used again; it is
-                    kept as long as a batch of it is referred to. Three files' shares are in memory at a time
+                    kept as long as a batch of it is referred to. Three files' shares are in memory at a time. Batches of a file lie in
+                    one storage, as slices do: clone one to save or send it alone
         """
         problems = [
             f"{name} is {value!r}, expected a whole number of {least} or more"
@@ -143,6 +145,8 @@ class DatasetConsumer:
         self._readers: dict[str, QueueReader | RingReader | LegacyReader] = {}
         self._files: dict[str, SplitFiles] = {}
         self._channels: dict[tuple[str, int], Channel] = {}
+        self._read: deque[tuple[str, int, int, int, BatchFile | None, float]] = deque()
+        """Files read to their end of which nobody was told: split, part, number, where it ends, the file unless it is let go of otherwise, and when."""
         self._counts = {"bad_files": 0, "files_read": 0, "retries": 0}
         self._last_problem = ""
         self._closed = False
@@ -156,6 +160,8 @@ class DatasetConsumer:
         """What makes a tensor of an array, where nothing else is to be done to it. None until the first batch has told."""
         self._pair = False
         """Whether a batch is (X, Y)."""
+        self._quick: dict[tuple[str, str | torch.device | None], Iterator[Any]] = {}
+        """By split and device: the rest of the file that is being read."""
         self._queued = prefer_queue and (self.data_dir / "queue").is_dir()
         self.batch_size = self.meta["batch_size"]
         if batch_size is not None:
@@ -181,6 +187,7 @@ class DatasetConsumer:
             lambda: self.batch_size,
             cuts=copy is not True,
             gathers=self.copy,
+            meter=self._meter,
         )
         sequential = self.meta.get("headrace", {}).get("kind") == "sequential"
         self._retention = Retention(
@@ -259,16 +266,19 @@ class DatasetConsumer:
 
     def get_batch(self, split: str = "train", device: str | torch.device | None = None) -> Any:
         """The next batch of a split, on `device`: (X, Y) where the schema is x and y, else a dict of tensors by field."""
+        quick = self._quick.get((split, device))
+        if quick is not None and (batch := next(quick, None)) is not None:  # most batches
+            return batch
         reader = self._readers.get(split) or self._reader(split)
-        plain = self._plain if device == "cpu" or (device is None and self._pins is False) else None
         arrays: dict[str, np.ndarray] | None = None
-        if plain and type(reader) is QueueReader:
-            # Most batches. Every line shows here: after a step of the trainer's its code is no longer in the cache.
-            row = reader.next_cut() if reader.cut == self.batch_size else reader.first_cut(self.batch_size)
-            if row is not None:
-                self._meter.add("spool/batches")
-                self._meter.add("spool/bytes", reader.cut_bytes)
-                return tuple(map(plain, row)) if self._pair else dict(zip(reader.names, map(plain, row), strict=True))
+        if (
+            self._plain
+            and type(reader) is QueueReader
+            and (device == "cpu" or (device is None and self._pins is False))
+        ):
+            if reader.cut == self.batch_size or reader.begin_cut(self.batch_size):
+                quick = self._quick[split, device] = self._batches_of(reader, None if reader.made else self._plain)
+                return next(quick)
             arrays = reader.uncut(self.batch_size)
         import torch
 
@@ -276,24 +286,44 @@ class DatasetConsumer:
         tensors: dict[str, Any] = {}
         size = 0
         for name, array in arrays.items():
-            tensors[name] = torch.from_numpy(array)
+            tensors[name] = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
             size += array.nbytes
         for field in reader.schema:
             if field.dtype == "bfloat16":
                 tensors[field.name] = tensors[field.name].view(torch.bfloat16)
         if self._plain is None and isinstance(reader, QueueReader):
-            self._pair = reader.names == ("x", "y")
-            odd = any(f.dtype == "bfloat16" or f.ragged for f in reader.schema) or reader.names == ("y", "x")
-            self._plain = False if odd else torch.from_numpy
+            self._learn_torch(reader.schema)
         if device is not None and device != "cpu":
             tensors = _moved(tensors, torch.device(device))
         elif device is None:
             if self._pins is None:  # to ask takes 4 us, a third of a small batch
                 self._pins = self.device_type == "cuda" and torch.cuda.is_available()
             tensors = {n: t.pin_memory() for n, t in tensors.items()} if self._pins else tensors
-        self._meter.add("spool/batches")
-        self._meter.add("spool/bytes", size)
+        self._meter.add_both("spool/batches", 1, "spool/bytes", size)
         return (tensors["x"], tensors["y"]) if len(tensors) == 2 and "x" in tensors and "y" in tensors else tensors
+
+    def _learn_torch(self, schema: Sequence[FieldSpec]) -> None:
+        """How tensors are made of these fields. Only where torch is in use: a reader of arrays does not bring it."""
+        import torch
+
+        names = tuple(f.name for f in schema)
+        self._pair = names == ("x", "y")
+        odd = any(f.dtype == "bfloat16" or f.ragged for f in schema) or names == ("y", "x")
+        self._plain = False if odd else torch.from_numpy
+        # All of a file by one call, which gives each batch a life of its own: writing to one is no change of another, for autograd either.
+        self._supply.make = None if odd else lambda rows, many: torch.from_numpy(rows).unsafe_split(many)
+
+    def _batches_of(self, reader: QueueReader, plain: Callable[[np.ndarray], torch.Tensor] | None) -> Iterator[Any]:
+        """Batches of the file that is being read, as long as it is. `plain`: makes a tensor of an array, unless they are made."""
+        # Every line shows here: after a step of the trainer's its code is no longer in the cache.
+        names, pair, size, add, turn = reader.names, self._pair, reader.cut_bytes, self._meter.add_both, reader.turn
+        while reader.cut and reader.turn == turn:
+            add("spool/batches", 1, "spool/bytes", size)
+            if plain is None:
+                yield reader.next_cut() if pair else dict(zip(names, reader.next_cut(), strict=True))
+            else:
+                tensors = map(plain, reader.next_cut())  # which holds none of them once they are used up
+                yield tuple(tensors) if pair else dict(zip(names, tensors, strict=True))
 
     def wait_for_data(self, split: str = "train", timeout: float | None = None) -> bool:
         """Whether the next batch is there within `timeout` seconds; False at once where nothing comes any more. Without a timeout: DeadlineExceeded
@@ -307,8 +337,7 @@ class DatasetConsumer:
         until = time.monotonic() + (self.deadline if timeout is None else timeout)
 
         def hold(part: int, seq: int, start: int) -> None:
-            files.want(part, seq, start)
-            files.hold(part, seq, max(0.0, until - time.monotonic()))
+            files.hold(part, seq, start, max(0.0, until - time.monotonic()))
 
         try:
             if not isinstance(reader, QueueReader):
@@ -336,6 +365,7 @@ class DatasetConsumer:
                 "differently", stacklevel=2,
             )  # fmt: skip
         self.batch_size = new_bs
+        self._quick.clear()
 
     def _check_share(self, size: int) -> None:
         if size % self.world_size:
@@ -348,6 +378,7 @@ class DatasetConsumer:
     def reset_state(self, split: str | None = None) -> None:
         """Read a split (or all) again: a circular one from its beginning, a queue from the commit point. With `ack="consume"` that is the file that is
         being read: those before it are used up."""
+        self._quick.clear()
         for name in [split] if split is not None else list(self._readers):
             self._readers.pop(name, None)
             self._reset.add(name)
@@ -495,6 +526,8 @@ class DatasetConsumer:
             for part, ((seq, row), start) in enumerate(zip(position["at"], position["start"], strict=True))
         ]
         reader = QueueReader(split, schema, self._stripe, self._pool, parts, position["g"], views=not self.copy)
+        if self._plain is None and "torch" in sys.modules:
+            self._learn_torch(schema)
         reader.prefetch()
         return reader
 
@@ -508,14 +541,21 @@ class DatasetConsumer:
     def _finished(self, split: str, part: int, seq: int, end: int, file: BatchFile | None) -> None:
         """All rows of a file were delivered. What follows from it is done in the background."""
         self._counts["files_read"] += 1
-        self._ahead.soon(partial(self._settle, split, part, seq, end, file))
+        held = None if isinstance(file, AlikeFile) else file  # nobody has to look whether that is still in use
+        self._read.append((split, part, seq, end, held, time.monotonic()))
+        self._ahead.soon(self._settle)
 
-    def _settle(self, split: str, part: int, seq: int, end: int, file: BatchFile | None) -> None:
-        self._meter.add("spool/files_read")
-        self._retention.finished(split, seq, end)
-        if file is not None:
-            self._supply.retire(file)
-        self._tell(f"{self._channel(split, part)} {seq}: read")
+    def _settle(self) -> None:
+        """Say what was read, of all files at once: of small ones several are, between two looks."""
+        read = [self._read.popleft() for _ in range(len(self._read))]
+        if not read:
+            return
+        self._meter.add("spool/files_read", len(read))
+        self._retention.finished([(split, seq, end) for split, _, seq, end, _, _ in read])
+        for split, part, seq, _, file, at in read:
+            self._supply.retire(file, at)
+            if self._report is not None:
+                self._report(f"{self._channel(split, part)} {seq}: read")
 
     def _set_aside(self, sentence: str) -> None:
         self._counts["bad_files"] += 1
@@ -533,6 +573,7 @@ class DatasetConsumer:
         self._closed = True
         self._ahead.close()
         self._ahead.forget()
+        self._quick.clear()
         self._readers.clear()  # and with them the mapped files
         self._files.clear()
         self._supply.clear()

@@ -1,8 +1,8 @@
 """How are files brought into memory without standing in the trainer's way?
 
-    mapper.map(channel, 7, more=3)    file 7: mapped, and summed where the file before it had its arrays; and up to three behind it, for the next calls
-    mapper.open(path, 7, mapped)      opened; checked too, where it looks like the file before it
-    mapper.went_by()                  a file was read to its end
+    mapper.map(channel, 7)          mapped, and summed where the file before it had its arrays
+    mapper.learn(file)              where this one has them
+    mapper.went_by(at)              a file was read to its end
 
 By one call that leaves the interpreter alone (`map_kernels`), where files go by so fast that it shows. To bring numba takes a
 second, so that is done, beside the trainer, once they do: a trainer that spends seconds on a file never pays for it. None is no
@@ -16,28 +16,25 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from headrace.compiled import CompiledLoops, address, warm_kernels
 from headrace.files import SEGMENT_SUMS, MappedFile, first_bad_segment
-from headrace.spool.batch_file import BatchFile, Kind, open_batch_file
+from headrace.spool.batch_file import BatchFile
 from headrace.spool.channel import Channel
 
-__all__ = ["FileMapper", "map_loops"]
+__all__ = ["FileMapper", "Memory", "OldMemory", "map_loops"]
 
 map_loops = CompiledLoops("headrace.spool.map_kernels")
 _FAST = 0.1
 """Seconds for a file, below which a millisecond of waiting shows."""
+_HURRIED = 0.01
+"""Seconds for a file, below which a tenth of one does."""
 _IN_A_ROW = 4
 """Fast files that are followed by more of them."""
-_MOST, _ENOUGH = 8, 8 << 20
-"""Files and bytes that are mapped in one call: the first of them is waited for until all are summed."""
 _MAX_SPANS = 64
-_TRIES = 8
-"""How often it is learned anew what files look like: where each has something of its own, they are not alike."""
 _HOW = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _NOTHING = np.zeros((0, 2), np.int64)
 
@@ -52,7 +49,7 @@ def _first_bad(data: memoryview, size: int, sums: np.ndarray, segments: Sequence
     return None if bad < 0 else int(bad)
 
 
-class _Old:
+class OldMemory:
     """Memory to be unmapped. Whoever drops the last array of it, the trainer perhaps, only notes that."""
 
     def __init__(self) -> None:
@@ -68,13 +65,19 @@ class _Old:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def take(self) -> np.ndarray:
-        found: list[tuple[int, int]] = []
+    def pop(self) -> tuple[int, int] | None:
+        """Address and size of one: whoever asks unmaps it."""
         try:
-            while True:
-                found.append(self._waiting.popleft())
+            return self._waiting.popleft()
         except IndexError:
-            return np.array(found, np.int64) if found else _NOTHING
+            return None
+
+    def take(self) -> np.ndarray:
+        """Those of all."""
+        found: list[tuple[int, int]] = []
+        while (one := self.pop()) is not None:
+            found.append(one)
+        return np.array(found, np.int64) if found else _NOTHING
 
     def unmap(self) -> None:
         self._unmap(self.take())
@@ -85,15 +88,20 @@ class _Old:
         self.unmap()
 
 
-class _Memory:
+class Memory:
     """A mapped file, for as long as an array of it is in use."""
 
-    def __init__(self, at: int, size: int, private: bool, old: _Old) -> None:
+    def __init__(self, at: int, size: int, private: bool, old: OldMemory) -> None:
         self.__array_interface__ = {"version": 3, "shape": (size,), "typestr": "|u1", "data": (at, not private)}
         self._at, self._size, self._old = at, size, old
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # then it goes with the process
+    @property
+    def data(self) -> np.ndarray:
+        """All of it, which it lives as long as."""
+        return np.asarray(self)
+
+    def __del__(self, _ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not _ends():  # then it goes with the process
             self._old.add(self._at, self._size)
 
 
@@ -102,54 +110,59 @@ class FileMapper:
 
     def __init__(self, *, private: bool) -> None:
         """`private`: what is mapped may be written to; the files stay as they are."""
-        self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if private else 0)
-        self._sharing = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
-        self._private = private
-        self._old: _Old | None = None
-        self._ready: dict[tuple[Channel, int], MappedFile] = {}
-        """Files that were mapped with the last one."""
-        self._mapped_at = 0.0
-        self._kind: Kind | None = None
-        """What the last file that was opened from its beginning has in common with others."""
-        self._tries = _TRIES
+        self.private = private
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if private else 0)
+        self.how = np.array([_HOW, protection, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED], np.int64)
+        """How files are opened and mapped: flags, protection, kind."""
+        self._old: OldMemory | None = None
         self._spans: tuple[tuple[int, int], ...] = ()
-        """Where it had its arrays, sums of segments first: those of the next are likely to lie there too."""
+        """Where the last file had its arrays, sums of segments first: those of the next are likely to lie there too."""
         self._first = 0
         """How many these are."""
         self._wanted = np.zeros((_MAX_SPANS, 2), np.int64)
-        self._mapped = np.zeros((_MOST, 2), np.int64)
-        self._sums = np.zeros((_MOST, _MAX_SPANS, 2), np.uint64)
-        self._last, self._fast = 0.0, 0
+        self._mapped = np.zeros(2, np.int64)
+        self._sums = np.zeros((_MAX_SPANS, 2), np.uint64)
+        self._last, self._pace, self._fast = time.monotonic(), 0.0, 0
 
-    def went_by(self) -> None:
-        """A file was read to its end: the loops are brought where several were within a moment each."""
-        now = time.monotonic()
-        self._fast = self._fast + 1 if now - self._last < _FAST else 0
-        self._last = now
+    @property
+    def old(self) -> OldMemory:
+        """What is to be unmapped."""
+        if self._old is None:
+            self._old = OldMemory()
+        return self._old
+
+    def went_by(self, at: float) -> None:
+        """A file was read to its end, then (time.monotonic): the loops are brought where several were within a moment each."""
+        self._pace, self._last = at - self._last, at
+        self._fast = self._fast + 1 if self._pace < _FAST else 0
         if self._fast == _IN_A_ROW and not map_loops.ready and sys.platform == "linux":
             warm_kernels(map_loops)
 
-    def map(
-        self, channel: Channel, seq: int, more: int = 0, *, whole: bool = True, judged: bool = False
-    ) -> MappedFile | None:
-        """The file, unless it cannot be opened, is none of ours, or has a verdict that is not known (`judged`). `more`: files behind it that
-        are asked for next. `whole`: all of it will be checked."""
+    @property
+    def hurried(self) -> bool:
+        """Whether files go by so fast that the interpreter could not prepare them beside the trainer, for all one knows."""
+        return self._pace < _HURRIED and time.monotonic() - self._last < 2 * _HURRIED
+
+    def map(self, channel: Channel, seq: int, *, whole: bool = True, judged: bool = False) -> MappedFile | None:
+        """The file, unless it cannot be opened, is none of ours, or has a verdict that is not known (`judged`). `whole`: all of it will be checked."""
         if not map_loops.ready or channel.foreign or channel.suffix != ".safetensors":
             return None
-        if (channel, seq) not in self._ready or time.monotonic() - self._mapped_at > _FAST:
-            self._map(channel, seq, min(_MOST, 1 + more), len(self._spans) if whole else self._first, judged)
-        return self._ready.pop((channel, seq), None)
+        names = [os.fsencode(name) for name in channel.names_of(seq)]
+        summed = len(self._spans) if whole else self._first
+        if not map_loops().map_summed(
+            self.old.take(), paths([b"" if judged else names[0], names[1]]), self.how, self._wanted, summed, self._mapped, self._sums
+        ):  # fmt: skip
+            return None
+        made = {
+            span: f"{high:016x}{low:016x}"
+            for span, (high, low) in zip(self._spans, self._sums[:summed].tolist(), strict=False)
+            if high or low
+        }
+        memory = Memory(*self._mapped.tolist(), self.private, self.old)
+        return MappedFile(memory.data.data, made, _first_bad)
 
-    def open(self, path: Path | str, seq: int, mapped: MappedFile) -> BatchFile:
-        """The mapped file. Where it is like those before it, and was summed as a whole, every byte of it is checked."""
-        file = self._kind.open(path, mapped) if self._kind is not None else None
-        if file is None:
-            file = open_batch_file(Path(path), seq=seq, mapped=mapped)
-            self._learn(file)
-        return file
-
-    def _learn(self, file: BatchFile) -> None:
-        """The next file is likely to look like this one."""
+    def learn(self, file: BatchFile) -> None:
+        """The next file is likely to have its arrays where this one has them."""
         if file.container is None or len(file.container.spans) > _MAX_SPANS:
             return
         spans = file.container.spans
@@ -157,33 +170,6 @@ class FileMapper:
         self._spans = (*first, *(span for span in spans.values() if span not in first))
         self._first = len(first)
         self._wanted[: len(self._spans)] = self._spans
-        if self._tries:
-            self._tries -= 1
-            self._kind = Kind.of(file)
-
-    def _map(self, channel: Channel, seq: int, count: int, summed: int, judged: bool) -> None:
-        self._ready.clear()  # asked for in another order than it was said, or long ago
-        self._mapped_at = time.monotonic()
-        loops = map_loops()
-        if self._old is None:
-            self._old = _Old()
-        names = [os.fsencode(name) for n in range(seq, seq + count) for name in channel.names_of(n)]
-        if judged:
-            names[::2] = [b""] * count
-        width = max(map(len, names)) + 1
-        paths = np.frombuffer(b"".join([name.ljust(width, b"\0") for name in names]), np.uint8).reshape(-1, width)
-        done = loops.map_summed(
-            self._old.take(), paths, _HOW, self._protection, self._sharing, self._wanted, summed, self._mapped[:count], self._sums, _ENOUGH
-        )  # fmt: skip
-        sums = self._sums[:done, :summed].tolist()
-        for n, (at, size) in enumerate(self._mapped[:done].tolist()):
-            made = {
-                span: f"{high:016x}{low:016x}"
-                for span, (high, low) in zip(self._spans, sums[n], strict=False)
-                if high or low
-            }
-            memory = _Memory(at, size, self._private, self._old)
-            self._ready[channel, seq + n] = MappedFile(np.asarray(memory).data, made, _first_bad)
 
     @property
     def unused(self) -> bool:
@@ -196,6 +182,11 @@ class FileMapper:
             self._old.unmap()
 
     def close(self) -> None:
-        self._ready.clear()
         if self._old is not None:
             self._old.close()
+
+
+def paths(names: Sequence[bytes]) -> np.ndarray:
+    """Paths as a compiled loop takes them: a line each, ended by zeros; they may be written to."""
+    width = max(map(len, names)) + 1
+    return np.frombuffer(bytearray(b"".join([name.ljust(width, b"\0") for name in names])), np.uint8).reshape(-1, width)

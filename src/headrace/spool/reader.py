@@ -78,7 +78,7 @@ class _Open:
 
     @property
     def end(self) -> int:
-        return self.start + self.file.header.rows
+        return self.start + self.file.rows
 
 
 class Files(Protocol):
@@ -136,7 +136,7 @@ class Part:
         seq, start = (self._open[-1].seq + 1, self._open[-1].end) if self._open else (self.seq, self.start)
         file = self._files.take(self.number, seq, start)
         self._open.append(_Open(seq, start, file))
-        if file.header.last:
+        if file.last:
             self.last = self._open[-1].end
 
     def beyond(self, end: int) -> tuple[int, int] | None:
@@ -195,18 +195,37 @@ class QueueReader:
         """`views`: batches may be views of the files' memory. Parts interleave rows, so theirs are copies all the same."""
         self.split, self.schema, self.stripe, self.pool, self.parts = split, tuple(schema), stripe, pool, parts
         self._views = views and len(parts) == 1
-        self.position = position
-        """Global index of the next sample."""
-        self.batches = 0
-        self._stock: Iterator[tuple[np.ndarray, ...]] | None = None
+        self._position, self._batches = position, 0
+        """Both without what was taken of `_stock`."""
+        self._stock: Iterator[tuple[np.ndarray, ...]] = iter(())
         """Batches of the file that is being read, cut in advance."""
-        self.cut = self._left = 0
-        """Samples of each, over all ranks, 0 once none is left; how many are left."""
+        self.cut = self._stocked = self._left = 0
+        """Samples of each, over all ranks, 0 once none is left; how many there were, and how many are left."""
+        self.made = False
+        """Whether these are tensors already."""
+        self.turn = 0
+        """Grows whenever there are others."""
         self.cut_bytes = 0
         """Of each, for this rank."""
         self.names = tuple(f.name for f in self.schema)
         self._fixed = [(f.name, f.shape, numpy_dtype(f.dtype)) for f in self.schema if not f.ragged]
         self._ragged = [f for f in self.schema if f.ragged]
+        self._row_bytes = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in self._fixed)
+
+    @property
+    def position(self) -> int:
+        """Global index of the next sample."""
+        return self._position + self._taken
+
+    @property
+    def _taken(self) -> int:
+        """Samples of the stock that were delivered."""
+        return (self._stocked - self._left) * self.cut
+
+    @property
+    def batches(self) -> int:
+        """How many were delivered."""
+        return self._batches + self._stocked - self._left
 
     def prefetch(self) -> None:
         """Let the first files be opened in the background."""
@@ -215,11 +234,12 @@ class QueueReader:
 
     def next(self, batch_size: int) -> dict[str, np.ndarray]:
         """The rank's share of the next batch_size samples. A short last batch is filled by repeating its samples."""
-        row = self.next_cut() if batch_size == self.cut else self.first_cut(batch_size)
-        return self.uncut(batch_size) if row is None else dict(zip(self.names, row, strict=True))
+        if batch_size != self.cut and not self.begin_cut(batch_size):
+            return self.uncut(batch_size)
+        return dict(zip(self.names, self.next_cut(), strict=True))
 
     def uncut(self, batch_size: int) -> dict[str, np.ndarray]:
-        """The same where `first_cut` had nothing."""
+        """The same where `begin_cut` found nothing."""
         begin, parts = self.position, len(self.parts)
         end = begin + batch_size
         if parts == 1:
@@ -238,8 +258,8 @@ class QueueReader:
                 f"{self.split} ended after {begin:,} samples; start a new spool to go on. What was not committed can be read again (reset_state)"
             )
         arrays = self._gather(begin, end, self.stripe) if limit == end else self._filled(begin, limit, batch_size)
-        self.position = limit
-        self.batches += 1
+        self._position = limit
+        self._batches += 1
         for part in self.parts:
             part.advance(_rows_before(limit, part.number, parts))
         for part in self.parts:
@@ -267,44 +287,48 @@ class QueueReader:
             for part, end in zip(self.parts, ends, strict=True)
         )
 
-    def first_cut(self, batch_size: int) -> tuple[np.ndarray, ...] | None:
-        """The next batch, if it is the first of a file that was cut into such ones in advance; others then come from `next_cut`."""
-        self.cut, self._left, self._stock = 0, 0, None  # if there is any, it was cut for other batches than this
+    def begin_cut(self, batch_size: int) -> bool:
+        """Whether the next batch is the first of a file that was cut into such ones in advance: it, and the others, then come from `next_cut`."""
+        self._put_back()  # if there is any, it was cut for other batches than this
         if len(self.parts) > 1:
-            return None
+            return False
         part = self.parts[0]
-        part.cover(self.position + 1)
+        part.cover(self._position + 1)
         entry = part.first
         if entry is None or not self._fits(entry, batch_size):
-            return None
+            return False
         part.enter(entry)
-        self._stock, entry.file.stock = entry.file.stock, None
-        self.cut, self._left = batch_size, entry.file.header.rows // batch_size
-        row = self.next_cut()
-        self.cut_bytes = sum(array.nbytes for array in row)
+        assert entry.file.stock is not None
+        self._stock, entry.file.stock, self.made = entry.file.stock, None, entry.file.made
+        self.cut = batch_size
+        self.turn += 1
+        self._stocked = self._left = entry.file.rows // batch_size
+        self.cut_bytes = self._row_bytes * (batch_size // self.stripe.world_size)
         part.look_ahead()
-        return row
+        return True
 
     def next_cut(self) -> tuple[np.ndarray, ...]:
         """The next batch of a file that was cut in advance, one array a field; only while `cut` is not 0."""
-        assert self._stock is not None
         row = next(self._stock)
-        part, size = self.parts[0], self.cut
-        self.position += size
-        self.batches += 1
-        part.row += size
         self._left -= 1
         if not self._left:
-            self.cut, self._stock = 0, None
-            part.advance(self.position)
+            self._put_back()
+            self.parts[0].advance(self._position)
         return row
+
+    def _put_back(self) -> None:
+        """Let what was not taken of the stock be."""
+        self.parts[0].row += self._taken
+        self._position, self._batches = self.position, self.batches
+        self.cut = self._stocked = self._left = 0
+        self._stock = iter(())
 
     def _fits(self, entry: _Open, batch_size: int) -> bool:
         """Whether a file's stock is what comes next. Not that of a file that does not end with a batch, or that is the last."""
         file = entry.file
         if file.stock is None or file.stock_of != batch_size or entry.start != self.position:
             return False
-        return file.header.rows >= batch_size and not file.header.rows % batch_size and not file.header.last
+        return file.rows >= batch_size and not file.rows % batch_size and not file.last
 
     def _straight(self, part: Part, begin: int, end: int) -> dict[str, np.ndarray] | None:
         """The same where all rows lie in the file that is being read: most batches, at a third of the cost."""
@@ -322,8 +346,8 @@ class QueueReader:
             for name, shape, dtype in self._fixed:
                 array = out[name] = self.pool.array((count, *shape), dtype)
                 np.copyto(array, arrays[name][first:stop:world])
-        self.position = end
-        self.batches += 1
+        self._position = end
+        self._batches += 1
         part.row = stop
         return out
 
@@ -386,7 +410,7 @@ class QueueReader:
     def state(self) -> dict[str, Any]:
         return {
             "g": self.position,
-            "at": [[part.seq, part.row] for part in self.parts],
+            "at": [[part.seq, part.row + self._taken] for part in self.parts],
             "start": [part.start for part in self.parts],
         }
 
@@ -418,11 +442,11 @@ class RingReader:
         need, seq, row = batch_size, self.seq, self.row
         while need:
             file = self._file(seq)
-            here = min(need, file.header.rows - row)
+            here = min(need, file.rows - row)
             if here:
                 spans.append((file, row, here))
             need, row = need - here, row + here
-            if row >= file.header.rows:
+            if row >= file.rows:
                 seq, row = (seq + 1) % self._count, 0
         world, rank = self.stripe.world_size, self.stripe.rank
         count = batch_size // world

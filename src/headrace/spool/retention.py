@@ -15,7 +15,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from headrace.metrics import Meter, MetricSpec, Reduction, register
@@ -118,12 +119,13 @@ class Retention:
         what = f"writing the position of {self._folder.path}"
         patiently(what, lambda: self._taken.write(split, seq + 1, end), deadline=self._deadline, hidden=False)
 
-    def finished(self, split: str, seq: int, end: int) -> None:
-        """All rows of a file were delivered. In the background thread."""
+    def finished(self, files: Sequence[tuple[str, int, int]]) -> None:
+        """All rows of these files were delivered: split, number, where each ends. In the background thread."""
         if self._ack == "commit":
             self.tell_position(at=self._next_position)
         else:
-            self._ahead.later(lambda: self._used_up(split, seq, end))
+            for split, seq, end in files:
+                self._ahead.later(partial(self._used_up, split, seq, end))
 
     def _used_up(self, split: str, seq: int, end: int) -> None:
         """Commit a file that was delivered to its end, then delete it. Where the disk does not allow it the job is tried again, and files are

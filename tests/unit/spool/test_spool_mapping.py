@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,12 @@ import pytest
 from headrace.errors import FileCorrupt
 from headrace.files import first_bad_segment, open_container
 from headrace.spool import FieldSpec, FileHeader, mapping, open_batch_file, write_batch_file
-from headrace.spool.batch_file import Kind
+from headrace.spool.batch_file import BatchFile
 from headrace.spool.channel import Channel
-from headrace.spool.folder import SpoolFolder
 from headrace.spool.mapping import FileMapper, map_loops
 
-SCHEMA = (FieldSpec("a", "int64", (300,)), FieldSpec("b", "int8", (50,)))
-ROWS = 12
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from spool_files import arrays_of, channel_in, flipped, in_memory, write
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,41 +30,24 @@ def loaded() -> None:
 
 @pytest.fixture
 def channel(tmp_path: Path) -> Channel:
-    made = Channel(SpoolFolder(tmp_path), "train")
-    made.prepare()
-    return made
+    return channel_in(tmp_path)
 
 
-def arrays_of(seq: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seq)
-    return {
-        "a": rng.integers(0, 1 << 60, (ROWS, 300)),
-        "b": rng.integers(-100, 100, (ROWS, 50)).astype(np.int8),
-    }
-
-
-def write(channel: Channel, seq: int, **more: Any) -> Path:
-    known = {"split": "train", "schema": SCHEMA, "rows": ROWS, "first": ROWS * seq, "batch_size": 3, "job": "j"}
-    header = FileHeader(seq=seq, **(known | more))
-    path = channel.path(seq)
-    path.unlink(missing_ok=True)
-    write_batch_file(path, header, arrays_of(seq), durable=False)
-    return path
-
-
-def in_memory(path: Path) -> bool:
-    return str(path) in Path("/proc/self/maps").read_text()
+def opened(mapper: FileMapper, channel: Channel, seq: int, **how: Any) -> BatchFile:
+    """A file by way of the mapper, as a checker opens it."""
+    mapped = mapper.map(channel, seq, **how)
+    assert mapped is not None
+    file = open_batch_file(channel.path(seq), seq=seq, mapped=mapped)
+    mapper.learn(file)
+    return file
 
 
 def test_files_mapped_in_one_call_hold_what_they_hold_opened_step_by_step(channel):
     mapper = FileMapper(private=False)
     for seq in (0, 8, 9, 10, 11, 12, 1234567):  # numbers of other lengths, so other headers
         path = write(channel, seq)
-        mapped = mapper.map(channel, seq)
-        assert mapped is not None
-        file, plain = mapper.open(path, seq, mapped), open_batch_file(path)
+        file, plain = opened(mapper, channel, seq), open_batch_file(path)
         assert file.header == plain.header
-        assert (file.container is None) == (seq > 0), "those that look like the first are not read anew"
         file.check()
         for name, array in arrays_of(seq).items():
             assert np.array_equal(file.arrays[name], array)
@@ -71,28 +55,12 @@ def test_files_mapped_in_one_call_hold_what_they_hold_opened_step_by_step(channe
     mapper.close()
 
 
-def test_several_files_are_mapped_at_once_up_to_one_that_is_missing_or_judged(channel):
-    for seq in (0, 1, 2, 3, 5):
-        write(channel, seq)
+def test_a_file_that_was_judged_is_mapped_for_who_knows_it(channel):
+    write(channel, 3)
     channel.judge(3)
     mapper = FileMapper(private=False)
-    calls = []
-    real = map_loops().map_summed
-    one_call = type("OneCall", (), {"map_summed": staticmethod(lambda *a: calls.append(1) or real(*a))})
-    first = mapper.map(channel, 0)
-    mapper.open(channel.path(0), 0, first)  # where the arrays lie is known from here on
-    mapping.map_loops._module, kept = one_call, mapping.map_loops._module
-    try:
-        one_call.unmap = kept.unmap
-        found = [mapper.map(channel, seq, more=4) for seq in (1, 2)]
-        assert len(calls) == 1
-        assert mapper.map(channel, 3) is None, "what was decided about it is not known"
-        assert mapper.map(channel, 3, judged=True) is not None
-        assert mapper.map(channel, 4) is None
-    finally:
-        mapping.map_loops._module = kept
-    for seq, mapped in zip((1, 2), found, strict=True):
-        assert np.array_equal(mapper.open(channel.path(seq), seq, mapped).arrays["a"], arrays_of(seq)["a"])
+    assert mapper.map(channel, 3) is None, "what was decided about it is not known"
+    assert np.array_equal(opened(mapper, channel, 3, judged=True).arrays["a"], arrays_of(3)["a"])
     mapper.close()
 
 
@@ -117,65 +85,18 @@ def test_what_is_no_file_of_ours_is_not_mapped(channel, tmp_path, make):
 @pytest.mark.parametrize("whole", [True, False])
 def test_every_flipped_bit_of_a_file_that_looks_like_another_is_found(channel, whole):
     mapper = FileMapper(private=False)
-    mapper.open(write(channel, 7), 7, mapper.map(channel, 7))
+    write(channel, 7)
+    opened(mapper, channel, 7)
     path = write(channel, 8)
     raw = path.read_bytes()
-    rng = np.random.default_rng(1)
-    header = 8 + int.from_bytes(raw[:8], "little")
-    bits = [*range(0, 8 * header, 5), *rng.integers(8 * header, 8 * len(raw), 300).tolist()]
-    for bit in bits:
-        bad = bytearray(raw)
-        bad[bit // 8] ^= 1 << (bit % 8)
+    for bad in flipped(raw):
         path.write_bytes(bad)
-        mapped = mapper.map(channel, 8, whole=whole)
-        assert mapped is not None
         with pytest.raises(FileCorrupt, match=r"000000000008"):
-            mapper.open(path, 8, mapped).check()
+            opened(mapper, channel, 8, whole=whole).check()
     path.write_bytes(raw)
-    file = mapper.open(path, 8, mapper.map(channel, 8, whole=whole))
+    file = opened(mapper, channel, 8, whole=whole)
     file.check()
     assert np.array_equal(file.arrays["a"], arrays_of(8)["a"])
-    mapper.close()
-
-
-@pytest.mark.parametrize("more", [{"last": True}, {"job": "k"}, {"cursor": {"at": 3}}, {"batch_size": 4}])
-def test_a_file_of_another_shape_or_kind_is_read_anew(channel, more):
-    mapper = FileMapper(private=False)
-    mapper.open(write(channel, 0), 0, mapper.map(channel, 0))
-    path = write(channel, 1, **more)
-    file = mapper.open(path, 1, mapper.map(channel, 1))
-    file.check()
-    assert file.header == open_batch_file(path).header
-    assert file.container is not None
-    mapper.close()
-
-
-def test_a_header_whose_sum_is_right_and_whose_text_is_not_json_of_its_form_is_refused(channel):
-    import xxhash
-
-    headers = (open_container(write(channel, 5, job="j" * n), verify=False).header for n in range(1, 65))
-    assert any(
-        text.endswith(b" " * 40) for text in headers
-    )  # there is room for other text, and the arrays stay where they are
-    path = channel.path(5)
-    kind = Kind.of(open_batch_file(path))
-    assert kind is not None
-    mapper = FileMapper(private=False)
-    mapper.open(path, 5, mapper.map(channel, 5))  # where the arrays lie is known from here on
-    raw = path.read_bytes()
-    header = 8 + int.from_bytes(raw[:8], "little")
-    own = raw.index(b'header\\":\\"') + len(b'header\\":\\"')
-    for wrong in (b"6", b"", b"-5", b"05", b"5.0", b"9" * 30, b"x" * 32, b'\\"5\\"', b"5 and more"):
-        number, _, behind = wrong.partition(b" ")
-        text = raw[8:header].replace(b'\\"seq\\":5', b'\\"seq\\":' + number).rstrip() + behind
-        text = bytearray(text.ljust(header - 8))
-        text[own - 8 : own + 24] = b"0" * 32
-        text[own - 8 : own + 24] = xxhash.xxh3_128_hexdigest(bytes(text)).encode()
-        path.write_bytes(len(text).to_bytes(8, "little") + text + raw[header:])
-        mapped = mapper.map(channel, 5)
-        assert mapped is not None
-        file = kind.open(path, mapped)
-        assert file.header.seq == 6 if wrong == b"6" else file is None
     mapper.close()
 
 
@@ -183,7 +104,7 @@ def test_private_memory_may_be_written_and_the_file_stays(channel):
     path = write(channel, 0)
     raw = path.read_bytes()
     mapper = FileMapper(private=True)
-    file = mapper.open(path, 0, mapper.map(channel, 0))
+    file = opened(mapper, channel, 0)
     file.arrays["a"][:] = 0
     assert not file.arrays["a"].any()
     assert path.read_bytes() == raw
@@ -193,7 +114,7 @@ def test_private_memory_may_be_written_and_the_file_stays(channel):
 def test_a_file_stays_mapped_as_long_as_a_view_of_it_is_used_and_no_longer(channel):
     paths = [write(channel, seq) for seq in range(3)]
     mapper = FileMapper(private=False)
-    views = [mapper.open(paths[seq], seq, mapper.map(channel, seq)).arrays["a"][1:3] for seq in range(2)]
+    views = [opened(mapper, channel, seq).arrays["a"][1:3] for seq in range(2)]
     gc.collect()
     assert in_memory(paths[0])
     assert in_memory(paths[1])
@@ -220,19 +141,34 @@ def test_files_read_to_their_end_leave_memory_though_no_other_comes(counted, con
 
 
 def test_the_loops_are_loaded_once_several_files_went_by_within_a_moment_each(monkeypatch):
-    now, asked = [0.0], []
-    monkeypatch.setattr(mapping.time, "monotonic", lambda: now[0])
+    asked = []
     monkeypatch.setattr(mapping, "warm_kernels", asked.append)
     monkeypatch.setattr(mapping.map_loops, "_module", None)
     mapper = FileMapper(private=False)
+    now = time.monotonic()
     for seconds in (1.0, 0.01, 0.01, 0.01, 0.5, 0.01, 0.01, 0.01):
-        now[0] += seconds
-        mapper.went_by()
+        now += seconds
+        mapper.went_by(now)
     assert asked == []
     for _ in range(5):
-        now[0] += 0.01
-        mapper.went_by()
+        now += 0.01
+        mapper.went_by(now)
     assert asked == [map_loops]
+
+
+def test_a_trainer_is_hurried_that_has_just_begun_or_reads_a_file_within_ten_milliseconds(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(mapping.time, "monotonic", lambda: now[0])
+    mapper = FileMapper(private=False)
+    assert mapper.hurried
+    found = []
+    for seconds in (0.005, 0.005, 0.03, 0.005):
+        now[0] += seconds
+        mapper.went_by(now[0])
+        found.append(mapper.hurried)
+    assert found == [True, True, False, True]
+    now[0] += 0.025
+    assert not mapper.hurried, "it has stopped"
 
 
 @pytest.mark.parametrize("rows", [1, 5, 12, 40])
