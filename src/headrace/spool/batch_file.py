@@ -116,7 +116,7 @@ class FileHeader:
         )  # fmt: skip
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BatchFile:
     """An open file. `arrays` are views of it; a ragged field has its values and, under `<name>_offsets`, its rows' borders."""
 
@@ -134,13 +134,13 @@ class BatchFile:
     """Whether something was."""
     stock_of: int = 0
     """Samples of each, over all ranks."""
-    rows: int = 0
-    last: bool = False
-    """As its header says: asked for more often than that."""
 
     def __post_init__(self) -> None:
-        self.rows, self.last = self.header.rows, self.header.last
+        self.rows, self.last = self.header.rows, self.header.last  # asked for more often than the rest of it
         self._references = self._count_references()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.path}, {self.rows:,} rows>"
 
     def cut(
         self,
@@ -161,17 +161,15 @@ class BatchFile:
         own = slice((rank - first) % world_size, count * batch_size, world_size)
         columns: list[Sequence[Any] | np.ndarray] = []
         share = batch_size // world_size
-        self.made = room is not None and make is not None
+        make = make if room is not None else None
+        self.made = make is not None
         for spec in self.header.schema:
             rows = self.arrays[spec.name][own]
             if room is not None:
                 gathered = room(rows.shape, rows.dtype)
                 np.copyto(gathered, rows)
                 rows = gathered
-            if make is not None and self.made:
-                columns.append(make(rows, share))
-            else:
-                columns.append(rows.reshape(count, share, *spec.shape))
+            columns.append(rows.reshape(count, share, *spec.shape) if make is None else make(rows, share))
         self.stock, self.stock_of = zip(*columns, strict=True), batch_size
 
     @property

@@ -60,12 +60,13 @@ class _Pattern:
         self.bounds = np.cumsum([0, *map(len, form.pieces)]).astype(np.int64)
         places = {name: place for place, (name, *_) in enumerate(form.layout)}
         loops = map_loops()
-        code = {"header": loops.OWN_SUM, "any": loops.ANY} | {
-            f"number {k}": loops.NUMBER - n for n, k in enumerate(kind.NUMBERS)
+        code = {
+            "sum": places,
+            "header": {"": loops.OWN_SUM},
+            "number": {key: loops.NUMBER - n for n, key in enumerate(kind.NUMBERS)},
+            "any": dict.fromkeys(kind.TEXTS, loops.ANY),
         }
-        self.gaps = np.array(
-            [places[name] if what == "sum" else code[f"{what} {name}" if what == "number" else what] for what, name in form.gaps], np.int64
-        )  # fmt: skip
+        self.gaps = np.array([code[what][name] for what, name in form.gaps], np.int64)
         self.spans = np.array([(first, end) for _, first, end, *_ in form.layout], np.int64)
         least = loops.SHORTEST_BYTES
         self.short = [(k, first, end) for k, (_, first, end, *_) in enumerate(form.layout) if end - first < least]

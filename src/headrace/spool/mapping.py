@@ -25,13 +25,13 @@ from headrace.files import SEGMENT_SUMS, MappedFile, first_bad_segment
 from headrace.spool.batch_file import BatchFile
 from headrace.spool.channel import Channel
 
-__all__ = ["FileMapper", "Memory", "OldMemory", "map_loops"]
+__all__ = ["FileMapper", "Memory", "OldMemory", "map_loops", "paths"]
 
 map_loops = CompiledLoops("headrace.spool.map_kernels")
 _FAST = 0.1
 """Seconds for a file, below which a millisecond of waiting shows."""
 _HURRIED = 0.01
-"""Seconds for a file, below which a tenth of one does."""
+"""Seconds for a file, below which a tenth of a millisecond does."""
 _IN_A_ROW = 4
 """Fast files that are followed by more of them."""
 _MAX_SPANS = 64
