@@ -148,10 +148,16 @@ def batches(folder: Path, batch_size: int, block: int, per_file: int, files: int
     (p50, p99), (q50, q99), (memcpy, _), (copied, copied99) = (at[n] for n in ("ours", "theirs", "memcpy", "copied"))
     _, idle99 = quantiles(timed(partial(busy, p50), len(times["ours"]), train))
     worst = {name: max(times[name]) * 1e6 for name in ("ours", "theirs")}
+    rest = " " * 18
     print(
-        f"batch {size / 2**20:6.2f} MiB  get_batch p50 {p50 * 1e6:6.1f} us  p99 {p99 * 1e6:6.1f} us (x {p99 / p50:.1f}; a call that does nothing for as long {idle99 * 1e6:.1f})   memcpy {memcpy * 1e6:7.1f} us  ratio {p50 / memcpy:.2f}"
-        f"   copy=True p50 {copied * 1e6:7.1f} (ratio {copied / memcpy:.2f})  p99 {copied99 * 1e6:7.1f} (x {copied99 / copied:.1f})   deleting what was read: p50 {at['consumed'][0] * 1e6:.1f}, p99 {at['consumed'][1] * 1e6:.1f}"
-        f"   torch.load + slice p50 {q50 * 1e6:6.1f}  p99 {q99 * 1e6:8.1f} us (x {q99 / q50:.0f}), max {worst['theirs']:8.1f} against {worst['ours']:8.1f}"
+        f"batch {size / 2**20:6.2f} MiB  get_batch p50 {p50 * 1e6:6.1f} us  p99 {p99 * 1e6:6.1f} us (x {p99 / p50:.1f}; a call that does nothing for as long {idle99 * 1e6:.1f})"
+    )
+    print(
+        f"{rest}memcpy {memcpy * 1e6:.1f} us   ratio {p50 / memcpy:.2f}   copy=True p50 {copied * 1e6:.1f} (ratio {copied / memcpy:.2f})  p99 {copied99 * 1e6:.1f} (x {copied99 / copied:.1f})"
+    )
+    print(f"{rest}deleting what was read: p50 {at['consumed'][0] * 1e6:.1f}, p99 {at['consumed'][1] * 1e6:.1f}")
+    print(
+        f"{rest}torch.load + slice p50 {q50 * 1e6:.1f}  p99 {q99 * 1e6:.1f} us (x {q99 / q50:.0f}), max {worst['theirs']:.1f} against {worst['ours']:.1f}"
     )
 
     # Throughput with nothing in between: as both hand batches out, and with each batch copied once, as a trainer would.
@@ -182,7 +188,7 @@ def batches(folder: Path, batch_size: int, block: int, per_file: int, files: int
             rounds.append((spooled, through(BatchManager(paths, batch_size).get_batch)))
         ours, loaded = (statistics.median(side) for side in zip(*rounds, strict=True))
         print(
-            f"                   throughput, verified{label}: {volume / ours:.2f} GB/s   torch.load + slice (unverified) {volume / loaded:.2f}   ratio {loaded / ours:.2f}"
+            f"{rest}throughput, verified{label}: {volume / ours:.2f} GB/s   torch.load + slice (unverified) {volume / loaded:.2f}   ratio {loaded / ours:.2f}"
         )
     torch.set_num_threads(threads)
     for path in (spool, pt, *folder.glob(f"c{size}-*")):
