@@ -4,6 +4,7 @@
     write_container(path, arrays, meta)   a safetensors file that also carries checksums and our JSON
     open_container(path)            mapped and verified before a value is handed out
     quarantine(path, reason)        a bad file leaves the way but is kept, with the reason beside it
+    open_inside(folder, name)       a file that is appended to or locked; no symbolic link below the folder is followed
 
 A process that dies at any point leaves either nothing, or a name starting with `.tmp-`, or the finished file. A failed
 fsync is never retried on the same file, because the kernel may have dropped the pages and report success the second
@@ -50,7 +51,9 @@ __all__ = [
     "Form",
     "MappedFile",
     "first_bad_segment",
+    "make_inside",
     "open_container",
+    "open_inside",
     "publish",
     "publish_json",
     "quarantine",
@@ -168,7 +171,7 @@ def sweep_temporaries(folder: Path) -> int:
 def quarantine(path: Path, reason: str, folder: Path | None = None) -> Path:
     """Move a bad file aside with its reason; where it went. The name stays readable and never overwrites another."""
     folder = folder if folder is not None else path.parent / "quarantine"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_inside(folder.parent, folder.name)
     for attempt in range(10_000):
         target = folder / (path.name if attempt == 0 else f"{path.name}.{attempt}")
         try:
@@ -184,6 +187,60 @@ def quarantine(path: Path, reason: str, folder: Path | None = None) -> Path:
     raise StorageError(
         f"could not quarantine {path}: {folder} holds 10,000 files of that name. Empty it and run again."
     )
+
+
+def open_inside(folder: Path, name: str, flags: int = os.O_WRONLY) -> int:
+    """Open the file `name` of a folder for writing and return its descriptor. A missing file is made.
+
+    Symbolic links below `folder` are refused, so that nothing outside it is written; `folder` itself may be reached through links.
+    `flags` are those of `os.open`; what a file holds is kept, unless the caller truncates it. StorageError if the file is a link or
+    not a regular file, or if it cannot be opened.
+    """
+    path = folder / name
+    *between, last = Path(name).parts
+    parent = _open_folder(folder, between)
+    try:
+        fd = os.open(last, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=parent)
+    except OSError as error:
+        raise StorageError(_not_opened(path, error)) from error
+    finally:
+        os.close(parent)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StorageError(f"could not write {path}: it is not a regular file. Remove it and run again.")
+    return fd
+
+
+def make_inside(folder: Path, name: str) -> Path:
+    """Make the folder `name` below another, as `open_inside` makes files: where it exists, it must not be a symbolic link."""
+    os.close(_open_folder(folder, Path(name).parts))
+    return folder / name
+
+
+def _open_folder(folder: Path, below: Sequence[str]) -> int:
+    """A descriptor of the folder that `below` leads to from `folder`; missing ones are made, links below `folder` refused."""
+    path = folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for name in below:
+            path /= name
+            outer = fd
+            try:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=outer)
+                fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=outer)
+            finally:
+                os.close(outer)
+    except OSError as error:
+        raise StorageError(_not_opened(path, error)) from error
+    return fd
+
+
+def _not_opened(path: Path, error: OSError) -> str:
+    if path.is_symlink():
+        return f"could not write {path}: it is a symbolic link, and none is followed here. Put what it leads to in its place, or remove it, and run again."
+    return f"could not write {path}: {error.strerror or error}. Free space or fix the folder and run again."
 
 
 def _write_all(fd: int, view: memoryview) -> None:

@@ -12,6 +12,7 @@
       summary.json        how it ended; written last
       run.lock            held by the process that writes; the kernel lets go of it when that process dies
 
+No symbolic link inside the folder is followed when a file is written: a run changes nothing outside it.
 The folder is claimed before anything heavy is imported, so a run that is killed in its first second can be resumed too.
 """
 
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, FileCorrupt
-from headrace.files import publish, publish_json, sweep_temporaries
+from headrace.files import make_inside, open_inside, publish, publish_json, sweep_temporaries
 from headrace.jobs.config import RunConfig
 from headrace.jobs.config_layers import AnyConfig, load_any_config
 
@@ -109,7 +110,7 @@ class RunFolder:
 
     def lock(self) -> None:
         """Be the one who writes. A second one is refused at once, naming the first."""
-        fd = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = open_inside(self.path, "run.lock", os.O_RDWR)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -147,6 +148,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def make_folder(self, name: str) -> Path:
+        """A folder inside the run's folder, made if it is missing. A symbolic link in its place is refused: a run writes nothing outside."""
+        return make_inside(self.path, name)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         publish_json(self.path / "summary.json", summary, replace=True)

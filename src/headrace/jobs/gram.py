@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from headrace.errors import ConfigError, CursorMismatch, DataChanged, DeadlineExceeded, FileCorrupt, WorkerDied
-from headrace.files import sweep_temporaries
+from headrace.files import open_inside, sweep_temporaries
 from headrace.jobs.prepare import default_workers
 from headrace.jobs.running import signal_asked
 from headrace.metrics import Wait
@@ -518,7 +518,7 @@ def _claim(work: Path, stack: contextlib.ExitStack) -> None:
     """Be the only coordinator of this result."""
     try:
         work.mkdir(exist_ok=True)
-        lock = os.open(work / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = open_inside(work.parent, f"{work.name}/lock", os.O_RDWR)
     except OSError as error:
         raise ConfigError(f"{work} cannot be written: {error.strerror or error}. Give another --out") from error
     stack.callback(os.close, lock)

@@ -101,7 +101,9 @@ def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (),
     # Sources first: most of what can be wrong is wrong there, and torch takes longer to import than they to open.
     if not config.spool.enabled:
         watcher.waiting("sources, tokenizer")
-        data = job.dataset(records=folder.records, meter=default_meter(), accept=accept, full_check=full_check)
+        data = job.dataset(
+            records=folder.make_folder("records"), meter=default_meter(), accept=accept, full_check=full_check
+        )
         return _run_on(folder, job, data, watcher, accept)
     if config.spool.task != "lm":
         raise ConfigError(
@@ -138,7 +140,10 @@ def _run_on(
             world_size=ranks.world_size,
         )
         store = CheckpointStore(
-            folder.checkpoints, config.run.keep_checkpoints, writer=ranks.rank == 0, report=watcher.notice
+            folder.make_folder("checkpoints"),
+            config.run.keep_checkpoints,
+            writer=ranks.rank == 0,
+            report=watcher.notice,
         )
         device = trainer.device if trainer.device.type == "cuda" else None
         with contextlib.ExitStack() as stack:

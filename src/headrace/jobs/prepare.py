@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from headrace.errors import ConfigError, DataChanged, FileCorrupt, HeadraceError, StorageError, TokenizerError
-from headrace.files import TEMP_PREFIX, publish_json, quarantine, sweep_temporaries
+from headrace.files import TEMP_PREFIX, make_inside, open_inside, publish_json, quarantine, sweep_temporaries
 from headrace.jobs.config import RunConfig
 from headrace.jobs.folder import read_json
 from headrace.jobs.running import signal_asked
@@ -235,8 +235,7 @@ class _Work:
 
     def _source(self, index: int, source: OpenSource, pool: ThreadPoolExecutor) -> tuple[list[ShardEntry], list[int]]:
         """Every shard of a source: kept if it is there and whole, else made."""
-        folder = self._folder / SHARD_FOLDER / source.name
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_inside(self._folder, f"{SHARD_FOLDER}/{source.name}")
         sweep_temporaries(folder)
         shards: list[ShardEntry] = []
         blocks: list[int] = []
@@ -483,7 +482,7 @@ def _claim(folder: Path, stack: contextlib.ExitStack) -> bool:
                 f"{folder} holds {held[0]!r} and no prepared data: give an empty or a new folder with --out, so that nothing of "
                 "yours is mixed with it"
             )
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = open_inside(folder, _LOCK, os.O_RDWR)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be written: {error.strerror or error}. Give another folder with --out"

@@ -98,8 +98,9 @@ def open_sinks(stack: contextlib.ExitStack, folder: RunFolder) -> list[Sink]:
     sinks: list[Sink] = [stack.enter_context(JsonlSink(folder.path / "metrics.jsonl"))]
     slow: list[Sink] = []
     if "tensorboard" in folder.config.run.sinks:
-        slow.append(TensorboardSink(folder.path / "tensorboard"))
+        slow.append(TensorboardSink(folder.make_folder("tensorboard")))
     if "wandb" in folder.config.run.sinks:
+        folder.make_folder("wandb")
         slow.append(WandbSink(name=folder.config.run.name, dir=str(folder.path), config=folder.config.resolved()))
     if slow:
         sinks.append(stack.enter_context(BackgroundSinks(slow)))

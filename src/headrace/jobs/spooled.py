@@ -26,6 +26,7 @@ from typing import Any, Self
 import numpy as np
 
 from headrace.errors import ConfigError, CursorMismatch, EndOfData, WorkerDied
+from headrace.files import open_inside, publish
 from headrace.jobs.config import RunConfig
 from headrace.jobs.wiring import Job
 from headrace.loader import Loader, LoaderReport, MixChange, TextDataset
@@ -173,7 +174,7 @@ class OwnProvider:
             self.sentence = f"the spool {config.spool_dir} is filled by {holder or 'others'}"
             return self
         copy = self._log.with_name("provide.toml")
-        copy.write_text(config.to_toml())
+        publish(copy, config.to_toml().encode(), replace=True, durable=False)
         words = [
             sys.executable,
             "-m",
@@ -185,7 +186,8 @@ class OwnProvider:
             "--quiet",
             "--until-eof",
         ]
-        with open(self._log, "wb") as said:
+        with open(open_inside(self._log.parent, self._log.name), "wb") as said:
+            said.truncate()
             # Outside the trainer's process group: Ctrl-C stops the run, which saves and then ends its provider.
             self._child = subprocess.Popen(
                 words, cwd=self._base, stdin=subprocess.PIPE, stdout=said, stderr=said, start_new_session=True

@@ -139,7 +139,7 @@ def run_streams(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] 
                 config=config, folder=folder, data=data, trainer=trainer, stats=DataStatsCollector(data.modalities, targets=config.streams.targets or None),
                 rank=ranks.rank, world_size=ranks.world_size, watcher=watcher, sinks=open_sinks(stack, folder) if lead else (),
                 journal=stack.enter_context(JsonlSink(folder.path / "journal.jsonl")) if lead else None,
-                store=CheckpointStore(folder.checkpoints, config.run.keep_checkpoints, writer=lead, report=watcher.notice),
+                store=CheckpointStore(folder.make_folder("checkpoints"), config.run.keep_checkpoints, writer=lead, report=watcher.notice),
             )  # fmt: skip
             _restore(run, listing, accept)
             stack.enter_context(stop_on_signal(run))

@@ -25,6 +25,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import orjson
 
 from headrace.errors import ConfigError, StorageError
+from headrace.files import open_inside
 from headrace.metrics.spec import MetricSpec, Reduction, register
 from headrace.metrics.wait import Meter, Wait, default_meter
 
@@ -74,18 +75,18 @@ class JsonlSink(_Closing):
     """One JSON object a line, appended and handed to the kernel line by line. NaN and infinities become null.
 
     A process that died in the middle of a line leaves a torn one; the next to open the file ends it, so that only the
-    torn line is lost.
+    torn line is lost. A symbolic link in the place of the file is refused.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._fd = open_inside(path.parent, path.name, os.O_RDWR | os.O_APPEND)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
             size = os.fstat(self._fd).st_size
             self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
         except OSError as error:
-            raise StorageError(f"cannot open {path} for metrics: {error.strerror or error}. Fix the folder.") from error
+            os.close(self._fd)
+            raise StorageError(f"cannot read the end of {path}: {error.strerror or error}. Fix the disk.") from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         line = orjson.dumps(dict(record), option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)

@@ -31,7 +31,7 @@ from typing import Any
 import orjson
 
 from headrace.errors import ConfigError, DataError, StorageError
-from headrace.files import publish, publish_json, sync_folder
+from headrace.files import open_inside, publish, publish_json, sync_folder
 from headrace.metrics import Wait
 from headrace.order import fingerprint_json
 from headrace.sources.matching import fits
@@ -502,7 +502,7 @@ def _value(row: Any, path: str, what: str) -> Any:
 def _only_one(folder: Path) -> Generator[None]:
     """One process writes; the others wait as long as it makes progress."""
     lock = folder.with_name(folder.name + ".lock")
-    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    fd = open_inside(lock.parent, lock.name, os.O_RDWR)
     try:
         seen, since = (0, 0), time.monotonic()
         with Wait("source.hf.lock", hidden=True):

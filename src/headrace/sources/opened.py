@@ -24,7 +24,7 @@ import numpy as np
 import orjson
 
 from headrace.errors import ConfigError, DataChanged, DataError, StorageError
-from headrace.files import publish
+from headrace.files import make_inside, publish
 from headrace.order import fingerprint_json
 from headrace.sources.access import Access
 from headrace.sources.batches import ArrowBatches
@@ -412,7 +412,7 @@ class OpenSource:
             return
         listing = {file.path: f"{file.fingerprint} ({file.rows:,} rows)" for file in self.manifest.files}
         try:
-            self._listings.mkdir(parents=True, exist_ok=True)
+            make_inside(self._listings.parent, self._listings.name)
             publish(self._listings / f"{whole}.json", orjson.dumps(listing))
         except FileExistsError:
             self._listed = True

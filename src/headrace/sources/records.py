@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from headrace.errors import DataError
+from headrace.errors import DataError, StorageError
+from headrace.files import open_inside
 from headrace.order import mix64_array
 from headrace.sources.manifest import Manifest
 from headrace.sources.raw import Tally
@@ -70,17 +71,15 @@ class ChunkRecords:
                 return
             try:
                 if self._fd is None:
-                    self.path.parent.mkdir(parents=True, exist_ok=True)
-                    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                    self._fd = os.open(self.path, flags, 0o666)
+                    self._fd = open_inside(self.path.parent, self.path.name, os.O_WRONLY | os.O_APPEND)
                 record = _record(int(self._ids[chunk]), value)
                 if os.write(self._fd, record) != len(record):
                     raise OSError("short write")
-            except OSError as error:
+            except (OSError, StorageError) as error:
                 self._tally.add(unrecorded_chunks=1)
                 if not self._warned:
                     self._warned = True
-                    _log.warning("chunk hashes are not being recorded in %s: %s", self.path, error.strerror or error)
+                    _log.warning("chunk hashes are not being recorded in %s: %s", self.path, error)
 
     def close(self) -> None:
         with self._lock:

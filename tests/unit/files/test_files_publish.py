@@ -17,7 +17,9 @@ import xxhash
 from headrace.errors import FileCorrupt, StorageError
 from headrace.files import (
     TEMP_PREFIX,
+    make_inside,
     open_container,
+    open_inside,
     publish,
     publish_json,
     quarantine,
@@ -183,3 +185,42 @@ def test_a_link_is_followed_unless_it_must_not_be(tmp_path):
     assert open_container(tmp_path / "link").arrays["x"].tolist() == [0, 1, 2]
     with pytest.raises(FileCorrupt, match=r"link is a symbolic link, which is not followed here"):
         open_container(tmp_path / "link", follow=False)
+
+
+def test_a_file_opened_inside_a_folder_is_made_with_the_folders_between_and_kept_when_opened_again(tmp_path):
+    for text in (b"one ", b"two"):
+        fd = open_inside(tmp_path / "new", "a/b/log", os.O_WRONLY | os.O_APPEND)
+        os.write(fd, text)
+        os.close(fd)
+    assert (tmp_path / "new" / "a" / "b" / "log").read_bytes() == b"one two"
+
+
+@pytest.mark.parametrize("link", ["a/log", "a"])
+def test_no_link_below_the_folder_is_followed_when_a_file_is_opened_for_writing(tmp_path, link):
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    (root / "a").mkdir(parents=True)
+    outside.mkdir()
+    (outside / "log").write_text("precious")
+    if link == "a":
+        (root / "a").rmdir()
+    (root / link).symlink_to(outside if link == "a" else outside / "log")
+    opened = len(os.listdir("/proc/self/fd"))
+    for attempt in (lambda: open_inside(root, "a/log"), lambda: make_inside(root, link)):
+        with pytest.raises(StorageError, match=rf"could not write .*root/{link}: it is a symbolic link.*run again"):
+            attempt()
+    assert len(os.listdir("/proc/self/fd")) == opened
+    assert (outside / "log").read_text() == "precious"
+
+
+def test_the_folder_itself_may_be_reached_through_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    os.close(open_inside(tmp_path / "link", "log"))
+    assert (tmp_path / "real" / "log").is_file()
+
+
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR])
+def test_a_fifo_in_the_place_of_a_file_is_refused_without_blocking(tmp_path, flags):
+    os.mkfifo(tmp_path / "log")
+    with pytest.raises(StorageError, match="could not write .*log"):
+        open_inside(tmp_path, "log", flags)

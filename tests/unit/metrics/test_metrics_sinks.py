@@ -87,7 +87,7 @@ def test_a_full_disk_is_a_sentence_and_the_next_line_starts_fresh(tmp_path: Path
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"cannot open .* for metrics: " + os.strerror(errno.EEXIST)):
+    with pytest.raises(StorageError, match=r"could not write .*file: " + os.strerror(errno.EEXIST)):
         JsonlSink(tmp_path / "file" / "m.jsonl")
 
 
