@@ -1,6 +1,8 @@
-"""Draw the README's picture: run the quickstart for real and turn what it printed into docs/img/run.svg.
+"""Draw the README's pictures, from runs that happen now.
 
-python docs/picture.py
+python docs/picture.py               all of them
+python docs/picture.py run           the quickstart, as it was printed: docs/img/run.svg
+python docs/picture.py streams       the panels of the stream examples: docs/img/streams-<config>.png
 """
 
 from __future__ import annotations
@@ -17,9 +19,48 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "img"
+STREAMS = {
+    "healthy": ("stream_mixing/active", "picks_so_far", "exhaust_events", "train/loss"),
+    "diag_imbalanced_bs": (
+        "remaining_fraction",
+        "active/modalities",
+        "steps_since_pick",
+        "overdue",
+        "picks",
+        "train/loss",
+    ),
+    "diag_exhaust_spike": ("remaining_fraction", "active/modalities", "exhaust_events", "picks_so_far", "train/loss"),
+    "diag_stale_false_evict": ("evictions/stale", "refault_distance", "occupancy", "steps_since_pick", "train/loss"),
+}
+"""Config of examples/stream_mixing, and the panels that show what it is for."""
 
 
 def main() -> None:
+    asked = sys.argv[1:] or ["run", "streams"]
+    if "run" in asked:
+        draw_run()
+    if "streams" in asked:
+        draw_streams()
+
+
+def draw_streams() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        examples = Path(folder) / "examples" / "stream_mixing"
+        examples.mkdir(parents=True)
+
+        def headrace(*words: str) -> None:
+            subprocess.run([sys.executable, "-m", "headrace", *words], cwd=folder, check=True)
+
+        make = ROOT / "examples" / "stream_mixing" / "make_data.py"
+        subprocess.run([sys.executable, str(make), "--out", str(examples / "data")], check=True)
+        for name, panels in STREAMS.items():
+            headrace("run", str(make.with_name(f"{name}.toml")), "--run.dir", name, "--quiet")
+            only = [word for panel in panels for word in ("--only", panel)]
+            headrace("report", name, "--png", str(IMAGES / f"streams-{name}.png"), *only)
+
+
+def draw_run() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = ["headrace", "run", "examples/quickstart.toml", "--run.dir", "runs/quickstart"]
         done = subprocess.run(
@@ -38,7 +79,7 @@ def main() -> None:
             console.print(line)
         elif i == steps[5]:
             console.print("  …")
-    target = ROOT / "docs" / "img" / "run.svg"
+    target = IMAGES / "run.svg"
     target.parent.mkdir(exist_ok=True)
     drawn = console.export_svg(title="headrace", theme=MONOKAI)
     target.write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))  # the reader's own fonts will do

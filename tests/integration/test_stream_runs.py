@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.terminal import Silent
+from headrace.dash import read_report
 from headrace.errors import ConfigError, CursorMismatch
 from headrace.jobs.config_layers import load_any_config, load_config
 from headrace.jobs.folder import RunFolder, read_jsonl
@@ -137,6 +139,11 @@ def imbalanced(found: list[dict[str, Any]], ranks: int) -> None:
     assert max(line[f"{A}/overdue_max"] for line in found) < 3, "and no longer than their share promises"
 
 
+def told(folder: Path) -> str:
+    """What the report of a run says in words."""
+    return "\n".join(finding.sentence for finding in read_report(folder).findings)
+
+
 def spiking(found: list[dict[str, Any]], ranks: int) -> None:
     dry = sum(line[EXHAUSTED] > 0 for line in found) / len(found)
     assert dry > 0.9
@@ -160,6 +167,8 @@ def test_a_config_shows_its_signature_on_one_and_on_four_ranks(name, desk, tmp_p
         assert summary["state"] == "completed"
         assert summary["world_size"] == world
         SIGNATURES[name](found, world)
+        flat = rf"active/modalities/\* stays flat \({world} atac, .*\) while rna gets 9\d% of the batches: it counts open files"
+        assert bool(re.search(flat, told(tmp_path / folder))) is (name == "diag_imbalanced_bs")
     assert four["order_digest"] == one["order_digest"], "the same cells in the same draws"
     assert four["mix"] == one["mix"]
     worst = lines(tmp_path / "four")[-1]

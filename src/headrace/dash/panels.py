@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ _PICKED = MetricSpec(
 _SINCE = "stream_mixing/active/steps_since_pick_max"
 _FALSE = "ledger/false_evictions/"
 _EXHAUSTED = "stream_mixing/refill/exhaust_events"
+_MODALITIES = "stream_mixing/active/modalities/"
+_LOPSIDED = 10.0
+"""Largest over smallest share of the batches from which on a mix is called lopsided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,8 +288,9 @@ def _stream_findings(series: Series) -> list[Finding]:
                     sentence=f"{key.rpartition('/')[2]} gets {count / total:.1%} of the batches, {count:,.0f} of {total:,.0f}",
                 )
             )
+    found += _flat_modalities(series, {key.rpartition("/")[2]: count / total for key, count in picks.items() if total})
     for key in series:
-        if key.startswith("stream_mixing/active/modalities/"):
+        if key.startswith(_MODALITIES):
             absent = float(np.nanmean(series[key] == 0))
             if absent > 0.25:
                 found.append(
@@ -296,6 +300,27 @@ def _stream_findings(series: Series) -> list[Finding]:
                     )
                 )
     return found
+
+
+def _flat_modalities(series: Series, shares: Mapping[str, float]) -> list[Finding]:
+    """Why the counts of open files say nothing about a lopsided mix."""
+    counts = {key.removeprefix(_MODALITIES): series[key] for key in sorted(series) if key.startswith(_MODALITIES)}
+    if len(counts) < 2 or len(shares) < 2 or max(shares.values()) < _LOPSIDED * min(shares.values()):
+        return []
+    ends = [(np.nanmin(values), np.nanmax(values)) for values in counts.values()]
+    if any(low != high for low, high in ends) or max(high for _, high in ends) >= _LOPSIDED * min(
+        low for low, _ in ends
+    ):
+        return []
+    most = max(shares, key=lambda name: shares[name])
+    flat = ", ".join(f"{low:g} {name}" for name, (low, _) in zip(counts, ends, strict=True))
+    return [
+        Finding(
+            key=f"{_MODALITIES}{most}",
+            sentence=f"{_MODALITIES}* stays flat ({flat}) while {most} gets {shares[most]:.0%} of the batches: it counts open files, and batch sizes change "
+            "how often a file is picked, not how many are open. stream_mixing/picks/* shows the mix",
+        )
+    ]
 
 
 # -------------------------------------------------------------------------------------------------- facts

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,24 @@ def test_a_page_is_whole_asks_for_nothing_and_holds_every_curve(tmp_path):
         ({"stream_mixing/refill/exhaust_events": 2}, r"slices run dry in 100% of the lines, 2.00 of them a line"),
         ({f"{A}/modalities/atac": 0}, r"no file of atac is in the pool in 100% of the lines: it starves"),
         ({"stream_mixing/picks/atac": 0, "stream_mixing/picks/rna": 1}, r"atac gets 0.0% of the batches, 0 of 49"),
+        (
+            {"stream_mixing/picks/atac": 0, "stream_mixing/picks/rna": 1},
+            r"active/modalities/\* stays flat \(2 atac, 2 rna\) while rna gets 100% of the batches: it counts open files.*picks/\* shows the mix",
+        ),
         ({f"{A}/overdue_max": 9.0}, r"overdue_max is outside 0 to 3"),
     ],
 )
 def test_what_is_wrong_with_a_run_is_said_in_words(tmp_path, changed, sentence):
     found = read_report(a_run(tmp_path / "run", [stream_line(s, **changed) for s in range(1, 50)])).findings
     assert any(re.search(sentence, f.sentence) for f in found), found
+
+
+@pytest.mark.parametrize("lopsided", [False, True])
+def test_counts_of_open_files_are_explained_only_where_they_are_flat_and_the_picks_are_not(tmp_path, lopsided):
+    changed = {"stream_mixing/picks/atac": 0, "stream_mixing/picks/rna": 1} if lopsided else {}
+    lines = [stream_line(s, **changed) | ({f"{A}/modalities/atac": s % 3} if lopsided else {}) for s in range(1, 50)]
+    found = read_report(a_run(tmp_path / "run", lines)).findings
+    assert not any("counts open files" in f.sentence for f in found), found
 
 
 def test_names_from_files_cannot_become_part_of_the_page(tmp_path):
@@ -146,6 +159,14 @@ def test_a_picture_has_the_panels_asked_for(tmp_path):
     report = read_report(a_run(tmp_path / "run", [stream_line(s) for s in range(1, 30)]))
     assert write_picture(report, tmp_path / "p.png", keys=["remaining_fraction", "train/loss"]) == 3
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    wrong = {"stream_mixing/picks/atac": 0, "stream_mixing/picks/rna": 1}
+    told = read_report(a_run(tmp_path / "told", [stream_line(s, **wrong) for s in range(1, 30)]))
+    plain = replace(told, findings=())
+    heights = []
+    for report in (plain, told):
+        write_picture(report, tmp_path / "p.png", keys=["modalities"])
+        heights.append(int.from_bytes((tmp_path / "p.png").read_bytes()[20:24]))
+    assert heights[0] < heights[1], "what stands out is below the panels"
     with pytest.raises(ConfigError, match=r"no panel of .* contains 'nonsense'"):
         write_picture(report, tmp_path / "p.png", keys=["nonsense"])
 
