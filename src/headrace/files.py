@@ -31,7 +31,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,7 @@ __all__ = [
     "FirstBad",
     "Form",
     "MappedFile",
+    "container_bytes",
     "first_bad_segment",
     "make_inside",
     "open_container",
@@ -57,6 +58,7 @@ __all__ = [
     "publish",
     "publish_json",
     "quarantine",
+    "read_container",
     "sweep_temporaries",
     "sync_folder",
     "write_container",
@@ -334,8 +336,26 @@ def write_container(
     `dtypes` overrides the stored dtype name of an array of the same item size (BF16 for uint16). `segments` gives the rows
     per checksum of the arrays that are summed by segments.
     """
-    dtypes = dtypes or {}
-    by_rows: Mapping[str, int] = segments or {}
+    with _container_parts(arrays, meta, dtypes or {}, segments or {}) as (lead, parts):
+        publish(path, parts, lead=lead, replace=replace, durable=durable)
+
+
+def container_bytes(arrays: Mapping[str, np.ndarray], meta: Any) -> bytes:
+    """The bytes of the file that `write_container` would publish."""
+    with _container_parts(arrays, meta, {}, {}) as ((_, header), parts):
+        return header() + b"".join(parts)
+
+
+def read_container(data: bytes | bytearray | memoryview, what: str) -> Container:
+    """Check and read such bytes in place. `what` names them in sentences."""
+    return open_container(Path(what), mapped=MappedFile(memoryview(data).cast("B"), {}))
+
+
+@contextlib.contextmanager
+def _container_parts(
+    arrays: Mapping[str, np.ndarray], meta: Any, dtypes: Mapping[str, str], by_rows: Mapping[str, int]
+) -> Generator[tuple[tuple[int, Callable[[], bytes]], list[memoryview]]]:
+    """The header of a container, as its size and a function that gives it once the sums are made, and what follows it."""
     little = {name: _little_endian(array) for name, array in arrays.items()}
     summed = {name + SEGMENT_SUMS: np.zeros(-(-len(little[name]) // rows), np.uint64) for name, rows in by_rows.items()}
     little |= summed
@@ -372,13 +392,7 @@ def write_container(
     size = 8 + len(_header_bytes(entries, ours)) + sum(s.nbytes for s in summed.values())
     with _summer(offset) as summer:
         summing = summer.submit(sum_all)
-        publish(
-            path,
-            [_bytes_of(little[n]) for n in names if n not in summed],
-            lead=(size, lead),
-            replace=replace,
-            durable=durable,
-        )
+        yield (size, lead), [_bytes_of(little[n]) for n in names if n not in summed]
 
 
 @dataclass(frozen=True, slots=True)

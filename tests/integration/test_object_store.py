@@ -5,6 +5,8 @@ Against two real servers on loopback, each a process of its own: moto's S3, and 
 
 import gzip
 import importlib.util
+import io
+import json
 import os
 import subprocess
 import sys
@@ -13,12 +15,15 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import safetensors.numpy
 
 from headrace.errors import ConfigError, DataChanged, DataError
 from headrace.metrics import default_meter
+from headrace.reduce.shards import RowShards
 from headrace.sources import Source, open_source, packed
 
 obstore = pytest.importorskip("obstore", reason="needs the extra [s3]")
@@ -301,3 +306,114 @@ def test_without_obstore_a_store_is_a_sentence_that_names_the_extra(tmp_path, mo
         ConfigError, match=r"reading s3://b needs obstore, which is not installed: pip install 'headrace\[s3\]'"
     ):
         open_source(Source("jsonl:s3://b/x/*.jsonl"), cache=tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------- Gram
+
+
+def row_shards(folder: Path, times: int = 1) -> dict[str, list[str]]:
+    """Files of rows in every format below a folder; their names by format."""
+    x = np.random.default_rng(3).normal(size=(3000 * times, 5)).astype(np.float32)
+    folder.mkdir()
+    np.save(folder / "0.npy", x[: 1000 * times])
+    np.save(folder / "1.npy", x[1000 * times :])
+    np.save(folder / "2.npy", x[:0])
+    safetensors.numpy.save_file(
+        {"hidden": x[: 1700 * times], "label": x[: 1700 * times, :1].copy()}, folder / "0.safetensors"
+    )
+    safetensors.numpy.save_file(
+        {"hidden": x[1700 * times :], "label": x[1700 * times :, :1].copy()}, folder / "1.safetensors"
+    )
+    flat = pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 5)
+    pq.write_table(pa.table({"hidden": flat, "label": x[:, 0]}), folder / "0.parquet", row_group_size=256 * times)
+    return {s: sorted(p.name for p in folder.glob(f"*.{s}")) for s in ("npy", "safetensors", "parquet")}
+
+
+@pytest.mark.parametrize("suffix", ["npy", "safetensors", "parquet"])
+def test_the_gram_of_objects_in_a_bucket_is_that_of_the_files_on_disk(tmp_path, bucket, headrace, suffix):
+    names = row_shards(tmp_path / "acts")[suffix]
+    for name in names:
+        bucket(f"run/acts/{name}", (tmp_path / "acts" / name).read_bytes())
+    bucket("run/acts/notes.txt", b"x")
+    words = () if suffix == "npy" else ("--field", "hidden", "--targets", "label")
+
+    def summed(*shards, out):
+        done = headrace(
+            "gram", *shards, *words, "--out", out, "--chunk", "300", "--workers", "2", "--format", "json", cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    disk = summed(f"acts/*.{suffix}", out="disk.safetensors")
+    for at, place in enumerate(("run/acts", f"run/acts/*.{suffix}", "run/**")):
+        stored = summed(f"{bucket.url}/{place}".replace("/**", f"/**/*.{suffix}"), out=f"{at}.safetensors")
+        assert (stored["sha256"], stored["n_rows"], stored["state"]) == (disk["sha256"], 3000, "reduced")
+    each = summed(*(f"{bucket.url}/run/acts/{name}" for name in names), out="each.safetensors")
+    assert each["sha256"] == disk["sha256"]
+    assert summed(f"{bucket.url}/run/acts", out="0.safetensors")["state"] == "complete"
+    if suffix == "safetensors":  # a result that lies among the shards is no shard
+        bucket("run/acts/gram.safetensors", (tmp_path / "disk.safetensors").read_bytes())
+        assert summed(f"{bucket.url}/run/acts", out="beside.safetensors")["sha256"] == disk["sha256"]
+
+
+def test_an_object_that_was_replaced_since_it_was_summed_is_refused_by_name(tmp_path, bucket, headrace):
+    row_shards(tmp_path / "acts")
+    raw = (tmp_path / "acts" / "0.npy").read_bytes()
+    bucket("acts/0.npy", raw)
+    words = ("gram", f"{bucket.url}/acts", "--out", "g.safetensors", "--workers", "1")
+    assert headrace(*words, cwd=tmp_path).returncode == 0
+    bucket("acts/0.npy", raw[:-4] + b"\0\0\0\0")
+    done = headrace(*words, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "holds the sum of something else (data was" in done.stderr
+    assert headrace(*words, "--replace", cwd=tmp_path).returncode == 0
+
+
+def test_an_object_that_is_replaced_under_a_pass_is_refused_at_the_next_read(tmp_path, bucket):
+    row_shards(tmp_path / "acts", times=500)  # more than is read ahead
+    for suffix in ("npy", "safetensors", "parquet"):
+        raw = (tmp_path / "acts" / f"0.{suffix}").read_bytes()
+        bucket(f"acts/0.{suffix}", raw)
+        shards = RowShards.open([f"{bucket.url}/acts/0.{suffix}"], field=None if suffix == "npy" else "hidden")
+        before = shards.stamps()
+        assert len(shards.read(0, 200).x) == 200
+        bucket(f"acts/0.{suffix}", raw[:-1] + bytes([raw[-1] ^ 1]))
+        with pytest.raises(DataChanged, match=rf"acts/0.{suffix} was replaced since it was listed"):
+            shards.read(450_000, 450_010)
+        assert shards.stamps() != before
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "sentence"),
+    [
+        ("a.npy", b"", "cannot be read as .npy: it begins with b''"),
+        ("a.npy", b"\x93NUMPY\x01\0\xff\xff", "cannot be read as .npy"),
+        ("a.npy", "short", "its header announces more than its"),
+        ("a.npy", "columns", "save it as plain C order"),
+        ("a.npy", "objects", "pickled objects"),
+        ("a.safetensors", b"\xff" * 8, "its header claims"),
+        ("a.parquet", b"PAR1PAR1", "cannot be read as .parquet"),
+        ("a.txt", b"x", "is none of .npy, .safetensors, .parquet"),
+    ],
+)
+def test_an_object_that_holds_no_rows_is_named(bucket, name, data, sentence):
+    made = io.BytesIO()
+    if isinstance(data, str):
+        kinds = {"columns": np.asfortranarray(np.ones((4, 3))), "objects": np.array([[{}]], object)}
+        np.save(made, kinds.get(data, np.ones((4, 3))))
+        data = made.getvalue()[: -8 if data == "short" else None]
+    bucket(name, data)
+    with pytest.raises((DataError, ConfigError), match=rf"{name}.*{sentence}"):
+        RowShards.open([f"{bucket.url}/{name}"])
+
+
+def test_places_in_stores_that_hold_no_shards_are_one_sentence(tmp_path, bucket, headrace):
+    for place, sentence in (
+        (f"{bucket.url}/none", "no object ends in .npy or .safetensors or .parquet below"),
+        (f"{bucket.url}/none/*.npy", "no object matches"),
+        ("s4://b/x.npy", "there is no store s4://. There are s3://"),
+    ):
+        done = headrace("gram", place, cwd=tmp_path)
+        assert done.returncode == 1
+        assert sentence in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1

@@ -36,7 +36,7 @@ def _whole(_: object, tokens: Sequence[Token]) -> int:
 
 
 def gram(
-    *shards: Annotated[str, Parameter(help="Files, folders or globs of .npy, .safetensors or .parquet, in the order of the sum.")],
+    *shards: Annotated[str, Parameter(help="Files, folders or globs of .npy, .safetensors or .parquet, on disk or in a store (s3://bucket/acts/), in the order of the sum.")],
     out: Annotated[Path, Parameter(help="The result; OUT.json beside it says what it is.")] = Path("gram.safetensors"),
     field: Annotated[str | None, Parameter(help="Tensor or column of the rows (parquet: a,b,c for several columns).")] = None,
     targets: Annotated[str | None, Parameter(help="Tensor or column of targets: also sums the cross-Gram, for ridge.")] = None,
@@ -63,6 +63,7 @@ def gram(
 
     ```
     headrace gram acts/*.npy --out layer12.safetensors
+    headrace gram s3://bucket/acts/*.npy --out layer12.safetensors
     headrace gram acts.parquet --field hidden --targets label --workers 8 --out probe.safetensors
     torchrun --nproc-per-node 4 -m headrace gram acts/ --out layer12.safetensors
     headrace gram acts/ --spool /shared/s --out layer12.safetensors

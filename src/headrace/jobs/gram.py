@@ -264,7 +264,7 @@ def _fold(
     stopped: Callable[[], int],
     stack: contextlib.ExitStack,
     workers: int,
-    stamps: Mapping[str, Sequence[int]],
+    stamps: Mapping[str, Sequence[int | str]],
 ) -> tuple[bool, Callable[[], None]]:
     """Whether everything is folded; and what to call once the result is safe."""
     spool: SpoolCrew | None = None
@@ -430,7 +430,7 @@ def _about(partition: CrossNodePartition, provenance: Provenance) -> dict[str, A
 
 
 def _finished(
-    plan: GramPlan, partition: CrossNodePartition, provenance: Provenance, stamps: Mapping[str, Sequence[int]]
+    plan: GramPlan, partition: CrossNodePartition, provenance: Provenance, stamps: Mapping[str, Sequence[int | str]]
 ) -> GramResult | None:
     """The result, if it is there already; a result of something else is not touched."""
     if not plan.out.exists():
@@ -464,7 +464,7 @@ def _begun(
     files: CheckpointFiles,
     partition: CrossNodePartition,
     provenance: Provenance,
-    stamps: Mapping[str, Sequence[int]],
+    stamps: Mapping[str, Sequence[int | str]],
 ) -> CrossNodeGramReduction:
     """What is folded already of this very pass, or nothing. Whatever else is found is refused; with --replace it goes."""
     work, record = plan.work, plan.work / _RECORD

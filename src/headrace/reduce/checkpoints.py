@@ -21,10 +21,12 @@ from headrace.errors import ConfigError, DataError, FileCorrupt
 from headrace.files import Container, open_container, quarantine, write_container
 from headrace.reduce.tree import BorderState
 
-__all__ = ["CheckpointFiles", "state_arrays", "state_from"]
+__all__ = ["CHECKPOINT_BYTES", "CheckpointFiles", "state_arrays", "state_from"]
 
 T = TypeVar("T")
 _KEPT = 2
+CHECKPOINT_BYTES = "the bytes of a checkpoint"
+"""What sentences call a checkpoint that came as bytes and not as a file."""
 
 
 class CheckpointFiles:

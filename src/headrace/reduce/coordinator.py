@@ -3,7 +3,8 @@
     reduction = CrossNodeGramReduction(partition)
     receipt = reduction.receive(partial)          TAKEN, DUPLICATE (equal bits, counted) or WAIT (the rank is too far ahead)
     reduction.checkpoint().save(files)
-    gram = reduction.finish()
+    reduction.checkpoint().to_bytes()             for a store of the caller's; CrossNodeCheckpoint.from_bytes reads it
+    gram = reduction.finish()                     the upper triangle; finish(full=True): the k x k matrix
 
 Each rank's partials come in its own order; ranks may be as far apart as the window allows. What is refused, in this order:
 another pass or partition, a rank out of range, a rank that does not own the chunk, a chunk that is not the rank's next, then
@@ -16,13 +17,14 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from headrace.errors import ConfigError, CursorMismatch, DataError, FileCorrupt
-from headrace.files import Container
+from headrace.files import Container, container_bytes, read_container
 from headrace.metrics import MetricSpec, Reduction, default_meter, register
-from headrace.reduce.checkpoints import CheckpointFiles, state_arrays, state_from
+from headrace.reduce.checkpoints import CHECKPOINT_BYTES, CheckpointFiles, state_arrays, state_from
 from headrace.reduce.partial import NodePartial
 from headrace.reduce.partition import CrossNodePartition, Provenance
 from headrace.reduce.tree import BorderState, StreamingBorderGram
@@ -68,12 +70,25 @@ class CrossNodeCheckpoint:
     """The part of the triangle that this coordinator folds."""
 
     def save(self, files: CheckpointFiles) -> Path:
+        """Make it the newest generation of a folder, durably."""
+        return files.save(*self._content())
+
+    def to_bytes(self) -> bytes:
+        """The whole state with its checksums, for a transport or a store of the caller's; the same bytes as the file of `save`."""
+        return container_bytes(*self._content())
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> CrossNodeCheckpoint:
+        """What `to_bytes` gave. FileCorrupt or DataError if the bytes changed, or do not add up."""
+        return cls._read(read_container(data, CHECKPOINT_BYTES))
+
+    def _content(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         arrays, fold = state_arrays(self.fold)
         arrays["digests"] = np.concatenate(self.digests)
-        return files.save(arrays, {
+        return arrays, {
             "kind": _KIND, "version": 1, "partition": self.partition.to_dict(), "pass": self.provenance.to_dict(),
             "received_per_rank": list(self.received_per_rank), "entries": list(self.entries), "fold": fold,
-        })  # fmt: skip
+        }  # fmt: skip
 
     @classmethod
     def load(cls, files: CheckpointFiles) -> CrossNodeCheckpoint | None:
@@ -240,9 +255,16 @@ class CrossNodeGramReduction:
         """The first chunks that nobody sent."""
         return self._fold.missing(limit)
 
-    def finish(self) -> np.ndarray:
-        """The packed sum of everything. Too early it names the first missing chunks."""
-        return self._fold.finish()
+    def finish(self, *, full: bool = False) -> np.ndarray:
+        """The sum of everything: its upper triangle row by row, or with `full` the whole k x k matrix. DataError names the first
+        missing chunks while some are missing."""
+        start, end = self.entries
+        if full and (start, end) != (0, self.partition.entries):
+            raise DataError(
+                f"this coordinator folds entries {start:,} to {end:,} of {self.partition.entries:,} only: join the packed sums of all, and "
+                "unpack_upper them"
+            )
+        return self._fold.finish(full=full)
 
     # -------------------------------------------------------------------------------------------- state
 

@@ -25,7 +25,15 @@ from headrace.errors import ConfigError, DataError
 from headrace.metrics import Wait
 from headrace.reduce.partition import CROSS_CHUNK_BASE
 
-__all__ = ["as_rows", "chunk_gram", "chunk_gram_packed", "mirrored", "row_dtype_name", "warm_gram_kernel"]
+__all__ = [
+    "as_rows",
+    "chunk_gram",
+    "chunk_gram_packed",
+    "dtype_name",
+    "mirrored",
+    "row_dtype_name",
+    "warm_gram_kernel",
+]
 
 T = TypeVar("T")
 _NAMES = {"float64": "f64", "float32": "f32", "float16": "f16", "uint16": "bf16"}
@@ -45,11 +53,14 @@ _module: ModuleType | None = None
 
 def row_dtype_name(rows: np.ndarray) -> str:
     """f64, f32, f16, or bf16 for uint16 (numpy has no bfloat16)."""
-    name = _NAMES.get(rows.dtype.name)
-    if name is None or not rows.dtype.isnative:
-        raise DataError(
-            f"rows must be float64, float32, float16 or bfloat16, in native byte order; got {rows.dtype.str}"
-        )
+    return dtype_name(rows.dtype)
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """The same of a dtype."""
+    name = _NAMES.get(dtype.name)
+    if name is None or not dtype.isnative:
+        raise DataError(f"rows must be float64, float32, float16 or bfloat16, in native byte order; got {dtype.str}")
     return name
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from headrace.order import fingerprint_json
 from headrace.reduce.columns import Columns
 from headrace.reduce.kernel import mirrored
 
-__all__ = ["GramResult", "Pca", "Ridge", "facts_path", "is_result", "require_free"]
+__all__ = ["GramResult", "Pca", "Ridge", "facts_path", "is_result", "is_result_header", "require_free"]
 
 _KIND = "headrace-gram"
 _NOISE = 256 * 2.0**-53
@@ -306,10 +307,18 @@ def is_result(path: Path) -> bool:
     """Whether a file says that it is a saved Gram; what it holds is not checked."""
     try:
         with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            told = json.loads(file.read(length))["__metadata__"]["headrace"] if length <= _MOST_FACTS else "{}"
+            return is_result_header(lambda offset, length: os.pread(file.fileno(), length, offset))
+    except OSError:
+        return False
+
+
+def is_result_header(read: Callable[[int, int], bytes | bytearray]) -> bool:
+    """The same of a file that `read(offset, length)` reads."""
+    try:
+        length = int.from_bytes(read(0, 8), "little")
+        told = json.loads(read(8, length))["__metadata__"]["headrace"] if length <= _MOST_FACTS else "{}"
         return json.loads(told)["meta"]["kind"] == _KIND
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (DataError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

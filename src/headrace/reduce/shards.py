@@ -2,17 +2,23 @@
 
     shards = RowShards.open(["acts/*.npy"])
     shards = RowShards.open(["acts/"], field="hidden", targets="label", weights="w", rows="f32")
+    shards = RowShards.open(["s3://bucket/acts/*.npy"])
     shards.n_rows, shards.width, shards.dtype
     shards.read(start, end)            a RowBatch of those rows
 
 Files are taken in the order of their names (the order is part of the sum). npy and safetensors are mapped, parquet is read by
 row groups; nothing is unpickled, and a header is compared with the file's size before it is believed. Results of headrace's that lie
 among the shards are no shards: a folder or a glob leaves them out.
+
+Objects of a store are read by ranges: the rows of a chunk, or the row groups they lie in. An object is known by its size and entity
+tag, and every read compares the tag; a file on disk is known by its size and sampled blocks.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +30,17 @@ from headrace.errors import ConfigError, DataChanged, DataError, FileCorrupt
 from headrace.files import publish
 from headrace.order import file_fingerprint, fingerprint_json
 from headrace.reduce.columns import RowBatch
-from headrace.reduce.kernel import row_dtype_name
+from headrace.reduce.kernel import dtype_name, row_dtype_name
 from headrace.reduce.partition import ROW_DTYPES
-from headrace.reduce.result import is_result
+from headrace.reduce.result import is_result, is_result_header
+from headrace.stores import STORES, StoredObject, find_objects, open_object, store_of
 
 __all__ = ["RowShards", "ShardSpec"]
 
 _SUFFIXES = (".npy", ".safetensors", ".parquet")
 _MAX_HEADER = 100 << 20
+_NPY_HEADER = 16 << 10
+"""Bytes of a .npy object that are fetched for its header; numpy itself believes no header of more than 10,000."""
 _SAFE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _OF_NAME = {"f64": np.float64, "f32": np.float32, "f16": np.float16}
 
@@ -65,7 +74,10 @@ class ShardSpec:
 class _File(Protocol):
     """One shard. `shape` of a field is (rows, width)."""
 
-    path: Path
+    @property
+    def path(self) -> Path | str: ...
+    @property
+    def place(self) -> _Place: ...
 
     def find(self, field: str | None, what: str) -> str: ...
     def shape(self, field: str) -> tuple[int, int]: ...
@@ -109,7 +121,8 @@ class RowShards:
         rows: str | None = None,
         out: Path | None = None,
     ) -> RowShards:
-        """Files, folders and globs. Folders give all shards in them. `out`: a result to be written, never one of the shards."""
+        """Files, folders and globs, on disk or in a store (s3://, gs://, az://, https://). Folders give all shards in them. `out`: a
+        result to be written, never one of the shards."""
         if rows is not None and rows not in ROW_DTYPES:
             raise ConfigError(f"rows must be one of {', '.join(ROW_DTYPES)}, got {rows!r}")
         found = _matching([str(p) for p in paths], out)
@@ -118,28 +131,29 @@ class RowShards:
     @classmethod
     def of(cls, spec: ShardSpec) -> RowShards:
         """The files of a spec, opened."""
-        return cls(spec, [_opened(Path(p)) for p in spec.paths])
+        return cls(spec, [_opened(p) for p in spec.paths])
 
     @property
     def weighted(self) -> bool:
         return self.spec.weights is not None
 
     def fingerprint(self) -> str:
-        """16 hex digits over sizes and sampled blocks of all files, in order, and over what is read of them."""
-        told = [file_fingerprint(Path(p), Path(p).stat().st_size) for p in self.spec.paths]
-        return fingerprint_json([told, self._fields, self.spec.targets, self.spec.weights, self.dtype])
+        """16 hex digits over sizes and sampled blocks (of objects: entity tags) of all files, in order, and over what is read of them."""
+        return fingerprint_json(
+            [
+                [f.place.fingerprint() for f in self._files],
+                self._fields,
+                self.spec.targets,
+                self.spec.weights,
+                self.dtype,
+            ]
+        )
 
-    def stamps(self) -> dict[str, list[int]]:
-        """Size and time of writing of each file, by its path: what a later look at the same files is compared with. No part of the
-        fingerprint, because copies on other machines have other times."""
-        told = {}
-        for path in self.spec.paths:
-            try:
-                status = Path(path).stat()
-            except OSError:
-                continue  # it is gone: whoever reads it says so
-            told[path.encode("utf-8", "backslashreplace").decode()] = [status.st_size, status.st_mtime_ns]
-        return told
+    def stamps(self) -> dict[str, list[int | str]]:
+        """Size and time of writing (of an object: entity tag) of each file, as they are now, by its path: what a later look at the same
+        files is compared with. No part of the fingerprint, because copies on other machines have other times."""
+        stamps = {str(f.path).encode("utf-8", "backslashreplace").decode(): f.place.stamp() for f in self._files}
+        return {path: stamp for path, stamp in stamps.items() if stamp is not None}
 
     def read(self, start: int, end: int) -> RowBatch:
         """The rows [start, end). Inside one file, and as they are stored, without a copy."""
@@ -226,8 +240,11 @@ def _require_said(files: Sequence[_File], stored: Sequence[str], rows: str | Non
 
 
 def _matching(patterns: Sequence[str], out: Path | None) -> list[str]:
-    found: list[Path] = []
+    found: list[Path | str] = []
     for pattern in patterns:
+        if (store := store_of(pattern)) is not None:
+            found += _in_store(pattern, store)
+            continue
         path = Path(pattern)
         if path.is_dir():
             inside = _shards_of(p for p in path.iterdir() if p.suffix in _SUFFIXES)
@@ -241,10 +258,23 @@ def _matching(patterns: Sequence[str], out: Path | None) -> list[str]:
         if not inside:
             raise ConfigError(f"no shards match {pattern}: give .npy, .safetensors or .parquet files, folders or globs")
         found += inside
-    wrong = [p for p in found if p.suffix not in _SUFFIXES]
+    wrong = [p for p in found if not str(p).endswith(_SUFFIXES)]
     if wrong:
         raise ConfigError(f"{wrong[0]} is none of {', '.join(_SUFFIXES)}")
-    return [str(p.absolute()) for p in found]
+    return [p if isinstance(p, str) else str(p.absolute()) for p in found]
+
+
+def _in_store(pattern: str, store: str) -> list[str]:
+    """The URLs of the objects that a URL names. Results among them are left out of a prefix or a glob, as on disk."""
+    if store not in STORES:
+        raise ConfigError(
+            f"{pattern}: there is no store {store}://. There are {', '.join(f'{name}://' for name in STORES)}, and plain paths"
+        )
+    opened, _, objects = find_objects(pattern, suffixes=_SUFFIXES, what=f"shards {pattern}")
+    found = [f"{opened.root}/{o.key}" for o in objects]
+    if found == [pattern]:
+        return found
+    return [url for url in found if not (url.endswith(".safetensors") and is_result_header(_InStore(url).read))]
 
 
 def _shards_of(found: Iterable[Path]) -> list[Path]:
@@ -255,10 +285,114 @@ def _same_file(path: Path, out: Path) -> bool:
     return out.exists() and path.samefile(out) and is_result(path)
 
 
-def _opened(path: Path) -> _File:
-    if not path.is_file():
-        raise DataError(f"{path} is no regular file")
-    return {".npy": _Npy, ".safetensors": _Safetensors, ".parquet": _Parquet}[path.suffix](path)
+def _opened(path: str) -> _File:
+    place = _OnDisk(Path(path)) if store_of(path) is None else _InStore(path)
+    return {".npy": _Npy, ".safetensors": _Safetensors, ".parquet": _Parquet}[Path(path).suffix](place)
+
+
+# -------------------------------------------------------------------------------------------------- places
+
+
+class _OnDisk:
+    """A regular file, mapped."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise DataError(f"{path} is no regular file")
+        self.path = path
+        self.size = path.stat().st_size
+
+    def read(self, offset: int, length: int) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            return file.read(length)
+
+    def array(self, dtype: np.dtype, offset: int, shape: tuple[int, ...]) -> np.ndarray:
+        return np.memmap(self.path, dtype, "r", offset, shape)
+
+    def for_arrow(self) -> Path:
+        return self.path
+
+    def fingerprint(self) -> str:
+        return file_fingerprint(self.path, self.path.stat().st_size)
+
+    def stamp(self) -> list[int | str] | None:
+        try:
+            status = self.path.stat()
+        except OSError:
+            return None  # it is gone: whoever reads it says so
+        return [status.st_size, status.st_mtime_ns]
+
+
+class _InStore:
+    """An object of a store. Not to be shared between threads."""
+
+    def __init__(self, url: str) -> None:
+        self.path = url
+        self._object = open_object(url)
+        self.size = self._object.size
+        self.read = self._object.read
+
+    def array(self, dtype: np.dtype, offset: int, shape: tuple[int, ...]) -> _StoredArray:
+        return _StoredArray(self._object, dtype, offset, shape)
+
+    def for_arrow(self) -> Any:
+        import pyarrow as pa
+
+        return pa.PythonFile(_Stream(self._object), mode="r")
+
+    def fingerprint(self) -> list[int | str]:
+        return [self.size, str(self._object.version)]
+
+    def stamp(self) -> list[int | str]:
+        now = open_object(self.path)
+        return [now.size, str(now.version)]
+
+
+class _StoredArray:
+    """An array in C order within an object; rows of it are fetched when they are asked for."""
+
+    def __init__(self, stored: StoredObject, dtype: np.dtype, offset: int, shape: tuple[int, ...]) -> None:
+        self.dtype, self.shape, self.ndim = dtype, shape, len(shape)
+        self._stored, self._offset = stored, offset
+        self._row_bytes = math.prod(shape[1:]) * dtype.itemsize
+
+    def __getitem__(self, rows: slice, /) -> np.ndarray:
+        start, end, _ = rows.indices(self.shape[0])
+        data = self._stored.read(self._offset + start * self._row_bytes, max(end - start, 0) * self._row_bytes)
+        return np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
+
+
+_Place = _OnDisk | _InStore
+"""Where the bytes of a shard lie."""
+_Matrix = np.ndarray | _StoredArray
+"""Rows of a shard that are fetched when they are sliced."""
+
+
+class _Stream(io.RawIOBase):
+    """An object as a file that can be sought in, for pyarrow."""
+
+    def __init__(self, stored: StoredObject) -> None:
+        self._stored, self._at = stored, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._stored.size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._stored.size - self._at, 0)
+        data = bytes(self._stored.read(self._at, left if size < 0 else min(size, left)))
+        self._at += len(data)
+        return data
 
 
 # ------------------------------------------------------------------------------------------------- formats
@@ -267,23 +401,27 @@ def _opened(path: Path) -> _File:
 class _Npy:
     """A .npy file: one matrix, mapped."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, place: _Place) -> None:
+        self.place, self.path = place, place.path
+        path = place.path
         try:
-            with path.open("rb") as file:
-                head = file.read(6)
+            head = bytes(place.read(0, min(6, place.size)))
             if head != b"\x93NUMPY":  # np.load would take it for a pickle and advise to load it unsafely
                 raise ValueError(f"it begins with {head!r}. Give files that numpy.save wrote")
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            array = (
+                np.load(path, mmap_mode="r", allow_pickle=False) if isinstance(place, _OnDisk) else _stored_npy(place)
+            )
         except (ValueError, OSError, EOFError, OverflowError, TypeError, SyntaxError) as error:
             raise DataError(f"{path} cannot be read as .npy: {error}") from error
         if array.ndim != 2 or array.shape[1] < 1:
             raise DataError(f"{path} holds an array of shape {array.shape}; rows are a matrix")
-        if not array.dtype.isnative or (array.flags.f_contiguous and not array.flags.c_contiguous):
+        if not array.dtype.isnative or (
+            isinstance(array, np.ndarray) and array.flags.f_contiguous and not array.flags.c_contiguous
+        ):
             raise DataError(f"{path} is stored in another byte order, or by columns: save it as plain C order")
         self._array = array
         try:
-            self._dtype = row_dtype_name(array)
+            self._dtype = dtype_name(array.dtype)
         except DataError as error:
             raise DataError(f"{path}: {error}") from None
 
@@ -295,7 +433,8 @@ class _Npy:
         return ""
 
     def shape(self, field: str) -> tuple[int, int]:
-        return self._array.shape
+        rows, width = self._array.shape
+        return rows, width
 
     def dtype(self, field: str) -> str:
         return self._dtype
@@ -304,19 +443,35 @@ class _Npy:
         return self._array[start:end]
 
 
+def _stored_npy(place: _Place) -> _Matrix:
+    """The matrix of a .npy object: its header is read, its rows are not."""
+    head = io.BytesIO(place.read(0, min(place.size, _NPY_HEADER)))
+    version = np.lib.format.read_magic(head)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+    if read is None:
+        raise ValueError(f"it is of version {version[0]}.{version[1]}, and matrices of numbers are of 1.0 or 2.0")
+    shape, by_columns, dtype = read(head)
+    if dtype.hasobject:
+        raise ValueError("it holds pickled objects")
+    if by_columns and len(shape) == 2 and min(shape) > 1:
+        raise DataError(f"{place.path} is stored in another byte order, or by columns: save it as plain C order")
+    if head.tell() + math.prod(shape) * dtype.itemsize > place.size:
+        raise ValueError(f"its header announces more than its {place.size:,} bytes")
+    return place.array(dtype, head.tell(), shape)
+
+
 class _Safetensors:
     """A .safetensors file: named tensors, mapped."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        size = path.stat().st_size
-        with open(path, "rb") as handle:
-            length = int.from_bytes(handle.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER):
-                raise DataError(
-                    f"{path} is no .safetensors file: its header claims {length:,} bytes, the file has {size:,}"
-                )
-            header = handle.read(length)
+    def __init__(self, place: _Place) -> None:
+        self.place, self.path = place, place.path
+        path, size = place.path, place.size
+        length = int.from_bytes(place.read(0, min(8, size)), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
+            raise DataError(
+                f"{path} is no .safetensors file: its header claims {length:,} bytes, the file has {size:,}"
+            )
+        header = place.read(8, length)
         try:
             entries = json.loads(header)
             entries.pop("__metadata__", None)
@@ -326,7 +481,7 @@ class _Safetensors:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{path} has a damaged header: {error}") from error
 
-    def _mapped(self, entry: Mapping[str, Any], base: int, size: int) -> np.ndarray:
+    def _mapped(self, entry: Mapping[str, Any], base: int, size: int) -> _Matrix:
         start, end = entry["data_offsets"]
         shape = tuple(entry["shape"])
         if not all(type(n) is int for n in (start, end, *shape)):
@@ -337,7 +492,7 @@ class _Safetensors:
             raise ValueError("a tensor lies outside the file")
         if count == 0:
             return np.empty(shape, dtype)
-        return np.memmap(self.path, dtype, "r", base + start, shape)
+        return self.place.array(dtype, base + start, shape)
 
     def find(self, field: str | None, what: str) -> str:
         wide = sorted(n for n, t in self._tensors.items() if t.ndim == 2)
@@ -358,7 +513,7 @@ class _Safetensors:
         return (shape[0], shape[1] if len(shape) == 2 else 1)
 
     def dtype(self, field: str) -> str:
-        return row_dtype_name(self._tensors[field])
+        return dtype_name(self._tensors[field].dtype)
 
     def read(self, field: str, start: int, end: int) -> np.ndarray:
         part = self._tensors[field][start:end]
@@ -368,13 +523,14 @@ class _Safetensors:
 class _Parquet:
     """A .parquet file: a column of lists of equal length, or several columns of numbers."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, place: _Place) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        self.path = path
+        self.place, self.path = place, place.path
+        path = place.path
         try:
-            self._file = pq.ParquetFile(path)
+            self._file = pq.ParquetFile(place.for_arrow())
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path} cannot be read as .parquet: {error}") from error
         groups = [self._file.metadata.row_group(g).num_rows for g in range(self._file.num_row_groups)]
@@ -417,7 +573,7 @@ class _Parquet:
         widths = [k.list_size if pa.types.is_fixed_size_list(k) else 0 if _is_list(k) else 1 for k in kinds]
         inner = [k.value_type if _is_list(k) else k for k in kinds]
         floats = [np.dtype(k.to_pandas_dtype()) if pa.types.is_floating(k) else np.dtype("f8") for k in inner]
-        return row_dtype_name(np.empty(0, np.result_type(*floats))), sum(widths) if all(widths) else 0
+        return dtype_name(np.result_type(*floats)), sum(widths) if all(widths) else 0
 
     def read(self, field: str, start: int, end: int) -> np.ndarray:
         width = self.shape(field)[1]

@@ -13,6 +13,7 @@ flat f64 vector (row i holds columns i … k−1): half the memory and half the 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -240,9 +241,15 @@ class StreamingBorderGram:
     def complete(self) -> bool:
         return self.n_chunks is not None and self.frontier == self.n_chunks
 
-    def finish(self) -> np.ndarray:
-        """The sum over all chunks. Too early it names the first missing ones."""
+    def finish(self, *, full: bool = False) -> np.ndarray:
+        """The sum over all chunks: the upper triangle row by row, or with `full` the whole square matrix. DataError names the first
+        missing chunks while some are missing."""
         self._require_whole()
+        k = (math.isqrt(8 * self.entries + 1) - 1) // 2
+        if full and k * (k + 1) // 2 != self.entries:
+            raise DataError(
+                f"{self.entries:,} entries are no whole triangle, so there is no square matrix: finish without full"
+            )
         if missing := self.missing():
             assert self.n_chunks is not None
             left = -(-(self.n_chunks - self.frontier) // self.span) - self.pending
@@ -258,7 +265,8 @@ class StreamingBorderGram:
                 total = np.array(node.total) if total is None else np.add(node.total, total, out=total)
         if total is not None and not all_finite(total):
             self._overflown(self.frontier)
-        return np.zeros(self.entries) if total is None else total
+        total = np.zeros(self.entries) if total is None else total
+        return unpack_upper(total, k) if full else total
 
     # -------------------------------------------------------------------------------------------- state
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import ConfigError, CursorMismatch, DataError
-from headrace.files import Container
-from headrace.reduce.checkpoints import CheckpointFiles, state_arrays, state_from
+from headrace.files import Container, container_bytes, read_container
+from headrace.reduce.checkpoints import CHECKPOINT_BYTES, CheckpointFiles, state_arrays, state_from
 from headrace.reduce.kernel import as_rows, chunk_gram_packed, row_dtype_name
 from headrace.reduce.partial import NodePartial
 from headrace.reduce.partition import CrossNodePartition, Provenance
@@ -43,11 +43,24 @@ class NodeWorkerCheckpoint:
     open_span: BorderState | None = None
 
     def save(self, files: CheckpointFiles) -> Path:
+        """Make it the newest generation of a folder, durably."""
+        return files.save(*self._content())
+
+    def to_bytes(self) -> bytes:
+        """The whole state with its checksums, for a transport or a store of the caller's; the same bytes as the file of `save`."""
+        return container_bytes(*self._content())
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> NodeWorkerCheckpoint:
+        """What `to_bytes` gave. FileCorrupt or DataError if the bytes changed, or do not add up."""
+        return cls._read(read_container(data, CHECKPOINT_BYTES))
+
+    def _content(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         arrays, span = state_arrays(self.open_span) if self.open_span is not None else ({}, None)
-        return files.save(arrays, {
+        return arrays, {
             "kind": _KIND, "version": 1, "partition": self.partition.to_dict(), "pass": self.provenance.to_dict(),
             "rank": self.rank, "next_ordinal": self.next_ordinal, "span": span,
-        })  # fmt: skip
+        }  # fmt: skip
 
     @classmethod
     def load(cls, files: CheckpointFiles) -> NodeWorkerCheckpoint | None:

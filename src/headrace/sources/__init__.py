@@ -1,8 +1,8 @@
 """Rows enter: which files, chunks and rows a source has, and what the text of a chunk's rows is.
 
     spec       what the user wants read                     Source("jsonl:web/*.jsonl", weight=0.7)
-    matching   which files a spec names                     stores (s3, gs, az, http), hub (hf)
-    raw        bytes of a file that may vanish under us     stores, packed (gz, zst); access chooses
+    matching   which files a spec names                     headrace.stores (s3, gs, az, http), hub (hf)
+    raw        bytes of a file that may vanish under us     headrace.stores, packed (gz, zst); access chooses
     reader     what a format must know how to do            lines (txt, jsonl), columns (parquet; footer),
                                                             batches (arrow; messages); rows (several columns of any)
     manifest   files, chunks, rows, fingerprints; cached

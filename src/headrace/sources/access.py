@@ -18,7 +18,7 @@ from headrace.order.fingerprint import SAMPLED_BLOCK, sampled_offsets
 from headrace.sources.matching import Found, FoundFile
 from headrace.sources.packed import UnpackedFile, Unpacker
 from headrace.sources.raw import ByteFile, RawFile, Tally, patiently
-from headrace.sources.stores import Store, StoredObject
+from headrace.stores import Store, StoredObject
 
 __all__ = ["Access"]
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from headrace.errors import ConfigError, DataError
-from headrace.sources.raw import patiently
+from headrace.sources.raw import Tally, patiently
 from headrace.sources.spec import nearest
+from headrace.stores import MAX_FILES, Store, find_objects, fits
 
-__all__ = ["COMPRESSED", "MAX_FILES", "Found", "FoundFile", "fits", "matches", "named_files"]
+__all__ = ["COMPRESSED", "MAX_FILES", "Found", "FoundFile", "fits", "matches", "named_files", "stored_matches"]
 
-MAX_FILES = 1_000_000
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".br", ".zip")
 
 
@@ -92,17 +92,26 @@ def named_files(root: Path, paths: Sequence[str], *, packings: Sequence[str], al
     )
 
 
-def fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether the parts of a path match those of a glob: `**` is any number of folders, a leading dot must be asked for."""
-    if not pattern or not names:
-        return not pattern and not names
-    head, rest = pattern[0], pattern[1:]
-    if head == "**":
-        deeper = len(names) > 1 and not names[0].startswith(".") and fits(names[1:], pattern)
-        return deeper or fits(names, rest or ("*",))
-    if names[0].startswith(".") and not head.startswith("."):
-        return False
-    return fnmatch.fnmatchcase(names[0], head) and fits(names[1:], rest)
+def stored_matches(
+    place: str, *, suffixes: Sequence[str], packings: tuple[str, ...], what: str, deadline: float, tally: Tally
+) -> tuple[Found, Store]:
+    """The objects that a URL names, and the store they lie in."""
+    store, root, objects = find_objects(
+        place,
+        suffixes=suffixes,
+        packings=COMPRESSED,
+        what=what,
+        deadline=deadline,
+        on_retry=lambda: tally.add(retries=1),
+    )
+    for found in objects:
+        if found.path.endswith(COMPRESSED) and not found.path.endswith(packings):
+            raise DataError(
+                f"{what}: {store.root}/{found.key} is compressed, which this scheme does not read. Unpack it, or take it out "
+                "of the source."
+            )
+    files = tuple(FoundFile(path=found.path, size=found.size, version=found.tag) for found in objects)
+    return Found(root=root, files=files), store
 
 
 def _literal(walk: _Walk, literal: Path, place: str) -> Found:

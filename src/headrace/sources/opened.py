@@ -32,15 +32,15 @@ from headrace.sources.columns import ParquetColumn
 from headrace.sources.hub import find_dataset
 from headrace.sources.lines import JsonLines, TextLines
 from headrace.sources.manifest import Manifest, make_manifest
-from headrace.sources.matching import Found, matches, named_files
+from headrace.sources.matching import Found, matches, named_files, stored_matches
 from headrace.sources.packed import UnpackedFile, Unpacker
 from headrace.sources.raw import ByteFile, Tally
 from headrace.sources.reader import BadRow, Reader
 from headrace.sources.records import ChunkRecords
 from headrace.sources.rows import ArrowRows, JsonRows, ParquetRows, RowShape
 from headrace.sources.samples import sample_folder
-from headrace.sources.spec import Source, store_of
-from headrace.sources.stores import DEADLINE, Store, stored_matches
+from headrace.sources.spec import Source
+from headrace.stores import DEADLINE, Store, store_of
 
 __all__ = ["MAX_LINE_BYTES", "OpenSource", "cache_folder", "open_source"]
 

@@ -85,7 +85,7 @@ def patiently(doing: str, call: Callable[[], T], tally: Tally | None = None) -> 
 
 class ByteFile(Protocol):
     """What a format reads from: bytes at any offset of something whose size is known. A file on disk (RawFile), an object
-    in a store (stores.py), or what a compressed one unpacks to (packed.py)."""
+    in a store (headrace.stores), or what a compressed one unpacks to (packed.py)."""
 
     path: Path | str
     """What an error calls it."""

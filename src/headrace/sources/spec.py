@@ -20,8 +20,9 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from headrace.errors import ConfigError
+from headrace.stores import STORES, store_of
 
-__all__ = ["SAMPLES", "SCHEMES", "STORES", "Source", "nearest", "store_of"]
+__all__ = ["SAMPLES", "SCHEMES", "Source", "nearest"]
 
 SCHEMES: dict[str, str] = {
     "jsonl": "one JSON object per line",
@@ -34,13 +35,6 @@ SCHEMES: dict[str, str] = {
 SAMPLES: dict[str, str] = {
     "prose": "the language reference and the docstrings of the standard library",
     "code": "the source of the standard library",
-}
-STORES: dict[str, str] = {
-    "s3": "Amazon S3 and what speaks its protocol",
-    "gs": "Google Cloud Storage",
-    "az": "Azure Blob Storage",
-    "http": "the web",
-    "https": "the web",
 }
 _ONLY_FOR: dict[str, tuple[str, ...]] = {"split": ("hf",), "config": ("hf",)}
 """Options that mean something for some schemes only."""
@@ -64,12 +58,6 @@ def nearest(word: str, valid: Iterable[str]) -> list[str]:
 def option_value(text: str) -> str:
     """What is written after `key=` in a one-line spec: `%26` stands for `&`, and `+` for itself, in Python as in TOML."""
     return unquote(text)
-
-
-def store_of(place: str) -> str | None:
-    """`s3` of `s3://bucket/web/*.jsonl`; None for a path, of which `file://` is a long form."""
-    scheme, separator, _ = place.partition("://")
-    return scheme if separator and scheme != "file" and re.fullmatch(r"[A-Za-z][\w+.-]*", scheme) else None
 
 
 @dataclass(frozen=True, slots=True)

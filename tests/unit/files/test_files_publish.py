@@ -222,5 +222,5 @@ def test_the_folder_itself_may_be_reached_through_a_link(tmp_path):
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR])
 def test_a_fifo_in_the_place_of_a_file_is_refused_without_blocking(tmp_path, flags):
     os.mkfifo(tmp_path / "log")
-    with pytest.raises(StorageError, match="could not write .*log"):
+    with pytest.raises(StorageError, match=r"could not write .*log"):
         open_inside(tmp_path, "log", flags)

@@ -431,3 +431,78 @@ def test_rows_that_a_pass_cannot_use_are_named_with_their_chunk():
     worker = NodeWorker(PARTITION, rank=1, provenance=PASS, compute=columns.gram)
     with pytest.raises(DataError, match=r"chunk 1 \(rows 10 to 20\): weights must be .* got -1.0 at row 0"):
         worker.compute(RowBatch(x=ROWS[10:20, :2], w=-np.ones(10)))
+
+
+def test_the_sum_comes_packed_or_as_the_whole_square_matrix():
+    whole = reduction(window=9)
+    with pytest.raises(DataError, match="7 partials are still missing"):
+        whole.finish(full=True)
+    for chunk in range(7):
+        whole.receive(partial(chunk))
+    packed, square = whole.finish(), whole.finish(full=True)
+    assert (packed.shape, square.shape) == ((6,), (3, 3))
+    assert np.array_equal(square, square.T)
+    assert square[np.triu_indices(3)].tobytes() == packed.tobytes()
+    assert np.allclose(square, ROWS.T @ ROWS)
+    fold = StreamingBorderGram(entries=6, n_chunks=1)
+    fold.submit_chunk_gram(0, packed)
+    assert fold.finish(full=True).tobytes() == square.tobytes()
+
+
+def test_a_part_of_the_triangle_has_no_square_matrix():
+    part = reduction(window=9, entries=(0, 3))
+    for chunk in range(7):
+        part.receive(partial(chunk).cut(0, 3))
+    with pytest.raises(DataError, match="folds entries 0 to 3 of 6 only"):
+        part.finish(full=True)
+    fold = StreamingBorderGram(entries=5, n_chunks=0)
+    with pytest.raises(DataError, match="5 entries are no whole triangle"):
+        fold.finish(full=True)
+
+
+@pytest.mark.parametrize("cut", [0, 3, 7])
+def test_checkpoints_travel_as_bytes_and_resume_to_the_bit(cut):
+    straight, first = reduction(window=9), reduction(window=9)
+    for chunk in range(7):
+        straight.receive(partial(chunk))
+    order = [0, 2, 1, 5, 3, 4, 6]
+    for chunk in order[:cut]:
+        first.receive(partial(chunk))
+    data = first.checkpoint().to_bytes()
+    assert data == first.checkpoint().to_bytes()
+    for form in (data, bytearray(data), memoryview(data)):
+        second = CrossNodeGramReduction.resume(CrossNodeCheckpoint.from_bytes(form), provenance=PASS, window=9)
+        assert second.received_per_rank == first.received_per_rank
+        for chunk in order[cut:]:
+            second.receive(partial(chunk))
+        assert second.finish().tobytes() == straight.finish().tobytes()
+
+
+def test_a_worker_travels_as_bytes_inside_a_span():
+    partition = CrossNodePartition(k=3, n_rows=70, chunk_size=1, n_ranks=1, span=128)
+    straight, first = (NodeWorker(partition, rank=0, provenance=PASS) for _ in range(2))
+    for row in range(40):
+        assert first.compute(ROWS[row : row + 1]) is None
+    second = NodeWorker.resume(NodeWorkerCheckpoint.from_bytes(first.checkpoint().to_bytes()))
+    assert second.next_rows == (40, 41)
+    made = [worker.compute(ROWS[row : row + 1]) for worker in (straight, second) for row in range(70) if worker.next_rows == (row, row + 1)]  # fmt: skip
+    ends = [m for m in made if m is not None]
+    assert ends[0].gram.tobytes() == ends[1].gram.tobytes()
+
+
+@pytest.mark.parametrize("kind", [CrossNodeCheckpoint, NodeWorkerCheckpoint])
+def test_bytes_of_a_checkpoint_that_changed_on_the_way_are_refused(kind):
+    saved = {
+        CrossNodeCheckpoint: reduction().checkpoint(),
+        NodeWorkerCheckpoint: NodeWorker(PARTITION, rank=1, provenance=PASS).checkpoint(),
+    }
+    data = saved.pop(kind).to_bytes()
+    (other,) = saved.values()
+    for at in range(0, len(data), 7):
+        bad = bytearray(data)
+        bad[at] ^= 4
+        with pytest.raises((FileCorrupt, DataError), match="the bytes of a checkpoint"):
+            kind.from_bytes(bad)
+    for wrong in (b"", data[:-1], data + b"\0", other.to_bytes()):
+        with pytest.raises((FileCorrupt, DataError), match="the bytes of a checkpoint"):
+            kind.from_bytes(wrong)

@@ -1,4 +1,4 @@
-"""Which objects of a store does a URL name, and how are their bytes read?
+"""Objects of a store: which of them a URL names, and how their bytes are read.
 
     s3://bucket/web/*.jsonl    gs://    az://        a prefix, a glob or one object      listed in bytewise order
     https://host/web.jsonl                           one object: the web has no listings
@@ -14,10 +14,12 @@ regions are a sentence at once. obstore's own retries are off: they would wait w
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -26,13 +28,31 @@ from urllib.parse import unquote
 
 from headrace.errors import ConfigError, DataChanged, DataError
 from headrace.metrics import Wait
-from headrace.sources.matching import COMPRESSED, MAX_FILES, Found, FoundFile, fits
-from headrace.sources.raw import Tally
 
-__all__ = ["DEADLINE", "Store", "StoredObject", "stored_matches"]
+__all__ = [
+    "DEADLINE",
+    "MAX_FILES",
+    "STORES",
+    "FoundObject",
+    "Store",
+    "StoredObject",
+    "find_objects",
+    "fits",
+    "open_object",
+    "store_of",
+]
 
 T = TypeVar("T")
 
+STORES: dict[str, str] = {
+    "s3": "Amazon S3 and what speaks its protocol",
+    "gs": "Google Cloud Storage",
+    "az": "Azure Blob Storage",
+    "http": "the web",
+    "https": "the web",
+}
+MAX_FILES = 1_000_000
+"""Files or objects that one listing may hold."""
 DEADLINE = 60.0
 """Seconds that a store may stay out of reach before a read gives up."""
 _AHEAD = 8 << 20
@@ -46,11 +66,11 @@ _PASSES = frozenset({"408", "425", "429", "500", "502", "503", "504"})
 class Store:
     """One bucket, container or web host. Safe to share between threads; not to be carried over a fork."""
 
-    def __init__(self, root: str, *, deadline: float, tally: Tally) -> None:
-        """`root` is `s3://bucket` or `https://host`."""
+    def __init__(self, root: str, *, deadline: float = DEADLINE, on_retry: Callable[[], object] = lambda: None) -> None:
+        """`root` is `s3://bucket` or `https://host`. `on_retry` is called before every request that is tried again."""
         self.root = root
         self._deadline = deadline
-        self._tally = tally
+        self._on_retry = on_retry
         try:
             import obstore
             import obstore.exceptions
@@ -139,7 +159,7 @@ class Store:
                         f"{doing}: {_said(error)}, {tries} times in {time.monotonic() - begin:.0f} s. Check that the store can be "
                         "reached and run again."
                     ) from error
-                self._tally.add(retries=1)
+                self._on_retry()
                 with Wait("source.retry", hidden=True):
                     time.sleep(pause)
 
@@ -227,29 +247,64 @@ class StoredObject:
         view[:] = held[offset - start : offset - start + len(view)]
 
 
-def stored_matches(
-    place: str, *, suffixes: Sequence[str], packings: tuple[str, ...], what: str, deadline: float, tally: Tally
-) -> tuple[Found, Store]:
-    """The objects that a URL names, and the store they lie in."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundObject:
+    """An object as it was when it was listed."""
+
+    path: str
+    """Its key below the place that was listed, with slashes."""
+    key: str
+    size: int
+    tag: str
+    """Its entity tag; where the store gives none, its time of modification."""
+
+
+def store_of(place: str) -> str | None:
+    """`s3` of `s3://bucket/web/*.jsonl`; None for a path, of which `file://` is a long form."""
+    scheme, separator, _ = place.partition("://")
+    return scheme if separator and scheme != "file" and re.fullmatch(r"[A-Za-z][\w+.-]*", scheme) else None
+
+
+def open_object(url: str) -> StoredObject:
+    """One object, as it is now."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    store = Store(f"{scheme}://{bucket}")
+    meta = store.head(key, f"opening {url}")
+    if meta is None:
+        raise DataError(f"opening {url}: the object is gone. Restore it, or take it out of the list")
+    return StoredObject(store, key, size=int(meta["size"]), tag=_tag(meta))
+
+
+def find_objects(
+    place: str,
+    *,
+    suffixes: Sequence[str],
+    packings: Sequence[str] = (),
+    what: str,
+    deadline: float = DEADLINE,
+    on_retry: Callable[[], object] = lambda: None,
+) -> tuple[Store, str, list[FoundObject]]:
+    """The store of a URL, the URL of the place that was listed, and the objects it names, in bytewise order.
+
+    A prefix gives the objects below it whose names end in one of `suffixes`, or in one of them and one of `packings`; names that
+    start with a dot are left out. `what` opens every sentence, such as "source 'jsonl:s3://b/web'".
+    """
     scheme, _, rest = place.partition("://")
     bucket, _, path = rest.partition("/")
-    store = Store(f"{scheme}://{bucket}", deadline=deadline, tally=tally)
-    parts = [unquote(part) if scheme in ("http", "https") else part for part in path.split("/") if part]
+    store = Store(f"{scheme}://{bucket}", deadline=deadline, on_retry=on_retry)
+    web = scheme in ("http", "https")
+    parts = [unquote(part) if web else part for part in path.split("/") if part]
     patterns = [i for i, part in enumerate(parts) if any(c in part for c in "*?[")]
-    if scheme in ("http", "https"):
-        if patterns or path.endswith("/"):
-            raise ConfigError(
-                f"{what}: the web cannot be listed, so {place!r} must be one file; give a source for each"
-            )
-        meta = store.head("/".join(parts), what)
-        if meta is None:
-            raise DataError(f"{what}: there is nothing at {place}")
-        return _found(store, parts[:-1], [(parts[-1], meta)], packings, what), store
+    if web and (patterns or path.endswith("/")):
+        raise ConfigError(f"{what}: the web cannot be listed, so {place!r} must be one file; give a source for each")
     if not patterns:
         meta = store.head("/".join(parts), what) if parts and not path.endswith("/") else None
         if meta is not None:
-            return _found(store, parts[:-1], [(parts[-1], meta)], packings, what), store
-        taken = tuple(suffixes) + tuple(own + packed for own in suffixes for packed in COMPRESSED)
+            return _listed(store, parts[:-1], [(parts[-1], meta)])
+        if web:
+            raise DataError(f"{what}: there is nothing at {place}")
+        taken = tuple(suffixes) + tuple(own + packed for own in suffixes for packed in packings)
         listed = [
             (relative, meta)
             for relative, meta in _below(store, parts, what)
@@ -260,12 +315,12 @@ def stored_matches(
                 f"{what}: no object ends in {' or '.join(suffixes)} below {place}. Name the objects with a glob such as "
                 f"{place.rstrip('/')}/*"
             )
-        return _found(store, parts, listed, packings, what), store
+        return _listed(store, parts, listed)
     literal, pattern = parts[: patterns[0]], parts[patterns[0] :]
     listed = [(r, meta) for r, meta in _below(store, literal, what) if fits(r.split("/"), pattern)]
     if not listed:
         raise DataError(f"{what}: no object matches {place!r}. Check the bucket, the prefix and the pattern.")
-    return _found(store, literal, listed, packings, what), store
+    return _listed(store, literal, listed)
 
 
 def _below(store: Store, parts: Sequence[str], what: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -276,22 +331,27 @@ def _below(store: Store, parts: Sequence[str], what: str) -> Iterator[tuple[str,
             yield relative, meta
 
 
-def _found(
-    store: Store,
-    parts: Sequence[str],
-    listed: Sequence[tuple[str, Mapping[str, Any]]],
-    packings: tuple[str, ...],
-    what: str,
-) -> Found:
-    files = []
-    for relative, meta in sorted(listed, key=lambda item: item[0].encode()):
-        if relative.endswith(COMPRESSED) and not relative.endswith(packings):
-            raise DataError(
-                f"{what}: {store.root}/{meta['path']} is compressed, which this scheme does not read. Unpack it, or take it out "
-                "of the source."
-            )
-        files.append(FoundFile(path=relative, size=int(meta["size"]), version=_tag(meta)))
-    return Found(root="/".join([store.root, *parts]), files=tuple(files))
+def _listed(
+    store: Store, parts: Sequence[str], found: Sequence[tuple[str, Mapping[str, Any]]]
+) -> tuple[Store, str, list[FoundObject]]:
+    objects = [
+        FoundObject(path=relative, key="/".join([*parts, relative]), size=int(meta["size"]), tag=_tag(meta))
+        for relative, meta in sorted(found, key=lambda item: item[0].encode())
+    ]
+    return store, "/".join([store.root, *parts]), objects
+
+
+def fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether the parts of a path match those of a glob: `**` is any number of folders, a leading dot must be asked for."""
+    if not pattern or not names:
+        return not pattern and not names
+    head, rest = pattern[0], pattern[1:]
+    if head == "**":
+        deeper = len(names) > 1 and not names[0].startswith(".") and fits(names[1:], pattern)
+        return deeper or fits(names, rest or ("*",))
+    if names[0].startswith(".") and not head.startswith("."):
+        return False
+    return fnmatch.fnmatchcase(names[0], head) and fits(names[1:], rest)
 
 
 def _tag(meta: Mapping[str, Any]) -> str:
@@ -301,8 +361,8 @@ def _tag(meta: Mapping[str, Any]) -> str:
 
 def _replaced(url: str) -> DataChanged:
     return DataChanged(
-        f"{url} was replaced since it was listed: its entity tag is another. The run would train on other text than it says; "
-        "restore the object, or start again with the new one."
+        f"{url} was replaced since it was listed: its entity tag is another. Restore the object, or start again with the "
+        "new one."
     )
 
 
