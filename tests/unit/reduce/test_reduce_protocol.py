@@ -492,8 +492,10 @@ def test_a_worker_travels_as_bytes_inside_a_span():
 
 @pytest.mark.parametrize("kind", [CrossNodeCheckpoint, NodeWorkerCheckpoint])
 def test_bytes_of_a_checkpoint_that_changed_on_the_way_are_refused(kind):
+    begun = reduction()
+    begun.receive(partial(0))
     saved = {
-        CrossNodeCheckpoint: reduction().checkpoint(),
+        CrossNodeCheckpoint: begun.checkpoint(),
         NodeWorkerCheckpoint: NodeWorker(PARTITION, rank=1, provenance=PASS).checkpoint(),
     }
     data = saved.pop(kind).to_bytes()
