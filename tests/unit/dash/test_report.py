@@ -92,7 +92,9 @@ def test_what_is_wrong_with_a_run_is_said_in_words(tmp_path, changed, sentence):
 @pytest.mark.parametrize("lopsided", [False, True])
 def test_counts_of_open_files_are_explained_only_where_they_are_flat_and_the_picks_are_not(tmp_path, lopsided):
     changed = {"stream_mixing/picks/atac": 0, "stream_mixing/picks/rna": 1} if lopsided else {}
-    lines = [stream_line(s, **changed) | ({f"{A}/modalities/atac": s % 2 + 1} if lopsided else {}) for s in range(1, 50)]
+    lines = [
+        stream_line(s, **changed) | ({f"{A}/modalities/atac": s % 2 + 1} if lopsided else {}) for s in range(1, 50)
+    ]
     found = read_report(a_run(tmp_path / "run", lines)).findings
     assert not any("counts open files" in f.sentence for f in found), found
 
