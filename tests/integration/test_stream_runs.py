@@ -129,10 +129,11 @@ def healthy(found: list[dict[str, Any]], ranks: int) -> None:
 def imbalanced(found: list[dict[str, Any]], ranks: int) -> None:
     spread = [line[f"{A}/remaining_fraction_max"] - line[f"{A}/remaining_fraction_min"] for line in found]
     assert sum(spread) / len(spread) < 0.2, "draining is healthy under this stress"
-    picks = {m: sum(line[f"stream_mixing/picks/{m}"] for line in found) / ranks for m in ("atac", "protein", "rna")}
+    picks = {m: sum(line[f"stream_mixing/picks/{m}"] for line in found) for m in ("atac", "protein", "rna")}
+    assert sum(picks.values()) <= len(found), "one draw a step, however many ranks share it"
     assert picks["rna"] > 0.9 * len(found)
     assert picks["atac"] < 0.05 * len(found)
-    assert {line[f"{A}/modalities/rna"] for line in found} == {ranks}, "counts of readers stay flat"
+    assert {line[f"{A}/modalities/rna"] for line in found} == {1}, "counts of readers stay flat"
     assert max(line[f"{A}/steps_since_pick_max"] for line in found) > 5 * 4, "the large batches wait"
     assert max(line[f"{A}/overdue_max"] for line in found) < 3, "and no longer than their share promises"
 

@@ -29,7 +29,7 @@ from headrace.jobs.streams_config import StreamsConfig
 from headrace.loader.data_stats import DataStatsCollector
 from headrace.loader.exchange import gather_json
 from headrace.loader.extra_metrics import drained_metrics
-from headrace.loader.stream_metrics import without_states
+from headrace.loader.stream_metrics import without_counts, without_states
 from headrace.metrics import Accumulator, JsonlSink, Mean, Reducer, Sink, default_meter, registered_specs
 from headrace.order.keys import mix64_array
 from headrace.sources.stream_files import StreamListing, list_streams
@@ -274,7 +274,9 @@ def _go(run: _Run) -> StreamSummary:
     specs = registered_specs()
     interval, reducer = Accumulator(specs), Reducer(specs, cpu_group(run.world_size), deadline=config.deadline)
     lanes = run.config.streams.lane_count
-    draws_a_step = lanes // run.world_size if run.config.streams.batching_mode == "device_per_stream" else 1
+    rolls = run.config.streams.batching_mode == "device_per_stream"
+    draws_a_step = lanes // run.world_size if rolls else 1
+    counts_draws = rolls or run.rank == 0
     meter.drain()
     run.started = time.perf_counter()
     state = "completed"
@@ -293,7 +295,8 @@ def _go(run: _Run) -> StreamSummary:
             run.loss_first = result.loss if math.isnan(run.loss_first) else run.loss_first
             run.losses.append(result.loss)
         cells = _count(run, taken)
-        events, states = without_states(drained_metrics(run.data))
+        drained = drained_metrics(run.data)
+        events, states = without_states(drained if counts_draws else without_counts(drained))
         extra = run.trainer.extra_metrics()
         run.forgotten += sum(n for key, n in extra.items() if key.startswith("ledger/false_evictions/"))
         values: dict[str, Any] = {**meter.drain(), **events, **extra}
@@ -311,7 +314,7 @@ def _go(run: _Run) -> StreamSummary:
         stop = bool(run.asked_to_stop) and run.world_size == 1
         if step % config.log_every == 0 or step == last or step == 1 or stop:
             # Statistics are of the window and go in whole: what was seen so far must not be added up step by step.
-            line = reducer.reduce({**interval.drain(), **states, **run.stats.drain()})
+            line = reducer.reduce({**interval.drain(), **states, **run.stats.drain()}, step=step)
             _log(run, step, line, time.perf_counter() - since)
             since = time.perf_counter()
             agreed = int(line["run/stop"])
@@ -344,7 +347,7 @@ def _count(run: _Run, taken: Sequence[Mapping[str, Any]]) -> int:
 def _log(run: _Run, step: int, line: Mapping[str, Any], seconds: float) -> None:
     if run.rank != 0:
         return
-    steps = max(int(line["steps_in_interval"]) // run.world_size, 1)
+    steps = max(int(line["steps_in_interval"]), 1)
     wait = float(line.get("wait/streams.next/seconds_max", line.get("wait/streams.next/seconds", 0.0)))
     cells = float(line.get("data/rows", 0))
     progress = Progress(

@@ -34,7 +34,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from headrace.errors import ConfigError, CursorMismatch, DataError
 from headrace.loader.ahead import Ahead
-from headrace.loader.stream_metrics import PoolMetrics, stream_specs
+from headrace.loader.stream_metrics import PoolMetrics, stream_specs, without_counts
 from headrace.metrics import Meter, MetricSpec, Reducer, Wait, default_meter
 from headrace.mix import (
     BatchingMode,
@@ -199,7 +199,7 @@ class StreamMixingDataset(IterableDataset):
         self._ended = False
         self._pass: _Pass | None = None
         self._processes: CellProcesses | None = None
-        self._reducers: dict[tuple[str, Any], Reducer] = {}
+        self._reducers: dict[tuple[str, Any, str], Reducer] = {}
 
     # -------------------------------------------------------------------------------------------- iterating
 
@@ -352,11 +352,14 @@ class StreamMixingDataset(IterableDataset):
         collectives: Literal["all_gather", "all_reduce"] = "all_gather",
         group: Any = None,
         deadline: float | None = None,
+        step: int | None = None,
     ) -> dict[str, float]:
         """What the ranks say together, each metric by its own reduction. Collective, unless world_size is 1.
 
-        Values are combined in CPU memory as int64 and float64 whatever `device` is. One packed all_gather by default, which
-        also names the worst rank; `collectives="all_reduce"` is one all_reduce a kind of reduction.
+        Values travel as int64 and float64 through the memory of `device`, which `group` must reach; by default through CPU memory where
+        the group reaches it. One packed all_gather by default, which also names the worst rank; `collectives="all_reduce"` is one
+        all_reduce a kind of reduction. `step` (default: the batches that each rank was given) must be the same on every rank. In per_stream
+        rank 0 of the group counts the draws, which are those of all ranks.
         """
         if world_size == 1:
             return dict(local)
@@ -366,16 +369,16 @@ class StreamMixingDataset(IterableDataset):
                 f"aggregate_step_metrics was asked for {world_size} ranks and the process group has {joined}; call "
                 "torch.distributed.init_process_group first, and pass its world size"
             )
-        reducer = self._reducers.get((collectives, group))
+        kind = (collectives, group, str(device))
+        reducer = self._reducers.get(kind)
         if reducer is None:
-            reducer = self._reducers[collectives, group] = Reducer(
-                self.metric_specs(),
-                group,
-                deadline=deadline or self._deadline,
-                collectives=collectives,
-                meter=self._meter,
-            )
-        return reducer.reduce(local)
+            reducer = self._reducers[kind] = Reducer(
+                self.metric_specs(), group, deadline=deadline or self._deadline, collectives=collectives, meter=self._meter, device=device
+            )  # fmt: skip
+        rolls = self.settings.batching_mode == "device_per_stream"
+        if not rolls and dist.get_rank(group) != 0:
+            local = without_counts(local)
+        return reducer.reduce(local, step=self.delivered // (world_size if rolls else 1) if step is None else step)
 
     # ---------------------------------------------------------------------------------------------- state
 
