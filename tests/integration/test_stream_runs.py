@@ -37,6 +37,7 @@ def _borrowed(path: Path) -> Any:
     return module
 
 
+sys.path.insert(0, str(HERE.parents[1]))
 shared = _borrowed(HERE.with_name("test_metrics_ranks.py"))
 ranks = shared.ranks
 
@@ -192,6 +193,30 @@ def test_stopping_and_going_on_on_the_same_shape_gives_the_same_model_to_the_bit
     assert end["order_digest"] == straight["order_digest"]
     again = run("", str(tmp_path / "chain"))
     assert (again["state"], again["step"], again["model_sha256"]) == ("completed", 12, end["model_sha256"])
+
+
+@pytest.mark.parametrize(("on_reshard", "what"), [("drop", "dropped {} still-active readers"), ("park", "parked {} still-active readers at the head of the queue")])  # fmt: skip
+@pytest.mark.parametrize("stdout", ["text", "json"])
+def test_the_command_prints_and_journals_what_a_smaller_pool_did_to_open_readers(
+    tmp_path, capsys, on_reshard, what, stdout
+):
+    from headrace.cli import main
+    from stream_cells import write_streams
+
+    write_streams(tmp_path / "cells", {"rna": [40, 40, 40, 40]})
+    config = tmp_path / "c.toml"
+    config.write_text(
+        f'[run]\nsteps = 8\n[streams]\nroots = ["{tmp_path}/cells"]\nbatch_size = 4\nnum_streams_mixed = 4\non_reshard = "{on_reshard}"\n'
+    )
+    run(str(config), str(tmp_path / "run"), "--run.stop_after", "5")
+    capsys.readouterr()
+    smaller = ("--streams.num_streams_mixed", "1", *(("--format", "json") if stdout == "json" else ()))
+    with pytest.raises(SystemExit, match="0"):
+        main(["run", "--resume", str(tmp_path / "run"), *smaller])
+    printed = capsys.readouterr()
+    assert f"[stream_mixing] resume reshard {what.format(3)}" in (printed.err if stdout == "json" else printed.out)
+    resumed = [line for line in read_jsonl(tmp_path / "run" / "journal.jsonl") if line["event"] == "resumed"]
+    assert [(line["dropped"], line["parked"]) for line in resumed] == [(3, 0) if on_reshard == "drop" else (0, 3)]
 
 
 def test_a_resume_on_changed_files_is_refused_and_names_them(desk, tmp_path):

@@ -257,11 +257,16 @@ def _restore(run: _Run, listing: StreamListing, accept: Collection[str]) -> None
     run.digest = int(meta["order_digest"], 16) if run.rank == 0 else 0
     run.forgotten = int(meta.get("false_evictions", 0)) if run.rank == 0 else 0
     run.saved = chosen
+    moved = run.data.resharded
     if run.rank == 0:
         run.watcher.notice(f"resuming at step {chosen} of {run.config.run.steps}")
+        for line in moved.lines():
+            run.watcher.notice(line)
         run.folder.keep_config()
         publish_json(kept, listing.to_json(), replace=True)
-    _note(run, "resumed", step=chosen, accepted=sorted(accept), config_hash=run.config.hash)
+    _note(
+        run, "resumed", step=chosen, accepted=sorted(accept), config_hash=run.config.hash, dropped=moved.dropped, parked=moved.parked
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------- loop

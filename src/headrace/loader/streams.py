@@ -44,6 +44,7 @@ from headrace.mix import (
     MixSettings,
     PickMode,
     Queue,
+    Reshard,
     StreamTable,
     rank_share,
     worker_of,
@@ -196,6 +197,8 @@ class StreamMixingDataset(IterableDataset):
         self._own: list[LanePool] | None = None
         """The lanes whose draws this rank delivers, once that is known."""
         self._metrics = PoolMetrics(self.table.kinds)
+        self.resharded = Reshard(parked=0, dropped=0)
+        """What the last `load_state_dict` did to readers that a smaller pool has no slot for."""
         self._ended = False
         self._pass: _Pass | None = None
         self._processes: CellProcesses | None = None
@@ -423,12 +426,9 @@ class StreamMixingDataset(IterableDataset):
         self._own = None
         self._ended = bool(cursor.body.get("ended", False))
         self._metrics.forget(plan.lanes)
-        if moved.dropped:
-            _log.info("[stream_mixing] resume reshard dropped %d still-active readers", moved.dropped)
-        if moved.parked:
-            _log.info(
-                "[stream_mixing] resume reshard parked %d still-active readers at the head of the queue", moved.parked
-            )
+        self.resharded = moved
+        for line in moved.lines():
+            _log.info(line)
 
 
 class _Read(NamedTuple):

@@ -299,7 +299,7 @@ class Reducer:
         rank: without it the values of a rank that skipped a call are added to those of another step.
         """
         if self._ranks is None and not _distributed(self._group):
-            return {k: _finished(v) for k, v in _checked(self._book, local).items()}
+            return self._of_one_rank(_checked(self._book, local))
         with Wait("metrics.reduce", meter=self._meter, deadline=self._deadline) as wait:
             ranks = self._ranks
             if ranks is None:
@@ -325,6 +325,16 @@ class Reducer:
                     return result
                 self._take_in(ranks, members, problem, at_step, wait)
             raise AssertionError("a layout that has just taken in every rank's keys lacks one")
+
+    def _of_one_rank(self, values: Mapping[str, Value]) -> dict[str, Number]:
+        """Its own values, and `<key>_max` as several ranks have it."""
+        result: dict[str, Number] = {}
+        for key, value in values.items():
+            result[key] = _finished(value)
+            spec = self._book.find(key)
+            if spec is not None and spec.with_max and spec.reduction in (Reduction.SUM, Reduction.MEAN):
+                result[f"{key}_max"] = result[key]
+        return result
 
     def _attempt(self, ranks: Ranks, row: np.ndarray, wait: Wait) -> dict[str, Number] | None:
         """The reduced row, None if some rank has something to say first."""
