@@ -32,7 +32,7 @@ import torch.distributed as dist
 import xxhash
 from torch.utils.data import IterableDataset, get_worker_info
 
-from headrace.errors import ConfigError, CursorMismatch, DataError
+from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded
 from headrace.loader.ahead import Ahead
 from headrace.loader.stream_metrics import PoolMetrics, stream_specs, without_counts
 from headrace.metrics import Meter, MetricSpec, Reducer, Wait, default_meter
@@ -50,7 +50,7 @@ from headrace.mix import (
     worker_of,
 )
 from headrace.order import Cursor, fingerprint_json
-from headrace.sources.cell_readers import CellProcesses, CellReaders
+from headrace.sources.cell_readers import CellProcesses, CellReaders, rows_text
 from headrace.sources.cells import CellOpener, Cells, registered_cells
 from headrace.sources.stream_files import Layout, StreamListing, list_streams
 
@@ -466,6 +466,8 @@ class _Pass:
         self._some_stream = next(s for s, n in enumerate(data.table.rows) if n)
         self._rolls = data.settings.batching_mode == "device_per_stream"
         self._first = True
+        self._reading: _Read | None = None
+        """What is being read, or was read last."""
         self._drawn: deque[_Read] = deque()
         self._kept: dict[int, tuple[int, int, Cells]] = {}
         """By stream, the rows [first, last) that were read in one go."""
@@ -492,11 +494,14 @@ class _Pass:
         if self._closed:
             raise StopIteration
         data = self._data
-        with self._wait as wait:
-            if self._inline:
-                made = self._make_one()
-            elif (made := self._batches.exchange(self._held, wait)) is not None:
-                self._held = made[2]
+        try:
+            with self._wait as wait:
+                if self._inline:
+                    made = self._make_one()
+                elif (made := self._batches.exchange(self._held, wait)) is not None:
+                    self._held = made[2]
+        except DeadlineExceeded as error:
+            raise self._with_rows(error) from error
         if made is None:
             data._ended = True
             self.close()
@@ -506,6 +511,13 @@ class _Pass:
         if data._behind > _AT_A_TIME:
             data._catch_up()
         return batch
+
+    def _with_rows(self, error: DeadlineExceeded) -> DeadlineExceeded:
+        """The error with the file and rows that are being read, unless it names the file itself."""
+        read = self._reading
+        if read is None or (path := self._data.stream_paths[read.stream]) in str(error):
+            return error
+        return DeadlineExceeded(f"{error} It is reading {rows_text(path, read.start, read.stop)}.")
 
     def close(self) -> None:
         if self._closed:
@@ -524,7 +536,7 @@ class _Pass:
         if self._processes is None:
             if not self._drawn and not self._draw_ahead():
                 return None
-            read = self._drawn.popleft()
+            read = self._reading = self._drawn.popleft()
             draw, stream, start, stop, soon = read[:5]
             if soon:
                 self._files.expect(soon)
@@ -541,7 +553,7 @@ class _Pass:
             self._asked.append(read)
         if not self._asked:
             return None
-        read = self._asked.popleft()
+        read = self._reading = self._asked.popleft()
         return read.draw, self._batch(read, self._processes.answer())
 
     def _cells(self, read: _Read) -> Cells:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -29,10 +29,22 @@ from headrace.metrics import Meter, Wait, default_meter
 from headrace.sources.cells import CellFile, CellOpener, Cells, open_cells
 from headrace.sources.native_threads import one_native_thread
 
-__all__ = ["CellProcesses", "CellReaders", "pack_cells", "unpack_cells"]
+__all__ = ["CellProcesses", "CellReaders", "pack_cells", "rows_text", "unpack_cells"]
 
 _QUICK = (".npy",)
 """Not opened ahead: that is 100 us of Python, and a thread would hold the interpreter's lock for as long at a worse moment."""
+
+
+class _Request(NamedTuple):
+    worker: int
+    stream: int
+    start: int
+    stop: int
+
+
+def rows_text(path: str, start: int, stop: int) -> str:
+    """`rows 64 to 128 of rna/0.npz`: the rows [64, 128)."""
+    return f"rows {start:,} to {stop:,} of {path}"
 
 
 class CellReaders:
@@ -104,7 +116,8 @@ class CellReaders:
             return self._opened(stream, False)
         if future.done():
             return future.result()
-        with Wait("streams.open", meter=self._meter, deadline=self._deadline) as wait:
+        opening = f"It is opening {self._paths[stream]}: look at the disk or the mount, or give a longer deadline."
+        with Wait("streams.open", meter=self._meter, deadline=self._deadline, remedy=opening) as wait:
             try:
                 return future.result(timeout=wait.remaining())
             except TimeoutError:
@@ -189,7 +202,8 @@ class CellProcesses:
     ) -> None:
         self._meter = meter if meter is not None else default_meter()
         self._deadline = deadline
-        self._asked: deque[int] = deque()
+        self._paths = paths
+        self._asked: deque[_Request] = deque()
         recipe = {"paths": list(paths), "columns": columns, "readers": dict(readers or {}), "rows": rows}
         # spawn: the parent has threads, and a fork would copy their locks in whatever state they are.
         context = multiprocessing.get_context("spawn")
@@ -215,26 +229,35 @@ class CellProcesses:
 
     def ask(self, worker: int, stream: int, start: int, stop: int, *, dry: bool, expect: Sequence[int] = ()) -> None:
         """Ask for rows. `dry`: they are the last, so the file may be closed; `expect`: files to open ahead."""
+        self._asked.append(_Request(worker, stream, start, stop))
         try:
             self._pipes[worker].send_bytes(orjson.dumps([stream, start, stop, dry, list(expect)]))
         except OSError as error:
             raise self._lost(worker) from error
-        self._asked.append(worker)
 
     def answer(self) -> Cells:
         """The rows that were asked for first."""
-        worker = self._asked.popleft()
+        worker = self._asked[0].worker
         pipe = self._pipes[worker]
         with Wait("streams.worker", meter=self._meter, deadline=self._deadline) as wait:
             try:
                 while not pipe.poll(min(0.5, max(wait.remaining(), 0.001))):
+                    if wait.expired():
+                        wait.remedy = (
+                            f"{self._process_text(worker)} still reads {self._rows_text(worker)}: look at the disk or the mount, or give "
+                            "a longer deadline."
+                        )
                     wait.check()
                 header = pipe.recv_bytes()
-                if header[:1] != b"[":
-                    raise _error_of(header)
-                return unpack_cells(header, [pipe.recv_bytes() for _ in orjson.loads(header)])
+                failed = header[:1] != b"["
+                parts = [] if failed else [pipe.recv_bytes() for _ in orjson.loads(header)]
             except (EOFError, ConnectionError) as error:
                 raise self._lost(worker) from error
+        # Only now: the answer to a request that was given up at its deadline must not be taken for that of the next one.
+        self._asked.popleft()
+        if failed:
+            raise _error_of(header)
+        return unpack_cells(header, parts)
 
     def forget(self) -> None:
         """Take in and throw away what was asked for and is no longer wanted."""
@@ -254,13 +277,19 @@ class CellProcesses:
         self._pipes, self._processes = [], []
         self._asked.clear()
 
+    def _process_text(self, worker: int) -> str:
+        return f"reader process {worker} (pid {self._processes[worker].pid}) of {len(self._processes)}"
+
+    def _rows_text(self, worker: int) -> str:
+        """The first rows that a worker was asked for and has not sent."""
+        first = next((r for r in self._asked if r.worker == worker), None)
+        return "no rows" if first is None else rows_text(self._paths[first.stream], first.start, first.stop)
+
     def _lost(self, worker: int) -> WorkerDied:
         process = self._processes[worker]
         process.join(1.0)
-        code = process.exitcode
-        how = how_it_ended(code)
         return WorkerDied(
-            f"reader process {worker} (pid {process.pid}) of {len(self._processes)} {how} while it read cells. Look at the system's "
+            f"{self._process_text(worker)} {how_it_ended(process.exitcode)} while it read {self._rows_text(worker)}. Look at the system's "
             "log (out of memory?); the run can be resumed from its last checkpoint, with any num_workers."
         )
 
