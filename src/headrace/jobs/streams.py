@@ -132,7 +132,9 @@ def run_streams(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] 
     ranks = init_distributed(config.train.device, timeout_seconds=config.run.deadline)
     try:
         with contextlib.ExitStack() as stack:
-            data = stack.enter_context(open_dataset(config, folder.base, listing=listing, meter=default_meter()))
+            data = stack.enter_context(
+                open_dataset(config, folder.base, listing=listing, records=folder.records, meter=default_meter())
+            )
             trainer = _trainer(config, data, ranks)
             lead = ranks.rank == 0
             run = _Run(
@@ -227,18 +229,11 @@ def _restore(run: _Run, listing: StreamListing, accept: Collection[str]) -> None
         return
     container = run.store.open(chosen)
     meta = container.meta
+    saved_listing = orjson.loads(kept.read_bytes()) if kept.exists() else None
     try:
-        run.data.load_state_dict(meta["data"], accept=accept)
+        run.data.load_state_dict(meta["data"], accept=accept, saved_listing=saved_listing)
     except CursorMismatch as error:
-        changed = listing.changes_since(orjson.loads(kept.read_bytes())) if kept.exists() else []
-        told = (
-            f" Since then: {'; '.join(changed[:5])}{f'; and {len(changed) - 5} more' if len(changed) > 5 else ''}."
-            if changed
-            else ""
-        )
-        raise CursorMismatch(
-            f"cannot resume {run.folder.path} at step {chosen}: {error}{told}", error.differences
-        ) from error
+        raise CursorMismatch(f"cannot resume {run.folder.path} at step {chosen}: {error}", error.differences) from error
     run.trainer.load_state_arrays(container.arrays, container.dtypes, meta["trainer"])
     if run.config.ledger is not None:
         if "ledger" not in meta:

@@ -50,9 +50,11 @@ from headrace.mix import (
     worker_of,
 )
 from headrace.order import Cursor, fingerprint_json
+from headrace.sources.cell_hashes import CellHashes, record_name
 from headrace.sources.cell_readers import CellProcesses, CellReaders, rows_text
 from headrace.sources.cells import CellOpener, Cells, registered_cells
-from headrace.sources.stream_files import Layout, StreamListing, list_streams
+from headrace.sources.opened import cache_folder
+from headrace.sources.stream_files import Layout, StreamListing, kept_listing, list_streams
 
 __all__ = ["StreamMixingDataset", "StreamReader", "cells_to_tensors"]
 
@@ -127,6 +129,7 @@ class StreamMixingDataset(IterableDataset):
         allow_symlinks: bool = False,
         base: Path | None = None,
         cache: Path | None = None,
+        records: Path | None = None,
         deadline: float = 300.0,
         meter: Meter | None = None,
         listing: StreamListing | None = None,
@@ -138,7 +141,8 @@ class StreamMixingDataset(IterableDataset):
         default global_ranks) may change at a resume; the number of ranks must divide it. `repeat` begins the next epoch by
         itself (device_per_stream always does). `on_reshard="drop"` loses the rest of slices that a smaller pool has no slot
         for, as the log then says; by default they wait at the head of the queue. `columns` leaves out the others.
-        `num_workers` are processes that read; `prefetch_batches` are made ahead by a thread.
+        `num_workers` are processes that read; `prefetch_batches` are made ahead by a thread. `records` is the folder of content hashes of
+        the rows that were read, as a rule the run's own; without it they lie in the cache and hold for this place on this machine.
         """
         problems = [
             f"{name} must be {wanted}, got {value!r}"
@@ -186,6 +190,13 @@ class StreamMixingDataset(IterableDataset):
         self._given_rank = (dp_rank, dp_world_size)
         if (dp_rank is None) != (dp_world_size is None):
             raise ConfigError("dp_rank and dp_world_size belong together; give both or neither")
+        self._cache = cache
+        where = [] if records is not None else [str(Path(f.path).parent) for f in self.listing.files]
+        self._records = (records if records is not None else (cache or cache_folder()) / "records") / record_name(
+            self._columns, *dict.fromkeys(where)
+        )
+        self._accept_changes = False
+        self._hashes: CellHashes | None = None
         self._deadline = deadline
         self._meter = meter if meter is not None else default_meter()
         self._watched = MixPlan(self.table, self.settings)
@@ -233,11 +244,14 @@ class StreamMixingDataset(IterableDataset):
         if self._ended:
             self._ended = False
             self._plan.next_epoch()
+        recorded: dict[str, Any] = {"path": self._records, "files": self.listing.files, "accept": self._accept_changes}
         if self._num_workers and self._processes is None:
             self._processes = CellProcesses(
                 self.stream_paths, workers=self._num_workers, columns=self._columns, readers=self._readers, rows=self.table.rows,
-                meter=self._meter, deadline=self._deadline,
+                hashes=recorded, meter=self._meter, deadline=self._deadline,
             )  # fmt: skip
+        if not self._num_workers and self._hashes is None:
+            self._hashes = CellHashes(**recorded)
         self._pass = _Pass(self)
         self._shape = self.rank
         self._own = self._plan.lanes_of(*self._shape)
@@ -277,6 +291,9 @@ class StreamMixingDataset(IterableDataset):
         if self._processes is not None:
             self._processes.close()
             self._processes = None
+        if self._hashes is not None:
+            self._hashes.close()
+            self._hashes = None
 
     def __enter__(self) -> StreamMixingDataset:
         return self
@@ -400,13 +417,24 @@ class StreamMixingDataset(IterableDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """What was delivered, by all ranks together: any rank's state will do for all. Not a collective."""
+        self.listing.keep(self._cache)
         body = self._plan.to_body()
         if self._ended:
             body["ended"] = True
         return Cursor(kind=KIND, version=VERSION, fingerprint=self._fingerprint(), body=body).to_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Any], *, accept: Collection[str] = ()) -> None:
-        """Go on from a saved state, on any num_streams_mixed, ranks, lanes and workers. A list of the ranks' states is fine."""
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any] | Sequence[Any],
+        *,
+        accept: Collection[str] = (),
+        saved_listing: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Go on from a saved state, on any num_streams_mixed, ranks, lanes and workers. A list of the ranks' states is fine.
+
+        `accept={"data"}` goes on over files that changed, and takes their present content for the recorded one. `saved_listing`
+        (`StreamListing.to_json`; default: the one in the cache) is what the state was saved on, for a refusal to name the files.
+        """
         if isinstance(state, list | tuple):
             if not state:
                 raise CursorMismatch("the list of states is empty")
@@ -418,10 +446,30 @@ class StreamMixingDataset(IterableDataset):
                 )
             state = state[0]
         cursor = Cursor.from_dict(state)
-        cursor.require(kind=KIND, version=VERSION, fingerprint=self._fingerprint(), accept=accept)
+        try:
+            cursor.require(kind=KIND, version=VERSION, fingerprint=self._fingerprint(), accept=accept)
+        except CursorMismatch as error:
+            if "data" not in error.differences:
+                raise
+            saved, now = error.differences["data"]
+            changed = self.listing.changes_since(
+                saved_listing or kept_listing(str(saved), self._cache) or self.listing.to_json()
+            )
+            more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
+            named = (
+                f"data: {'; '.join(changed[:5])}{more}"
+                if changed
+                else "data: the stream files changed, which of them is not known here"
+            )
+            raise CursorMismatch(
+                str(error).replace(f"data: saved {saved}, now {now}", named), error.differences
+            ) from error
         plan = MixPlan(self.table, self.settings)  # nothing is changed if the state does not fit
         moved = plan.load_body(cursor.body, drop=self._on_reshard == "drop")
         self._stop_pass()
+        if self._accept_changes != ("data" in accept):
+            self.close()  # processes and hashes that know the old answer
+            self._accept_changes = not self._accept_changes
         self._watched, self._behind, self._last = plan, 0, None
         self._own = None
         self._ended = bool(cursor.body.get("ended", False))
@@ -461,7 +509,8 @@ class _Pass:
         if self._processes is not None:
             self._processes.forget()
         self._files = CellReaders(
-            data.stream_paths, columns=data._columns, readers=data._readers, rows=data.table.rows, meter=data._meter, deadline=data._deadline
+            data.stream_paths, columns=data._columns, readers=data._readers, rows=data.table.rows, hashes=data._hashes, meter=data._meter,
+            deadline=data._deadline,
         )  # fmt: skip
         self._some_stream = next(s for s, n in enumerate(data.table.rows) if n)
         self._rolls = data.settings.batching_mode == "device_per_stream"

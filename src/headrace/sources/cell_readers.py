@@ -26,6 +26,7 @@ import orjson
 from headrace import errors
 from headrace.errors import DataError, HeadraceError, WorkerDied, how_it_ended
 from headrace.metrics import Meter, Wait, default_meter
+from headrace.sources.cell_hashes import CellHashes
 from headrace.sources.cells import CellFile, CellOpener, Cells, open_cells
 from headrace.sources.native_threads import one_native_thread
 
@@ -40,6 +41,10 @@ class _Request(NamedTuple):
     stream: int
     start: int
     stop: int
+
+
+def _cut(cells: Cells, start: int, stop: int) -> Cells:
+    return {name: column[start:stop] for name, column in cells.items()}
 
 
 def rows_text(path: str, start: int, stop: int) -> str:
@@ -57,14 +62,19 @@ class CellReaders:
         columns: Sequence[str] | None = None,
         readers: Mapping[str, CellOpener] | None = None,
         rows: Sequence[int] | None = None,
+        hashes: CellHashes | None = None,
         meter: Meter | None = None,
         deadline: float = 300.0,
     ) -> None:
-        """`rows`: what was counted when the files were listed; another number is refused."""
+        """`rows`: what was counted when the files were listed; another number is refused. `hashes`: compare what is read with what was
+        read first."""
         self._paths = paths
         self._columns = columns
         self._readers = readers
         self._rows = rows
+        self._hashes = hashes
+        self._held: dict[int, tuple[int, int, Cells]] = {}
+        """By stream, the rows [first, last) of the unit that was read last."""
         self._meter = meter if meter is not None else default_meter()
         self._deadline = deadline
         self._open: dict[int, CellFile] = {}
@@ -76,7 +86,33 @@ class CellReaders:
         file = self._open.get(stream)
         if file is None:
             file = self._open[stream] = self._arrived(stream)
-        return file.read(start, stop)
+        if self._hashes is None or start >= stop:
+            return file.read(start, stop)
+        held = self._held.get(stream)
+        if held is None or start < held[0] or stop > held[1]:
+            held = self._read_units(file, stream, start, stop)
+        return _cut(held[2], start - held[0], stop - held[0])
+
+    def _read_units(self, file: CellFile, stream: int, start: int, stop: int) -> tuple[int, int, Cells]:
+        """The whole units that hold rows [start, stop), compared with their hashes."""
+        assert self._hashes is not None
+        size = self._hashes.unit_rows[stream]
+        first, last = start // size * size, min(-(-stop // size) * size, file.rows)
+        cells = file.read(first, max(stop, last))  # a file that is too short is refused there
+        for at in range(first, last, size):
+            end = min(at + size, last)
+            unit = _cut(cells, at - first, end - first)
+            # Of all ranks that read parts of a unit, the one that is given its first row records it.
+            if not self._hashes.is_same(stream, at // size, unit, keep=start <= at):
+                raise errors.DataChanged(
+                    f"{rows_text(self._paths[stream], at, end)} are not the cells that were read there first: the file changed, though not in "
+                    "size. The run would train on other cells than it says; restore the file, or accept the change with --accept data "
+                    '(load_state_dict(..., accept={"data"})).'
+                )
+        self._held.pop(stream, None)
+        if stop < last:  # the rows after these are asked for next
+            self._held[stream] = (at, last, unit)
+        return first, last, cells
 
     def expect(self, streams: Sequence[int]) -> None:
         """Open these ahead, if they are not open yet."""
@@ -89,6 +125,7 @@ class CellReaders:
 
     def release(self, stream: int) -> None:
         """Close a file that was read to its end."""
+        self._held.pop(stream, None)
         file = self._open.pop(stream, None)
         if file is not None:
             file.close()
@@ -108,7 +145,7 @@ class CellReaders:
                 future.result().close()
         for file in self._open.values():
             file.close()
-        self._coming, self._open = {}, {}
+        self._coming, self._open, self._held = {}, {}, {}
 
     def _arrived(self, stream: int) -> CellFile:
         future = self._coming.pop(stream, None)
@@ -197,9 +234,11 @@ class CellProcesses:
         columns: Sequence[str] | None = None,
         readers: Mapping[str, CellOpener] | None = None,
         rows: Sequence[int] | None = None,
+        hashes: Mapping[str, Any] | None = None,
         meter: Meter | None = None,
         deadline: float = 300.0,
     ) -> None:
+        """`hashes` are the arguments of a CellHashes: every process has its own."""
         self._meter = meter if meter is not None else default_meter()
         self._deadline = deadline
         self._paths = paths
@@ -212,7 +251,9 @@ class CellProcesses:
         with one_native_thread():
             for i in range(workers):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, recipe), name=f"headrace-cells-{i}", daemon=True)
+                process = context.Process(
+                    target=_serve, args=(theirs, recipe, hashes), name=f"headrace-cells-{i}", daemon=True
+                )
                 process.start()
                 theirs.close()
                 self._pipes.append(ours)
@@ -300,10 +341,11 @@ def _error_of(told: bytes) -> HeadraceError:
     return kind(sentence) if issubclass(kind, HeadraceError) else DataError(sentence)
 
 
-def _serve(pipe: Connection, recipe: Mapping[str, Any]) -> None:
+def _serve(pipe: Connection, recipe: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> None:
     """A worker: rows for requests, until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    readers = CellReaders(**recipe)
+    hashes = None if recorded is None else CellHashes(**recorded)
+    readers = CellReaders(**recipe, hashes=hashes)
     try:
         while True:
             stream, start, stop, dry, expect = orjson.loads(pipe.recv_bytes())
@@ -321,3 +363,5 @@ def _serve(pipe: Connection, recipe: Mapping[str, Any]) -> None:
         return
     finally:
         readers.close()
+        if hashes is not None:
+            hashes.close()
