@@ -135,7 +135,7 @@ def killed_beside_a_stopped_one(rank: int, world: int) -> Any:
     return reducer.reduce({"data/rows": 1})
 
 
-def on_a_device(rank: int, world: int, collectives: Any, device: str | None = None) -> Any:
+def device_group(world: int) -> Any:
     """A group that reaches one device and no CPU memory, as nccl does. The device is torch's lazy one: its tensors are not in CPU memory, and
     it is in every build of torch."""
     import torch
@@ -167,8 +167,11 @@ def on_a_device(rank: int, world: int, collectives: Any, device: str | None = No
     dist.Backend.register_backend(
         "on_a_device", lambda store, rank, size, timeout: DeviceGroup(rank, size), devices=["lazy"]
     )
-    group = dist.new_group(list(range(world)), backend="on_a_device")
-    reducer = Reducer(SPECS, group, device=device, collectives=collectives, deadline=60.0)
+    return dist.new_group(list(range(world)), backend="on_a_device")
+
+
+def on_a_device(rank: int, world: int, collectives: Any, device: str | None = None) -> Any:
+    reducer = Reducer(SPECS, device_group(world), device=device, collectives=collectives, deadline=60.0)
     return [reducer.reduce(row, step=i) for i, row in enumerate(rows_of(rank))]
 
 

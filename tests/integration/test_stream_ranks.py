@@ -93,6 +93,16 @@ def lost_stream_rank(rank: int, world: int, root: str, victim: int, how: int, de
     return data.aggregate_step_metrics({}, world, "cpu")
 
 
+def on_the_groups_device(rank: int, world: int, root: str, device: str | None) -> Any:
+    data, group = dataset(root, batching_mode="device_per_stream"), shared.device_group(world)
+    told = []
+    for _ in itertools.islice(data, 3):
+        local = data.drain_step_metrics()
+        together = data.aggregate_step_metrics(local, world, device, group=group, deadline=60.0)
+        told.append({"local": local, "together": together})
+    return told
+
+
 def behind(rank: int, world: int, root: str, mode: str, skipping: int) -> Any:
     """A loop over batches in which one rank leaves the aggregation of step 20 out."""
     data = dataset(root, batching_mode=mode)
@@ -113,7 +123,9 @@ def statistics(rank: int, world: int) -> Any:
     return stats.aggregate_distributed()
 
 
-shared.SCENARIOS |= {f.__name__: f for f in (mixed, large, other_modality, lost_stream_rank, behind, statistics)}
+shared.SCENARIOS |= {
+    f.__name__: f for f in (mixed, large, other_modality, lost_stream_rank, on_the_groups_device, behind, statistics)
+}
 
 if __name__ == "__main__":
     import headrace.loader.streams  # noqa: F401  (once, for all ranks to come)
@@ -201,6 +213,25 @@ def test_a_rank_with_another_key_set_is_refused_on_all_of_them(ranks: Callable[.
         assert said["error"] == "ConfigError"
         assert f"'{A}/modalities/protein' (SUM) is declared on rank 2 only" in said["message"]
         assert f"'{A}/modalities/rna' (SUM) is declared on ranks 0, 1, 3 only" in said["message"]
+
+
+@pytest.mark.parametrize("device", ["lazy", None])
+def test_a_group_without_cpu_memory_aggregates_on_the_device_it_is_given(
+    ranks: Callable[..., Told], root: str, device: str | None
+) -> None:
+    told = ranks(2, "on_the_groups_device", root=root, device=device)
+    specs = dataset(root).metric_specs()
+    for step in range(3):
+        expected = reduce_values(specs, [said["result"][step]["local"] for said in told])
+        assert all(said["result"][step]["together"] == expected for said in told)
+
+
+def test_an_aggregation_on_a_device_that_the_group_does_not_reach_is_refused(
+    ranks: Callable[..., Told], root: str
+) -> None:
+    for said in ranks(2, "on_the_groups_device", root=root, device="cpu"):
+        assert said["error"] == "ConfigError"
+        assert "CPU memory, which the process group" in said["message"]
 
 
 @pytest.mark.parametrize("mode", ["per_stream", "device_per_stream"])

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from headrace.cli.terminal import Silent
-from headrace.errors import ConfigError, CursorMismatch
+from headrace.errors import ConfigError, CursorMismatch, DataChanged
 from headrace.jobs.config_layers import load_any_config, load_config
 from headrace.jobs.folder import RunFolder, read_jsonl
 from headrace.jobs.streams_config import StreamsConfig
+from headrace.order.fingerprint import sampled_offsets
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
@@ -219,18 +220,46 @@ def test_the_command_prints_and_journals_what_a_smaller_pool_did_to_open_readers
     assert [(line["dropped"], line["parked"]) for line in resumed] == [(3, 0) if on_reshard == "drop" else (0, 3)]
 
 
-def test_a_resume_on_changed_files_is_refused_and_names_them(desk, tmp_path):
+def two_files(tmp_path: Path, rows: int) -> tuple[str, Path]:
+    """A config over two files of ten draws each, and the second of them."""
     import numpy as np
 
+    (tmp_path / "cells" / "rna").mkdir(parents=True)
     for file in ("a.npz", "b.npz"):
-        (tmp_path / "cells" / "rna").mkdir(parents=True, exist_ok=True)
-        np.savez(tmp_path / "cells" / "rna" / file, x=np.ones((40, 4), np.float32))
+        np.savez(tmp_path / "cells" / "rna" / file, x=np.ones((rows, 4), np.float32))
     config = tmp_path / "c.toml"
-    config.write_text(f'[run]\nsteps = 6\n[streams]\nroots = ["{tmp_path}/cells"]\nbatch_size = 4\n')
-    run(str(config), str(tmp_path / "run"), "--run.stop_after", "3")
-    np.savez(tmp_path / "cells" / "rna" / "b.npz", x=np.zeros((40, 4), np.float32))
+    config.write_text(f'[run]\nsteps = 20\n[streams]\nroots = ["{tmp_path}/cells"]\nbatch_size = {rows // 10}\n')
+    return str(config), tmp_path / "cells" / "rna" / "b.npz"
+
+
+def change_byte(path: Path, at: int) -> None:
+    """One byte of a file, which keeps its size and its time of modification."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\x01")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+
+
+def test_a_resume_over_one_other_value_in_a_file_of_the_same_size_and_time_is_refused_and_names_it(desk, tmp_path):
+    config, path = two_files(tmp_path, 40)
+    run(config, str(tmp_path / "run"), "--run.stop_after", "3")
+    change_byte(path, 600)
     with pytest.raises(CursorMismatch, match=r"cannot resume .* at step 3: .*\(data: rna/b\.npz has other content\)"):
         run("", str(tmp_path / "run"))
+
+
+def test_a_value_that_changed_between_the_sampled_blocks_of_a_large_file_is_refused_when_it_is_read_again(
+    desk, tmp_path
+):
+    config, path = two_files(tmp_path, 400_000)
+    run(config, str(tmp_path / "run"), "--run.stop_after", "3")
+    sampled = sampled_offsets(path.stat().st_size)
+    change_byte(path, next(at for at in range(1 << 16, 1 << 19, 1 << 16) if at not in sampled))  # of the first draw
+    run("", str(tmp_path / "run"))
+    with pytest.raises(DataChanged, match=r"rows \S+ to \S+ of \S+/rna/b\.npz are not the cells that were read"):
+        run("", str(tmp_path / "run"), "--run.steps", "40")
 
 
 def test_the_file_and_tensorboard_get_the_stream_metrics(desk, tmp_path):
