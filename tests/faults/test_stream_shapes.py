@@ -8,12 +8,15 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.errors import DataError, DeadlineExceeded, WorkerDied
@@ -27,6 +30,17 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "stream_mixing"
 LONG = os.environ.get("HEADRACE_FAULTS", "short") == "long"
 SHAPES = [(0, 1), (0, 2), (1, 1), (2, 1), (3, 1), (2, 2), (0, 5)]
+
+
+ROWS_OF_A_FILE = r"rows \d+ to \d+ of \S+/\w+/\d+\.\w+"
+
+
+def assert_rows_of_the_plan(sentence: str, expected: list[Any]) -> None:
+    """The rows that an error names are those of a batch that the plan has."""
+    found = re.search(r"rows (\d+) to (\d+) of \S+/(\d+)\.\w+", sentence)
+    assert found is not None, sentence
+    first, last, file = (int(n) for n in found.groups())
+    assert [float(file * 10_000 + row) for row in range(first, last)] in [cells for _, cells in expected]
 
 
 @pytest.fixture(scope="module")
@@ -138,24 +152,62 @@ def test_a_killed_reader_process_is_named_and_the_state_is_good_for_another_run(
     state = data.state_dict()
     victim = data._processes.pids[1]
     os.kill(victim, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=rf"reader process 1 \(pid {victim}\) of 2 was killed by SIGKILL"):
+    with pytest.raises(
+        WorkerDied,
+        match=rf"reader process 1 \(pid {victim}\) of 2 was killed by SIGKILL while it read {ROWS_OF_A_FILE}",
+    ) as died:
         seen([data], 20)
+    assert_rows_of_the_plan(str(died.value), expected)
     data.close()
     with dataset(root, num_workers=1) as other:
         other.load_state_dict(state)
         assert head + seen([other], 13) == expected
 
 
-def test_a_reader_process_that_hangs_is_an_error_at_the_deadline(root):
-    data = dataset(root, num_workers=1, prefetch_batches=0, deadline=1.0)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_reader_process_that_hangs_is_an_error_at_the_deadline_with_file_and_rows(root, prefetch):
+    with dataset(root, prefetch_batches=0) as data:
+        expected = seen([data], 23)
+    data = dataset(root, num_workers=1, prefetch_batches=prefetch, deadline=60.0)
     seen([data], 3)
     (pid,) = data._processes.pids
     os.kill(pid, signal.SIGSTOP)
+    data._deadline = data._processes._deadline = 1.0  # only now: a process takes longer to start on a busy machine
     try:
-        with pytest.raises(DeadlineExceeded, match=r"streams\.worker|streams\.next"):
+        with pytest.raises(DeadlineExceeded, match=ROWS_OF_A_FILE) as late:
             seen([data], 20)
+        assert_rows_of_the_plan(str(late.value), expected)
+        with pytest.raises(DeadlineExceeded, match=rf"reader process 0 \(pid {pid}\) of 1 .*{ROWS_OF_A_FILE}"):
+            next(iter(data))  # the answer that did not come is still the first: nothing else is taken for it
     finally:
         os.kill(pid, signal.SIGCONT)
+        data._deadline = data._processes._deadline = 60.0
+    assert seen([data], 1) == expected[3:4]
+    data.close()
+
+
+def test_a_reader_that_hangs_in_the_trainers_process_is_named_with_file_and_rows(tmp_path):
+    release = threading.Event()
+
+    class Slow:
+        rows = 30
+
+        def read(self, start: int, stop: int) -> dict[str, Any]:
+            assert release.wait(60) or stop
+            return {"x": np.zeros((stop - start, 2), np.float32)}
+
+        def close(self) -> None: ...
+
+    (tmp_path / "cells" / "rna").mkdir(parents=True)
+    (tmp_path / "cells" / "rna" / "a.slow").write_bytes(b"slow")
+    data = StreamMixingDataset(
+        tmp_path / "cells", batch_size=4, readers={".slow": lambda path, columns: Slow()}, cache=tmp_path / "c", deadline=0.5
+    )  # fmt: skip
+    try:
+        with pytest.raises(DeadlineExceeded, match=r"rna/a\.slow"):
+            next(iter(data))
+    finally:
+        release.set()
         data.close()
 
 

@@ -104,9 +104,84 @@ def half(rank: int, world: int) -> Any:
     return Reducer(SPECS, group=groups[rank % 2], deadline=60.0).reduce({"depth/max": rank, "data/rows": rank})
 
 
+def behind(rank: int, world: int, skipping: int, collectives: Any) -> Any:
+    """Ranks that reduce at every step; one of them leaves step 20 out."""
+    reducer = Reducer(SPECS, deadline=60.0, collectives=collectives)
+    at = -1
+    try:
+        for at in range(60):
+            if not (rank == skipping and at == 20):
+                reducer.reduce({"data/rows": 1}, step=at)
+    except HeadraceError as error:
+        return {"at": at, "message": str(error)}
+    return {"at": at, "message": ""}
+
+
+def stopped_while_another_leaves(rank: int, world: int) -> Any:
+    """Rank 1 is stopped; rank 0 comes to its deadline and leaves, and with it the store, if it holds that."""
+    reducer = Reducer(SPECS, deadline=1.5 if rank == 0 else 40.0)
+    reducer.reduce({"data/rows": 1})
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return reducer.reduce({"data/rows": 1})
+
+
+def killed_beside_a_stopped_one(rank: int, world: int) -> Any:
+    """Rank 1 is stopped, and rank 0, which holds the store, is killed before it comes."""
+    reducer = Reducer(SPECS, deadline=3.0)
+    reducer.reduce({"data/rows": 1})
+    if rank < 2:
+        os.kill(os.getpid(), (signal.SIGKILL, signal.SIGSTOP)[rank])
+    return reducer.reduce({"data/rows": 1})
+
+
+def device_group(world: int) -> Any:
+    """A group that reaches one device and no CPU memory, as nccl does. The device is torch's lazy one: its tensors are not in CPU memory, and
+    it is in every build of torch."""
+    import torch
+    import torch._lazy.ts_backend
+    import torch.distributed as dist
+
+    torch._lazy.ts_backend.init()
+
+    class DeviceGroup(dist.ProcessGroup):
+        group_name = "on_a_device"
+
+        def allgather(self, outputs: Any, inputs: Any, options: Any) -> Any:
+            assert {t.device.type for t in (*inputs, *outputs[0])} == {"lazy"}
+            here = [torch.empty(t.shape, dtype=t.dtype) for t in outputs[0]]
+            work = dist.group.WORLD.allgather([here], [inputs[0].cpu()], options)
+            return self._landed(work, outputs[0], here)
+
+        def allreduce(self, tensors: Any, options: Any) -> Any:
+            assert tensors[0].device.type == "lazy"
+            here = tensors[0].cpu()
+            return self._landed(dist.group.WORLD.allreduce([here], options), tensors, [here])
+
+        def _landed(self, work: Any, there: Any, here: Any) -> Any:
+            work.wait()
+            for to, what in zip(there, here, strict=True):
+                to.copy_(what.to("lazy"))
+            return work
+
+    dist.Backend.register_backend(
+        "on_a_device", lambda store, rank, size, timeout: DeviceGroup(rank, size), devices=["lazy"]
+    )
+    return dist.new_group(list(range(world)), backend="on_a_device")
+
+
+def on_a_device(rank: int, world: int, collectives: Any, device: str | None = None) -> Any:
+    reducer = Reducer(SPECS, device_group(world), device=device, collectives=collectives, deadline=60.0)
+    return [reducer.reduce(row, step=i) for i, row in enumerate(rows_of(rank))]
+
+
 SCENARIOS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (agree, other_keys, other_reduction, undeclared, lost, late, half)
-}
+    f.__name__: f
+    for f in (
+        agree, other_keys, other_reduction, undeclared, lost, late, half, behind, stopped_while_another_leaves, killed_beside_a_stopped_one,
+        on_a_device,
+    )
+}  # fmt: skip
 
 
 def be_rank(rank: int, world: int, folder: Path, scenario: str, arguments: dict[str, Any], tcp: bool) -> None:
@@ -226,7 +301,7 @@ def ranks(server: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Told]:
         scenario: str,
         *,
         lost: int | None = None,
-        stopped: bool = False,
+        stopped: bool | list[int] = False,
         tcp: bool = False,
         **arguments: Any,
     ) -> Told:
@@ -234,7 +309,7 @@ def ranks(server: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Told]:
         folder.mkdir()
         order = {
             "world": world, "folder": str(folder), "scenario": scenario, "arguments": arguments, "tcp": tcp,
-            "deadline": 100.0, "stopped": [lost] if stopped else [],
+            "deadline": 100.0, "stopped": [lost] if stopped is True else stopped or [],
         }  # fmt: skip
         assert server.stdin is not None
         assert server.stdout is not None
@@ -243,7 +318,7 @@ def ranks(server: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Told]:
         answer = json.loads(server.stdout.readline())
         said = {rank: (folder / f"rank-{rank}.err").read_text()[-6000:] for rank in answer["hung"]}
         assert said == {}, f"ranks {answer['hung']} hung; {said}"
-        survivors = [rank for rank in range(world) if rank != lost]
+        survivors = [rank for rank in range(world) if rank != lost and rank not in order["stopped"]]
         said = {
             rank: (folder / f"rank-{rank}.err").read_text()[-2000:] for rank in survivors if answer["codes"][str(rank)]
         }
@@ -351,6 +426,53 @@ def test_a_stopped_holder_of_the_store_is_an_error_and_no_hang(ranks: Callable[.
     for said in ranks(2, "lost", lost=0, stopped=True, tcp=True, within=8, victim=0, how=signal.SIGSTOP, deadline=2.0):
         assert said["error"] == "DeadlineExceeded"
         assert "rank 0" in said["message"]
+
+
+@pytest.mark.parametrize("tcp", [True, False])
+def test_the_first_missing_rank_is_named_also_when_another_has_given_up_and_gone(
+    ranks: Callable[..., Told], tcp: bool
+) -> None:
+    told = ranks(4, "stopped_while_another_leaves", lost=1, stopped=True, tcp=tcp, within=20)
+    for said in told:
+        assert "rank 1 did not come" in said["message"]
+        assert "rank 0" not in said["message"].replace("on rank 0 after", "")
+    assert {said["error"] for said in told} == {"DeadlineExceeded"}
+
+
+def test_without_the_store_the_ranks_are_named_of_which_nothing_is_known(ranks: Callable[..., Told]) -> None:
+    told = ranks(4, "killed_beside_a_stopped_one", lost=0, stopped=[1], tcp=True)
+    for said, other in zip(told, (3, 2), strict=True):
+        assert said["error"] in ("WorkerDied", "DeadlineExceeded"), "by whether it shares a connection with rank 0"
+        assert f"stopped or gone; whether ranks 1, {other} came is not known" in said["message"]
+
+
+@pytest.mark.parametrize("collectives", ["all_gather", "all_reduce"])
+def test_a_rank_that_is_a_step_off_is_refused_on_every_rank_with_both_steps(
+    ranks: Callable[..., Told], collectives: str
+) -> None:
+    for rank, said in enumerate(ranks(4, "behind", skipping=1, collectives=collectives)):
+        assert said["result"]["at"] == (21 if rank == 1 else 20)
+        assert "different steps: rank 1 at step 21, ranks 0, 2, 3 at step 20" in said["result"]["message"]
+
+
+@pytest.mark.parametrize("device", [None, "lazy"])
+@pytest.mark.parametrize("collectives", ["all_gather", "all_reduce"])
+def test_a_group_that_reaches_no_cpu_memory_is_reduced_on_its_device(
+    ranks: Callable[..., Told], collectives: str, device: str | None
+) -> None:
+    told = ranks(2, "on_a_device", collectives=collectives, device=device)
+    for turn in range(4):
+        expected = reduce_values(SPECS, [rows_of(rank)[turn] for rank in range(2)])
+        if collectives == "all_reduce":
+            expected = {k: v for k, v in expected.items() if not k.endswith("/worst_rank")}
+        for said in told:
+            assert same(dict(sorted(said["result"][turn].items())), dict(sorted(expected.items())))
+
+
+def test_memory_that_a_group_does_not_reach_is_refused(ranks: Callable[..., Told]) -> None:
+    for said in ranks(2, "on_a_device", collectives="all_gather", device="cpu"):
+        assert said["error"] == "ConfigError"
+        assert "CPU memory, which the process group (backend 'lazy:on_a_device') does not reach" in said["message"]
 
 
 def test_a_late_rank_is_waited_for(ranks: Callable[..., Told]) -> None:

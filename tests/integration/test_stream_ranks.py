@@ -69,7 +69,7 @@ def mixed(rank: int, world: int, root: str, mode: str) -> Any:
 
 
 def large(rank: int, world: int, root: str, collectives: Any) -> Any:
-    data = dataset(root)
+    data = dataset(root, batching_mode="device_per_stream")
     local = {EXHAUSTED: 2**24 + 1 + rank, f"{A}/modalities/rna": 2**53 + 1, f"{A}/remaining_max": 2**40 + rank}
     return data.aggregate_step_metrics(local, world, "cpu", collectives=collectives, deadline=60.0)
 
@@ -93,6 +93,29 @@ def lost_stream_rank(rank: int, world: int, root: str, victim: int, how: int, de
     return data.aggregate_step_metrics({}, world, "cpu")
 
 
+def on_the_groups_device(rank: int, world: int, root: str, device: str | None) -> Any:
+    data, group = dataset(root, batching_mode="device_per_stream"), shared.device_group(world)
+    told = []
+    for _ in itertools.islice(data, 3):
+        local = data.drain_step_metrics()
+        together = data.aggregate_step_metrics(local, world, device, group=group, deadline=60.0)
+        told.append({"local": local, "together": together})
+    return told
+
+
+def behind(rank: int, world: int, root: str, mode: str, skipping: int) -> Any:
+    """A loop over batches in which one rank leaves the aggregation of step 20 out."""
+    data = dataset(root, batching_mode=mode)
+    at = -1
+    try:
+        for at, _ in enumerate(itertools.islice(data, 60)):
+            if not (rank == skipping and at == 20):
+                data.aggregate_step_metrics(data.drain_step_metrics(), world, "cpu", deadline=60.0)
+    except HeadraceError as error:
+        return {"at": at, "message": str(error)}
+    return {"at": at, "message": ""}
+
+
 def statistics(rank: int, world: int) -> Any:
     stats = DataStatsCollector(["rna", "atac"])
     if rank != 1:
@@ -100,7 +123,9 @@ def statistics(rank: int, world: int) -> Any:
     return stats.aggregate_distributed()
 
 
-shared.SCENARIOS |= {f.__name__: f for f in (mixed, large, other_modality, lost_stream_rank, statistics)}
+shared.SCENARIOS |= {
+    f.__name__: f for f in (mixed, large, other_modality, lost_stream_rank, on_the_groups_device, behind, statistics)
+}
 
 if __name__ == "__main__":
     import headrace.loader.streams  # noqa: F401  (once, for all ranks to come)
@@ -151,7 +176,10 @@ def test_per_stream_ranks_share_every_draw_and_agree(ranks: Callable[..., Told],
         assert sum(h["rows"] for h in here) in range(1, 9)
         assert all(h["local"] == here[0]["local"] for h in here), "one plan, the same on all ranks"
         assert here[0]["together"][f"{A}/remaining_max"] == here[0]["local"][f"{A}/remaining_max"]
-        assert here[0]["together"][EXHAUSTED] == 4 * here[0]["local"][EXHAUSTED]
+        for key in here[0]["local"]:
+            assert here[0]["together"][key] == here[0]["three"][key] == here[0]["local"][key], (
+                "one draw is one pick, however many ranks share it"
+            )
 
 
 def test_a_rank_with_an_empty_pool_biases_nothing(ranks: Callable[..., Told], tmp_path: Path) -> None:
@@ -185,6 +213,34 @@ def test_a_rank_with_another_key_set_is_refused_on_all_of_them(ranks: Callable[.
         assert said["error"] == "ConfigError"
         assert f"'{A}/modalities/protein' (SUM) is declared on rank 2 only" in said["message"]
         assert f"'{A}/modalities/rna' (SUM) is declared on ranks 0, 1, 3 only" in said["message"]
+
+
+@pytest.mark.parametrize("device", ["lazy", None])
+def test_a_group_without_cpu_memory_aggregates_on_the_device_it_is_given(
+    ranks: Callable[..., Told], root: str, device: str | None
+) -> None:
+    told = ranks(2, "on_the_groups_device", root=root, device=device)
+    specs = dataset(root).metric_specs()
+    for step in range(3):
+        expected = reduce_values(specs, [said["result"][step]["local"] for said in told])
+        assert all(said["result"][step]["together"] == expected for said in told)
+
+
+def test_an_aggregation_on_a_device_that_the_group_does_not_reach_is_refused(
+    ranks: Callable[..., Told], root: str
+) -> None:
+    for said in ranks(2, "on_the_groups_device", root=root, device="cpu"):
+        assert said["error"] == "ConfigError"
+        assert "CPU memory, which the process group" in said["message"]
+
+
+@pytest.mark.parametrize("mode", ["per_stream", "device_per_stream"])
+def test_a_rank_that_leaves_a_step_out_is_refused_with_both_steps(
+    ranks: Callable[..., Told], root: str, mode: str
+) -> None:
+    for rank, said in enumerate(ranks(4, "behind", root=root, mode=mode, skipping=1)):
+        assert said["result"]["at"] == (21 if rank == 1 else 20)
+        assert "rank 1 at step 22, ranks 0, 2, 3 at step 21" in said["result"]["message"]
 
 
 def test_a_killed_rank_is_named_within_seconds(ranks: Callable[..., Told], root: str) -> None:

@@ -132,7 +132,7 @@ class Silent:
 
     def notice(self, sentence: str) -> None:
         if self._console is not None:
-            self._console.print(sentence, highlight=False, soft_wrap=True)
+            self._console.print(sentence, highlight=False, soft_wrap=True, markup=False)
 
 
 class LongWork:

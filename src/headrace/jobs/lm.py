@@ -309,7 +309,7 @@ def _go(run: _Run) -> Summary:
         step = run.trainer.steps_taken
         stop = bool(run.asked_to_stop) and run.world_size == 1
         if step % config.log_every == 0 or step == last or step == 1 or stop:
-            line = reducer.reduce(interval.drain())
+            line = reducer.reduce(interval.drain(), step=step)
             _log(run, step, line, time.perf_counter() - since)
             since = time.perf_counter()
             agreed = int(line["run/stop"])
@@ -322,7 +322,12 @@ def _go(run: _Run) -> Summary:
         if step % config.checkpoint_every == 0 and step < last:
             _save(run)
     if interval.steps:
-        _log(run, run.trainer.steps_taken, reducer.reduce(interval.drain()), time.perf_counter() - since)
+        _log(
+            run,
+            run.trainer.steps_taken,
+            reducer.reduce(interval.drain(), step=run.trainer.steps_taken),
+            time.perf_counter() - since,
+        )
     if state == "completed" and run.trainer.steps_taken < config.steps:
         state = "stopped"
     _save(run)
@@ -333,7 +338,7 @@ def _log(run: _Run, step: int, line: Mapping[str, Any], seconds: float) -> None:
     _write_digests(run)
     if run.rank != 0:
         return
-    steps = max(int(line["steps_in_interval"]) // run.world_size, 1)
+    steps = max(int(line["steps_in_interval"]), 1)
     names = run.loader.data.names
     tokens = [float(line.get(f"data/source_tokens/{n}", 0)) for n in names]
     total = sum(tokens) or 1.0

@@ -29,7 +29,7 @@ from headrace.jobs.streams_config import StreamsConfig
 from headrace.loader.data_stats import DataStatsCollector
 from headrace.loader.exchange import gather_json
 from headrace.loader.extra_metrics import drained_metrics
-from headrace.loader.stream_metrics import without_states
+from headrace.loader.stream_metrics import without_counts, without_states
 from headrace.metrics import Accumulator, JsonlSink, Mean, Reducer, Sink, default_meter, registered_specs
 from headrace.order.keys import mix64_array
 from headrace.sources.stream_files import StreamListing, list_streams
@@ -132,7 +132,9 @@ def run_streams(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] 
     ranks = init_distributed(config.train.device, timeout_seconds=config.run.deadline)
     try:
         with contextlib.ExitStack() as stack:
-            data = stack.enter_context(open_dataset(config, folder.base, listing=listing, meter=default_meter()))
+            data = stack.enter_context(
+                open_dataset(config, folder.base, listing=listing, records=folder.records, meter=default_meter())
+            )
             trainer = _trainer(config, data, ranks)
             lead = ranks.rank == 0
             run = _Run(
@@ -227,18 +229,11 @@ def _restore(run: _Run, listing: StreamListing, accept: Collection[str]) -> None
         return
     container = run.store.open(chosen)
     meta = container.meta
+    saved_listing = orjson.loads(kept.read_bytes()) if kept.exists() else None
     try:
-        run.data.load_state_dict(meta["data"], accept=accept)
+        run.data.load_state_dict(meta["data"], accept=accept, saved_listing=saved_listing)
     except CursorMismatch as error:
-        changed = listing.changes_since(orjson.loads(kept.read_bytes())) if kept.exists() else []
-        told = (
-            f" Since then: {'; '.join(changed[:5])}{f'; and {len(changed) - 5} more' if len(changed) > 5 else ''}."
-            if changed
-            else ""
-        )
-        raise CursorMismatch(
-            f"cannot resume {run.folder.path} at step {chosen}: {error}{told}", error.differences
-        ) from error
+        raise CursorMismatch(f"cannot resume {run.folder.path} at step {chosen}: {error}", error.differences) from error
     run.trainer.load_state_arrays(container.arrays, container.dtypes, meta["trainer"])
     if run.config.ledger is not None:
         if "ledger" not in meta:
@@ -257,11 +252,16 @@ def _restore(run: _Run, listing: StreamListing, accept: Collection[str]) -> None
     run.digest = int(meta["order_digest"], 16) if run.rank == 0 else 0
     run.forgotten = int(meta.get("false_evictions", 0)) if run.rank == 0 else 0
     run.saved = chosen
+    moved = run.data.resharded
     if run.rank == 0:
         run.watcher.notice(f"resuming at step {chosen} of {run.config.run.steps}")
+        for line in moved.lines():
+            run.watcher.notice(line)
         run.folder.keep_config()
         publish_json(kept, listing.to_json(), replace=True)
-    _note(run, "resumed", step=chosen, accepted=sorted(accept), config_hash=run.config.hash)
+    _note(
+        run, "resumed", step=chosen, accepted=sorted(accept), config_hash=run.config.hash, dropped=moved.dropped, parked=moved.parked
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------- loop
@@ -274,7 +274,9 @@ def _go(run: _Run) -> StreamSummary:
     specs = registered_specs()
     interval, reducer = Accumulator(specs), Reducer(specs, cpu_group(run.world_size), deadline=config.deadline)
     lanes = run.config.streams.lane_count
-    draws_a_step = lanes // run.world_size if run.config.streams.batching_mode == "device_per_stream" else 1
+    rolls = run.config.streams.batching_mode == "device_per_stream"
+    draws_a_step = lanes // run.world_size if rolls else 1
+    counts_draws = rolls or run.rank == 0
     meter.drain()
     run.started = time.perf_counter()
     state = "completed"
@@ -293,7 +295,8 @@ def _go(run: _Run) -> StreamSummary:
             run.loss_first = result.loss if math.isnan(run.loss_first) else run.loss_first
             run.losses.append(result.loss)
         cells = _count(run, taken)
-        events, states = without_states(drained_metrics(run.data))
+        drained = drained_metrics(run.data)
+        events, states = without_states(drained if counts_draws else without_counts(drained))
         extra = run.trainer.extra_metrics()
         run.forgotten += sum(n for key, n in extra.items() if key.startswith("ledger/false_evictions/"))
         values: dict[str, Any] = {**meter.drain(), **events, **extra}
@@ -311,7 +314,7 @@ def _go(run: _Run) -> StreamSummary:
         stop = bool(run.asked_to_stop) and run.world_size == 1
         if step % config.log_every == 0 or step == last or step == 1 or stop:
             # Statistics are of the window and go in whole: what was seen so far must not be added up step by step.
-            line = reducer.reduce({**interval.drain(), **states, **run.stats.drain()})
+            line = reducer.reduce({**interval.drain(), **states, **run.stats.drain()}, step=step)
             _log(run, step, line, time.perf_counter() - since)
             since = time.perf_counter()
             agreed = int(line["run/stop"])
@@ -344,7 +347,7 @@ def _count(run: _Run, taken: Sequence[Mapping[str, Any]]) -> int:
 def _log(run: _Run, step: int, line: Mapping[str, Any], seconds: float) -> None:
     if run.rank != 0:
         return
-    steps = max(int(line["steps_in_interval"]) // run.world_size, 1)
+    steps = max(int(line["steps_in_interval"]), 1)
     wait = float(line.get("wait/streams.next/seconds_max", line.get("wait/streams.next/seconds", 0.0)))
     cells = float(line.get("data/rows", 0))
     progress = Progress(

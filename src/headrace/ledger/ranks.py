@@ -73,14 +73,16 @@ class Ledger:
         joined = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if joined else (0, 1)
         self.shard = LedgerShard(settings, rank=rank, world_size=world_size)
-        self._ranks = Ranks(group, doing="ledger exchange", asker="the Ledger") if world_size > 1 else None
+        self._ranks = (
+            Ranks(group, doing="ledger exchange", asker="the Ledger", device="cpu") if world_size > 1 else None
+        )
         self._carriers, self._wire = self._ranks, torch.device("cpu")
         if device_group is not None and world_size > 1:
             if dist.get_process_group_ranks(device_group) != (self._ranks.names if self._ranks else []):
                 raise ConfigError("a ledger's device_group must have the ranks of its group, in the same order")
             self._wire = self.shard.device
             self._carriers = Ranks(
-                device_group, doing="ledger exchange", asker="the Ledger", device=self._wire.type, asks=True
+                device_group, doing="ledger exchange", asker="the Ledger", device=self._wire, asks=True
             )
         self._deadline, self._meter = deadline, meter
 

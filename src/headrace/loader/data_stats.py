@@ -121,13 +121,17 @@ class DataStatsCollector:
         *,
         collectives: Literal["all_gather", "all_reduce"] = "all_gather",
         group: Any = None,
+        step: int | None = None,
     ) -> dict[str, float]:
-        """The window of all ranks (`local`: one that was drained before). Collective where there is a process group."""
+        """The window of all ranks (`local`: one that was drained before). Collective where there is a process group.
+
+        `step`: the trainer's; ranks that bring different ones are refused.
+        """
         if collectives not in self._reducers:
             self._reducers[collectives] = Reducer(
                 self.metric_specs(), group, deadline=self._deadline, collectives=collectives, meter=self._meter
             )
-        return self._reducers[collectives].reduce(self.drain() if local is None else local)
+        return self._reducers[collectives].reduce(self.drain() if local is None else local, step=step)
 
     # ---------------------------------------------------------------------------------------------- state
 

@@ -9,7 +9,8 @@
     overdue_max                             the longest wait as a multiple of what the slice's share of the picks promises
 
 `remaining_*` and `modalities/*` are those of the pool before the pick took its batch, `steps_since_pick_max` and `overdue_max`
-those after it. Counts are summed over ranks: with per_stream every rank has a reader of its own on each slice.
+those after it. Counts are summed over ranks. With per_stream all ranks share every draw and drain the same counts; rank 0 alone adds
+them to the sum, so a draw counts once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from headrace.metrics import MetricSpec, Reduction, register
 from headrace.mix import LanePool
 
-__all__ = ["PoolMetrics", "stream_specs", "without_states"]
+__all__ = ["PoolMetrics", "stream_specs", "without_counts", "without_states"]
 
 _ACTIVE = "stream_mixing/active"
 REMAINING_MIN = f"{_ACTIVE}/remaining_min"
@@ -51,6 +52,12 @@ def without_states(values: Mapping[str, float]) -> tuple[dict[str, float], dict[
     summed over ranks, but over steps the last count stands."""
     states = {key: value for key, value in values.items() if key.startswith(f"{_ACTIVE}/modalities/")}
     return {key: value for key, value in values.items() if key not in states}, states
+
+
+def without_counts(values: Mapping[str, float]) -> dict[str, float]:
+    """The values that are not summed over ranks: what a rank of per_stream adds to those of rank 0, which counts the draws of all."""
+    counts = (EXHAUSTED, f"{_ACTIVE}/modalities/", "stream_mixing/picks/")
+    return {key: value for key, value in values.items() if not key.startswith(counts)}
 
 
 def stream_specs(modalities: Sequence[str]) -> tuple[MetricSpec, ...]:

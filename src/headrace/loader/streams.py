@@ -32,9 +32,9 @@ import torch.distributed as dist
 import xxhash
 from torch.utils.data import IterableDataset, get_worker_info
 
-from headrace.errors import ConfigError, CursorMismatch, DataError
+from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded
 from headrace.loader.ahead import Ahead
-from headrace.loader.stream_metrics import PoolMetrics, stream_specs
+from headrace.loader.stream_metrics import PoolMetrics, stream_specs, without_counts
 from headrace.metrics import Meter, MetricSpec, Reducer, Wait, default_meter
 from headrace.mix import (
     BatchingMode,
@@ -44,14 +44,17 @@ from headrace.mix import (
     MixSettings,
     PickMode,
     Queue,
+    Reshard,
     StreamTable,
     rank_share,
     worker_of,
 )
 from headrace.order import Cursor, fingerprint_json
-from headrace.sources.cell_readers import CellProcesses, CellReaders
+from headrace.sources.cell_hashes import CellHashes, record_name
+from headrace.sources.cell_readers import CellProcesses, CellReaders, rows_text
 from headrace.sources.cells import CellOpener, Cells, registered_cells
-from headrace.sources.stream_files import Layout, StreamListing, list_streams
+from headrace.sources.opened import cache_folder
+from headrace.sources.stream_files import Layout, StreamListing, kept_listing, list_streams
 
 __all__ = ["StreamMixingDataset", "StreamReader", "cells_to_tensors"]
 
@@ -126,6 +129,7 @@ class StreamMixingDataset(IterableDataset):
         allow_symlinks: bool = False,
         base: Path | None = None,
         cache: Path | None = None,
+        records: Path | None = None,
         deadline: float = 300.0,
         meter: Meter | None = None,
         listing: StreamListing | None = None,
@@ -137,7 +141,8 @@ class StreamMixingDataset(IterableDataset):
         default global_ranks) may change at a resume; the number of ranks must divide it. `repeat` begins the next epoch by
         itself (device_per_stream always does). `on_reshard="drop"` loses the rest of slices that a smaller pool has no slot
         for, as the log then says; by default they wait at the head of the queue. `columns` leaves out the others.
-        `num_workers` are processes that read; `prefetch_batches` are made ahead by a thread.
+        `num_workers` are processes that read; `prefetch_batches` are made ahead by a thread. `records` is the folder of content hashes of
+        the rows that were read, as a rule the run's own; without it they lie in the cache and hold for this place on this machine.
         """
         problems = [
             f"{name} must be {wanted}, got {value!r}"
@@ -185,6 +190,13 @@ class StreamMixingDataset(IterableDataset):
         self._given_rank = (dp_rank, dp_world_size)
         if (dp_rank is None) != (dp_world_size is None):
             raise ConfigError("dp_rank and dp_world_size belong together; give both or neither")
+        self._cache = cache
+        where = [] if records is not None else [str(Path(f.path).parent) for f in self.listing.files]
+        self._records = (records if records is not None else (cache or cache_folder()) / "records") / record_name(
+            self._columns, *dict.fromkeys(where)
+        )
+        self._accept_changes = False
+        self._hashes: CellHashes | None = None
         self._deadline = deadline
         self._meter = meter if meter is not None else default_meter()
         self._watched = MixPlan(self.table, self.settings)
@@ -196,10 +208,12 @@ class StreamMixingDataset(IterableDataset):
         self._own: list[LanePool] | None = None
         """The lanes whose draws this rank delivers, once that is known."""
         self._metrics = PoolMetrics(self.table.kinds)
+        self.resharded = Reshard(parked=0, dropped=0)
+        """What the last `load_state_dict` did to readers that a smaller pool has no slot for."""
         self._ended = False
         self._pass: _Pass | None = None
         self._processes: CellProcesses | None = None
-        self._reducers: dict[tuple[str, Any], Reducer] = {}
+        self._reducers: dict[tuple[str, Any, str], Reducer] = {}
 
     # -------------------------------------------------------------------------------------------- iterating
 
@@ -230,11 +244,14 @@ class StreamMixingDataset(IterableDataset):
         if self._ended:
             self._ended = False
             self._plan.next_epoch()
+        recorded: dict[str, Any] = {"path": self._records, "files": self.listing.files, "accept": self._accept_changes}
         if self._num_workers and self._processes is None:
             self._processes = CellProcesses(
                 self.stream_paths, workers=self._num_workers, columns=self._columns, readers=self._readers, rows=self.table.rows,
-                meter=self._meter, deadline=self._deadline,
+                hashes=recorded, meter=self._meter, deadline=self._deadline,
             )  # fmt: skip
+        if not self._num_workers and self._hashes is None:
+            self._hashes = CellHashes(**recorded)
         self._pass = _Pass(self)
         self._shape = self.rank
         self._own = self._plan.lanes_of(*self._shape)
@@ -274,6 +291,9 @@ class StreamMixingDataset(IterableDataset):
         if self._processes is not None:
             self._processes.close()
             self._processes = None
+        if self._hashes is not None:
+            self._hashes.close()
+            self._hashes = None
 
     def __enter__(self) -> StreamMixingDataset:
         return self
@@ -352,11 +372,14 @@ class StreamMixingDataset(IterableDataset):
         collectives: Literal["all_gather", "all_reduce"] = "all_gather",
         group: Any = None,
         deadline: float | None = None,
+        step: int | None = None,
     ) -> dict[str, float]:
         """What the ranks say together, each metric by its own reduction. Collective, unless world_size is 1.
 
-        Values are combined in CPU memory as int64 and float64 whatever `device` is. One packed all_gather by default, which
-        also names the worst rank; `collectives="all_reduce"` is one all_reduce a kind of reduction.
+        Values travel as int64 and float64 through the memory of `device`, which `group` must reach; by default through CPU memory where
+        the group reaches it. One packed all_gather by default, which also names the worst rank; `collectives="all_reduce"` is one
+        all_reduce a kind of reduction. `step` (default: the batches that each rank was given) must be the same on every rank. In per_stream
+        rank 0 of the group counts the draws, which are those of all ranks.
         """
         if world_size == 1:
             return dict(local)
@@ -366,16 +389,16 @@ class StreamMixingDataset(IterableDataset):
                 f"aggregate_step_metrics was asked for {world_size} ranks and the process group has {joined}; call "
                 "torch.distributed.init_process_group first, and pass its world size"
             )
-        reducer = self._reducers.get((collectives, group))
+        kind = (collectives, group, str(device))
+        reducer = self._reducers.get(kind)
         if reducer is None:
-            reducer = self._reducers[collectives, group] = Reducer(
-                self.metric_specs(),
-                group,
-                deadline=deadline or self._deadline,
-                collectives=collectives,
-                meter=self._meter,
-            )
-        return reducer.reduce(local)
+            reducer = self._reducers[kind] = Reducer(
+                self.metric_specs(), group, deadline=deadline or self._deadline, collectives=collectives, meter=self._meter, device=device
+            )  # fmt: skip
+        rolls = self.settings.batching_mode == "device_per_stream"
+        if not rolls and dist.get_rank(group) != 0:
+            local = without_counts(local)
+        return reducer.reduce(local, step=self.delivered // (world_size if rolls else 1) if step is None else step)
 
     # ---------------------------------------------------------------------------------------------- state
 
@@ -394,13 +417,24 @@ class StreamMixingDataset(IterableDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """What was delivered, by all ranks together: any rank's state will do for all. Not a collective."""
+        self.listing.keep(self._cache)
         body = self._plan.to_body()
         if self._ended:
             body["ended"] = True
         return Cursor(kind=KIND, version=VERSION, fingerprint=self._fingerprint(), body=body).to_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Any], *, accept: Collection[str] = ()) -> None:
-        """Go on from a saved state, on any num_streams_mixed, ranks, lanes and workers. A list of the ranks' states is fine."""
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any] | Sequence[Any],
+        *,
+        accept: Collection[str] = (),
+        saved_listing: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Go on from a saved state, on any num_streams_mixed, ranks, lanes and workers. A list of the ranks' states is fine.
+
+        `accept={"data"}` goes on over files that changed, and takes their present content for the recorded one. `saved_listing`
+        (`StreamListing.to_json`; default: the one in the cache) is what the state was saved on, for a refusal to name the files.
+        """
         if isinstance(state, list | tuple):
             if not state:
                 raise CursorMismatch("the list of states is empty")
@@ -412,20 +446,37 @@ class StreamMixingDataset(IterableDataset):
                 )
             state = state[0]
         cursor = Cursor.from_dict(state)
-        cursor.require(kind=KIND, version=VERSION, fingerprint=self._fingerprint(), accept=accept)
+        try:
+            cursor.require(kind=KIND, version=VERSION, fingerprint=self._fingerprint(), accept=accept)
+        except CursorMismatch as error:
+            if "data" not in error.differences:
+                raise
+            saved, now = error.differences["data"]
+            changed = self.listing.changes_since(
+                saved_listing or kept_listing(str(saved), self._cache) or self.listing.to_json()
+            )
+            more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
+            named = (
+                f"data: {'; '.join(changed[:5])}{more}"
+                if changed
+                else "data: the stream files changed, which of them is not known here"
+            )
+            raise CursorMismatch(
+                str(error).replace(f"data: saved {saved}, now {now}", named), error.differences
+            ) from error
         plan = MixPlan(self.table, self.settings)  # nothing is changed if the state does not fit
         moved = plan.load_body(cursor.body, drop=self._on_reshard == "drop")
         self._stop_pass()
+        if self._accept_changes != ("data" in accept):
+            self.close()  # processes and hashes that know the old answer
+            self._accept_changes = not self._accept_changes
         self._watched, self._behind, self._last = plan, 0, None
         self._own = None
         self._ended = bool(cursor.body.get("ended", False))
         self._metrics.forget(plan.lanes)
-        if moved.dropped:
-            _log.info("[stream_mixing] resume reshard dropped %d still-active readers", moved.dropped)
-        if moved.parked:
-            _log.info(
-                "[stream_mixing] resume reshard parked %d still-active readers at the head of the queue", moved.parked
-            )
+        self.resharded = moved
+        for line in moved.lines():
+            _log.info(line)
 
 
 class _Read(NamedTuple):
@@ -458,11 +509,14 @@ class _Pass:
         if self._processes is not None:
             self._processes.forget()
         self._files = CellReaders(
-            data.stream_paths, columns=data._columns, readers=data._readers, rows=data.table.rows, meter=data._meter, deadline=data._deadline
+            data.stream_paths, columns=data._columns, readers=data._readers, rows=data.table.rows, hashes=data._hashes, meter=data._meter,
+            deadline=data._deadline,
         )  # fmt: skip
         self._some_stream = next(s for s, n in enumerate(data.table.rows) if n)
         self._rolls = data.settings.batching_mode == "device_per_stream"
         self._first = True
+        self._reading: _Read | None = None
+        """What is being read, or was read last."""
         self._drawn: deque[_Read] = deque()
         self._kept: dict[int, tuple[int, int, Cells]] = {}
         """By stream, the rows [first, last) that were read in one go."""
@@ -489,11 +543,14 @@ class _Pass:
         if self._closed:
             raise StopIteration
         data = self._data
-        with self._wait as wait:
-            if self._inline:
-                made = self._make_one()
-            elif (made := self._batches.exchange(self._held, wait)) is not None:
-                self._held = made[2]
+        try:
+            with self._wait as wait:
+                if self._inline:
+                    made = self._make_one()
+                elif (made := self._batches.exchange(self._held, wait)) is not None:
+                    self._held = made[2]
+        except DeadlineExceeded as error:
+            raise self._with_rows(error) from error
         if made is None:
             data._ended = True
             self.close()
@@ -503,6 +560,13 @@ class _Pass:
         if data._behind > _AT_A_TIME:
             data._catch_up()
         return batch
+
+    def _with_rows(self, error: DeadlineExceeded) -> DeadlineExceeded:
+        """The error with the file and rows that are being read, unless it names the file itself."""
+        read = self._reading
+        if read is None or (path := self._data.stream_paths[read.stream]) in str(error):
+            return error
+        return DeadlineExceeded(f"{error} It is reading {rows_text(path, read.start, read.stop)}.")
 
     def close(self) -> None:
         if self._closed:
@@ -521,7 +585,7 @@ class _Pass:
         if self._processes is None:
             if not self._drawn and not self._draw_ahead():
                 return None
-            read = self._drawn.popleft()
+            read = self._reading = self._drawn.popleft()
             draw, stream, start, stop, soon = read[:5]
             if soon:
                 self._files.expect(soon)
@@ -538,7 +602,7 @@ class _Pass:
             self._asked.append(read)
         if not self._asked:
             return None
-        read = self._asked.popleft()
+        read = self._reading = self._asked.popleft()
         return read.draw, self._batch(read, self._processes.answer())
 
     def _cells(self, read: _Read) -> Cells:

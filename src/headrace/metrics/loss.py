@@ -35,11 +35,12 @@ def reduce_loss_metrics(
     sum_keys: Collection[str] | None = None,
     group: ProcessGroup | None = None,
     deadline: float = 300.0,
+    step: int | None = None,
 ) -> dict[str, Number]:
     """The metrics of all ranks as one dict. Collective, unless there is one rank.
 
     A key of `sum_keys` gives `<key>`, summed, and `<key>_max`, the largest of a rank. Any other is averaged: each rank alike, or by
-    `counts[key]`, which a rank that has nothing sets to 0.
+    `counts[key]`, which a rank that has nothing sets to 0. Ranks that bring a different `step` are refused.
     """
     summed, weights = sum_keys or (), counts or {}
     both = sorted(key for key in weights if key in summed)
@@ -53,7 +54,7 @@ def reduce_loss_metrics(
             count = weights.get(key, 1)
             row[f"mean/{_one_part(key)}"] = Mean(value * count, count)
     reducer = _reducer(group, deadline)
-    reduced = reducer.reduce(row) if reducer is not None else reduce_values(_SPECS, [row])
+    reduced = reducer.reduce(row, step=step) if reducer is not None else reduce_values(_SPECS, [row])
     return {_as_given(key): value for key, value in reduced.items() if not key.endswith("/worst_rank")}
 
 

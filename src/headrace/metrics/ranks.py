@@ -8,8 +8,10 @@ gloo alone says `Connection closed by peer [10.0.0.7]:21652` to some of the rank
     late       is waited for
 
 and in both errors the missing are named by roll call: every rank in trouble signs the store with the number of its
-collective, and who has not signed did not come. The store is talked to only in trouble, so the good case pays nothing; a
-rank that is merely late while another dies is therefore named with it.
+collective, and a rank that has not signed did not come. The first rank that gives up writes its verdict, the missing ranks, to the store; the
+other waiting ranks give up with the same verdict. A rank stays until they have read it, because it may hold the store, and its exit
+breaks their connections. The store is used only in trouble, so the good case pays nothing; a rank that is merely late while another
+dies is therefore named with it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from headrace.errors import ConfigError, DeadlineExceeded, HeadraceError, Worker
 from headrace.metrics.wait import Wait
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup, Work
 
@@ -35,7 +38,7 @@ __all__ = ["Ranks", "ranks_text"]
 _SLICE = 0.25
 """Seconds between looks at whether another rank has reported trouble."""
 _GRACE = 1.25
-"""Seconds a rank that is fine has to sign the roll once a connection broke: it looks every _SLICE."""
+"""Seconds a rank that is fine has to sign the roll once a connection broke, and to read the verdict: it looks every _SLICE."""
 _GRACE_AT_DEADLINE = 0.5
 """Seconds it has at a deadline: less, because every rank that waits has signed long before."""
 
@@ -49,12 +52,13 @@ class Ranks:
         *,
         doing: str = "metrics reduction",
         asker: str = "the Reducer",
-        device: str = "cpu",
-        asks: bool = False,
+        device: torch.device | str | None = None,
+        asks: bool | None = None,
     ) -> None:
-        """`doing` and `asker` are how errors call the work, and who takes a deadline for it. `device` is the kind of memory that
-        `all_to_all` is given; with another than "cpu" it is all that there is. `asks`: work is asked whether it is done, because nccl takes
-        a timeout of wait() for the end of the communicator."""
+        """`doing` and `asker` are how errors call the work, and who takes a deadline for it. `device` is the memory that values travel
+        through; None: CPU memory, or the only kind that the group reaches. `asks`: work is asked whether it is done, because nccl takes
+        a timeout of wait() for the end of the communicator; None: on every device but the CPU."""
+        import torch
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -62,12 +66,16 @@ class Ranks:
         assert chosen is not None  # torch.distributed is initialised, or nobody would be here
         self._group: ProcessGroup = chosen
         backends = dist.get_backend_config(self._group)
-        if f"{device}:" not in backends:
+        reached = [part.partition(":")[0] for part in backends.split(",")]
+        if device is None:
+            device = "cpu" if "cpu" in reached else reached[0]
+        self._device = torch.device(device)
+        if self._device.type not in reached:
             raise ConfigError(
-                f"a {doing} is done in {device.upper()} memory, which the process group (backend {backends!r}) does not reach. "
+                f"a {doing} is to be done in {self._device.type.upper()} memory, which the process group (backend {backends!r}) does not reach. "
                 f"Initialise it with backend='cpu:gloo,cuda:nccl', or give {asker} a group of the same ranks that does (gloo for CPU memory)."
             )
-        self._asks = asks
+        self._asks = self._device.type != "cpu" if asks is None else asks
         self.names: list[int] = dist.get_process_group_ranks(self._group)
         self._me = dist.get_rank()
         self._doing, self._asker = doing, asker
@@ -89,24 +97,25 @@ class Ranks:
         import torch
         from torch.distributed.distributed_c10d import AllgatherOptions
 
-        rows = torch.empty((len(self.names), len(row)), dtype=torch.int64)
+        rows = [torch.empty(len(row), dtype=torch.int64, device=self._device) for _ in self.names]
+        ours = torch.from_numpy(row).to(self._device)
         options = AllgatherOptions()
-        options.timeout = _op_timeout(wait)
-        self._finish(lambda: self._group.allgather([list(rows)], [torch.from_numpy(row)], options), wait)
-        return rows.numpy()
+        options.timeout = self._op_timeout(wait)
+        self._finish(lambda: self._group.allgather([rows], [ours], options), wait)
+        return torch.stack(rows).cpu().numpy()
 
     def all_reduce(self, values: np.ndarray, operation: Literal["SUM", "MIN"], wait: Wait) -> np.ndarray:
         import torch
         from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
 
-        tensor = torch.from_numpy(values.copy())  # the collective writes in place
+        tensor = torch.from_numpy(values.copy()).to(self._device)  # the collective writes in place
         if not len(tensor):
             return values
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(getattr(ReduceOp, operation))
-        options.timeout = _op_timeout(wait)
+        options.timeout = self._op_timeout(wait)
         self._finish(lambda: self._group.allreduce([tensor], options), wait)
-        return tensor.numpy()
+        return tensor.cpu().numpy()
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], wait: Wait) -> Tensor:
         """What the ranks have for this one, in the order of ranks: the first sent[0] of `rows` go to rank 0, and so on."""
@@ -119,7 +128,7 @@ class Ranks:
         given = rows.contiguous().view(torch.uint8) if len(rows) else none
         out = torch.empty((sum(received), width), dtype=torch.uint8, device=rows.device)
         options = AllToAllOptions()
-        options.timeout = _op_timeout(wait)
+        options.timeout = self._op_timeout(wait)
         self._finish(lambda: self._group.alltoall_base(out, given, list(received), list(sent), options), wait)
         return out.view(rows.dtype) if len(out) else rows.new_empty((0, *rows.shape[1:]))
 
@@ -131,6 +140,13 @@ class Ranks:
         padded.view(np.uint8)[: len(text)] = np.frombuffer(text, dtype=np.uint8)
         rows = self.gather(padded, wait).view(np.uint8)
         return [orjson.loads(rows[i, : int(n)].tobytes()) for i, n in enumerate(lengths)]
+
+    def _op_timeout(self, wait: Wait) -> timedelta:
+        """Past our own deadline, so that we judge; but not for ever, or the process could not exit afterwards.
+
+        nccl's watchdog ends the process when the timeout has passed, so it comes after the roll call too.
+        """
+        return timedelta(seconds=min(wait.remaining() + (0.75 if not self._asks else 0.75 + 4 * _GRACE), 10.0**8))
 
     def _finish(self, start: Callable[[], Any], wait: Wait) -> None:
         if self._given_up is not None:
@@ -179,10 +195,13 @@ class Ranks:
         doing = f"{self._doing} {self._reductions} over {len(self.names)} ranks"
         why = str(failure).partition("\n")[0] if failure is not None else ""
         if not answered:
+            unknown = [n for n in self.names if n not in (0, self._me)]
             missing = (
                 "the store of the process group does not answer, so rank 0 (or the launcher, if that holds the store) is "
                 "stopped or gone"
-            )
+            ) + (f"; whether {ranks_text(unknown)} came is not known" if unknown else "")
+        elif self._me in roll.missing:
+            missing = f"this rank came after the others had given up; {ranks_text(roll.missing)} did not come in time"
         elif roll.missing:
             missing = f"{ranks_text(roll.missing)} did not come"
         else:
@@ -192,19 +211,15 @@ class Ranks:
                 f"{doing} failed on rank {self._me} after {wait.elapsed:.1f} s: a rank is gone; {missing}. Look at its log "
                 "for why it ended, and resume from the last checkpoint."
             )
+        why = f"its deadline is {wait.deadline:g} s" if wait.expired() else "another rank's deadline has passed"
         return DeadlineExceeded(
-            f"{doing} was given up on rank {self._me} after {wait.elapsed:.1f} s; its deadline is {wait.deadline:g} s: "
+            f"{doing} was given up on rank {self._me} after {wait.elapsed:.1f} s; {why}: "
             f"{missing}. It is stopped, hangs, or is busy for longer than that: look at what it does, or give {self._asker} a "
             "longer deadline."
         )
 
 
 _made: dict[str, int] = {}
-
-
-def _op_timeout(wait: Wait) -> timedelta:
-    """Past our own deadline, so that we judge; but not for ever, or the process could not exit afterwards."""
-    return timedelta(seconds=min(wait.remaining() + 0.75, 10.0**8))
 
 
 def _done_within(work: Work, seconds: float) -> bool:
@@ -229,7 +244,7 @@ def _failure(work: Work) -> RuntimeError | None:
 
 
 class _RollCall:
-    """Who is there? Every rank in trouble signs the store with the number of its reduction; who has not is missing.
+    """Which ranks are there? Every rank in trouble signs the store with the number of its collective; a rank that has not is missing.
 
     Talks to the store on a thread of its own, because a store whose holder is stopped answers never.
     """
@@ -246,14 +261,17 @@ class _RollCall:
         self.trouble = threading.Event()
         self.broken = False
         self.missing: list[int] = []
-        self._failed = False
+        self._decided = False
+        self._verdict = f"{prefix}/verdict"
+        """Key of the first verdict: also for a rank that was a collective further when the others gave up."""
         threading.Thread(target=self._run, name="headrace-roll-call", daemon=True).start()
 
     def call(self, *, broken: bool) -> bool:
-        """Wait for the signatures; False if the store does not answer."""
+        """Wait for the verdict, and until the other ranks have read it; False if the store does not answer."""
         self.broken = self.broken or broken
         self._called.set()
-        return self._answered.wait(_GRACE + 1.0) and not self._failed
+        self._answered.wait(2 * _GRACE + 1.0)
+        return self._decided
 
     def stop(self) -> None:
         self._stopped.set()
@@ -264,21 +282,41 @@ class _RollCall:
             while not self._called.wait(_SLICE):
                 if self._stopped.is_set():
                     return
-                if self._signed("broken", self._number):
-                    self.broken = True
+                if self._store.check([self._verdict]) or self._signed("broken", self._number):
                     self.trouble.set()
-            if self.broken:
-                self._store.set(f"{self._prefix}/broken", str(self._number))
-            end = time.monotonic() + (_GRACE if self.broken else _GRACE_AT_DEADLINE)
-            while True:
-                self.missing = [n for n in self._names if not self._signed(f"here/{n}", self._number)]
-                if not self.missing or time.monotonic() > end:
-                    break
-                self._stopped.wait(0.05)
-            self.broken = self.broken or self._signed("broken", self._number)
-        except Exception:  # a store that is gone is an answer too: `call` returns False
-            self._failed = True
+            self._take(self._store.compare_set(self._verdict, "", orjson.dumps(self._judge()).decode()))
+            self._store.set(f"{self._prefix}/left/{self._me}", str(self._number))
+            here = [n for n in self._names if n not in self.missing]
+            self._until(lambda: all(self._signed(f"left/{n}", self._number) for n in here), _GRACE)
+        except (
+            Exception
+        ):  # a store that is gone is an answer too: `call` returns False, unless there was a verdict before
+            self._stopped.set()
         self._answered.set()
+
+    def _judge(self) -> dict[str, Any]:
+        """The missing ranks, after those that are there had time to sign, or another rank's verdict if that comes first."""
+        if self.broken or self._signed("broken", self._number):
+            self.broken = True
+            self._store.set(f"{self._prefix}/broken", str(self._number))
+
+        def all_signed() -> bool:
+            missing[:] = [n for n in missing if not self._signed(f"here/{n}", self._number)]
+            return not missing or bool(self._store.check([self._verdict]))
+
+        missing = list(self._names)
+        self._until(all_signed, _GRACE if self.broken else _GRACE_AT_DEADLINE)
+        return {"missing": missing, "broken": self.broken or self._signed("broken", self._number)}
+
+    def _take(self, verdict: bytes) -> None:
+        heard = orjson.loads(verdict)
+        self.missing, self.broken = heard["missing"], heard["broken"]
+        self._decided = True
+
+    def _until(self, done: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not done() and time.monotonic() <= end and not self._stopped.wait(0.05):
+            pass
 
     def _signed(self, what: str, number: int) -> bool:
         key = f"{self._prefix}/{what}"

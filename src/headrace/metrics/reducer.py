@@ -32,13 +32,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.metrics.ranks import Ranks, ranks_text
 from headrace.metrics.spec import MetricSpec, Number, Reduction, SpecBook, register
 from headrace.metrics.wait import Meter, Wait
 from headrace.order import fingerprint_json
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
 __all__ = ["STEPS_IN_INTERVAL", "Accumulator", "Mean", "Reducer", "reduce_values"]
@@ -52,6 +53,9 @@ MAX_COLUMNS = 20_000
 """Columns a layout may grow to. Names that vary without end (a path, an index) must not be part of a key."""
 
 _ABSENT, _INT, _FLOAT = 0, 1, 2
+_HEAD = 2
+"""Numbers of a packed row that come before its columns."""
+_NO_STEP = -1
 _INT64 = range(-(2**63), 2**63)
 # Looking a member up in its Enum costs as much as the rest of adding a value.
 _MIN, _MAX, _SUM, _MEAN = Reduction.MIN, Reduction.MAX, Reduction.SUM, Reduction.MEAN
@@ -164,8 +168,8 @@ class _Column(NamedTuple):
 class _Layout:
     """Which column of a packed row belongs to which key. Equal on all ranks, because it is made from equal keys alone.
 
-    A row of int64: [1 if this rank has something to say first | payload per column | tags, one byte per column]; a
-    MEAN takes a second column for its weights.
+    A row of int64: [1 if this rank has something to say first | step | payload per column | tags, one byte per column];
+    a MEAN takes a second column for its weights.
     """
 
     def __init__(self, book: SpecBook, members: Iterable[str]) -> None:
@@ -179,13 +183,13 @@ class _Layout:
         means = [i for i, column in enumerate(self.columns) if column.reduction is Reduction.MEAN]
         self.weights = {self.columns[i].key: len(self.columns) + n for n, i in enumerate(means)}
         self.width = len(self.columns) + len(means)
-        self.length = 1 + self.width + (self.width + 7) // 8
+        self.length = _HEAD + self.width + (self.width + 7) // 8
 
     def pack(self, values: Mapping[str, Value]) -> np.ndarray:
         row = np.zeros(self.length, dtype=np.int64)
-        ints = row[1 : 1 + self.width]
+        ints = row[_HEAD : _HEAD + self.width]
         floats = ints.view(np.float64)
-        tags = row[1 + self.width :].view(np.uint8)
+        tags = row[_HEAD + self.width :].view(np.uint8)
 
         def put(at: int, value: Number) -> None:
             if isinstance(value, int) and value in _INT64:
@@ -203,8 +207,8 @@ class _Layout:
 
     def reduce(self, rows: np.ndarray, ranks: Sequence[int]) -> dict[str, Number]:
         """The rows of all ranks, [ranks, length], as one dict. Pure, and in a fixed order: the same bits everywhere."""
-        ints = np.ascontiguousarray(rows[:, 1 : 1 + self.width])
-        tags = np.ascontiguousarray(rows[:, 1 + self.width :]).view(np.uint8)[:, : self.width]
+        ints = np.ascontiguousarray(rows[:, _HEAD : _HEAD + self.width])
+        tags = np.ascontiguousarray(rows[:, _HEAD + self.width :]).view(np.uint8)[:, : self.width]
         there = tags != _ABSENT
         floats = np.where(tags == _FLOAT, ints.view(np.float64), ints.astype(np.float64))
         floats[~there] = 0.0
@@ -261,7 +265,8 @@ def reduce_values(specs: Iterable[MetricSpec], rows: Sequence[Mapping[str, Any]]
 class Reducer:
     """Reduces rows over the ranks of a process group. Every rank calls `reduce` the same number of times.
 
-    `group` must reach CPU memory (gloo); with `torch.distributed` not initialised, or one rank, nothing is sent.
+    Values travel through the memory of `device`, which `group` must reach. By default that is CPU memory where the group reaches it
+    (gloo), else the group's own device (nccl). With `torch.distributed` not initialised, or one rank, nothing is sent.
     """
 
     def __init__(
@@ -272,6 +277,7 @@ class Reducer:
         deadline: float = 300.0,
         collectives: Literal["all_gather", "all_reduce"] = "all_gather",
         meter: Meter | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         if collectives not in ("all_gather", "all_reduce"):
             raise ConfigError(f"collectives must be 'all_gather' or 'all_reduce', got {collectives!r}")
@@ -279,25 +285,31 @@ class Reducer:
             raise ConfigError(f"a Reducer needs a finite deadline of more than 0 seconds, got {deadline}")
         self._book = SpecBook((*specs, STEPS_IN_INTERVAL))
         self._group = group
+        self._device = device
         self._deadline = deadline
         self._collectives = collectives
         self._meter = meter
         self._layout = _Layout(self._book, ())
         self._ranks: Ranks | None = None
 
-    def reduce(self, local: Mapping[str, Any]) -> dict[str, Number]:
-        """One value per key over all ranks; keys that no rank has are not in it. Collective: every rank must call it."""
+    def reduce(self, local: Mapping[str, Any], *, step: int | None = None) -> dict[str, Number]:
+        """One value per key over all ranks; keys that no rank has are not in it. Collective: every rank must call it.
+
+        `step` is the caller's step. It travels with the values, and ranks that bring different steps are refused on every
+        rank: without it the values of a rank that skipped a call are added to those of another step.
+        """
         if self._ranks is None and not _distributed(self._group):
-            return {k: _finished(v) for k, v in _checked(self._book, local).items()}
+            return self._of_one_rank(_checked(self._book, local))
         with Wait("metrics.reduce", meter=self._meter, deadline=self._deadline) as wait:
             ranks = self._ranks
             if ranks is None:
-                ranks = Ranks(self._group)
+                ranks = Ranks(self._group, device=self._device)
                 ranks.begin()
                 self._require_one_layout(ranks, wait)
                 self._ranks = ranks
             else:
                 ranks.begin()
+            at_step = _NO_STEP if step is None else step
             problem = ""
             values: dict[str, Value] = {}
             try:
@@ -307,23 +319,37 @@ class Reducer:
             for _ in range(2):
                 members = [key for key in values if key not in self._layout.index]
                 row = self._layout.pack({} if members else values)
-                row[0] = bool(members or problem)
+                row[:_HEAD] = bool(members or problem), at_step
                 result = self._attempt(ranks, row, wait)
                 if result is not None:
                     return result
-                self._take_in(ranks, members, problem, wait)
+                self._take_in(ranks, members, problem, at_step, wait)
             raise AssertionError("a layout that has just taken in every rank's keys lacks one")
+
+    def _of_one_rank(self, values: Mapping[str, Value]) -> dict[str, Number]:
+        """Its own values, and `<key>_max` as several ranks have it."""
+        result: dict[str, Number] = {}
+        for key, value in values.items():
+            result[key] = _finished(value)
+            spec = self._book.find(key)
+            if spec is not None and spec.with_max and spec.reduction in (Reduction.SUM, Reduction.MEAN):
+                result[f"{key}_max"] = result[key]
+        return result
 
     def _attempt(self, ranks: Ranks, row: np.ndarray, wait: Wait) -> dict[str, Number] | None:
         """The reduced row, None if some rank has something to say first."""
         if self._collectives == "all_reduce":
             return _ThreeAllReduce(self._layout).reduce(row, ranks, wait)
         rows = ranks.gather(row, wait)
-        return None if rows[:, 0].any() else self._layout.reduce(rows, ranks.names)
+        if rows[:, 0].any() or (rows[:, 1] != rows[0, 1]).any():
+            return None
+        return self._layout.reduce(rows, ranks.names)
 
-    def _take_in(self, ranks: Ranks, members: Sequence[str], problem: str, wait: Wait) -> None:
+    def _take_in(self, ranks: Ranks, members: Sequence[str], problem: str, step: int, wait: Wait) -> None:
         """Hear what each rank has to say: family members to make room for, or a problem that stops them all."""
-        heard = ranks.exchange({"members": members, "problem": problem}, wait)
+        heard = ranks.exchange({"members": members, "problem": problem, "step": step}, wait)
+        if len({said["step"] for said in heard}) > 1:
+            raise HeadraceError(_step_differences(ranks.names, [said["step"] for said in heard]))
         problems = [
             f"rank {name}: {line}"
             for name, said in zip(ranks.names, heard, strict=True)
@@ -353,6 +379,17 @@ class Reducer:
 
 def _finished(value: Value) -> Number:
     return value.total / value.weight if isinstance(value, Mean) else value
+
+
+def _step_differences(names: Sequence[int], steps: Sequence[int]) -> str:
+    having = {step: [n for n, s in zip(names, steps, strict=True) if s == step] for step in sorted(set(steps))}
+    fewest_first = sorted(having.items(), key=lambda item: len(item[1]))
+    listed = ", ".join(f"{ranks_text(n)} at {'no step' if s == _NO_STEP else f'step {s}'}" for s, n in fewest_first)
+    return (
+        f"cannot reduce metrics over {len(names)} ranks, because they are at different steps: {listed}. Their values would be "
+        "added up over different steps. Every rank must call the reduction at every step, with {} if it has no values; look "
+        f"for the step at which {ranks_text(fewest_first[0][1])} left a call out or made one too many."
+    )
 
 
 def _layout_differences(names: Sequence[int], heard: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -396,9 +433,9 @@ class _ThreeAllReduce:
 
     def reduce(self, row: np.ndarray, ranks: Ranks, wait: Wait) -> dict[str, Number] | None:
         layout, width = self.layout, self.layout.width
-        ints = row[1 : 1 + width]
+        ints = row[_HEAD : _HEAD + width]
         floats = ints.view(np.float64)
-        tags = row[1 + width :].view(np.uint8)[:width]
+        tags = row[_HEAD + width :].view(np.uint8)[:width]
         is_int, is_float = tags == _INT, tags == _FLOAT
         held = np.where(is_float, floats, 0.0)
         has_nan = np.isnan(held)
@@ -407,8 +444,9 @@ class _ThreeAllReduce:
         )
         counts = ranks.all_reduce(counts, "SUM", wait)
         sums = ranks.all_reduce(held, "SUM", wait)
-        lows = ranks.all_reduce(self._comparable(ints, held, is_int, is_float), "MIN", wait)
-        if counts[0]:
+        compared = np.concatenate([[row[1], ~row[1]], self._comparable(ints, held, is_int, is_float)])
+        first_step, last_step, *lows = ranks.all_reduce(compared, "MIN", wait).tolist()
+        if counts[0] or first_step != ~last_step:
             return None
         int_sums, int_ranks, float_ranks = counts[1:].reshape(3, width)
         nans, float_ranks = float_ranks >> 32, float_ranks & 0xFFFFFFFF
@@ -418,7 +456,7 @@ class _ThreeAllReduce:
 
         extremes: dict[int, Number] = {}
         for n, (at, column) in enumerate(self.compared):
-            low_int, low_float = (int(v) for v in lows[2 * n : 2 * n + 2])
+            low_int, low_float = lows[2 * n : 2 * n + 2]
             if column.reduction is not Reduction.MIN:
                 low_int, low_float = ~low_int, ~low_float
             found: list[Number] = []

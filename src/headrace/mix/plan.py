@@ -54,6 +54,14 @@ class Reshard(NamedTuple):
     parked: int
     dropped: int
 
+    def lines(self) -> list[str]:
+        """What is logged of it; nothing if every slice kept its slot."""
+        told = (
+            (self.dropped, f"dropped {self.dropped} still-active readers"),
+            (self.parked, f"parked {self.parked} still-active readers at the head of the queue"),
+        )
+        return [f"[stream_mixing] resume reshard {line}" for count, line in told if count]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixSettings:

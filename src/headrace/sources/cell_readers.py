@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -26,13 +26,30 @@ import orjson
 from headrace import errors
 from headrace.errors import DataError, HeadraceError, WorkerDied, how_it_ended
 from headrace.metrics import Meter, Wait, default_meter
+from headrace.sources.cell_hashes import CellHashes
 from headrace.sources.cells import CellFile, CellOpener, Cells, open_cells
 from headrace.sources.native_threads import one_native_thread
 
-__all__ = ["CellProcesses", "CellReaders", "pack_cells", "unpack_cells"]
+__all__ = ["CellProcesses", "CellReaders", "pack_cells", "rows_text", "unpack_cells"]
 
 _QUICK = (".npy",)
 """Not opened ahead: that is 100 us of Python, and a thread would hold the interpreter's lock for as long at a worse moment."""
+
+
+class _Request(NamedTuple):
+    worker: int
+    stream: int
+    start: int
+    stop: int
+
+
+def _cut(cells: Cells, start: int, stop: int) -> Cells:
+    return {name: column[start:stop] for name, column in cells.items()}
+
+
+def rows_text(path: str, start: int, stop: int) -> str:
+    """`rows 64 to 128 of rna/0.npz`: the rows [64, 128)."""
+    return f"rows {start:,} to {stop:,} of {path}"
 
 
 class CellReaders:
@@ -45,14 +62,19 @@ class CellReaders:
         columns: Sequence[str] | None = None,
         readers: Mapping[str, CellOpener] | None = None,
         rows: Sequence[int] | None = None,
+        hashes: CellHashes | None = None,
         meter: Meter | None = None,
         deadline: float = 300.0,
     ) -> None:
-        """`rows`: what was counted when the files were listed; another number is refused."""
+        """`rows`: what was counted when the files were listed; another number is refused. `hashes`: compare what is read with what was
+        read first."""
         self._paths = paths
         self._columns = columns
         self._readers = readers
         self._rows = rows
+        self._hashes = hashes
+        self._held: dict[int, tuple[int, int, Cells]] = {}
+        """By stream, the rows [first, last) of the unit that was read last."""
         self._meter = meter if meter is not None else default_meter()
         self._deadline = deadline
         self._open: dict[int, CellFile] = {}
@@ -64,7 +86,33 @@ class CellReaders:
         file = self._open.get(stream)
         if file is None:
             file = self._open[stream] = self._arrived(stream)
-        return file.read(start, stop)
+        if self._hashes is None or start >= stop:
+            return file.read(start, stop)
+        held = self._held.get(stream)
+        if held is None or start < held[0] or stop > held[1]:
+            held = self._read_units(file, stream, start, stop)
+        return _cut(held[2], start - held[0], stop - held[0])
+
+    def _read_units(self, file: CellFile, stream: int, start: int, stop: int) -> tuple[int, int, Cells]:
+        """The whole units that hold rows [start, stop), compared with their hashes."""
+        assert self._hashes is not None
+        size = self._hashes.unit_rows[stream]
+        first, last = start // size * size, min(-(-stop // size) * size, file.rows)
+        cells = file.read(first, max(stop, last))  # a file that is too short is refused there
+        for at in range(first, last, size):
+            end = min(at + size, last)
+            unit = _cut(cells, at - first, end - first)
+            # Of all ranks that read parts of a unit, the one that is given its first row records it.
+            if not self._hashes.is_same(stream, at // size, unit, keep=start <= at):
+                raise errors.DataChanged(
+                    f"{rows_text(self._paths[stream], at, end)} are not the cells that were read there first: the file changed, though not in "
+                    "size. The run would train on other cells than it says; restore the file, or accept the change with --accept data "
+                    '(load_state_dict(..., accept={"data"})).'
+                )
+        self._held.pop(stream, None)
+        if stop < last:  # the rows after these are asked for next
+            self._held[stream] = (at, last, unit)
+        return first, last, cells
 
     def expect(self, streams: Sequence[int]) -> None:
         """Open these ahead, if they are not open yet."""
@@ -77,6 +125,7 @@ class CellReaders:
 
     def release(self, stream: int) -> None:
         """Close a file that was read to its end."""
+        self._held.pop(stream, None)
         file = self._open.pop(stream, None)
         if file is not None:
             file.close()
@@ -96,7 +145,7 @@ class CellReaders:
                 future.result().close()
         for file in self._open.values():
             file.close()
-        self._coming, self._open = {}, {}
+        self._coming, self._open, self._held = {}, {}, {}
 
     def _arrived(self, stream: int) -> CellFile:
         future = self._coming.pop(stream, None)
@@ -104,7 +153,8 @@ class CellReaders:
             return self._opened(stream, False)
         if future.done():
             return future.result()
-        with Wait("streams.open", meter=self._meter, deadline=self._deadline) as wait:
+        opening = f"It is opening {self._paths[stream]}: look at the disk or the mount, or give a longer deadline."
+        with Wait("streams.open", meter=self._meter, deadline=self._deadline, remedy=opening) as wait:
             try:
                 return future.result(timeout=wait.remaining())
             except TimeoutError:
@@ -184,12 +234,15 @@ class CellProcesses:
         columns: Sequence[str] | None = None,
         readers: Mapping[str, CellOpener] | None = None,
         rows: Sequence[int] | None = None,
+        hashes: Mapping[str, Any] | None = None,
         meter: Meter | None = None,
         deadline: float = 300.0,
     ) -> None:
+        """`hashes` are the arguments of a CellHashes: every process has its own."""
         self._meter = meter if meter is not None else default_meter()
         self._deadline = deadline
-        self._asked: deque[int] = deque()
+        self._paths = paths
+        self._asked: deque[_Request] = deque()
         recipe = {"paths": list(paths), "columns": columns, "readers": dict(readers or {}), "rows": rows}
         # spawn: the parent has threads, and a fork would copy their locks in whatever state they are.
         context = multiprocessing.get_context("spawn")
@@ -198,7 +251,9 @@ class CellProcesses:
         with one_native_thread():
             for i in range(workers):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, recipe), name=f"headrace-cells-{i}", daemon=True)
+                process = context.Process(
+                    target=_serve, args=(theirs, recipe, hashes), name=f"headrace-cells-{i}", daemon=True
+                )
                 process.start()
                 theirs.close()
                 self._pipes.append(ours)
@@ -215,26 +270,35 @@ class CellProcesses:
 
     def ask(self, worker: int, stream: int, start: int, stop: int, *, dry: bool, expect: Sequence[int] = ()) -> None:
         """Ask for rows. `dry`: they are the last, so the file may be closed; `expect`: files to open ahead."""
+        self._asked.append(_Request(worker, stream, start, stop))
         try:
             self._pipes[worker].send_bytes(orjson.dumps([stream, start, stop, dry, list(expect)]))
         except OSError as error:
             raise self._lost(worker) from error
-        self._asked.append(worker)
 
     def answer(self) -> Cells:
         """The rows that were asked for first."""
-        worker = self._asked.popleft()
+        worker = self._asked[0].worker
         pipe = self._pipes[worker]
         with Wait("streams.worker", meter=self._meter, deadline=self._deadline) as wait:
             try:
                 while not pipe.poll(min(0.5, max(wait.remaining(), 0.001))):
+                    if wait.expired():
+                        wait.remedy = (
+                            f"{self._process_text(worker)} still reads {self._rows_text(worker)}: look at the disk or the mount, or give "
+                            "a longer deadline."
+                        )
                     wait.check()
                 header = pipe.recv_bytes()
-                if header[:1] != b"[":
-                    raise _error_of(header)
-                return unpack_cells(header, [pipe.recv_bytes() for _ in orjson.loads(header)])
+                failed = header[:1] != b"["
+                parts = [] if failed else [pipe.recv_bytes() for _ in orjson.loads(header)]
             except (EOFError, ConnectionError) as error:
                 raise self._lost(worker) from error
+        # Only now: the answer to a request that was given up at its deadline must not be taken for that of the next one.
+        self._asked.popleft()
+        if failed:
+            raise _error_of(header)
+        return unpack_cells(header, parts)
 
     def forget(self) -> None:
         """Take in and throw away what was asked for and is no longer wanted."""
@@ -254,13 +318,19 @@ class CellProcesses:
         self._pipes, self._processes = [], []
         self._asked.clear()
 
+    def _process_text(self, worker: int) -> str:
+        return f"reader process {worker} (pid {self._processes[worker].pid}) of {len(self._processes)}"
+
+    def _rows_text(self, worker: int) -> str:
+        """The first rows that a worker was asked for and has not sent."""
+        first = next((r for r in self._asked if r.worker == worker), None)
+        return "no rows" if first is None else rows_text(self._paths[first.stream], first.start, first.stop)
+
     def _lost(self, worker: int) -> WorkerDied:
         process = self._processes[worker]
         process.join(1.0)
-        code = process.exitcode
-        how = how_it_ended(code)
         return WorkerDied(
-            f"reader process {worker} (pid {process.pid}) of {len(self._processes)} {how} while it read cells. Look at the system's "
+            f"{self._process_text(worker)} {how_it_ended(process.exitcode)} while it read {self._rows_text(worker)}. Look at the system's "
             "log (out of memory?); the run can be resumed from its last checkpoint, with any num_workers."
         )
 
@@ -271,10 +341,11 @@ def _error_of(told: bytes) -> HeadraceError:
     return kind(sentence) if issubclass(kind, HeadraceError) else DataError(sentence)
 
 
-def _serve(pipe: Connection, recipe: Mapping[str, Any]) -> None:
+def _serve(pipe: Connection, recipe: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> None:
     """A worker: rows for requests, until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    readers = CellReaders(**recipe)
+    hashes = None if recorded is None else CellHashes(**recorded)
+    readers = CellReaders(**recipe, hashes=hashes)
     try:
         while True:
             stream, start, stop, dry, expect = orjson.loads(pipe.recv_bytes())
@@ -292,3 +363,5 @@ def _serve(pipe: Connection, recipe: Mapping[str, Any]) -> None:
         return
     finally:
         readers.close()
+        if hashes is not None:
+            hashes.close()

@@ -36,7 +36,7 @@ from headrace.sources.matching import Found, matches, named_files, stored_matche
 from headrace.sources.packed import UnpackedFile, Unpacker
 from headrace.sources.raw import ByteFile, Tally
 from headrace.sources.reader import BadRow, Reader
-from headrace.sources.records import ChunkRecords
+from headrace.sources.records import ChunkRecords, chunk_ids
 from headrace.sources.rows import ArrowRows, JsonRows, ParquetRows, RowShape
 from headrace.sources.samples import sample_folder
 from headrace.sources.spec import Source
@@ -128,7 +128,7 @@ def open_source(
         manifest,
         reader,
         access,
-        records=ChunkRecords(folder / f"{stem}.chunks", manifest, tally),
+        records=ChunkRecords(folder / f"{stem}.chunks", chunk_ids(manifest), tally),
         listings=folder / "listings",
         accept_changes=accept_changes,
         tally=tally,

@@ -27,7 +27,7 @@ from headrace.order import mix64_array
 from headrace.sources.manifest import Manifest
 from headrace.sources.raw import Tally
 
-__all__ = ["ChunkRecords"]
+__all__ = ["ChunkRecords", "chunk_ids"]
 
 _log = logging.getLogger("headrace.sources")
 _WIDTH = 16 + 1 + 16 + 1 + 8
@@ -38,13 +38,13 @@ _MAX_RECORD_FILE = 4 << 30
 
 
 class ChunkRecords:
-    """The recorded hashes of a manifest's chunks."""
+    """The recorded hashes of chunks, by their place in `ids`."""
 
-    def __init__(self, path: Path, manifest: Manifest, tally: Tally) -> None:
+    def __init__(self, path: Path, ids: np.ndarray, tally: Tally) -> None:
         self.path = path
-        self._ids = _chunk_ids(manifest)
-        self._known = np.zeros(manifest.chunks, dtype=bool)
-        self._hashes = np.zeros(manifest.chunks, dtype=np.uint64)
+        self._ids = ids
+        self._known = np.zeros(len(ids), dtype=bool)
+        self._hashes = np.zeros(len(ids), dtype=np.uint64)
         self._lock = threading.Lock()
         self._tally = tally
         self._fd: int | None = None
@@ -62,12 +62,12 @@ class ChunkRecords:
         with self._lock:
             return np.flatnonzero(self._known)
 
-    def add(self, chunk: int, value: int) -> None:
+    def add(self, chunk: int, value: int, *, on_disk: bool = True) -> None:
         """Record a hash, in memory and on disk. A disk that refuses costs later runs the check, not this run its data."""
         with self._lock:
             self._known[chunk] = True
             self._hashes[chunk] = value
-            if self._closed:
+            if self._closed or not on_disk:
                 return
             try:
                 if self._fd is None:
@@ -120,7 +120,7 @@ class ChunkRecords:
         self._hashes[chunks[ours]] = values[ours]  # where an index repeats, numpy keeps the last: the later record
 
 
-def _chunk_ids(manifest: Manifest) -> np.ndarray:
+def chunk_ids(manifest: Manifest) -> np.ndarray:
     """64 bits for (path, size, start, end) of every chunk."""
     files = np.array(
         [xxhash.xxh3_64_intdigest(f"{f.size}\0{f.path}".encode()) for f in manifest.files], dtype=np.uint64

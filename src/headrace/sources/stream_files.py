@@ -3,8 +3,9 @@
     nested    root/<modality>/<file>     the modality is the folder
     direct    root/<file>                the modality is the root's own name, so there may be several roots
 
-The listing is in bytewise order of `modality/file`; a file's place in it is its stream_id, the same on every machine. Rows are
-counted once and kept in the cache under the file's size and time of modification.
+The listing is in bytewise order of `modality/file`; a file's place in it is its stream_id, the same on every machine. Rows and fingerprints
+are kept in the cache under the file's size and times: of modification, and of the last change of its inode, which no program can set back.
+Listings that a saved state was made on are kept there too, to say later which file changed.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from headrace.sources.matching import FoundFile, matches
 from headrace.sources.opened import cache_folder
 from headrace.sources.raw import patiently
 
-__all__ = ["LAYOUTS", "Layout", "StreamFile", "StreamListing", "list_streams"]
+__all__ = ["LAYOUTS", "Layout", "StreamFile", "StreamListing", "kept_listing", "list_streams"]
 
 Layout = Literal["nested", "direct"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 _MODALITY = re.compile(r"[A-Za-z0-9_.\-]+")
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,16 @@ class StreamListing:
         """What a run keeps to say later which file changed."""
         return [{"name": f.name, "rows": f.rows, "size": f.size, "fingerprint": f.fingerprint} for f in self.files]
 
+    def keep(self, cache: Path | None) -> None:
+        """Keep the listing in the cache, under its fingerprint."""
+        path = _listing_path(self.fingerprint, cache)
+        try:
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                publish(path, orjson.dumps(self.to_json()), replace=True, durable=False)
+        except (OSError, StorageError):  # then a refusal cannot name the file that changed
+            return
+
     def changes_since(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
         """What is different from a listing that was kept, one line a file."""
         before = {str(f["name"]): f for f in saved}
@@ -81,6 +92,19 @@ class StreamListing:
             elif old is not None and (old["size"], old["fingerprint"]) != (file.size, file.fingerprint):
                 lines.append(f"{name} has other content")
         return lines
+
+
+def kept_listing(fingerprint: str, cache: Path | None) -> list[dict[str, Any]]:
+    """A listing that was kept, as `to_json` gives it; [] if it is not there."""
+    try:
+        read = orjson.loads(_listing_path(fingerprint, cache).read_bytes())
+    except (OSError, ValueError):
+        return []
+    return read if isinstance(read, list) else []
+
+
+def _listing_path(fingerprint: str, cache: Path | None) -> Path:
+    return (cache or cache_folder()) / "streams" / "listings" / f"{fingerprint}.json"
 
 
 def list_streams(
@@ -147,7 +171,8 @@ def _below(
             )
         # Where links are allowed their targets are what is opened: the readers follow none.
         path = (folder / entry.path).resolve() if allow_symlinks else folder / entry.path
-        rows, fingerprint = kept.of(entry) or kept.count(entry, path, readers)
+        changed = patiently(f"looking at {path}", path.stat).st_ctime_ns
+        rows, fingerprint = kept.of(entry, changed) or kept.count(entry, changed, path, readers)
         files.append(
             StreamFile(
                 name=f"{modality}/{entry.path.rpartition('/')[2]}",
@@ -163,7 +188,7 @@ def _below(
 
 
 class _Kept:
-    """Rows and fingerprints of files whose size and time of modification have not changed. Damaged: counted anew."""
+    """Rows and fingerprints of files whose size and times have not changed. Damaged: counted anew."""
 
     def __init__(self, folder: Path, cache: Path | None) -> None:
         name = fingerprint_json(["stream rows", _VERSION, str(folder.resolve())])
@@ -176,21 +201,24 @@ class _Kept:
         except (OSError, ValueError):
             self._before = {}
 
-    def of(self, file: FoundFile) -> tuple[int, str] | None:
+    def of(self, file: FoundFile, changed: int) -> tuple[int, str] | None:
+        now = [file.size, file.version, changed]
         match self._before.get(file.path):
-            case [size, version, int() as rows, str() as fingerprint] if (size, version) == (file.size, file.version):
-                self._now[file.path] = [size, version, rows, fingerprint]
+            case [*times, int() as rows, str() as fingerprint] if times == now:
+                self._now[file.path] = [*now, rows, fingerprint]
                 return rows, fingerprint
         return None
 
-    def count(self, file: FoundFile, path: Path, readers: Mapping[str, CellOpener] | None) -> tuple[int, str]:
+    def count(
+        self, file: FoundFile, changed: int, path: Path, readers: Mapping[str, CellOpener] | None
+    ) -> tuple[int, str]:
         opened = open_cells(path, readers=readers)
         try:
             rows = opened.rows
         finally:
             opened.close()
         fingerprint = patiently(f"reading {path}", lambda: file_fingerprint(path, file.size))
-        self._now[file.path] = [file.size, file.version, rows, fingerprint]
+        self._now[file.path] = [file.size, file.version, changed, rows, fingerprint]
         return rows, fingerprint
 
     def publish(self) -> None:

@@ -19,9 +19,10 @@ from headrace.loader.extra_metrics import drained_metrics, extra_metrics
 from headrace.loader.stream_metrics import without_states
 from headrace.loader.streams import StreamMixingDataset
 from headrace.metrics import Mean, registered_specs
+from headrace.sources.stream_files import list_streams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from stream_cells import write_stream, write_streams
+from stream_cells import SUFFIXES, change_stream, write_stream, write_streams
 
 A = "stream_mixing/active"
 SEVEN = {
@@ -277,8 +278,88 @@ def test_a_state_of_other_data_or_settings_is_refused_by_name(tmp_path):
         four(tmp_path, batch_size={"atac": 4, "rna": 3}).load_state_dict(state)
     write_stream(tmp_path / "cells" / "rna" / "002.npz", 2, 5)
     other = StreamMixingDataset(tmp_path / "cells", batch_size={"atac": 4, "rna": 2}, num_streams_mixed=4, pick_mode="round_robin", queue="permuted", cache=tmp_path / "cache")  # fmt: skip
-    with pytest.raises(CursorMismatch, match=r"data: saved .*, now "):
+    with pytest.raises(CursorMismatch, match=r"\(data: rna/002\.npz had 4 rows and has 5\)"):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_small_file_with_one_other_value_and_its_old_time_is_refused_by_name(tmp_path, suffix):
+    path = tmp_path / "cells" / "rna" / f"001{suffix}"
+    write_stream(path, 1, 40)
+
+    def opened() -> StreamMixingDataset:
+        return StreamMixingDataset(tmp_path / "cells", batch_size=4, cache=tmp_path / "cache")
+
+    with opened() as data:
+        list(itertools.islice(data, 3))
+        state = data.state_dict()
+    change_stream(path, 1, 40)
+    with pytest.raises(CursorMismatch, match=rf"\(data: rna/001\{suffix} has other content\)") as refused:
+        opened().load_state_dict(state)
+    assert set(refused.value.differences) == {"data"}
+    with opened() as data:
+        data.load_state_dict(state, accept={"data"})
+        assert len(list(data)) == 7
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_cells_that_changed_where_no_fingerprint_looks_are_refused_when_they_are_read_again(tmp_path, suffix, workers):
+    path = tmp_path / "cells" / "rna" / f"001{suffix}"
+    write_stream(path, 1, 400)
+    listing = list_streams(
+        tmp_path / "cells", cache=tmp_path / "cache"
+    )  # of before: as if samples had missed the change
+
+    def opened() -> StreamMixingDataset:
+        return StreamMixingDataset(
+            tmp_path / "cells", batch_size=4, cache=tmp_path / "cache", listing=listing, num_workers=workers
+        )
+
+    with opened() as data:
+        first = list(itertools.islice(data, 3))
+        state = data.state_dict()
+    change_stream(path, 1, 400)
+    with opened() as data:
+        data.load_state_dict(state)
+        with pytest.raises(DataChanged, match=rf"rows 0 to 400 of \S+/rna/001\{suffix} .* --accept data"):
+            list(data)
+        data.load_state_dict(state, accept={"data"})
+        assert len(list(data)) == 97
+    with opened() as data:  # what was accepted is what it is compared with from then on
+        assert len(list(data)) == 100
+    assert len(first) == 3
+
+
+def test_cells_that_change_under_a_run_are_refused_in_its_next_epoch(tmp_path):
+    path = tmp_path / "cells" / "rna" / "001.npy"
+    write_stream(path, 1, 40)
+    with StreamMixingDataset(tmp_path / "cells", batch_size=4, cache=tmp_path / "cache", repeat=True) as data:
+        batches = iter(data)
+        for _ in range(10):
+            next(batches)
+        change_stream(path, 1, 40)
+        with pytest.raises(DataChanged, match=r"rows 0 to 40 of \S+/rna/001\.npy"):
+            list(itertools.islice(batches, 10))
+
+
+def test_every_rank_reads_and_one_of_them_records_a_unit_of_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr("headrace.sources.cell_hashes.UNIT_BYTES", 120)  # 16 rows of 12 bytes
+    write_stream(tmp_path / "cells" / "rna" / "001.npy", 1, 95)
+    ranks = [
+        StreamMixingDataset(
+            tmp_path / "cells", batch_size=4, global_ranks=3, cache=tmp_path / "cache", records=tmp_path / "records", dp_rank=r, dp_world_size=3
+        )
+        for r in range(3)
+    ]  # fmt: skip
+    begun = [iter(rank) for rank in ranks]  # all before the first row is read: none knows the records of the others
+    got = [list(batches) for batches in begun]
+    for rank in ranks:
+        rank.close()
+    assert sorted(v for rank in got for b in rank for v in b["x"][:, 0].tolist()) == [10_000.0 + r for r in range(95)]
+    (record,) = (tmp_path / "records").iterdir()
+    lines = record.read_text().split()
+    assert len(set(lines[::3])) == len(lines[::3]) == 6
 
 
 def test_a_file_that_grew_since_it_was_listed_is_refused_when_it_is_opened(tmp_path):

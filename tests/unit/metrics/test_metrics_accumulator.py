@@ -49,7 +49,7 @@ def test_nan_is_not_hidden_by_an_extreme(order: tuple[float, float]) -> None:
 
 def test_identities_are_taken_as_absent() -> None:
     assert reduce_values(SPECS, [{"low": math.inf, "high": -math.inf, "loss": Mean(0.0, 0)}, {}]) == {}
-    assert Reducer(SPECS).reduce({"low": math.inf, "rows": 0}) == {"rows": 0}
+    assert Reducer(SPECS).reduce({"low": math.inf, "rows": 0}) == {"rows": 0, "rows_max": 0}
 
 
 def test_an_empty_rank_biases_nothing() -> None:
@@ -76,10 +76,12 @@ def test_counts_are_exact_and_stay_integers_at_any_size() -> None:
         assert result["rows_max"] == big
 
 
-def test_one_rank_is_the_identity() -> None:
+def test_one_rank_is_the_identity_with_itself_as_the_worst_rank() -> None:
     local = {"rows": 2**63 - 1, "low": -0.5, "loss": Mean(3.0, 2), "picks/text": np.int64(4), "high": True}
     result = Reducer(SPECS).reduce(local)
-    assert result == {"rows": 2**63 - 1, "low": -0.5, "loss": 1.5, "picks/text": 4, "high": 1}
+    assert result == {
+        "rows": 2**63 - 1, "rows_max": 2**63 - 1, "low": -0.5, "loss": 1.5, "loss_max": 1.5, "picks/text": 4, "high": 1
+    }  # fmt: skip
     assert {type(v) for v in result.values()} == {int, float}
 
 
@@ -113,4 +115,4 @@ def test_a_reducer_refuses_a_form_it_does_not_know_and_a_deadline_without_end() 
 def test_what_an_accumulator_drains_a_reducer_of_the_same_specs_takes() -> None:
     total = Accumulator(SPECS)
     total.add({"rows": 1})
-    assert Reducer(SPECS).reduce(total.drain()) == {"rows": 1, "steps_in_interval": 1}
+    assert Reducer(SPECS).reduce(total.drain()) == {"rows": 1, "rows_max": 1, "steps_in_interval": 1}

@@ -19,7 +19,7 @@ from headrace.sources.cells import cell_suffixes, open_cells, register_cells
 from headrace.sources.stream_files import list_streams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from stream_cells import SUFFIXES, WIDTH, cells, write_stream, write_streams
+from stream_cells import SUFFIXES, WIDTH, cells, change_stream, write_stream, write_streams
 
 
 def read(path: Path, start: int, stop: int, **options):
@@ -295,18 +295,26 @@ def test_a_file_at_the_wrong_depth_is_refused_with_the_layout_that_would_fit(tmp
 def test_rows_are_counted_once_and_again_when_the_file_changes(tmp_path):
     root = write_streams(tmp_path / "all", {"rna": [30]}, (".npy",))
     path = root / "rna" / "000.npy"
-    first = list_streams(root, cache=tmp_path / "c")
-    time = path.stat().st_mtime_ns
-    data = path.read_bytes()
-    path.write_bytes(b"x" * len(data))  # of the same size and time: the count that is kept is used
-    os.utime(path, ns=(time, time))
-    assert list_streams(root, cache=tmp_path / "c") == first
-    path.write_bytes(data)
+    opened = []
+
+    def counting(path, columns):
+        opened.append(path)
+        return open_cells(path, columns)
+
+    def listed():
+        return list_streams(root, cache=tmp_path / "c", readers={".npy": counting})
+
+    first = listed()
+    assert listed() == first
+    assert len(opened) == 1
+    change_stream(path, 0, 30)  # of the same size and time of modification
+    assert listed().changes_since(first.to_json()) == ["rna/000.npy has other content"]
+    assert len(opened) == 2
     write_stream(path, 0, 31)
     changed = list_streams(root, cache=tmp_path / "c")
     assert changed.files[0].rows == 31
     assert changed.changes_since(first.to_json()) == ["rna/000.npy had 30 rows and has 31"]
-    for kept in (tmp_path / "c" / "streams").iterdir():
+    for kept in (tmp_path / "c" / "streams").glob("*.json"):
         kept.write_text('{"000": broken')
     assert list_streams(root, cache=tmp_path / "c") == changed
 
