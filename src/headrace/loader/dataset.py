@@ -134,18 +134,9 @@ class TextDataset:
         self.mix_changes = _checked_changes(mix_changes, described)
         self.cache = cache if cache is not None else cache_folder()
         self.recipe["cache"] = self.cache
-        with Wait("source.open", meter=self.meter):
-            self.sources: tuple[OpenSource, ...] = tuple(
-                open_source(
-                    s,
-                    base=base,
-                    cache=self.cache,
-                    records=records,
-                    full_check=full_check,
-                    accept_changes=accept_changes,
-                )
-                for s in described
-            )
+        self.sources = self._open(described, full_check=full_check)
+        self.records_bound = records is not None
+        """Whether a chunk that differs from its recorded hash is refused."""
         if not any(s.manifest.rows and s.source.weight > 0 for s in self.sources):
             names = ", ".join(s.source.spec for s in self.sources)
             raise DataError(f"no source has any rows ({names}): check the paths, or the files they point to")
@@ -160,19 +151,42 @@ class TextDataset:
             eos_id=self._special("eos", self.tokenizer.eos_id) if eos else None,
             pad_id=self.tokenizer.pad_id if self.tokenizer.pad_id is not None else 0,
         )
-        self.chunks = ChunkCache(self.meter, chunk_memory)
-        self._plans: dict[tuple[int, int], LanePlan] = {}
         self._lock = threading.Lock()
         self._readers: ThreadPoolExecutor | None = None
         self._foreign_holes: dict[int, dict[tuple[str, int], dict[str, Any]]] = {}
+        self._wire()
+
+    def _open(self, described: Sequence[Source], *, full_check: bool = False) -> tuple[OpenSource, ...]:
+        made = {name: self.recipe[name] for name in ("base", "cache", "records", "accept_changes")}
+        with Wait("source.open", meter=self.meter):
+            return tuple(open_source(s, full_check=full_check, **made) for s in described)
+
+    def _wire(self) -> None:
+        """Deal the rows of the open sources to lanes, and make the makers of their windows."""
+        self.chunks = ChunkCache(self.meter, self.recipe["chunk_memory"])
+        self._plans: dict[tuple[int, int], LanePlan] = {}
         self.deals = tuple(self._deal(i, s) for i, s in enumerate(self.sources))
         self.makers = tuple(
             WindowMaker(
                 i, s, self.deals[i], self.tokenizer, self.packing,
-                key=key(f"text.window/{s.name}", seed=seed), shuffle=shuffle, cache=self.chunks, meter=self.meter,
+                key=key(f"text.window/{s.name}", seed=self.seed), shuffle=self.shuffle, cache=self.chunks, meter=self.meter,
             )
             for i, s in enumerate(self.sources)
         )  # fmt: skip
+
+    def expect_recorded(self, *, accept_changes: bool = False) -> None:
+        """Hold the sources to what was read of them before, as a run that goes on from a state must.
+
+        `accept_changes`: take their bytes as they are now instead, counted anew. Loaders over this dataset must be closed.
+        """
+        if accept_changes and not self.recipe["accept_changes"]:
+            self.recipe["accept_changes"] = True
+            self.close()
+            self.sources = self._open([s.source for s in self.sources])
+            self._wire()
+        self.records_bound = True
+        for source in self.sources:
+            source.bind_records()
 
     @property
     def vocab_size(self) -> int:
@@ -182,6 +196,11 @@ class TextDataset:
     def names(self) -> tuple[str, ...]:
         """The sources' names, in order."""
         return tuple(s.name for s in self.sources)
+
+    @property
+    def bad_shards(self) -> int:
+        """Files that cannot be decoded and are left out (on_bad = "skip")."""
+        return sum(bool(file.hole) for source in self.sources for file in source.manifest.files)
 
     @property
     def weights(self) -> tuple[float, ...]:

@@ -255,8 +255,11 @@ def _serve(pipe: Connection, recipe: dict[str, Any], count: int, size: int) -> N
         os.close(descriptor)
     from headrace.loader.dataset import TextDataset
 
+    bound = recipe.pop("bound")
     try:
         data = TextDataset(**recipe)
+        if bound:
+            data.expect_recorded()
     except BaseException as error:
         _refuse_all(pipe, error)
         return

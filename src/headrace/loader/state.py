@@ -23,7 +23,7 @@ from headrace.loader.weight_text import read_weights, shown_weights, weights_ask
 from headrace.order import Cursor, Digest
 
 __all__ = [
-    "ACCEPTABLE", "COUNTS", "KIND", "VERSION", "LoaderState", "checked_accept", "joined_ranges", "load_states", "merge_states",
+    "ACCEPTABLE", "COUNTS", "KIND", "VERSION", "LoaderState", "accepts_data", "checked_accept", "joined_ranges", "load_states", "merge_states",
 ]  # fmt: skip
 
 KIND, VERSION = "text", 1
@@ -137,12 +137,13 @@ def load_states(
     rank: int,
     skip: Iterable[tuple[int, int]],
     accept: Collection[str],
+    fixed: Mapping[str, str],
     fresh: Callable[[int, int], Mapping[int, np.ndarray]],
 ) -> tuple[LoaderState, dict[int, np.ndarray]]:
     """The state for one rank, and the lanes of the other ranks as far as they are known.
 
     `fingerprint` is that of the order before a step. `fresh` is what the lanes look like before their first sample, by pass
-    and step; a source that a state does not know (accepted as "sources") starts there. `empty` are the sources without rows.
+    and step; `fixed` names what cannot be accepted, and why; a source that a state does not know (accepted as "sources") starts there. `empty` are the sources without rows.
     """
     accept = checked_accept(accept)
     cursor = Cursor.from_dict(merge_states(state if isinstance(state, Sequence) else [state]))
@@ -150,8 +151,9 @@ def load_states(
         _check_position(cursor.body)
     step = cursor.body.get("step", 0)
     accepted = cursor.require(
-        kind=KIND, version=VERSION, fingerprint=fingerprint(step), accept=accept, shown=shown_weights
-    )
+        kind=KIND, version=VERSION, fingerprint=fingerprint(step), accept=accept, shown=shown_weights,
+        fixed={"config:lanes": "saved positions are those of the lanes", **fixed},
+    )  # fmt: skip
     lanes_before = fresh(cursor.body["pass"], step)
     try:
         body = cursor.body
@@ -211,6 +213,11 @@ def checked_accept(accept: Collection[str]) -> frozenset[str]:
             meant = f", did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"accept: there is no {name!r} to accept{meant} (there are {', '.join(ACCEPTABLE)})")
     return names
+
+
+def accepts_data(accept: Collection[str]) -> bool:
+    """Whether changed data is accepted, all of it or a file by name (`data:web/0.jsonl`)."""
+    return any(name.partition(":")[0] == "data" for name in checked_accept(accept))
 
 
 def joined_ranges(ranges: Iterable[Sequence[int]], end: int) -> list[list[int]]:

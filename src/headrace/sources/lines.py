@@ -29,7 +29,7 @@ from headrace.compiled import CompiledLoops, address
 from headrace.errors import DataChanged
 from headrace.order import chunk_hash
 from headrace.sources.packed import PACKINGS
-from headrace.sources.raw import ByteFile
+from headrace.sources.raw import ACCEPT_DATA, ByteFile
 from headrace.sources.reader import BadRow, FileScan, Loaded, not_utf8
 from headrace.sources.spec import nearest
 
@@ -385,5 +385,5 @@ def _type_name(value: object) -> str:
 def _other_rows(file: ByteFile, expected: int, found: int) -> DataChanged:
     return DataChanged(
         f"{file.path} held {expected:,} rows in this chunk when they were counted and holds {found:,} now: the file was "
-        "written to since. Restore it, or accept the change with --accept data."
+        f"written to since. Restore it, or {ACCEPT_DATA}."
     )
