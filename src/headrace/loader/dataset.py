@@ -100,9 +100,9 @@ class TextDataset:
         eos_token: str | None = None,
         bos_token: str | None = None,
         engine: EngineName = "auto",
-        base: Path | None = None,
-        cache: Path | None = None,
-        records: Path | None = None,
+        base: str | Path | None = None,
+        cache: str | Path | None = None,
+        records: str | Path | None = None,
         full_check: bool = False,
         accept_changes: bool = False,
         chunk_memory: int = 512 << 20,
@@ -113,7 +113,9 @@ class TextDataset:
             "sources": sources, "tokenizer": tokenizer, "seq_len": seq_len, "pack": pack, "seed": seed, "lanes": lanes,
             "window_blocks": window_blocks, "shuffle": shuffle, "exhausted": exhausted, "mix_changes": tuple(mix_changes),
             "bos": bos, "eos": eos, "eos_token": eos_token, "bos_token": bos_token, "engine": engine,
-            "base": base if base is not None else Path.cwd(), "cache": cache, "records": records,
+            "base": Path(base) if base is not None else Path.cwd(),
+            "cache": Path(cache) if cache is not None else cache_folder(),
+            "records": None if records is None else Path(records),
             "accept_changes": accept_changes, "chunk_memory": chunk_memory,
         }  # fmt: skip
         _check(
@@ -132,8 +134,7 @@ class TextDataset:
         if not any(s.weight > 0 for s in described):
             raise ConfigError("all sources have weight 0: give at least one of them a positive weight")
         self.mix_changes = _checked_changes(mix_changes, described)
-        self.cache = cache if cache is not None else cache_folder()
-        self.recipe["cache"] = self.cache
+        self.cache: Path = self.recipe["cache"]
         self.sources = self._open(described, full_check=full_check)
         self.records_bound = records is not None
         """Whether a chunk that differs from its recorded hash is refused."""

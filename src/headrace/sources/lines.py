@@ -282,6 +282,8 @@ class JsonLines(TextLines):
                 keys = ", ".join(repr(k if len(k) <= 40 else k[:40] + "…") for k in nearest(key, found)[:8])
                 return f"it has no key {key!r}; it has {keys or 'none at all'} (set text_key to the one that holds the text)"
             found = found[key]
+        if isinstance(found, str):  # the decoder above met another value of the same key, which this one overwrote
+            return f"{self.text_key!r} stands in it more than once, and not every time as text"
         return f"{self.text_key!r} is {_type_name(found)}, expected text"
 
 
