@@ -73,7 +73,9 @@ def run(
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     changed = overrides(settings)
-    if (config is not None and resume is not None) or (config is None and resume is None and not names_sources(changed)):
+    if (config is not None and resume is not None) or (
+        config is None and resume is None and not names_sources(changed)
+    ):
         return no_config("run", ", or --resume RUNDIR")
     unknown = [a for a in accept if a not in _ACCEPTED]
     if unknown:

@@ -405,7 +405,9 @@ class SpoolLoader:
             raise CursorMismatch(
                 "the checkpoint was saved by a run without a spool; resume it with --spool.enabled false"
             )
-        cursor.require(kind=_KIND, version=_VERSION, fingerprint=self.consumer._fingerprint(), accept=accept, fixed=fixed)
+        cursor.require(
+            kind=_KIND, version=_VERSION, fingerprint=self.consumer._fingerprint(), accept=accept, fixed=fixed
+        )
         body = cursor.body
         self.consumer.load_state_dict(body["spool"])
         self.step, self.ended = int(body["step"]), bool(body["ended"])

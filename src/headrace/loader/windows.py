@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.compiled import CompiledLoops
-from headrace.errors import HeadraceError, TokenizerError
+from headrace.errors import DataError, HeadraceError, TokenizerError
 from headrace.metrics import Meter, Wait, phase
 from headrace.mix import Deal
 from headrace.order import derive
@@ -228,6 +228,8 @@ class WindowMaker:
                 vocabulary=self._tokenizer.vocab_size,
             )
         used = packed.documents
+        if not len(packed.blocks) and start.position == 0 and used == total_rows:
+            self._require_text()  # a lane's whole part without a token: is it the lane, or the source?
         seen = used + (1 if packed.offset else 0)
         chunk_of, row_of = _joined(chunks), _joined(rows)
         if packed.unsound is not None:
@@ -259,6 +261,25 @@ class WindowMaker:
             cut=packed.cut,
         )
         return window, left
+
+    def _require_text(self) -> None:
+        """Refuse a source of which no document has a token: its share of the mix would be 0 without a word."""
+        for chunk in np.flatnonzero(self.deal.chunk_rows).tolist():
+            rows = int(self.deal.chunk_rows[chunk])
+            texts = [text for text in self._cache.texts(self.index, self.source, chunk)[:rows] if text]
+            if texts and len(self._tokenizer.encode(texts).ids):
+                return
+        described, left_out = self.source.source, sum(hole["rows"] for hole in self.source.holes())
+        bad = f" ({left_out:,} of them cannot be decoded)" if left_out else ""
+        key = (
+            ""
+            if described.scheme == "txt"
+            else f"set text_key, now {described.text_key!r}, to the field that holds the text; "
+        )
+        raise DataError(
+            f"source {self.source.name!r} ({described.spec}) has {self.deal.rows:,} rows and none with text{bad}: {key}mend its files, "
+            "or take it out."
+        )
 
     def first_chunks(self, lane: int, start: WindowStart) -> list[int]:
         """The chunks that a window will likely need."""

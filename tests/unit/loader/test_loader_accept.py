@@ -31,7 +31,11 @@ def loader(tmp_path: Path, *, workers: int = 0, **options) -> Loader:
         ["jsonl:a.jsonl"], **({"seq_len": 256, "lanes": 4, "base": tmp_path, "cache": tmp_path / "cache"} | options)
     )
     return Loader(
-        data, global_batch_size=4, tokenizer_workers=0 if workers else 1, data_loader_workers=workers, prefetch_batches=1
+        data,
+        global_batch_size=4,
+        tokenizer_workers=0 if workers else 1,
+        data_loader_workers=workers,
+        prefetch_batches=1,
     )
 
 
@@ -84,7 +88,9 @@ def test_accepted_data_whose_lines_moved_is_counted_anew(tmp_path, rows):
     os.utime(rows, ns=(status.st_atime_ns, status.st_mtime_ns))
     with loader(tmp_path) as after:
         after.load_state_dict(state)
-        with pytest.raises(DataChanged, match=r'a.jsonl .*load_state_dict\(state, accept=\{"data"\}\) \(command: --accept data\)'):
+        with pytest.raises(
+            DataChanged, match=r'a.jsonl .*load_state_dict\(state, accept=\{"data"\}\) \(command: --accept data\)'
+        ):
             list(after)
     with loader(tmp_path) as after:
         after.load_state_dict(state, accept={"data"})

@@ -64,18 +64,6 @@ def test_a_dataset_without_a_row_or_a_weight_is_refused(tmp_path, write_jsonl):
         TextDataset([Source(f"jsonl:{empty}", weight=0)], seq_len=8, cache=tmp_path / "c")
 
 
-@pytest.mark.parametrize("exhausted", ["repeat", "drop"])
-def test_a_source_of_empty_documents_ends_instead_of_spinning(tmp_path, write_jsonl, exhausted):
-    path = write_jsonl("blank.jsonl", [""] * 50)
-    data = TextDataset([f"jsonl:{path}"], seq_len=8, lanes=4, exhausted=exhausted, cache=tmp_path / "c")
-    made = Loader(data, global_batch_size=4)
-    if exhausted == "drop":
-        assert list(made) == []
-    else:
-        with pytest.raises(HeadraceError, match="no source has a single document"):
-            next(made)
-
-
 def test_leaving_early_stops_the_threads_and_iterating_again_goes_on_where_delivery_stopped(data):
     straight = [b["input_ids"].clone() for b in loader(data)]
     made = loader(data)
@@ -502,3 +490,23 @@ def test_a_tokenizer_that_calls_for_an_exit_is_an_error_with_the_name_of_the_doc
     data = TextDataset([f"jsonl:{path}"], tokenizer=Leaving(), seq_len=8, lanes=2, cache=tmp_path / "c")
     with pytest.raises(TokenizerError, match=r"leaving failed on row 17 of .*a\.jsonl.*SystemExit\(3\)"):
         list(loader(data, global_batch_size=2, tokenizer_workers=workers))
+
+
+@pytest.mark.parametrize("exhausted", ["drop", "repeat", "stop_first"])
+@pytest.mark.parametrize("beside", [[], ["jsonl:text.jsonl"]])
+def test_a_source_of_nothing_but_empty_documents_is_named(tmp_path, write_jsonl, exhausted, beside):
+    write_jsonl("text.jsonl", ["a document"] * 50)
+    write_jsonl("empty.jsonl", [""] * 50)
+    data = TextDataset(
+        [*beside, "jsonl:empty.jsonl"], seq_len=32, lanes=4, exhausted=exhausted, base=tmp_path, cache=tmp_path / "c"
+    )
+    with pytest.raises(DataError, match=r"'empty' \(jsonl:empty.jsonl\) has 50 rows and none with text: set text_key"):
+        for _ in zip(range(100), loader(data, global_batch_size=4), strict=False):
+            pass
+
+
+def test_empty_documents_among_others_are_left_out_even_where_a_lane_has_no_other(tmp_path, write_jsonl):
+    path = write_jsonl("few.jsonl", ["", "", "", "one document with text"])
+    data = TextDataset([f"jsonl:{path}"], seq_len=32, lanes=4, cache=tmp_path / "c")
+    with loader(data, global_batch_size=4) as batches:
+        assert sum(int(batch["row_count"].sum()) for batch in batches) == 1
