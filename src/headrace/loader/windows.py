@@ -27,6 +27,7 @@ from headrace.mix import Deal
 from headrace.order import derive
 from headrace.sources import OpenSource
 from headrace.text import (
+    LONGEST_PIECE,
     SPOT_CHECK_EVERY,
     Blocks,
     Encode,
@@ -39,7 +40,7 @@ from headrace.text import (
     pack_kernels,
 )
 
-__all__ = ["Carry", "ChunkCache", "Piece", "Window", "WindowMaker", "WindowStart", "deal_kernels"]
+__all__ = ["Carry", "ChunkCache", "Piece", "Window", "WindowMaker", "WindowStart", "deal_kernels", "leave_out_too_long"]
 
 _ROWS_AT_ONCE = 4096
 _AHEAD = 1.04
@@ -336,6 +337,12 @@ class WindowMaker:
                 if held.holes:
                     missing += [len(texts) + i for i, text in enumerate(found) if text is None]
                     found = [text or "" for text in found]
+                if max(map(len, found)) > LONGEST_PIECE:
+                    first = int(self.source.manifest.first_row[chunk])
+                    long = leave_out_too_long(
+                        self.source, self._tokenizer, found, [first + r for r in listed[start:stop]]
+                    )
+                    missing += [len(texts) + i for i in long]
                 size = sum(map(len, found))
                 if size >= chars:  # the window ends in here: no more than it needs
                     upto = next(i for i, length in enumerate(accumulate(map(len, found)), 1) if length >= chars)
@@ -444,6 +451,25 @@ class WindowMaker:
         return TokenizerError(
             f"tokenizer {self._tokenizer.name} failed on a batch of source {self.source.name}: {error}"
         )
+
+
+def leave_out_too_long(source: OpenSource, tokenizer: Tokenizer, texts: list[str], rows: Sequence[int]) -> list[int]:
+    """Empty the texts that would take too much memory to encode, as holes of the source, and return their indices.
+
+    `rows` are the texts' rows in the source. DataError names the first of them unless the source has on_bad = "skip".
+    """
+    refusal = getattr(tokenizer, "refusal", None)
+    reasons = {} if refusal is None else {i: why for i, text in enumerate(texts) if (why := refusal(text)) is not None}
+    for i, why in reasons.items():
+        if source.source.on_bad == "fail":
+            file, local = source.manifest.locate(rows[i])
+            raise DataError(
+                f"row {local} of {source.manifest.files[file].path} (source {source.name}) is too long for tokenizer {tokenizer.name}: "
+                f'{why}. Split the document, or leave such rows out of source {source.name!r} with on_bad = "skip".'
+            )
+        source.add_hole(rows[i], f"too long for the tokenizer: {why}")
+        texts[i] = ""
+    return list(reasons)
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:

@@ -364,6 +364,16 @@ class OpenSource:
             found = sorted(shards + self._holes)
         return [{"file": files[f].path, "row": row, "rows": rows, "reason": why} for f, row, rows, why in found]
 
+    def add_hole(self, row: int, reason: str) -> None:
+        """Note, once, a row of the source that a later stage cannot use."""
+        hole = (*self.manifest.locate(row), 1, reason)
+        with self._lock:
+            if hole in self._holes:
+                return
+            if len(self._holes) < _BAD_ROWS_KEPT:
+                self._holes.append(hole)
+        self._tally.add(bad_rows=1)
+
     def counters(self) -> dict[str, int]:
         """chunks, rows and bytes count every read; bad and empty rows count once, however often they are read."""
         return self._tally.counts()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded, HeadraceError, TokenizerError
+from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded, TokenizerError
 from headrace.loader import Loader, MixChange, TextDataset, merge_states
 from headrace.loader.ends import StoreEnds
 from headrace.metrics import Meter
