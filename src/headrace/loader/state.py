@@ -2,7 +2,11 @@
 
     {"kind": "text", "version": 1, "fingerprint": {…}, "body": {
         "step": 40, "sample": 960, "pass": 0, "ended": false, "lanes": 48, "sources": ["prose", "code"],
-        "digest": "…", "delivered": {…}, "entries": {"0": [[epoch, row, offset, block, tokens, credit], …], …}}}
+        "digest": "…", "delivered": {…}, "entries": {"0": [epoch, row, offset, block, tokens, credit, epoch, …], …}}}
+
+A lane's entries are six numbers a source, in one flat list (states of earlier versions have a list a source). Fewer lists
+matter: 48 lanes of 30 sources were 1,440 of them, and so many new containers make the interpreter's garbage collector
+look through every object of the process, which takes hundreds of milliseconds, in the middle of a save.
 
 A rank saves its own lanes and needs nobody for it. `merge` puts the states of all ranks together, for any other number
 of ranks; a rank that goes on at the same world size may also load just its own.
@@ -70,7 +74,7 @@ class LoaderState:
         return sum(b - a for a, b in self.skipped)
 
     def to_cursor(self, fingerprint: Mapping[str, str], lane_count: int, names: Sequence[str]) -> Cursor:
-        entries = {str(lane): state for lane, state in zip(self.lane_ids, self.lanes.tolist(), strict=True)}
+        entries = {str(lane): state for lane, state in zip(self.lane_ids, self.lanes.reshape(len(self.lane_ids), -1).tolist(), strict=True)}
         body = {
             "step": self.step, "sample": self.sample, "pass": self.number, "ended": self.ended, "lanes": lane_count,
             "sources": list(names), "digest": str(self.digest), "delivered": self.delivered,
@@ -165,7 +169,10 @@ def load_states(
             )
         place = {name: i for i, name in enumerate(saved_names)}
         known: dict[int, np.ndarray] = {}
-        for lane, rows in entries.items():
+        for lane, flat in entries.items():
+            rows = _by_source(flat)
+            if len(rows) != len(saved_names):
+                raise ValueError(f"lane {lane} has entries of {len(rows)} sources, expected {len(saved_names)}")
             state_of = lanes_before[lane].copy()
             for i, name in enumerate(names):
                 if name in place:
@@ -270,6 +277,14 @@ def _asked_before(
 
 def _damaged(error: Exception) -> CursorMismatch:
     return CursorMismatch(f"state is damaged: {type(error).__name__} {error} while reading its body")
+
+
+def _by_source(flat: Sequence[Any]) -> list[Sequence[int]]:
+    """A lane's entries, one for each source, of either layout."""
+    if flat and not isinstance(flat[0], int):
+        return list(flat)
+    width = CREDIT + 1
+    return [flat[i : i + width] for i in range(0, len(flat), width)]
 
 
 def _entry(row: Sequence[int]) -> list[int]:

@@ -510,3 +510,31 @@ def test_empty_documents_among_others_are_left_out_even_where_a_lane_has_no_othe
     data = TextDataset([f"jsonl:{path}"], seq_len=32, lanes=4, cache=tmp_path / "c")
     with loader(data, global_batch_size=4) as batches:
         assert sum(int(batch["row_count"].sum()) for batch in batches) == 1
+
+
+def containers_in(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(map(containers_in, value.values()))
+    return 1 + sum(map(containers_in, value)) if isinstance(value, list | tuple) else 0
+
+
+def test_a_state_of_many_sources_makes_one_container_a_lane_so_that_saving_never_fills_the_garbage_collector(tmp_path, write_jsonl):  # fmt: skip
+    paths = [write_jsonl(f"{n}.jsonl", ["a document of words"] * 20) for n in range(30)]
+    data = TextDataset([f"jsonl:{path}" for path in paths], seq_len=16, lanes=12, cache=tmp_path / "c")
+    with loader(data) as batches:
+        next(batches)
+        assert containers_in(batches.state_dict()["body"]) < 12 + 10
+
+
+def test_a_state_with_a_list_a_source_as_it_used_to_be_is_still_read(data):
+    before = loader(data)
+    next(before)
+    state = before.state_dict()
+    entries = state["body"]["entries"]
+    nested = {lane: [flat[i : i + 6] for i in range(0, len(flat), 6)] for lane, flat in entries.items()}
+    after = loader(data)
+    after.load_state_dict({**state, "body": {**state["body"], "entries": nested}})
+    assert (next(after)["input_ids"] == next(before)["input_ids"]).all()
+    short = {lane: flat[:-1] for lane, flat in entries.items()}
+    with pytest.raises(CursorMismatch, match="damaged"):
+        after.load_state_dict({**state, "body": {**state["body"], "entries": short}})
