@@ -302,7 +302,7 @@ class TextDataset:
         """
         index, lane, start = wanted
         source = self.sources[index]
-        if "://" not in source.source.place:
+        if "://" not in str(source.manifest.root):
             return
         with self._lock:
             if self._readers is None:

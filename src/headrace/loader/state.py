@@ -74,7 +74,10 @@ class LoaderState:
         return sum(b - a for a, b in self.skipped)
 
     def to_cursor(self, fingerprint: Mapping[str, str], lane_count: int, names: Sequence[str]) -> Cursor:
-        entries = {str(lane): state for lane, state in zip(self.lane_ids, self.lanes.reshape(len(self.lane_ids), -1).tolist(), strict=True)}
+        entries = {
+            str(lane): state
+            for lane, state in zip(self.lane_ids, self.lanes.reshape(len(self.lane_ids), -1).tolist(), strict=True)
+        }
         body = {
             "step": self.step, "sample": self.sample, "pass": self.number, "ended": self.ended, "lanes": lane_count,
             "sources": list(names), "digest": str(self.digest), "delivered": self.delivered,

@@ -41,7 +41,7 @@ from headrace.sources.records import ChunkRecords
 from headrace.sources.rows import ArrowRows, JsonRows, ParquetRows, RowShape
 from headrace.sources.samples import sample_folder
 from headrace.sources.spec import Source, store_of
-from headrace.sources.stores import DEADLINE, Store, stored_matches
+from headrace.sources.stores import DEADLINE, Store, pinned_objects, stored_matches
 
 __all__ = ["MAX_LINE_BYTES", "OpenSource", "cache_folder", "open_source"]
 
@@ -168,6 +168,11 @@ def _find(
             columns=None if rows is None else rows.columns,
         )
         reader = _reader(dataset.format, dataset.text_key, max_line_bytes, rows)
+        if isinstance(dataset.root, str):
+            stored, store = pinned_objects(
+                dataset.root, dataset.sizes, version=dataset.commit, deadline=deadline, tally=tally
+            )
+            return stored, reader, False, store
         found = named_files(
             dataset.root, dataset.files, packings=reader.packings, allow_symlinks=dataset.follow, what=what
         )

@@ -29,13 +29,15 @@ from headrace.metrics import Wait
 from headrace.sources.matching import COMPRESSED, MAX_FILES, Found, FoundFile, fits
 from headrace.sources.raw import Tally
 
-__all__ = ["DEADLINE", "Store", "StoredObject", "stored_matches"]
+__all__ = ["DEADLINE", "Store", "StoredObject", "pinned_objects", "stored_matches"]
 
 T = TypeVar("T")
 
 DEADLINE = 60.0
 """Seconds that a store may stay out of reach before a read gives up."""
 _AHEAD = 8 << 20
+_PINNED = "pinned "
+"""Begins the tag of an object whose URL names its content: the tags of answers, which differ between servers, say nothing."""
 _BACKOFF = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
@@ -109,7 +111,7 @@ class Store:
                 data = result.bytes()
             except self._errors.PreconditionError as error:
                 raise _replaced(url) from error
-            if found != tag:
+            if found != tag and not tag.startswith(_PINNED):
                 raise _replaced(url)
             if len(data) != end - start:
                 raise DataChanged(
@@ -266,6 +268,16 @@ def stored_matches(
     if not listed:
         raise DataError(f"{what}: no object matches {place!r}. Check the bucket, the prefix and the pattern.")
     return _found(store, literal, listed, packings, what), store
+
+
+def pinned_objects(
+    root: str, sizes: Mapping[str, int], *, version: str, deadline: float, tally: Tally
+) -> tuple[Found, Store]:
+    """Objects of the web below a URL that never change, with their sizes, and the store they lie in. `version` names their content."""
+    store = Store("/".join(root.split("/")[:3]), deadline=deadline, tally=tally)
+    tag = f'{_PINNED}"{version}"'
+    files = tuple(FoundFile(path=p, size=sizes[p], version=tag) for p in sorted(sizes, key=str.encode))
+    return Found(root=root, files=files), store
 
 
 def _below(store: Store, parts: Sequence[str], what: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
