@@ -264,3 +264,21 @@ def test_weights_changed_at_a_resume_and_holes_are_journalled_once(tmp_path, hea
         "bad_rows",
         "bad_shards",
     }
+
+
+def test_what_the_checkpoints_model_was_made_for_is_refused_at_once_as_not_acceptable(desk, headrace):
+    fragments = ("config:seq_len cannot be accepted: the model of the checkpoint has 16 positions", "start a new run")
+    for accepted in ((), ("--accept", "config")):
+        line = one_sentence(headrace("run", "--resume", "run", "--text.seq_len", "32", *accepted, cwd=desk), *fragments)
+        assert "--accept" not in line
+    tokenizer = {
+        "version": "1.0",
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "a"},
+        "pre_tokenizer": {"type": "Whitespace"},
+    }
+    (desk / "tok.json").write_text(json.dumps(tokenizer))
+    one_sentence(
+        headrace("run", "--resume", "run", "--text.tokenizer", "tok.json", "--accept", "config", cwd=desk),
+        "tokenizer cannot be accepted: the model of the checkpoint has 259 ids, this tokenizer 2",
+    )
+    one_sentence(headrace("run", "--resume", "run", "--loader.lanes", "8", cwd=desk), "config:lanes cannot be accepted")

@@ -7,6 +7,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -207,3 +209,21 @@ def test_chains_of_resumes_in_real_processes_deliver_the_order_of_one_run(corpus
             pipe.send(None)
             process.join(20)
     assert resumes >= 30
+
+
+def test_a_script_without_a_main_guard_is_told_to_have_one(tmp_path):
+    (tmp_path / "a.txt").write_text("a line of text\n" * 100)
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import headrace as hr\n"
+        "data = hr.TextDataset(['txt:a.txt'], seq_len=16, lanes=2, cache='cache')\n"
+        "print(next(hr.Loader(data, global_batch_size=2, data_loader_workers=1)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=110
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("headrace.errors.WorkerDied: worker process headrace-worker-0")
+    assert 'under `if __name__ == "__main__":`' in last
+    assert "headrace.errors.ConfigError: a worker process imported this script" in done.stderr

@@ -107,3 +107,17 @@ Settings = Annotated[
 def overrides(settings: Sequence[str]) -> tuple[str, ...]:
     """What `load_config` takes."""
     return tuple(f"--{s}" for s in settings)
+
+
+def names_sources(changed: Sequence[str]) -> bool:
+    """Whether the environment or an override names a source, so that no config file is needed."""
+    return bool(os.environ.get("DATASET_SPECS", "").strip()) or any(c.startswith("--source.") for c in changed)
+
+
+def no_config(verb: str, otherwise: str = "") -> int:
+    """Say that a call names neither a config nor a source; the exit code of a wrong call."""
+    _say(
+        f"headrace {verb}: give a CONFIG, as in `headrace {verb} run.toml`{otherwise}, or sources in the environment, as in "
+        f"`DATASET_SPECS='jsonl:web/*.jsonl' headrace {verb}` (see headrace {verb} --help)"
+    )
+    return 2

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from headrace.cli.app import Settings, overrides
+from headrace.cli.app import Settings, names_sources, no_config, overrides
 from headrace.cli.terminal import console_for, short
 from headrace.jobs.config_layers import load_any_config
 from headrace.jobs.streams_config import StreamsConfig
@@ -17,7 +17,7 @@ __all__ = ["check"]
 
 
 def check(
-    config: Path,
+    config: Path | None = None,
     /,
     *,
     settings: Settings = (),
@@ -39,11 +39,16 @@ def check(
     headrace check examples/quickstart.toml
     headrace check examples/stream_mixing/diag_exhaust_spike.toml
     headrace check run.toml --loader.global_batch_size 64 --ranks 8
+    DATASET_SPECS="jsonl:web/*.jsonl" headrace check
     ```
     """
-    checked = load_any_config(config, overrides(settings))
+    changed = overrides(settings)
+    if config is None and not names_sources(changed):
+        return no_config("check")
+    checked = load_any_config(config, changed)
+    named = str(config) if config is not None else "the environment"
     if isinstance(checked, StreamsConfig):
-        return _check_streams(config, checked, ranks=ranks, stale_threshold=stale_threshold, format=format, quiet=quiet)
+        return _check_streams(named, checked, ranks=ranks, stale_threshold=stale_threshold, format=format, quiet=quiet)
     from headrace.jobs.check import check_job
 
     plan = check_job(checked, ranks=ranks, full_check=full)
@@ -55,7 +60,7 @@ def check(
         return 0
     from rich.table import Table
 
-    console.print(f"[bold]{config}[/] is valid   config {plan.config_hash}   {plan.kind}", highlight=False)
+    console.print(f"[bold]{named}[/] is valid   config {plan.config_hash}   {plan.kind}", highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("source", "files", "rows", "~tokens", "weight", "delivers", "epochs"):
         table.add_column(name, justify="left" if name == "source" else "right")
@@ -83,7 +88,7 @@ def check(
 
 
 def _check_streams(
-    path: Path, config: StreamsConfig, *, ranks: int, stale_threshold: int | None, format: str, quiet: bool
+    name: str, config: StreamsConfig, *, ranks: int, stale_threshold: int | None, format: str, quiet: bool
 ) -> int:
     from headrace.jobs.streams_check import check_streams
 
@@ -96,7 +101,7 @@ def _check_streams(
         return 0
     from rich.table import Table
 
-    console.print(f"[bold]{path}[/] is valid   config {plan.config_hash}   {plan.kind}", highlight=False)
+    console.print(f"[bold]{name}[/] is valid   config {plan.config_hash}   {plan.kind}", highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("modality", "files", "rows", "batch", "picks", "share", "absent", "longest absence"):
         table.add_column(name, justify="left" if name == "modality" else "right")

@@ -1,4 +1,4 @@
-"""headrace run CONFIG, headrace run --resume RUNDIR."""
+"""headrace run CONFIG, headrace run --resume RUNDIR, DATASET_SPECS=... headrace run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from headrace import __version__
-from headrace.cli.app import Settings, overrides
+from headrace.cli.app import Settings, names_sources, no_config, overrides
 from headrace.cli.terminal import (
     Silent,
     TerminalWatcher,
@@ -65,16 +65,18 @@ def run(
     headrace run --resume A
     headrace run examples/stream_mixing/healthy.toml
     torchrun --nproc-per-node 2 -m headrace run examples/quickstart.toml
+    DATASET_SPECS="jsonl:web/*.jsonl;hf:org/name?split=train" CONTEXT_LEN=2048 headrace run
     ```
+
+    Without a CONFIG the sources come from DATASET_SPECS, all else from CONTEXT_LEN, TOKENIZER_WORKERS, DATA_LOADER_WORKERS,
+    PREFETCH_BATCHES, `--section.key value` and defaults.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     changed = overrides(settings)
-    if (config is None) == (resume is None):
-        print(
-            "headrace run: give either a CONFIG, as in `headrace run run.toml`, or --resume RUNDIR (see headrace run --help)",
-            file=sys.stderr,
-        )
-        return 2
+    if (config is not None and resume is not None) or (
+        config is None and resume is None and not names_sources(changed)
+    ):
+        return no_config("run", ", or --resume RUNDIR")
     unknown = [a for a in accept if a not in _ACCEPTED]
     if unknown:
         near = difflib.get_close_matches(unknown[0], _ACCEPTED, 1)

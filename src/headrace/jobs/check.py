@@ -128,6 +128,10 @@ def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...], note_end: bool
         if plan.rows == 0:
             found.append(f"source {plan.name} has no rows: the others share its weight")
             continue
+        if plan.tokens == 0:
+            found.append(
+                f"source {plan.name}: no sampled row has text; a run refuses a source without any, so check its text_key"
+            )
         if plan.weight == 0:
             found.append(f"source {plan.name} has weight 0 and is never read")
         limit = section.max_epochs if config.loader.exhausted == "repeat" else section.max_epochs or 1

@@ -201,7 +201,7 @@ def _restore(run: _Run, data: TextDataset | SpoolData, accept: Collection[str]) 
     container = container if container is not None else run.store.open(chosen)
     meta = container.meta
     try:
-        run.loader.load_state_dict(meta["data"], accept=accept)
+        run.loader.load_state_dict(meta["data"], accept=accept, fixed=_fixed_by_model(meta["trainer"], data))
     except CursorMismatch as error:
         raise CursorMismatch(f"cannot resume {run.folder.path} at step {chosen}: {error}", error.differences) from error
     run.trainer.load_state_arrays(container.arrays, container.dtypes, meta["trainer"])
@@ -219,6 +219,17 @@ def _restore(run: _Run, data: TextDataset | SpoolData, accept: Collection[str]) 
     _note(run, "resumed", step=chosen, accepted=sorted(accept), config_hash=run.folder.config.hash)
     if isinstance(data, TextDataset):
         _note_other_weights(run, data, meta["data"])
+
+
+def _fixed_by_model(saved: Mapping[str, Any], data: TextDataset | SpoolData) -> dict[str, str]:
+    """What of the data cannot change at a resume, because the checkpoint's model was made for it, and why."""
+    model = saved.get("model", {})
+    fixed = {}
+    if (seq_len := model.get("seq_len", data.seq_len)) != data.seq_len:
+        fixed["config:seq_len"] = f"the model of the checkpoint has {seq_len:,} positions"
+    if (ids := model.get("vocab_size", data.vocab_size)) != data.vocab_size:
+        fixed["tokenizer"] = f"the model of the checkpoint has {ids:,} ids, this tokenizer {data.vocab_size:,}"
+    return fixed
 
 
 def _note_other_weights(run: _Run, data: TextDataset, saved: Mapping[str, Any]) -> None:

@@ -31,9 +31,10 @@ from headrace.jobs.folder import read_json
 from headrace.jobs.running import signal_asked
 from headrace.jobs.wiring import Job
 from headrace.loader import TextDataset
+from headrace.loader.windows import leave_out_too_long
 from headrace.metrics import Wait
 from headrace.sources import OpenSource
-from headrace.text import TokenBatch
+from headrace.text import LONGEST_PIECE, TokenBatch
 from headrace.text.shards import (
     MANIFEST,
     SHARD_FOLDER,
@@ -418,9 +419,13 @@ class _Work:
             if self._stop():
                 return found
             part = texts[at : at + _DOCUMENTS_AT_ONCE]
-            batch = self._encode(source, [t or "" for t in part], first + at)
+            holes, given = np.array([t is None for t in part], bool), [t or "" for t in part]
+            if max(map(len, given)) > LONGEST_PIECE:
+                rows = range(first + at, first + at + len(part))
+                holes[leave_out_too_long(source, self._data.tokenizer, given, rows)] = True
+            batch = self._encode(source, given, first + at)
             tokens, lengths = lay_documents(batch, self._data.packing, self._dtype)
-            found.append(_Documents(tokens, lengths, np.array([t is None for t in part], bool)))
+            found.append(_Documents(tokens, lengths, holes))
         return found
 
     def _encode(self, source: OpenSource, texts: list[str], row: int) -> TokenBatch:

@@ -399,13 +399,17 @@ class SpoolLoader:
         }  # fmt: skip
         return Cursor(kind=_KIND, version=_VERSION, fingerprint=spool["fingerprint"], body=body).to_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any], *, accept: Collection[str] = ()) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, accept: Collection[str] = (), fixed: Mapping[str, str] | None = None
+    ) -> None:
         cursor = Cursor.from_dict(state)
         if cursor.kind == "text":
             raise CursorMismatch(
                 "the checkpoint was saved by a run without a spool; resume it with --spool.enabled false"
             )
-        cursor.require(kind=_KIND, version=_VERSION, fingerprint=self.consumer._fingerprint(), accept=accept)
+        cursor.require(
+            kind=_KIND, version=_VERSION, fingerprint=self.consumer._fingerprint(), accept=accept, fixed=fixed
+        )
         body = cursor.body
         self.consumer.load_state_dict(body["spool"])
         self.step, self.ended = int(body["step"]), bool(body["ended"])

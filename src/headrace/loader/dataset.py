@@ -100,9 +100,9 @@ class TextDataset:
         eos_token: str | None = None,
         bos_token: str | None = None,
         engine: EngineName = "auto",
-        base: Path | None = None,
-        cache: Path | None = None,
-        records: Path | None = None,
+        base: str | Path | None = None,
+        cache: str | Path | None = None,
+        records: str | Path | None = None,
         full_check: bool = False,
         accept_changes: bool = False,
         chunk_memory: int = 512 << 20,
@@ -113,7 +113,9 @@ class TextDataset:
             "sources": sources, "tokenizer": tokenizer, "seq_len": seq_len, "pack": pack, "seed": seed, "lanes": lanes,
             "window_blocks": window_blocks, "shuffle": shuffle, "exhausted": exhausted, "mix_changes": tuple(mix_changes),
             "bos": bos, "eos": eos, "eos_token": eos_token, "bos_token": bos_token, "engine": engine,
-            "base": base if base is not None else Path.cwd(), "cache": cache, "records": records,
+            "base": Path(base) if base is not None else Path.cwd(),
+            "cache": Path(cache) if cache is not None else cache_folder(),
+            "records": None if records is None else Path(records),
             "accept_changes": accept_changes, "chunk_memory": chunk_memory,
         }  # fmt: skip
         _check(
@@ -132,20 +134,10 @@ class TextDataset:
         if not any(s.weight > 0 for s in described):
             raise ConfigError("all sources have weight 0: give at least one of them a positive weight")
         self.mix_changes = _checked_changes(mix_changes, described)
-        self.cache = cache if cache is not None else cache_folder()
-        self.recipe["cache"] = self.cache
-        with Wait("source.open", meter=self.meter):
-            self.sources: tuple[OpenSource, ...] = tuple(
-                open_source(
-                    s,
-                    base=base,
-                    cache=self.cache,
-                    records=records,
-                    full_check=full_check,
-                    accept_changes=accept_changes,
-                )
-                for s in described
-            )
+        self.cache: Path = self.recipe["cache"]
+        self.sources = self._open(described, full_check=full_check)
+        self.records_bound = records is not None
+        """Whether a chunk that differs from its recorded hash is refused."""
         if not any(s.manifest.rows and s.source.weight > 0 for s in self.sources):
             names = ", ".join(s.source.spec for s in self.sources)
             raise DataError(f"no source has any rows ({names}): check the paths, or the files they point to")
@@ -160,19 +152,42 @@ class TextDataset:
             eos_id=self._special("eos", self.tokenizer.eos_id) if eos else None,
             pad_id=self.tokenizer.pad_id if self.tokenizer.pad_id is not None else 0,
         )
-        self.chunks = ChunkCache(self.meter, chunk_memory)
-        self._plans: dict[tuple[int, int], LanePlan] = {}
         self._lock = threading.Lock()
         self._readers: ThreadPoolExecutor | None = None
         self._foreign_holes: dict[int, dict[tuple[str, int], dict[str, Any]]] = {}
+        self._wire()
+
+    def _open(self, described: Sequence[Source], *, full_check: bool = False) -> tuple[OpenSource, ...]:
+        made = {name: self.recipe[name] for name in ("base", "cache", "records", "accept_changes")}
+        with Wait("source.open", meter=self.meter):
+            return tuple(open_source(s, full_check=full_check, **made) for s in described)
+
+    def _wire(self) -> None:
+        """Deal the rows of the open sources to lanes, and make the makers of their windows."""
+        self.chunks = ChunkCache(self.meter, self.recipe["chunk_memory"])
+        self._plans: dict[tuple[int, int], LanePlan] = {}
         self.deals = tuple(self._deal(i, s) for i, s in enumerate(self.sources))
         self.makers = tuple(
             WindowMaker(
                 i, s, self.deals[i], self.tokenizer, self.packing,
-                key=key(f"text.window/{s.name}", seed=seed), shuffle=shuffle, cache=self.chunks, meter=self.meter,
+                key=key(f"text.window/{s.name}", seed=self.seed), shuffle=self.shuffle, cache=self.chunks, meter=self.meter,
             )
             for i, s in enumerate(self.sources)
         )  # fmt: skip
+
+    def expect_recorded(self, *, accept_changes: bool = False) -> None:
+        """Hold the sources to what was read of them before, as a run that goes on from a state must.
+
+        `accept_changes`: take their bytes as they are now instead, counted anew. Loaders over this dataset must be closed.
+        """
+        if accept_changes and not self.recipe["accept_changes"]:
+            self.recipe["accept_changes"] = True
+            self.close()
+            self.sources = self._open([s.source for s in self.sources])
+            self._wire()
+        self.records_bound = True
+        for source in self.sources:
+            source.bind_records()
 
     @property
     def vocab_size(self) -> int:
@@ -182,6 +197,11 @@ class TextDataset:
     def names(self) -> tuple[str, ...]:
         """The sources' names, in order."""
         return tuple(s.name for s in self.sources)
+
+    @property
+    def bad_shards(self) -> int:
+        """Files that cannot be decoded and are left out (on_bad = "skip")."""
+        return sum(bool(file.hole) for source in self.sources for file in source.manifest.files)
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -282,7 +302,7 @@ class TextDataset:
         """
         index, lane, start = wanted
         source = self.sources[index]
-        if "://" not in source.source.place:
+        if "://" not in str(source.manifest.root):
             return
         with self._lock:
             if self._readers is None:

@@ -40,7 +40,7 @@ from headrace.loader.lanes import (
 from headrace.loader.pipeline import After, Made, Pipeline, Shape
 from headrace.loader.pool import WindowPool, WindowSupply
 from headrace.loader.rank_loader import TIMES_AT_ONCE, RankLoader, rank_and_world
-from headrace.loader.state import COUNTS, LoaderState, load_states, merge_states
+from headrace.loader.state import COUNTS, LoaderState, accepts_data, load_states, merge_states
 from headrace.loader.windows import Piece
 from headrace.metrics import Histogram, Meter, Wait
 from headrace.order import Digest
@@ -109,7 +109,7 @@ class Loader(RankLoader):
         self._settled = LoaderState(source_tokens=np.zeros(len(data.sources), np.int64), lane_ids=self._own)
         self._left_out = np.zeros(len(LEFT_OUT), np.int64)
         """Of the windows opened since this loader was made or loaded a state."""
-        self._bad_shards = sum(bool(file.hole) for source in data.sources for file in source.manifest.files)
+        self._bad_shards = data.bad_shards
         self._after: After | None = None
         """What follows from the batch that was delivered last, until the state knows of it."""
         self._counted = np.zeros(0, np.int64)
@@ -237,15 +237,23 @@ class Loader(RankLoader):
         return self._state.to_cursor(fingerprint, self.data.lanes, self.data.names).to_dict()
 
     def load_state_dict(
-        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, accept: Collection[str] = ()
+        self,
+        state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        accept: Collection[str] = (),
+        fixed: Mapping[str, str] | None = None,
     ) -> None:
         """Go on where a state was saved: one state, or the list of all ranks' states.
 
         Refuses a state of other data, another tokenizer, other settings or other steps passed over, naming what differs;
-        `accept` takes the names (such as {"weights"}) that may differ.
+        `accept` takes the names (such as {"weights"}) that may differ. With "data" the sources are counted anew and their bytes
+        taken as they are now; without it a chunk that differs from what was read before is refused when it is read. `fixed`
+        names what may not be accepted, and why: {"config:seq_len": "the model has 2,048 positions"}.
         """
         self.close()
         data = self.data
+        data.expect_recorded(accept_changes=accepts_data(accept))
+        self._bad_shards = data.bad_shards
         loaded, known = load_states(
             state,
             fingerprint=data.fingerprint,
@@ -256,6 +264,7 @@ class Loader(RankLoader):
             rank=self.rank,
             skip=self._skip,
             accept=accept,
+            fixed=fixed or {},
             fresh=lambda number, step: dict(enumerate(data.plan(number, step - 1).starts)),
         )
         self._settled = loaded
@@ -452,7 +461,7 @@ class Loader(RankLoader):
             from headrace.loader.processes import WindowProcesses
 
             return WindowProcesses(
-                self.data.recipe,
+                self.data.recipe | {"bound": self.data.records_bound},
                 workers=self._processes,
                 meter=self.meter,
                 deadline=self._deadline,

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.errors import HeadraceError, TokenizerError, WorkerDied, how_it_ended
+from headrace.errors import ConfigError, HeadraceError, TokenizerError, WorkerDied, how_it_ended
 from headrace.loader.pool import WindowKey, WindowPool
 from headrace.loader.window_slots import WindowSlots, shared_memory_works
 from headrace.loader.windows import Window, WindowStart
@@ -62,6 +62,12 @@ class _Task:
         return self.answer is not None or self.error is not None
 
 
+_GUARD = (
+    'a script that uses data_loader_workers must do its work under `if __name__ == "__main__":`, because every worker '
+    "process imports the script."
+)
+
+
 class WindowProcesses:
     """A few processes, each with the lanes that are its own."""
 
@@ -85,8 +91,10 @@ class WindowProcesses:
         self._numbers = itertools.count()
         self._asked: dict[int, WindowKey] = {}
         self._dead: dict[int, str] = {}
+        self._heard: set[int] = set()
         self._closed = False
         self._found = found
+        _refuse_unguarded_main()
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
@@ -195,6 +203,7 @@ class WindowProcesses:
             except (EOFError, OSError, ValueError):
                 self._bury(worker)
                 return
+            self._heard.add(worker)
             for name, value in head["metrics"].items():
                 self._meter.add(name, value)
             window, error = None, None
@@ -217,6 +226,8 @@ class WindowProcesses:
         code = process.exitcode
         how = how_it_ended(code)
         hint = " It may have run out of memory." if code == -signal.SIGKILL else ""
+        if code == 1 and worker not in self._heard:
+            hint = f" It had not begun to work: {_GUARD}"
         reason = (
             f"worker process {process.name} (pid {process.pid}) {how}.{hint} Its windows cannot come; resume the run."
         )
@@ -226,6 +237,12 @@ class WindowProcesses:
                 if task.worker == worker and not task.done and not self._closed:
                     task.error = WorkerDied(reason)
             self._changed.notify_all()
+
+
+def _refuse_unguarded_main() -> None:
+    """A worker process imports the main script again; one that starts its work at module level would start workers in it."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(f"a worker process imported this script and it started worker processes of its own: {_GUARD}")
 
 
 def _new_slots(count: int, size: int) -> tuple[WindowSlots | None, int]:
@@ -255,8 +272,11 @@ def _serve(pipe: Connection, recipe: dict[str, Any], count: int, size: int) -> N
         os.close(descriptor)
     from headrace.loader.dataset import TextDataset
 
+    bound = recipe.pop("bound")
     try:
         data = TextDataset(**recipe)
+        if bound:
+            data.expect_recorded()
     except BaseException as error:
         _refuse_all(pipe, error)
         return

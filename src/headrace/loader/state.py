@@ -2,7 +2,11 @@
 
     {"kind": "text", "version": 1, "fingerprint": {…}, "body": {
         "step": 40, "sample": 960, "pass": 0, "ended": false, "lanes": 48, "sources": ["prose", "code"],
-        "digest": "…", "delivered": {…}, "entries": {"0": [[epoch, row, offset, block, tokens, credit], …], …}}}
+        "digest": "…", "delivered": {…}, "entries": {"0": [epoch, row, offset, block, tokens, credit, epoch, …], …}}}
+
+A lane's entries are six numbers a source, in one flat list (states of earlier versions have a list a source). Fewer lists
+matter: 48 lanes of 30 sources were 1,440 of them, and so many new containers make the interpreter's garbage collector
+look through every object of the process, which takes hundreds of milliseconds, in the middle of a save.
 
 A rank saves its own lanes and needs nobody for it. `merge` puts the states of all ranks together, for any other number
 of ranks; a rank that goes on at the same world size may also load just its own.
@@ -23,7 +27,7 @@ from headrace.loader.weight_text import read_weights, shown_weights, weights_ask
 from headrace.order import Cursor, Digest
 
 __all__ = [
-    "ACCEPTABLE", "COUNTS", "KIND", "VERSION", "LoaderState", "checked_accept", "joined_ranges", "load_states", "merge_states",
+    "ACCEPTABLE", "COUNTS", "KIND", "VERSION", "LoaderState", "accepts_data", "checked_accept", "joined_ranges", "load_states", "merge_states",
 ]  # fmt: skip
 
 KIND, VERSION = "text", 1
@@ -70,7 +74,10 @@ class LoaderState:
         return sum(b - a for a, b in self.skipped)
 
     def to_cursor(self, fingerprint: Mapping[str, str], lane_count: int, names: Sequence[str]) -> Cursor:
-        entries = {str(lane): state for lane, state in zip(self.lane_ids, self.lanes.tolist(), strict=True)}
+        entries = {
+            str(lane): state
+            for lane, state in zip(self.lane_ids, self.lanes.reshape(len(self.lane_ids), -1).tolist(), strict=True)
+        }
         body = {
             "step": self.step, "sample": self.sample, "pass": self.number, "ended": self.ended, "lanes": lane_count,
             "sources": list(names), "digest": str(self.digest), "delivered": self.delivered,
@@ -137,12 +144,13 @@ def load_states(
     rank: int,
     skip: Iterable[tuple[int, int]],
     accept: Collection[str],
+    fixed: Mapping[str, str],
     fresh: Callable[[int, int], Mapping[int, np.ndarray]],
 ) -> tuple[LoaderState, dict[int, np.ndarray]]:
     """The state for one rank, and the lanes of the other ranks as far as they are known.
 
     `fingerprint` is that of the order before a step. `fresh` is what the lanes look like before their first sample, by pass
-    and step; a source that a state does not know (accepted as "sources") starts there. `empty` are the sources without rows.
+    and step; `fixed` names what cannot be accepted, and why; a source that a state does not know (accepted as "sources") starts there. `empty` are the sources without rows.
     """
     accept = checked_accept(accept)
     cursor = Cursor.from_dict(merge_states(state if isinstance(state, Sequence) else [state]))
@@ -150,8 +158,9 @@ def load_states(
         _check_position(cursor.body)
     step = cursor.body.get("step", 0)
     accepted = cursor.require(
-        kind=KIND, version=VERSION, fingerprint=fingerprint(step), accept=accept, shown=shown_weights
-    )
+        kind=KIND, version=VERSION, fingerprint=fingerprint(step), accept=accept, shown=shown_weights,
+        fixed={"config:lanes": "saved positions are those of the lanes", **fixed},
+    )  # fmt: skip
     lanes_before = fresh(cursor.body["pass"], step)
     try:
         body = cursor.body
@@ -163,7 +172,10 @@ def load_states(
             )
         place = {name: i for i, name in enumerate(saved_names)}
         known: dict[int, np.ndarray] = {}
-        for lane, rows in entries.items():
+        for lane, flat in entries.items():
+            rows = _by_source(flat)
+            if len(rows) != len(saved_names):
+                raise ValueError(f"lane {lane} has entries of {len(rows)} sources, expected {len(saved_names)}")
             state_of = lanes_before[lane].copy()
             for i, name in enumerate(names):
                 if name in place:
@@ -211,6 +223,11 @@ def checked_accept(accept: Collection[str]) -> frozenset[str]:
             meant = f", did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"accept: there is no {name!r} to accept{meant} (there are {', '.join(ACCEPTABLE)})")
     return names
+
+
+def accepts_data(accept: Collection[str]) -> bool:
+    """Whether changed data is accepted, all of it or a file by name (`data:web/0.jsonl`)."""
+    return any(name.partition(":")[0] == "data" for name in checked_accept(accept))
 
 
 def joined_ranges(ranges: Iterable[Sequence[int]], end: int) -> list[list[int]]:
@@ -263,6 +280,14 @@ def _asked_before(
 
 def _damaged(error: Exception) -> CursorMismatch:
     return CursorMismatch(f"state is damaged: {type(error).__name__} {error} while reading its body")
+
+
+def _by_source(flat: Sequence[Any]) -> list[Sequence[int]]:
+    """A lane's entries, one for each source, of either layout."""
+    if flat and not isinstance(flat[0], int):
+        return list(flat)
+    width = CREDIT + 1
+    return [flat[i : i + width] for i in range(0, len(flat), width)]
 
 
 def _entry(row: Sequence[int]) -> list[int]:

@@ -21,12 +21,13 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.compiled import CompiledLoops
-from headrace.errors import HeadraceError, TokenizerError
+from headrace.errors import DataError, HeadraceError, TokenizerError
 from headrace.metrics import Meter, Wait, phase
 from headrace.mix import Deal
 from headrace.order import derive
 from headrace.sources import OpenSource
 from headrace.text import (
+    LONGEST_PIECE,
     SPOT_CHECK_EVERY,
     Blocks,
     Encode,
@@ -39,7 +40,7 @@ from headrace.text import (
     pack_kernels,
 )
 
-__all__ = ["Carry", "ChunkCache", "Piece", "Window", "WindowMaker", "WindowStart", "deal_kernels"]
+__all__ = ["Carry", "ChunkCache", "Piece", "Window", "WindowMaker", "WindowStart", "deal_kernels", "leave_out_too_long"]
 
 _ROWS_AT_ONCE = 4096
 _AHEAD = 1.04
@@ -228,6 +229,8 @@ class WindowMaker:
                 vocabulary=self._tokenizer.vocab_size,
             )
         used = packed.documents
+        if not len(packed.blocks) and start.position == 0 and used == total_rows:
+            self._require_text()  # a lane's whole part without a token: is it the lane, or the source?
         seen = used + (1 if packed.offset else 0)
         chunk_of, row_of = _joined(chunks), _joined(rows)
         if packed.unsound is not None:
@@ -259,6 +262,25 @@ class WindowMaker:
             cut=packed.cut,
         )
         return window, left
+
+    def _require_text(self) -> None:
+        """Refuse a source of which no document has a token: its share of the mix would be 0 without a word."""
+        for chunk in np.flatnonzero(self.deal.chunk_rows).tolist():
+            rows = int(self.deal.chunk_rows[chunk])
+            texts = [text for text in self._cache.texts(self.index, self.source, chunk)[:rows] if text]
+            if texts and len(self._tokenizer.encode(texts).ids):
+                return
+        described, left_out = self.source.source, sum(hole["rows"] for hole in self.source.holes())
+        bad = f" ({left_out:,} of them cannot be decoded)" if left_out else ""
+        key = (
+            ""
+            if described.scheme == "txt"
+            else f"set text_key, now {described.text_key!r}, to the field that holds the text; "
+        )
+        raise DataError(
+            f"source {self.source.name!r} ({described.spec}) has {self.deal.rows:,} rows and none with text{bad}: {key}mend its files, "
+            "or take it out."
+        )
 
     def first_chunks(self, lane: int, start: WindowStart) -> list[int]:
         """The chunks that a window will likely need."""
@@ -315,6 +337,12 @@ class WindowMaker:
                 if held.holes:
                     missing += [len(texts) + i for i, text in enumerate(found) if text is None]
                     found = [text or "" for text in found]
+                if max(map(len, found)) > LONGEST_PIECE:
+                    first = int(self.source.manifest.first_row[chunk])
+                    long = leave_out_too_long(
+                        self.source, self._tokenizer, found, [first + r for r in listed[start:stop]]
+                    )
+                    missing += [len(texts) + i for i in long]
                 size = sum(map(len, found))
                 if size >= chars:  # the window ends in here: no more than it needs
                     upto = next(i for i, length in enumerate(accumulate(map(len, found)), 1) if length >= chars)
@@ -423,6 +451,25 @@ class WindowMaker:
         return TokenizerError(
             f"tokenizer {self._tokenizer.name} failed on a batch of source {self.source.name}: {error}"
         )
+
+
+def leave_out_too_long(source: OpenSource, tokenizer: Tokenizer, texts: list[str], rows: Sequence[int]) -> list[int]:
+    """Empty the texts that would take too much memory to encode, as holes of the source, and return their indices.
+
+    `rows` are the texts' rows in the source. DataError names the first of them unless the source has on_bad = "skip".
+    """
+    refusal = getattr(tokenizer, "refusal", None)
+    reasons = {} if refusal is None else {i: why for i, text in enumerate(texts) if (why := refusal(text)) is not None}
+    for i, why in reasons.items():
+        if source.source.on_bad == "fail":
+            file, local = source.manifest.locate(rows[i])
+            raise DataError(
+                f"row {local} of {source.manifest.files[file].path} (source {source.name}) is too long for tokenizer {tokenizer.name}: "
+                f'{why}. Split the document, or leave such rows out of source {source.name!r} with on_bad = "skip".'
+            )
+        source.add_hole(rows[i], f"too long for the tokenizer: {why}")
+        texts[i] = ""
+    return list(reasons)
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:

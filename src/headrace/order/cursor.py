@@ -71,12 +71,13 @@ class Cursor:
         version: int,
         fingerprint: Mapping[str, str],
         accept: Collection[str] = (),
+        fixed: Mapping[str, str] | None = None,
         what: str = "state",
         shown: Callable[[str], str] = str,
     ) -> frozenset[str]:
         """Refuse a cursor of something else, naming every difference. Returns the differences that were accepted.
 
-        `shown` makes of a value what people are told of it.
+        `fixed` says of names that cannot be accepted why not. `shown` makes of a value what people are told of it.
         """
         if self.kind != kind:
             raise CursorMismatch(
@@ -95,22 +96,37 @@ class Cursor:
             for name in names
             if self.fingerprint.get(name) != fingerprint.get(name)
         }
+        fixed = fixed or {}
         refused = {
-            name: pair for name, pair in differences.items() if _family(name) not in accept and name not in accept
+            name: pair
+            for name, pair in differences.items()
+            if name in fixed or (_family(name) not in accept and name not in accept)
         }
         if refused:
             listed = "; ".join(
                 f"{name}: saved {shown(saved)}, now {shown(now)}" for name, (saved, now) in refused.items()
             )
-            families = ", ".join(f'"{f}"' for f in sorted({_family(n) for n in refused}))
             raise CursorMismatch(
                 f"{what} was saved for something else ({listed}). Resuming would deliver other data than the run you "
-                f"continue; restore what changed, or accept it with accept={{{families}}} (command: "
-                + " ".join(f"--accept {f}" for f in sorted({_family(n) for n in refused}))
-                + ").",
+                f"continue. {_remedy(refused, fixed)}",
                 refused,
             )
         return frozenset(differences)
+
+
+def _remedy(refused: Collection[str], fixed: Mapping[str, str]) -> str:
+    """What can be done about these differences: restore all, accept some, or neither."""
+    stuck = [f"{name} cannot be accepted: {fixed[name]}" for name in refused if name in fixed]
+    families = sorted({_family(name) for name in refused if name not in fixed})
+    advice = f"accept={{{', '.join(map(_quoted, families))}}} (command: {' '.join(f'--accept {f}' for f in families)})"
+    if not stuck:
+        return f"Restore what changed, or accept it with {advice}."
+    rest = f" The rest can be accepted with {advice}." if families else ""
+    return f"{'; '.join(stuck)}. Restore that, or start a new run.{rest}"
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"'
 
 
 def _family(name: str) -> str:

@@ -22,7 +22,7 @@ import xxhash
 from headrace.errors import DataChanged, DataError
 from headrace.sources.columns import texts_of
 from headrace.sources.messages import BATCH, DICTIONARY, SCHEMA, Batch, is_big_endian, parse_batch, parse_message
-from headrace.sources.raw import ByteFile
+from headrace.sources.raw import ACCEPT_DATA, ByteFile
 from headrace.sources.reader import BadRow, FileScan, Loaded, Undecodable, all_bad, first_line
 from headrace.sources.spec import nearest
 
@@ -90,7 +90,7 @@ class ArrowBatches:
         except (StopIteration, ValueError, Undecodable) as error:
             raise DataChanged(
                 f"{file.path} no longer holds a record batch at bytes {start:,} to {end:,}: it was written to since its rows were "
-                "counted. Restore it, or accept the change with --accept data."
+                f"counted. Restore it, or {ACCEPT_DATA}."
             ) from error
         first = min((offset for offset, length in places if length), default=0)
         last = max((offset + length for offset, length in places if length), default=0)

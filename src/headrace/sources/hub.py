@@ -8,7 +8,10 @@ Which of them are a split is decided as the hub decides it: by `configs:` in the
 data/train-00000-of-00004.parquet; else by train, test, validation (and their kin) in file and folder names; else all is
 train. Of shards numbered 0 to n - 1 all must be there.
 
-What is not there, or in other formats, comes through `datasets` (extra [hf]) as a stream. A stream has no fixed bytes to
+A split that is not there and lies on the hub as parquet is read from the hub by ranges (extra [s3]), at the commit that is the
+newest when the source is opened: only the footers are read before the first batch. A copy that is downloaded later is the same data.
+
+What is in other formats, or asks for a token, or meets a machine without obstore, comes through `datasets` (extra [hf]) as a stream. A stream has no fixed bytes to
 come back to, so its texts are written to the cache once, shard by shard, as jsonl, and read from there: order and resume
 are then as exact as for any file. It is written once per (dataset, config, split, text_key, max_rows), by one process
 while others wait; one that is killed goes on at the first unfinished shard.
@@ -18,13 +21,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import re
 import shutil
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +64,25 @@ _MAX_README = 4 << 20
 _PART_BYTES = 64 << 20
 _NO_PROGRESS = 600.0
 _SEAL = "dataset.json"
+_HUB_TIMEOUT = 30.0
+_MAX_LISTING = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
     """The files of one split."""
 
-    root: Path
+    root: Path | str
+    """A folder, or the URL below which the hub has the files."""
     files: tuple[str, ...]
     format: str
     follow: bool
     """Whether its files are links, as those in the hub's cache are."""
     text_key: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Of files on the hub: bytes by path."""
+    commit: str = ""
+    """Of files on the hub: the commit that the URL names."""
 
 
 def find_dataset(
@@ -85,8 +98,8 @@ def find_dataset(
     what: str,
     columns: tuple[str, ...] | None = None,
 ) -> Dataset:
-    """The files of the dataset's split, on this machine by the time this returns. `columns`: what is kept of the rows of a stream; the
-    text unless given."""
+    """The files of the dataset's split, on this machine or on the hub. `columns`: what is kept of the rows of a stream; the text unless
+    given."""
     if split is not None and "[" in split:
         raise ConfigError(f"{what}: split {split!r} is a part of a split; name a whole one, and bound it with max_rows")
     local = base / Path(place).expanduser()
@@ -101,6 +114,8 @@ def find_dataset(
     streamed = str(local) if local.is_dir() else place
     if snapshot is None and not _REPOSITORY.fullmatch(place):
         raise DataError(f"{what}: {local} is no folder, and {place!r} is no name of a dataset (org/name)")
+    if streamed == place and (on_hub := _parquet_on_hub(place, split, config, text_key, what)) is not None:
+        return on_hub
     folder = _frozen(streamed, split or "train", config, text_key, max_rows, cache, what, columns)
     files = tuple(sorted(path.name for path in folder.glob("*.jsonl")))
     return Dataset(root=folder, files=files, format="jsonl", follow=False, text_key="text")
@@ -135,14 +150,18 @@ def _snapshot(place: str, what: str) -> Path | None:
 class _Layout:
     """A folder of files, seen as the hub sees it."""
 
-    def __init__(self, root: Path, what: str) -> None:
+    def __init__(
+        self, root: Path | str, what: str, files: Iterable[str] | None = None, readme: str | None = None
+    ) -> None:
+        """`files` and `readme`: what a folder holds that is not on this machine."""
         self.root = root
         self.what = what
-        self.files = tuple(_walk(root))
+        self.files = tuple(_walk(Path(root)) if files is None else sorted(files, key=os.fsencode))
+        self._remote_readme = readme
 
     def files_of(self, split: str | None, config: str | None) -> tuple[str, ...]:
         """Paths below the root, of every shard of the split; none if nothing here is in a format that we read."""
-        if (self.root / "dataset_dict.json").is_file() or (self.root / "state.json").is_file():
+        if "dataset_dict.json" in self.files or "state.json" in self.files:
             return self._saved_to_disk(split, config)
         data = [path for path in self.files if _format_of(path) is not None]
         if not data:
@@ -181,10 +200,12 @@ class _Layout:
 
     def _declared(self) -> list[dict[str, Any]]:
         """`configs:` of the README's header."""
-        readme = self.root / "README.md"
-        if not readme.is_file() or readme.stat().st_size > _MAX_README:
-            return []
-        text = readme.read_text(encoding="utf-8", errors="replace")
+        readme, text = f"{self.root}/README.md", self._remote_readme
+        if text is None:
+            path = Path(readme)
+            if not path.is_file() or path.stat().st_size > _MAX_README:
+                return []
+            text = path.read_text(encoding="utf-8", errors="replace")
         header = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", text, re.DOTALL)
         if header is None or "configs:" not in header[1]:
             return []
@@ -240,7 +261,7 @@ class _Layout:
         if config is not None:
             raise ConfigError(f"{self.what}: a folder that save_to_disk made has no configurations; leave config out")
         prefix = ""
-        if (self.root / "dataset_dict.json").is_file():
+        if "dataset_dict.json" in self.files:
             names = [str(name) for name in self._json("dataset_dict.json").get("splits", [])]
             chosen = split or ("train" if "train" in names or len(names) != 1 else names[0])
             if chosen not in names:
@@ -254,7 +275,7 @@ class _Layout:
             raise DataError(f"{self.what}: {self.root} holds the split {own!r}, not {split!r}")
         if state.get("_indices_files") or state.get("_indices_data_files"):
             raise DataError(
-                f"{self.what}: {self.root / prefix} is a selection of rows that is stored as indices. Save it again after "
+                f"{self.what}: {self.root}/{prefix} is a selection of rows that is stored as indices. Save it again after "
                 "flatten_indices()."
             )
         listed = state.get("_data_files")
@@ -264,16 +285,16 @@ class _Layout:
             else []
         )
         if any(".." in Path(name).parts or Path(name).is_absolute() for name in names):
-            raise DataError(f"{self.what}: {self.root / prefix}state.json names files outside of its folder")
+            raise DataError(f"{self.what}: {self.root}/{prefix}state.json names files outside of its folder")
         return tuple(names)
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            value = json.loads((self.root / name).read_bytes())
+            value = json.loads(Path(self.root, name).read_bytes())
         except (OSError, ValueError, RecursionError) as error:
-            raise DataError(f"{self.what}: {self.root / name} cannot be read ({first_line(error)})") from error
+            raise DataError(f"{self.what}: {self.root}/{name} cannot be read ({first_line(error)})") from error
         if not isinstance(value, dict):
-            raise DataError(f"{self.what}: {self.root / name} holds no JSON object")
+            raise DataError(f"{self.what}: {self.root}/{name} holds no JSON object")
         return value
 
 
@@ -345,7 +366,7 @@ def _strings(value: Any) -> list[str]:
     return [str(v) for v in value] if isinstance(value, list) else []
 
 
-def _require_all_shards(files: Iterable[str], root: Path, what: str) -> None:
+def _require_all_shards(files: Iterable[str], root: Path | str, what: str) -> None:
     """A snapshot may hold a part of what the hub has; numbered shards tell."""
     present: dict[tuple[str, str, int], set[int]] = {}
     for path in files:
@@ -361,6 +382,54 @@ def _require_all_shards(files: Iterable[str], root: Path, what: str) -> None:
                 f"{what}: {len(missing)} of {of} shards are not in {root}, the first is {stem}-{missing[0]:05}-of-{of:05}{rest}. "
                 "Download the rest (hf download --repo-type dataset), or name the files that are meant."
             )
+
+
+# ------------------------------------------------------------------------------------------------- on the hub
+
+
+def _parquet_on_hub(place: str, split: str | None, config: str | None, text_key: str, what: str) -> Dataset | None:
+    """The split's parquet files on the hub; None if it has none there, or they cannot be read by ranges."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return None
+    if importlib.util.find_spec("obstore") is None:
+        return None
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    # What fails here for the moment stops the run. Going on through `datasets` would give this rank another order than the others.
+    try:
+        with Wait("source.hub", hidden=True):
+            about = json.loads(_fetched(f"{endpoint}/api/datasets/{place}?blobs=true", _MAX_LISTING))
+            commit = str(about["sha"])
+            root = f"{endpoint}/datasets/{place}/resolve/{commit}"
+            sizes = {str(entry["rfilename"]): entry.get("size") for entry in about["siblings"]}
+            readme = _fetched(f"{root}/README.md", _MAX_README).decode(errors="replace") if "README.md" in sizes else ""
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code < 500 and error.code not in (
+                408,
+                429,
+            ):  # it asks for a token, or has no such dataset: `datasets` says more
+                return None
+        raise _unreachable(place, what, error) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _unreachable(place, what, error) from error
+    visible = [name for name in sizes if not any(part.startswith((".", "__")) for part in name.split("/"))]
+    if "dataset_dict.json" in visible or "state.json" in visible:
+        return None
+    files = _Layout(root, what, visible, readme).files_of(split, config)
+    if not files or _format(files, what) != "parquet" or not all(isinstance(sizes[path], int) for path in files):
+        return None
+    return Dataset(
+        root=root, files=files, format="parquet", follow=False, text_key=text_key,
+        sizes={path: sizes[path] for path in files}, commit=commit,
+    )  # fmt: skip
+
+
+def _fetched(url: str, most: int) -> bytes:
+    with urllib.request.urlopen(url, timeout=_HUB_TIMEOUT) as answer:
+        data = answer.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"{url} has more than {most:,} bytes")
+    return data
 
 
 # ------------------------------------------------------------------------------------- through `datasets`

@@ -29,7 +29,7 @@ from headrace.compiled import CompiledLoops, address
 from headrace.errors import DataChanged
 from headrace.order import chunk_hash
 from headrace.sources.packed import PACKINGS
-from headrace.sources.raw import ByteFile
+from headrace.sources.raw import ACCEPT_DATA, ByteFile
 from headrace.sources.reader import BadRow, FileScan, Loaded, not_utf8
 from headrace.sources.spec import nearest
 
@@ -282,6 +282,8 @@ class JsonLines(TextLines):
                 keys = ", ".join(repr(k if len(k) <= 40 else k[:40] + "…") for k in nearest(key, found)[:8])
                 return f"it has no key {key!r}; it has {keys or 'none at all'} (set text_key to the one that holds the text)"
             found = found[key]
+        if isinstance(found, str):  # the decoder above met another value of the same key, which this one overwrote
+            return f"{self.text_key!r} stands in it more than once, and not every time as text"
         return f"{self.text_key!r} is {_type_name(found)}, expected text"
 
 
@@ -385,5 +387,5 @@ def _type_name(value: object) -> str:
 def _other_rows(file: ByteFile, expected: int, found: int) -> DataChanged:
     return DataChanged(
         f"{file.path} held {expected:,} rows in this chunk when they were counted and holds {found:,} now: the file was "
-        "written to since. Restore it, or accept the change with --accept data."
+        f"written to since. Restore it, or {ACCEPT_DATA}."
     )

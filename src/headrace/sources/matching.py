@@ -13,16 +13,26 @@ import fnmatch
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from headrace.errors import ConfigError, DataError
 from headrace.sources.raw import Tally, patiently
 from headrace.sources.spec import nearest
-from headrace.stores import MAX_FILES, Store, find_objects, fits
+from headrace.stores import MAX_FILES, Store, find_objects, fits, pinned_tag
 
-__all__ = ["COMPRESSED", "MAX_FILES", "Found", "FoundFile", "fits", "matches", "named_files", "stored_matches"]
+__all__ = [
+    "COMPRESSED",
+    "MAX_FILES",
+    "Found",
+    "FoundFile",
+    "fits",
+    "matches",
+    "named_files",
+    "pinned_objects",
+    "stored_matches",
+]
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".br", ".zip")
 
@@ -111,6 +121,16 @@ def stored_matches(
                 "of the source."
             )
     files = tuple(FoundFile(path=found.path, size=found.size, version=found.tag) for found in objects)
+    return Found(root=root, files=files), store
+
+
+def pinned_objects(
+    root: str, sizes: Mapping[str, int], *, version: str, deadline: float, tally: Tally
+) -> tuple[Found, Store]:
+    """Objects of the web below a URL that never change, with their sizes, and the store they lie in. `version` names their content."""
+    store = Store("/".join(root.split("/")[:3]), deadline=deadline, on_retry=lambda: tally.add(retries=1))
+    tag = pinned_tag(version)
+    files = tuple(FoundFile(path=p, size=sizes[p], version=tag) for p in sorted(sizes, key=str.encode))
     return Found(root=root, files=files), store
 
 

@@ -11,6 +11,7 @@ with the one recorded when it was first read, and only then decodes it. `holes()
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import threading
@@ -32,9 +33,9 @@ from headrace.sources.columns import ParquetColumn
 from headrace.sources.hub import find_dataset
 from headrace.sources.lines import JsonLines, TextLines
 from headrace.sources.manifest import Manifest, make_manifest
-from headrace.sources.matching import Found, matches, named_files, stored_matches
+from headrace.sources.matching import Found, matches, named_files, pinned_objects, stored_matches
 from headrace.sources.packed import UnpackedFile, Unpacker
-from headrace.sources.raw import ByteFile, Tally
+from headrace.sources.raw import ACCEPT_DATA, ByteFile, Tally
 from headrace.sources.reader import BadRow, Reader
 from headrace.sources.records import ChunkRecords, chunk_ids
 from headrace.sources.rows import ArrowRows, JsonRows, ParquetRows, RowShape
@@ -44,6 +45,7 @@ from headrace.stores import DEADLINE, Store, store_of
 
 __all__ = ["MAX_LINE_BYTES", "OpenSource", "cache_folder", "open_source"]
 
+_log = logging.getLogger("headrace.sources")
 MAX_LINE_BYTES = 256 << 20
 _MAX_CHUNK_BYTES = 1 << 20
 _BAD_ROWS_KEPT = 1000
@@ -79,9 +81,11 @@ def open_source(
 ) -> OpenSource:
     """List, count and fingerprint a source.
 
-    `base` is where relative specs start (default: the working folder). `records` is the folder of chunk hashes, as a
-    rule the run's own; without it they lie in the cache and hold for this place on this machine. `full_check` compares
-    every recorded chunk now rather than when it is read. `accept_changes` takes changed bytes as the new truth. `deadline`
+    `base` is where relative specs start (default: the working folder). `records` is the folder of chunk hashes of one run:
+    a chunk that differs from its hash there is refused. Without it the hashes lie in the cache, those of all runs of this
+    machine together: a chunk that differs from what an earlier run read is noted, recorded anew and delivered, unless
+    `bind_records` was called. `full_check` compares every recorded chunk now rather than when it is read.
+    `accept_changes` takes changed bytes as the new truth. `deadline`
     is how many seconds an object store may stay out of reach before a read gives up. `rows`: several columns of every row, as
     JSON, in place of its text.
     """
@@ -131,6 +135,7 @@ def open_source(
         records=ChunkRecords(folder / f"{stem}.chunks", chunk_ids(manifest), tally),
         listings=folder / "listings",
         accept_changes=accept_changes,
+        bound=records is not None,
         tally=tally,
     )
     if full_check:
@@ -163,6 +168,11 @@ def _find(
             columns=None if rows is None else rows.columns,
         )
         reader = _reader(dataset.format, dataset.text_key, max_line_bytes, rows)
+        if isinstance(dataset.root, str):
+            stored, store = pinned_objects(
+                dataset.root, dataset.sizes, version=dataset.commit, deadline=deadline, tally=tally
+            )
+            return stored, reader, False, store
         found = named_files(
             dataset.root, dataset.files, packings=reader.packings, allow_symlinks=dataset.follow, what=what
         )
@@ -220,6 +230,7 @@ class OpenSource:
         records: ChunkRecords,
         listings: Path,
         accept_changes: bool,
+        bound: bool,
         tally: Tally,
     ) -> None:
         self.source = source
@@ -230,6 +241,8 @@ class OpenSource:
         self._records = records
         self._listings = listings
         self._accept = accept_changes
+        self._bound = bound
+        self._noted: set[str] = set()
         self._tally = tally
         self._lock = threading.Lock()
         self._looked_at = np.zeros(manifest.chunks, dtype=bool)
@@ -255,11 +268,11 @@ class OpenSource:
             loaded = self._reader.load(file, int(manifest.chunk_start[chunk]), int(manifest.chunk_end[chunk]))
             recorded = self._records.recorded(chunk)
             changed = recorded is not None and recorded != loaded.hash
-            if changed and not self._accept:
+            if changed and not self._accept and (self._bound or self._looked_at[chunk]):
                 raise DataChanged(
                     f"{self._where(chunk)} of source {self.name!r} changed since it was first read (hash "
                     f"{recorded or 0:016x} then, {loaded.hash:016x} now). The run would train on other "
-                    "text than it says; restore the file, or accept the change with --accept data."
+                    f"text than it says; restore the file, or {ACCEPT_DATA}."
                 )
             texts, bad = self._reader.decode(file, loaded, rows)
         if bad and self.source.on_bad == "fail":
@@ -267,8 +280,14 @@ class OpenSource:
         if changed or recorded is None:
             self._records.add(chunk, loaded.hash)
             self._tally.add(accepted_chunks=int(changed))
+        if changed and not self._accept:
+            self._note_change(chunk)
         self._count(chunk, texts, bad, loaded.size)
         return texts
+
+    def bind_records(self) -> None:
+        """From now on refuse a chunk that differs from its record, whoever made it: what a run that goes on needs."""
+        self._bound = True
 
     def fingerprint(self) -> dict[str, str]:
         """What a cursor records: the whole under `data:<name>`, and each file of at most 64 under `data:<name>/<path>`."""
@@ -318,7 +337,7 @@ class OpenSource:
             more = f"; and {len(changed) - 5:,} more" if len(changed) > 5 else ""
             raise DataChanged(
                 f"{len(changed):,} of {len(known):,} recorded chunks of source {self.name!r} changed since they were first "
-                f"read: {listed}{more}. Restore the files, or accept the change with --accept data."
+                f"read: {listed}{more}. Restore the files, or accept the change with accept_changes=True (command: --accept data)."
             )
         for chunk, value in changed:
             self._records.add(chunk, value)
@@ -350,6 +369,16 @@ class OpenSource:
             found = sorted(shards + self._holes)
         return [{"file": files[f].path, "row": row, "rows": rows, "reason": why} for f, row, rows, why in found]
 
+    def add_hole(self, row: int, reason: str) -> None:
+        """Note, once, a row of the source that a later stage cannot use."""
+        hole = (*self.manifest.locate(row), 1, reason)
+        with self._lock:
+            if hole in self._holes:
+                return
+            if len(self._holes) < _BAD_ROWS_KEPT:
+                self._holes.append(hole)
+        self._tally.add(bad_rows=1)
+
     def counters(self) -> dict[str, int]:
         """chunks, rows and bytes count every read; bad and empty rows count once, however often they are read."""
         return self._tally.counts()
@@ -372,6 +401,19 @@ class OpenSource:
     def _compare(self, chunk: int, value: int) -> bool:
         recorded = self._records.recorded(chunk)
         return recorded is not None and recorded != value
+
+    def _note_change(self, chunk: int) -> None:
+        """Log, once a file, that a new run reads other bytes than an earlier run did."""
+        path = self.manifest.path_of(chunk)
+        with self._lock:
+            if path in self._noted:
+                return
+            self._noted.add(path)
+        _log.warning(
+            "%s of source %r changed since an earlier run read it; this run reads it as it is now",
+            self._where(chunk),
+            self.name,
+        )
 
     def _where(self, chunk: int) -> str:
         path = self.manifest.path_of(chunk)

@@ -39,7 +39,7 @@ from headrace.errors import DataChanged, DataError, FileCorrupt, StorageError
 from headrace.files import TEMP_PREFIX, open_container, publish, write_container
 from headrace.metrics import Wait
 from headrace.order import chunk_hash, fingerprint_json
-from headrace.sources.raw import ByteFile, RawFile, Tally
+from headrace.sources.raw import ACCEPT_DATA, ByteFile, RawFile, Tally
 from headrace.sources.reader import Undecodable, first_line
 
 __all__ = ["PACKINGS", "UnpackedFile", "Unpacker"]
@@ -324,8 +324,7 @@ def _packing(file: ByteFile) -> str:
 
 def _changed(file: ByteFile, how: str) -> DataChanged:
     return DataChanged(
-        f"{file.path} {how}: it was written to since its rows were counted. Restore it, or accept the change with --accept "
-        "data."
+        f"{file.path} {how}: it was written to since its rows were counted. Restore it, or {ACCEPT_DATA}."
     )
 
 

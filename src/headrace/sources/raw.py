@@ -24,7 +24,7 @@ from typing import Protocol, TypeVar
 from headrace.errors import DataChanged, DataError
 from headrace.metrics import Wait
 
-__all__ = ["ByteFile", "RawFile", "Tally", "patiently"]
+__all__ = ["ACCEPT_DATA", "ByteFile", "RawFile", "Tally", "patiently"]
 
 T = TypeVar("T")
 
@@ -81,6 +81,10 @@ def patiently(doing: str, call: Callable[[], T], tally: Tally | None = None) -> 
                 tally.add(retries=1)
             _back_off(_BACKOFF[attempt])
     raise AssertionError("the last try returns or raises")
+
+
+ACCEPT_DATA = 'accept the change with load_state_dict(state, accept={"data"}) (command: --accept data)'
+"""What a DataChanged advises besides restoring the file. Both accept it for good: nothing else has to be said."""
 
 
 class ByteFile(Protocol):

@@ -27,7 +27,7 @@ from headrace.sources.batches import ArrowBatches, batch_of, messages_of
 from headrace.sources.columns import Pages, ParquetColumn, ParquetColumns, no_such_column
 from headrace.sources.lines import JsonLines
 from headrace.sources.messages import BATCH, SCHEMA
-from headrace.sources.raw import ByteFile
+from headrace.sources.raw import ACCEPT_DATA, ByteFile
 from headrace.sources.reader import BadRow, FileScan, Loaded, Undecodable, all_bad, first_line
 from headrace.sources.spec import nearest
 
@@ -173,7 +173,7 @@ class ArrowRows(ArrowBatches):
         if not 0 <= start < end <= file.size:
             raise DataChanged(
                 f"{file.path} has {file.size:,} bytes and no longer holds a record batch at bytes {start:,} to {end:,}. Restore it, or "
-                "accept the change with --accept data."
+                f"{ACCEPT_DATA}."
             )
         data = file.read(start, end - start)
         return Loaded(hash=chunk_hash(memoryview(data)), size=len(data), payload=data)

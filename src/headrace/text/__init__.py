@@ -2,6 +2,7 @@
 
 tokenizer  text → flat int32 ids; any tokenizer.json, or bytes
 ranks      .tiktoken vocabularies as a tokenizer.json
+pieces     very long documents, encoded in pieces with the ids of the whole
 engines    which library encodes, and the proof that it agrees with the reference
 pack       documents → blocks of seq_len tokens with their pieces; pure in the token counts
 shards     tokens at rest: shards, packed index, manifest (shard_kernels: their compiled loops)
@@ -10,11 +11,13 @@ kernels    the compiled loops behind pack; imported only through it
 
 from headrace.text.engines import ENGINES, SPOT_CHECK_EVERY, Encode, EngineChoice, EngineName
 from headrace.text.pack import Blocks, Packed, Packing, Unsound, pack, pack_kernels
+from headrace.text.pieces import LONGEST_PIECE
 from headrace.text.token_batch import TokenBatch, join_batches
 from headrace.text.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
 __all__ = [
     "ENGINES",
+    "LONGEST_PIECE",
     "SPOT_CHECK_EVERY",
     "Blocks",
     "BpeTokenizer",

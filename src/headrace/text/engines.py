@@ -206,7 +206,10 @@ def _tiktoken(definition: bytes) -> Encode:
     if any(a >= b for a, b in itertools.pairwise(made)):
         raise ValueError("its merges are not in the order of ids")
     encoding = tiktoken.Encoding(
-        "headrace", pat_str=_pattern(described.get("pre_tokenizer")), mergeable_ranks=ranks, special_tokens=specials
+        "headrace",
+        pat_str=split_pattern(described.get("pre_tokenizer")),
+        mergeable_ranks=ranks,
+        special_tokens=specials,
     )
 
     def encode(texts: Sequence[str]) -> TokenBatch:
@@ -225,10 +228,16 @@ _MAKERS: dict[str, Callable[[bytes], Encode]] = {
 }
 
 
-def _pattern(pre_tokenizer: Any) -> str:
+def split_pattern(pre_tokenizer: Any, *, digits: bool = False) -> str:
+    """The single pattern by which a byte-level pre-tokenizer cuts text; ValueError if there is none.
+
+    `digits`: whether a step that sets digits apart beforehand is passed over.
+    """
     if not isinstance(pre_tokenizer, dict):
         raise ValueError("it has no pre-tokenizer")
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
+    if digits and len(steps) > 1 and steps[0].get("type") == "Digits":
+        steps = steps[1:]
     kinds = [step.get("type") for step in steps]
     if any(step.get("add_prefix_space") for step in steps):
         raise ValueError("it adds a blank before the text")

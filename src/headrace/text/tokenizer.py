@@ -21,6 +21,7 @@ import xxhash
 
 from headrace.errors import TokenizerError
 from headrace.text.engines import Encode, EngineName, Reference, choose_engine
+from headrace.text.pieces import Pieces
 from headrace.text.ranks import tokenizer_json_of_ranks
 from headrace.text.token_batch import TokenBatch
 
@@ -104,11 +105,17 @@ class BpeTokenizer:
             raise TokenizerError(f"{name} has an empty vocabulary: train it, or give another tokenizer")
         reference = Reference(self._inner)
         self.engine = choose_engine(engine, text, reference, name=name)
-        self.reference: Encode | None = None if self.engine.name == "tokenizers" else reference
+        self._pieces = Pieces(text)
+        self._encode = self._pieces.encoder(self.engine.encode)
+        self.reference: Encode | None = None if self.engine.name == "tokenizers" else self._pieces.encoder(reference)
         """What a spot check compares with; None where the reference itself encodes."""
 
     def encode(self, texts: Sequence[str]) -> TokenBatch:
-        return self.engine.encode(texts)
+        return self._encode(texts)
+
+    def refusal(self, text: str) -> str | None:
+        """Why a document is too long to be encoded; None if it is not."""
+        return self._pieces.refusal(text)
 
     def decode(self, ids: np.ndarray) -> str:
         return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=False)

@@ -201,6 +201,7 @@ def test_a_changed_byte_in_the_text_is_refused_and_one_in_another_column_is_not(
     assert texts_of(opened(tmp_path)) == ["needle"] * 300
     path.write_bytes(whole[::-1].replace(b"eldeen", b"eldeeN", 1)[::-1])
     source = opened(tmp_path)
+    source.bind_records()
     assert source.read(0) == ["needle"] * 100
     with pytest.raises(DataChanged, match=r"d.arrow \(record batch at bytes [\d,]+ to [\d,]+\) of source 'd' changed"):
         source.read(2)

@@ -103,6 +103,7 @@ BAD = [
     (b'{"text":"a"', "it is not a JSON value"),
     (b'{"text":"a\0b"}', "it is not a JSON value: invalid character"),
     (b'{"text":"a"} {"text":"b"}', "it is not a JSON value: trailing characters"),
+    (b'{"text":null,"text":"x"}', "'text' stands in it more than once, and not every time as text"),
     (b'{"text":null}', "'text' is null, expected text"),
     (b'{"text":7}', "'text' is a number, expected text"),
     (b'{"text":["a"]}', "'text' is an array, expected text"),

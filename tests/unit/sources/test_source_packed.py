@@ -220,6 +220,7 @@ def test_a_text_that_changed_in_a_packed_shard_of_equal_size_is_refused_when_rea
         saved = source.fingerprint()
     path.write_bytes(stored(TEXT.replace(b"row 7 ", b"ROW 7 ", 1)))
     changed = opened(tmp_path, path.name, chunk_bytes=20_000)
+    changed.bind_records()
     assert changed.describe_change(saved)[0].startswith("d.jsonl.zst changed")
     with pytest.raises(DataChanged, match=r"d.jsonl.zst \(bytes 0 to [\d,]+ of its text\) of source 'd' changed"):
         changed.read(0)

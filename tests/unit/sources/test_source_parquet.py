@@ -237,6 +237,7 @@ def test_a_changed_byte_in_the_text_column_is_refused_and_one_in_another_column_
     place = pq.read_metadata(path).row_group(1).column(1).data_page_offset + 60
     path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     source = opened(tmp_path)
+    source.bind_records()
     assert source.read(0) == ["needle"] * 100
     with pytest.raises(DataChanged, match=r"d.parquet \(row group 1\) of source 'd' changed since it was first read"):
         source.read(1)

@@ -1,0 +1,124 @@
+"""Very long documents, encoded in pieces whose ids are those of the whole.
+
+An encoder takes 10 to 170 bytes of memory for every character of a text. A document is therefore cut into pieces of about
+256 Ki characters, and their ids are joined. That is exact only where a cut never moves a border of the pre-tokenizer. It holds
+for byte-level BPE with one of the split patterns below, cut between a letter and a character that is neither letter nor mark
+nor apostrophe (`cuts_of`):
+
+- No alternative of these patterns goes on from a letter to such a character, so a match ends at the cut in the whole text.
+- The patterns look behind at nothing, so what follows the cut is matched as if the text began there.
+- They look ahead only after white space, so what precedes the cut is matched as if the text ended there.
+- BPE merges inside of a match, and no added token lies near the cut.
+
+Any other tokenizer encodes a document as a whole. `Pieces.refusal` says so of a document that would take too much memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from headrace.text.engines import GPT2_PATTERN, Encode, split_pattern
+from headrace.text.ranks import CL100K_PATTERN, O200K_PATTERN
+from headrace.text.token_batch import TokenBatch
+
+__all__ = ["LONGEST_PIECE", "Pieces"]
+
+PIECE = 256 << 10
+"""Characters of a piece. Documents of up to twice as many are encoded whole."""
+LONGEST_PIECE = 16 << 20
+"""Characters that are encoded at once at most: 2.6 GB of memory with `tokenizers`."""
+_QWEN2 = CL100K_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+_PATTERNS = frozenset({GPT2_PATTERN, CL100K_PATTERN, O200K_PATTERN, _QWEN2})
+# Letters and other characters that were so in every version of Unicode that an encoder may know.
+_CUT = re.compile(r"[A-Za-zА-Яа-яぁ-ゖァ-ヺ一-龥가-힣](?=[\t\n\r -&(-@\[-`{-~、。，])")
+
+
+class Pieces:
+    """Where documents may be cut for one tokenizer."""
+
+    def __init__(self, definition: bytes) -> None:
+        """`definition`: the tokenizer.json."""
+        added = _cuttable(json.loads(definition))
+        self.exact = added is not None
+        """Whether documents may be cut at all."""
+        self._added = added or ()
+        self._reach = max(map(len, self._added), default=0)
+
+    def cuts_of(self, text: str) -> list[int]:
+        """Where each piece of a text ends; the last ends with the text."""
+        ends: list[int] = []
+        at = 0
+        while self.exact and len(text) - at > 2 * PIECE:
+            found = next(
+                (m.end() for m in _CUT.finditer(text, at + PIECE) if not self._near_added(text, m.end())), None
+            )
+            if found is None:
+                break
+            ends.append(found)
+            at = found
+        return [*ends, len(text)]
+
+    def refusal(self, text: str) -> str | None:
+        """Why a text cannot be encoded without taking too much memory; None if it can."""
+        if len(text) <= LONGEST_PIECE:
+            return None
+        ends = self.cuts_of(text)
+        longest = max(end - start for start, end in zip([0, *ends], ends, strict=False))
+        if longest <= LONGEST_PIECE:
+            return None
+        if self.exact:
+            return f"it has {longest:,} characters in a row without a place to cut; at most {LONGEST_PIECE:,} are encoded at once"
+        return f"it has {len(text):,} characters, and this tokenizer can only encode a document as a whole, of at most {LONGEST_PIECE:,}"
+
+    def encoder(self, encode: Encode) -> Encode:
+        """`encode` with the same ids and less memory for long texts."""
+
+        def in_pieces(texts: Sequence[str]) -> TokenBatch:
+            if not texts or max(map(len, texts)) <= 2 * PIECE:
+                return encode(texts)
+            parts = list(self._encoded(encode, texts))
+            offsets = np.zeros(len(texts) + 1, np.int64)
+            np.cumsum(np.concatenate([counts for _, counts in parts]), out=offsets[1:])
+            return TokenBatch(np.concatenate([ids for ids, _ in parts]), offsets)
+
+        return in_pieces if self.exact else encode
+
+    def _encoded(self, encode: Encode, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Ids of the texts in order, and how many each text has: texts between long ones together, a long one by itself."""
+        short: list[str] = []
+        for text in texts:
+            if len(text) <= 2 * PIECE:
+                short.append(text)
+                continue
+            if short:
+                batch = encode(short)
+                yield batch.ids, batch.counts()
+                short = []
+            ends = self.cuts_of(text)
+            ids = [encode([text[start:end]]).ids for start, end in zip([0, *ends], ends, strict=False)]
+            yield np.concatenate(ids), np.array([sum(map(len, ids))], np.int64)
+        if short:
+            batch = encode(short)
+            yield batch.ids, batch.counts()
+
+    def _near_added(self, text: str, at: int) -> bool:
+        near = text[max(at - self._reach, 0) : at + self._reach]
+        return any(token in near for token in self._added)
+
+
+def _cuttable(described: dict) -> tuple[str, ...] | None:
+    """The added tokens of a tokenizer whose documents may be cut; None if they may not."""
+    model, added = described.get("model") or {}, described.get("added_tokens") or ()
+    if model.get("type", "BPE") != "BPE" or model.get("dropout") or described.get("normalizer") is not None:
+        return None
+    if any(t.get(flag) for t in added for flag in ("single_word", "lstrip", "rstrip")):
+        return None
+    try:
+        pattern = split_pattern(described.get("pre_tokenizer"), digits=True)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return tuple(str(t["content"]) for t in added if t.get("content")) if pattern in _PATTERNS else None
