@@ -276,7 +276,8 @@ async def _replay(
                 rollouts.reverse()
                 for number in range(total):
                     # Let go of it here: the pipeline has the only reference, as when it came over a socket.
-                    pipeline.arrive(rollouts.pop(), step=0, key=(number, 0))
+                    # A dump does not say which task a rollout was of: all are of one, and groups are by example.
+                    pipeline.arrive(rollouts.pop(), step=0, key=(0, number))
                     await asyncio.sleep(0)
                 await pipeline.settled(0)
             async with costs.measured("boundary"):
