@@ -173,7 +173,7 @@ def many_steps(steps: int, folder: Path) -> dict[str, Any]:
                     fresh = json.loads(json.dumps(rollout["trajectory"][0]["tokens"]["prompt_ids"]))
                     turns = [dict(t, tokens=dict(t["tokens"])) for t in rollout["trajectory"]]
                     turns[0]["tokens"]["prompt_ids"] = fresh
-                    pipeline.arrive({**rollout, "trajectory": turns}, step=step, key=(number, 0))
+                    pipeline.arrive({**rollout, "trajectory": turns}, step=step, key=(0, number))
                 report = await pipeline.finish(step)
                 assert report.path is not None
                 for rank in range(2):

@@ -42,7 +42,7 @@ def told(batch):
 
 
 def render(messages, generation):
-    """Ids of messages. A message tells the process it is rendered in what to do: die (while its file is there), hang."""
+    """Ids of messages. A message tells the process it is rendered in what to do: die (while its file is there), hang, spin."""
     for message in messages:
         verb, _, path = message["content"].partition(" ")
         if verb == "die" and (not path or Path(path).exists()):
@@ -51,5 +51,7 @@ def render(messages, generation):
             os.kill(os.getpid(), signal.SIGKILL)
         if verb == "hang":
             time.sleep(60)
+        while verb == "spin":
+            pass
     ids = [ord(c) for m in messages for c in m["content"]]
     return [*ids, 1] if generation else [*ids, 1, 2]

@@ -2,6 +2,7 @@
 
     python examples/rollouts/sort_digits.py --out /tmp/sort --steps 100
     ^C, kill -9, and the same line again: it goes on with the step that was under way
+    headrace report /tmp/sort; headrace inspect /tmp/sort
 
     task ──► RolloutScheduler ──► engine (samples from the policy) ──► reward ──► RolloutPipeline ──► batch file ──► trainer
              who is asked                                                        samples, advantages              policy + 1
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import io
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 
 from headrace.files import publish
+from headrace.metrics import JsonlSink
 from headrace.rollouts import (
     AdvantageConfig,
     EnvPolicy,
@@ -138,7 +141,10 @@ async def train(out: Path, steps: int, tasks: int, seed: int, told_every: int) -
         }  # fmt: skip
 
     async with SpoolSender(out) as sender:
-        with SpoolReceiver(out, deadline=60.0) as receiver:
+        with (
+            contextlib.closing(JsonlSink(out / "metrics.jsonl")) as sink,
+            SpoolReceiver(out, deadline=60.0) as receiver,
+        ):
 
             async def learn() -> dict[str, float]:
                 batch = await asyncio.to_thread(receiver.receive)
@@ -154,6 +160,7 @@ async def train(out: Path, steps: int, tasks: int, seed: int, told_every: int) -
                 "advantage": AdvantageConfig(),
                 "filters": [ZeroAdvantageFilter()],
                 "first_step": sender.next_step,
+                "sinks": [sink],
             }
             async with RolloutPipeline(sender.queue, seq_len=32 * (2 * DIGITS + 1), **options) as pipeline:
                 scheduler = RolloutScheduler(

@@ -10,6 +10,7 @@
     ├── FileCorrupt        one of our own files fails its checksum or does not parse
     ├── StorageError       a write did not become durable (disk full, read-only, failing)
     ├── WorkerDied         a thread, process or rank is gone; carries its name
+    ├── StepFailed         every rollout of a training step failed, at every try
     ├── EndOfData          a finite spool was read to its end
     └── DeadlineExceeded   a named wait took longer than it may
 
@@ -32,6 +33,7 @@ __all__ = [
     "FileCorrupt",
     "HeadraceError",
     "RolloutRefused",
+    "StepFailed",
     "StorageError",
     "TokenizerError",
     "WorkerDied",
@@ -97,6 +99,10 @@ class StorageError(HeadraceError):
 
 class WorkerDied(HeadraceError):
     """A thread, process or rank is gone."""
+
+
+class StepFailed(HeadraceError):
+    """Every rollout of a training step failed, at every try: the environments or the engine do not work."""
 
 
 def how_it_ended(code: int | None) -> str:

@@ -36,3 +36,9 @@ def test_a_killed_rl_run_goes_on_and_learns_from_every_step_once(warm, tmp_path)
     assert after["step"] == before["step"] + 2
     steps = {s["step"].item() for s in after["optimiser"]["state"].values()}
     assert steps == {after["step"]}
+    for verb, told in (("report", "reward/sort"), ("inspect", "next_step")):
+        shown = warm.run(
+            [sys.executable, "-m", "headrace", verb, str(tmp_path), "--format", "json"], capture_output=True, text=True, timeout=60, check=False
+        )  # fmt: skip
+        assert shown.returncode == 0, shown.stderr
+        assert told in shown.stdout

@@ -45,7 +45,8 @@ def report(
     import headrace.jobs.running  # declares what every run measures
     import headrace.ledger.gauges
     import headrace.loader.data_stats
-    import headrace.loader.stream_metrics  # noqa: F401
+    import headrace.loader.stream_metrics
+    import headrace.rollouts.step_metrics  # noqa: F401
     from headrace.dash import read_report, write_page, write_picture
 
     found = read_report(run)

@@ -78,6 +78,23 @@ _ALIASES: dict[KeyPath, KeyPath] = {("text", "context_len"): ("text", "seq_len")
 _BLAMED: dict[KeyPath, KeyPath] = {("text", "window_blocks"): ("text", "seq_len")}
 """Which key is told, when the checked one was left at its default."""
 _NOT_BUILT = ("rollouts",)
+_ORCHESTRATOR = {
+    "dump_raw_rollouts": "call headrace.rollouts.dump_raw_rollouts(path, rollouts) with the rollouts of a step; `headrace replay --dump path` replays it",
+    "gather_chunk_size": 'RolloutPipeline(mode="boundary", gather_chunk_size=...), or `headrace replay --mode boundary --gather-chunk-size ...`',
+    "use_process_pool": "RolloutPipeline(use_process_pool=...), or `headrace replay --processes ...`",
+    "seq_len": "RolloutPipeline(seq_len=...)",
+    "advantage": "RolloutPipeline(advantage=AdvantageConfig(...))",
+    "filters": "RolloutPipeline(filters=[...])",
+    "state_columns": "RolloutPipeline(state_columns={env: [...]})",
+    "env": "RolloutScheduler(environments={name: function}), with an EnvPolicy for each in its GroupBook",
+    "batch_size": "GroupBook(groups_per_step=...), in groups",
+    "rollouts_per_example": "EnvPolicy(group_size=...)",
+    "max_off_policy_steps": "GroupBook(lag=...)",
+    "max_async_level": "GroupBook(lag=...)",
+    "max_concurrent": "RolloutScheduler(concurrency=...)",
+    "output_dir": "SpoolSender(folder)",
+}
+"""Where the keys of prime-rl's [orchestrator] live here: RL runs are Python, headrace.rollouts."""
 _OPTIONS = re.compile(r"(?P<spec>.+?)\?(?P<options>\w+=[^&]*(?:&\w+=[^&]*)*)", re.DOTALL)
 """A spec with options; their "?" is told from that of a pattern by the "=" that follows."""
 _SHORT_FLOAT = re.compile(r"[+-]?(?:[0-9]*\.[0-9]+|[0-9]+\.)(?:[eE][+-]?[0-9]+)?")
@@ -267,6 +284,9 @@ class _Layers:
 
     def checked(self) -> AnyConfig:
         """The config, or one ConfigError with all that is wrong."""
+        if "orchestrator" in self.values:
+            self._answer_orchestrator(self.values.pop("orchestrator"))
+            raise ConfigError([message for _, message in sorted(self.problems, key=lambda p: p[0])])
         try:
             config = self.root.model_validate(self.values)
         except ValidationError as error:
@@ -275,6 +295,19 @@ class _Layers:
             if not self.problems:
                 return config
         raise ConfigError(list(dict.fromkeys(message for _, message in sorted(self.problems, key=lambda p: p[0]))))
+
+    def _answer_orchestrator(self, table: object) -> None:
+        """Say of every key of an [orchestrator] where it lives: no run is described by such a table."""
+        path: KeyPath = ("orchestrator",)
+        self._report(
+            self._origin_of(path), path, "an RL run is made in Python with headrace.rollouts (see README, Rollouts to training batches)"
+        )  # fmt: skip
+        for name in table if isinstance(table, dict) else ():
+            place = _ORCHESTRATOR.get(name)
+            if place is None:
+                near = _nearest(name, list(_ORCHESTRATOR))
+                place = f"not known{_did_you_mean(near)}"
+            self._report(self._origin_of((*path, name)), (*path, name), place)
 
     def _explain(self, error: ValidationError) -> None:
         for one in error.errors(include_url=False):

@@ -21,6 +21,8 @@ def inspect_path(path: Path) -> dict[str, Any]:
     if path.is_dir():
         if (path / "config.toml").exists():
             return _run(path)
+        if (path / "queue" / "rollouts").is_dir():
+            return _rollouts(path)
         if (path / "queue").is_dir():
             raise DataError(f"{path} is a spool: see `headrace spool stat {path}`, or give one of its files")
         raise DataError(
@@ -64,6 +66,28 @@ def _run(path: Path) -> dict[str, Any]:
         "fingerprint": meta.get("data", {}).get("fingerprint", {}),
         "about": described["about"],
         "journal": [{k: v for k, v in e.items() if k != "time"} for e in described["journal"]],
+    }
+
+
+def _rollouts(path: Path) -> dict[str, Any]:
+    """A folder through which rollouts go to a trainer: the batches in it, and the first step that each rank has not acknowledged."""
+    from headrace.rollouts import open_training_batch
+    from headrace.spool.folder import read_sealed
+
+    batches = []
+    for file in sorted((path / "queue" / "rollouts").glob("step_*.safetensors")):
+        if not file.name.endswith(".experts.safetensors"):
+            batch = open_training_batch(file)
+            batches.append(
+                {"step": batch.step, "policy_version": batch.policy_version, "samples": batch.samples, "tokens": batch.tokens}
+            )  # fmt: skip
+    read = [read_sealed(file) for file in sorted((path / "state").glob("rollouts-read-*.json"))]
+    end = read_sealed(path / "state" / "rollouts-end.json")
+    return {
+        "kind": "rollouts",
+        "next_step": {str(value["rank"]): value["next"] for value in read if value is not None},
+        "last_step": None if end is None else end["last"],
+        "batches": batches,
     }
 
 

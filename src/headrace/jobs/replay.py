@@ -135,16 +135,35 @@ def replay(
 
 def replay_phase(
     dump: Path, phase: str, *, synthetic_traffic: int = 0, seq_len: int = 32_768, ranks: int = 2, folder: Path | None = None,
-    idle: float = 1.0, form: Form = "lists",
+    idle: float = 1.0, form: Form = "lists", gather_chunk_size: int | None = None,
 ) -> tuple[PhaseCost, PhaseCost]:  # fmt: skip
-    """One of ALONE by itself, in a thread beside the loop: what an idle stretch cost, and what the phase did."""
+    """One of ALONE by itself, in a thread beside the loop: what an idle stretch cost, and what the phase did. With `gather_chunk_size` the phase
+    interleave is a gather of threads, one a rollout and so many at a time."""
     if phase not in ALONE:
         raise ConfigError(f"no phase is called {phase!r}; those that can be run alone are {', '.join(ALONE)}")
+    if gather_chunk_size is not None and (gather_chunk_size < 1 or phase != "interleave"):
+        raise ConfigError(
+            f"gather_chunk_size is {gather_chunk_size}: it is at least 1, and for the phase interleave only"
+        )
     with _prepared(dump, synthetic_traffic, folder, form) as (rollouts, scratch):
-        work = _Stages(rollouts, scratch, seq_len, ranks).work(phase)
+        stages = _Stages(rollouts, scratch, seq_len, ranks)
+        work = stages.work(phase)
+        if gather_chunk_size is None:
+            body: Callable[[Breath], Coroutine[Any, Any, Any]] = functools.partial(asyncio.to_thread, work)
+        else:
+            body = functools.partial(_gathered, stages.rollouts, gather_chunk_size)
         gc.collect()
         gc.freeze()
-        return _on_a_loop(_replay_phase(phase, work, synthetic_traffic, idle))
+        return _on_a_loop(_replay_phase(phase, body, synthetic_traffic, idle))
+
+
+async def _gathered(rollouts: list[Rollout], size: int, _: Breath) -> list[Any]:
+    """Samples of all rollouts, a thread for each, `size` at a time."""
+    made: list[Any] = []
+    for at in range(0, len(rollouts), size):
+        made += await asyncio.gather(*(asyncio.to_thread(interleave_rollout, r) for r in rollouts[at : at + size]))
+        await asyncio.sleep(0)
+    return made
 
 
 @contextlib.contextmanager
@@ -276,7 +295,8 @@ async def _replay(
                 rollouts.reverse()
                 for number in range(total):
                     # Let go of it here: the pipeline has the only reference, as when it came over a socket.
-                    pipeline.arrive(rollouts.pop(), step=0, key=(number, 0))
+                    # A dump does not say which task a rollout was of: all are of one, and groups are by example.
+                    pipeline.arrive(rollouts.pop(), step=0, key=(0, number))
                     await asyncio.sleep(0)
                 await pipeline.settled(0)
             async with costs.measured("boundary"):
@@ -291,7 +311,7 @@ async def _replay(
 
 
 async def _replay_phase(
-    name: str, work: Callable[[Breath], Any], traffic: int, idle: float
+    name: str, body: Callable[[Breath], Coroutine[Any, Any, Any]], traffic: int, idle: float
 ) -> tuple[PhaseCost, PhaseCost]:
     costs = _Costs()
     breath = Breath(asyncio.get_running_loop())
@@ -299,7 +319,7 @@ async def _replay_phase(
         async with costs.measured("idle"):
             await asyncio.sleep(idle)
         async with costs.measured(name):
-            made = await asyncio.to_thread(work, breath)
+            made = await body(breath)
         del made  # after the phase: what a user keeps is not freed in it
     return costs.found[0], costs.found[1]
 

@@ -6,7 +6,8 @@ replies, rollouts ──► ingest ──► pretokenize ──► advantages �
                                                                              chunks         by rank
 
 records.py      what passes through: Rollout, Step, StepTokens, RoutedExperts, TrainingSample
-ingest.py       OpenAI/vLLM replies and `verifiers` rollouts, checked and made columns
+ingest.py       OpenAI/vLLM replies and `verifiers` rollouts, checked and made columns (checks.py: what is checked)
+episodes.py     episodes and traces of `verifiers` 0.4 and later
 columns.py      numbers out of lists, msgpack and JSON text into columns (kernels.py: the compiled loops)
 pretokenize.py  tokens for turns whose engine returned none
 groups.py       which rollouts belong to which step; failures, refills, late arrivals
@@ -18,6 +19,7 @@ values.py       what crosses a pipe or lies in a file without pickle
 interleave.py   turns become samples; every token finds its routed experts
 packing.py      samples become micro batches, equally many for every rank
 saving.py       JSON lines for people: rollouts, tokens
+dumps.py        a step's rollouts as they arrived, for `headrace replay`
 """
 
 from headrace.rollouts.advantages import (
@@ -28,6 +30,8 @@ from headrace.rollouts.advantages import (
     default_advantage,
 )
 from headrace.rollouts.batch_files import BatchWriter, TrainingBatch, batch_path, open_training_batch
+from headrace.rollouts.dumps import dump_raw_rollouts
+from headrace.rollouts.episodes import episode_from_deltas, read_episodes, rollouts_from_episode
 from headrace.rollouts.filters import Filtered, GibberishFilter, RepetitionFilter, ZeroAdvantageFilter, apply_filters
 from headrace.rollouts.groups import EnvPolicy, GroupBook, GroupCounts, Recorded, Request, StepGroups, solve_rates
 from headrace.rollouts.ingest import (
@@ -41,7 +45,15 @@ from headrace.rollouts.interleave import interleave_rollout
 from headrace.rollouts.packing import MicroBatch, Packed, pack_samples
 from headrace.rollouts.pipeline import RolloutPipeline, StepPhases, StepReport
 from headrace.rollouts.pretokenize import needs_tokens, pretokenize
-from headrace.rollouts.records import ExpertRows, Rollout, RoutedExperts, Step, StepTokens, TrainingSample
+from headrace.rollouts.records import (
+    ExpertRows,
+    Rollout,
+    RoutedExperts,
+    Step,
+    StepTokens,
+    TrainingSample,
+    VersionSpan,
+)
 from headrace.rollouts.saving import export_tokens, save_rollouts
 from headrace.rollouts.scheduler import RolloutScheduler
 from headrace.rollouts.step_metrics import rollout_metrics
@@ -79,21 +91,26 @@ __all__ = [
     "TrainingBatchReceiver",
     "TrainingBatchSender",
     "TrainingSample",
+    "VersionSpan",
     "ZeroAdvantageFilter",
     "apply_filters",
     "batch_path",
     "compute_advantages",
     "default_advantage",
+    "dump_raw_rollouts",
+    "episode_from_deltas",
     "export_tokens",
     "interleave_rollout",
     "needs_tokens",
     "open_training_batch",
     "pack_samples",
     "pretokenize",
+    "read_episodes",
     "rollout_from_json",
     "rollout_from_msgpack",
     "rollout_from_verifiers",
     "rollout_metrics",
+    "rollouts_from_episode",
     "save_rollouts",
     "solve_rates",
     "step_from_reply",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from headrace.errors import ConfigError
-from headrace.rollouts.records import Rollout, rollouts_by_group
+from headrace.rollouts.records import Group, Rollout, rollouts_by_group
 
 __all__ = ["AdvantageConfig", "AdvantageFn", "AdvantageInputs", "AdvantageOutputs", "compute_advantages", "default_advantage"]  # fmt: skip
 
@@ -89,7 +89,7 @@ def compute_advantages(
     return advantages
 
 
-def _checked(outputs: Any, wanted: int, name: str, group: tuple[str, Any, int]) -> list[float]:
+def _checked(outputs: Any, wanted: int, name: str, group: Group) -> list[float]:
     told = f"the advantage function {name} was given a group of {wanted} (example {group[1]!r} in {group[0]})"
     values = getattr(outputs, "advantages", None)
     if not isinstance(values, list):

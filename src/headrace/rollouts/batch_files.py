@@ -44,9 +44,9 @@ _SUM_BYTES = 1 << 20
 """Summed at a time. Above 100 kB xxhash lets go of the interpreter; below it an update is too short to matter."""
 
 
-def batch_path(folder: Path, step: int) -> Path:
+def batch_path(folder: Path | str, step: int) -> Path:
     """Where the batch of a step lies."""
-    return folder / f"step_{step:012d}.safetensors"
+    return Path(folder) / f"step_{step:012d}.safetensors"
 
 
 def sidecar_path(path: Path) -> Path:
@@ -76,11 +76,11 @@ class WrittenSample:
 class BatchWriter:
     """Writes one step. Used by one thread."""
 
-    def __init__(self, folder: Path, *, step: int) -> None:
+    def __init__(self, folder: Path | str, *, step: int) -> None:
         if step < 0:
             raise ConfigError(f"a batch has a step of 0 or more, got {step}")
         self.path, self.step = batch_path(folder, step), step
-        self._temp = folder / f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+        self._temp = self.path.parent / f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
         self._fd = -1
         self._kind: tuple[int, int] | None = None
         self._rows = 0
@@ -342,8 +342,9 @@ class TrainingBatch:
         return out
 
 
-def open_training_batch(path: Path) -> TrainingBatch:
+def open_training_batch(path: Path | str) -> TrainingBatch:
     """Map a batch and check it. FileCorrupt if it, its sidecar or their belonging together is in doubt."""
+    path = Path(path)
     container = open_container(path)
     try:
         return _opened(path, container)

@@ -26,6 +26,7 @@ import xxhash
 
 from headrace.errors import ConfigError, FileCorrupt, StorageError
 from headrace.files import publish
+from headrace.rollouts.values import model_values
 
 __all__ = ["DumpKind", "dump_raw_rollouts", "read_dump", "read_encoded", "synthetic_rollouts"]
 
@@ -40,14 +41,16 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, np.generic):
         return value.item()
+    if (fields := model_values(value)) is not value:
+        return fields
     # A live response object or the like: its name is all that a replay can have of it.
     return {"omitted": type(value).__name__}
 
 
-def dump_raw_rollouts(path: Path, rollouts: Iterable[Any]) -> int:
+def dump_raw_rollouts(path: Path | str, rollouts: Iterable[Any]) -> int:
     """Publish `path` with the raw rollouts in it; how many. What is no plain value is left out by name."""
     encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-    count = 0
+    count, path = 0, Path(path)
 
     def parts() -> Iterator[bytes]:
         nonlocal count
@@ -69,7 +72,7 @@ def dump_raw_rollouts(path: Path, rollouts: Iterable[Any]) -> int:
     return count
 
 
-def read_dump(path: Path) -> Iterator[Any]:
+def read_dump(path: Path | str) -> Iterator[Any]:
     """The rollouts of a dump, one after the other. FileCorrupt names the first that is not as it was written."""
     for count, raw in enumerate(read_encoded(path)):
         try:
@@ -78,7 +81,7 @@ def read_dump(path: Path) -> Iterator[Any]:
             raise FileCorrupt(f"{path} is damaged: rollout {count} cannot be decoded: {error}") from error
 
 
-def read_encoded(path: Path) -> Iterator[memoryview]:
+def read_encoded(path: Path | str) -> Iterator[memoryview]:
     """The rollouts of a dump as the msgpack they are in it; views of the mapped file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -12,15 +12,22 @@ written here.
 mode="boundary": rollouts are kept until `finish`, which takes them `gather_chunk_size` at a time through threads. It is what
 the arrival mode is compared with; results are equal to the byte.
 
-A step ends once: what arrives later is counted as late and enters nothing. What cannot become samples is counted by its cause.
-Samples are ordered by their keys, so a batch does not depend on who came first.
+A step ends once: what arrives later, and what is not samples by then, is counted as late and enters nothing. What cannot become samples is counted by
+its cause. Samples are ordered by their keys, so a batch does not depend on who came first. The rollouts of one task are one group: two draws of one
+example have two baselines.
+
+While it is open the pipeline samples the loop's lag ten times a second, for the metrics of each step, and keeps what was alive when it opened out of the
+garbage collector (`freeze_garbage`): a full collection runs on whichever thread allocates next, mostly the loop's, and walking the modules of a
+process with torch in it takes 50 to 100 ms.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
+import math
 import os
 import threading
 import time
@@ -33,8 +40,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import msgspec
+
 from headrace.errors import ConfigError, RolloutRefused, StorageError, TokenizerError
-from headrace.metrics import Sink, Wait, phase
+from headrace.metrics import EventLoopLagMonitor, Sink, Wait, phase
 from headrace.rollouts.advantages import AdvantageConfig, AdvantageFn, compute_advantages
 from headrace.rollouts.batch_files import BatchWriter, WrittenSample, batch_path
 from headrace.rollouts.breath import Breath, return_freed_memory
@@ -116,13 +125,16 @@ class StepReport:
 class _OpenStep:
     writer: BatchWriter
     phases: StepPhases = field(default_factory=StepPhases)
-    pending: set[asyncio.Future[str | None]] = field(default_factory=set)
+    pending: dict[asyncio.Future[str | None], Key] = field(default_factory=dict)
+    """Rollouts that are not samples yet."""
     raw: dict[Key, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
     """What boundary mode keeps."""
     keys: set[Key] = field(default_factory=set)
     done: dict[Key, tuple[Rollout, list[WrittenSample]]] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
     truncated: int = 0
+    ended: bool = False
+    """Nothing is written any more. Set on the loop; writers look at it while they hold the lock."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held by whoever writes: one thread, or one of those that talk to processes."""
 
@@ -131,14 +143,16 @@ class RolloutPipeline:
     """The post-processing of one orchestrator. Its methods are called on one event loop."""
 
     def __init__(
-        self, folder: Path, *, seq_len: int, ranks: int = 1, advantage: AdvantageConfig | AdvantageFn | None = None,
+        self, folder: Path | str, *, seq_len: int, ranks: int = 1, advantage: AdvantageConfig | AdvantageFn | None = None,
         filters: Sequence[Filter] = (), mode: Literal["arrival", "boundary"] = "arrival", gather_chunk_size: int | None = None,
-        render: Render | None = None, save_to: Path | None = None, state_columns: Mapping[str, Sequence[str]] | None = None,
+        render: Render | None = None, save_to: Path | str | None = None, state_columns: Mapping[str, Sequence[str]] | None = None,
         limits: Limits | None = None, first_step: int = 0, deadline: float = 600.0,
         sinks: Sequence[Sink] = (), use_process_pool: bool | int = False, worker_retries: int = 2, worker_deadline: float = 60.0,
+        freeze_garbage: bool = True,
     ) -> None:  # fmt: skip
         """`sinks` are given the metrics of every step, in the worker thread; whoever made them closes them. `use_process_pool`: True for one process less than there are cores, or how many. One that dies or does not answer within
-        `worker_deadline` seconds is replaced and asked again, `worker_retries` times a rollout at most."""
+        `worker_deadline` seconds is replaced and asked again, `worker_retries` times a rollout at most. `freeze_garbage`: collect garbage when the
+        pipeline opens and freeze what is alive then (`gc.freeze`) until it closes; False leaves the garbage collector alone."""
         problems = []
         if use_process_pool and mode != "arrival":
             problems.append("use_process_pool is for mode='arrival' only")
@@ -154,7 +168,10 @@ class RolloutPipeline:
             raise ConfigError(problems)
         self.folder, self.seq_len, self.ranks, self.mode = Path(folder), seq_len, ranks, mode
         self._advantage, self._filters, self._render = advantage, tuple(filters), render
-        self._chunk, self._save_to, self._columns = gather_chunk_size, save_to, state_columns
+        self._chunk, self._columns = gather_chunk_size, state_columns
+        self._save_to = None if save_to is None else Path(save_to)
+        self._freeze, self._frozen = freeze_garbage, False
+        self._lag = EventLoopLagMonitor()
         self._sinks = tuple(sinks)
         self._limits, self._deadline = limits or Limits(), deadline
         self._steps: dict[int, _OpenStep] = {}
@@ -178,7 +195,7 @@ class RolloutPipeline:
             )
         self._breathe: Breath
         """Made when the pipeline opens, for the loop it is opened on."""
-        self._restarts_told = 0
+        self._restarts_told = self._late_told = 0
         self._freed = 0
 
     # ------------------------------------------------------------------------------------------ lifetime
@@ -194,11 +211,21 @@ class RolloutPipeline:
         await asyncio.to_thread(kernels)  # compiled or loaded now, not beside the first rollouts
         self._worker = ThreadPoolExecutor(1, "headrace-rollouts")
         self._breathe = Breath(asyncio.get_running_loop())
+        if self._freeze and not gc.get_freeze_count():
+            # Here, and not in a thread: whoever opens a pipeline waits for it anyway, and nothing else is under way on the loop yet.
+            gc.collect()
+            gc.freeze()
+            self._frozen = True
+        self._lag.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        await self._lag.stop()
+        if self._frozen:
+            gc.unfreeze()
+            self._frozen = False
         worker, self._worker = self._worker, None
         askers, self._askers = self._askers, None
         threads = [t for t in (askers, worker) if t is not None]
@@ -218,16 +245,26 @@ class RolloutPipeline:
     # ------------------------------------------------------------------------------------------- arrival
 
     def arrive(self, raw: Any, *, step: int, key: Key, policy_version: int = 0, **about: Any) -> bool:
-        """Take a rollout (a `verifiers` dict, the same as JSON text or msgpack, or a Rollout) for a step; whether the step was still open.
-        Returns at once. Encoded ones cost the loop least: their numbers are read without the interpreter's lock."""
-        return self._arrived(raw, step, key, {"policy_version": policy_version, **about}) is not None
+        """Take a rollout for a step; whether the step was still open. Returns at once.
 
-    async def settle(self, raw: Any, *, step: int, key: Key, policy_version: int = 0, **about: Any) -> str | None:
-        """`arrive`, and wait until the rollout is samples: None, or the cause it was refused under ("late" if its step had ended)."""
-        future = self._arrived(raw, step, key, {"policy_version": policy_version, **about})
+        `raw` is a `verifiers` rollout, episode or trace (a dict, JSON text or msgpack) or a Rollout. Encoded ones cost the loop least: their numbers are
+        read without the interpreter's lock. `key` is (task, member) or (task, member, attempt): rollouts of different tasks are never in one
+        group, also where they are of one example. `about` goes to `rollout_from_verifiers`: `env_name` for a rollout that has none, `run`, `draw`.
+        """
+        return self._arrived(raw, step, key, policy_version, about) is not None
+
+    async def settle(
+        self, raw: Any, *, step: int, key: Key, policy_version: int = 0, until: float = math.inf, **about: Any
+    ) -> str | None:
+        """`arrive`, and wait until the rollout is samples: None, or the cause it was refused under ("late" if its step had ended). `until`: when its step
+        ends (monotonic); a worker process gets no more time than that."""
+        future = self._arrived(raw, step, key, policy_version, about, until)
         return "late" if future is None else await asyncio.shield(future)
 
-    def _arrived(self, raw: Any, step: int, key: Key, about: dict[str, Any]) -> asyncio.Future[str | None] | None:
+    def _arrived(
+        self, raw: Any, step: int, key: Key, policy_version: int, about: dict[str, Any], until: float = math.inf
+    ) -> asyncio.Future[str | None] | None:
+        about = {"policy_version": policy_version, **about}
         if self._worker is None:
             raise RuntimeError("the pipeline is not open; use it as `async with`")
         if step in self._ended or step <= self._finished:
@@ -246,31 +283,36 @@ class RolloutPipeline:
             return kept
         # In a list, which is emptied: an executor keeps what it was called with until the call is over.
         future = asyncio.get_running_loop().run_in_executor(
-            self._askers or self._worker, self._process, state, key, [raw], about
+            self._askers or self._worker, self._process, state, key, [raw], about, until
         )
-        state.pending.add(future)
+        state.pending[future] = key
         future.add_done_callback(functools.partial(_settled, state))
         return future
 
-    def _process(self, state: _OpenStep, key: Key, box: list[Any], about: dict[str, Any]) -> str | None:
+    def _process(self, state: _OpenStep, key: Key, box: list[Any], about: dict[str, Any], until: float) -> str | None:
         """One rollout, in a thread: checked, made samples, written. The cause it was refused under, if it was."""
         raw, cause = box.pop(), None
         try:
-            with state.phases.measure("process_rollout"):
-                if self.processes is not None:
-                    made = self.processes.process(raw, about, breathe=self._breathe)
-                else:
-                    made = self._made(state, raw, about)
-            with state.lock, state.phases.measure("write_experts"):
-                state.done[key] = (made.rollout, state.writer.add(made.samples))
-                state.truncated += made.truncated
+            if not state.ended:
+                self._written(state, key, raw, about, until)
         except (RolloutRefused, TokenizerError) as error:
-            cause = self._refuse(state, key, error)
-        made = None
+            if not state.ended:
+                cause = self._refuse(state, key, error)
         parts = _parts_of(raw)
         raw = None
         self._let_go(parts)
-        return cause
+        return "late" if state.ended else cause
+
+    def _written(self, state: _OpenStep, key: Key, raw: Any, about: dict[str, Any], until: float) -> None:
+        with state.phases.measure("process_rollout"):
+            if self.processes is not None:
+                made = self.processes.process(raw, about, breathe=self._breathe, until=until)
+            else:
+                made = self._made(state, raw, about)
+        with state.lock, state.phases.measure("write_experts"):
+            if not state.ended:
+                state.done[key] = (made.rollout, state.writer.add(made.samples))
+                state.truncated += made.truncated
 
     def _let_go(self, parts: list[Any]) -> None:
         """Free what a rollout came in, piece by piece. At once, 450,000 numbers would keep the interpreter from the loop for 6 ms."""
@@ -298,8 +340,11 @@ class RolloutPipeline:
 
     # ------------------------------------------------------------------------------------------ boundary
 
-    async def finish(self, step: int, *, policy_version: int = 0, only: Collection[Key] | None = None) -> StepReport:
-        """End a step and publish its batch. Whatever arrives for it afterwards is late. `only`: rollouts with other keys are left out."""
+    async def finish(
+        self, step: int, *, policy_version: int = 0, only: Collection[Key] | None = None, again: Collection[Key] = ()
+    ) -> StepReport:
+        """End a step and publish its batch. Whatever arrives for it afterwards is late. `only`: rollouts with other keys are left out, and those of
+        them that are not samples yet are not waited for: they are late, unless they come `again` for another step."""
         worker = self._worker
         if worker is None:
             raise RuntimeError("the pipeline is not open; use it as `async with`")
@@ -311,10 +356,12 @@ class RolloutPipeline:
         try:
             if self.mode == "boundary":
                 await self._gather(state)
-            await self._drained(state)
-            for key in [k for k in state.done if only is not None and k not in only]:
-                del state.done[key]
-            report = await loop.run_in_executor(worker, self._finish, state, step, policy_version)
+            await self._drained(state, only)
+            state.ended = True
+            self.late += sum(key not in again for key in state.pending.values())
+            report = await loop.run_in_executor(
+                worker, self._finish, state, step, policy_version, only, self._lag.drain()
+            )
         finally:
             await loop.run_in_executor(worker, state.writer.close)
         _log.info("%s", report.phases.line(step))
@@ -340,15 +387,17 @@ class RolloutPipeline:
             self._finished += 1
             self._ended.remove(self._finished)
 
-    async def _drained(self, state: _OpenStep) -> None:
-        if not state.pending:
+    async def _drained(self, state: _OpenStep, only: Collection[Key] | None = None) -> None:
+        # What has failed for no reason of its own is raised, whoever asked for it.
+        awaited = {future for future, key in state.pending.items() if only is None or key in only or future.done()}
+        if not awaited:
             return
         with Wait(
             "rollouts.worker", deadline=self._deadline, remedy="the worker thread is behind; look at process_rollout"
         ) as wait:
-            await asyncio.wait(set(state.pending), timeout=wait.remaining())
+            await asyncio.wait(awaited, timeout=wait.remaining())
             wait.check()
-        for future in list(state.pending):
+        for future in awaited:
             future.result()
 
     async def _gather(self, state: _OpenStep) -> None:
@@ -382,15 +431,21 @@ class RolloutPipeline:
         except (RolloutRefused, TokenizerError) as error:
             return error
 
-    def _finish(self, state: _OpenStep, step: int, policy_version: int) -> StepReport:
+    def _finish(
+        self, state: _OpenStep, step: int, policy_version: int, only: Collection[Key] | None, lag: dict[str, float]
+    ) -> StepReport:
+        with state.lock:  # whoever still writes has seen that the step has ended, or is done before this
+            for key in [k for k in state.done if only is not None and k not in only]:
+                del state.done[key]
         phases, order, breathe = state.phases, sorted(state.done), self._breathe
-        rollouts = [state.done[key][0] for key in order]
+        rollouts = [_drawn_for(state.done[key][0], key[0]) for key in order]
         with phases.measure("compute_advantages"):
             advantages = compute_advantages(rollouts, self._advantage, after_group=breathe)
         with phases.measure("apply_filters"):
             filtered = apply_filters(self._filters, rollouts, advantages, after_rollout=breathe)
         with phases.measure("result_collection_loop"):
             written = [state.done[key][1] for key in order]
+            split = sum(max(0, len(some) - 1) for some in written)
             slots = collected_samples(written, advantages, filtered.sends, after_rollout=breathe)
             del written
         path = None
@@ -413,6 +468,12 @@ class RolloutPipeline:
         with phases.measure("metrics_aggregation"):
             metrics = rollout_metrics(rollouts, filtered, after_rollout=breathe)
             metrics |= {f"rollouts/refused/{cause}": float(n) for cause, n in state.refused.items()}
+            metrics |= {
+                "rollouts/late": float(self.late - self._late_told),
+                "rollouts/split_samples": float(split),
+                **lag,
+            }
+            self._late_told = self.late
             if self.processes is not None:
                 metrics["rollouts/worker_restarts"] = float(self.processes.restarts - self._restarts_told)
                 self._restarts_told = self.processes.restarts
@@ -449,18 +510,30 @@ def collected_samples(
     return collected
 
 
+def _drawn_for(rollout: Rollout, task: int) -> Rollout:
+    """The rollout with its task in its group's key: two tasks may draw one example, and are compared with nothing but themselves."""
+    return msgspec.structs.replace(rollout, draw=task if rollout.draw is None else f"{task}.{rollout.draw}")
+
+
 def _parts_of(raw: Any) -> list[Any]:
     """The large pieces that a rollout came in: lists of numbers and bytes."""
     if isinstance(raw, (bytes, bytearray, memoryview, str)):
         return [raw]
-    steps = raw.get("trajectory") if isinstance(raw, dict) else None
-    tokens = [s.get("tokens") for s in steps if isinstance(s, dict)] if isinstance(steps, (list, tuple)) else []
-    parts = [value for columns in tokens if isinstance(columns, dict) for value in columns.values()]
+    if not isinstance(raw, dict):
+        return []
+    traces = raw.get("traces") if isinstance(raw.get("traces"), (list, tuple)) else [raw]
+    nodes = [n for t in traces if isinstance(t, dict) for n in _dicts(t.get("nodes"))]
+    tokens = [s.get("tokens") for s in _dicts(raw.get("trajectory"))]
+    parts = [value for columns in (*tokens, *nodes) if isinstance(columns, dict) for value in columns.values()]
     parts += [value.get("data") for value in parts if isinstance(value, dict)]
     return [part for part in parts if isinstance(part, (list, bytes, bytearray, str))]
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [part for part in value if isinstance(part, dict)] if isinstance(value, (list, tuple)) else []
 
 
 def _settled(state: _OpenStep, future: asyncio.Future[str | None]) -> None:
     """A rollout is through. One that failed for no reason of its own stays, so that `finish` raises it."""
     if not future.cancelled() and future.exception() is None:
-        state.pending.discard(future)
+        state.pending.pop(future, None)

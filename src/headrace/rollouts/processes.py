@@ -10,6 +10,10 @@ Every process is asked one rollout at a time, so when one dies it is known over 
 `retries` times at most, and then refused under the cause `worker`; no other is touched by it. Nothing is written before an answer is whole,
 so nothing is lost or written twice. Processes are spawned at the start, end with their pipe, and are killed at exit. What crosses
 a pipe is plain values and arrays, never pickled.
+
+A watch thread kills a process that has not answered within `deadline` seconds or when the rollout's step ends, and one that has used no CPU for a
+quarter of the time that the step had left: it hangs, and a new process still has time for the rollouts behind it. The kill also ends a write
+into the pipe of a stopped process, which no deadline of a pipe would.
 """
 
 from __future__ import annotations
@@ -17,10 +21,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import multiprocessing
+import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -33,17 +40,21 @@ import numpy as np
 from headrace.errors import ConfigError, RolloutRefused, TokenizerError, WorkerDied, how_it_ended
 from headrace.metrics import Wait
 from headrace.rollouts.breath import at_once
-from headrace.rollouts.columns import decoded_with_columns
+from headrace.rollouts.columns import check_count, decoded_with_columns
 from headrace.rollouts.ingest import Limits, experts_from, rollout_from_verifiers
 from headrace.rollouts.interleave import Piece, expert_rows, interleave_planned, interleave_rollout
 from headrace.rollouts.pretokenize import Render, needs_tokens, pretokenize
-from headrace.rollouts.records import Rollout, Step, StepTokens, TrainingSample
+from headrace.rollouts.records import Rollout, Step, StepTokens, TrainingSample, VersionSpan
 from headrace.rollouts.values import decode_value, encode_value
 
 __all__ = ["Processed", "RolloutProcesses", "process_rollout"]
 
 _log = logging.getLogger("headrace.rollouts")
 _START_SECONDS = 120.0
+_WATCH_SECONDS = 0.05
+_PATIENCE = 0.25
+"""Share of the time left that a process may use no CPU for before it counts as hung."""
+_LEAST_PATIENCE = 0.5
 _STEP_FIELDS = ("prompt", "completion", "tokens", "is_truncated")
 _COLUMNS = (("completion_ids", np.int32), ("completion_mask", np.uint8), ("completion_logprobs", np.float32))
 _SAMPLE_COLUMNS = (("ids", np.int32), ("mask", np.uint8), ("logprobs", np.float32))
@@ -111,6 +122,37 @@ class _Worker:
         finally:
             theirs.close()
         self.number, self.pid, self._ready = number, self.process.pid or 0, False
+        self._asked = self._due = math.inf
+        self._patience = math.inf
+        self._cpu, self._moved = 0.0, 0.0
+        self.killed = ""
+        """Why the watch killed it; empty if it did not."""
+
+    def watch_from_now(self, allowed: float, until: float) -> None:
+        """It is asked something now: it may take `allowed` seconds, and no longer than `until` (monotonic)."""
+        now = time.monotonic()
+        self._patience = math.inf if until == math.inf else max(_LEAST_PATIENCE, _PATIENCE * (until - now))
+        self._cpu, self._moved = _cpu_seconds(self.pid), now
+        self._asked, self._due = now, min(now + allowed, until)
+
+    def watch_no_more(self) -> None:
+        """It has answered."""
+        self._due = self._patience = math.inf
+
+    def check(self, now: float) -> None:
+        """Kill it if it is overdue, or has stood still for too long."""
+        if self.killed or (now < self._due and now - self._moved < self._patience):
+            return
+        if now >= self._due:
+            self.killed = f"no answer for {now - self._asked:.1f} s"
+        else:
+            cpu = _cpu_seconds(self.pid)
+            if cpu != self._cpu or math.isnan(cpu):  # nan: the system does not tell
+                self._cpu, self._moved = cpu, now
+                return
+            self.killed = f"it used no CPU for {now - self._moved:.1f} s"
+        with contextlib.suppress(ValueError):  # it has just been replaced
+            self.process.kill()
 
     def wait_until_ready(self) -> None:
         """Its imports are done. WorkerDied if it ended over them."""
@@ -143,6 +185,16 @@ class _Worker:
         self.process.close()
 
 
+def _cpu_seconds(pid: int) -> float:
+    """CPU seconds of a process; nan where /proc does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return math.nan
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class RolloutProcesses:
     """A few processes. `process` may be called from as many threads as there are processes."""
 
@@ -165,6 +217,8 @@ class RolloutProcesses:
         self._all: dict[int, _Worker] = {}
         self._lock = threading.Lock()
         self._closing = False
+        self._stopped = threading.Event()
+        self._watch: threading.Thread | None = None
         self.restarts = 0
         """Processes that died and were replaced."""
 
@@ -183,6 +237,8 @@ class RolloutProcesses:
             for worker in list(self._all.values()):
                 worker.wait_until_ready()
                 self._idle.put(worker)
+            self._watch = threading.Thread(target=self._watched, name="headrace-rollouts-watch", daemon=True)
+            self._watch.start()
         except (AttributeError, TypeError, ImportError) as error:  # what pickling a function that has no name raises
             self.close()
             raise ConfigError(
@@ -191,6 +247,18 @@ class RolloutProcesses:
         except BaseException:
             self.close()
             raise
+
+    def _watched(self) -> None:
+        """What the watch thread does until the processes are closed."""
+        while True:
+            with Wait("rollouts.watch", hidden=True):
+                if self._stopped.wait(_WATCH_SECONDS):
+                    return
+            with self._lock:
+                workers = list(self._all.values())
+            now = time.monotonic()
+            for worker in workers:
+                worker.check(now)
 
     def _spawn(self, number: int) -> _Worker:
         with self._lock:
@@ -206,6 +274,9 @@ class RolloutProcesses:
             self._closing = True
             workers = list(self._all.values())
             self._all.clear()
+        self._stopped.set()
+        if self._watch is not None:
+            self._watch.join()
         for worker in workers:
             worker.process.kill()
             worker.process.join()
@@ -216,31 +287,39 @@ class RolloutProcesses:
 
     # -------------------------------------------------------------------------------------------- asking
 
-    def process(self, raw: Any, about: Mapping[str, Any], *, breathe: Callable[[], None] | None = None) -> Processed:
-        """A rollout as process_rollout makes it. RolloutRefused also after `retries` processes have died over it. `breathe` is called between turns."""
+    def process(
+        self, raw: Any, about: Mapping[str, Any], *, breathe: Callable[[], None] | None = None, until: float = math.inf
+    ) -> Processed:
+        """A rollout as process_rollout makes it. RolloutRefused also after `retries` processes have died over it, or at `until` (monotonic: when its step
+        ends). `breathe` is called between turns."""
         breathe = breathe or at_once
         if isinstance(raw, Rollout):
             return process_rollout(raw, about, breathe=breathe, **self._settings)
+        _refuse_oversize(raw, self.limits)
         try:
             frames = _question(raw, about, breathe)
         except ValueError:
             # What cannot be sent holds a number or a text that is no value: the checks say which.
             return process_rollout(raw, about, breathe=breathe, **self._settings)
-        for attempt in range(self.retries + 1):
+        attempt = 0
+        while attempt <= self.retries and time.monotonic() < until:
             with Wait("rollouts.process", deadline=self.deadline * (self.workers + 1)) as wait:
                 worker = self._taken(wait)
             try:
-                answer = self._asked(worker, frames)
+                answer = self._asked(worker, frames, until)
             except (EOFError, OSError, WorkerDied) as error:
                 self._replace(worker, attempt, error)
                 if isinstance(error, WorkerDied) and attempt == self.retries:
                     raise  # it does not even start, which is no rollout's fault
+                attempt += 1
                 continue
             except BaseException:
                 self._idle.put(worker)
                 raise
             self._idle.put(worker)
             return _answered(answer, raw, self.seq_len, breathe)
+        if attempt <= self.retries:
+            raise RolloutRefused("worker", "a rollout was given up at the end of its step")
         raise RolloutRefused(
             "worker",
             f"a rollout was given up after {self.retries + 1} worker processes had died or hung over it; look for what is so large or so odd in it",
@@ -255,16 +334,16 @@ class RolloutProcesses:
                     raise WorkerDied("the worker processes were stopped") from None
                 wait.check()
 
-    def _asked(self, worker: _Worker, frames: Sequence[bytes | memoryview]) -> list[bytes]:
+    def _asked(self, worker: _Worker, frames: Sequence[bytes | memoryview], until: float) -> list[bytes]:
         worker.wait_until_ready()
-        for frame in frames:
-            worker.pipe.send_bytes(frame)
-        if not worker.pipe.poll(self.deadline):
-            worker.process.kill()
-            raise TimeoutError(f"no answer for {self.deadline:g} s")
-        head = worker.pipe.recv_bytes()
-        count = msgspec.msgpack.decode(head)
-        return [worker.pipe.recv_bytes() for _ in range(count)]
+        worker.watch_from_now(self.deadline, until)
+        try:
+            for frame in frames:
+                worker.pipe.send_bytes(frame)
+            count = msgspec.msgpack.decode(worker.pipe.recv_bytes())
+            return [worker.pipe.recv_bytes() for _ in range(count)]
+        finally:
+            worker.watch_no_more()
 
     def _replace(self, worker: _Worker, attempt: int, error: Exception) -> None:
         if self._closing:
@@ -274,8 +353,9 @@ class RolloutProcesses:
         worker.end(kill=True)
         self.restarts += 1
         _log.warning(
-            "%s over a rollout (%s); try %d of %d", told, error or type(error).__name__, attempt + 1, self.retries + 1
-        )
+            "%s over a rollout (%s); try %d of %d",
+            told, worker.killed or str(error) or type(error).__name__, attempt + 1, self.retries + 1,
+        )  # fmt: skip
         self._idle.put(self._spawn(worker.number))
 
 
@@ -292,6 +372,21 @@ def _question(raw: Any, about: Mapping[str, Any], breathe: Callable[[], None]) -
         breathe()
     head = encode_value({k: v for k, v in raw.items() if k != "trajectory"})
     return [encode_value({"about": about, "turns": True, "frames": 1 + len(turns)}), head, *turns]
+
+
+def _refuse_oversize(raw: Any, limits: Limits) -> None:
+    """Refuse what is plainly too large before it is copied into a pipe; the process checks the rest."""
+    if not isinstance(raw, Mapping):
+        return
+    for name, value in raw.items():
+        if isinstance(value, str) and len(value) > limits.text:
+            raise RolloutRefused("oversize", f"{name} holds more than {limits.text:,} characters")
+    turns = raw.get("trajectory")
+    for turn in turns if isinstance(turns, (list, tuple)) else ():
+        tokens = turn.get("tokens") if isinstance(turn, Mapping) else None
+        for name, value in tokens.items() if isinstance(tokens, Mapping) else ():
+            if isinstance(value, (list, tuple)):
+                check_count(len(value), name, limits.tokens)
 
 
 def _without_bulk(step: Any) -> Any:
@@ -339,8 +434,9 @@ def _answered(frames: list[bytes], raw: Any, seq_len: int, breathe: Callable[[],
             part = slice(at, at := at + told["said"])
             nothing = (np.empty(0, np.int32), np.empty(0, np.uint8))
             tokens = StepTokens(
-                prompt_ids=nothing[0], prompt_mask=nothing[1], **{n: c[part] for n, c in columns.items()}
-            )
+                prompt_ids=nothing[0], prompt_mask=nothing[1], **{n: c[part] for n, c in columns.items()},
+                version_spans=tuple(VersionSpan(*span) for span in told["versions"]),
+            )  # fmt: skip
             tokens = tokens.slim(context=told["context"])
         steps.append(
             Step(prompt=told["prompt"], completion=told["completion"], tokens=tokens, is_truncated=told["cut"])
@@ -367,7 +463,7 @@ def _answered(frames: list[bytes], raw: Any, seq_len: int, breathe: Callable[[],
 
 
 def _rows_of(head: Mapping[str, Any], frames: list[bytes], raw: Any) -> list[Any] | None:
-    """By turn: its routed experts. Those of encoded rollouts came back; others never left."""
+    """By turn: its routed experts. Those of rollouts that went whole came back; others never left."""
     if head["kind"] is None:
         return None
     if head["starts"] is not None:
@@ -416,7 +512,7 @@ def _made(
     samples, pieces, kind = interleave_planned(rollout)
     columns = [s.tokens for s in rollout.trajectory if s.tokens is not None]
     starts, bulk = (None, [])
-    if kind is not None and head.get("encoded"):
+    if kind is not None and not head.get("turns"):
         starts, bulk = _needed_rows(rollout, pieces)
     told = {
         "rollout": {n: getattr(rollout, n) for n in Rollout.__struct_fields__ if n != "trajectory"},
@@ -425,6 +521,7 @@ def _made(
                 "prompt": s.prompt, "completion": s.completion, "cut": s.is_truncated,
                 "said": None if s.tokens is None else len(s.tokens.completion_ids),
                 "context": 0 if s.tokens is None else len(s.tokens.prompt_ids),
+                "versions": () if s.tokens is None else s.tokens.version_spans,
             }
             for s in rollout.trajectory
         ],

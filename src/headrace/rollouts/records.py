@@ -16,7 +16,7 @@ import binascii
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,18 +26,22 @@ from headrace.errors import ConfigError, RolloutRefused
 __all__ = [
     "ALL_ENVS",
     "ExpertRows",
+    "Group",
     "Mode",
     "Rollout",
     "RoutedExperts",
     "Step",
     "StepTokens",
     "TrainingSample",
+    "VersionSpan",
     "check_env_name",
 ]
 
 ALL_ENVS = "all"
 """Stands for every environment in metric keys, so no environment may be called that."""
 Mode = Literal["rl", "sft"]
+Group = tuple[str, int | str, int | str | None]
+"""(env_name, example_id, draw)."""
 
 # Decoded at once: a2b_base64 keeps the interpreter's lock, and 192 KiB take .5 ms.
 _BASE64_SLICE = 192 << 10
@@ -122,6 +126,14 @@ def _decoded(text: str, begin: int, end: int) -> np.ndarray:
     return out
 
 
+class VersionSpan(NamedTuple):
+    """Completion tokens [start, end) that one version of the weights sampled, as the engine named it."""
+
+    version: str
+    start: int
+    end: int
+
+
 class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """The tokens of one turn: the whole context it was given, and what the model said."""
 
@@ -133,6 +145,8 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     routed_experts: RoutedExperts | None = None
     multimodal: Mapping[str, Any] | None = None
     """Fields of images and the like for the whole context, carried along untouched."""
+    version_spans: tuple[VersionSpan, ...] = ()
+    """Which weights sampled which completion tokens, where the engine said so."""
 
     def __post_init__(self) -> None:
         for name, dtype in _COLUMNS.items():
@@ -226,8 +240,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     env_name: str
     reward: float
     trajectory: tuple[Step, ...]
-    draw: int = 0
-    """Which draw of the example: two draws of one example are two groups."""
+    draw: int | str | None = None
+    """Which draw of the example: two draws of one example are two groups. A pipeline puts the task's number there, before a draw that the rollout told."""
     metrics: Mapping[str, float] = {}
     error: tuple[str, ...] | None = None
     """What went wrong, outermost first; None if nothing did."""
@@ -250,7 +264,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             )
 
     @property
-    def group(self) -> tuple[str, int | str, int]:
+    def group(self) -> Group:
         """Rollouts with equal ones are compared with each other."""
         return self.env_name, self.example_id, self.draw
 
@@ -319,7 +333,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fal
     """What the policy that wrote a token gave it; 0 where it was not the policy's."""
     prompt_length: int
     """Tokens before the first completion."""
-    draw: int = 0
+    draw: int | str | None = None
     reward: float = 0.0
     advantage: float = 0.0
     temperature: float = 1.0
@@ -351,9 +365,9 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fal
         )  # fmt: skip
 
 
-def rollouts_by_group(rollouts: Sequence[Rollout]) -> dict[tuple[str, int | str, int], list[int]]:
+def rollouts_by_group(rollouts: Sequence[Rollout]) -> dict[Group, list[int]]:
     """Where the members of each group stand, groups in the order of their first member."""
-    groups: dict[tuple[str, int | str, int], list[int]] = {}
+    groups: dict[Group, list[int]] = {}
     for at, rollout in enumerate(rollouts):
         groups.setdefault(rollout.group, []).append(at)
     return groups

@@ -32,7 +32,7 @@ def saved_columns(state_columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def save_rollouts(
-    path: Path, rollouts: Sequence[Rollout], *, advantages: Sequence[float] | None = None,
+    path: Path | str, rollouts: Sequence[Rollout], *, advantages: Sequence[float] | None = None,
     state_columns: Mapping[str, Sequence[str]] | None = None, tokens: bool = False, durable: bool = True,
     after_rollout: Callable[[], None] | None = None,
 ) -> int:  # fmt: skip
@@ -40,7 +40,7 @@ def save_rollouts(
     is called after each."""
     if advantages is not None and len(advantages) != len(rollouts):
         raise ConfigError(f"{len(rollouts)} rollouts have {len(advantages)} advantages; give one for each")
-    written = 0
+    written, path = 0, Path(path)
 
     def parts() -> Iterator[bytes]:
         nonlocal written
@@ -94,6 +94,8 @@ def _step(step: Step, tokens: bool) -> dict[str, Any]:
     told["prompt_tokens"], told["completion_tokens"] = len(columns.prompt_ids), len(columns.completion_ids)
     if columns.routed_experts is not None:
         told["routed_experts"] = columns.routed_experts.shape
+    if columns.version_spans:
+        told["weight_versions"] = [list(span) for span in columns.version_spans]
     if tokens:
         told |= {
             name: getattr(columns, name)
@@ -118,30 +120,31 @@ def _told(value: Any) -> Any:
 
 
 def export_tokens(
-    path: Path, batches: Sequence[MicroBatch], *, logprobs: Sequence[np.ndarray], entropy: Sequence[np.ndarray],
+    path: Path | str, batches: Sequence[MicroBatch | Mapping[str, Any]], *, logprobs: Sequence[np.ndarray], entropy: Sequence[np.ndarray],
     durable: bool = True,
 ) -> int:  # fmt: skip
     """One line a packed sequence: what the trainer saw and what it made of it, token by token; how many lines.
 
-    `logprobs` and `entropy` are the trainer's own, one row a micro batch. What is not finite becomes null.
+    `batches` are micro batches as `pack_samples` or as a receiver's `batch.micro_batches(rank)` gives them. `logprobs` and `entropy` are the trainer's own,
+    one row a micro batch. What is not finite becomes null.
     """
+    path = Path(path)
 
     def lines() -> Iterator[bytes]:
         for batch, ours, spread in zip(batches, logprobs, entropy, strict=True):
-            columns = batch.columns()
-            if len(ours) != batch.tokens or len(spread) != batch.tokens:
+            micro = _received(batch) if isinstance(batch, MicroBatch) else batch
+            tokens = len(micro["ids"])
+            if len(ours) != tokens or len(spread) != tokens:
                 raise ConfigError(
-                    f"a packed sequence of {batch.tokens} tokens has {len(ours)} logprobs and {len(spread)} entropies of the trainer"
+                    f"a packed sequence of {tokens} tokens has {len(ours)} logprobs and {len(spread)} entropies of the trainer"
                 )
-            sizes = np.diff(columns["cu_seqlens"])
             with np.errstate(over="ignore", invalid="ignore"):
-                log_ratio = np.asarray(ours, np.float32) - columns["logprobs"]
+                log_ratio = np.asarray(ours, np.float32) - micro["logprobs"]
                 ratio = np.exp(log_ratio)
-                kl = ratio - log_ratio - 1
+                kl = np.maximum(np.expm1(log_ratio) - log_ratio, 0)  # as in headrace.train.rl
             value = {
-                "run": batch.run, "mode": batch.mode, "env": [s.env_name for s in batch.samples], "ids": columns["ids"],
-                "positions": np.concatenate([np.arange(n, dtype=np.int32) for n in sizes]), "mask": columns["mask"],
-                "advantages": np.repeat(columns["advantage"], sizes), "inference_logprobs": columns["logprobs"],
+                "run": micro["run"], "mode": micro["mode"], "env": micro["env"], "ids": micro["ids"], "positions": micro["positions"],
+                "mask": micro["mask"], "advantages": micro["advantages"], "inference_logprobs": micro["logprobs"],
                 "trainer_logprobs": np.asarray(ours, np.float32), "entropy": np.asarray(spread, np.float32),
                 "mismatch_kl": kl, "importance_ratio": ratio,
             }  # fmt: skip
@@ -150,3 +153,14 @@ def export_tokens(
     path.parent.mkdir(parents=True, exist_ok=True)
     publish(path, lines(), replace=True, durable=durable)
     return len(batches)
+
+
+def _received(batch: MicroBatch) -> dict[str, Any]:
+    """A packed micro batch with the fields that a receiver's has."""
+    columns = batch.columns()
+    sizes = np.diff(columns["cu_seqlens"])
+    return {
+        "run": batch.run, "mode": batch.mode, "env": [s.env_name for s in batch.samples], "ids": columns["ids"], "mask": columns["mask"],
+        "logprobs": columns["logprobs"], "positions": np.concatenate([np.arange(n, dtype=np.int32) for n in sizes]),
+        "advantages": np.repeat(columns["advantage"], sizes),
+    }  # fmt: skip

@@ -8,8 +8,8 @@ A group's requests go out one by one under a concurrency limit that evaluation s
 was pinned to is there: up to `lag` steps ahead of the trainer, never further, so nothing that was generated is thrown away for its age.
 A request that raises, hangs or answers with what cannot be used has failed for a reason, logged and counted when it is seen; what that does to
 its group is its environment's policy (`EnvPolicy`). At the step's deadline whatever is out has failed too: one slow group holds nobody
-up, and what it says later is late and enters nothing. A step of which every rollout was filtered is asked for again,
-`empty_retries` times at most, and then sent as nothing to train on.
+up, and what it says later is late and enters nothing. A step of which every rollout was filtered or failed is asked for again,
+`empty_retries` times at most. If rollouts came and all were filtered, it is then sent as nothing to train on; if every request failed, `StepFailed` is raised.
 
 With a book whose membership is "completion" the first groups that close make the next step, and as many are under way as `lag` + 1 steps have.
 A group is then made samples of when all its answers are there, because its step is known only then; one whose policy is more than `lag`
@@ -21,10 +21,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, StepFailed
 from headrace.metrics import Wait
 from headrace.rollouts.groups import GroupBook, Request
 from headrace.rollouts.pipeline import RolloutPipeline, StepReport
@@ -179,29 +182,39 @@ class RolloutScheduler:
 
     async def _one(self, request: Request) -> None:
         """One request to its end: arrived, or failed for a reason."""
-        key = _key(request)
+        key, patience = _key(request), asyncio.timeout(self._request_deadline)
         try:
             if (reason := self.book.recorded_failure(request)) is not None:
                 self._failed(request, reason, "as in the run that is made again")
                 return
-            async with self._limit:
-                async with asyncio.timeout(self._request_deadline):
-                    raw = await self._environments[request.env_name](request)
+            async with self._limit, patience:
+                raw = await self._environments[request.env_name](request)
             if not self._by_index:
                 await self._answer(request, raw)
                 return
-            cause = await self.pipeline.settle(raw, step=request.step, key=key, policy_version=request.policy_version)
+            cause = await self._settled(request, raw, request.step)
             reason = None if cause is None else f"refused_{cause}"
             told: object = cause
-        except TimeoutError:
-            reason, told = "timeout", f"no answer for {self._request_deadline:g} s"
         except Exception as error:  # whatever an environment raises: it is a failure of one rollout
             reason, told = type(error).__name__, error
+            if (
+                isinstance(error, TimeoutError) and patience.expired()
+            ):  # an environment may raise a TimeoutError of its own
+                reason, told = "timeout", f"no answer for {self._request_deadline:g} s"
         if reason is None or reason == "refused_late":
             self.book.arrive(request, key)  # a late one is counted as such there
         else:
             self._failed(request, reason, told)
         self._wake()
+
+    async def _settled(self, request: Request, raw: Any, step: int) -> str | None:
+        """Make samples of an answer for a step: None, or the cause it was refused under."""
+        left = math.inf
+        if step in self._begun:
+            left = self._begun[step] + self._deadline - asyncio.get_running_loop().time()
+        return await self.pipeline.settle(
+            raw, step=step, key=_key(request), policy_version=request.policy_version, env_name=request.env_name, until=time.monotonic() + left
+        )  # fmt: skip
 
     def _failed(self, request: Request, reason: str, told: object) -> None:
         _log.warning(
@@ -242,16 +255,13 @@ class RolloutScheduler:
                 step = self._step_for(task)
                 todo = [r for r in waiting if self._made.get(r) != step]
                 held = self._held[task]
-                causes = await asyncio.gather(
-                    *(
-                        self.pipeline.settle(held[r], step=step, key=_key(r), policy_version=r.policy_version)
-                        for r in todo
-                    )
-                )
+                causes = await asyncio.gather(*(self._settled(r, held[r], step) for r in todo))
                 for request, cause in zip(todo, causes, strict=True):
                     if cause is None:
                         self._made[request] = step
-                    else:
+                    elif cause != "late" or step == self._step_for(
+                        task
+                    ):  # late for a step that took others: once more, for the next
                         held.pop(request)
                         self._failed(request, f"refused_{cause}", cause)
                 if any(causes) or step != self._step_for(task) or waiting != self._ready_to_close(task):
@@ -311,24 +321,35 @@ class RolloutScheduler:
     # ----------------------------------------------------------------------------------------------- step
 
     async def _step(self, step: int) -> StepReport:
+        before, tries = Counter(self.book.counts.failed), 0
         for attempt in range(self._empty_retries + 1):
+            tries += 1
             await self._complete(step)
             groups = self.book.take(short=not self._by_index)
             if not self._by_index and self._collecting == step:
                 self._next_collected()  # it was ended at its deadline
             self._fill()
             version = max(0, step - self.book.lag) if self._by_index else groups.policy_version
-            report = await self.pipeline.finish(step, policy_version=version, only=set(groups.rollouts))
+            report = await self.pipeline.finish(
+                step, policy_version=version, only=set(groups.rollouts), again={_key(r) for r in self._answered()}
+            )
             if not report.all_filtered:
                 break
             _log.warning(
                 "step %d has nothing to train on (%d rollouts, %s filtered, %s refused), try %d of %d",
                 step, report.rollouts, sum(report.filtered.counts.values()), sum(report.refused.values()), attempt + 1, self._empty_retries + 1,
             )  # fmt: skip
-            if attempt < self._empty_retries and (groups.tasks or self._by_index):
-                self.pipeline.reopen(step)
-                self._begun[step] = asyncio.get_running_loop().time()
-                self._ask(self.book.again())
+            if attempt == self._empty_retries or not (groups.tasks or self._by_index):
+                break
+            self.pipeline.reopen(step)
+            self._begun[step] = asyncio.get_running_loop().time()
+            self._ask(self.book.again())
+        if not report.rollouts:
+            reasons = ", ".join(f"{n} {reason}" for reason, n in (self.book.counts.failed - before).most_common())
+            raise StepFailed(
+                f"every rollout of step {step} failed, at {tries} tries ({reasons or 'none was asked for'}): look at the warnings before "
+                "this, mend the environments or the engine, and start again; steps that were sent are kept"
+            )
         self.empty_steps += report.all_filtered
         self._running.pop(step, None)
         del self._begun[step]
@@ -339,9 +360,12 @@ class RolloutScheduler:
     async def _complete(self, step: int) -> None:
         """Until every request of the step has ended, or its deadline has ended them."""
         left = self._begun[step] + self._deadline - asyncio.get_running_loop().time()
+        first = self._oldest_open()
         with Wait("rollouts.step") as wait:
             until = asyncio.get_running_loop().time() + left
             while not self.book.ready():
+                if not self._by_index and self._is_hopeless(first):
+                    break
                 remaining = until - asyncio.get_running_loop().time()
                 if remaining <= 0:
                     ended = self.book.expire(step, answered=self._answered())
@@ -359,6 +383,15 @@ class RolloutScheduler:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), min(1.0, remaining))
                 wait.check()
+
+    def _oldest_open(self) -> int:
+        return min(self.book.open_tasks, default=self.book.next_task)
+
+    def _is_hopeless(self, first: int) -> bool:
+        """By completion: whether as many groups as all tries of a step have, from task `first` on, ended without a rollout. Others would take their
+        places and fail, until the deadline."""
+        tried = self.book.groups_per_step * (self._empty_retries + 1)
+        return not self._held and not self.book.held and self._oldest_open() - first >= tried
 
     async def _closed(self, task: int) -> None:
         """Until a group whose answers are there is closed, by this or by whoever is at it."""

@@ -30,7 +30,8 @@ register(
     MetricSpec("filter/<name>", Reduction.SUM, unit="rollouts", help="rollouts that a filter detected"),
     MetricSpec("rollouts/refused/<cause>", Reduction.SUM, unit="rollouts", healthy=(0, 0), help="rollouts that could not become samples"),
     MetricSpec("rollouts/worker_restarts", Reduction.SUM, unit="processes", healthy=(0, 0), help="worker processes that died and were replaced"),
-    MetricSpec("rollouts/late", Reduction.SUM, unit="rollouts", healthy=(0, 0), help="rollouts that came after their step was finished"),
+    MetricSpec("rollouts/late", Reduction.SUM, unit="rollouts", healthy=(0, 0), help="rollouts that came after their step had ended, or were not samples by then"),
+    MetricSpec("rollouts/split_samples", Reduction.SUM, unit="samples", help="samples beyond a rollout's first: its context did not begin with what came before (a branch, or text that was tokenised again)"),
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Which values go through a pipe or lie in a file without pickle: `encode_value`, `decode_value`.
 
-msgpack for plain values, and two things that it has no form of: an array of numbers keeps its type and shape, and an object that is
-no value leaves its type's name, so that whoever checks it on the other side refuses it in the words it would have been refused in here.
+msgpack for plain values, and three things that it has no form of: an array of numbers keeps its type and shape, a pydantic model (a live message)
+goes as its fields, and an object that is no value leaves its type's name, so that whoever checks it on the other side refuses it in the words it would have been refused in here.
 Decoding makes values and arrays only; nothing that is read chooses what code runs.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.errors import FileCorrupt
 
-__all__ = ["decode_value", "encode_value"]
+__all__ = ["decode_value", "encode_value", "model_values"]
 
 _FOREIGN, _ARRAY = 1, 2
 
@@ -24,7 +24,15 @@ class _Foreign:
     """Stands for an object that stayed where it was."""
 
 
-def _encoded(value: Any) -> msgspec.msgpack.Ext:
+def model_values(value: Any) -> Any:
+    """The fields of a pydantic model (a live message, a trace); anything else as it is."""
+    dump = getattr(value, "model_dump", None)
+    return dump() if callable(dump) and not isinstance(value, type) else value
+
+
+def _encoded(value: Any) -> Any:
+    if (fields := model_values(value)) is not value:
+        return fields
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf":
         array = np.asarray(value)
         head = msgspec.msgpack.encode((array.dtype.str, array.shape))
@@ -50,9 +58,9 @@ def _decoded(code: int, data: memoryview) -> Any:
     return array if array.ndim else array[()]
 
 
-def _encoded_strictly(value: Any) -> msgspec.msgpack.Ext:
+def _encoded_strictly(value: Any) -> Any:
     found = _encoded(value)
-    if found.code == _FOREIGN:
+    if isinstance(found, msgspec.msgpack.Ext) and found.code == _FOREIGN:
         raise TypeError(f"a {type(value).__name__} is no plain value and no array of numbers")
     return found
 

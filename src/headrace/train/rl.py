@@ -64,7 +64,8 @@ def policy_terms(
         clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
         losses = torch.where(mask, -torch.minimum(ratio * advantages, clipped * advantages), torch.zeros_like(ratio))
     with torch.no_grad():
-        mismatch = ratio - log_ratio - 1
+        # ratio − log ratio − 1 would be −7e-09 where both agree to the last bit but one. expm1 is not rounded to nearest everywhere: hence the clamp.
+        mismatch = (torch.expm1(log_ratio) - log_ratio).clamp_min(0)
     return PolicyTerms(
         loss_sum=losses.sum(), tokens=mask.sum(), mask=mask, ratio=ratio.detach(), mismatch_kl=mismatch.detach()
     )

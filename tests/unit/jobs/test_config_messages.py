@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.jobs.config_layers import load_config
+from headrace.jobs.config_layers import load_any_config, load_config
 
 GOOD = '[[source]]\nspec = "sample:prose"\n'
 
@@ -276,3 +276,18 @@ def test_what_is_no_ordinary_small_file_is_refused_without_being_read(tmp_path):
 def test_a_file_of_exactly_the_largest_size_is_read(tmp_path):
     (tmp_path / "run.toml").write_bytes(GOOD.encode().ljust((1 << 20) - 1, b"#") + b"\n")
     assert load_config(tmp_path / "run.toml", [], {}).source[0].spec == "sample:prose"
+
+
+def test_keys_of_an_orchestrator_table_are_answered_with_their_place(tmp_path):
+    path = tmp_path / "rl.toml"
+    path.write_text("[orchestrator]\ndump_raw_rollouts = true\ngather_chunk_size = 128\nuse_process_pool = true\nbatchsize = 3\n[[orchestrator.env]]\nid = 'x'\n")  # fmt: skip
+    with pytest.raises(ConfigError) as found:
+        load_any_config(path, (), {})
+    said = [line.partition("rl.toml:")[2] for line in found.value.problems]
+    assert [line.partition(": ")[2].partition(": ")[0] for line in said] == [
+        "orchestrator", "orchestrator.dump_raw_rollouts", "orchestrator.gather_chunk_size", "orchestrator.use_process_pool", "orchestrator.batchsize",
+        "orchestrator.env",
+    ]  # fmt: skip
+    assert [line.partition(":")[0] for line in said] == ["1", "2", "3", "4", "5", "6"]
+    for line, place in zip(said, ("headrace.rollouts", "headrace.rollouts.dump_raw_rollouts(path, rollouts)", "RolloutPipeline(mode=\"boundary\", gather_chunk_size=...)", "RolloutPipeline(use_process_pool=...)", "did you mean batch_size?", "RolloutScheduler(environments="), strict=True):  # fmt: skip
+        assert place in line

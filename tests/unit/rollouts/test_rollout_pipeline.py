@@ -143,9 +143,60 @@ def test_what_is_late_enters_no_step_and_is_counted(tmp_path):
     )
 
 
+def test_a_step_tells_how_many_came_too_late_how_late_the_loop_was_and_what_was_split(tmp_path):
+    async def go():
+        async with RolloutPipeline(str(tmp_path), seq_len=64) as pipeline:
+            retokenised = output(0, 0)
+            retokenised["trajectory"][1]["tokens"]["prompt_ids"][0] += 1
+            pipeline.arrive(retokenised, step=0, key=(0, 0))
+            pipeline.arrive(output(0, 1), step=0, key=(0, 1))
+            zero = await pipeline.finish(0)
+            for member in range(2, 5):
+                pipeline.arrive(output(0, member), step=0, key=(0, member))
+            pipeline.arrive(output(1, 0), step=1, key=(1, 0))
+            await asyncio.sleep(0.25)  # the loop's lag is looked at ten times a second
+            one = await pipeline.finish(1)
+            return zero.metrics, one.metrics
+
+    zero, one = asyncio.run(go())
+    assert (zero["rollouts/late"], one["rollouts/late"]) == (0.0, 3.0)
+    assert (zero["rollouts/split_samples"], one["rollouts/split_samples"]) == (1.0, 0.0)
+    assert {f"event_loop_lag/{n}" for n in ("min", "mean", "median", "p90", "p99", "max")} <= set(one)
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_what_was_alive_when_a_pipeline_opened_is_frozen_until_it_closes(tmp_path, freeze):
+    import gc
+
+    async def go():
+        before = gc.get_freeze_count()
+        async with RolloutPipeline(tmp_path, seq_len=64, freeze_garbage=freeze):
+            during = gc.get_freeze_count()
+        return before, during, gc.get_freeze_count()
+
+    before, during, after = asyncio.run(go())
+    assert (before, after) == (0, 0)
+    assert (during > 10_000) == freeze
+
+
+def test_what_a_user_froze_stays_frozen(tmp_path):
+    import gc
+
+    async def go():
+        async with RolloutPipeline(tmp_path, seq_len=64):
+            pass
+
+    gc.freeze()
+    try:
+        asyncio.run(go())
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
 def test_a_step_whose_rollouts_are_all_filtered_publishes_nothing_and_says_so(tmp_path):
     arrivals = [((0, m), output(0, 2 * m)) for m in range(4)]
-    report = run(tmp_path, arrivals, filters=[ZeroAdvantageFilter()], save_to=tmp_path / "saved", state_columns={})
+    report = run(tmp_path, arrivals, filters=[ZeroAdvantageFilter()], save_to=str(tmp_path / "saved"), state_columns={})
     assert report.all_filtered
     assert report.filtered.counts == {"zero_advantage": 4}
     assert report.metrics["reward/all/mean"] == 0.0

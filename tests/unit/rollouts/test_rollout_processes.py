@@ -102,7 +102,8 @@ def test_processes_make_what_a_thread_makes_of_whatever_comes(tmp_path):
     assert told(open_training_batch(found.path)) == told(open_training_batch(expected.path))
     assert (found.refused, found.truncated, found.samples) == (expected.refused, expected.truncated, expected.samples)
     assert sum(found.refused.values()) == 9
-    assert found.metrics == expected.metrics | {"rollouts/worker_restarts": 0.0}
+    metrics = [{k: v for k, v in r.metrics.items() if not k.startswith("event_loop_lag/")} for r in (found, expected)]
+    assert metrics[0] == metrics[1] | {"rollouts/worker_restarts": 0.0}
     assert (tmp_path / "saved" / "step_0.jsonl").read_bytes() == lines
     assert restarts == 0
 

@@ -129,8 +129,24 @@ def test_a_folder_is_no_dump_and_a_dump_that_cannot_be_written_says_so(tmp_path)
 def test_options_that_would_be_ignored_are_refused(small, tmp_path):
     with pytest.raises(ConfigError, match="--scale is for --make"):
         verb(small, scale=0.1)
-    with pytest.raises(ConfigError, match="--phase pack runs in one thread"):
+    with pytest.raises(ConfigError, match="--phase pack runs without a pipeline"):
         verb(small, phase="pack", mode="boundary")
+    with pytest.raises(ConfigError, match="--gather-chunk-size is for the phase interleave"):
+        verb(small, phase="pack", gather_chunk_size=4)
+    with pytest.raises(ConfigError, match="--quick runs every phase alone"):
+        verb(small, phase="pack", quick=True)
+
+
+def test_the_command_of_the_old_scripts_runs_every_phase_alone(small, capsys):
+    from headrace.cli.app import app
+
+    words = ["replay", "--dump", str(small), "--gather-chunk-size", "3", "--synthetic-traffic", "5", "--quick", "--format", "json"]  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        app(words)
+    assert ended.value.code in (0, None)
+    assert [p["phase"] for p in json.loads(capsys.readouterr().out)["phases"]] == list(ALONE)
+    _, gathered = replay_phase(small, "interleave", idle=0.01, gather_chunk_size=3)
+    assert gathered.wall > 0
 
 
 def test_a_phase_alone_leaves_out_what_the_pipeline_would_refuse(tmp_path, caplog):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError, DeadlineExceeded, EndOfData
+from headrace.errors import ConfigError, DeadlineExceeded, EndOfData, StepFailed
 from headrace.rollouts import (
     AdvantageConfig,
     EnvPolicy,
@@ -282,9 +282,67 @@ def test_what_a_scheduler_cannot_do_is_named(tmp_path):
         run(tmp_path, play, environments={"other": play})
 
 
-# ------------------------------------------------------------------------------------------------- completion
-
 BY_COMPLETION = {"membership": "completion"}
+
+
+@pytest.mark.parametrize("book", [{}, BY_COMPLETION])
+@pytest.mark.parametrize("as_rollout", [False, True])
+def test_two_draws_of_one_example_in_a_step_have_a_baseline_each(tmp_path, book, as_rollout):
+    async def play(request):
+        raw = {**answer(request), "example_id": 7, "reward": 10.0 * request.task + request.member}
+        return rollout_from_verifiers(raw) if as_rollout else raw
+
+    policies = [EnvPolicy(env_name="game", group_size=2)]
+    (report,), _, _, _ = run(tmp_path, play, steps=1, policies=policies, book=book)
+    assert report.advantages == (-0.5, 0.5) * PER_STEP
+    assert report.metrics["solve_none/game"] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("book", [{}, BY_COMPLETION])
+def test_a_rollout_that_names_no_environment_is_of_the_one_that_was_asked(tmp_path, book):
+    async def play(request):
+        raw = answer(request)
+        del raw["env_name"]
+        return raw
+
+    (report,), counted, _, _ = run(tmp_path, play, steps=1, book=book)
+    assert (report.rollouts, counted.counts.failed) == (PER_STEP * SIZE, {})
+    assert "reward/game/mean" in report.metrics
+
+
+def test_a_timeout_of_the_environments_own_is_told_as_such(tmp_path, caplog):
+    async def play(request):
+        if (request.task, request.member) == (0, 0):
+            raise TimeoutError("the sandbox did not start")
+        if (request.task, request.member) == (0, 1):
+            await asyncio.Event().wait()
+        return answer(request)
+
+    _, book, _, _ = run(tmp_path, play, steps=1, request_deadline=0.2)
+    assert book.counts.failed == {"TimeoutError": 1, "timeout": 1}
+    assert "(TimeoutError): the sandbox did not start" in caplog.text
+    assert caplog.text.count("no answer for 0.2 s") == 1
+
+
+@pytest.mark.parametrize("book", [{}, BY_COMPLETION])
+def test_a_step_of_which_everything_failed_at_every_try_is_an_error_with_its_reasons(tmp_path, book):
+    async def play(request):
+        if request.task >= PER_STEP:
+            raise ConnectionError("the engine is gone")
+        return answer(request)
+
+    seen = []
+
+    async def after(scheduler, report):
+        seen.append(report.rollouts)
+
+    tries = 1 if book else 2
+    with pytest.raises(StepFailed, match=rf"every rollout of step 1 failed, at {tries} tries \(\d+ ConnectionError\)"):
+        run(tmp_path, play, steps=3, empty_retries=1, after=after, book=book)
+    assert seen == [PER_STEP * SIZE]
+
+
+# ------------------------------------------------------------------------------------------------- completion
 
 
 def tasks_of(facts):

@@ -13,6 +13,7 @@ from headrace.rollouts import (
     AdvantageConfig,
     AdvantageInputs,
     AdvantageOutputs,
+    BatchWriter,
     ExpertRows,
     GibberishFilter,
     RepetitionFilter,
@@ -22,9 +23,11 @@ from headrace.rollouts import (
     TrainingSample,
     ZeroAdvantageFilter,
     apply_filters,
+    batch_path,
     compute_advantages,
     export_tokens,
     interleave_rollout,
+    open_training_batch,
     pack_samples,
     save_rollouts,
     solve_rates,
@@ -265,3 +268,40 @@ def test_exported_tokens_name_every_token_and_turn_what_is_not_finite_into_null(
     with pytest.raises(ConfigError, match="3 tokens has 1 logprobs"):
         export_tokens(tmp_path / "u.jsonl", batches, logprobs=[trainer[0][:1]], entropy=[trainer[0]])
     assert not (tmp_path / "u.jsonl").exists()
+
+
+def test_tokens_of_a_receivers_micro_batches_are_exported_as_those_that_were_packed(tmp_path):
+    writer = BatchWriter(str(tmp_path), step=0)
+    samples = [
+        s
+        for r in (0.0, 1.0)
+        for s in interleave_rollout(rollout(r, turns=[turn([-1.0, -2.0], ids=[5, 6])]), advantage=r)
+    ]
+    packed = pack_samples(samples, seq_len=8)
+    writer.publish(packed, writer.add(samples), seq_len=8, policy_version=0)
+    received = list(open_training_batch(str(batch_path(str(tmp_path), 0))).micro_batches(0))
+    trainer = {"logprobs": [np.full(6, -1.5, np.float32)], "entropy": [np.zeros(6, np.float32)]}
+    assert export_tokens(str(tmp_path / "received.jsonl"), received, **trainer) == 1
+    assert export_tokens(str(tmp_path / "packed.jsonl"), packed.ranks[0], **trainer) == 1
+    assert (tmp_path / "received.jsonl").read_bytes() == (tmp_path / "packed.jsonl").read_bytes()
+    assert save_rollouts(str(tmp_path / "saved.jsonl"), [rollout()]) > 0
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-4, 1e-2, 3.0])
+def test_the_mismatch_kl_is_never_below_zero_and_exact_where_policies_almost_agree(tmp_path, size):
+    import torch
+
+    from headrace.train.rl import policy_terms
+
+    rng = np.random.default_rng(3)
+    old = -rng.random(4096).astype(np.float32) * 10
+    new = old + (size * rng.standard_normal(4096)).astype(np.float32)
+    micro = {"ids": np.zeros(4096, np.int32), "mask": np.ones(4096, np.uint8), "logprobs": old, "mode": "rl", "advantages": np.ones(4096, np.float32)}  # fmt: skip
+    found = policy_terms(torch.from_numpy(new), micro).mismatch_kl.numpy().astype(np.float64)
+    x = (new - old).astype(np.float64)
+    assert (found >= 0).all()
+    np.testing.assert_allclose(found, np.expm1(x) - x, rtol=1e-3, atol=2e-7 * size)
+    told = {"run": "", "env": ["a"], "positions": np.arange(4096), **micro}
+    export_tokens(tmp_path / "t.jsonl", [told], logprobs=[new], entropy=[old])
+    exported = np.array(json.loads((tmp_path / "t.jsonl").read_bytes())["mismatch_kl"])
+    assert (exported >= 0).all()

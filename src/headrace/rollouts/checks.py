@@ -1,0 +1,234 @@
+"""Checks of what others sent: plain values, numbers, names, routed experts. Each raises RolloutRefused with the cause it is counted under."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import ConfigError, RolloutRefused
+from headrace.rollouts.records import RoutedExperts, VersionSpan
+
+__all__ = [
+    "CAUSES",
+    "Limits",
+    "duration_of",
+    "error_chain",
+    "experts_from",
+    "mapping",
+    "number",
+    "plain_values",
+    "required",
+    "sampling_from",
+    "timing_from",
+    "version_spans_from",
+]
+
+CAUSES = ("missing_field", "wrong_type", "wrong_length", "not_finite", "oversize", "not_unicode", "malformed", "routing", "no_tokens", "no_traces", "env_name", "tokenizer", "worker")  # fmt: skip
+"""Every cause a rollout is refused for."""
+
+_TIMES = ("total", "setup", "generation", "model", "env", "scoring")
+"""Times that a rollout keeps, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one rollout may bring along."""
+
+    steps: int = 4096
+    tokens: int = 4 << 20
+    """In one step."""
+    text: int = 32 << 20
+    """Characters of one message or other value."""
+    depth: int = 32
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.tokens, self.text, self.depth) < 1:
+            raise ConfigError(f"limits of a rollout must be at least 1, got {self}")
+
+
+# ------------------------------------------------------------------------------------------------ experts
+
+
+def experts_from(value: Any) -> RoutedExperts | None:
+    """`{"data", "shape"[, "start"]}` with raw bytes or base64 text, or an array of three dimensions."""
+    if value is None:
+        return None
+    if isinstance(value, np.ndarray):
+        if value.ndim != 3 or value.dtype != np.uint8:
+            raise RolloutRefused(
+                "routing", f"routed experts are {value.dtype} of shape {list(value.shape)}, expected uint8 of three"
+            )
+        return RoutedExperts(data=np.ascontiguousarray(value), shape=value.shape)
+    if not isinstance(value, Mapping):
+        raise RolloutRefused("routing", f"routed experts are a {type(value).__name__}, expected data and shape")
+    data, shape, start = value.get("data"), value.get("shape"), value.get("start", 0)
+    if value.get("dtype", "uint8") != "uint8":
+        raise RolloutRefused("routing", f"routed experts are {value['dtype']!r:.40}, expected uint8")
+    if not isinstance(data, (bytes, bytearray, memoryview, str)):
+        raise RolloutRefused(
+            "routing", f"the data of routed experts is a {type(data).__name__}, expected bytes or base64"
+        )
+    numbers = list(shape) if isinstance(shape, (list, tuple)) else []
+    if len(numbers) != 3 or any(type(n) is not int for n in [*numbers, start]):
+        raise RolloutRefused("routing", f"routed experts have shape {shape!r:.80}, expected [rows, layers, topk]")
+    if isinstance(data, str) and not data.isascii():
+        raise RolloutRefused("routing", "routed experts are not base64: their text is not ASCII")
+    return RoutedExperts(data=data, shape=(numbers[0], numbers[1], numbers[2]), start=start)
+
+
+# --------------------------------------------------------------------------------------------- plain values
+
+
+def plain_values(value: Any, name: str, limits: Limits) -> Any:
+    """The value, once it is known to be plain, to be Unicode and to be small enough to keep and to save. Message objects become dicts."""
+    pending: list[tuple[Any, int]] = [(value, 0)]
+    room = limits.text
+    while pending:
+        item, depth = pending.pop()
+        if isinstance(item, str):
+            room -= len(item)
+            # A lone surrogate passes through Python and fails only when somebody saves it.
+            if not item.isascii() and room >= 0:
+                try:
+                    item.encode()
+                except UnicodeEncodeError as error:
+                    raise RolloutRefused("not_unicode", f"{name} holds a lone surrogate at character {error.start}") from error  # fmt: skip
+        elif isinstance(item, (list, tuple)):
+            pending += [(part, depth + 1) for part in item]
+            room -= len(item)
+        elif isinstance(
+            item, (dict, Mapping)
+        ):  # what is a dict is known at once, what is a Mapping only after a look through its bases
+            pending += [(part, depth + 1) for pair in item.items() for part in pair]
+            room -= len(item)
+        elif isinstance(item, int):
+            if not -(2**63) <= item < 2**64:
+                raise RolloutRefused("wrong_type", f"{name} holds a whole number of more than 64 bits")
+        elif not (item is None or isinstance(item, (float, np.ndarray, bytes))):
+            if hasattr(item, "model_dump"):
+                return plain_values(_without_models(value, limits.depth, name), name, limits)
+            raise RolloutRefused("wrong_type", f"{name} holds a {type(item).__name__}, expected plain values")
+        if room < 0:
+            raise RolloutRefused("oversize", f"{name} holds more than {limits.text:,} characters")
+        if depth > limits.depth:
+            raise RolloutRefused("malformed", f"{name} is nested more than {limits.depth} deep")
+    return value
+
+
+def _without_models(value: Any, depth: int, name: str) -> Any:
+    """The value with a dict in the place of every pydantic model: live environments hold messages and tools as such."""
+    if depth < 0:
+        raise RolloutRefused("malformed", f"{name} is nested too deep")
+    if isinstance(value, (list, tuple)):
+        return [_without_models(part, depth - 1, name) for part in value]
+    if isinstance(value, Mapping):
+        return {key: _without_models(part, depth - 1, name) for key, part in value.items()}
+    if not hasattr(value, "model_dump"):
+        return value
+    try:
+        fields = value.model_dump()
+    except Exception as error:  # whatever a user's model raises
+        raise RolloutRefused(
+            "wrong_type", f"{name} holds a {type(value).__name__} whose model_dump failed: {error}"
+        ) from error
+    return _without_models(fields, depth - 1, name)
+
+
+def required(source: Mapping[str, Any], name: str, where: str) -> Any:
+    """The field of that name; refused as a missing field without it."""
+    try:
+        return source[name]
+    except KeyError:
+        raise RolloutRefused("missing_field", f"{where} has no {name!r}") from None
+
+
+def number(value: Any, name: str) -> float:
+    """A finite number as a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise RolloutRefused("wrong_type", f"{name} is {value!r:.40}, expected a number")
+    if not math.isfinite(value):
+        raise RolloutRefused("not_finite", f"{name} is {value}")
+    return float(value)
+
+
+def mapping(value: Any, name: str) -> Mapping[str, Any]:
+    """Names and values; None stands for none."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
+        raise RolloutRefused("wrong_type", f"{name} is a {type(value).__name__}, expected names and values")
+    return value
+
+
+def error_chain(error: Any, limits: Limits) -> tuple[str, ...] | None:
+    """What went wrong, outermost first; None if nothing did. Takes an exception, a text, a list of texts, or a record with a chain in it."""
+    if error is None:
+        return None
+    if isinstance(error, BaseException):
+        chain: list[str] = []
+        cause: BaseException | None = error
+        while cause is not None and len(chain) < limits.depth:
+            chain.append(f"{type(cause).__name__}: {cause}")
+            cause = cause.__cause__
+        error = chain
+    error = plain_values(error, "the error", limits)
+    if isinstance(error, Mapping):
+        error = error.get("error_chain_str") or error.get("error") or str(dict(error))
+    if isinstance(error, (list, tuple)):
+        return tuple(str(e) for e in error) or ("an error without a name",)
+    return tuple(part.strip() for part in str(error).split(" -> ")) or ("an error without a name",)
+
+
+def sampling_from(value: Any, limits: Limits) -> Mapping[str, Any]:
+    """Sampling arguments by name; a temperature among them is a number."""
+    args = mapping(plain_values(value, "sampling_args", limits), "sampling_args")
+    if args.get("temperature") is not None:
+        number(args["temperature"], "temperature")
+    return args
+
+
+def timing_from(value: Any) -> dict[str, float]:
+    """Seconds by name. `generation_ms` is generation in milliseconds; a record with `duration`, or with `start` and `end`, is that long. Other names stay out."""
+    times: dict[str, float] = {}
+    for key, raw in mapping(value, "timing").items():
+        base, scale = (key[:-3], 1e-3) if key.endswith("_ms") else (key, 1.0)
+        if isinstance(raw, Mapping):
+            raw = duration_of(raw)
+        if base in _TIMES and isinstance(raw, (int, float)) and not isinstance(raw, bool):
+            times[base] = number(raw, f"timing {key!r}") * scale
+    return times
+
+
+def duration_of(span: Mapping[str, Any]) -> float | None:
+    """Seconds of a span: its `duration`, or its `end` less its `start`. None where it says neither, or has not ended."""
+    start, end, told = span.get("start"), span.get("end"), span.get("duration")
+    if isinstance(told, (int, float)):
+        return told
+    return max(0.0, end - start) if isinstance(start, (int, float)) and isinstance(end, (int, float)) and end else None
+
+
+def version_spans_from(value: Any, places: np.ndarray, name: str, limits: Limits) -> tuple[VersionSpan, ...]:
+    """Which weights sampled which completion tokens, from `[{"version", "start", "end"}, ...]` as vLLM and verifiers write it. `start` and `end` count
+    sampled tokens; `places` is where those are in the completion."""
+    spans = []
+    if value is not None and not isinstance(value, (list, tuple)):
+        raise RolloutRefused("wrong_type", f"weight_versions of {name} are a {type(value).__name__}, expected a list")
+    for span in plain_values(value or (), f"weight_versions of {name}", limits):
+        fields = mapping(span, f"weight_versions of {name}")
+        version, start, end = (
+            required(fields, key, f"weight_versions of {name}") for key in ("version", "start", "end")
+        )
+        if not isinstance(version, (str, int)) or type(start) is not int or type(end) is not int:
+            raise RolloutRefused("wrong_type", f"weight_versions of {name} hold {dict(fields)!r:.80}")
+        if not 0 <= start <= end <= len(places):
+            raise RolloutRefused(
+                "wrong_length",
+                f"weight_versions of {name} tell of tokens {start} to {end}; {len(places)} were sampled",
+            )
+        if start < end:
+            spans.append(VersionSpan(str(version), int(places[start]), int(places[end - 1]) + 1))
+    return tuple(spans)

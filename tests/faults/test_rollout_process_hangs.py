@@ -1,0 +1,96 @@
+"""Processes that make samples are stopped, or never answer: steps end at their deadlines, other rollouts train, and what was not ready is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.rollouts import EnvPolicy, GroupBook, RolloutPipeline, RolloutScheduler, open_training_batch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from rollout_outputs import output, render
+
+ROUNDS = {"short": 1, "long": 20}[os.environ.get("HEADRACE_FAULTS", "long")]
+GROUPS, SIZE = 4, 8
+
+
+def large(task, member):
+    """A rollout that no pipe's buffer holds."""
+    raw = output(task, member, routed=False)
+    tokens = raw["trajectory"][-1]["tokens"]
+    tokens["completion_ids"], tokens["completion_mask"] = list(range(200_000)), [1] * 200_000
+    tokens["completion_logprobs"] = [-0.5] * 200_000
+    return raw
+
+
+def run(folder, play, *, steps, processes, step_deadline):
+    async def go():
+        book = GroupBook([EnvPolicy(env_name="game", group_size=SIZE)], groups_per_step=GROUPS, lag=steps)
+        async with RolloutPipeline(
+            folder, seq_len=64, use_process_pool=processes, render=render, worker_deadline=3600.0
+        ) as pipeline:
+            scheduler = RolloutScheduler(
+                book, pipeline, environments={"game": lambda request: play(request, pipeline)}, env_of=lambda task: "game",
+                step_deadline=step_deadline,
+            )  # fmt: skip
+            reports = [report async for report in scheduler.run(steps)]
+            return reports, book, pipeline.late, pipeline.processes.restarts
+
+    return asyncio.run(go())
+
+
+@pytest.mark.timeout(120 * ROUNDS)
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("make", [large, output])
+def test_a_stopped_process_costs_a_step_a_part_of_its_time_and_no_rollout(tmp_path, processes, make):
+    steps = 2 * ROUNDS
+
+    async def play(request, pipeline):
+        if request.step % 2 == 0 and (request.task % GROUPS, request.member) == (1, 2):
+            os.kill(pipeline.processes.pids[0], signal.SIGSTOP)
+            return make(request.task, request.member)
+        return output(request.task, request.member, routed=make is output)
+
+    reports, book, late, restarts = run(tmp_path, play, steps=steps, processes=processes, step_deadline=16.0)
+    assert [r.rollouts for r in reports] == [GROUPS * SIZE] * steps
+    assert (book.counts.failed, late) == ({}, 0)
+    assert restarts >= ROUNDS
+    assert all(open_training_batch(r.path).samples == GROUPS * SIZE for r in reports)
+
+
+@pytest.mark.timeout(120 * ROUNDS)
+def test_a_process_that_never_answers_makes_its_rollout_late_and_nothing_else(tmp_path):
+    steps = 2 * ROUNDS
+
+    async def play(request, pipeline):
+        if request.step % 2 == 0 and (request.task % GROUPS, request.member) == (1, 2):
+            spin = [{"prompt": [{"role": "user", "content": "spin"}], "completion": []}]
+            return {"example_id": request.task, "reward": 0.0, "trajectory": spin}
+        return output(request.task, request.member, routed=False)
+
+    reports, book, late, restarts = run(tmp_path, play, steps=steps, processes=2, step_deadline=8.0)
+    assert [r.rollouts for r in reports] == [GROUPS * SIZE - 1, GROUPS * SIZE] * ROUNDS
+    assert [r.metrics["rollouts/late"] for r in reports] == [1.0, 0.0] * ROUNDS
+    assert (book.counts.failed, late) == ({"deadline": ROUNDS}, ROUNDS)
+    assert restarts >= ROUNDS - 1  # the last process is killed when its step has ended
+    assert book.counts.delivered == sum(r.rollouts for r in reports)
+
+
+@pytest.mark.timeout(120)
+def test_an_answer_of_50_mb_is_refused_or_late_and_the_steps_after_it_are_whole(tmp_path):
+    async def play(request, pipeline):
+        raw = output(request.task, request.member, routed=False)
+        if (request.task, request.member) == (1, 2):
+            raw["text"] = "x" * 50_000_000
+        if (request.task, request.member) == (2, 2):
+            raw["trajectory"][0]["completion"] = "x" * 50_000_000
+        return raw
+
+    reports, book, late, restarts = run(tmp_path, play, steps=3, processes=1, step_deadline=60.0)
+    assert [r.rollouts for r in reports] == [GROUPS * SIZE - 2, GROUPS * SIZE, GROUPS * SIZE]
+    assert (book.counts.failed, late, restarts) == ({"refused_oversize": 2}, 0, 0)
