@@ -102,6 +102,30 @@ def test_a_record_whose_sync_failed_is_not_taken_for_one_and_the_one_before_it_i
     assert read_record(path) == {"n": 2}
 
 
+def test_a_commit_is_on_the_disk_before_a_file_is_deleted(drawn, consumer, tmp_path, monkeypatch):
+    drawn(max_backlog_files=3).run(("train",), max_files=3)
+    reader = consumer(ack="commit")
+    for _ in range(4):
+        reader.get_batch("train")
+    commit = (tmp_path / "spool" / "state" / "commit").stat().st_ino
+    told: list[str] = []
+    fsync, unlink = os.fsync, os.unlink
+
+    def synced(fd):
+        fsync(fd)
+        told.append("synced" if os.fstat(fd).st_ino == commit else "other")
+
+    def unlinked(path, **more):
+        told.extend(["deleted"] if str(path).endswith(".safetensors") else [])
+        unlink(path, **more)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "unlink", unlinked)
+    reader.commit()
+    assert reader._ahead.drain(10)
+    assert told == ["synced", "deleted", "deleted"], "nothing else has to be made for it"
+
+
 @pytest.mark.parametrize("kind", ["link", "folder", "fifo"])
 def test_what_lies_in_the_place_of_a_record_is_neither_followed_nor_waited_for(tmp_path, kind):
     path, outside = tmp_path / "record", tmp_path / "outside"
