@@ -463,6 +463,23 @@ def test_several_ranks_can_judge_every_file_of_a_full_disk_before_they_commit(tm
 
 @root
 @pytest.mark.parametrize("limit", LIMITS)
+def test_a_file_that_went_bad_on_a_full_disk_is_made_again(tmp_path, limit):
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", limit, "tmpfs") as disk:
+        meter = Meter()
+        made = provider(disk / "spool", meter=meter, max_backlog_files=100)
+        with running(made) as errors:
+            until(lambda: waiting_for_the_disk(meter) or errors)
+            path = made.channels("train")[0].path(0)
+            raw = path.read_bytes()
+            path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+            with consumers(disk / "spool", 1, "commit") as opened:
+                read_and_commit(opened, 0, 20)
+                assert opened[0].stats()["bad_files"] == 1
+            assert not errors
+
+
+@root
+@pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("ack", ["consume", "commit"])
 def test_a_consumer_commits_and_starts_again_where_nothing_at_all_is_free(tmp_path, limit, ack):
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", limit, "tmpfs") as disk:

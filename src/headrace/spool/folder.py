@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from headrace.errors import ConfigError, DeadlineExceeded, FileCorrupt, StorageError
-from headrace.files import TEMP_PREFIX, process_start, temporary_name
+from headrace.files import TEMP_PREFIX, process_start, temporary_name, unreadable
 from headrace.metrics import Wait
 from headrace.spool.records import read_record, read_sealed, reserve_record, seal, write_record
 
@@ -106,16 +106,19 @@ class HeldLock:
 
 
 def lock_holder(path: Path) -> str | None:
-    """Who holds a lock, as they wrote it down; None if nobody does."""
+    """Who holds a lock, as the holder wrote it down; None if no process does. StorageError if the system cannot tell."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+    except OSError as error:
+        problem = unreadable(path, error)
+        if isinstance(problem, StorageError):
+            raise problem from error
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
     except OSError:
-        return os.pread(fd, 300, 0).decode(errors="replace").strip() or "another process"
+        return os.pread(fd, 300, 0).decode(errors="replace").partition("\n")[0].strip() or "another process"
     finally:
         os.close(fd)
 

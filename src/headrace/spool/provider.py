@@ -536,8 +536,10 @@ class DataProviderBase:
         # Several ranks write a verdict on every file before they can commit one; a single rank writes none.
         single = any(v["world_size"] == 1 for v in self.folder.read_positions())
         verdicts = 0 if single else sum(c.unjudged() for c in self._channels.values()) + 1
-        inodes = left.kept_inodes + verdicts + _INODES_OF_A_FILE
-        space = left.kept_bytes + verdicts * _BLOCK + size
+        # What a consumer waits for comes first: without it the consumer frees nothing either.
+        waited_for = channel.split in CIRCULAR_SPLITS or seq <= self._read_position(channel.split, channel.part)
+        inodes = verdicts + _INODES_OF_A_FILE + (0 if waited_for else left.kept_inodes)
+        space = verdicts * _BLOCK + size + (0 if waited_for else left.kept_bytes)
         if left.bytes < space or (left.inodes is not None and left.inodes < inodes):
             raise StorageError(
                 f"no room for file {channel.path(seq).name} in {self.data_dir}: {left.bytes:,} bytes"

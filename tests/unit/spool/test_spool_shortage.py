@@ -84,6 +84,7 @@ def test_a_provider_keeps_verdicts_files_and_positions_that_it_cannot_open(count
             lambda: read_meta(tmp_path / "spool"),
             lambda: channel.claim(2, "test", 60.0),
             channel.present,
+            provider.folder.provider_at_work,
         ):
             with pytest.raises(StorageError, match="Too many open files"):
                 call()
