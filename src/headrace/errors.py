@@ -8,7 +8,7 @@
     ├── TokenizerError     the tokenizer does not load, does not fit, or failed on a document
     ├── CursorMismatch     a saved state belongs to other data, another tokenizer or another config
     ├── FileCorrupt        one of our own files fails its checksum or does not parse
-    ├── StorageError       a write did not become durable (disk full, read-only, failing)
+    ├── StorageError       the disk or the system refused (full, read-only, failing, out of descriptors or memory)
     ├── WorkerDied         a thread, process or rank is gone; carries its name
     ├── StepFailed         every rollout of a training step failed, at every try
     ├── EndOfData          a finite spool was read to its end
@@ -94,7 +94,7 @@ class FileCorrupt(HeadraceError):
 
 
 class StorageError(HeadraceError):
-    """A write did not become durable."""
+    """The disk or the system refused a read or a write: full, read-only, failing, out of descriptors or memory."""
 
 
 class WorkerDied(HeadraceError):

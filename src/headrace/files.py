@@ -55,12 +55,15 @@ __all__ = [
     "make_inside",
     "open_container",
     "open_inside",
+    "process_start",
     "publish",
     "publish_json",
     "quarantine",
     "read_container",
     "sweep_temporaries",
     "sync_folder",
+    "temporary_name",
+    "unreadable",
     "write_container",
 ]
 
@@ -103,7 +106,7 @@ def publish(
     """
     folder = path.parent
     published = False
-    temp = folder / f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+    temp = folder / temporary_name()
     try:
         fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
@@ -145,6 +148,27 @@ def publish(
     except BaseException:
         _unlink_quietly(temp)
         raise
+
+
+def temporary_name() -> str:
+    """A new name for an unfinished file: `.tmp-<process id>_<start of the process>-<random>`."""
+    return f"{TEMP_PREFIX}{_process_name(os.getpid())}-{secrets.token_hex(6)}"
+
+
+@functools.lru_cache(4)
+def _process_name(pid: int) -> str:
+    return f"{pid}_{process_start(pid)}"
+
+
+def process_start(pid: int) -> str:
+    """When a process began, in clock ticks since the machine booted; empty where the system does not say.
+
+    With the process id it names one process: in a container every start of a program may get the same id.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 def publish_json(path: Path, value: Any, *, replace: bool = False) -> None:
@@ -256,6 +280,32 @@ def _write_all(fd: int, view: memoryview) -> None:
 def _unlink_quietly(path: Path) -> None:
     with contextlib.suppress(OSError):
         os.unlink(path)
+
+
+_SYSTEM_ERRORS = {
+    errno.EMFILE: "Close other files, or raise the limit of open files (ulimit -n), and run again",
+    errno.ENFILE: "Close other files, or raise the machine's limit of open files (fs.file-max), and run again",
+    errno.ENOMEM: "Free memory, or raise its limit, and run again",
+    errno.EIO: "Look after the disk and run again",
+    errno.ESTALE: "Look after the network file system and run again",
+    errno.ETIMEDOUT: "Look after the network file system and run again",
+}
+"""Errors that say nothing about the file: the process or the machine is short of something, or the disk fails."""
+
+
+def unreadable(path: Path | str, error: OSError, sentence: str = "") -> FileCorrupt | StorageError:
+    """The error for a file that could not be opened or read: StorageError where the system is at fault, else FileCorrupt.
+
+    Args:
+        path: The file.
+        error: What the system answered.
+        sentence: Message of the FileCorrupt; "<path> cannot be opened: <reason>" unless given.
+    """
+    reason = error.strerror or str(error)
+    remedy = _SYSTEM_ERRORS.get(error.errno or 0)
+    if remedy is not None:
+        return StorageError(f"{path} could not be read: {reason}. The file may well be whole. {remedy}")
+    return FileCorrupt(sentence or f"{path} cannot be opened: {reason}")
 
 
 # -------------------------------------------------------------------------------------------- container
@@ -447,12 +497,14 @@ def _mapped(path: Path, private: bool = False, follow: bool = True) -> mmap.mmap
     except OSError as error:
         if not follow and error.errno == errno.ELOOP:
             raise FileCorrupt(f"{path} is a symbolic link, which is not followed here") from error
-        raise FileCorrupt(f"{path} cannot be opened: {error.strerror or error}") from error
+        raise unreadable(path, error) from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise FileCorrupt(f"{path} is not a regular file")
         return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ) if status.st_size else b""
+    except OSError as error:
+        raise unreadable(path, error, f"{path} cannot be mapped: {error.strerror or error}") from error
     finally:
         os.close(fd)
 

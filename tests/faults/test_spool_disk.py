@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigError, HeadraceError, StorageError
+from headrace.files import TEMP_PREFIX, temporary_name
 from headrace.metrics import Meter
 from headrace.order import derive, key
 from headrace.spool import DatasetConsumer, FieldSpec, FileHeader, SequentialProvider, open_batch_file, write_batch_file
@@ -373,6 +377,207 @@ def test_no_acknowledged_file_is_missing_after_a_power_cut(tmp_path):
                 assert verify(after / "spool")[1] == []
         consumer.close()
         made.close()
+
+
+# ----------------------------------------------------------------- nothing is free; what dead processes leave
+
+LIMITS = ["nr_inodes=40", "size=300k"]
+
+
+@contextmanager
+def consumers(folder: Path, ranks: int, ack: str):
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                DatasetConsumer(
+                    folder, "cpu", ack=ack, dp_rank=r, dp_world_size=ranks, deadline=20, verdict_patience=60
+                )
+            )
+            for r in range(ranks)
+        ]
+
+
+def read_and_commit(ranks: list[DatasetConsumer], begin: int, steps: int, *, commits: bool = True) -> None:
+    """Read on, every sample once over all ranks, and commit after every second step."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        for step in range(begin, begin + steps):
+            shares = list(threads.map(lambda rank: rank.get_batch("train")["g"], ranks))
+            got = sorted(g for share in shares for g in share[:, 0].tolist())
+            assert got == list(range(step * BATCH, (step + 1) * BATCH))
+            if commits and step % 2 and ranks[0].ack == "commit":
+                ranks[0].commit()
+
+
+def waiting_for_the_disk(meter: Meter) -> bool:
+    return "spool.disk" in {w.name for w in meter.open_waits()} | {w.name for w in _default_waits()}
+
+
+def fill(disk: Path) -> None:
+    """Take everything that is left, of bytes or of inodes."""
+    for size in (1 << 16, 4096):
+        with contextlib.suppress(OSError):
+            for k in range(1000):
+                (disk / f"ballast-{size}-{k}").write_bytes(bytes(size))
+    left = os.statvfs(disk)
+    assert left.f_bavail == 0 or left.f_favail == 0
+
+
+@root
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize(("ranks", "ack"), [(1, "consume"), (1, "commit"), (2, "commit")])
+@pytest.mark.parametrize("when", ["before the disk is full", "after it"])
+def test_a_backlog_larger_than_the_disk_is_read_to_its_end(tmp_path, limit, ranks, ack, when):
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", limit, "tmpfs") as disk, contextlib.ExitStack() as stack:
+        meter = Meter()
+        made = provider(disk / "spool", meter=meter, max_backlog_files=100)
+        made.open()
+        if when.startswith("before"):
+            opened = stack.enter_context(consumers(disk / "spool", ranks, ack))
+        with running(made) as errors:
+            until(lambda: waiting_for_the_disk(meter) or errors)
+            assert not errors
+            if when.startswith("after"):
+                opened = stack.enter_context(consumers(disk / "spool", ranks, ack))
+            read_and_commit(opened, 0, 60)
+            assert not errors
+        assert verify(disk / "spool")[1] == []
+
+
+@root
+def test_several_ranks_can_judge_every_file_of_a_full_disk_before_they_commit(tmp_path):
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "nr_inodes=160", "tmpfs") as disk:
+        meter = Meter()
+        made = provider(disk / "spool", meter=meter, max_backlog_files=200)
+        made.open()
+        with running(made) as errors, consumers(disk / "spool", 2, "commit") as opened:
+            for _ in range(2):
+                until(lambda: waiting_for_the_disk(meter) or errors)
+                last = max(made.channels("train")[0].present())
+                assert last > 40, "more files than there is room left for anything else"
+                step = opened[0].stats()["splits"].get("train", {}).get("batches", 0)
+                read_and_commit(opened, step, last + 1 - step, commits=False)
+                opened[0].commit()
+                until(lambda last=last: made.channels("train")[0].present()[0] >= last, 20)
+            assert not errors
+
+
+@root
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_file_that_went_bad_on_a_full_disk_is_made_again(tmp_path, limit):
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", limit, "tmpfs") as disk:
+        meter = Meter()
+        made = provider(disk / "spool", meter=meter, max_backlog_files=100)
+        with running(made) as errors:
+            until(lambda: waiting_for_the_disk(meter) or errors)
+            path = made.channels("train")[0].path(0)
+            raw = path.read_bytes()
+            path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+            with consumers(disk / "spool", 1, "commit") as opened:
+                read_and_commit(opened, 0, 20)
+                assert opened[0].stats()["bad_files"] == 1
+            assert not errors
+
+
+@root
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("ack", ["consume", "commit"])
+def test_a_consumer_commits_and_starts_again_where_nothing_at_all_is_free(tmp_path, limit, ack):
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", limit, "tmpfs") as disk:
+        folder = disk / "spool"
+        provider(folder, max_backlog_files=6).run(max_files=6)
+        with consumers(folder, 1, ack) as opened:
+            fill(disk)
+            read_and_commit(opened, 0, 2)
+            assert opened[0]._ahead.drain(20)
+            assert opened[0].stats()["retries"] == 0
+            assert opened[0].stats()["files_deleted"] == 1, (
+                "the newest one below the commit point stays for the producer"
+            )
+        fill(disk)
+        with consumers(folder, 1, ack) as opened:
+            read_and_commit(opened, 2, 4)
+            assert opened[0]._ahead.drain(20)
+            assert opened[0].stats()["files_deleted"] == 4
+
+
+PROVIDER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_spool_disk import provider
+provider(Path(sys.argv[1]), report=lambda line: print(line, flush=True), max_backlog_files=2, deadline=60).run()
+"""
+
+
+def test_a_provider_without_descriptors_waits_by_name_and_goes_on_and_nothing_is_called_damaged(tmp_path):
+    folder = tmp_path / "spool"
+    child = subprocess.Popen(
+        [sys.executable, "-c", PROVIDER, folder, str(Path(__file__).parent)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    try:
+        said = [child.stdout.readline() for _ in range(2)]
+        assert "train 1: published" in said[1], said
+        with DatasetConsumer(folder, "cpu", ack="commit", deadline=20) as consumer:
+            read_on(consumer, 0, 1)
+            consumer.commit()
+            assert "train 2: published" in child.stdout.readline()
+            soft, hard = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (3, hard))
+            line = child.stdout.readline()
+            assert line.startswith("waiting until it is possible again: "), line
+            assert "Too many open files" in line
+            read_on(consumer, 1, 2)
+            consumer.commit()
+            resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (soft, hard))
+            read_on(consumer, 3, 20)
+        assert child.poll() is None
+    finally:
+        child.kill()
+        rest = child.communicate(timeout=20)[0]
+    assert "damaged" not in rest
+    assert "remove" not in rest
+    assert not list((folder / "quarantine").rglob("*.safetensors"))
+    assert verify(folder)[1] == []
+
+
+KILLED_WHILE_WRITING = """
+import os, signal, sys
+from pathlib import Path
+from headrace.files import publish
+os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        publish(Path(name), b"half", replace=True)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+"""
+
+
+@pytest.mark.parametrize("end", ["provider", "consumer"])
+def test_every_start_removes_what_dead_processes_left_and_nothing_of_the_living(tmp_path, end):
+    folder = tmp_path / "spool"
+    provider(folder).run(max_files=2)
+    places = [
+        "meta.json",
+        "state/shards.json",
+        "queue/train/9",
+        "verdicts/train/9",
+        "claims/train/9",
+        "quarantine/train/9",
+    ]
+    subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, *(folder / p for p in places)], check=True, timeout=60)
+    # In a container the process before may have had the id of this one.
+    (folder / "state" / f"{TEMP_PREFIX}{os.getpid()}_1-0").write_bytes(b"")
+    living = folder / "queue" / "train" / temporary_name()
+    living.write_bytes(b"")
+    assert len(list(folder.rglob(f"{TEMP_PREFIX}*"))) == len(places) + 2
+    if end == "provider":
+        provider(folder).run(max_files=1)
+    else:
+        DatasetConsumer(folder, "cpu").close()
+    assert list(folder.rglob(f"{TEMP_PREFIX}*")) == [living]
 
 
 # ------------------------------------------------------------------------------------------------ flipped bits

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -14,6 +14,9 @@ from headrace.cli.app import Settings, overrides
 from headrace.cli.terminal import console_for
 from headrace.errors import ConfigError
 from headrace.jobs.config_layers import load_config
+
+if TYPE_CHECKING:
+    from headrace.spool import DataProviderBase
 
 __all__ = ["provide"]
 
@@ -61,25 +64,32 @@ def provide(
         if talks:
             console.print(f"  {sentence}", highlight=False, soft_wrap=True, markup=False)
 
-    began = time.perf_counter()
-    if talks:
+    def announce() -> None:
+        """Print what is made. Called once this provider has the spool: before that it may be refused."""
+        if not talks:
+            return
         spool = checked.spool
         console.print(f"[bold]headrace[/] fills the spool [bold]{checked.spool_dir}[/]", highlight=False)
         say(
             f"{_KINDS[spool.task]}batches of {checked.loader.global_batch_size} x {checked.text.seq_len}, {spool.batches_per_file} a file, up to {spool.max_backlog_files} files ahead, "
             f"{spool.parts} part{'s' if spool.parts > 1 else ''}"
         )
+
+    def ready(provider: DataProviderBase) -> None:
+        announce()
+        say(f"its parts: {', '.join(str(c.part) for c in provider.channels('train'))}")
         sys.stdout.flush()
+
+    began = time.perf_counter()
     if engine == "ray":
         from headrace.jobs.fleet import provide_on_ray
 
-        made = provide_on_ray(checked, max_files=files, report=say)
+        made = provide_on_ray(checked, max_files=files, report=say, ready=announce)
     else:
         from headrace.jobs.providing import provide_text
 
         made = provide_text(
-            checked, join=join, until_eof=until_eof, force_regenerate=force_regenerate, take=take, max_files=files, report=say,
-            ready=lambda provider: say(f"its parts: {', '.join(str(c.part) for c in provider.channels('train'))}"),
+            checked, join=join, until_eof=until_eof, force_regenerate=force_regenerate, take=take, max_files=files, report=say, ready=ready,
         )  # fmt: skip
     seconds = time.perf_counter() - began
     if format == "json":

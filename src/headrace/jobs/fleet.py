@@ -30,12 +30,13 @@ def provide_on_ray(
     base: Path | None = None,
     max_files: int | None = None,
     report: Callable[[str], None] = lambda _: None,
+    ready: Callable[[], None] = lambda: None,
     address: str | None = None,
 ) -> int:
     """Fill the spool of a config by one actor for each part, until stopped; how many files were made.
 
     `address`: the cluster; the one this process is part of unless given, or a new one on this machine where there is none.
-    `max_files`: for each part.
+    `max_files`: for each part. `ready`: called once the spool is made and no other provider holds it.
     """
     try:
         ray: Any = importlib.import_module("ray")
@@ -47,6 +48,7 @@ def provide_on_ray(
     opener = provider_of(job)
     opener.open(("train",))
     opener.close()
+    ready()
     started = not ray.is_initialized()
     if started:
         try:

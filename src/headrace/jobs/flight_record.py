@@ -37,6 +37,7 @@ import numpy as np
 import orjson
 
 from headrace.errors import ConfigError, FileCorrupt
+from headrace.files import unreadable
 from headrace.loader.windows import WindowStart
 
 __all__ = ["FILLER", "FlightRecord", "OpenedWindow", "Place", "bounded_lines", "merge_flights"]
@@ -260,10 +261,13 @@ class FlightRecord:
             if len(found) < max(s.at + s.end - s.begin for s in leg.segments if s.skipped is skipped):
                 raise ValueError("there are fewer than there were")
         except (OSError, ValueError, AttributeError, IndexError) as error:
-            raise FileCorrupt(
+            sentence = (
                 f"the picks in line {leg.line} of {self.path} are damaged ({error}): the steps from {leg.first} to "
                 f"{leg.first + len(leg.starts) - 1}, and blocks of windows that were open then, cannot be told"
-            ) from error
+            )
+            if isinstance(error, OSError):
+                raise unreadable(self.path, error, sentence) from error
+            raise FileCorrupt(sentence) from error
         self._picks[key] = found
         while len(self._picks) > 1 and sum(p.nbytes for p in self._picks.values()) > _PICKS_KEPT:
             self._picks.popitem(last=False)
@@ -372,7 +376,7 @@ def bounded_lines(path: Path, limit: int = 1 << 20) -> Iterator[Line]:
     except FileNotFoundError:
         raise FileCorrupt(f"{path} is missing: the run did not record it") from None
     except OSError as error:
-        raise FileCorrupt(f"{path} cannot be opened: {error.strerror or error}") from error
+        raise unreadable(path, error) from error
     with open(fd, "rb") as handle:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise FileCorrupt(f"{path} is not a regular file")

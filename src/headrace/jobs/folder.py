@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, FileCorrupt
-from headrace.files import make_inside, open_inside, publish, publish_json, sweep_temporaries
+from headrace.files import make_inside, open_inside, publish, publish_json, sweep_temporaries, unreadable
 from headrace.jobs.config import RunConfig
 from headrace.jobs.config_layers import AnyConfig, load_any_config
 
@@ -180,7 +180,9 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         raise FileCorrupt(f"{path} is missing: the folder is not a whole run") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise unreadable(path, error, f"{path} cannot be read: {error}") from error
+    except ValueError as error:
         raise FileCorrupt(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise FileCorrupt(f"{path} holds a {type(value).__name__}, expected an object")

@@ -4,7 +4,7 @@
     DIR/queue/partials/000000000007.partial      unit 7, as it would cross a wire
     DIR/claims/partials/000000000008             somebody is making this one (for speed only)
     DIR/state/wanted.json                        which units may be made now; or that the pass is over
-    DIR/state/commit.json                        below this both saved generations of the sum are past: files may go
+    DIR/state/commit                             below this both saved generations of the sum are past: files may go
     DIR/state/shards.json                        how the coordinator's shards stood when the pass was begun
 
 A unit is a function of its number, so nobody owns any: a worker takes the first one that is wanted, not there and not claimed. A
@@ -55,7 +55,6 @@ from headrace.spool.folder import (
     patiently,
     read_sealed,
     seal,
-    sweep_dead_temporaries,
 )
 
 __all__ = ["Hands", "PartialSpool", "SpoolCrew", "SpoolWorker", "Wanted", "dissolve", "order_in"]
@@ -135,8 +134,7 @@ class PartialSpool:
         save_stamps(self._stamps_file, stamps)
         publish(self._order_file, seal({"order": order.to_dict(), "lease": lease, "version": 1}), replace=True)
         self._refusal_file.unlink(missing_ok=True)
-        sweep_dead_temporaries(self.folder.state)
-        self.channel.sweep()
+        self.folder.sweep()
 
     def _require_same(self, order: WorkOrder, stamps: Mapping[str, Any]) -> None:
         held = self._told()

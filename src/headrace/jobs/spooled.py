@@ -33,7 +33,7 @@ from headrace.loader import Loader, LoaderReport, MixChange, TextDataset
 from headrace.metrics import Meter, Wait, default_meter
 from headrace.order import Cursor, Digest, fingerprint_json
 from headrace.spool import DatasetConsumer, FieldSpec, SequentialProvider, read_meta
-from headrace.spool.folder import lock_holder
+from headrace.spool.folder import SpoolFolder
 
 __all__ = [
     "OwnProvider",
@@ -159,17 +159,22 @@ def _origin(line: Mapping[str, Any], samples: np.ndarray) -> np.ndarray:
 
 
 class OwnProvider:
-    """A provider in a process of its own while the body runs, unless one is at work already."""
+    """A provider in a process of its own while the body runs, unless one is at work already.
+
+    Another provider may start at the same moment, such as one that is restarted after a crash. The spool's lock lets one of them in. If
+    that is the other one, the run's own has ended by itself and the run goes on with the files of the other.
+    """
 
     def __init__(self, config: RunConfig, base: Path, log: Path) -> None:
         self._config, self._base, self._log = config, base, log
+        self._folder = SpoolFolder((base / config.spool_dir).resolve())
         self._child: subprocess.Popen[bytes] | None = None
         self.sentence = ""
         """Who fills the spool, for people."""
 
     def __enter__(self) -> Self:
-        config, folder = self._config, (self._base / self._config.spool_dir).resolve()
-        holder = lock_holder(folder / "state" / "provider.lock")
+        config, folder = self._config, self._folder.path
+        holder = self._folder.provider_at_work()
         if holder is not None or not config.spool.provider:
             self.sentence = f"the spool {config.spool_dir} is filled by {holder or 'others'}"
             return self
@@ -199,6 +204,11 @@ class OwnProvider:
         """WorkerDied if the provider ended by itself in a way that leaves the trainer waiting."""
         code = self._child.poll() if self._child is not None else None
         if code:
+            holder = self._folder.provider_at_work()
+            if holder is not None:  # ours was refused, or is gone and has a successor
+                self._child = None
+                self.sentence = f"the spool {self._config.spool_dir} is filled by {holder}"
+                return
             said = self._log.read_text(errors="replace").strip().splitlines()
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             last = f": {said[-1]}" if said else ""

@@ -29,7 +29,7 @@ import numpy as np
 import xxhash
 
 from headrace.errors import ConfigError, FileCorrupt, RolloutRefused, StorageError
-from headrace.files import TEMP_PREFIX, Container, open_container, write_container
+from headrace.files import TEMP_PREFIX, Container, open_container, unreadable, write_container
 from headrace.rollouts.breath import at_once
 from headrace.rollouts.packing import MicroBatch, Packed
 from headrace.rollouts.records import TrainingSample
@@ -385,9 +385,11 @@ def _open_sidecar(path: Path, meta: dict[str, Any], arrays: dict[str, np.ndarray
     try:
         fd = os.open(sidecar, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        raise FileCorrupt(
+        raise unreadable(
+            sidecar,
+            error,
             f"{path} has its routed experts in {sidecar.name}, which cannot be opened ({error.strerror}): a batch without them would train on "
-            "other experts than were used. Make the step again"
+            "other experts than were used. Make the step again",
         ) from error
     try:
         if os.fstat(fd).st_size != size:

@@ -4,7 +4,7 @@
                 claim, publish          verdict, read, commit, delete
 
     meta.py        what a spool holds; meta.json, meta.pkl without running anything
-    batch_file.py  one file: rows, header, checksums; the document's .pt
+    batch_file.py  one file: rows, header, checksums; the legacy .pt layout
     folder.py      where files lie, locks, sealed state
     file_system.py what can be expected of the disk
     channel.py     one part of one split: publish, claim, verdict, quarantine, delete
@@ -18,7 +18,7 @@
     supply.py      which files are made ready before they are asked for
     place.py       who may read
     retention.py   how far has been read, and what may go
-    taken.py       which files were begun by a reader that uses them up
+    records.py     small state that is overwritten in place
     legacy.py      folders from before the queue
     consumer.py    the trainer's end: DatasetConsumer
     survey.py      what is in a spool, for people and for CI

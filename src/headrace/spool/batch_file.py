@@ -173,6 +173,12 @@ class BatchFile:
         self.stock, self.stock_of = zip(*columns, strict=True), batch_size
 
     @property
+    def produced_at(self) -> float:
+        """When the file was written: seconds since 1970, UTC. Its modification time, because its bytes hold no clock: a file that is made
+        again is the same file."""
+        return Path(self.path).stat().st_mtime
+
+    @property
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self.arrays.values())
 

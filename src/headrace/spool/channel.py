@@ -27,12 +27,12 @@ from typing import Literal
 
 from headrace.errors import FileCorrupt, StorageError
 from headrace.files import publish, publish_json, sync_folder
-from headrace.spool.folder import HeldLock, SpoolFolder, read_sealed, seal, sweep_dead_temporaries
+from headrace.spool.folder import HeldLock, SpoolFolder, names_in, read_sealed, seal
 
 __all__ = ["Channel", "Verdict"]
 
 _OURS = re.compile(r"(\d{12,18})\.(safetensors|pt)")
-_DOCUMENT = re.compile(r"\d{1,20}-(\d{1,18})-\d{1,12}\.pt")
+_TIMESTAMPED = re.compile(r"\d{1,20}-(\d{1,18})-\d{1,12}\.pt")
 Published = Literal["published", "exists", "late"]
 
 
@@ -84,16 +84,15 @@ class Channel:
         return f"{self.verdicts}/{seq:012d}", f"{self.queue}/{seq:012d}{self.suffix}"
 
     def find(self, seq: int) -> Path | None:
-        """Where file `seq` lies, if it does. Asked by name; only the document's own names have to be looked for."""
+        """Where file `seq` lies, if it does. Asked by name; only the names of the legacy `.pt` layout, which hold a timestamp, have to be looked for."""
         path = self.path(seq)
         if os.path.lexists(path):
             return path
         if self.foreign:
-            with contextlib.suppress(FileNotFoundError):
-                for name in os.listdir(self.queue):
-                    match = _DOCUMENT.fullmatch(name)
-                    if match and int(match[1]) == seq:
-                        return self.queue / name
+            for name in names_in(self.queue):
+                match = _TIMESTAMPED.fullmatch(name)
+                if match and int(match[1]) == seq:
+                    return self.queue / name
         return None
 
     def present(self) -> list[int]:
@@ -103,11 +102,10 @@ class Channel:
     def names(self) -> dict[str, int]:
         """The number of every file, by its name."""
         found = {}
-        with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(self.queue):
-                match = _OURS.fullmatch(name) or (_DOCUMENT.fullmatch(name) if self.foreign else None)
-                if match:
-                    found[name] = int(match[1])
+        for name in names_in(self.queue):
+            match = _OURS.fullmatch(name) or (_TIMESTAMPED.fullmatch(name) if self.foreign else None)
+            if match:
+                found[name] = int(match[1])
         return found
 
     def publish(self, seq: int, write: Callable[[Path], None], *, ring: bool = False) -> Published:
@@ -231,7 +229,9 @@ class Channel:
         if path is not None and archive:
             self.archive.mkdir(parents=True, exist_ok=True)
             os.replace(path, self.archive / path.name)
-            kept = sorted(p for p in self.archive.iterdir() if _OURS.fullmatch(p.name) or _DOCUMENT.fullmatch(p.name))
+            kept = sorted(
+                p for p in self.archive.iterdir() if _OURS.fullmatch(p.name) or _TIMESTAMPED.fullmatch(p.name)
+            )
             for old in kept[:-archive]:
                 os.unlink(old)
         elif path is not None:
@@ -245,23 +245,21 @@ class Channel:
         """Numbers below the commit point of which something is still there: a crash came between commit and deletion."""
         found = set(self.present())
         for folder in (self.claims, self.verdicts):
-            with contextlib.suppress(FileNotFoundError):
-                found |= {int(name) for name in os.listdir(folder) if name.isdecimal()}
+            found |= {int(name) for name in names_in(folder) if name.isdecimal()}
         return sorted(seq for seq in found if seq < below)
 
-    def sweep(self) -> int:
-        """Remove what dead writers left half done."""
-        return sum(sweep_dead_temporaries(f) for f in (self.queue, self.claims, self.verdicts, self.bad))
+    def unjudged(self) -> int:
+        """How many files have no verdict yet. Lists two folders."""
+        return len(set(self.present()) - {int(name) for name in names_in(self.verdicts) if name.isdecimal()})
 
     def quarantined(self) -> list[dict[str, str]]:
         """The files set aside, with their reasons."""
         found = []
-        with contextlib.suppress(FileNotFoundError):
-            for name in sorted(os.listdir(self.bad)):
-                if name.endswith(".reason.json") or name.startswith("."):
-                    continue
-                reason = "no reason was written down: the process died in between"
-                with contextlib.suppress(OSError, ValueError, KeyError):
-                    reason = str(json.loads((self.bad / f"{name}.reason.json").read_text())["reason"])
-                found.append({"file": name, "split": self.split, "part": str(self.part), "reason": reason})
+        for name in sorted(names_in(self.bad)):
+            if name.endswith(".reason.json") or name.startswith("."):
+                continue
+            reason = "no reason was written down: the process died in between"
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                reason = str(json.loads((self.bad / f"{name}.reason.json").read_text())["reason"])
+            found.append({"file": name, "split": self.split, "part": str(self.part), "reason": reason})
         return found

@@ -163,11 +163,15 @@ class DatasetConsumer:
         self._quick: dict[tuple[str, str | torch.device | None], Iterator[Any]] = {}
         """By split and device: the rest of the file that is being read."""
         self._queued = prefer_queue and (self.data_dir / "queue").is_dir()
-        self.batch_size = self.meta["batch_size"]
         if batch_size is not None:
             self.set_batch_size(batch_size)
-        else:
+        elif "batch_size" in self.meta:
+            self.batch_size = self.meta["batch_size"]
             self._check_share(self.batch_size)
+        else:
+            raise ConfigError(
+                f"DatasetConsumer: neither meta.pkl nor the batch files of {self.data_dir} say how large a batch is: give batch_size"
+            )
         disk = FileSystem.of(self.data_dir)
         self.copy = copy if copy is not None else not disk.local or dp_world_size > 1
         checker = FileChecker(
@@ -359,7 +363,7 @@ class DatasetConsumer:
         if type(new_bs) is not int or new_bs < 1:
             raise ConfigError(f"DatasetConsumer: batch_size is {new_bs!r}, expected a whole number of 1 or more")
         self._check_share(new_bs)
-        if new_bs != self.meta["batch_size"]:
+        if new_bs != self.meta.get("batch_size", new_bs):
             warnings.warn(
                 f"{self.data_dir} was made with batch_size {self.meta['batch_size']}, batches now have {new_bs}: the same samples in the same order, cut "
                 "differently", stacklevel=2,
@@ -577,7 +581,6 @@ class DatasetConsumer:
         self._readers.clear()  # and with them the mapped files
         self._files.clear()
         self._supply.clear()
-        self._retention.close()
         self._place.release()
 
     def __enter__(self) -> Self:

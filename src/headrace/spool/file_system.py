@@ -2,7 +2,7 @@
 
     FileSystem.of(path)           its kind, whether other machines share it, what it does not keep
     FileSystem.of(path).warnings  sentences for whoever opens a spool there
-    room(path)                    bytes and inodes that are free
+    room(path)                    bytes and inodes that are free, and how many of them are left to consumers
 
 A spool stands on three things: `link` excludes, `fsync` reaches the disk, `flock` is seen by everybody who reads. Links
 are tried out whenever a spool is opened; the other two cannot be tried, so they are judged by the file system's name. On
@@ -16,12 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from headrace.errors import StorageError
+
 __all__ = ["FileSystem", "Room", "room"]
 
 _SHARED = {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2", "orangefs", "smb3", "virtiofs", "wekafs"}  # fmt: skip
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _LOCKS_OF_ONE_MACHINE = {"9p", "cifs", "smb3"}
 """Where a lock of one machine is not seen by another, or only with mount options that are not the default."""
+
+_KEPT_BYTES, _KEPT_INODES = 1 << 18, 64
+"""What providers leave to consumers, or a quarter of the disk where that is less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +89,20 @@ class Room:
     bytes: int
     inodes: int | None
     """None where the file system does not count them."""
+    kept_bytes: int = 0
+    kept_inodes: int = 0
+    """What a provider leaves of them, so that consumers can start, judge files and commit. Only consumers free room."""
 
 
 def room(path: Path) -> Room:
-    """What is free on the disk of a folder, for this user."""
-    told = os.statvfs(path)
-    return Room(bytes=told.f_bavail * told.f_frsize, inodes=told.f_favail if told.f_files else None)
+    """What is free on the disk of a folder, for this user. StorageError if the system does not say."""
+    try:
+        told = os.statvfs(path)
+    except OSError as error:
+        raise StorageError(f"the room on the disk of {path} is not known: {error.strerror or error}") from error
+    return Room(
+        bytes=told.f_bavail * told.f_frsize,
+        inodes=told.f_favail if told.f_files else None,
+        kept_bytes=min(_KEPT_BYTES, told.f_blocks * told.f_frsize // 4),
+        kept_inodes=min(_KEPT_INODES, told.f_files // 4),
+    )

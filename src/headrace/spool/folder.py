@@ -5,16 +5,18 @@
       queue/train/000000000007.safetensors    the batches, in the order of their number and of nothing else
       claims/train/000000000008         somebody is making this one (for speed only)
       verdicts/train/000000000007       good or bad, decided once for all ranks before anybody reads
-      state/commit.json                 below this nothing is needed any more; only then may a file be deleted
-      state/read-0.json                 how far each rank has read; what the provider measures its backlog by
+      state/commit                      below this nothing is needed any more; only then may a file be deleted
+      state/read-0                      how far each rank has read; what the provider measures its backlog by
+      state/taken-train                 which files a consumer that deletes as it reads has begun
       state/*.lock                      held by living processes; the kernel lets go of them when a process dies
       quarantine/train/…                bad files, each with its reason
       archives/train/…                  files that were used up, where they are kept
 
-A spool of several parts has a folder part-<q> below each split. Names that begin with `.tmp-` are unfinished and are
-nobody's business; the next start removes those of processes that are gone.
+A spool of several parts has a folder part-<q> below each split. Names that begin with `.tmp-` are unfinished files; every start of a
+provider or a consumer removes those of processes that are gone.
 
-Small state files are sealed: JSON with a checksum. One that fails it is treated as damaged, never as a value.
+State files are sealed records that are overwritten in place (records.py). Version 0.1 wrote `state/commit.json`, a sealed file; it is read
+until the first commit is written here.
 """
 
 from __future__ import annotations
@@ -22,54 +24,34 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import platform
-import secrets
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import xxhash
-
 from headrace.errors import ConfigError, DeadlineExceeded, FileCorrupt, StorageError
-from headrace.files import TEMP_PREFIX, publish
+from headrace.files import TEMP_PREFIX, process_start, temporary_name, unreadable
 from headrace.metrics import Wait
+from headrace.spool.records import read_record, read_sealed, reserve_record, seal, write_record
 
-__all__ = ["HeldLock", "SpoolFolder", "lock_holder", "patiently", "read_sealed", "seal", "sweep_dead_temporaries"]
+__all__ = [
+    "HeldLock",
+    "SpoolFolder",
+    "lock_holder",
+    "names_in",
+    "patiently",
+    "read_sealed",
+    "seal",
+    "sweep_dead_temporaries",
+]
 
-_MAX_SEALED = 4 << 20
+_FOLDERS = ("queue", "claims", "verdicts", "quarantine")
+_BYTES_PER_PART = 96
+"""Room for one part in a record of commit points or read positions."""
 T = TypeVar("T")
-
-
-def seal(value: Any) -> bytes:
-    """A JSON value with its checksum, as the bytes of a small file."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return f'{{"sum":"{xxhash.xxh3_128_hexdigest(text.encode())}","value":{text}}}\n'.encode()
-
-
-def read_sealed(path: Path | str) -> Any:
-    """The value of a sealed file; None if there is no file; FileCorrupt if it is not what was written."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise FileCorrupt(f"{path} cannot be opened: {error.strerror or error}") from error
-    try:
-        raw = os.read(fd, _MAX_SEALED)
-    except OSError as error:
-        raise FileCorrupt(f"{path} cannot be read: {error.strerror or error}") from error
-    finally:
-        os.close(fd)
-    try:
-        value = json.loads(raw)["value"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FileCorrupt(f"{path} is damaged: it is not sealed JSON") from error
-    if seal(value) != raw:
-        raise FileCorrupt(f"{path} is damaged: it fails its checksum")
-    return value
 
 
 class HeldLock:
@@ -101,8 +83,11 @@ class HeldLock:
 
     def renew(self, who: str) -> None:
         """Write down who holds it; written anew with other words, it tells those who wait that the holder is alive."""
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{who}, process {os.getpid()} on {platform.node()}\n".encode(), 0)
+        text = f"{who}, process {os.getpid()} on {platform.node()}\n".encode()
+        os.pwrite(
+            self._fd, text, 0
+        )  # before the rest is cut off: on a full disk a block that was given back may not come again
+        os.ftruncate(self._fd, len(text))
 
     def valid(self) -> bool:
         """Whether the name still leads to what is held. False once somebody removed it: then a successor may be at work."""
@@ -121,16 +106,19 @@ class HeldLock:
 
 
 def lock_holder(path: Path) -> str | None:
-    """Who holds a lock, as they wrote it down; None if nobody does."""
+    """Who holds a lock, as the holder wrote it down; None if no process does. StorageError if the system cannot tell."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+    except OSError as error:
+        problem = unreadable(path, error)
+        if isinstance(problem, StorageError):
+            raise problem from error
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
     except OSError:
-        return os.pread(fd, 300, 0).decode(errors="replace").strip() or "another process"
+        return os.pread(fd, 300, 0).decode(errors="replace").partition("\n")[0].strip() or "another process"
     finally:
         os.close(fd)
 
@@ -164,27 +152,38 @@ def patiently(
                 problem = error
 
 
+def names_in(folder: Path) -> list[str]:
+    """Names of what lies in a folder; none where there is no folder. StorageError if the system cannot list it."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(f"{folder} could not be listed: {error.strerror or error}") from error
+
+
 def sweep_dead_temporaries(folder: Path) -> int:
     """Remove temporaries whose process is gone from this machine; how many. A living writer elsewhere just tries again."""
     swept = 0
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(folder):
-            pid = name.removeprefix(TEMP_PREFIX).partition("-")[0]
-            if name.startswith(TEMP_PREFIX) and not (pid.isdecimal() and _alive(int(pid))):
+    for name in names_in(folder):
+        if name.startswith(TEMP_PREFIX):
+            pid, _, start = name.removeprefix(TEMP_PREFIX).partition("-")[0].partition("_")
+            if not (pid.isdecimal() and _alive(int(pid), start)):
                 with contextlib.suppress(OSError):
                     os.unlink(folder / name)
                     swept += 1
     return swept
 
 
-def _alive(pid: int) -> bool:
+def _alive(pid: int, start: str) -> bool:
+    """Whether the process with this id that began at `start` is alive; any with this id where `start` is empty."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):
-        return True
-    return True
+        pass
+    return not start or process_start(pid) in ("", start)
 
 
 class SpoolFolder:
@@ -193,11 +192,16 @@ class SpoolFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.state = path / "state"
+        self._commit, self._old_commit = self.state / "commit", self.state / "commit.json"
 
-    def prepare(self) -> None:
-        """Make the folders everybody needs, and see that the file system can do what a spool relies on."""
+    def prepare(self, parts: int = 1) -> None:
+        """Make the folders and the state that every process needs, and see that the file system can do what a spool relies on.
+
+        Args:
+            parts: Parts of the spool, which the commit point has to have room for.
+        """
         try:
-            for name in ("queue", "claims", "verdicts", "state", "quarantine"):
+            for name in (*_FOLDERS, "state"):
                 folder = self.path / name
                 if folder.is_symlink():
                     raise ConfigError(f"{folder} is a symbolic link; a spool follows none. Put the folder itself there")
@@ -205,14 +209,26 @@ class SpoolFolder:
         except OSError as error:
             raise ConfigError(f"the spool {self.path} cannot be made: {error.strerror or error}") from error
         _check_exclusive_link(self.state)
+        reserve_record(self._commit, {"splits": {}}, size=parts * _BYTES_PER_PART)
+
+    def sweep(self) -> int:
+        """Remove what dead processes left unfinished, anywhere in the spool; how many files."""
+        swept = sweep_dead_temporaries(self.path) + sweep_dead_temporaries(self.state)
+        for name in _FOLDERS:
+            for below, _, _ in os.walk(self.path / name):
+                swept += sweep_dead_temporaries(Path(below))
+        return swept
 
     # ------------------------------------------------------------------------------------------- commit
 
     def commit_points(self) -> dict[str, dict[str, Any]]:
         """Per split: `g`, the global index of the first sample still needed, and `at`, its (file, row) in every part."""
-        path = self.state / "commit.json"
+        path = self._commit
         try:
-            value = read_sealed(path)
+            value = read_record(path)
+            if not value or not value["splits"]:  # nothing was committed here yet
+                path = self._old_commit
+                value = read_sealed(path)
             splits: dict[str, dict[str, Any]] = {} if value is None else value["splits"]
             for point in splits.values():
                 if min(point["g"], *point["start"], *(n for pair in point["at"] for n in pair)) < 0:
@@ -224,24 +240,24 @@ class SpoolFolder:
             ) from error
         return splits
 
-    def write_commit_points(self, splits: Mapping[str, Any], *, durable: bool = True) -> None:
-        publish(self.state / "commit.json", seal({"splits": dict(splits)}), replace=True, durable=durable)
+    def write_commit_points(self, splits: Mapping[str, Any]) -> None:
+        """Overwrite the older of the two commit records, durably."""
+        write_record(self._commit, {"splits": dict(splits)}, durable=True)
+        with contextlib.suppress(OSError):
+            os.unlink(self._old_commit)
 
     # --------------------------------------------------------------------------------------------- read
 
     def read_positions(self) -> list[dict[str, Any]]:
-        """What each rank of the present world wrote about how far it has read. A damaged one is left out."""
+        """What each rank of the present world wrote about how far it has read. A damaged position is left out."""
         found: list[dict[str, Any]] = []
-        with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(self.state):
-                if name.startswith("read-") and name.endswith(".json"):
-                    with contextlib.suppress(FileCorrupt, KeyError, TypeError, ValueError, AttributeError):
-                        value = read_sealed(self.state / name)
-                        if value is not None:
-                            done = {s: [int(n) for n in v["done"]] for s, v in value["splits"].items()}
-                            found.append(
-                                {"rank": int(value["rank"]), "world_size": int(value["world_size"]), "done": done}
-                            )
+        for name in names_in(self.state):
+            if re.fullmatch(r"read-\d{1,9}", name):
+                with contextlib.suppress(FileCorrupt, KeyError, TypeError, ValueError, AttributeError):
+                    value = read_record(self.state / name)
+                    if value is not None and value["splits"]:
+                        done = {s: [int(n) for n in v["done"]] for s, v in value["splits"].items()}
+                        found.append({"rank": int(value["rank"]), "world_size": int(value["world_size"]), "done": done})
         lead = next((v for v in found if v["rank"] == 0), None)
         return [
             v
@@ -249,17 +265,33 @@ class SpoolFolder:
             if lead is not None and v["world_size"] == lead["world_size"] and v["rank"] < v["world_size"]
         ]
 
+    def reserve_read_position(self, rank: int, parts: int = 1) -> None:
+        """Make the file in which a rank will write its position."""
+        reserve_record(self._read(rank), {"splits": {}}, size=parts * _BYTES_PER_PART, durable=False)
+
     def write_read_position(self, rank: int, world_size: int, splits: Mapping[str, Any]) -> None:
         """Not durable: it survives a kill, and after a power cut an older position is as good."""
         value = {"rank": rank, "world_size": world_size, "splits": dict(splits)}
-        publish(self.state / f"read-{rank}.json", seal(value), replace=True, durable=False)
+        write_record(self._read(rank), value, durable=False)
+
+    def _read(self, rank: int) -> Path:
+        return self.state / f"read-{rank}"
 
     # -------------------------------------------------------------------------------------------- locks
 
     def reader_at_work(self) -> str | None:
         """Some consumer that holds its place now."""
-        names = [n for n in os.listdir(self.state) if n.startswith("consumer-") and n.endswith(".lock")]
+        names = [n for n in names_in(self.state) if n.startswith("consumer-") and n.endswith(".lock")]
         return next((holder for n in names if (holder := lock_holder(self.state / n)) is not None), None)
+
+    def provider_at_work(self) -> str | None:
+        """The provider that holds the spool now. A provider that joined counts where every part has one."""
+        holder = lock_holder(self.state / "provider.lock")
+        if holder is None:
+            parts = [n for n in names_in(self.state) if re.fullmatch(r"part-\d{3}\.lock", n)]
+            holders = [lock_holder(self.state / n) for n in parts]
+            holder = holders[0] if holders and all(holders) else None
+        return holder
 
     def take_lock(self, name: str, who: str, advice: str) -> HeldLock:
         """Hold a lock of the spool, or be refused within a second, naming the holder."""
@@ -288,7 +320,7 @@ class SpoolFolder:
 
 def _check_exclusive_link(folder: Path) -> None:
     """A spool stands on link being exclusive. Some network and FUSE file systems have no links; they are refused here."""
-    name = f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+    name = temporary_name()
     first, second = folder / name, folder / f"{name}-b"
     try:
         fd = os.open(first, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -308,9 +340,10 @@ def _check_exclusive_link(folder: Path) -> None:
             raise ConfigError(
                 f"{folder} lies on a file system without hard links ({error.strerror}): give the spool another folder"
             ) from error
-        raise StorageError(
-            f"{folder} cannot be written: {error.strerror or error}. Free space or fix the disk and run again"
-        ) from error
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a consumer has to start on a full disk: it frees room
+            raise StorageError(
+                f"{folder} cannot be written: {error.strerror or error}. Free space or fix the disk and run again"
+            ) from error
     finally:
         for path in (first, second):
             with contextlib.suppress(OSError):

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import ConfigError, DataError, FileCorrupt
+from headrace.files import unreadable
 from headrace.order import fingerprint_json
 from headrace.spool.batch_file import check_pt_records, load_pt, pt_array, tensor_dtype_name
 from headrace.spool.meta import FieldSpec
 from headrace.spool.reader import Stripe
 
-__all__ = ["LegacyReader", "legacy_files", "legacy_fingerprint"]
+__all__ = ["LegacyReader", "legacy_batch_size", "legacy_files", "legacy_fingerprint"]
 
 
 def legacy_files(folder: Path, split: str) -> list[Path]:
@@ -35,6 +36,25 @@ def legacy_files(folder: Path, split: str) -> list[Path]:
 def legacy_fingerprint(folder: Path) -> str:
     """Of the names and sizes of all legacy files."""
     return fingerprint_json(sorted([p.name, p.lstat().st_size] for p in folder.glob("*_batches_*.pt")))
+
+
+def legacy_batch_size(folder: Path) -> int | None:
+    """The batch size that the first file's own metadata names; None if it names none."""
+    path = min(folder.glob("*_batches_*.pt"))
+    about = load_pt(path, _size_of(path)).get("metadata")
+    size = about.get("batch_size") if isinstance(about, dict) else None
+    return size if type(size) is int and size > 0 else None
+
+
+def _size_of(path: Path) -> int:
+    """Bytes of a regular file."""
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise FileCorrupt(f"{path} is not a regular file; a spool follows no links")
+    return status.st_size
 
 
 class LegacyReader:
@@ -81,13 +101,11 @@ class LegacyReader:
         return self._kept[seq]
 
     def _load(self, path: Path) -> dict[str, np.ndarray]:
-        status = os.lstat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise FileCorrupt(f"{path} is not a regular file; a spool follows no links")
-        loaded = load_pt(path, status.st_size)
+        size = _size_of(path)
+        loaded = load_pt(path, size)
         check_pt_records(path)
         try:
-            arrays = {name: pt_array(loaded[name], status.st_size) for name in ("x", "y")}
+            arrays = {name: pt_array(loaded[name], size) for name in ("x", "y")}
         except (KeyError, ValueError) as error:
             raise FileCorrupt(f"{path} is not a legacy batch file with x and y: {error}") from error
         if len(arrays["x"]) != len(arrays["y"]) or not len(arrays["x"]):

@@ -3,6 +3,9 @@
     meta.json    strict JSON with a checksum; what headrace reads
     meta.pkl     the same for scripts that unpickle it; read only where there is no meta.json
 
+A folder of the legacy `.pt` layout (`{split}_batches_*.pt`, no queue/) has a meta.pkl with whatever its script kept, often vocab_size, stoi and
+itos alone. There no key is required; the keys that a spool knows are checked if they are there.
+
 Pickle can run code, name any class and ask for any amount of memory. So a meta.pkl is first read as a list of opcodes,
 and only the ones that build dict, list, tuple, str, int, float, bool and None are let through.
 """
@@ -24,7 +27,7 @@ from typing import Any
 import xxhash
 
 from headrace.errors import ConfigError, FileCorrupt
-from headrace.files import publish
+from headrace.files import publish, unreadable
 
 __all__ = ["TRAINING_TYPES", "FieldSpec", "check_meta", "meta_problems", "read_meta", "schema_of", "write_meta"]
 
@@ -101,15 +104,15 @@ def schema_of(value: object) -> tuple[FieldSpec, ...]:
 # ------------------------------------------------------------------------------------------------- checks
 
 
-def meta_problems(meta: object) -> list[str]:
-    """Everything that is wrong with a meta, one sentence each."""
+def meta_problems(meta: object, *, legacy: bool = False) -> list[str]:
+    """Everything that is wrong with a meta, one sentence each. `legacy`: no key is required."""
     if not isinstance(meta, Mapping):
         return [f"meta is a {type(meta).__name__}, expected a mapping"]
-    problems = [f"meta has no {key!r}" for key in _REQUIRED if key not in meta]
+    problems = [f"meta has no {key!r}" for key in _REQUIRED if key not in meta and not legacy]
     kind = meta.get("training_type")
     if "training_type" in meta and kind not in TRAINING_TYPES:
         problems.append(f"training_type is {kind!r}; it is one of {', '.join(TRAINING_TYPES)}")
-    if kind in _WITH_VOCABULARY and "vocab_size" not in meta:
+    if kind in _WITH_VOCABULARY and "vocab_size" not in meta and not legacy:
         problems.append(f"meta has no 'vocab_size', which training_type {kind} needs")
     if not isinstance(meta.get("dataset_name", ""), str):
         problems.append(f"dataset_name is {meta['dataset_name']!r}, expected text")
@@ -131,9 +134,9 @@ def meta_problems(meta: object) -> list[str]:
     return problems
 
 
-def check_meta(meta: object, where: str) -> dict[str, Any]:
+def check_meta(meta: object, where: str, *, legacy: bool = False) -> dict[str, Any]:
     """The meta as a plain dict, or a ConfigError with every problem."""
-    problems = meta_problems(meta)
+    problems = meta_problems(meta, legacy=legacy)
     if problems:
         raise ConfigError([f"{where}: {problem}" for problem in problems])
     assert isinstance(meta, Mapping)
@@ -160,7 +163,7 @@ def write_meta(folder: Path, meta: Mapping[str, Any]) -> None:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The checked meta of a spool folder."""
+    """The checked meta of a spool, or of a folder of the legacy `.pt` layout."""
     path = folder / "meta.json"
     if not os.path.lexists(path):
         path = folder / "meta.pkl"
@@ -170,8 +173,16 @@ def read_meta(folder: Path) -> dict[str, Any]:
             "the folder of one that ran"
         )
     raw = _read_small(path)
-    value = _parse_json(path, raw) if path.suffix == ".json" else _parse_pickle(path, raw)
-    return check_meta(value, str(path))
+    if path.suffix == ".json":
+        return check_meta(_parse_json(path, raw), str(path))
+    legacy = not os.path.lexists(folder / "queue") and any(folder.glob("*_batches_*.pt"))
+    meta = check_meta(_parse_pickle(path, raw), str(path), legacy=legacy)
+    if legacy and "batch_size" not in meta:
+        from headrace.spool.legacy import legacy_batch_size
+
+        size = legacy_batch_size(folder)
+        meta |= {} if size is None else {"batch_size": size}
+    return meta
 
 
 def _plain(value: Any) -> Any:
@@ -218,7 +229,7 @@ def _read_small(path: Path) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise FileCorrupt(f"{path} cannot be opened: {error.strerror or error}") from error
+        raise unreadable(path, error) from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):

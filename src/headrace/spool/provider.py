@@ -20,6 +20,7 @@ Producers whose file k depends on what came before are `SequentialProvider`s (se
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import threading
@@ -32,7 +33,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from headrace.errors import ConfigError, DataError, StorageError
-from headrace.files import TEMP_PREFIX
 from headrace.metrics import Meter, MetricSpec, Reduction, Wait, default_meter, register
 from headrace.order import fingerprint_json, key
 from headrace.spool.batch_file import OFFSETS, FileHeader, check_arrays, numpy_dtype, tensor_array, write_batch_file
@@ -52,6 +52,10 @@ CIRCULAR_SPLITS = ("val",)
 
 _FEW_INODES = 64
 """Fewer than these are little room: each end needs a few for a moment, for claims, verdicts and positions."""
+_INODES_OF_A_FILE = 2
+"""A temporary, and on file systems that count links (tmpfs) its second name."""
+_BLOCK = 4096
+_log = logging.getLogger("headrace.spool")
 
 register(
     MetricSpec(
@@ -99,12 +103,29 @@ class DataProviderBase:
         report: Callable[[str], None] | None = None,
         meter: Meter | None = None,
     ) -> None:
-        """`batch_size` … `verbose` as in the document. `sleep_seconds` bounds the pause between two looks at the backlog.
+        """Check the settings. Nothing is opened before `open` or `run`.
 
-        `join`: work beside providers that are running already. `force_regenerate`: empty the queue first. `durable=False`: no
-        fsync on the way, a thread syncs files behind; for data that can be made again. `file_format`: "safetensors", or "pt" for scripts that torch.load. `max_retained`:
-        files that may wait for a commit before the provider gives up. `val_files`: files of a circular split. `deadline`: seconds without a need for a file, or without room
-        on the disk, after which `run` ends with an error. `report`: gets one line a file.
+        Args:
+            data_dir: Folder of the spool.
+            batch_size: Rows of a batch.
+            block_size: Length of an input, for the meta and for subclasses.
+            target_size: Length of a target, for the meta and for subclasses.
+            batches_per_file: Batches of a file.
+            max_backlog_files: Files that may lie ahead of the slowest consumer.
+            sleep_seconds: The longest pause between two looks at the backlog.
+            seed: Seed of every draw.
+            verbose: Also log what each file cost and what the provider waits for.
+            join: Work beside providers that are running already.
+            force_regenerate: Empty the queue first.
+            durable: Sync each file before it appears. False: a thread syncs files behind, for data that can be made again.
+            file_format: "safetensors", or "pt" for scripts that torch.load.
+            max_retained: Files that may wait for a commit before the provider gives up.
+            val_files: Files of a circular split.
+            lease_seconds: Time after which the claim of a provider that is stuck is passed over.
+            deadline: Seconds without a need for a file, or without room on the disk, after which `run` ends with an error.
+            report: Gets the log lines: one for each file, and warnings. Without it they go to the logger "headrace.spool" at level INFO,
+                and from `run` to standard error where the program has set up no logging.
+            meter: Where metrics are counted.
         """
         problems = [
             f"{name} is {value!r}, expected a whole number of 1 or more"
@@ -151,7 +172,7 @@ class DataProviderBase:
     # --------------------------------------------------------------------------------------------- hooks
 
     def build_meta(self) -> dict[str, Any]:
-        """The required keys of the document: dataset_name, training_type, batch_schema, …"""
+        """The facts of the spool: dataset_name, training_type, batch_schema and the other keys that `check_meta` requires."""
         raise NotImplementedError(f"{type(self).__name__} needs build_meta()")
 
     def sample_batch(self, split: str, rng: torch.Generator) -> Mapping[str, torch.Tensor | np.ndarray]:
@@ -175,6 +196,8 @@ class DataProviderBase:
 
     def run(self, splits: Sequence[str] = ("train", "val"), *, max_files: int | None = None) -> int:
         """Keep the queue filled until `stop()`, or until `max_files` were made or nothing is left to make; how many were."""
+        if self._report is None:
+            _log_to_stderr()
         self.open(splits)
         made = 0
         try:
@@ -205,7 +228,13 @@ class DataProviderBase:
         """Take the spool: folders, lock, meta. `run` does it by itself."""
         if self._lock is not None:
             return
-        self.folder.prepare()
+        found = None if self.force_regenerate else self.load_meta_if_exists()
+        if found is not None:
+            self._require_own(
+                found
+            )  # before queue/ is made: with it a folder of the legacy .pt layout would be none any more
+        self.folder.prepare(self.parts)
+        self.folder.sweep()
         for sentence in FileSystem.of(self.data_dir).warnings if self.durable else ():
             self._tell(f"{self.data_dir}: {sentence}")
         who = f"{type(self).__name__} for {', '.join(splits)}"
@@ -228,13 +257,8 @@ class DataProviderBase:
                         f"{self.data_dir} is being read by {reader}: stop that before force_regenerate empties it"
                     )
                 purge_spool(self.data_dir)
-                self.folder.prepare()
             self.ensure_dirs(splits)
             self._settle_meta()
-            if self._lock is not None:
-                for split in splits:
-                    for channel in self.channels(split):
-                        channel.sweep()
         except BaseException:
             self.close()
             raise
@@ -269,7 +293,7 @@ class DataProviderBase:
 
     def ensure_dirs(self, splits: Sequence[str] = ("train", "val")) -> None:
         """Make the folders of these splits."""
-        self.folder.prepare()
+        self.folder.prepare(self.parts)
         for split in splits:
             for channel in self.channels(split):
                 channel.prepare()
@@ -323,17 +347,21 @@ class DataProviderBase:
             return None  # ours, half written: what it says is written again
         return found
 
+    def _require_own(self, found: Mapping[str, Any]) -> None:
+        """ConfigError if a meta is not one of headrace's providers."""
+        if "headrace" not in found:
+            raise ConfigError(
+                f"{self.data_dir} has a meta that another program wrote (dataset_name {found.get('dataset_name')!r}). Files of both would be mixed: use "
+                "another folder, or empty this one with force_regenerate=True (--force_regenerate)"
+            )
+
     def _settle_meta(self) -> None:
         wanted = self.validate_meta(self.build_meta())
         found = self.load_meta_if_exists()
         if found is None:
             self.write_meta(wanted)
             found = read_meta(self.data_dir)
-        if "headrace" not in found:
-            raise ConfigError(
-                f"{self.data_dir} has a meta that another program wrote (dataset_name {found['dataset_name']!r}). Files of both would be mixed: use another "
-                "folder, or empty this one with force_regenerate=True (--force_regenerate)"
-            )
+        self._require_own(found)
         if found["headrace"].get("job") != wanted["headrace"]["job"]:
             then = {**found, **found["headrace"]}
             now = {**wanted, **wanted["headrace"]}
@@ -423,6 +451,10 @@ class DataProviderBase:
         """Wait until a file is wanted; None once asked to stop."""
         remedy = f"Is a consumer of {self.data_dir} running, and does it commit?"
         pause = min(0.01, self.sleep_seconds)
+        if self.verbose:
+            self._tell(
+                f"waiting for consumers: {', '.join(f'{self.backlog_size(s)} files of {s}' for s in splits)} are ahead"
+            )
         with Wait("spool.backlog", deadline=self.deadline, remedy=remedy, meter=self._meter) as wait:
             while not self._stop.wait(min(pause, wait.remaining())):
                 work = self._take(splits)
@@ -433,13 +465,13 @@ class DataProviderBase:
         return None
 
     def _wait_for_room(self, problem: StorageError) -> None:
-        """The disk is full or failing: nothing is held while we wait, so that a consumer finds room to commit and delete."""
+        """Wait a moment for the disk or the system. No claim is held meanwhile, so that a consumer finds room to commit and delete."""
         now = time.monotonic()
         self._no_room_since = since = self._no_room_since or now
         if now - since > self.deadline:
             raise problem
         if now == since:
-            self._tell(f"waiting for the disk: {problem}")
+            self._tell(f"waiting until it is possible again: {problem}")
         pause = min(1.0, max(0.01, (now - since) / 4), self.sleep_seconds)
         with Wait("spool.disk", deadline=self.deadline, remedy=str(problem), meter=self._meter):
             self._stop.wait(pause)
@@ -476,15 +508,15 @@ class DataProviderBase:
         )
         if remade:
             self._meter.add("spool/files_remade")
-        if self._report is not None:
+        with contextlib.suppress(StorageError):  # the file counts, whether or not the backlog can be looked at
             again = " again" if remade else ""
-            self._report(
-                f"{channel} {seq}: {outcome}{again} in {seconds:.3f} s, backlog {self.backlog_size(channel.split)}"
-            )
+            backlog = self.backlog_size(channel.split)
+            self._tell(f"{channel} {seq}: {outcome}{again} in {seconds:.3f} s, backlog {backlog}")
         return outcome == "published"
 
-    def _look_at_the_room(self, size: int) -> None:
-        """Tell once when the disk will not hold what is to be made ahead: soon there will be a wait for it."""
+    def _require_room(self, channel: Channel, seq: int, size: int) -> None:
+        """StorageError where a file of `size` bytes would take the room that consumers need. Tells once when the disk will not hold what is
+        to be made ahead."""
         left, wanted = room(self.data_dir), self.max_backlog_files
         little = left.bytes < size * wanted or (left.inodes is not None and left.inodes < _FEW_INODES + wanted)
         if little and not self._little_room:
@@ -495,26 +527,55 @@ class DataProviderBase:
                 "Free space, or the provider will wait for it (spool.disk)"
             )
         self._little_room = little
+        if not left.kept_bytes:
+            return  # a file system that does not say how large it is
+        most = self.max_retained + wanted
+        ample = left.inodes is None or left.inodes > left.kept_inodes + most + _INODES_OF_A_FILE
+        if ample and left.bytes > left.kept_bytes + most * _BLOCK + size:
+            return
+        # Several ranks write a verdict on every file before they can commit one; a single rank writes none.
+        single = any(v["world_size"] == 1 for v in self.folder.read_positions())
+        verdicts = 0 if single else sum(c.unjudged() for c in self._channels.values()) + 1
+        # What a consumer waits for comes first: without it the consumer frees nothing either.
+        waited_for = channel.split in CIRCULAR_SPLITS or seq <= self._read_position(channel.split, channel.part)
+        inodes = verdicts + _INODES_OF_A_FILE + (0 if waited_for else left.kept_inodes)
+        space = verdicts * _BLOCK + size + (0 if waited_for else left.kept_bytes)
+        if left.bytes < space or (left.inodes is not None and left.inodes < inodes):
+            raise StorageError(
+                f"no room for file {channel.path(seq).name} in {self.data_dir}: {left.bytes:,} bytes"
+                + ("" if left.inodes is None else f" and {left.inodes:,} inodes")
+                + f" are free, and {space - size:,} bytes and {inodes - _INODES_OF_A_FILE} inodes are left to consumers, "
+                "which need them to read and to free room. Free space, or let a consumer read and commit"
+            )
 
     def _tell(self, sentence: str) -> None:
         if self._report is not None:
             self._report(sentence)
+        else:
+            _log.info(sentence)
 
     def _publish(self, channel: Channel, seq: int) -> Published:
+        began = time.perf_counter()
         if self._unpublished is None or self._unpublished[:2] != (channel, seq):
             self._unpublished = (channel, seq, *self._content(channel, seq))
         _, _, header, arrays = self._unpublished
+        size = sum(array.nbytes for array in arrays.values())
+        self._require_room(channel, seq, size)
+        made = time.perf_counter()
         outcome = channel.publish(
             seq,
             lambda path: write_batch_file(path, header, arrays, durable=self.durable),
             ring=channel.split in CIRCULAR_SPLITS,
         )
         self._unpublished = None
-        if outcome == "published":
-            self._look_at_the_room(sum(array.nbytes for array in arrays.values()))
-            if not self.durable:
-                self._sync = self._sync or BackgroundSync(self._tell, self._meter)
-                self._sync.add(channel.path(seq))
+        if self.verbose:
+            written = time.perf_counter()
+            self._tell(
+                f"{channel} {seq}: {header.rows:,} rows, {size:,} bytes; {made - began:.3f} s to make, {written - made:.3f} s to write"
+            )
+        if outcome == "published" and not self.durable:
+            self._sync = self._sync or BackgroundSync(self._tell, self._meter)
+            self._sync.add(channel.path(seq))
         return outcome
 
     def rows_of(self, split: str, seq: int) -> int:
@@ -616,12 +677,21 @@ def _purge(path: Path, keep_meta: bool) -> None:
     # The state goes last: while it stands, a half-emptied spool refuses to start over from file 0.
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(folder.state):
-            if name.endswith(".json") or name.startswith((TEMP_PREFIX, "taken-")):
+            if not name.endswith(".lock"):
                 os.unlink(folder.state / name)
     if not keep_meta:
         for name in ("meta.json", "meta.pkl"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path / name)
+
+
+def _log_to_stderr() -> None:
+    """Show what is logged about spools on standard error, unless the program has set up logging."""
+    if not _log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        _log.addHandler(handler)
+        _log.setLevel(logging.INFO)
 
 
 def _jsonable(value: Any) -> Any:

@@ -1,11 +1,15 @@
 """How far has been read, and what may go.
 
-    read-<rank>.json    where each rank reads: the provider makes no more than so many files beyond it
-    commit.json         below this nothing is needed any more: durable first, then files are deleted
+    read-<rank>         where each rank reads: the provider makes no more than so many files beyond it
+    commit              below this nothing is needed any more: durable first, then files are deleted
     taken-<split>       in the consume mode: files that were begun, which are not read again after a crash
 
 The trainer's thread says what happened, and writes down that a file was begun; all other writing is done by the background thread, again
-and again where the disk does not allow it.
+and again where the disk does not allow it. All three are records that are overwritten in place (records.py). They are made when
+the consumer starts, so that on a full disk nothing has to be made before a commit frees room.
+
+`taken-<split>` is not synced: it survives a kill, and after a power cut an older record is as good, because a file is only
+deleted below the commit point.
 """
 
 from __future__ import annotations
@@ -17,20 +21,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
+from headrace.errors import FileCorrupt
 from headrace.metrics import Meter, MetricSpec, Reduction, register
 from headrace.spool.ahead import Ahead
 from headrace.spool.channel import Channel
-from headrace.spool.folder import SpoolFolder, patiently, sweep_dead_temporaries
+from headrace.spool.folder import SpoolFolder, names_in, patiently
 from headrace.spool.place import Place
-from headrace.spool.taken import TakenFiles
+from headrace.spool.records import read_record, reserve_record, write_record
 
 __all__ = ["Retention"]
 
 _SHORTEST, _LONGEST = 0.005, 0.1
 """Seconds between two positions told to the provider: 50 times what it took to write the last one (1 to 2 ms on ext4, where a file of small
 batches lasts less, and as long a trainer stands still), within these bounds. Where a file is missed it is told at once."""
+
+_NOTHING_TAKEN = {"seq": 0, "row": 0}
 
 register(
     MetricSpec(
@@ -68,26 +76,27 @@ class Retention:
         self._ack, self._archive, self._kept_below, self._deadline = ack, archive, kept_below, deadline
         self._meter = meter
         self.deleted = 0
-        self._taken = TakenFiles(folder.state)
-        """Only where a file is used up by reading it."""
         self._writing, self._committing = threading.Lock(), threading.Lock()
         self._next_position = 0.0
         """When a position may be written again."""
 
     def recover(self) -> None:
-        """Rank 0, at its start: what a crash may have left. Half-done temporaries, files below the commit point, positions of ranks that
-        are no more."""
-        sweep_dead_temporaries(self._folder.state)
-        for name in os.listdir(self._folder.state):
-            match = re.fullmatch(r"read-(\d{1,9})\.json", name)
-            if match and int(match[1]) >= self._place.world_size:
+        """Make the state of all ranks, and remove what a crash may have left: temporaries, files below the commit point, positions of
+        ranks that are no more. Rank 0 calls this when it starts."""
+        self._folder.sweep()
+        for name in names_in(self._folder.state):
+            match = re.fullmatch(r"read-(\d{1,9})(\.json)?", name)  # .json: of version 0.1
+            if match and (match[2] or int(match[1]) >= self._place.world_size):
                 with contextlib.suppress(OSError):
                     os.unlink(self._folder.state / name)
+        for rank in range(self._place.world_size):
+            self._folder.reserve_read_position(rank)
+        if self._ack == "consume":
+            for split in names_in(self._folder.path / "queue"):
+                reserve_record(self._taken(split), _NOTHING_TAKEN, durable=False)
         for split, point in self._folder.commit_points().items():
             for part, (seq, _) in enumerate(point["at"]):
-                channel = self._channel(split, part)
-                sweep_dead_temporaries(channel.verdicts)
-                for old in channel.leftovers(seq - self._kept_below):
+                for old in self._channel(split, part).leftovers(seq - self._kept_below):
                     self._delete_later(split, part, range(old, old + 1))
 
     def starting_point(self, split: str, parts: int, *, again: bool = False) -> dict[str, Any]:
@@ -99,14 +108,21 @@ class Retention:
             "start": [0] * parts,
         }
         if self._ack == "consume" and not again:
-            seq, row = self._taken.read(split)
+            seq, row = self._begun(split)
             if seq > point["at"][0][0]:
                 point = {"g": row, "at": [[seq, 0]], "start": [row]}
             self.move_commit({split: point})
         return {"g": point["g"], "at": [list(pair) for pair in point["at"]], "start": list(point["start"])}
 
-    def close(self) -> None:
-        self._taken.close()
+    def _taken(self, split: str) -> Path:
+        return self._folder.state / f"taken-{split}"
+
+    def _begun(self, split: str) -> tuple[int, int]:
+        """The first file that was not begun, and its first row. (0, 0) where that is not known: the commit point counts then."""
+        with contextlib.suppress(FileCorrupt, KeyError, TypeError, ValueError):
+            value = read_record(self._taken(split)) or _NOTHING_TAKEN
+            return int(value["seq"]), int(value["row"])
+        return 0, 0
 
     # ---------------------------------------------------------------------------------------------- read
 
@@ -117,7 +133,13 @@ class Retention:
             return
         self._place.require()
         what = f"writing the position of {self._folder.path}"
-        patiently(what, lambda: self._taken.write(split, seq + 1, end), deadline=self._deadline, hidden=False)
+        value = {"seq": seq + 1, "row": end}
+        patiently(
+            what,
+            lambda: write_record(self._taken(split), value, durable=False),
+            deadline=self._deadline,
+            hidden=False,
+        )
 
     def finished(self, files: Sequence[tuple[str, int, int]]) -> None:
         """All rows of these files were delivered: split, number, where each ends. In the background thread."""
@@ -157,7 +179,8 @@ class Retention:
 
     def _move_commit(self, moved: Mapping[str, Mapping[str, Any]], patience: float) -> None:
         self._place.require()
-        points = self._folder.commit_points()
+        what = f"committing {self._folder.path}"
+        points = patiently(what, self._folder.commit_points, deadline=patience, hidden=True)
         before = {
             split: [pair[0] for pair in points[split]["at"]] if split in points else [0] * len(moved[split]["at"])
             for split in moved
@@ -169,7 +192,7 @@ class Retention:
         }
         if any(split not in points or point != points[split] for split, point in ahead.items()):
             patiently(
-                f"committing {self._folder.path}",
+                what,
                 lambda: self._folder.write_commit_points({**points, **ahead}),
                 deadline=patience,
                 hidden=True,

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from headrace.errors import ConfigError, DataError, FileCorrupt
+from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError
 from headrace.order import fingerprint_json
 from headrace.spool.batch_file import BatchFile, FileHeader, open_batch_file
 from headrace.spool.channel import Channel
@@ -83,7 +83,12 @@ class SequentialProvider(DataProviderBase):
         for part in range(self.parts):
             if len(self._part_locks) >= most:
                 break
-            held = HeldLock.take(self.folder.state / f"part-{part:03d}.lock", type(self).__name__)
+            path = self.folder.state / f"part-{part:03d}.lock"
+            try:
+                held = HeldLock.take(path, type(self).__name__)
+            except OSError as error:
+                self.close()
+                raise StorageError(f"{path} cannot be opened: {error.strerror or error}") from error
             if held is not None:
                 self._part_locks[part] = held
         self._lock_parts = True

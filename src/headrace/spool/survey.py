@@ -43,6 +43,8 @@ class ListedFile:
     first: int | None
     verdict: str
     """good, bad, or none yet."""
+    produced_at: float
+    """When it was written: seconds since 1970, UTC."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -96,9 +98,11 @@ def list_files(path: Path) -> list[ListedFile]:
             verdict = channel.verdict(seq)
             word = "none yet" if verdict is None else "good" if verdict.good else "bad"
             with contextlib.suppress(FileNotFoundError):
+                status = file.lstat()
                 found.append(
                     ListedFile(
-                        split=channel.split, part=channel.part, seq=seq, name=file.name, bytes=file.lstat().st_size, rows=rows, first=first, verdict=word,
+                        split=channel.split, part=channel.part, seq=seq, name=file.name, bytes=status.st_size, rows=rows, first=first, verdict=word,
+                        produced_at=status.st_mtime,
                     )
                 )  # fmt: skip
     return found

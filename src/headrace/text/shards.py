@@ -30,7 +30,7 @@ import xxhash
 
 from headrace.compiled import CompiledLoops
 from headrace.errors import DataError, FileCorrupt
-from headrace.files import open_container, publish, write_container
+from headrace.files import open_container, publish, unreadable, write_container
 from headrace.order import fingerprint_json
 from headrace.text.pack import Packing, pack_kernels
 from headrace.text.token_batch import TokenBatch
@@ -426,7 +426,9 @@ def read_checked(path: Path, kind: str) -> dict[str, Any]:
         if path.stat().st_size > _MAX_JSON:
             raise FileCorrupt(f"{path} has {path.stat().st_size:,} bytes; at most {_MAX_JSON:,} are read")
         body = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise unreadable(path, error, f"{path} cannot be read: {error}. {_REMEDY}.") from error
+    except (ValueError, RecursionError) as error:
         raise FileCorrupt(f"{path} cannot be read: {error}. {_REMEDY}.") from error
     if not isinstance(body, dict) or body.get("kind") != kind:
         raise FileCorrupt(f"{path} is not a file of kind {kind!r}. {_REMEDY}.")

@@ -27,7 +27,6 @@ from headrace.spool import FieldSpec, FileHeader, open_batch_file, purge_spool, 
 from headrace.spool.ahead import Ahead
 from headrace.spool.batch_file import OFFSETS
 from headrace.spool.file_system import FileSystem
-from headrace.spool.taken import TakenFiles
 
 
 def queue(tmp_path):
@@ -622,11 +621,11 @@ def test_a_damaged_commit_point_stops_everybody_with_the_remedy(drawn, consumer,
     for _ in range(3):
         reader.get_batch("train")
     reader.close()
-    path = tmp_path / "spool" / "state" / "commit.json"
-    path.write_bytes(path.read_bytes().replace(b'"g":8', b'"g":9'))
-    with pytest.raises(FileCorrupt, match=r"commit.json does not say.*rewind=True"):
+    path = tmp_path / "spool" / "state" / "commit"
+    path.write_bytes(path.read_bytes().replace(b'"sum":"', b'"sum":" '))
+    with pytest.raises(FileCorrupt, match=r"state/commit does not say.*rewind=True"):
         consumer()
-    with pytest.raises(FileCorrupt, match=r"commit.json"):
+    with pytest.raises(FileCorrupt, match=r"state/commit"):
         drawn().run(("train",))
 
 
@@ -635,7 +634,7 @@ def test_a_damaged_read_position_is_as_good_as_none(drawn, consumer, tmp_path):
     reader = consumer(ack="commit")
     reader.get_batch("train")
     reader.close()
-    (tmp_path / "spool" / "state" / "read-0.json").write_bytes(b"\0" * 50)
+    (tmp_path / "spool" / "state" / "read-0").write_bytes(b"\0" * 50)
     assert drawn().folder.read_positions() == []
     assert consumer(ack="commit").get_batch("train") is not None
 
@@ -746,49 +745,6 @@ def test_waiting_for_data_means_all_parts(counted, consumer):
     assert reader.get_batch("train")["g"].tolist() == [0, 1, 2, 3]
 
 
-# -------------------------------------------------------------------------------------------- taken files
-
-
-def test_the_newest_whole_record_says_which_files_were_begun(tmp_path):
-    taken = TakenFiles(tmp_path)
-    assert taken.read("train") == (0, 0)
-    for seq in range(1, 6):
-        taken.write("train", seq, 8 * seq)
-        assert taken.read("train") == (seq, 8 * seq)
-        assert TakenFiles(tmp_path).read("train") == (seq, 8 * seq), "as another process finds it"
-    taken.close()
-    path = tmp_path / "taken-train"
-    whole = path.read_bytes()
-    assert len(whole) == 512
-    for bit in range(256 * 8, 380 * 8):  # the fifth lies in the second place
-        path.write_bytes(bytes(b ^ (1 << bit % 8) if i == bit // 8 else b for i, b in enumerate(whole)))
-        assert TakenFiles(tmp_path).read("train") in ((4, 32), (5, 40)), bit
-    for cut in range(512):
-        path.write_bytes(whole[:cut])
-        assert TakenFiles(tmp_path).read("train") in ((0, 0), (4, 32), (5, 40)), cut
-    path.write_bytes(whole[:300] + bytes(212))
-    taken = TakenFiles(tmp_path)
-    taken.write("train", 5, 40)  # goes on behind the older one
-    assert TakenFiles(tmp_path).read("train") == (5, 40)
-
-
-def test_who_is_let_go_without_being_closed_keeps_no_descriptor(tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
-        TakenFiles(tmp_path).write("train", 1, 1)
-    assert len(os.listdir("/proc/self/fd")) < before + 5
-
-
-@pytest.mark.parametrize("kind", ["link", "folder", "fifo"])
-def test_what_lies_in_the_place_of_a_record_is_neither_followed_nor_waited_for(tmp_path, kind):
-    path, outside = tmp_path / "taken-train", tmp_path / "outside"
-    outside.write_bytes(b"precious")
-    {"link": lambda: path.symlink_to(outside), "folder": path.mkdir, "fifo": lambda: os.mkfifo(path)}[kind]()
-    with pytest.raises(StorageError, match=r"taken-train cannot be used: .*remove what lies there"):
-        TakenFiles(tmp_path).write("train", 1, 1)
-    assert outside.read_bytes() == b"precious"
-
-
 def test_a_purged_spool_is_read_from_its_beginning_again(drawn, consumer, tmp_path):
     drawn(max_backlog_files=3).run(("train",), max_files=3)
     reader = consumer()
@@ -872,7 +828,7 @@ def test_files_are_read_on_while_a_full_disk_lets_nothing_be_committed(drawn, co
 
     def refused(folder, points):
         if full.is_set():
-            raise StorageError("commit.json could not be written: No space left on device")
+            raise StorageError("commit could not be written: No space left on device")
         write(folder, points)
 
     monkeypatch.setattr(type(reader._folder), "write_commit_points", refused)

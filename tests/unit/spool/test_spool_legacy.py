@@ -60,6 +60,54 @@ def test_legacy_files_are_read_in_numeric_order_in_a_circle_and_filled_by_repeat
     assert [f.name for f in reader.schema("train")] == ["x", "y"]
 
 
+LEGACY_META = {"vocab_size": 3, "stoi": {"a": 0, "b": 1}, "itos": {0: "a", 1: "b"}}
+
+
+def test_a_legacy_folder_whose_meta_holds_only_a_vocabulary_is_read(tmp_path, consumer):
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(LEGACY_META))
+    torch.save(rows(0, 6), tmp_path / "train_batches_0000.pt")
+    with pytest.raises(ConfigError, match=r"say how large a batch is: give batch_size"):
+        consumer(tmp_path)
+    reader = consumer(tmp_path, batch_size=3)
+    assert reader.meta == LEGACY_META
+    assert [reader.get_batch("train", "cpu")[0][:, 0].tolist() for _ in range(3)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
+    reader.set_batch_size(2)
+    assert len(reader.get_batch("train", "cpu")[0]) == 2
+
+
+def test_the_batch_size_of_a_legacy_folder_comes_from_its_files_where_the_meta_has_none(tmp_path, consumer):
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(LEGACY_META))
+    about = {"batch_size": 2, "block_size": 2, "num_batches": 3, "file_idx": 0, "split": "train"}
+    torch.save(rows(0, 6) | {"metadata": about}, tmp_path / "train_batches_0000.pt")
+    reader = consumer(tmp_path)
+    assert (reader.batch_size, reader.meta["batch_size"]) == (2, 2)
+    with pytest.warns(UserWarning, match="was made with batch_size 2"):
+        consumer(tmp_path, batch_size=3)
+
+
+def test_a_meta_that_holds_only_a_vocabulary_is_refused_where_there_is_a_queue_or_no_batch_file(tmp_path, consumer):
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(LEGACY_META))
+    with pytest.raises(ConfigError, match="meta has no 'dataset_name'"):
+        consumer(tmp_path, batch_size=2)
+    torch.save(rows(0, 6), tmp_path / "train_batches_0000.pt")
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(LEGACY_META | {"vocab_size": "three"}))
+    with pytest.raises(ConfigError, match="vocab_size is 'three'"):
+        consumer(tmp_path, batch_size=2)
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(LEGACY_META))
+    (tmp_path / "queue").mkdir()
+    with pytest.raises(ConfigError, match="meta has no 'dataset_name'"):
+        consumer(tmp_path, batch_size=2)
+
+
+def test_a_provider_leaves_a_legacy_folder_as_it_is(tmp_path, drawn, consumer):
+    (tmp_path / "spool").mkdir()
+    (tmp_path / "spool" / "meta.pkl").write_bytes(pickle.dumps(LEGACY_META))
+    torch.save(rows(0, 6), tmp_path / "spool" / "train_batches_0000.pt")
+    with pytest.raises(ConfigError, match="has a meta that another program wrote"):
+        drawn().run()
+    assert consumer(batch_size=3).get_batch("train", "cpu")[0][:, 0].tolist() == [0, 1, 2]
+
+
 def test_legacy_reading_resumes_anywhere_on_any_number_of_ranks(folder, consumer):
     for number in range(3):
         torch.save(rows(100 * number, 6), folder / f"train_batches_{number:04d}.pt")

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import pickle
+import re
+import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +21,7 @@ import torch
 from headrace.errors import ConfigError, DataError, DeadlineExceeded
 from headrace.metrics import Meter
 from headrace.spool import DataProviderBase, open_batch_file, purge_spool, read_meta
-from headrace.spool.survey import describe, verify
+from headrace.spool.survey import describe, list_files, verify
 
 
 def bytes_of(folder):
@@ -63,6 +69,47 @@ def test_a_file_is_plain_safetensors_with_the_schema_in_its_header(drawn, tmp_pa
     header = open_batch_file(path).header
     assert (header.seq, header.first, header.rows, header.batch_size, header.num_batches) == (5, 40, 8, 4, 2)
     assert [f.name for f in header.schema] == ["x", "y"]
+
+
+@pytest.mark.parametrize("file_format", ["safetensors", "pt"])
+def test_when_a_file_was_made_is_known_and_not_in_its_bytes(drawn, tmp_path, file_format):
+    before = time.time()
+    path = drawn(file_format=file_format).produce_one_file("train", 0)
+    first = path.read_bytes()
+    assert before - 0.1 <= open_batch_file(path).produced_at <= time.time() + 0.1
+    os.utime(path, (1e9, 1e9))
+    assert open_batch_file(path).produced_at == list_files(tmp_path / "spool")[0].produced_at == 1e9
+    path.unlink()
+    assert drawn(file_format=file_format).produce_one_file("train", 0).read_bytes() == first
+
+
+def test_a_provider_logs_a_line_for_each_file_and_more_where_it_is_verbose(drawn, caplog):
+    caplog.set_level(logging.INFO, "headrace.spool")
+    drawn(max_backlog_files=3).run(("train",), max_files=3)
+    lines = [r.getMessage() for r in caplog.records if r.name == "headrace.spool"]
+    assert [re.sub(r"[\d.]+ s", "T", line) for line in lines] == [
+        f"train {k}: published in T, backlog {k + 1}" for k in range(3)
+    ]
+    caplog.clear()
+    with pytest.raises(DeadlineExceeded):
+        drawn(max_backlog_files=4, verbose=True, deadline=0.1).run(("train",))
+    lines = [r.getMessage() for r in caplog.records]
+    assert re.fullmatch(r"train 3: 8 rows, 384 bytes; [\d.]+ s to make, [\d.]+ s to write", lines[0])
+    assert lines[1].endswith("backlog 4")
+    assert lines[2:] == ["waiting for consumers: 4 files of train are ahead"]
+
+
+def test_a_script_that_set_up_no_logging_shows_a_line_for_each_file_and_one_that_did_decides(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[2])\n"
+        "from conftest import Drawn\n"
+        "{setup}\n"
+        "Drawn(sys.argv[1], batch_size=4, batches_per_file=2).run(('train',), max_files=2)"
+    )
+    for name, setup, lines in (("a", "", 2), ("b", "import logging; logging.basicConfig(level=logging.WARNING)", 0)):
+        words = [sys.executable, "-c", code.format(setup=setup), tmp_path / name, Path(__file__).parent]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+        assert (done.stdout, done.stderr.count(": published in")) == ("", lines)
 
 
 def test_pt_files_on_request_are_what_the_document_describes(drawn):

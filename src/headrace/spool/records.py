@@ -1,0 +1,183 @@
+"""Small state files: sealed JSON, and records that are overwritten in place.
+
+    seal(value), read_sealed(path)            JSON with its checksum; a file that fails it is damaged, never a value
+
+    reserve_record(path, {"splits": {}})      make a file with room for two records
+    write_record(path, value, durable=True)   overwrite the older record
+    read_record(path)                         the newer record that is whole
+
+A consumer writes its own state as records. On a full disk only a commit frees room, so a commit must not need any; a new file that takes
+the place of the old one needs an inode and a block. A record file has two slots of equal size. Each holds a sealed record with a
+number that counts up. A record that was torn by a crash leaves the other one, which is the value before.
+
+The slots of a new file are whole blocks of 4 KiB, so that a power cut while one is written does not touch the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from headrace.errors import FileCorrupt, StorageError
+from headrace.files import publish, unreadable
+
+__all__ = ["read_record", "read_sealed", "reserve_record", "seal", "write_record"]
+
+_MAX_SEALED = 4 << 20
+_BLOCK = 4096
+_NUMBER = "turn"
+"""Key under which a record holds its number."""
+
+
+def seal(value: Any) -> bytes:
+    """A JSON value with its checksum, as the bytes of a small file."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return f'{{"sum":"{xxhash.xxh3_128_hexdigest(text.encode())}","value":{text}}}\n'.encode()
+
+
+def _unsealed(raw: bytes) -> Any:
+    """The value in sealed bytes. A ValueError says what is wrong with them."""
+    try:
+        value = json.loads(raw)["value"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError("it is not sealed JSON") from error
+    if seal(value) != raw:
+        raise ValueError("it fails its checksum")
+    return value
+
+
+def read_sealed(path: Path | str) -> Any:
+    """The value of a sealed file; None if there is no file.
+
+    Raises:
+        FileCorrupt: The file is not what was written.
+        StorageError: The system could not read it: out of descriptors or memory, or a failing disk.
+    """
+    raw = _read(path)
+    try:
+        return None if raw is None else _unsealed(raw)
+    except ValueError as error:
+        raise FileCorrupt(f"{path} is damaged: {error}") from error
+
+
+def _read(path: Path | str) -> bytes | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        return os.read(fd, _MAX_SEALED)
+    except OSError as error:
+        raise unreadable(path, error, f"{path} cannot be read: {error.strerror or error}") from error
+    finally:
+        os.close(fd)
+
+
+# ------------------------------------------------------------------------------------------------ records
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """The newest whole record; None if there is no file.
+
+    A record that is being written is not whole. Then the file is read again until two readings agree, because a writer that is
+    two records ahead of a slow reader may have overwritten both slots meanwhile.
+
+    Raises:
+        FileCorrupt: No record is whole.
+        StorageError: The system could not read the file.
+    """
+    before = None
+    while True:
+        raw = _read(path)
+        if raw is None:
+            return None
+        found = _whole(raw)
+        if len(found) == 2 or raw == before:
+            break
+        before = raw
+    if not found:
+        raise FileCorrupt(f"{path} is damaged: neither of its records is whole")
+    return max(found, key=lambda entry: entry[0])[2]
+
+
+def reserve_record(path: Path, value: Mapping[str, Any], *, size: int = _BLOCK, durable: bool = True) -> None:
+    """Make a record file that holds `value`, unless there is a file.
+
+    Args:
+        path: The file.
+        value: The first record.
+        size: Bytes of a record to leave room for.
+        durable: Whether the file survives a power cut.
+    """
+    if not os.path.lexists(path):
+        with contextlib.suppress(FileExistsError):
+            publish(path, _new_file(value, size), durable=durable)
+
+
+def write_record(path: Path, value: Mapping[str, Any], *, durable: bool) -> None:
+    """Overwrite the older record of a file. StorageError if that fails: the newer one is still there then.
+
+    A file that is missing, has no room for the value or has no whole record is made anew; only this needs room on the disk.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        publish(path, _new_file(value), replace=True, durable=durable)
+        return
+    except OSError as error:
+        raise StorageError(_sentence(path, error.strerror or str(error))) from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise StorageError(_sentence(path, "it is not a regular file"))
+        raw = os.pread(fd, _MAX_SEALED, 0)
+        number, place, _ = max(_whole(raw), default=(-1, 0, None), key=lambda entry: entry[0])
+        record, slot = seal({_NUMBER: number + 1, **value}), len(raw) // 2
+        if number < 0 or len(record) > slot:
+            publish(path, _new_file(value, number=number + 1), replace=True, durable=durable)
+            return
+        place = 1 - place
+        if os.pwrite(fd, record.ljust(slot), place * slot) != slot:
+            raise OSError("fewer bytes were written than asked for")
+        if durable:
+            try:
+                os.fsync(fd)
+            except OSError:
+                # The kernel may have dropped the bytes and count them as written. Nobody may take this record for one on the disk, least
+                # of all the next attempt, which would overwrite the other one. It writes this slot again.
+                with contextlib.suppress(OSError):
+                    os.pwrite(fd, b" " * slot, place * slot)
+                raise
+    except OSError as error:
+        raise StorageError(_sentence(path, error.strerror or str(error))) from error
+    finally:
+        os.close(fd)
+
+
+def _new_file(value: Mapping[str, Any], size: int = _BLOCK, *, number: int = 0) -> bytes:
+    record = seal({_NUMBER: number, **value})
+    slot = -(-max(size, len(record)) // _BLOCK) * _BLOCK
+    return record.ljust(2 * slot)
+
+
+def _whole(raw: bytes) -> list[tuple[int, int, dict[str, Any]]]:
+    """(number, slot, value) of each record that is whole."""
+    found = []
+    slot = len(raw) // 2
+    for place in (0, 1):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            value = _unsealed(raw[place * slot : (place + 1) * slot].rstrip(b" "))
+            found.append((int(value.pop(_NUMBER)), place, value))
+    return found
+
+
+def _sentence(path: Path, reason: str) -> str:
+    return f"{path} cannot be used: {reason}. Free space, or remove what lies there, and run again"
