@@ -152,11 +152,12 @@ class DatasetConsumer:
         reader = self._readers.get(split) or self._reader(split)
         arrays = reader.read(self.batch_size)
         tensors = self._tensors(reader.schema, arrays, device)
-        # The last thing before the batch counts as delivered: a process that was stopped until here, while another consumer took its lock, finds out.
+        batch = (tensors["x"], tensors["y"]) if tensors.keys() == {"x", "y"} else tensors
+        self._meter.add_both("spool/batches", 1, "spool/bytes", sum(array.nbytes for array in arrays.values()))
+        # Last of all: a process that was stopped, while another consumer took its lock, finds out here. The state counts only what is handed out.
         self._lock.require_recent()
         reader.advance()
-        self._meter.add_both("spool/batches", 1, "spool/bytes", sum(array.nbytes for array in arrays.values()))
-        return (tensors["x"], tensors["y"]) if len(tensors) == 2 and "x" in tensors and "y" in tensors else tensors
+        return batch
 
     def _tensors(
         self, schema: Sequence[FieldSpec], arrays: Mapping[str, np.ndarray], device: str | torch.device | None
