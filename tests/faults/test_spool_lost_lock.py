@@ -97,7 +97,9 @@ def test_a_stopped_consumer_that_lost_its_lock_delivers_nothing_that_is_asked_fo
             after = log.read_text().splitlines()[len(before) :]
             asked = {line.split()[1] for line in after if line.startswith("asked")}
             got = {line.split()[1]: int(line.split()[2]) for line in after if line.startswith("got")}
-            assert not got.keys() & asked, f"round {turn}: {len(got.keys() & asked)} batches were asked for and delivered"
+            assert not got.keys() & asked, (
+                f"round {turn}: {len(got.keys() & asked)} batches were asked for and delivered"
+            )
             assert len(got) <= 1
             in_flight += sum(at > stopped_at for at in got.values())
             assert "lost its rank lock: consumer-0.lock was removed and is now held by rank 0 of 1" in said

@@ -18,7 +18,6 @@ slices rows that are in memory (reader.py). Every wait has a name and a deadline
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,7 @@ from headrace.spool.batch_file import BatchFile
 from headrace.spool.channel import Channel
 from headrace.spool.file_system import FileSystem
 from headrace.spool.folder import SpoolFolder
+from headrace.spool.journal import FileJournal
 from headrace.spool.legacy import LegacyReader, legacy_fingerprint
 from headrace.spool.meta import CIRCULAR_SPLITS, FieldSpec, read_meta, schema_of
 from headrace.spool.rank_lock import RankLock
@@ -55,15 +55,11 @@ __all__ = ["DatasetConsumer"]
 _KIND, _VERSION = "spool", 1
 _FILES_AHEAD = 2
 """With one, the background thread waited for the trainer whenever the trainer had waited for it."""
-_log = logging.getLogger("headrace.spool")
 
 register(
     MetricSpec("spool/batches", Reduction.SUM, unit="batches", help="batches delivered"),
     MetricSpec("spool/bytes", Reduction.SUM, unit="B", help="bytes of delivered batches"),
-    MetricSpec("spool/files_read", Reduction.SUM, unit="files", help="files read to their end"),
-    MetricSpec("spool/files_bad", Reduction.SUM, unit="files", healthy=(0, 0), help="files that were judged bad and set aside"),
-    MetricSpec("spool/retries", Reduction.SUM, healthy=(0, 0), help="deletions and state writes that had to be tried again"),
-)  # fmt: skip
+)
 
 
 class DatasetConsumer:
@@ -97,7 +93,8 @@ class DatasetConsumer:
             batch_size=batch_size, deadline=deadline, verdict_patience=verdict_patience, archive=archive, copy=copy,
         )  # fmt: skip
         self.data_dir = self.settings.data_dir
-        self._report, self._meter = report, meter if meter is not None else default_meter()
+        self._meter = meter if meter is not None else default_meter()
+        self._journal = FileJournal(self.data_dir, report, self._meter)
         self._folder = SpoolFolder(self.data_dir)
         self.meta: dict[str, Any] = read_meta(self.data_dir)
         self._ours: dict[str, Any] = self.meta.get("headrace") or {}
@@ -112,8 +109,6 @@ class DatasetConsumer:
         self._stripe = Stripe(rank=dp_rank, world_size=dp_world_size)
         self._readers: dict[str, SplitReader | LegacyReader] = {}
         self._channels: dict[tuple[str, int], Channel] = {}
-        self._counts = {"bad_files": 0, "files_read": 0, "retries": 0}
-        self._last_problem = ""
         self._last_state: dict[str, Any] | None = None
         """Once closed."""
         self._reset: set[str] = set()
@@ -124,10 +119,10 @@ class DatasetConsumer:
         """Memory of gathered rows: of the file that is read, two ahead, and one of which a batch is still in use."""
         self._pins: bool | None = None
         """Whether batches for no device in particular are pinned."""
-        self._background = BackgroundThread("spool", on_error=self._on_failure, meter=self._meter)
+        self._background = BackgroundThread("spool", on_error=self._journal.task_failed, meter=self._meter)
         self._lock = RankLock(self._folder, dp_rank, dp_world_size, self._meter)
         self._checker = FileChecker(
-            self.meta, self._stripe, self._lock, patience=verdict_patience, deadline=deadline, on_bad=self._on_bad_file, writable=not self.copy
+            self.meta, self._stripe, self._lock, patience=verdict_patience, deadline=deadline, on_bad=self._journal.file_bad, writable=not self.copy
         )  # fmt: skip
         self._retention = Retention(
             self._folder, self._lock, self._background, self._channel, self._positions, ack=ack, archive=archive,
@@ -135,7 +130,7 @@ class DatasetConsumer:
         )  # fmt: skip
         if self._queued:
             for sentence in disk.warnings:
-                self._tell(f"{self.data_dir}: {sentence}", logging.WARNING)
+                self._journal.disk_warning(sentence)
             self._folder.prepare()
             self._lock.acquire()
             if dp_rank == 0:
@@ -166,15 +161,13 @@ class DatasetConsumer:
         import torch
 
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        for field in schema:
-            if field.dtype == "bfloat16":
-                tensors[field.name] = tensors[field.name].view(torch.bfloat16)
+        tensors |= {f.name: tensors[f.name].view(torch.bfloat16) for f in schema if f.dtype == "bfloat16"}
+        if device == "cpu":
+            return tensors
         if device is None:
             if self._pins is None:  # to ask takes 4 us
                 self._pins = self.settings.device_type == "cuda" and torch.cuda.is_available()
             return {name: tensor.pin_memory() for name, tensor in tensors.items()} if self._pins else tensors
-        if device == "cpu":
-            return tensors
         if torch.device(device).type == "cuda":
             return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
         return {name: tensor.to(device) for name, tensor in tensors.items()}
@@ -237,8 +230,8 @@ class DatasetConsumer:
                 entry["backlog"] = "low" if ahead <= low else "high" if ahead >= high else "normal"
             splits[split] = entry
         return {
-            "splits": splits, "batch_size": self.batch_size, "rank": self._stripe.rank, "world_size": self._stripe.world_size, **self._counts,
-            "files_deleted": self._retention.deleted, "last_problem": self._last_problem,
+            "splits": splits, "batch_size": self.batch_size, "rank": self._stripe.rank, "world_size": self._stripe.world_size, **self._journal.counts,
+            "files_deleted": self._retention.deleted, "last_problem": self._journal.last_problem,
         }  # fmt: skip
 
     # ------------------------------------------------------------------------------------------- state
@@ -348,7 +341,8 @@ class DatasetConsumer:
                 seq=seq, start=start, circular=circular, keep=self.settings.cache_files,
             )  # fmt: skip
             prefetch = Prefetch(
-                self._background, files.open_next, depth=_FILES_AHEAD, wait_name="spool.open", while_waiting=self._lock.require, meter=self._meter
+                self._background, files.open_next, depth=_FILES_AHEAD, wait_name="spool.open", while_waiting=self._lock.require,
+                meter=self._meter,
             )  # fmt: skip
             readers.append(PartReader(channel.part, prefetch, seq, start))
         return SplitReader(
@@ -381,41 +375,22 @@ class DatasetConsumer:
 
     def _finished(self, reader: SplitReader, part: PartReader, opened: OpenFile) -> None:
         """All rows of a file were delivered. What follows from it is done in the background."""
-        self._counts["files_read"] += not reader.circular
-        settle = (
+        follow = (
             self._retire
             if reader.circular
             else partial(self._settle, reader.split, part.number, opened.seq, opened.end)
         )
-        self._background.post(partial(settle, opened.file))
+        self._background.post(partial(follow, opened.file))
 
     def _settle(self, split: str, part: int, seq: int, end: int, file: BatchFile) -> None:
-        """Count, commit or delete a file that was read to its end. In the background thread."""
-        self._meter.add("spool/files_read")
+        """Tell the provider, or delete the file. In the background thread."""
         self._retention.finished([(split, seq, end)])
-        self._tell(f"{self._channel(split, part)} {seq}: read")
+        self._journal.file_read(f"{self._channel(split, part)} {seq}: read, {file.rows:,} rows")
         self._retire(file)
 
     def _retire(self, file: BatchFile) -> None:
         """Unmap files that are no longer used: here, because a trainer that drops the last batch of 32 MiB would do it in its step (1 to 3 ms)."""
         self._retired = [file for file in (*self._retired, file) if file.held]
-
-    def _on_bad_file(self, sentence: str) -> None:
-        self._counts["bad_files"] += 1
-        self._meter.add("spool/files_bad")
-        self._tell(sentence, logging.WARNING)
-
-    def _on_failure(self, problem: str) -> None:
-        self._counts["retries"] += 1
-        self._meter.add("spool/retries")
-        if problem != self._last_problem:
-            self._last_problem = problem
-            self._tell(f"{self.data_dir}: {problem}; trying again", logging.WARNING)
-
-    def _tell(self, sentence: str, level: int = logging.INFO) -> None:
-        _log.log(level, "%s", sentence)
-        if self._report is not None:
-            self._report(sentence)
 
     def close(self) -> None:
         """Finish what is left to delete (for at most 5 s), stop the thread, let go of the rank lock."""
