@@ -22,7 +22,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -30,36 +30,95 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from headrace.errors import ConfigError, CursorMismatch, DeadlineExceeded, EndOfData, HeadraceError
 from headrace.metrics import Meter, MetricSpec, Reduction, default_meter, register
 from headrace.order import Cursor
-from headrace.runtime.background import BackgroundThread
-from headrace.runtime.prefetch import Prefetch
-from headrace.spool.batch_file import BatchFile
-from headrace.spool.channel import Channel
 from headrace.spool.file_system import FileSystem
-from headrace.spool.folder import SpoolFolder
 from headrace.spool.journal import FileJournal
 from headrace.spool.legacy import LegacyReader, legacy_fingerprint
 from headrace.spool.meta import CIRCULAR_SPLITS, FieldSpec, read_meta, schema_of
-from headrace.spool.rank_lock import RankLock
-from headrace.spool.reader import OpenFile, PartFiles, PartReader, SplitReader, checked_position
-from headrace.spool.retention import Retention
-from headrace.spool.rows import BufferPool, Stripe
-from headrace.spool.settings import ConsumerSettings
-from headrace.spool.verdicts import FileChecker
+from headrace.spool.rank_queue import RankQueue
+from headrace.spool.reader import SplitReader, checked_position
+from headrace.spool.rows import Stripe
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["DatasetConsumer"]
+__all__ = ["ConsumerSettings", "DatasetConsumer"]
 
 _KIND, _VERSION = "spool", 1
-_FILES_AHEAD = 2
-"""With one, the background thread waited for the trainer whenever the trainer had waited for it."""
 
 register(
     MetricSpec("spool/batches", Reduction.SUM, unit="batches", help="batches delivered"),
     MetricSpec("spool/bytes", Reduction.SUM, unit="B", help="bytes of delivered batches"),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerSettings:
+    """What a consumer was told. ConfigError names every argument that cannot be."""
+
+    data_dir: Path
+    """Folder of the spool."""
+    device_type: str
+    """"cuda": batches for no device in particular are pinned, where there is a CUDA device."""
+    prefer_queue: bool
+    """Read `queue/` where there is one; else the legacy files `{split}_batches_*.pt`."""
+    cache_files: int
+    """Files of a circular split, or of a legacy folder, that stay open."""
+    high_watermark: int
+    """Files ahead from which on `stats()` says that the backlog is high."""
+    low_watermark: int
+    """Files ahead up to which `stats()` says that the backlog is low."""
+    ack: Literal["consume", "commit"]
+    """When files may be deleted: once all rows were delivered, or below what `commit` was given."""
+    dp_rank: int
+    dp_world_size: int
+    batch_size: int | None
+    """Samples of a whole batch, over all ranks; None: the provider's."""
+    deadline: float
+    """The longest wait for a batch, in seconds."""
+    verdict_patience: float
+    """Seconds after which a rank judges a file itself, because the rank whose turn it is has not."""
+    archive: int
+    """How many files to keep in archives/ instead of deleting them."""
+    copy: bool | None
+    """Whose memory a batch is. Writing to one never changes the file or another batch.
+
+    False   views of the mapped file, which stays on the disk as long as a batch of it is referred to. Those of one of several ranks are every
+            W-th row of it, so they are not contiguous: `reshape`, not `view`
+    True    rows that the background thread gathered in memory that is used again, and kept as long as a batch of it is referred to. Three files'
+            shares are in memory at a time. Batches of a file lie side by side, as slices do: clone one to save or send it alone
+    None    False for a single rank on a local disk; True for several ranks, and on a network file system, where a file can be taken away from
+            under a view
+    """
+
+    def __post_init__(self) -> None:
+        whole = (("cache_files", self.cache_files, 1), ("dp_rank", self.dp_rank, 0), ("dp_world_size", self.dp_world_size, 1), ("archive", self.archive, 0))  # fmt: skip
+        problems = [
+            f"{name} is {value!r}, expected a whole number of {least} or more"
+            for name, value, least in whole
+            if type(value) is not int or value < least
+        ]
+        if self.ack not in ("consume", "commit"):
+            problems.append(f'ack is {self.ack!r}; it is "consume" or "commit"')
+        if not problems and self.dp_rank >= self.dp_world_size:
+            problems.append(f"dp_rank is {self.dp_rank}, with a dp_world_size of {self.dp_world_size} it is below that")
+        if not problems and self.ack == "consume" and self.dp_world_size > 1:
+            problems.append(
+                f'ack is "consume" with {self.dp_world_size} ranks, of which one would delete what others still need; use ack="commit" and call commit()'
+            )
+        if not self.data_dir.is_dir():
+            problems.append(
+                f"{self.data_dir} is not a folder: start its provider first, or give the folder of one that ran"
+            )
+        if problems:
+            raise ConfigError([f"DatasetConsumer: {problem}" for problem in problems])
+
+    def check_share(self, batch_size: int) -> None:
+        """ConfigError if a batch cannot be shared evenly by the ranks."""
+        if batch_size % self.dp_world_size:
+            raise ConfigError(
+                f"DatasetConsumer: a batch of {batch_size} samples cannot be shared by {self.dp_world_size} ranks; choose a multiple"
+            )
 
 
 class DatasetConsumer:
@@ -94,12 +153,7 @@ class DatasetConsumer:
         )  # fmt: skip
         self.data_dir = self.settings.data_dir
         self._meter = meter if meter is not None else default_meter()
-        self._journal = FileJournal(self.data_dir, report, self._meter)
-        self._folder = SpoolFolder(self.data_dir)
         self.meta: dict[str, Any] = read_meta(self.data_dir)
-        self._ours: dict[str, Any] = self.meta.get("headrace") or {}
-        """What a provider of headrace wrote about the spool; nothing for the timestamped `.pt` layout and for legacy folders."""
-        self._queued = prefer_queue and (self.data_dir / "queue").is_dir()
         self.batch_size: int = self.meta["batch_size"]
         if batch_size is not None:
             self.set_batch_size(batch_size)
@@ -108,37 +162,20 @@ class DatasetConsumer:
         self.copy = copy if copy is not None else not disk.local or dp_world_size > 1
         self._stripe = Stripe(rank=dp_rank, world_size=dp_world_size)
         self._readers: dict[str, SplitReader | LegacyReader] = {}
-        self._channels: dict[tuple[str, int], Channel] = {}
         self._last_state: dict[str, Any] | None = None
         """Once closed."""
-        self._reset: set[str] = set()
-        """Splits that this consumer began before, and reads again."""
-        self._retired: list[BatchFile] = []
-        """Files read to their end, of which a batch is still in use."""
-        self._gathered = BufferPool(4 * len(self.meta["batch_schema"]))
-        """Memory of gathered rows: of the file that is read, two ahead, and one of which a batch is still in use."""
         self._pins: bool | None = None
         """Whether batches for no device in particular are pinned."""
-        self._background = BackgroundThread("spool", on_error=self._journal.task_failed, meter=self._meter)
-        self._lock = RankLock(self._folder, dp_rank, dp_world_size, self._meter)
-        self._checker = FileChecker(
-            self.meta, self._stripe, self._lock, patience=verdict_patience, deadline=deadline, on_bad=self._journal.file_bad, writable=not self.copy
-        )  # fmt: skip
-        self._retention = Retention(
-            self._folder, self._lock, self._background, self._channel, self._positions, ack=ack, archive=archive,
-            kept_below=1 if self._ours.get("kind") == "sequential" else 0, deadline=deadline, meter=self._meter,
-        )  # fmt: skip
-        if self._queued:
+        self._journal = FileJournal(self.data_dir, report, self._meter)
+        self._queue: RankQueue | None = None
+        """None: a folder of legacy files."""
+        if prefer_queue and (self.data_dir / "queue").is_dir():
             for sentence in disk.warnings:
                 self._journal.disk_warning(sentence)
-            self._folder.prepare()
-            self._lock.acquire()
-            if dp_rank == 0:
-                try:
-                    self._retention.recover()
-                except BaseException:
-                    self._lock.release()
-                    raise
+            self._queue = RankQueue(
+                self.data_dir, self.meta, self._stripe, self._journal, self._meter, ack=ack, archive=archive, copy=self.copy,
+                cache_files=cache_files, deadline=deadline, verdict_patience=verdict_patience,
+            )  # fmt: skip
 
     # ----------------------------------------------------------------------------------------- batches
 
@@ -150,7 +187,8 @@ class DatasetConsumer:
         batch = (tensors["x"], tensors["y"]) if tensors.keys() == {"x", "y"} else tensors
         self._meter.add_both("spool/batches", 1, "spool/bytes", sum(array.nbytes for array in arrays.values()))
         # Last of all: a process that was stopped, while another consumer took its lock, finds out here. The state counts only what is handed out.
-        self._lock.require_recent()
+        if self._queue is not None:
+            self._queue.lock.require_recent()
         reader.advance()
         return batch
 
@@ -204,8 +242,8 @@ class DatasetConsumer:
 
     def schema(self, split: str = "train") -> list[FieldSpec]:
         """The fields of a batch."""
-        reader = self._reader(split) if not self._queued else None
-        if isinstance(reader, LegacyReader):
+        reader = self._reader(split) if self._queue is None else None
+        if isinstance(reader, LegacyReader):  # it is known once the first file is open
             reader.prefetch()
             return list(reader.schema)
         return list(schema_of(self.meta["batch_schema"]))
@@ -216,22 +254,15 @@ class DatasetConsumer:
         for split, reader in self._readers.items():
             state = reader.state()
             file, row = state["at"][0]
-            entry = {
-                "samples": state["g"],
-                "batches": reader.batches,
-                "file": file,
-                "row": row,
-                "batch": row // self.batch_size,
-            }
-            if isinstance(reader, SplitReader) and not reader.circular:
-                present = [(part, seq) for part in reader.parts for seq in self._channel(split, part.number).present()]
-                entry["backlog_files"] = ahead = sum(seq >= part.seq for part, seq in present)
+            entry = splits[split] = {"samples": state["g"], "batches": reader.batches, "file": file, "row": row, "batch": row // self.batch_size}  # fmt: skip
+            if self._queue is not None and split not in CIRCULAR_SPLITS:
+                entry["backlog_files"] = ahead = self._queue.files_ahead(split)
                 low, high = self.settings.low_watermark, self.settings.high_watermark
                 entry["backlog"] = "low" if ahead <= low else "high" if ahead >= high else "normal"
-            splits[split] = entry
         return {
-            "splits": splits, "batch_size": self.batch_size, "rank": self._stripe.rank, "world_size": self._stripe.world_size, **self._journal.counts,
-            "files_deleted": self._retention.deleted, "last_problem": self._journal.last_problem,
+            "splits": splits, "batch_size": self.batch_size, "rank": self._stripe.rank, "world_size": self._stripe.world_size,
+            **self._journal.counts, "last_problem": self._journal.last_problem,
+            "files_deleted": 0 if self._queue is None else self._queue.retention.deleted,
         }  # fmt: skip
 
     # ------------------------------------------------------------------------------------------- state
@@ -247,22 +278,20 @@ class DatasetConsumer:
     def load_state_dict(self, state: Mapping[str, Any], *, rewind: bool = False) -> None:
         """Go on where `state` was taken, with any number of ranks. `rewind`: also below the commit point, where the provider makes files again."""
         positions = self._positions_in(state)
-        for split, position in positions.items():
-            if self._queued and split not in CIRCULAR_SPLITS:
-                self._allow_position(split, position, rewind)
+        if self._queue is not None:
+            for split, position in positions.items():
+                self._queue.require_position(split, position, rewind=rewind)
         self.reset_state()
         for split, position in positions.items():
             self._readers[split] = self._make_reader(split, position)
-        self._retention.tell_position()
 
     def reset_state(self, split: str | None = None) -> None:
         """Read a split (or all) again: a circular one from its beginning, a queue from the commit point. With `ack="consume"` that is the file that is
         being read: those before it are deleted."""
         for name in [split] if split is not None else list(self._readers):
-            reader = self._readers.pop(name, None)
-            self._reset.add(name)
-            if isinstance(reader, SplitReader):
-                reader.close()
+            self._readers.pop(name, None)
+            if self._queue is not None:
+                self._queue.drop(name)
 
     def commit(self, state: Mapping[str, Any] | None = None) -> None:
         """Let go of what lies before `state` (before what was delivered until now, if none is given).
@@ -270,9 +299,9 @@ class DatasetConsumer:
         For `ack="commit"`. Call it after all ranks have saved, with the oldest state among the checkpoints still kept. Rank 0
         writes the point, durably, before anything is deleted; on other ranks, and in legacy folders, it does nothing.
         """
-        if self._stripe.rank == 0 and self._queued:
+        if self._stripe.rank == 0 and self._queue is not None:
             positions = self._positions_in(state if state is not None else self.state_dict())
-            self._retention.move_commit({s: p for s, p in positions.items() if s not in CIRCULAR_SPLITS})
+            self._queue.retention.move_commit({s: p for s, p in positions.items() if s not in CIRCULAR_SPLITS})
 
     def _positions_in(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The position of every split in a state of this spool; CursorMismatch if it is of another one."""
@@ -281,128 +310,39 @@ class DatasetConsumer:
         splits = cursor.body.get("splits")
         if not isinstance(splits, Mapping):
             raise CursorMismatch("spool state has no splits: it was not made by state_dict()")
-        return {str(s): checked_position(str(s), value, self._parts_of(str(s))) for s, value in splits.items()}
-
-    def _allow_position(self, split: str, position: Mapping[str, Any], rewind: bool) -> None:
-        """CursorMismatch if files from the position on were deleted, unless they are made again (`rewind`)."""
-        points = self._folder.commit_points()
-        point = points.get(split)
-        if point is None or all(a[0] >= c[0] for a, c in zip(position["at"], point["at"], strict=True)):
-            return
-        if not rewind:
-            raise CursorMismatch(
-                f"{self.data_dir}: the state stands at file {position['at'][0][0]} of {split}, and files below {point['at'][0][0]} were committed and deleted. "
-                "Load a newer state, or, where the provider can make files again, load with rewind=True",
-                {"file": (position["at"][0][0], point["at"][0][0])},
-            )
-        if self._stripe.rank == 0:
-            self._lock.require()
-            self._folder.write_commit_points({**points, split: dict(position)})
+        parts = {str(split): 1 if self._queue is None else self._queue.parts_of(str(split)) for split in splits}
+        return {str(split): checked_position(str(split), value, parts[str(split)]) for split, value in splits.items()}
 
     def _fingerprint(self) -> dict[str, str]:
-        # "document" is what saved states of the timestamped `.pt` layout say.
-        job = self._ours.get("job", "document") if self._queued else f"legacy {legacy_fingerprint(self.data_dir)}"
-        return {"job": job}
-
-    # ----------------------------------------------------------------------------------------- readers
+        return {"job": self._queue.job if self._queue is not None else f"legacy {legacy_fingerprint(self.data_dir)}"}
 
     def _reader(self, split: str) -> SplitReader | LegacyReader:
         if self._last_state is not None:
             raise HeadraceError(f"this consumer of {self.data_dir} was closed")
         if split not in self._readers:
             self._readers[split] = self._make_reader(split, None)
-            self._retention.tell_position()
         return self._readers[split]
 
     def _make_reader(self, split: str, position: dict[str, Any] | None) -> SplitReader | LegacyReader:
-        if not self._queued:
-            legacy = LegacyReader(self.data_dir, split, self._stripe, self.settings.cache_files)
-            if position is not None:
-                legacy.load(position)
-            return legacy
-        channels, circular = [self._channel(split, part) for part in range(self._parts_of(split))], 0
-        if self.settings.ack == "consume" and len(channels) > 1:
-            raise ConfigError(f'{self.data_dir} has {len(channels)} parts; a consumer of parts needs ack="commit"')
-        if split in CIRCULAR_SPLITS:
-            circular = int(self._ours.get("circular", {}).get(split) or max(1, len(channels[0].present())))
-            position = position or {"g": 0, "at": [[0, 0]]}
-            position = {
-                **position,
-                "start": [position["g"] - position["at"][0][1]],
-            }  # rows are counted on from pass to pass
-        elif position is None:
-            if split in self._reset:  # files that were read count first: they move the commit point
-                self._background.drain(self.settings.deadline)
-            position = self._retention.starting_point(split, len(channels), again=split in self._reset)
-        readers = []
-        for channel, (seq, _), start in zip(channels, position["at"], position["start"], strict=True):
-            files = PartFiles(
-                channel, self._checker, self._stripe, self._gathered if self.copy or circular else None,
-                seq=seq, start=start, circular=circular, keep=self.settings.cache_files,
-            )  # fmt: skip
-            prefetch = Prefetch(
-                self._background, files.open_next, depth=_FILES_AHEAD, wait_name="spool.open", while_waiting=self._lock.require,
-                meter=self._meter,
-            )  # fmt: skip
-            readers.append(PartReader(channel.part, prefetch, seq, start))
-        return SplitReader(
-            split, schema_of(self.meta["batch_schema"]), self._stripe, readers, position["g"], circular=circular,
-            deadline=self.settings.deadline, pool=BufferPool(8), entered=self._retention.entered, finished=self._finished,
-        )  # fmt: skip
+        if self._queue is not None:
+            return self._queue.open(split, position)
+        legacy = LegacyReader(self.data_dir, split, self._stripe, self.settings.cache_files)
+        if position is not None:
+            legacy.load(position)
+        return legacy
 
-    def _parts_of(self, split: str) -> int:
-        return 1 if not self._queued or split in CIRCULAR_SPLITS else int(self._ours.get("parts", 1))
-
-    def _channel(self, split: str, part: int) -> Channel:
-        if (split, part) not in self._channels:
-            suffix = f".{self._ours['format']}" if self._ours else ".pt"
-            try:
-                channel = Channel(
-                    self._folder, split, part, self._parts_of(split), suffix=suffix, foreign=not self._ours
-                )
-            except ValueError as error:
-                raise ConfigError(f"DatasetConsumer: {error}") from error
-            channel.verdicts.mkdir(parents=True, exist_ok=True)
-            self._channels[split, part] = channel
-        return self._channels[split, part]
-
-    def _positions(self) -> dict[str, list[int]]:
-        """Per split that is read once: the file each part is read in."""
-        readers = [(split, reader) for split, reader in list(self._readers.items()) if isinstance(reader, SplitReader)]
-        return {split: [part.seq for part in reader.parts] for split, reader in readers if not reader.circular}
-
-    # -------------------------------------------------------------------------------- what follows a file
-
-    def _finished(self, reader: SplitReader, part: PartReader, opened: OpenFile) -> None:
-        """All rows of a file were delivered. What follows from it is done in the background."""
-        follow = (
-            self._retire
-            if reader.circular
-            else partial(self._settle, reader.split, part.number, opened.seq, opened.end)
-        )
-        self._background.post(partial(follow, opened.file))
-
-    def _settle(self, split: str, part: int, seq: int, end: int, file: BatchFile) -> None:
-        """Tell the provider, or delete the file. In the background thread."""
-        self._retention.finished([(split, seq, end)])
-        self._journal.file_read(f"{self._channel(split, part)} {seq}: read, {file.rows:,} rows")
-        self._retire(file)
-
-    def _retire(self, file: BatchFile) -> None:
-        """Unmap files that are no longer used: here, because a trainer that drops the last batch of 32 MiB would do it in its step (1 to 3 ms)."""
-        self._retired = [file for file in (*self._retired, file) if file.held]
+    # --------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
         """Finish what is left to delete (for at most 5 s), stop the thread, let go of the rank lock."""
         if self._last_state is not None:
             return
-        self._background.drain(5.0)
+        if self._queue is not None:
+            self._queue.background.drain(5.0)
         self._last_state = self.state_dict()
-        self._background.close()
-        self.reset_state()  # lets go of the mapped files
-        self._retired.clear()
-        self._retention.close()
-        self._lock.release()
+        self._readers.clear()
+        if self._queue is not None:
+            self._queue.close()
 
     def __enter__(self) -> Self:
         return self

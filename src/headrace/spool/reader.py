@@ -263,15 +263,10 @@ class SplitReader:
 
     def state(self) -> dict[str, Any]:
         """The next sample, and for each part the file and row it is found at and the row at which that file begins."""
-        parts = len(self.parts)
-        return {
-            "g": self.position,
-            "at": [
-                [part.seq % self.circular if self.circular else part.seq, rows_before(self.position, part.number, parts) - part.start]
-                for part in self.parts
-            ],
-            "start": [part.start for part in self.parts],
-        }  # fmt: skip
+        numbers = [part.seq % self.circular if self.circular else part.seq for part in self.parts]
+        rows = [rows_before(self.position, part.number, len(self.parts)) - part.start for part in self.parts]
+        at = [[seq, row] for seq, row in zip(numbers, rows, strict=True)]
+        return {"g": self.position, "at": at, "start": [part.start for part in self.parts]}
 
     def close(self) -> None:
         for part in self.parts:

@@ -121,7 +121,7 @@ def test_a_batch_outlives_the_file_it_came_from(drawn, consumer, tmp_path, copy,
     expected = rows_of(queue(tmp_path))
     reader = consumer(copy=copy)
     held = [reader.get_batch("train")[0] for _ in range(6)]
-    assert reader._background.drain(10)
+    assert reader._queue.background.drain(10)
     assert list(queue(tmp_path).iterdir()) == []
     assert np.array_equal(torch.cat(held).numpy(), expected)
     assert len(files_in_memory(reader, queue(tmp_path))) == (0 if copy else 3)
@@ -157,8 +157,8 @@ def test_batches_that_lie_side_by_side_are_strangers_to_autograd(counted, consum
 
 def files_in_memory(reader, folder):
     """Which files below a folder are mapped, once the background has let go of what it can."""
-    assert reader._background.drain(10)
-    reader._retired = [file for file in reader._retired if file.held]
+    assert reader._queue.background.drain(10)
+    reader._queue._retired = [file for file in reader._queue._retired if file.held]
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {line.split(str(folder))[1] for line in lines if str(folder) in line}
 
@@ -176,10 +176,10 @@ def test_used_up_files_are_deleted_and_those_in_use_are_not(drawn, consumer, tmp
     drawn(max_backlog_files=3).run(("train",), max_files=3)
     reader = consumer()
     reader.get_batch("train")
-    assert reader._background.drain(10)
+    assert reader._queue.background.drain(10)
     assert len(list(queue(tmp_path).iterdir())) == 3
     reader.get_batch("train")
-    assert reader._background.drain(10)
+    assert reader._queue.background.drain(10)
     assert sorted(p.name for p in queue(tmp_path).iterdir()) == ["000000000001.safetensors", "000000000002.safetensors"]
 
 
@@ -200,13 +200,13 @@ def test_commit_deletes_below_the_state_it_is_given_and_nothing_else(drawn, cons
     for _ in range(7):
         reader.get_batch("train")
         states.append(reader.state_dict())
-    assert reader._background.drain(10)
+    assert reader._queue.background.drain(10)
     assert len(list(queue(tmp_path).iterdir())) == 4, "reading alone deletes nothing"
     reader.commit(states[5])
-    assert reader._background.drain(10)
-    assert reader._channel("train", 0).present() == [2, 3]
+    assert reader._queue.background.drain(10)
+    assert reader._queue.channel("train", 0).present() == [2, 3]
     reader.commit(states[1])
-    assert reader._folder.commit_points()["train"]["g"] == 20, "a commit never goes back"
+    assert reader._queue.folder.commit_points()["train"]["g"] == 20, "a commit never goes back"
     with pytest.raises(CursorMismatch, match="stands at file 0 of train, and files below 2 were committed and deleted"):
         reader.load_state_dict(states[1])
     reader.load_state_dict(states[4])
@@ -222,7 +222,7 @@ def test_a_rewound_state_is_read_again_where_the_provider_can_make_its_files(dra
         if step == 0:
             state = reader.state_dict()
     reader.commit()
-    assert reader._background.drain(10)
+    assert reader._queue.background.drain(10)
     reader.load_state_dict(state, rewind=True)
     drawn(max_backlog_files=4).run(("train",), max_files=2)
     assert torch.equal(reader.get_batch("train")[0], seen[1])
@@ -235,7 +235,7 @@ def test_a_sequential_spool_keeps_the_file_a_producer_would_start_from(counted, 
         reader.get_batch("train")
     reader.commit()
     reader.close()
-    assert reader._channels["train", 0].present() == [2]
+    assert reader._queue._channels["train", 0].present() == [2]
     assert counted().run(max_files=1) == 1
     assert consumer(ack="commit").get_batch("train")["g"].tolist() == [24, 25, 26, 27]
 
@@ -248,8 +248,8 @@ def test_without_a_state_consume_goes_on_behind_every_file_that_was_begun(drawn,
     crash(reader)
     again = consumer()
     assert np.array_equal(again.get_batch("train")[0], expected[8:12])
-    assert again._background.drain(10)
-    assert again._channel("train", 0).present() == [1, 2]
+    assert again._queue.background.drain(10)
+    assert again._queue.channel("train", 0).present() == [1, 2]
 
 
 def test_without_a_state_commit_goes_on_at_the_last_commit(drawn, consumer, tmp_path):
@@ -266,8 +266,8 @@ def test_without_a_state_commit_goes_on_at_the_last_commit(drawn, consumer, tmp_
 
 def crash(reader):
     """What a kill leaves: nothing finished, the lock free."""
-    reader._background.close()
-    reader._lock.release()
+    reader._queue.background.close()
+    reader._queue.lock.release()
     reader._last_state = reader.state_dict()
 
 
@@ -294,7 +294,7 @@ def test_deletion_that_is_not_allowed_is_tried_again_and_nothing_is_delivered_tw
     again = consumer()
     assert np.array_equal(again.get_batch("train")[0], expected[8:12])
     allowed.set()
-    within(10, lambda: 0 not in again._channel("train", 0).present())
+    within(10, lambda: 0 not in again._queue.channel("train", 0).present())
 
 
 def test_files_that_can_never_be_deleted_do_not_keep_the_provider_from_going_on(drawn, consumer, monkeypatch):
@@ -317,7 +317,7 @@ def test_files_that_can_never_be_deleted_do_not_keep_the_provider_from_going_on(
             if step == 3:
                 reader.commit()
                 within(10, lambda: reader.stats()["retries"] > 0)
-        assert reader._channel("train", 0).present()[:5] == [0, 1, 2, 3, 4]
+        assert reader._queue.channel("train", 0).present()[:5] == [0, 1, 2, 3, 4]
     finally:
         provider.stop()
         thread.join(10)
@@ -445,7 +445,7 @@ def test_a_consumer_whose_place_was_taken_neither_delivers_nor_deletes(drawn, co
     reader = consumer()
     reader.get_batch("train")
     reader.get_batch("train")
-    assert reader._background.drain(10)
+    assert reader._queue.background.drain(10)
     (tmp_path / "spool" / "state" / "consumer-0.lock").unlink()
     successor = consumer()
     with pytest.raises(
@@ -654,7 +654,7 @@ def test_pt_spools_are_read_like_the_others(drawn, consumer, tmp_path):
     expected = rows_of(queue(tmp_path))
     reader = consumer()
     assert np.array_equal(torch.cat([reader.get_batch("train")[0] for _ in range(4)]), expected)
-    assert reader._background.drain(10)
+    assert reader._queue.background.drain(10)
     assert not list(queue(tmp_path).iterdir())
 
 
@@ -697,7 +697,7 @@ def test_what_was_begun_in_one_split_is_remembered_while_another_is_read(drawn, 
     crash(reader)
     reader = consumer()
     reader.get_batch("train")
-    assert reader._background.drain(10)
+    assert reader._queue.background.drain(10)
     crash(reader)
     expected = rows_of(tmp_path / "spool" / "queue" / "extra")
     assert np.array_equal(consumer().get_batch("extra")[0], expected[8:12])
@@ -842,18 +842,18 @@ def test_files_are_read_on_while_a_full_disk_lets_nothing_be_committed(drawn, co
     first = reader.get_batch("train")[0]
     full = threading.Event()
     full.set()
-    write = type(reader._folder).write_commit_points
+    write = type(reader._queue.folder).write_commit_points
 
     def refused(folder, points):
         if full.is_set():
             raise StorageError("commit.json could not be written: No space left on device")
         write(folder, points)
 
-    monkeypatch.setattr(type(reader._folder), "write_commit_points", refused)
+    monkeypatch.setattr(type(reader._queue.folder), "write_commit_points", refused)
     got = torch.cat([first, *(reader.get_batch("train")[0] for _ in range(9))])
     assert np.array_equal(got, expected[:40])
-    assert not reader._background.drain(2)
+    assert not reader._queue.background.drain(2)
     assert "No space left" in reader.stats()["last_problem"]
     full.clear()
-    assert reader._background.drain(20)
+    assert reader._queue.background.drain(20)
     assert [p.name for p in sorted(queue(tmp_path).iterdir())] == ["000000000005.safetensors"]

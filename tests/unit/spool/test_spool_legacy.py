@@ -89,7 +89,7 @@ def test_a_queue_filled_by_the_document_s_provider_is_read_by_number_not_by_cloc
     reader = consumer(folder)
     got = [reader.get_batch("train")[0][0, 0].item() for _ in range(6)]
     assert got == [0, 4, 10, 14, 20, 24]
-    assert reader._background.drain(10)
+    assert reader._queue.background.drain(10)
     assert not list((folder / "queue" / "train").iterdir()), "deletion is what its backpressure counts"
 
 
@@ -98,7 +98,7 @@ def test_a_provider_that_counts_from_the_beginning_again_is_found_out(folder, co
     reader = consumer(folder, deadline=60)
     reader.get_batch("train")
     reader.get_batch("train")
-    assert reader._background.drain(10)
+    assert reader._queue.background.drain(10)
     queue_file(folder, 2, 0, 0)
     with pytest.raises(
         DataError, match="holds file 0 while 1 comes next: its provider restarted and counts from the beginning again"
