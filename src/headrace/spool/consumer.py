@@ -188,7 +188,7 @@ class DatasetConsumer:
         self._meter.add_both("spool/batches", 1, "spool/bytes", sum(array.nbytes for array in arrays.values()))
         # Last of all: a process that was stopped, while another consumer took its lock, finds out here. The state counts only what is handed out.
         if self._queue is not None:
-            self._queue.lock.require_recent()
+            self._queue.lock.require()
         reader.advance()
         return batch
 

@@ -1,8 +1,8 @@
 """Exclusive lock that lets one consumer per rank read a spool, and only ranks of the same world size.
 
 It is a kernel lock on `state/consumer-<rank>.lock`, so it is free at once when its holder is gone. An operator who removes the file lets
-another consumer in. The one that lost its lock, because it was stopped or its file was removed, must neither deliver nor delete: whatever
-does either calls `require` before.
+another consumer in. The one that lost its lock must neither deliver nor delete: `require` is called for every batch, last of all, and before
+every deletion.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from headrace.metrics import Meter, Wait
 from headrace.spool.folder import HeldLock, SpoolFolder, lock_holder
 
 __all__ = ["RankLock"]
-
-_RECENT = 0.002
-"""Seconds for which a look at the lock counts. Shorter than any takeover: a process that was stopped while another took its lock finds that
-its look is older. A look is two system calls, 5 us, and gives the GIL away twice, so a loop of 15 us a batch does not look at every batch."""
+_QUICK_LOOK = 0.0005
+"""Seconds within which no other consumer can have taken a lock and read a batch: that takes 1.2 ms at least."""
+_LOOKS = 3
+"""At most: on a network file system every look may take longer."""
 
 
 class RankLock:
@@ -28,8 +28,6 @@ class RankLock:
     def __init__(self, folder: SpoolFolder, rank: int, world_size: int, meter: Meter) -> None:
         self._folder, self.rank, self.world_size, self._meter = folder, rank, world_size, meter
         self._lock: HeldLock | None = None
-        self._seen = 0.0
-        """When it was last seen to be ours (time.monotonic)."""
         self._released = False
 
     def acquire(self) -> None:
@@ -61,21 +59,25 @@ class RankLock:
         return None
 
     def require(self) -> None:
-        """HeadraceError if the lock is no longer ours."""
+        """HeadraceError if the lock is no longer ours. A look is two system calls, 5 us.
+
+        A stopped process mostly stops in a system call, here after the kernel has answered. So a look that took longer than a takeover
+        can be as old as the stop, and is repeated.
+        """
+        for _ in range(_LOOKS):
+            began = time.monotonic()
+            self._look()
+            if time.monotonic() - began < _QUICK_LOOK:
+                return
+
+    def _look(self) -> None:
         if self._released:
             raise HeadraceError(f"this consumer of {self._folder.path} was closed")
-        looked_at = time.monotonic()
         if self._lock is not None and not self._lock.valid():
             holder = lock_holder(self._lock.path) or "nobody"
             raise HeadraceError(
                 f"this consumer of {self._folder.path} lost its rank lock: {self._lock.path.name} was removed and is now held by {holder}. Start again"
             )
-        self._seen = looked_at
-
-    def require_recent(self) -> None:
-        """The same, by a look that is at most 2 ms old."""
-        if time.monotonic() - self._seen > _RECENT:
-            self.require()
 
     def release(self) -> None:
         """Let go of the lock, for good."""

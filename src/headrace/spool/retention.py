@@ -113,7 +113,6 @@ class Retention:
     def entered(self, split: str, seq: int, end: int) -> None:
         """A row of this file is about to be delivered. In the consume mode the file counts as taken before that."""
         if self._ack == "commit":
-            self._place.require_recent()
             return
         self._place.require()
         what = f"writing the position of {self._folder.path}"

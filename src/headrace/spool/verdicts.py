@@ -60,7 +60,7 @@ class FileChecker:
 
     def open(self, channel: Channel, seq: int, start: int) -> BatchFile:
         """File `seq`, opened, judged and checked; NotReady names what is missing. `start`: row of the part at which it begins."""
-        self._lock.require_recent()
+        self._lock.require()
         key = (channel.split, channel.part, seq)
         mine = seq % self._stripe.world_size == self._stripe.rank or channel.split in CIRCULAR_SPLITS
         verdict, path = channel.verdict(seq), channel.find(seq)
