@@ -163,6 +163,42 @@ def files_in_memory(reader, folder):
     return {line.split(str(folder))[1] for line in lines if str(folder) in line}
 
 
+def test_files_read_to_their_end_leave_memory_though_no_other_comes(counted, consumer, tmp_path):
+    counted(total=24, batches_per_file=1, max_backlog_files=8).run(("train",))
+    reader = consumer(ack="commit")
+    for _ in range(6):
+        reader.get_batch("train")
+    assert len(files_in_memory(reader, queue(tmp_path))) <= 1, "the last one stays open"
+
+
+def test_a_trainer_that_writes_to_a_validation_batch_changes_no_later_pass(drawn, consumer, tmp_path):
+    drawn(val_files=2).run(("val",))
+    expected = rows_of(tmp_path / "spool" / "queue" / "val")
+    reader = consumer(cache_files=2)
+    for step in range(8):
+        x, y = reader.get_batch("val")
+        assert np.array_equal(x, expected[step % 4 * 4 : step % 4 * 4 + 4])
+        x.fill_(-1)
+        y.fill_(-1)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_validation_split_is_resumed_by_another_number_of_ranks(drawn, consumer, tmp_path, world):
+    drawn(val_files=3).run(("val",))
+    expected = np.tile(rows_of(tmp_path / "spool" / "queue" / "val"), (4, 1))
+    reader = consumer(ack="commit")
+    for _ in range(7):
+        reader.get_batch("val")
+    state = reader.state_dict()
+    reader.close()
+    ranks = [consumer(ack="commit", dp_rank=r, dp_world_size=world) for r in range(world)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    for step in range(7, 12):
+        whole = torch.stack([rank.get_batch("val")[0] for rank in ranks], 1).flatten(0, 1)
+        assert np.array_equal(whole, expected[4 * step : 4 * step + 4])
+
+
 def test_batches_are_copies_where_a_file_can_vanish_under_a_view(drawn, consumer, monkeypatch):
     drawn().run(("train",), max_files=1)
     monkeypatch.setattr(FileSystem, "of", classmethod(lambda cls, path: cls(kind="nfs4")))
