@@ -65,8 +65,8 @@ class RankQueue:
         """Splits of which a reader was dropped: they are read again."""
         self._retired: list[BatchFile] = []
         """Files read to their end, of which a batch is still in use."""
-        self._gathered = BufferPool(4 * len(self._schema))
-        """Memory of gathered rows: of the file that is read, two ahead, and one of which a batch is still in use."""
+        self._gathered = BufferPool(4 * len(self._schema) * self._meta.get("parts", 1))
+        """Memory of gathered rows: of each part's file that is read, two ahead, and one of which a batch is still in use."""
         self.background = BackgroundThread("spool", on_error=journal.task_failed, meter=meter)
         self.lock = RankLock(self.folder, stripe.rank, stripe.world_size, meter)
         self._checker = FileChecker(

@@ -145,14 +145,8 @@ class PartReader:
 
     def pieces(self, begin: int, end: int) -> list[tuple[OpenFile, int, int]]:
         """The rank's rows among rows begin … end−1 of the part, as (file, first, end) of its own rows."""
-        found = []
-        for opened in self.open:
-            if opened.start >= end:
-                break
-            first, stop = opened.own_before(begin), opened.own_before(end)
-            if opened.end > begin:
-                found.append((opened, first, stop))
-        return found
+        overlapping = (opened for opened in self.open if opened.start < end and opened.end > begin)
+        return [(opened, opened.own_before(begin), opened.own_before(end)) for opened in overlapping]
 
     def advance(self, row: int) -> list[OpenFile]:
         """Rows below `row` were delivered: the files that are finished. The last file of a part stays open, so that its end is known."""
