@@ -25,7 +25,6 @@ import torch
 import xxhash
 
 from headrace.spool import DataProviderBase, DatasetConsumer, FieldSpec, FileHeader, open_batch_file, write_batch_file
-from headrace.spool.mapping import map_loops
 
 CALLS = 600
 """At least: of fewer, p99 is nearly their maximum."""
@@ -48,7 +47,7 @@ class Random(DataProviderBase):
 
 
 class BatchManager:
-    """The pattern of the document's baseline: load a file, slice it per batch."""
+    """The BatchManager pattern: load a file, slice it per batch."""
 
     def __init__(self, paths: list[Path], batch_size: int) -> None:
         self.paths, self.batch_size, self.at, self.row = paths, batch_size, -1, 0
@@ -83,13 +82,14 @@ def timed(call, count: int, use=None) -> list[float]:
 
 
 def mapped_copies(paths: list[Path], per_file: int) -> Iterator[Callable[[], None]]:
-    """Copies of one batch after the other, out of mapped files, into memory that is used in turns: what `copy=True` does, and nothing else."""
+    """Copies of one batch after the other, out of mapped files, into memory that is used in turns."""
     targets: list[list[np.ndarray]] = []
     for path in paths:
         file = open_batch_file(path)
         file.check()  # its pages are mapped, as they are once the background has checked them
-        file.cut(file.header.rows // per_file, 0)
-        for turn, row in enumerate(file.stock or ()):
+        many = file.rows // per_file
+        for turn in range(per_file):
+            row = [file.arrays[name][turn * many : (turn + 1) * many] for name in ("x", "y")]
             if len(targets) < 2:
                 targets.append([np.ones_like(array) for array in row])
             pairs = list(zip(targets[turn % 2], row, strict=True))
@@ -380,7 +380,6 @@ def writing(folder: Path) -> None:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    map_loops()  # as a consumer has them after its first second
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         folder = Path(name)
         batches(folder, 32, 64, 100, 32, 96)

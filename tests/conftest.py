@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that workers which take a file at a time end together."""
     folders = ("integration", "property", "unit", "faults")
     items.sort(key=lambda item: next((i for i, name in enumerate(folders) if name in item.path.parts), len(folders)))
-
-
-@pytest.fixture(scope="session")
-def spool_files_opened() -> Callable[[bool], AbstractContextManager[None]]:
-    """How consumers of a spool open its files inside: in one call of compiled loops, or step by step."""
-    from headrace.spool import mapping
-
-    @contextmanager
-    def opened(in_one_call: bool) -> Iterator[None]:
-        loops = mapping.map_loops() if in_one_call else None
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mapping.map_loops, "_module", loops)
-            patch.setattr(mapping, "warm_kernels", lambda _: None)
-            yield
-
-    return opened
 
 
 @pytest.fixture(scope="session")

@@ -151,8 +151,8 @@ class Spool(RuleBasedStateMachine):
     def ranks_die(self, kill):
         for rank in self.ranks:
             if kill:
-                rank._ahead.close()
-                rank._place.release()
+                rank._queue.background.close()
+                rank._queue.lock.release()
             else:
                 rank.close()
         self.ranks = []

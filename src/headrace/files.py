@@ -35,7 +35,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import orjson
@@ -47,11 +47,7 @@ __all__ = [
     "SEGMENT_SUMS",
     "TEMP_PREFIX",
     "Container",
-    "FirstBad",
-    "Form",
-    "MappedFile",
     "container_bytes",
-    "first_bad_segment",
     "make_inside",
     "open_container",
     "open_inside",
@@ -311,11 +307,8 @@ def unreadable(path: Path | str, error: OSError, sentence: str = "") -> FileCorr
 # -------------------------------------------------------------------------------------------- container
 
 
-FirstBad = Callable[[memoryview, int, np.ndarray, Sequence[int]], int | None]
-"""(data, bytes of a segment, the segments' sums, some segments): the first of these whose sum is another."""
-
-
-def first_bad_segment(data: memoryview, size: int, sums: np.ndarray, segments: Sequence[int]) -> int | None:
+def _first_bad_segment(data: memoryview, size: int, sums: np.ndarray, segments: Sequence[int]) -> int | None:
+    """The first of some segments, of `size` bytes each, whose sum is another than recorded."""
     pieces = max(1, _UNBROKEN // max(size, 1))
     for turn, segment in enumerate(segments):
         if not (turn + 1) % pieces:
@@ -337,18 +330,10 @@ class Container:
     meta: Any
     sums: Mapping[str, str]
     """Checksum of each tensor; `rows:<n>:<checksum>` where segments of n rows are summed in the tensor beside it too."""
-    spans: Mapping[str, tuple[int, int]]
-    """Where in the file each tensor begins and ends."""
-    made: Mapping[tuple[int, int], str]
-    """Checksums of such spans that were made while the file was mapped."""
-    first_bad: FirstBad
-    header: bytes
 
     def check_rows(self, name: str, start: int = 0, stop: int | None = None, step: int = 1) -> None:
         """Check the rows start, start + step, … below stop of one tensor, and nothing else where it is summed by segments."""
         per, recorded = _recorded(self.sums.get(name, ""))
-        if self.made.get(self.spans[name]) == recorded:
-            return
         data = _bytes_of(self.arrays[name])
         if per is None:
             if xxhash.xxh3_128_hexdigest(data) != recorded:
@@ -364,7 +349,7 @@ class Container:
         # One call for everything runs at 15 GB/s and without the interpreter's lock; segments of 16 KiB at 8.5 and with it.
         if 2 * len(segments) > len(sums) and xxhash.xxh3_128_hexdigest(data) == recorded:
             return
-        bad = self.first_bad(data, size, sums, segments)
+        bad = _first_bad_segment(data, size, sums, segments)
         if bad is not None:
             raise FileCorrupt(
                 f"{self.path} is damaged: tensor {name!r} fails its checksum in rows {bad * per} to {min((bad + 1) * per, len(array)) - 1}"
@@ -398,7 +383,7 @@ def container_bytes(arrays: Mapping[str, np.ndarray], meta: Any) -> bytes:
 
 def read_container(data: bytes | bytearray | memoryview, what: str) -> Container:
     """Check and read such bytes in place. `what` names them in sentences."""
-    return open_container(Path(what), mapped=MappedFile(memoryview(data).cast("B"), {}))
+    return _container(Path(what), memoryview(data).cast("B"), verify=True)
 
 
 @contextlib.contextmanager
@@ -445,23 +430,15 @@ def _container_parts(
         yield (size, lead), [_bytes_of(little[n]) for n in names if n not in summed]
 
 
-@dataclass(frozen=True, slots=True)
-class MappedFile:
-    """A regular file that somebody has mapped."""
-
-    data: memoryview
-    sums: Mapping[tuple[int, int], str]
-    """Checksums of bytes of it, by where they begin and end."""
-    first_bad: FirstBad = first_bad_segment
-
-
-def open_container(
-    path: Path, *, verify: bool = True, private: bool = False, follow: bool = True, mapped: MappedFile | None = None
-) -> Container:
+def open_container(path: Path, *, verify: bool = True, private: bool = False, follow: bool = True) -> Container:
     """Map a container and check it. `verify=False` leaves tensors that are summed by segments, or all where there are none,
     to `check_rows`; the header is always checked. `private`: the arrays may be written to, which changes no file. `follow`: a symbolic
-    link will do. `mapped`: it is mapped already."""
-    buffer = memoryview(_mapped(path, private, follow)) if mapped is None else mapped.data
+    link will do."""
+    return _container(path, memoryview(_mapped(path, private, follow)), verify=verify)
+
+
+def _container(path: Path, buffer: memoryview, *, verify: bool) -> Container:
+    """The container in these bytes, checked. `path` names it in sentences."""
     size = len(buffer)
     if size < 8:
         raise FileCorrupt(f"{path} is not a container: it has {size} bytes")
@@ -471,17 +448,13 @@ def open_container(
             f"{path} is not a container of headrace's, or is damaged: its header claims {length:,} bytes, the file has {size:,}"
         )
     begin = 8 + length
-    header = bytes(buffer[8:begin])
-    entries, ours = _parse_header(path, header)
+    entries, ours = _parse_header(path, bytes(buffer[8:begin]))
     arrays: dict[str, np.ndarray] = {}
     dtypes: dict[str, str] = {}
-    spans: dict[str, tuple[int, int]] = {}
     for name, start, end, dtype, shape in _layout(path, entries, size - begin):
-        spans[name] = (begin + start, begin + end)
         arrays[name] = np.frombuffer(buffer[begin + start : begin + end], dtype=_NUMPY_OF[dtype]).reshape(shape)
         dtypes[name] = dtype
-    made, first_bad = ({}, first_bad_segment) if mapped is None else (mapped.sums, mapped.first_bad)
-    container = Container(path, arrays, dtypes, ours["meta"], ours["sums"], spans, made, first_bad, header)
+    container = Container(path, arrays, dtypes, ours["meta"], ours["sums"])
     segmented = any(name.endswith(SEGMENT_SUMS) for name in arrays)
     for name in sorted(arrays, key=lambda n: not n.endswith(SEGMENT_SUMS)):  # sums first: the others lean on them
         if verify or (segmented and _recorded(ours["sums"].get(name, ""))[0] is None):
@@ -539,72 +512,6 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, 
     if xxhash.xxh3_128_hexdigest(blanked) != recorded:
         raise FileCorrupt(f"{path} is damaged: its header fails its checksum")
     return entries, ours
-
-
-Gap = Literal["sum", "header", "number", "any"]
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """A header that was read, with gaps where others of its kind differ: in checksums, and in some values of their meta.
-
-    What lies between the gaps was understood once, and has only to be compared from then on.
-    """
-
-    pieces: tuple[bytes, ...]
-    """What lies before each gap, and behind the last; spaces may follow."""
-    gaps: tuple[tuple[Gap, str], ...]
-    """A tensor's sum and its name; the header's own sum, as it is with this one blank (zeros); a whole number and its key; any other text, up to the
-    piece behind it, and its key."""
-    layout: Layout
-
-    @classmethod
-    def of(cls, container: Container, numbers: Sequence[str], texts: Sequence[str] = ()) -> Form | None:
-        """That of a container in whose meta `numbers` and `texts` differ; None if it is not written the way we do, or has no such values."""
-        entries, ours = _parse_header(container.path, container.header)
-        meta, sums = ours["meta"], ours["sums"]
-        layout = _tiles(orjson.dumps(entries))
-        plain = (
-            isinstance(meta, dict)
-            and all(type(meta.get(key)) is int for key in numbers)
-            and all(key in meta for key in texts)
-        )
-        if (
-            not plain
-            or not layout
-            or _header_bytes(entries, ours) != container.header
-            or set(sums) != {name for name, *_ in layout}
-        ):
-            return None
-        gaps: list[tuple[Gap, str]] = [("sum", name) for name in sums]
-        gaps += [("header", ""), *(("number", key) for key in numbers), *(("any", key) for key in texts)]
-        marks = {gap: str(8 * 10**31 + n) for n, gap in enumerate(gaps)}
-        ours["sums"] = {name: value[:-32] + marks["sum", name] for name, value in sums.items()}
-        ours["header"] = marks["header", ""]
-        ours["meta"] = meta | {key: int(marks["number", key]) for key in numbers}
-        for key in texts:  # within its quotes, if it has some
-            ours["meta"][key] = marks["any", key] if isinstance(meta[key], str) else int(marks["any", key])
-        text = _header_bytes(entries, ours).rstrip(b" ")
-        if any(text.count(mark.encode()) != 1 for mark in marks.values()):
-            return None
-        gaps.sort(key=lambda gap: text.index(marks[gap].encode()))
-        pieces: list[bytes] = []
-        for gap in gaps:
-            piece, text = text.split(marks[gap].encode())
-            pieces.append(piece)
-        return cls((*pieces, text), tuple(gaps), layout)
-
-    def meta(self, path: Path, data: np.ndarray) -> Any:
-        """The meta of a file of this form, out of all its bytes."""
-        return _parse_header(path, data[8 : len(data) - self.layout[-1][2]].tobytes())[1]["meta"]
-
-    def arrays(self, data: np.ndarray) -> dict[str, np.ndarray]:
-        """Its tensors. Nothing is checked."""
-        begin = len(data) - self.layout[-1][2]
-        return {
-            name: data[begin + start : begin + end].view(_NUMPY_OF[dtype]).reshape(shape)
-            for name, start, end, dtype, shape in self.layout
-        }
 
 
 def _layout(path: Path, entries: Mapping[str, Any], size: int) -> Layout:

@@ -365,13 +365,13 @@ def test_no_acknowledged_file_is_missing_after_a_power_cut(tmp_path):
             if cut % 2:
                 read_on(consumer, consumer.stats()["splits"].get("train", {}).get("batches", 0), 1)
                 consumer.commit()
-            committed = consumer._folder.commit_points().get("train", {"g": 0})["g"]
+            committed = consumer._queue.folder.commit_points().get("train", {"g": 0})["g"]
             shutil.copyfile(image, tmp_path / "cut.img")
             with mounted(tmp_path / f"cut{cut}", "-o", "loop", str(tmp_path / "cut.img")) as after:
                 after_commit = DatasetConsumer(after / "spool", ack="commit", deadline=20)
-                assert after_commit._folder.commit_points().get("train", {"g": 0})["g"] == committed
+                assert after_commit._queue.folder.commit_points().get("train", {"g": 0})["g"] == committed
                 wanted = [seq for seq in acknowledged if seq >= committed // BATCH]
-                assert set(wanted) <= set(after_commit._channel("train", 0).present())
+                assert set(wanted) <= set(after_commit._queue.channel("train", 0).present())
                 read_on(after_commit, committed // BATCH, len(wanted))
                 after_commit.close()
                 assert verify(after / "spool")[1] == []

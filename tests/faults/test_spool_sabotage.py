@@ -23,8 +23,8 @@ DEFECTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("spool/retention.py", 'self.move_commit({split: {"g": end, "at": [[seq + 1, 0]], "start": [end]}}, patience=0.0)', "self._delete_later(split, 0, range(seq, seq + 1))"),
     ),
     "cursor at produce": (
-        ("spool/reader.py", '"g": self.position,\n            "at": [[part.seq, part.row + self._taken] for part in self.parts],',
-         '"g": self.parts[0]._open[-1].end if self.parts[0]._open else self.position,\n            "at": [[part.seq + len(part._open), 0] for part in self.parts],'),
+        ("spool/reader.py", 'return {"g": self.position, "at": at,',
+         'return {"g": self.parts[0].reached, "at": [[part.seq + len(part.open), 0] for part in self.parts],'),
     ),
     "order by timestamp": (
         ("spool/channel.py", "        path = self.path(seq)\n        if os.path.lexists(path):\n            return path\n",
@@ -45,8 +45,8 @@ DEFECTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
     "os.replace": (("files.py", "            os.link(temp, path)\n            os.unlink(temp)\n", "            os.replace(temp, path)\n"),),
     "no verdict": (
-        ("spool/checker.py", "        if verdict is None and not mine and time.monotonic() - since <= self._patience:", "        if False:"),
-        ("spool/checker.py", "verdict = patiently(what, lambda: channel.judge(seq, problem), deadline=patience, hidden=True)", "verdict = Verdict(good=not problem, reason=problem)"),
+        ("spool/verdicts.py", "        if verdict is None and not mine and time.monotonic() - since <= self._patience:", "        if False:"),
+        ("spool/verdicts.py", "verdict = patiently(what, lambda: channel.judge(seq, problem), deadline=patience, hidden=True)", "verdict = Verdict(good=not problem, reason=problem)"),
     ),
 }  # fmt: skip
 

@@ -66,7 +66,9 @@ def consume(folder: Path, checkpoint: Path) -> None:
         for _ in range(PER_LIFE):
             if not consumer.wait_for_data("train", 0.2):
                 break
-            saved["seen"] += consumer._reader("train").next(BATCH)["g"][:, 0].tolist()
+            reader = consumer._reader("train")
+            saved["seen"] += reader.read(BATCH)["g"][:, 0].tolist()
+            reader.advance()
         saved["state"] = consumer.state_dict()
         checkpoint.with_name("new").write_text(json.dumps(saved))
         checkpoint.with_name("new").rename(checkpoint)

@@ -10,16 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch  # noqa: F401 - files are cut into batches where it is there
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import DataError, EndOfData, FileCorrupt
 from headrace.spool import DatasetConsumer, FieldSpec, FileHeader, SequentialProvider, open_batch_file, write_batch_file
 from headrace.spool.batch_file import OFFSETS
-from headrace.spool.reader import Stripe
-
-pytestmark = pytest.mark.usefixtures("spool_files")
+from headrace.spool.rows import Stripe
 
 
 class Counted(SequentialProvider):
@@ -54,7 +51,7 @@ class Counted(SequentialProvider):
 
 
 class Even(Counted):
-    """The same without the ragged row: what can be cut into batches in advance."""
+    """The same without the ragged row."""
 
     def build_meta(self) -> dict[str, Any]:
         meta = super().build_meta()
@@ -88,7 +85,7 @@ def together(call, ranks):
 ACTIONS = st.one_of(
     st.tuples(st.just("get"), st.integers(1, 12)),
     st.tuples(st.just("size"), st.integers(1, 9)),
-    st.sampled_from([("wait", 0), ("save", 0), ("go back", 0), ("begin again", 0), ("dawdle", 0)]),
+    st.sampled_from([("wait", 0), ("save", 0), ("go back", 0), ("begin again", 0)]),
 )
 
 
@@ -99,7 +96,7 @@ ACTIONS = st.one_of(
 )  # fmt: skip
 @example(actions=[("get", 60)], per_file=2, total=150, damaged=None)
 @example(actions=[("get", 5), ("save", 0), ("get", 7), ("go back", 0), ("get", 40)], per_file=2, total=150, damaged=5)
-@example(actions=[("get", 9), ("dawdle", 0), ("get", 9), ("size", 2), ("get", 30)], per_file=3, total=150, damaged=None)
+@example(actions=[("get", 18), ("size", 2), ("get", 30)], per_file=3, total=150, damaged=None)
 @pytest.mark.filterwarnings("ignore:.*cut differently")
 def test_whatever_a_single_trainer_does_samples_come_in_order(actions, per_file, total, damaged):
     with tempfile.TemporaryDirectory() as name:
@@ -127,9 +124,6 @@ def test_whatever_a_single_trainer_does_samples_come_in_order(actions, per_file,
             elif action == "begin again":
                 at = 0
                 rank.reset_state()
-            elif action == "dawdle":  # it is no longer in a hurry, for all the background knows
-                rank._supply._mapper.went_by(rank._supply._mapper._last + 1.0)
-                rank._ahead.ring()
             elif action == "wait":
                 rank.wait_for_data("train", 0.0)
             for _ in range(number if action == "get" and at < total else 0):
@@ -195,7 +189,7 @@ def test_ranks_see_the_same_rows_and_states_whosever_memory_they_lie_in(world, s
                 rank.set_batch_size(size)
             seen[copy], states = [], []
             for turn in range(-(-total // size)):
-                if turn == other:  # a batch of another size in between: what was cut of the file no longer fits
+                if turn == other:  # a batch of another size in between
                     for rank in ranks:
                         rank.set_batch_size(size + world)
                 try:

@@ -5,8 +5,6 @@
     byte_at(at), put_byte(at, value)         one byte
     word_at(at), put_word(at, word)          the 8 bytes that begin there, wherever that is; the lowest is the first
     ask_for(at)                              have the line of memory there brought into the cache; nobody waits, and nothing is read
-    fetch_add(at, value)                     add to the int64 there, in one step for all threads: what it was before
-    fence()                                  what was written before is seen before what is written after, by other threads too; the same for reading
     first_bit(word)                          how many zeros lie below the lowest one of a word that is not 0
 
 Whoever passes an address keeps the array alive for as long as the loop may use it. Brings numba: import it in modules of
@@ -26,8 +24,6 @@ from numba.extending import intrinsic
 __all__ = [
     "ask_for",
     "byte_at",
-    "fence",
-    "fetch_add",
     "first_bit",
     "matrix",
     "pointer",
@@ -94,21 +90,6 @@ def _ask_for(typing_context, address):
     return types.void(types.int64), generate
 
 
-def _fetch_add(typing_context, address, value):
-    def generate(context, builder, signature, arguments):
-        return builder.atomic_rmw("add", builder.inttoptr(arguments[0], _WORD.as_pointer()), arguments[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
-
-
-def _fence(typing_context):
-    def generate(context, builder, signature, arguments):
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
 def _first_bit(typing_context, word):
     def generate(context, builder, signature, arguments):
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -123,8 +104,6 @@ word_at: Any = intrinsic(_word_at)
 put_word: Any = intrinsic(_put_word)
 first_bit: Any = intrinsic(_first_bit)
 ask_for: Any = intrinsic(_ask_for)
-fence: Any = intrinsic(_fence)
-fetch_add: Any = intrinsic(_fetch_add)
 
 
 @njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)

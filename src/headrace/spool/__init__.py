@@ -3,25 +3,29 @@
     provider ─► queue/train/000000000007.safetensors ─► consumer, any number of ranks
                 claim, publish          verdict, read, commit, delete
 
-    meta.py        what a spool holds; meta.json, meta.pkl without running anything
-    batch_file.py  one file: rows, header, checksums; the legacy .pt layout
-    folder.py      where files lie, locks, sealed state
-    file_system.py what can be expected of the disk
-    channel.py     one part of one split: publish, claim, verdict, quarantine, delete
-    checker.py     may a file be read: one answer for all ranks
-    provider.py    who makes files, and how many ahead: DataProviderBase
-    sequential.py  producers whose next file depends on all before: SequentialProvider
-    syncing.py     files nobody waited for reach the disk as well
-    sampling.py    next spans, BERT masks, balanced classes
-    reader.py      which rows make the next batch
-    ahead.py       a thread that looks ahead and tidies up behind
-    supply.py      which files are made ready before they are asked for
-    place.py       who may read
-    retention.py   how far has been read, and what may go
-    records.py     small state that is overwritten in place
-    legacy.py      folders from before the queue
-    consumer.py    the trainer's end: DatasetConsumer
-    survey.py      what is in a spool, for people and for CI
+    both ends
+      meta.py        what a spool holds; meta.json, meta.pkl without running anything
+      batch_file.py  one file: rows, header, checksums; the `.pt` layout
+      folder.py      where files lie, and locks
+      records.py     small state that is overwritten in place
+      file_system.py what can be expected of the disk
+      channel.py     one part of one split: publish, claim, verdict, quarantine, delete
+      survey.py      what is in a spool, for people and for CI
+    provider
+      provider.py    makes files, and keeps so many ahead: DataProviderBase
+      sequential.py  producers whose next file depends on all before: SequentialProvider
+      syncing.py     syncs files that were published without fsync
+      sampling.py    next spans, BERT masks, balanced classes
+    consumer, from the trainer inward
+      consumer.py    the trainer's end: DatasetConsumer
+      rank_queue.py  the queue as one rank reads it: opens readers, settles files that were read
+      rank_lock.py   one consumer per rank
+      reader.py      files two ahead, batches as slices of their rows
+      rows.py        which rows of which file make a batch
+      verdicts.py    opens and checks a file; one verdict for all ranks
+      retention.py   how far has been read, and what may be deleted
+      journal.py     counts and logs what happened to files
+      legacy.py      folders of `{split}_batches_*.pt`
 
 Lose nothing, repeat nothing, block nothing, whatever dies.
 """

@@ -3,14 +3,14 @@
     write_batch_file(path, header, arrays)     published whole or not at all, every row summed
     file = open_batch_file(path)               mapped; the header is checked, the rows are not yet
     file.check(3, None, 8)                     checks rows 3, 11, 19, … and touches no others
-    file.arrays["input_ids"][3::8]             what rank 3 of 8 copies
+    file.arrays["input_ids"][3::8]             the rows of rank 3 of 8
 
 The format is safetensors, so any tool opens a file. The bytes follow from the content alone: no clock, no host, no
 process is in them, so any provider that makes a file makes the same one. Rows are summed one by one where a row is
 8 KiB or more, and in groups of that size where it is less.
 
-The document's `.pt` files are read too: weights only, mapped, and with every size compared with the file's own before a
-tensor is looked at, because a .pt of 1.4 kB can describe 2**40 elements. Those written here carry checksums as well.
+Files in the `.pt` layout (`torch.save` of metadata and tensors) are read too: weights only, mapped, and with every size compared with the
+file's own before a tensor is looked at, because a .pt of 1.4 kB can describe 2**40 elements. Those written here carry checksums as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import stat
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ import orjson
 import xxhash
 
 from headrace.errors import DataError, FileCorrupt
-from headrace.files import Container, Form, MappedFile, open_container, publish, write_container
+from headrace.files import Container, open_container, publish, write_container
 from headrace.spool.meta import DTYPES, FieldSpec, schema_of
 
 if TYPE_CHECKING:
@@ -40,10 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OFFSETS",
-    "AlikeFile",
     "BatchFile",
     "FileHeader",
-    "Kind",
     "check_arrays",
     "numpy_dtype",
     "open_batch_file",
@@ -120,67 +118,25 @@ class FileHeader:
 class BatchFile:
     """An open file. `arrays` are views of it; a ragged field has its values and, under `<name>_offsets`, its rows' borders."""
 
-    path: Path | str
+    path: Path
     header: FileHeader
     arrays: Mapping[str, np.ndarray]
     _check: Callable[[str, int, int, int], None]
-    container: Container | None = None
-    """What it was opened as, unless it came on a conveyor."""
-    _references: tuple[int, ...] = ()
-    """To each array's memory, when nobody else had any."""
-    stock: Iterator[tuple[Any, ...]] | None = None
-    """Its batches in order, each as one array a field, or what was made of them, if somebody cut it."""
-    made: bool = False
-    """Whether something was."""
-    stock_of: int = 0
-    """Samples of each, over all ranks."""
+    """(array, start, stop, step): checks these rows of one array."""
 
     def __post_init__(self) -> None:
-        self.rows, self.last = self.header.rows, self.header.last  # asked for more often than the rest of it
+        self.rows, self.last = self.header.rows, self.header.last
         self._references = self._count_references()
+        """References to each array's memory before any row was handed out."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path}, {self.rows:,} rows>"
-
-    def cut(
-        self,
-        batch_size: int,
-        first: int,
-        rank: int = 0,
-        world_size: int = 1,
-        room: Callable[[tuple[int, ...], np.dtype], np.ndarray] | None = None,
-        make: Callable[[np.ndarray, int], Sequence[Any]] | None = None,
-    ) -> None:
-        """Lay out a rank's batches, to be taken one by one: views of the file's memory, or of `room`, where its rows are gathered, and something is made
-        of each field's, if somebody wants it.
-
-        `first`: global index of the file's first sample. `make`: what to make of rows, so many a batch. An iterator of numpy's makes a view in .1 us; tensors cut in advance were
-        300 objects a file of 100 batches, which the garbage collector went through and another thread's heap took back.
-        """
-        count = self.rows // batch_size
-        own = slice((rank - first) % world_size, count * batch_size, world_size)
-        columns: list[Sequence[Any] | np.ndarray] = []
-        share = batch_size // world_size
-        make = make if room is not None else None
-        self.made = make is not None
-        for spec in self.header.schema:
-            rows = self.arrays[spec.name][own]
-            if room is not None:
-                gathered = room(rows.shape, rows.dtype)
-                np.copyto(gathered, rows)
-                rows = gathered
-            columns.append(rows.reshape(count, share, *spec.shape) if make is None else make(rows, share))
-        self.stock, self.stock_of = zip(*columns, strict=True), batch_size
 
     @property
     def produced_at(self) -> float:
         """When the file was written: seconds since 1970, UTC. Its modification time, because its bytes hold no clock: a file that is made
         again is the same file."""
         return Path(self.path).stat().st_mtime
-
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.arrays.values())
 
     @property
     def held(self) -> bool:
@@ -280,79 +236,20 @@ def _write_pt(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], 
 # --------------------------------------------------------------------------------------------------- read
 
 
-def open_batch_file(
-    path: Path,
-    *,
-    split: str = "",
-    seq: int | None = None,
-    private: bool = False,
-    mapped: MappedFile | None = None,
-) -> BatchFile:
-    """Map a file, unless it is `mapped`, and check its header. FileCorrupt if it is damaged, foreign, a link, a pipe or a device.
+def open_batch_file(path: Path, *, split: str = "", seq: int | None = None, private: bool = False) -> BatchFile:
+    """Map a file and check its header. FileCorrupt if it is damaged, foreign, a link, a pipe or a device.
 
-    `private`: its arrays may be handed to somebody who writes to them; the file stays as it is.
+    `split`, `seq`: what a `.pt` file of another program is taken for. `private`: the arrays may be written to; the file stays as it is.
     """
     if path.name.endswith(".pt"):
         return _open_pt(path, split, seq)
-    container = open_container(path, verify=False, private=private, follow=False, mapped=mapped)
+    container = open_container(path, verify=False, private=private, follow=False)
     try:
         header = FileHeader.from_json(container.meta)
         _check_layout(header, container)
     except (ValueError, KeyError, TypeError, DataError) as error:
         raise FileCorrupt(f"{path} is not a file of this spool, or is damaged: {error}") from error
-    return BatchFile(path, header, container.arrays, container.check_rows, container)
-
-
-class Kind:
-    """What the files of a spool have in common, learned from one of them: the next are compared with it and not read anew."""
-
-    NUMBERS, TEXTS = ("seq", "first"), ("follows", "cursor")
-    """In which they differ, besides their rows."""
-
-    def __init__(self, form: Form, header: FileHeader) -> None:
-        self.form, self.header = form, header
-        at = {name: start for name, start, *_ in form.layout}
-        self.columns = [(f.shape, numpy_dtype(f.dtype), at[f.name]) for f in header.schema]
-        """Shape of a row, type, and where they begin behind the header, of each field."""
-        self.end = form.layout[-1][2]
-        """Bytes behind the header."""
-
-    @classmethod
-    def of(cls, file: BatchFile) -> Kind | None:
-        """That of a file that was opened from its beginning; None if others will not look like it."""
-        ragged = any(field.ragged for field in file.header.schema)
-        form = Form.of(file.container, cls.NUMBERS, cls.TEXTS) if file.container is not None and not ragged else None
-        return None if form is None else cls(form, file.header)
-
-
-class AlikeFile(BatchFile):
-    """A file of a kind, of which every byte was checked. What it has of its own is made when somebody asks: mostly nobody does.
-
-    Whoever drops the last array of it has nothing to do: it is unmapped by somebody else.
-    """
-
-    def __init__(self, kind: Kind, path: str, data: np.ndarray) -> None:
-        self.path, self._kind, self._data = path, kind, data
-        self.rows, self.last = kind.header.rows, kind.header.last
-        self.container = self.stock = None
-
-    @functools.cached_property
-    def header(self) -> FileHeader:
-        return FileHeader.from_json(self._kind.form.meta(Path(self.path), self._data))
-
-    @functools.cached_property
-    def arrays(self) -> Mapping[str, np.ndarray]:
-        return self._kind.form.arrays(self._data)
-
-    def batches(self, batch_size: int) -> None:
-        """The same as `cut` for a single rank."""
-        shape = self.rows // batch_size, batch_size
-        begin = len(self._data) - self._kind.end
-        columns = [np.ndarray((*shape, *own), kind, self._data, begin + at) for own, kind, at in self._kind.columns]
-        self.stock, self.stock_of = zip(*columns, strict=True), batch_size
-
-    def check(self, start: int = 0, stop: int | None = None, step: int = 1) -> None:
-        """All of it was, before it was opened."""
+    return BatchFile(path, header, container.arrays, container.check_rows)
 
 
 def _check_layout(header: FileHeader, container: Container) -> None:
@@ -401,7 +298,9 @@ def _open_pt(path: Path, split: str, seq: int | None) -> BatchFile:
             )  # fmt: skip
         check_arrays(header.schema, arrays, header.rows)
     except (ValueError, KeyError, TypeError, StopIteration, DataError) as error:
-        raise FileCorrupt(f"{path} is not a batch file of the document's, or is damaged: {error}") from error
+        raise FileCorrupt(
+            f"{path} is not a batch file in the .pt layout (metadata and tensors), or is damaged: {error}"
+        ) from error
 
     def check(name: str, start: int, stop: int, step: int) -> None:
         # torch keeps a CRC of every record and never looks at it; files that carry no sums of ours are checked by it.

@@ -21,7 +21,7 @@ from headrace.files import unreadable
 from headrace.order import fingerprint_json
 from headrace.spool.batch_file import check_pt_records, load_pt, pt_array, tensor_dtype_name
 from headrace.spool.meta import FieldSpec
-from headrace.spool.reader import Stripe
+from headrace.spool.rows import Stripe
 
 __all__ = ["LegacyReader", "legacy_batch_size", "legacy_files", "legacy_fingerprint"]
 
@@ -71,12 +71,14 @@ class LegacyReader:
         self._kept: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
         self.schema: tuple[FieldSpec, ...] = ()
         self.seq = self.row = self.batches = self.position = 0
+        self._read = (0, 0)
+        """Rows of the batch that was read last, and samples of it."""
 
     def prefetch(self) -> None:
         self._file(self.seq)
 
-    def next(self, batch_size: int) -> dict[str, np.ndarray]:
-        """The rank's share of the next batch."""
+    def read(self, batch_size: int) -> dict[str, np.ndarray]:
+        """The rank's share of the next batch. `advance` counts it as delivered."""
         arrays = self._file(self.seq)
         rows = len(arrays["x"])
         have = min(batch_size, rows - self.row)
@@ -86,12 +88,17 @@ class LegacyReader:
         else:
             own = [self.row + i % have for i in range(rank, batch_size, world)]
             out = {name: array[own] for name, array in arrays.items()}
-        self.row += have
-        if self.row >= rows:
-            self.seq, self.row = (self.seq + 1) % len(self.paths), 0
-        self.position += batch_size
-        self.batches += 1
+        self._read = (have, batch_size)
         return out
+
+    def advance(self) -> None:
+        """The batch that was read last was delivered."""
+        rows, samples = self._read
+        self.row += rows
+        if self.row >= len(self._file(self.seq)["x"]):
+            self.seq, self.row = (self.seq + 1) % len(self.paths), 0
+        self.position += samples
+        self.batches += 1
 
     def _file(self, seq: int) -> dict[str, np.ndarray]:
         if seq not in self._kept:

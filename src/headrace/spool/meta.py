@@ -29,8 +29,19 @@ import xxhash
 from headrace.errors import ConfigError, FileCorrupt
 from headrace.files import publish, unreadable
 
-__all__ = ["TRAINING_TYPES", "FieldSpec", "check_meta", "meta_problems", "read_meta", "schema_of", "write_meta"]
+__all__ = [
+    "CIRCULAR_SPLITS",
+    "TRAINING_TYPES",
+    "FieldSpec",
+    "check_meta",
+    "meta_problems",
+    "read_meta",
+    "schema_of",
+    "write_meta",
+]
 
+CIRCULAR_SPLITS = ("val",)
+"""Splits whose files are read again and again and never deleted."""
 TRAINING_TYPES = ("LM", "MLM", "CLASSIFICATION", "TOKEN_CLASSIFICATION", "SEQUENCE_SCORING")
 _WITH_VOCABULARY = ("LM", "MLM", "TOKEN_CLASSIFICATION")
 _REQUIRED = ("dataset_name", "training_type", "batch_size", "batch_schema", "split_info")

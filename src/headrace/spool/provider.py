@@ -39,16 +39,13 @@ from headrace.spool.batch_file import OFFSETS, FileHeader, check_arrays, numpy_d
 from headrace.spool.channel import Channel, Published
 from headrace.spool.file_system import FileSystem, room
 from headrace.spool.folder import HeldLock, SpoolFolder
-from headrace.spool.meta import FieldSpec, check_meta, read_meta, schema_of, write_meta
+from headrace.spool.meta import CIRCULAR_SPLITS, FieldSpec, check_meta, read_meta, schema_of, write_meta
 from headrace.spool.syncing import BackgroundSync
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CIRCULAR_SPLITS", "DataProviderBase", "purge_spool"]
-
-CIRCULAR_SPLITS = ("val",)
-"""Splits whose files are read again and again and never deleted."""
+__all__ = ["DataProviderBase", "purge_spool"]
 
 _FEW_INODES = 64
 """Fewer than these are little room: each end needs a few for a moment, for claims, verdicts and positions."""

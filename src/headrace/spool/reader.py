@@ -1,507 +1,282 @@
-"""Which rows make the next batch, and where they lie.
+"""The batches of one split, for one rank.
 
-Sample g of a split lies in part g mod P, there in row g // P, and belongs to rank g mod W. A batch is the samples G … G+B−1,
-whatever P and W are; a rank copies only its own of them, out of files that somebody has judged and whose rows it has
-checked itself. The position is one number, G; the (file, row) pairs beside it only say where to look.
+    background thread      PartFiles.open_next()     file k: opened, checked, judged (verdicts.py), this rank's rows of it
+                                 │  two files ahead (runtime/prefetch.py)
+    trainer's thread       SplitReader.read(B)       the next B samples: slices of the open files' rows
+                           SplitReader.advance()     they were delivered; files read to their end are finished
 
-    QueueReader    files in order, each read once; a finite one ends with EndOfData
-    RingReader     a fixed number of files, read again and again
+An open file holds this rank's rows without gaps, so a batch is a slice of them. There are two routes to these rows:
+
+    view        the privately mapped file itself: a single rank on a local disk. Writing to a batch copies the page it falls on
+    gathered    copied by the background thread into memory that is used again: a rank of several, a network file system
+
+The position is one number, the global sample; the (file, row) pairs beside it only say where to look.
 """
 
 from __future__ import annotations
 
-import math
-import sys
+import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from headrace.errors import EndOfData
-from headrace.spool.batch_file import OFFSETS, BatchFile, numpy_dtype
+from headrace.errors import CursorMismatch, DataError, EndOfData
+from headrace.runtime.prefetch import Prefetch
+from headrace.spool.batch_file import BatchFile
+from headrace.spool.channel import Channel
 from headrace.spool.meta import FieldSpec
+from headrace.spool.rows import BufferPool, Rows, Stripe, gather_rows, merge_rows, rows_before, slice_rows
+from headrace.spool.verdicts import FileChecker
 
-__all__ = ["BufferPool", "Part", "QueueReader", "RingReader", "Stripe"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stripe:
-    """Which samples a rank takes."""
-
-    rank: int = 0
-    world_size: int = 1
-
-    def rows_of(self, part: int, parts: int, first: int) -> tuple[int, int] | None:
-        """(start, step) of the rank's rows in a file of a part whose row 0 is row `first` of the part; None if it has none."""
-        common = math.gcd(parts, self.world_size)
-        if (part - self.rank) % common:
-            return None
-        step = self.world_size // common
-        for row in range(step):
-            if ((first + row) * parts + part) % self.world_size == self.rank:
-                return row, step
-        return None
+__all__ = ["OpenFile", "PartFiles", "PartReader", "SplitReader", "checked_position"]
 
 
-class BufferPool:
-    """Memory for batches, used again once nobody holds the batch any more.
+@dataclass(slots=True, eq=False)
+class OpenFile:
+    """A checked file, and this rank's rows of it."""
 
-    A new 4 MiB array costs 1,024 page faults, which take longer than the copy into it. A tensor made from an array holds a
-    reference to it, so an array that only the pool refers to is free.
-    """
-
-    def __init__(self, depth: int = 8) -> None:
-        self._depth = depth
-        self._free: dict[tuple[tuple[int, ...], np.dtype], list[np.ndarray]] = {}
-
-    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        arrays = self._free.setdefault((shape, dtype), [])
-        for i in range(len(arrays)):
-            if sys.getrefcount(arrays[i]) == 2:
-                return arrays[i]
-        array = np.empty(shape, dtype)
-        if len(arrays) < self._depth:
-            if len(self._free) > 64:  # batch sizes that come and go must not pile up
-                self._free = {(shape, dtype): arrays}
-            arrays.append(array)
-        return array
-
-
-@dataclass(slots=True)
-class _Open:
     seq: int
     start: int
     """Row of the part at which it begins."""
     file: BatchFile
+    rows: Rows
+    """This rank's rows, without gaps."""
+    first: int
+    """Row of the file that is the rank's first."""
+    step: int
+    """Rows of the file from one of the rank's to the next."""
+    last: bool
+    """Whether the part ends with it."""
 
     @property
     def end(self) -> int:
         return self.start + self.file.rows
 
-
-class Files(Protocol):
-    """Where files come from: whoever prepares and checks them."""
-
-    def want(self, part: int, seq: int, start: int) -> None:
-        """Have this file prepared."""
-        ...
-
-    def take(self, part: int, seq: int, start: int) -> BatchFile: ...
-    def entered(self, part: int, seq: int) -> None:
-        """A row of this file is about to be delivered."""
-        ...
-
-    def finished(self, part: int, seq: int, file: BatchFile | None) -> None:
-        """All rows of this file were delivered. Whoever drops the last reference unmaps it, and 32 MiB take a millisecond."""
-        ...
+    def own_before(self, row: int) -> int:
+        """How many of the rank's rows lie below row `row` of the part."""
+        return max(0, -(-(min(row, self.end) - self.start - self.first) // self.step))
 
 
-class Part:
+class PartFiles:
+    """Opens the files of one part, one after the other. Used by the background thread."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        checker: FileChecker,
+        stripe: Stripe,
+        pool: BufferPool | None,
+        *,
+        seq: int,
+        start: int,
+        circular: int = 0,
+        keep: int = 1,
+    ) -> None:
+        """`pool`: memory that rows are gathered in; None: views. `seq`, `start`: the first file and its first row. `circular`: the part is this
+        many files, over and over, of which `keep` stay open. They are read again, so their rows must be gathered: a trainer may write to a view."""
+        self._channel, self._checker, self._stripe, self._pool = channel, checker, stripe, pool
+        self._seq, self._start, self._circular = seq, start, circular
+        self._keep, self._kept = keep, OrderedDict[int, BatchFile]()
+        self._ended = False
+        self._empty = 0
+        """Files without rows, in a row."""
+
+    def open_next(self) -> OpenFile | None:
+        """The next file; None after the last. NotReady while it is missing or has no verdict."""
+        if self._ended:
+            return None
+        file = self._next_file()
+        own = self._stripe.rows_of(self._channel.part, self._channel.parts, self._start)
+        first, step = own if own is not None else (file.rows, 1)
+        rows: Rows = file.arrays
+        if self._pool is not None or step > 1 or first:
+            rows = gather_rows(file.header.schema, rows, first, step, self._pool.array if self._pool else None)
+        opened = OpenFile(self._seq, self._start, file, rows, first, step, file.last and not self._circular)
+        self._seq, self._start, self._ended = self._seq + 1, opened.end, opened.last
+        return opened
+
+    def _next_file(self) -> BatchFile:
+        if not self._circular:
+            return self._checker.open(self._channel, self._seq, self._start)
+        seq = self._seq % self._circular
+        if seq not in self._kept:
+            self._kept[seq] = self._checker.open(self._channel, seq, self._start)
+            while len(self._kept) > self._keep:
+                self._kept.popitem(last=False)
+        file = self._kept[seq]
+        self._empty = self._empty + 1 if not file.rows else 0
+        if self._empty > self._circular:
+            raise DataError(
+                f"no file of {self._channel} in {self._channel.folder.path} holds a row: let its provider make them again"
+            )
+        return file
+
+
+class PartReader:
     """The open files of one part, from the one that holds the next row on."""
 
-    def __init__(self, number: int, files: Files, seq: int, row: int, start: int) -> None:
-        self.number, self._files = number, files
-        self.seq, self.row = seq, row
-        self.start = start
-        """Row of the part at which file `seq` begins."""
-        self._open: deque[_Open] = deque()
+    def __init__(self, number: int, files: Prefetch[OpenFile], seq: int, start: int) -> None:
+        self.number, self.files = number, files
+        self.seq, self.start = seq, start
+        """The file that holds the next row, and the row of the part at which it begins."""
+        self.open: deque[OpenFile] = deque()
         self.last: int | None = None
         """Rows of the part, once its last file is open."""
-        self.being_read: _Open | None = None
-        """The file rows were delivered from last, as long as it has more."""
+        self.entered = -1
+        """The last file of which a row was delivered."""
+        self._finished_last = False
 
     @property
-    def first(self) -> _Open | None:
-        """The file that holds the next row, if it is open."""
-        return self._open[0] if self._open else None
+    def reached(self) -> int:
+        """The row of the part at which the open files end."""
+        return self.open[-1].end if self.open else self.start
 
-    def prefetch(self) -> None:
-        self._files.want(self.number, self.seq, self.start)
+    def cover(self, row: int, until: float) -> int:
+        """Open files until they reach `row`, or the part's end; how far they reach. `until`: time.monotonic."""
+        while self.last is None and self.reached < row:
+            opened = self.files.take(max(0.0, until - time.monotonic()))
+            self.open.append(opened)
+            if opened.last:
+                self.last = opened.end
+        return row if self.last is None else min(row, self.last)
 
-    def enter(self, entry: _Open) -> None:
-        """Rows of it are about to be delivered, the first ones first."""
-        self._files.entered(self.number, entry.seq)
-        self.being_read = entry
+    def pieces(self, begin: int, end: int) -> list[tuple[OpenFile, int, int]]:
+        """The rank's rows among rows begin … end−1 of the part, as (file, first, end) of its own rows."""
+        overlapping = (opened for opened in self.open if opened.start < end and opened.end > begin)
+        return [(opened, opened.own_before(begin), opened.own_before(end)) for opened in overlapping]
 
-    def cover(self, end: int) -> int:
-        """Open files until they reach row `end`, or the part's end; how far they reach."""
-        while self.beyond(end) is not None:
-            self.open_next()
-        return min(end, self.last) if self.last is not None else end
-
-    def open_next(self) -> None:
-        """Open the file after the open ones."""
-        seq, start = (self._open[-1].seq + 1, self._open[-1].end) if self._open else (self.seq, self.start)
-        file = self._files.take(self.number, seq, start)
-        self._open.append(_Open(seq, start, file))
-        if file.last:
-            self.last = self._open[-1].end
-
-    def beyond(self, end: int) -> tuple[int, int] | None:
-        """(number, first row) of the next file to open on the way to row `end`; None if the open ones reach it, or are all there are."""
-        if self.last is not None or (self._open and self._open[-1].end >= end):
-            return None
-        return (self._open[-1].seq + 1, self._open[-1].end) if self._open else (self.seq, self.start)
-
-    def spans(self, first: int, count: int, step: int) -> list[tuple[BatchFile, int, int]]:
-        """Rows first, first + step, … (`count` of them) as (file, row in it, how many)."""
-        found: list[tuple[BatchFile, int, int]] = []
-        for entry in self._open:
-            if count <= 0:
-                break
-            if first >= entry.end:
-                continue
-            many = min(count, -(-(entry.end - first) // step))
-            self._files.entered(self.number, entry.seq)
-            self.being_read = entry if entry is self._open[0] else None
-            found.append((entry.file, first - entry.start, many))
-            first += many * step
-            count -= many
-        return found
-
-    def advance(self, row: int) -> None:
-        """Rows below `row` of the part were delivered."""
-        while self._open and self._open[0].end <= row and not (self.last is not None and len(self._open) == 1):
-            self.being_read = None
-            done = self._open.popleft()
-            self.seq, self.start = done.seq + 1, done.end
-            self._files.finished(self.number, done.seq, done.file)
-        if self._open and self.last is not None and row >= self.last:
-            self._files.finished(self.number, self._open[0].seq, None)
-        self.row = row - self.start
-
-    def look_ahead(self) -> None:
-        """Let the file after the open ones be prepared."""
-        if self.last is None:
-            last = self._open[-1] if self._open else None
-            self._files.want(self.number, last.seq + 1 if last else self.seq, last.end if last else self.start)
+    def advance(self, row: int) -> list[OpenFile]:
+        """Rows below `row` were delivered: the files that are finished. The last file of a part stays open, so that its end is known."""
+        finished = []
+        while self.open and self.open[0].end <= row and not self.open[0].last:
+            finished.append(self.open.popleft())
+            self.seq, self.start = finished[-1].seq + 1, finished[-1].end
+        if self.last is not None and row >= self.last and not self._finished_last:
+            self._finished_last = True
+            finished.append(self.open[0])
+        return finished
 
 
-class QueueReader:
-    """Samples of one split in global order."""
+class SplitReader:
+    """The samples of one split in global order, as batches of this rank's rows."""
 
     def __init__(
         self,
         split: str,
         schema: Sequence[FieldSpec],
         stripe: Stripe,
-        pool: BufferPool,
-        parts: list[Part],
+        parts: list[PartReader],
         position: int,
-        views: bool = False,
+        *,
+        circular: int,
+        deadline: float,
+        pool: BufferPool,
+        entered: Callable[[str, int, int], None],
+        finished: Callable[[SplitReader, PartReader, OpenFile], None],
     ) -> None:
-        """`views`: batches may be views of the files' memory. Parts interleave rows, so theirs are copies all the same."""
-        self.split, self.schema, self.stripe, self.pool, self.parts = split, tuple(schema), stripe, pool, parts
-        self._views = views and len(parts) == 1
-        self._position, self._batches = position, 0
-        """Both without what was taken of `_stock`."""
-        self._stock: Iterator[tuple[np.ndarray, ...]] = iter(())
-        """Batches of the file that is being read, cut in advance."""
-        self.cut = self._stocked = self._left = 0
-        """Samples of each, over all ranks, 0 once none is left; how many there were, and how many are left."""
-        self.made = False
-        """Whether these are tensors already."""
-        self.turn = 0
-        """Grows whenever there are others."""
-        self.cut_bytes = 0
-        """Of each, for this rank."""
-        self.names = tuple(f.name for f in self.schema)
-        self._fixed = [(f.name, f.shape, numpy_dtype(f.dtype)) for f in self.schema if not f.ragged]
-        self._ragged = [f for f in self.schema if f.ragged]
-        self._row_bytes = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in self._fixed)
+        """`position`: the next sample. `circular`: how many files are read over and over; 0 where each is read once. `deadline`: the longest wait
+        for a batch, in seconds. `entered`: (split, number, first row behind the file), before its first row is delivered. `finished`: after
+        its last one was."""
+        self.split, self.schema, self.parts, self.circular = split, tuple(schema), parts, circular
+        self.position, self.batches = position, 0
+        self._stripe, self._deadline, self._pool = stripe, deadline, pool
+        self._entered, self._finished = entered, finished
+        self._end = position
+        """Where the batch that was read last ends."""
 
-    @property
-    def position(self) -> int:
-        """Global index of the next sample."""
-        return self._position + self._taken
+    def cover(self, batch_size: int, deadline: float) -> int:
+        """Open the files that hold the next batch; the sample at which it ends: earlier than asked for where the data ends.
 
-    @property
-    def _taken(self) -> int:
-        """Samples of the stock that were delivered."""
-        return (self._stocked - self._left) * self.cut
-
-    @property
-    def batches(self) -> int:
-        """How many were delivered."""
-        return self._batches + self._stocked - self._left
-
-    def prefetch(self) -> None:
-        """Let the first files be opened in the background."""
+        EndOfData if there is none, DeadlineExceeded if it was not there in time."""
+        begin, end, parts = self.position, self.position + batch_size, len(self.parts)
+        until, limit = time.monotonic() + deadline, end
         for part in self.parts:
-            part.prefetch()
-
-    def next(self, batch_size: int) -> dict[str, np.ndarray]:
-        """The rank's share of the next batch_size samples. A short last batch is filled by repeating its samples."""
-        if batch_size != self.cut and not self.begin_cut(batch_size):
-            return self.uncut(batch_size)
-        return dict(zip(self.names, self.next_cut(), strict=True))
-
-    def uncut(self, batch_size: int) -> dict[str, np.ndarray]:
-        """The same where `begin_cut` found nothing."""
-        begin, parts = self.position, len(self.parts)
-        end = begin + batch_size
-        if parts == 1:
-            part = self.parts[0]
-            arrays = self._straight(part, begin, end) if not self._ragged else None
-            if arrays is not None:
-                return arrays
-        limit = end
-        for part in self.parts:
-            wanted = _rows_before(end, part.number, parts)
-            reached = part.cover(wanted)
+            wanted = rows_before(end, part.number, parts)
+            reached = part.cover(wanted, until)
             if reached < wanted:
                 limit = min(limit, reached * parts + part.number)
         if limit <= begin:
             raise EndOfData(
                 f"{self.split} ended after {begin:,} samples; start a new spool to go on. What was not committed can be read again (reset_state)"
             )
-        arrays = self._gather(begin, end, self.stripe) if limit == end else self._filled(begin, limit, batch_size)
-        self._position = limit
-        self._batches += 1
+        return limit
+
+    def read(self, batch_size: int) -> dict[str, np.ndarray]:
+        """The rank's share of the next `batch_size` samples. A short last batch repeats its samples. `advance` counts it as delivered."""
+        begin, limit = self.position, self.cover(batch_size, self._deadline)
+        self._end = limit
+        if limit < begin + batch_size:
+            return self._short_batch(begin, limit, batch_size)
+        found: list[tuple[slice, Rows]] = []
         for part in self.parts:
-            part.advance(_rows_before(limit, part.number, parts))
+            bounds = (rows_before(g, part.number, len(self.parts)) for g in (begin, limit))
+            places = self._stripe.places_of(part.number, len(self.parts), begin)
+            place, stride = places if places is not None else (0, 1)
+            for opened, first, stop in part.pieces(*bounds):
+                self._enter(part, opened)
+                rows = slice_rows(self.schema, opened.rows, first, stop)
+                if len(self.parts) == 1 and stop - first == batch_size // self._stripe.world_size:
+                    return rows
+                found.append((slice(place, place + (stop - first) * stride, stride), rows))
+                place += (stop - first) * stride
+        return merge_rows(self.schema, found, batch_size // self._stripe.world_size, self._pool.array)
+
+    def _enter(self, part: PartReader, opened: OpenFile) -> None:
+        if opened.seq > part.entered and not self.circular:
+            part.entered = opened.seq
+            self._entered(self.split, opened.seq, opened.end)
+
+    def _short_batch(self, begin: int, limit: int, batch_size: int) -> dict[str, np.ndarray]:
+        """Place i of the last batch holds sample i mod (what is left), which may be another rank's: its rows are checked here."""
+        world, parts = self._stripe.world_size, len(self.parts)
         for part in self.parts:
-            part.look_ahead()
-        return arrays
+            first, end = (rows_before(g, part.number, parts) for g in (begin, limit))
+            for opened in part.open:
+                opened.file.check(max(0, first - opened.start), end - opened.start)
+        samples = [begin + i % (limit - begin) for i in range(batch_size) if (begin + i) % world == self._stripe.rank]
+        found: list[tuple[slice, Rows]] = []
+        for place, g in enumerate(samples):
+            part, row = self.parts[g % parts], g // parts
+            opened = next(opened for opened in part.open if row < opened.end)
+            self._enter(part, opened)
+            row -= opened.start
+            found.append((slice(place, place + 1), slice_rows(self.schema, opened.file.arrays, row, row + 1)))
+        return merge_rows(self.schema, found, len(samples), self._pool.array)
 
-    def missing(self, batch_size: int) -> tuple[int, int, int] | None:
-        """(part, number, first row) of a file that must be open before the next batch is whole; None if none is, or nothing comes any more."""
-        for part in self.parts:
-            wanted = part.beyond(_rows_before(self.position + batch_size, part.number, len(self.parts)))
-            if wanted is not None:
-                return part.number, *wanted
-        return None
-
-    def open_file(self, part: int) -> None:
-        """Open the file that `missing` named, which is ready."""
-        self.parts[part].open_next()
-
-    @property
-    def ended(self) -> bool:
-        """Whether all there is was delivered, as far as the open files tell."""
-        ends = [part.last for part in self.parts]
-        return all(
-            end is not None and _rows_before(self.position, part.number, len(self.parts)) >= end
-            for part, end in zip(self.parts, ends, strict=True)
-        )
-
-    def begin_cut(self, batch_size: int) -> bool:
-        """Whether the next batch is the first of a file that was cut into such ones in advance: it, and the others, then come from `next_cut`."""
-        self._put_back()  # if there is any, it was cut for other batches than this
-        if len(self.parts) > 1:
-            return False
-        part = self.parts[0]
-        part.cover(self._position + 1)
-        entry = part.first
-        if entry is None or not self._fits(entry, batch_size):
-            return False
-        part.enter(entry)
-        assert entry.file.stock is not None
-        self._stock, entry.file.stock, self.made = entry.file.stock, None, entry.file.made
-        self.cut = batch_size
-        self.turn += 1
-        self._stocked = self._left = entry.file.rows // batch_size
-        self.cut_bytes = self._row_bytes * (batch_size // self.stripe.world_size)
-        part.look_ahead()
-        return True
-
-    def next_cut(self) -> tuple[np.ndarray, ...]:
-        """The next batch of a file that was cut in advance, one array a field; only while `cut` is not 0."""
-        row = next(self._stock)
-        self._left -= 1
-        if not self._left:
-            self._put_back()
-            self.parts[0].advance(self._position)
-        return row
-
-    def _put_back(self) -> None:
-        """Let what was not taken of the stock be."""
-        self.parts[0].row += self._taken
-        self._position, self._batches = self.position, self.batches
-        self.cut = self._stocked = self._left = 0
-        self._stock = iter(())
-
-    def _fits(self, entry: _Open, batch_size: int) -> bool:
-        """Whether a file's stock is what comes next. Not that of a file that does not end with a batch, or that is the last."""
-        file = entry.file
-        if file.stock is None or file.stock_of != batch_size or entry.start != self.position:
-            return False
-        return file.rows >= batch_size and not file.rows % batch_size and not file.last
-
-    def _straight(self, part: Part, begin: int, end: int) -> dict[str, np.ndarray] | None:
-        """The same where all rows lie in the file that is being read: most batches, at a third of the cost."""
-        entry = part.being_read
-        if entry is None or entry.end <= end:
-            return None
-        world, start = self.stripe.world_size, entry.start
-        first, stop = begin + (self.stripe.rank - begin) % world - start, end - start
-        count = -(-(stop - first) // world)
-        arrays: Mapping[str, np.ndarray] = entry.file.arrays
-        if self._views:
-            out = {name: arrays[name][first:stop:world] for name, _, _ in self._fixed}
-        else:
-            out = {}
-            for name, shape, dtype in self._fixed:
-                array = out[name] = self.pool.array((count, *shape), dtype)
-                np.copyto(array, arrays[name][first:stop:world])
-        self._position = end
-        self._batches += 1
-        part.row = stop
-        return out
-
-    def _gather(self, begin: int, end: int, stripe: Stripe, check: bool = False) -> dict[str, np.ndarray]:
-        world, parts = stripe.world_size, len(self.parts)
-        own = begin + (stripe.rank - begin) % world
-        count = max(0, -(-(end - own) // world))
-        if self._views and not check and (world == 1 or not self._ragged):
-            spans = self.parts[0].spans(own, count, world)
-            if len(spans) == 1:
-                return self._viewed(*spans[0], world)
-        out = {name: self.pool.array((count, *shape), dtype) for name, shape, dtype in self._fixed}
-        pieces: dict[str, dict[int, np.ndarray]] = {f.name: {} for f in self._ragged}
-        common = math.lcm(parts, world)
-        for part in self.parts:
-            first = _first_common(own, world, part.number, parts)
-            if first is None or first >= end:
-                continue
-            many = -(-(end - first) // common)
-            place, stride = (first - own) // world, common // world
-            step = common // parts
-            for file, row, here in part.spans(first // parts, many, step):
-                stop = row + (here - 1) * step + 1
-                if check:
-                    file.check(row, stop, step)
-                for name, array in out.items():
-                    array[place : place + (here - 1) * stride + 1 : stride] = file.arrays[name][row:stop:step]
-                for name, rows in pieces.items():
-                    offsets = file.arrays[name + OFFSETS]
-                    for k in range(here):
-                        at = row + k * step
-                        rows[place + k * stride] = file.arrays[name][offsets[at] : offsets[at + 1]]
-                place += here * stride
-        for field in self._ragged:
-            _put_ragged(out, field, [pieces[field.name][i] for i in range(count)])
-        return out
-
-    def _viewed(self, file: BatchFile, row: int, count: int, step: int) -> dict[str, np.ndarray]:
-        stop = row + (count - 1) * step + 1
-        out = {name: file.arrays[name][row:stop:step] for name, _, _ in self._fixed}
-        for field in self._ragged:
-            borders = file.arrays[field.name + OFFSETS][row : row + count + 1]
-            out[field.name] = file.arrays[field.name][borders[0] : borders[-1]]
-            out[field.name + OFFSETS] = borders - borders[0]
-        return out
-
-    def _filled(self, begin: int, limit: int, batch_size: int) -> dict[str, np.ndarray]:
-        """A short last batch: position i holds sample i mod (what is left). Other ranks' rows are checked here, as they are read."""
-        whole = self._gather(begin, limit, Stripe(), check=True)
-        own = [
-            (i % (limit - begin)) for i in range(batch_size) if (begin + i) % self.stripe.world_size == self.stripe.rank
-        ]
-        out: dict[str, np.ndarray] = {f.name: whole[f.name][own] for f in self.schema if not f.ragged}
-        for field in self.schema:
-            if field.ragged:
-                offsets = whole[field.name + OFFSETS]
-                _put_ragged(out, field, [whole[field.name][offsets[i] : offsets[i + 1]] for i in own])
-        return out
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "g": self.position,
-            "at": [[part.seq, part.row + self._taken] for part in self.parts],
-            "start": [part.start for part in self.parts],
-        }
-
-
-class RingReader:
-    """A fixed number of files, over and over: for validation. Nothing is ever deleted."""
-
-    def __init__(
-        self,
-        split: str,
-        schema: Sequence[FieldSpec],
-        stripe: Stripe,
-        pool: BufferPool,
-        files: Files,
-        count: int,
-        keep: int,
-    ) -> None:
-        self.split, self.schema, self.stripe, self.pool = split, tuple(schema), stripe, pool
-        self._files, self._count, self._keep = files, count, max(1, keep)
-        self._kept: OrderedDict[int, BatchFile] = OrderedDict()
-        self.seq = self.row = self.batches = self.position = 0
-
-    def prefetch(self) -> None:
-        self._files.want(0, self.seq, 0)
-
-    def next(self, batch_size: int) -> dict[str, np.ndarray]:
-        """The rank's share of the next batch_size rows; the last file is followed by the first."""
-        spans: list[tuple[BatchFile, int, int]] = []
-        need, seq, row = batch_size, self.seq, self.row
-        while need:
-            file = self._file(seq)
-            here = min(need, file.rows - row)
-            if here:
-                spans.append((file, row, here))
-            need, row = need - here, row + here
-            if row >= file.rows:
-                seq, row = (seq + 1) % self._count, 0
-        world, rank = self.stripe.world_size, self.stripe.rank
-        count = batch_size // world
-        out = {f.name: self.pool.array((count, *f.shape), numpy_dtype(f.dtype)) for f in self.schema if not f.ragged}
-        pieces: dict[str, list[np.ndarray]] = {f.name: [] for f in self.schema if f.ragged}
-        place, index = 0, 0
-        for file, start, here in spans:
-            skip = (rank - index) % world
-            rows = range(start + skip, start + here, world)
-            for name, array in out.items():
-                array[place : place + len(rows)] = file.arrays[name][rows.start : rows.stop : world]
-            for name, found in pieces.items():
-                offsets = file.arrays[name + OFFSETS]
-                found += [file.arrays[name][offsets[r] : offsets[r + 1]] for r in rows]
-            place, index = place + len(rows), index + here
-        for field in self.schema:
-            if field.ragged:
-                _put_ragged(out, field, pieces[field.name])
-        self.seq, self.row = seq, row
-        self.position += batch_size
+    def advance(self) -> None:
+        """The batch that was read last was delivered."""
+        self.position, parts = self._end, len(self.parts)
         self.batches += 1
-        if self._count > self._keep:
-            self._files.want(0, (seq + (row > 0)) % self._count, 0)
-        return out
-
-    def _file(self, seq: int) -> BatchFile:
-        if seq not in self._kept:
-            self._files.want(0, seq, 0)
-            self._kept[seq] = self._files.take(0, seq, 0)
-            while len(self._kept) > self._keep:
-                self._kept.popitem(last=False)
-        return self._kept[seq]
+        for part in self.parts:
+            row = rows_before(self.position, part.number, parts)
+            for opened in part.advance(row):
+                self._finished(self, part, opened)
 
     def state(self) -> dict[str, Any]:
-        return {"g": self.position, "at": [[self.seq, self.row]], "start": [0]}
+        """The next sample, and for each part the file and row it is found at and the row at which that file begins."""
+        numbers = [part.seq % self.circular if self.circular else part.seq for part in self.parts]
+        rows = [rows_before(self.position, part.number, len(self.parts)) - part.start for part in self.parts]
+        at = [[seq, row] for seq, row in zip(numbers, rows, strict=True)]
+        return {"g": self.position, "at": at, "start": [part.start for part in self.parts]}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        (self.seq, self.row), self.position = state["at"][0], state["g"]
-
-
-def _rows_before(g: int, part: int, parts: int) -> int:
-    """Samples of a part whose global index is below g."""
-    return max(0, -(-(g - part) // parts))
-
-
-def _first_common(at_least: int, world: int, part: int, parts: int) -> int | None:
-    """The first g = at_least, at_least + world, … that lies in the part; None if none does."""
-    for g in range(at_least, at_least + world * parts, world):
-        if g % parts == part:
-            return g
-    return None
+    def close(self) -> None:
+        for part in self.parts:
+            part.files.close()
 
 
-def _put_ragged(out: dict[str, np.ndarray], field: FieldSpec, rows: list[np.ndarray]) -> None:
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(r) for r in rows], out=offsets[1:])
-    out[field.name] = np.concatenate(rows) if rows else np.empty(0, numpy_dtype(field.dtype))
-    out[field.name + OFFSETS] = offsets
+def checked_position(split: str, value: Any, parts: int) -> dict[str, Any]:
+    """A position as `SplitReader.state` gives it; CursorMismatch if it is malformed."""
+    try:
+        g, at, start = value["g"], [list(map(int, pair)) for pair in value["at"]], list(map(int, value["start"]))
+        if type(g) is not int or min(g, *start, *(n for pair in at for n in pair)) < 0 or any(len(p) != 2 for p in at):
+            raise ValueError("a negative number")
+        if len(at) != parts or len(start) != len(at):
+            raise ValueError(f"{len(at)} parts")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CursorMismatch(
+            f"spool state of {split!r} is malformed ({error}): it was not made by state_dict()"
+        ) from error
+    return {"g": g, "at": at, "start": start}

@@ -26,10 +26,10 @@ from typing import Any, Literal
 
 from headrace.errors import FileCorrupt
 from headrace.metrics import Meter, MetricSpec, Reduction, register
-from headrace.spool.ahead import Ahead
+from headrace.runtime.background import BackgroundThread
 from headrace.spool.channel import Channel
 from headrace.spool.folder import SpoolFolder, names_in, patiently
-from headrace.spool.place import Place
+from headrace.spool.rank_lock import RankLock
 from headrace.spool.records import read_record, reserve_record, write_record
 
 __all__ = ["Retention"]
@@ -53,8 +53,8 @@ class Retention:
     def __init__(
         self,
         folder: SpoolFolder,
-        place: Place,
-        ahead: Ahead[Any],
+        place: RankLock,
+        ahead: BackgroundThread,
         channel: Callable[[str, int], Channel],
         positions: Callable[[], Mapping[str, list[int]]],
         *,
@@ -129,7 +129,6 @@ class Retention:
     def entered(self, split: str, seq: int, end: int) -> None:
         """A row of this file is about to be delivered. In the consume mode the file counts as taken before that."""
         if self._ack == "commit":
-            self._place.require_lately()
             return
         self._place.require()
         what = f"writing the position of {self._folder.path}"

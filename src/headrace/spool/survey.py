@@ -23,8 +23,7 @@ from headrace.spool.batch_file import BatchFile, open_batch_file
 from headrace.spool.channel import Channel
 from headrace.spool.file_system import FileSystem, room
 from headrace.spool.folder import SpoolFolder, lock_holder
-from headrace.spool.meta import read_meta
-from headrace.spool.provider import CIRCULAR_SPLITS
+from headrace.spool.meta import CIRCULAR_SPLITS, read_meta
 
 __all__ = ["Finding", "ListedFile", "describe", "list_files", "quarantined", "set_aside", "verify"]
 

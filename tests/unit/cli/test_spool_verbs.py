@@ -54,7 +54,7 @@ def test_stat_tells_backlog_commit_and_who_is_at_work(spool, say):
         for _ in range(3):
             consumer.get_batch("train")
         consumer.commit()
-        assert consumer._ahead.drain(10)
+        assert consumer._queue.background.drain(10)
         code, out, _ = say("spool", "stat", spool)
         assert code == 0
         assert "read 1  commit 1  backlog 2  retained 0  quarantined 0" in out
@@ -116,7 +116,7 @@ def test_only_a_file_that_is_there_and_was_not_read_is_set_aside_and_for_a_reaso
     with DatasetConsumer(spool, ack="commit") as consumer:
         for _ in range(3):
             consumer.get_batch("train")
-        assert consumer._ahead.drain(10)
+        assert consumer._queue.background.drain(10)
     for words, sentence in (
         (("--file", 0, "--reason", "x"), "file 0 of train in .* was read .reading stands at 1."),
         (("--file", 9, "--reason", "x"), "has no file 9 in train; it has files 0 to 2"),

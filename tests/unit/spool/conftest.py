@@ -69,16 +69,15 @@ def counted(tmp_path: Path) -> Callable[..., Counted]:
     return make
 
 
-@pytest.fixture(params=[False, True], ids=["step by step", "in one call"])
-def consumer(tmp_path: Path, request, spool_files_opened):
-    """Consumers that are closed when the test ends; they open files by compiled loops, or without."""
+@pytest.fixture
+def consumer(tmp_path: Path):
+    """Consumers that are closed when the test ends."""
     opened: list[DatasetConsumer] = []
 
     def make(path: Path | None = None, **more: Any) -> DatasetConsumer:
         opened.append(DatasetConsumer(path or tmp_path / "spool", **({"device_type": "cpu", "deadline": 20.0} | more)))
         return opened[-1]
 
-    with spool_files_opened(request.param):
-        yield make
-        for one in opened:
-            one.close()
+    yield make
+    for one in opened:
+        one.close()

@@ -24,7 +24,6 @@ from headrace.errors import (
 )
 from headrace.metrics import Meter
 from headrace.spool import FieldSpec, FileHeader, open_batch_file, purge_spool, schema_of, write_batch_file
-from headrace.spool.ahead import Ahead
 from headrace.spool.batch_file import OFFSETS
 from headrace.spool.file_system import FileSystem
 
@@ -78,7 +77,7 @@ def test_memory_of_batches_nobody_holds_is_used_again(counted, consumer):
         batch = reader.get_batch("train")
         places.add(batch["g"].data_ptr())
         del batch
-    assert len(places) <= 2
+    assert len(places) <= 2 * 4, "two batches a file, of at most four files at a time"
 
 
 def test_rows_of_a_rank_are_gathered_in_memory_that_is_used_again(counted, consumer):
@@ -111,9 +110,7 @@ def test_writing_to_a_batch_changes_neither_the_file_nor_what_is_delivered_later
             batch.fill_(-1)
         del batch
         reader.load_state_dict(start)
-    assert reader._ahead.drain(5)
-    reader._supply.let_go()
-    assert reader._supply._retired == [], "the same file twice, and nobody holds it"
+    assert files_in_memory(reader, queue(tmp_path)) <= {"/000000000000." + file_format, "/000000000001." + file_format}
     assert [p.read_bytes() for p in sorted(queue(tmp_path).iterdir())] == before
 
 
@@ -123,7 +120,7 @@ def test_a_batch_outlives_the_file_it_came_from(drawn, consumer, tmp_path, copy,
     expected = rows_of(queue(tmp_path))
     reader = consumer(copy=copy)
     held = [reader.get_batch("train")[0] for _ in range(6)]
-    assert reader._ahead.drain(10)
+    assert reader._queue.background.drain(10)
     assert list(queue(tmp_path).iterdir()) == []
     assert np.array_equal(torch.cat(held).numpy(), expected)
     assert len(files_in_memory(reader, queue(tmp_path))) == (0 if copy else 3)
@@ -136,10 +133,8 @@ def test_a_batch_comes_the_same_whichever_way_it_is_asked_for(counted, consumer,
     counted(max_backlog_files=6).run(max_files=6)
     reader = consumer(ack="commit", dp_rank=0, dp_world_size=ranks, verdict_patience=0.0)
     ways = (None, "cpu", torch.device("cpu"), None, "cpu", "cpu", torch.device("cpu"))
-    seen, make = [], None
+    seen = []
     for step in range(12):
-        if step in (3, 8):  # files prepared from now on hold arrays, and tensors again
-            reader._supply.make, make = make, reader._supply.make
         seen.append(reader.get_batch("train", ways[step % len(ways)])["g"])
         assert reader.state_dict()["body"]["splits"]["train"]["g"] == 4 * (step + 1)
         assert reader.stats()["splits"]["train"]["batches"] == step + 1
@@ -150,9 +145,7 @@ def test_batches_that_lie_side_by_side_are_strangers_to_autograd(counted, consum
     counted(max_backlog_files=2).run(max_files=2)
     reader = consumer(ack="commit", dp_rank=1, dp_world_size=2, verdict_patience=0.0)
     first, second = (reader.get_batch("train")["g"] for _ in range(2))
-    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr(), (
-        "both come out of one piece of memory"
-    )
+    assert second.data_ptr() == first.data_ptr() + first.nbytes, "both come out of one piece of memory"
     weight = torch.ones(2, requires_grad=True)
     loss = (weight * second).sum()
     first.fill_(-1)
@@ -163,29 +156,46 @@ def test_batches_that_lie_side_by_side_are_strangers_to_autograd(counted, consum
 
 def files_in_memory(reader, folder):
     """Which files below a folder are mapped, once the background has let go of what it can."""
-    reader._supply.let_go()
-    assert reader._ahead.drain(10)
+    assert reader._queue.background.drain(10)
+    reader._queue._retired = [file for file in reader._queue._retired if file.held]
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {line.split(str(folder))[1] for line in lines if str(folder) in line}
 
 
-def test_what_waits_under_a_name_is_done_once_and_what_has_begun_once_more():
-    ahead, done, begun, go = Ahead(Meter(), lambda _: None), [], threading.Event(), threading.Event()
+def test_files_read_to_their_end_leave_memory_though_no_other_comes(counted, consumer, tmp_path):
+    counted(total=24, batches_per_file=1, max_backlog_files=8).run(("train",))
+    reader = consumer(ack="commit")
+    for _ in range(6):
+        reader.get_batch("train")
+    assert len(files_in_memory(reader, queue(tmp_path))) <= 1, "the last one stays open"
 
-    def first():
-        begun.set()
-        assert go.wait(20)
-        done.append("first")
 
-    ahead.later(first, "position")
-    assert begun.wait(20)
-    for number in range(3):  # the first has looked already: one more has to look again, and one will do
-        ahead.later(lambda number=number: done.append(number), "position")
-    ahead.later(lambda: done.append("other"))
-    go.set()
-    assert ahead.drain(20)
-    ahead.close()
-    assert done == ["first", 0, "other"]
+def test_a_trainer_that_writes_to_a_validation_batch_changes_no_later_pass(drawn, consumer, tmp_path):
+    drawn(val_files=2).run(("val",))
+    expected = rows_of(tmp_path / "spool" / "queue" / "val")
+    reader = consumer(cache_files=2)
+    for step in range(8):
+        x, y = reader.get_batch("val")
+        assert np.array_equal(x, expected[step % 4 * 4 : step % 4 * 4 + 4])
+        x.fill_(-1)
+        y.fill_(-1)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_validation_split_is_resumed_by_another_number_of_ranks(drawn, consumer, tmp_path, world):
+    drawn(val_files=3).run(("val",))
+    expected = np.tile(rows_of(tmp_path / "spool" / "queue" / "val"), (4, 1))
+    reader = consumer(ack="commit")
+    for _ in range(7):
+        reader.get_batch("val")
+    state = reader.state_dict()
+    reader.close()
+    ranks = [consumer(ack="commit", dp_rank=r, dp_world_size=world) for r in range(world)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    for step in range(7, 12):
+        whole = torch.stack([rank.get_batch("val")[0] for rank in ranks], 1).flatten(0, 1)
+        assert np.array_equal(whole, expected[4 * step : 4 * step + 4])
 
 
 def test_batches_are_copies_where_a_file_can_vanish_under_a_view(drawn, consumer, monkeypatch):
@@ -201,10 +211,10 @@ def test_used_up_files_are_deleted_and_those_in_use_are_not(drawn, consumer, tmp
     drawn(max_backlog_files=3).run(("train",), max_files=3)
     reader = consumer()
     reader.get_batch("train")
-    assert reader._ahead.drain(10)
+    assert reader._queue.background.drain(10)
     assert len(list(queue(tmp_path).iterdir())) == 3
     reader.get_batch("train")
-    assert reader._ahead.drain(10)
+    assert reader._queue.background.drain(10)
     assert sorted(p.name for p in queue(tmp_path).iterdir()) == ["000000000001.safetensors", "000000000002.safetensors"]
 
 
@@ -225,13 +235,13 @@ def test_commit_deletes_below_the_state_it_is_given_and_nothing_else(drawn, cons
     for _ in range(7):
         reader.get_batch("train")
         states.append(reader.state_dict())
-    assert reader._ahead.drain(10)
+    assert reader._queue.background.drain(10)
     assert len(list(queue(tmp_path).iterdir())) == 4, "reading alone deletes nothing"
     reader.commit(states[5])
-    assert reader._ahead.drain(10)
-    assert reader._channel("train", 0).present() == [2, 3]
+    assert reader._queue.background.drain(10)
+    assert reader._queue.channel("train", 0).present() == [2, 3]
     reader.commit(states[1])
-    assert reader._folder.commit_points()["train"]["g"] == 20, "a commit never goes back"
+    assert reader._queue.folder.commit_points()["train"]["g"] == 20, "a commit never goes back"
     with pytest.raises(CursorMismatch, match="stands at file 0 of train, and files below 2 were committed and deleted"):
         reader.load_state_dict(states[1])
     reader.load_state_dict(states[4])
@@ -247,7 +257,7 @@ def test_a_rewound_state_is_read_again_where_the_provider_can_make_its_files(dra
         if step == 0:
             state = reader.state_dict()
     reader.commit()
-    assert reader._ahead.drain(10)
+    assert reader._queue.background.drain(10)
     reader.load_state_dict(state, rewind=True)
     drawn(max_backlog_files=4).run(("train",), max_files=2)
     assert torch.equal(reader.get_batch("train")[0], seen[1])
@@ -260,7 +270,7 @@ def test_a_sequential_spool_keeps_the_file_a_producer_would_start_from(counted, 
         reader.get_batch("train")
     reader.commit()
     reader.close()
-    assert reader._channels["train", 0].present() == [2]
+    assert reader._queue._channels["train", 0].present() == [2]
     assert counted().run(max_files=1) == 1
     assert consumer(ack="commit").get_batch("train")["g"].tolist() == [24, 25, 26, 27]
 
@@ -273,8 +283,8 @@ def test_without_a_state_consume_goes_on_behind_every_file_that_was_begun(drawn,
     crash(reader)
     again = consumer()
     assert np.array_equal(again.get_batch("train")[0], expected[8:12])
-    assert again._ahead.drain(10)
-    assert again._channel("train", 0).present() == [1, 2]
+    assert again._queue.background.drain(10)
+    assert again._queue.channel("train", 0).present() == [1, 2]
 
 
 def test_without_a_state_commit_goes_on_at_the_last_commit(drawn, consumer, tmp_path):
@@ -291,9 +301,9 @@ def test_without_a_state_commit_goes_on_at_the_last_commit(drawn, consumer, tmp_
 
 def crash(reader):
     """What a kill leaves: nothing finished, the lock free."""
-    reader._ahead.close()
-    reader._place.release()
-    reader._closed = True
+    reader._queue.background.close()
+    reader._queue.lock.release()
+    reader._last_state = reader.state_dict()
 
 
 def test_deletion_that_is_not_allowed_is_tried_again_and_nothing_is_delivered_twice(
@@ -319,7 +329,7 @@ def test_deletion_that_is_not_allowed_is_tried_again_and_nothing_is_delivered_tw
     again = consumer()
     assert np.array_equal(again.get_batch("train")[0], expected[8:12])
     allowed.set()
-    within(10, lambda: 0 not in again._channel("train", 0).present())
+    within(10, lambda: 0 not in again._queue.channel("train", 0).present())
 
 
 def test_files_that_can_never_be_deleted_do_not_keep_the_provider_from_going_on(drawn, consumer, monkeypatch):
@@ -342,7 +352,7 @@ def test_files_that_can_never_be_deleted_do_not_keep_the_provider_from_going_on(
             if step == 3:
                 reader.commit()
                 within(10, lambda: reader.stats()["retries"] > 0)
-        assert reader._channel("train", 0).present()[:5] == [0, 1, 2, 3, 4]
+        assert reader._queue.channel("train", 0).present()[:5] == [0, 1, 2, 3, 4]
     finally:
         provider.stop()
         thread.join(10)
@@ -470,14 +480,14 @@ def test_a_consumer_whose_place_was_taken_neither_delivers_nor_deletes(drawn, co
     reader = consumer()
     reader.get_batch("train")
     reader.get_batch("train")
-    assert reader._ahead.drain(10)
+    assert reader._queue.background.drain(10)
     (tmp_path / "spool" / "state" / "consumer-0.lock").unlink()
     successor = consumer()
     with pytest.raises(
-        HeadraceError, match=r"lost its place: consumer-0.lock was removed and is now held by rank 0 of 1"
+        HeadraceError, match=r"lost its rank lock: consumer-0.lock was removed and is now held by rank 0 of 1"
     ):
         reader.get_batch("train")
-    with pytest.raises(HeadraceError, match="lost its place"):
+    with pytest.raises(HeadraceError, match="lost its rank lock"):
         reader.commit()
     assert successor.get_batch("train") is not None
 
@@ -566,7 +576,7 @@ def test_a_bad_file_is_set_aside_with_its_reason_made_again_and_then_read(drawn,
     assert provider.channels("train")[0].quarantined()[0]["reason"].endswith("in rows 0 to 7")
     assert drawn(max_backlog_files=2, report=said.append).run(("train",), max_files=1) == 1
     assert any("published again" in line for line in said)
-    reader.deadline = 20.0
+    assert reader.wait_for_data("train", 20.0)
     assert np.array_equal(reader.get_batch("train")[0], expected[:4])
 
 
@@ -679,7 +689,7 @@ def test_pt_spools_are_read_like_the_others(drawn, consumer, tmp_path):
     expected = rows_of(queue(tmp_path))
     reader = consumer()
     assert np.array_equal(torch.cat([reader.get_batch("train")[0] for _ in range(4)]), expected)
-    assert reader._ahead.drain(10)
+    assert reader._queue.background.drain(10)
     assert not list(queue(tmp_path).iterdir())
 
 
@@ -709,7 +719,7 @@ def test_closing_joins_the_thread_and_leaves_no_descriptor(drawn, consumer):
         reader = consumer(ack="commit")
         reader.get_batch("train")
         reader.close()
-    assert not [t for t in threading.enumerate() if t.name == "headrace-spool-ahead"]
+    assert not [t for t in threading.enumerate() if t.name == "headrace-spool"]
     if before:
         assert len(os.listdir("/proc/self/fd")) <= before
 
@@ -722,7 +732,7 @@ def test_what_was_begun_in_one_split_is_remembered_while_another_is_read(drawn, 
     crash(reader)
     reader = consumer()
     reader.get_batch("train")
-    assert reader._ahead.drain(10)
+    assert reader._queue.background.drain(10)
     crash(reader)
     expected = rows_of(tmp_path / "spool" / "queue" / "extra")
     assert np.array_equal(consumer().get_batch("extra")[0], expected[8:12])
@@ -824,18 +834,18 @@ def test_files_are_read_on_while_a_full_disk_lets_nothing_be_committed(drawn, co
     first = reader.get_batch("train")[0]
     full = threading.Event()
     full.set()
-    write = type(reader._folder).write_commit_points
+    write = type(reader._queue.folder).write_commit_points
 
     def refused(folder, points):
         if full.is_set():
             raise StorageError("commit could not be written: No space left on device")
         write(folder, points)
 
-    monkeypatch.setattr(type(reader._folder), "write_commit_points", refused)
+    monkeypatch.setattr(type(reader._queue.folder), "write_commit_points", refused)
     got = torch.cat([first, *(reader.get_batch("train")[0] for _ in range(9))])
     assert np.array_equal(got, expected[:40])
-    assert not reader._ahead.drain(2)
+    assert not reader._queue.background.drain(2)
     assert "No space left" in reader.stats()["last_problem"]
     full.clear()
-    assert reader._ahead.drain(20)
+    assert reader._queue.background.drain(20)
     assert [p.name for p in sorted(queue(tmp_path).iterdir())] == ["000000000005.safetensors"]

@@ -137,7 +137,7 @@ def test_a_queue_filled_by_the_document_s_provider_is_read_by_number_not_by_cloc
     reader = consumer(folder)
     got = [reader.get_batch("train")[0][0, 0].item() for _ in range(6)]
     assert got == [0, 4, 10, 14, 20, 24]
-    assert reader._ahead.drain(10)
+    assert reader._queue.background.drain(10)
     assert not list((folder / "queue" / "train").iterdir()), "deletion is what its backpressure counts"
 
 
@@ -146,7 +146,7 @@ def test_a_provider_that_counts_from_the_beginning_again_is_found_out(folder, co
     reader = consumer(folder, deadline=60)
     reader.get_batch("train")
     reader.get_batch("train")
-    assert reader._ahead.drain(10)
+    assert reader._queue.background.drain(10)
     queue_file(folder, 2, 0, 0)
     with pytest.raises(
         DataError, match="holds file 0 while 1 comes next: its provider restarted and counts from the beginning again"
@@ -224,3 +224,10 @@ def test_a_legacy_file_without_x_and_y_or_with_another_shape_is_named(folder, co
         consumer(folder).get_batch("train")
     with pytest.raises(ConfigError, match="neither a queue nor files named val_batches_"):
         consumer(folder).get_batch("val")
+
+
+def test_a_validation_split_without_a_readable_row_is_an_error_and_no_endless_search(folder, consumer):
+    (folder / "queue" / "val").mkdir(parents=True)
+    (folder / "queue" / "val" / "100-000000-2.pt").write_bytes(b"junk")
+    with pytest.raises(DataError, match=r"no file of val in .* holds a row"):
+        consumer(folder, deadline=60).get_batch("val")

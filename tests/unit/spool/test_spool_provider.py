@@ -393,7 +393,7 @@ def test_describe_says_where_a_spool_stands(drawn, consumer, tmp_path):
     reader = consumer(ack="commit")
     for _ in range(3):
         reader.get_batch("train")
-    assert reader._ahead.drain(10)
+    assert reader._queue.background.drain(10)
     (tmp_path / "spool" / "queue" / "train" / "000000000002.safetensors").rename(tmp_path / "elsewhere")
     told = describe(tmp_path / "spool")
     (train,) = told["splits"]["train"]

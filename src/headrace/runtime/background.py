@@ -1,0 +1,188 @@
+"""A background thread that runs what the trainer's thread must not wait for.
+
+    thread = BackgroundThread("spool", on_error=report)
+    thread.post(call)                   run `call` soon, without waking the thread
+    thread.later(task, "position")      run `task`; while it fails, again with growing pauses
+    thread.drain(5.0)                   wait until all of it is done
+
+**The trainer's thread wakes nobody.** To wake a thread costs the waker 50 us, and milliseconds where the kernel puts the woken thread on
+the waker's core. So the background thread polls: 2 ms after it last did something, then 4 ms, up to every 50 ms. Only a thread that waits
+for a result wakes it (`wake`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace.errors import WorkerDied
+from headrace.metrics import Meter, Wait
+
+__all__ = ["BackgroundThread", "Progress"]
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
+"""Seconds between two polls. An idle thread polls 20 times a second."""
+_FIRST_RETRY, _LAST_RETRY = 0.05, 5.0
+"""Seconds before a failed task is tried again: doubled with every failure, up to the second."""
+
+Progress = Literal["made", "full", "missing"]
+"""What a source did when it was polled: made an item, had room for none, or found that it cannot make the next one yet."""
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    call: Callable[[], None]
+    name: str
+    at: float
+    """Not before this moment (time.monotonic)."""
+    sooner_if_missed: bool
+    running: bool = False
+    retry_pause: float = _FIRST_RETRY
+
+
+class BackgroundThread:
+    """One daemon thread, started by its first work. All methods may be called from any thread."""
+
+    def __init__(self, room: str, *, on_error: Callable[[str], None], meter: Meter | None = None) -> None:
+        """`room`: names the thread `headrace-<room>` and its waits `<room>.idle` (between two polls) and `<room>.drain`. `on_error`: gets a
+        sentence for every task that failed."""
+        self._name, self._on_error, self._meter = f"headrace-{room}", on_error, meter
+        self._idle_wait, self._drain_wait = f"{room}.idle", f"{room}.drain"
+        self.changed = threading.Condition()
+        """Notified when an item or a task is done, and by `wake`."""
+        self._sources: list[Callable[[], Progress]] = []
+        self._posted: deque[Callable[[], None]] = deque()
+        self._tasks: list[_Task] = []
+        self._failures = 0
+        self._called = self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def add_source(self, poll: Callable[[], Progress]) -> None:
+        """Poll a source of prefetched items from now on."""
+        with self.changed:
+            self._sources.append(poll)
+        self.wake()
+
+    def remove_source(self, poll: Callable[[], Progress]) -> None:
+        """Poll it no more. A poll that is under way ends by itself."""
+        with self.changed:
+            self._sources.remove(poll)
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run `call` at the next poll."""
+        self._posted.append(call)
+        if self._thread is None:
+            self.wake()
+
+    def later(
+        self, task: Callable[[], None], name: str = "", *, at: float = 0.0, sooner_if_missed: bool = False
+    ) -> None:
+        """Run `task`; every error of it is reported, and the task tried again after a pause.
+
+        `name`: a task of this name that has not begun will do. `at`: not before this moment (time.monotonic), unless, with
+        `sooner_if_missed`, a source finds its next item missing.
+        """
+        with self.changed:
+            if name and any(waiting.name == name and not waiting.running for waiting in self._tasks):
+                return
+            self._tasks.append(_Task(task, name, at, sooner_if_missed))
+        self.wake()
+
+    def wake(self) -> None:
+        """Poll now: for a thread that is about to wait."""
+        with self.changed:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._called = True
+            self.changed.notify_all()
+
+    def require_alive(self, what: str) -> None:
+        """WorkerDied if the thread is gone while `what` is waited for."""
+        if self._thread is None or not self._thread.is_alive():
+            raise WorkerDied(f"the background thread {self._name} is gone while {what} was waited for")
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until all posted calls and tasks are done; False if they were not in time, or failed twice meanwhile."""
+        with Wait(self._drain_wait, deadline=timeout, meter=self._meter) as wait, self.changed:
+            failures = self._failures
+            for task in self._tasks:
+                task.at = 0.0 if task.sooner_if_missed else task.at
+            self._called = True
+            self.changed.notify_all()
+            while (self._posted or self._tasks) and self._thread is not None:
+                if wait.expired() or self._failures >= failures + 2:
+                    return False
+                self.changed.wait(min(0.1, wait.remaining()))
+        return True
+
+    def close(self) -> None:
+        """Stop after what is running now, and join the thread. What was not run is dropped."""
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout=10.0)
+            self._thread = None
+
+    # ------------------------------------------------------------------------------- the background thread
+
+    def _run(self) -> None:
+        pause = _SHORTEST_PAUSE
+        while not self._closed:
+            with self.changed:
+                self._called = False  # before the poll: a call from now on is heard after it
+            posted = self._run_posted()
+            states = [poll() for poll in tuple(self._sources)]
+            ran = self._run_task("missing" in states)
+            if posted or ran or "made" in states:
+                pause = _SHORTEST_PAUSE
+                continue
+            with Wait(self._idle_wait, hidden=True, meter=self._meter), self.changed:
+                woken = self._called or self._closed or self.changed.wait(self._until_next_task(pause))
+            pause = _SHORTEST_PAUSE if woken else min(2 * pause, _LONGEST_PAUSE)
+
+    def _until_next_task(self, pause: float) -> float:
+        now = time.monotonic()
+        return max(0.0, min([pause, *(task.at - now for task in self._tasks)]))
+
+    def _run_posted(self) -> bool:
+        ran = bool(self._posted)
+        while self._posted:
+            self._attempt(self._posted[0])
+            self._posted.popleft()  # only now, so that `drain` waits for it
+        return ran
+
+    def _run_task(self, missing: bool) -> bool:
+        """Run the first task that is due; whether it succeeded."""
+        with self.changed:
+            now = time.monotonic()
+            due = (task for task in self._tasks if task.at <= now or (missing and task.sooner_if_missed))
+            task = next(due, None)
+            if task is None:
+                return False
+            task.running = True
+        done = self._attempt(task.call)
+        with self.changed:
+            if done:
+                self._tasks.remove(task)
+            else:
+                task.running, task.sooner_if_missed, task.at = False, False, time.monotonic() + task.retry_pause
+                task.retry_pause = min(2 * task.retry_pause, _LAST_RETRY)
+            self.changed.notify_all()
+        return done
+
+    def _attempt(self, call: Callable[[], None]) -> bool:
+        try:
+            call()
+        except (
+            Exception
+        ) as error:  # a full disk, no permission: report it; a task comes back later, other work need not wait
+            self._failures += 1
+            self._on_error(f"{type(error).__name__}: {error}")
+            return False
+        return True

@@ -1,0 +1,118 @@
+"""The items of a sequence, made ahead of the thread that takes them.
+
+    files = Prefetch(thread, open_next_file, depth=2, wait_name="spool.open")
+    file = files.take(deadline=60)
+
+`open_next_file` runs in the background thread. It returns the next item, or None after the last one, or raises `NotReady` while the next one
+cannot be made: then it is called again at the next poll. Any other error reaches the caller of `take`, after the items before it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from headrace.errors import EndOfData
+from headrace.metrics import Meter, Wait
+from headrace.runtime.background import BackgroundThread, Progress
+
+__all__ = ["NotReady", "Prefetch"]
+
+T = TypeVar("T")
+_CHECK_EVERY = 0.5
+"""Seconds between two calls of `while_waiting`."""
+
+
+class NotReady(Exception):
+    """The next item cannot be made yet."""
+
+    def __init__(self, wait_name: str, remedy: str) -> None:
+        """`wait_name`: name of the wait for what is missing. `remedy`: what to look at, should the wait exceed its deadline."""
+        super().__init__(f"{wait_name}: {remedy}")
+        self.wait_name, self.remedy = wait_name, remedy
+
+
+class Prefetch(Generic[T]):
+    """Up to `depth` items ahead. One thread takes, the background thread makes."""
+
+    def __init__(
+        self,
+        thread: BackgroundThread,
+        make_next: Callable[[], T | None],
+        *,
+        depth: int,
+        wait_name: str,
+        while_waiting: Callable[[], None] = lambda: None,
+        meter: Meter | None = None,
+    ) -> None:
+        """`wait_name`: name of the wait for an item that is being made. `while_waiting`: called twice a second by a thread that waits in `take`;
+        an error of it ends the wait."""
+        self._thread, self._make_next, self._depth, self._meter = thread, make_next, depth, meter
+        self._while_waiting = while_waiting
+        self._ready: deque[T] = deque()
+        self._error: Exception | None = None
+        self._ended = self._closed = False
+        self._being_made = (wait_name, "")
+        self._reason = self._being_made
+        """Name and remedy of the wait for the next item."""
+        thread.add_source(self._poll)
+
+    def take(self, deadline: float) -> T:
+        """The next item. DeadlineExceeded names what was waited for; EndOfData after the last item."""
+        if not self._ready:
+            self._wait(deadline)
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """Make nothing more, and drop what is ready."""
+        if not self._closed:
+            self._closed = True
+            self._thread.remove_source(self._poll)
+            self._ready.clear()
+
+    def _wait(self, deadline: float) -> None:
+        until = time.monotonic() + deadline
+        self._thread.wake()
+        while not self._ready:
+            if self._error is not None:
+                error, self._error = self._error, None  # the next call tries again
+                raise error
+            if self._ended:
+                raise EndOfData("there are no more items")
+            reason = self._reason
+            left = max(0.0, until - time.monotonic())
+            with Wait(reason[0], deadline=left, remedy=reason[1], meter=self._meter) as wait:
+                while self._waits_for(reason):
+                    wait.check()
+                    self._thread.require_alive(wait.name)
+                    self._while_waiting()
+                    with self._thread.changed:
+                        if self._waits_for(reason):
+                            self._thread.changed.wait(min(_CHECK_EVERY, wait.remaining()))
+
+    def _waits_for(self, reason: tuple[str, str]) -> bool:
+        return not (self._ready or self._error is not None or self._ended) and self._reason[0] == reason[0]
+
+    def _poll(self) -> Progress:
+        """Make one item, if there is room for it. In the background thread."""
+        if self._closed or self._ended or self._error is not None or len(self._ready) >= self._depth:
+            return "full"
+        before, progress = self._reason, "made"
+        try:
+            item = self._make_next()
+        except NotReady as missing:
+            self._reason, progress = (missing.wait_name, missing.remedy), "missing"
+        except Exception as error:
+            self._error = error
+        else:
+            self._reason = self._being_made
+            if item is None:
+                self._ended = True
+            elif not self._closed:
+                self._ready.append(item)
+        if progress == "made" or self._reason[0] != before[0]:
+            with self._thread.changed:
+                self._thread.changed.notify_all()
+        return progress

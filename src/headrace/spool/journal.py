@@ -1,0 +1,61 @@
+"""What happened to the files of a spool, counted and told.
+
+The logger `headrace.spool` gets a line for every file that was read (INFO), and for every bad file and every write that has to be tried
+again (WARNING). A consumer's `report` gets the same sentences without the folder.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.metrics import Meter, MetricSpec, Reduction, register
+
+__all__ = ["FileJournal"]
+
+_log = logging.getLogger("headrace.spool")
+
+register(
+    MetricSpec("spool/files_read", Reduction.SUM, unit="files", help="files read to their end"),
+    MetricSpec("spool/files_bad", Reduction.SUM, unit="files", healthy=(0, 0), help="files that were judged bad and set aside"),
+    MetricSpec("spool/retries", Reduction.SUM, unit="", healthy=(0, 0), help="deletions and state writes that had to be tried again"),
+)  # fmt: skip
+
+
+class FileJournal:
+    """Counts and tells what one consumer does with files. Used by the background thread; any thread may read the counts."""
+
+    def __init__(self, data_dir: Path, report: Callable[[str], None] | None, meter: Meter) -> None:
+        self._data_dir, self._report, self._meter = data_dir, report, meter
+        self.counts = {"bad_files": 0, "files_read": 0, "retries": 0}
+        self.last_problem = ""
+
+    def file_read(self, sentence: str) -> None:
+        """All rows of a file were delivered."""
+        self.counts["files_read"] += 1
+        self._meter.add("spool/files_read")
+        self._tell(logging.INFO, sentence)
+
+    def file_bad(self, sentence: str) -> None:
+        """A file was judged bad and set aside."""
+        self.counts["bad_files"] += 1
+        self._meter.add("spool/files_bad")
+        self._tell(logging.WARNING, sentence)
+
+    def task_failed(self, problem: str) -> None:
+        """A deletion or a state write failed and will be tried again; told once for failures that say the same."""
+        self.counts["retries"] += 1
+        self._meter.add("spool/retries")
+        if problem != self.last_problem:
+            self.last_problem = problem
+            self._tell(logging.WARNING, f"{problem}; trying again")
+
+    def disk_warning(self, sentence: str) -> None:
+        """The file system does not promise what a spool needs."""
+        self._tell(logging.WARNING, sentence)
+
+    def _tell(self, level: int, sentence: str) -> None:
+        _log.log(level, "%s: %s", self._data_dir, sentence)
+        if self._report is not None:
+            self._report(sentence)

@@ -1,0 +1,203 @@
+"""The queue of a spool as one rank reads it: its lock, the readers of its splits, and what follows when a file was read.
+
+open("train", position) ─► SplitReader ─► batches                 trainer's thread
+                                │ finished file
+                                ▼
+                    count, tell the provider or delete, unmap     background thread
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.errors import ConfigError, CursorMismatch
+from headrace.metrics import Meter
+from headrace.runtime.background import BackgroundThread
+from headrace.runtime.prefetch import Prefetch
+from headrace.spool.batch_file import BatchFile
+from headrace.spool.channel import Channel
+from headrace.spool.folder import SpoolFolder
+from headrace.spool.journal import FileJournal
+from headrace.spool.meta import CIRCULAR_SPLITS, schema_of
+from headrace.spool.rank_lock import RankLock
+from headrace.spool.reader import OpenFile, PartFiles, PartReader, SplitReader
+from headrace.spool.retention import Retention
+from headrace.spool.rows import BufferPool, Stripe
+from headrace.spool.verdicts import FileChecker
+
+__all__ = ["RankQueue"]
+
+_FILES_AHEAD = 2
+"""With one, the background thread waited for the trainer whenever the trainer had waited for it."""
+
+
+class RankQueue:
+    """`queue/` of one spool, locked for one rank. The trainer's thread calls it; `background` does the work that can wait."""
+
+    def __init__(
+        self,
+        data_dir: Path,
+        meta: Mapping[str, Any],
+        stripe: Stripe,
+        journal: FileJournal,
+        meter: Meter,
+        *,
+        ack: Literal["consume", "commit"],
+        archive: int,
+        copy: bool,
+        cache_files: int,
+        deadline: float,
+        verdict_patience: float,
+    ) -> None:
+        """Take the lock of this rank, and delete what a crash of rank 0 left. The options are those of `ConsumerSettings`."""
+        self.folder = SpoolFolder(data_dir)
+        self._meta: Mapping[str, Any] = meta.get("headrace") or {}
+        """What a provider of headrace wrote about the spool; nothing in the timestamped `.pt` layout."""
+        self.job: str = self._meta.get("job", "document")  # so it is called in saved states of the timestamped layout
+        self._schema, self._stripe, self._journal, self._meter = schema_of(meta["batch_schema"]), stripe, journal, meter
+        self._ack, self._copy, self._cache_files, self._deadline = ack, copy, cache_files, deadline
+        self._channels: dict[tuple[str, int], Channel] = {}
+        self._readers: dict[str, SplitReader] = {}
+        self._begun: set[str] = set()
+        """Splits of which a reader was dropped: they are read again."""
+        self._retired: list[BatchFile] = []
+        """Files read to their end, of which a batch is still in use."""
+        self._gathered = BufferPool(4 * len(self._schema) * self._meta.get("parts", 1))
+        """Memory of gathered rows: of each part's file that is read, two ahead, and one of which a batch is still in use."""
+        self.background = BackgroundThread("spool", on_error=journal.task_failed, meter=meter)
+        self.lock = RankLock(self.folder, stripe.rank, stripe.world_size, meter)
+        self._checker = FileChecker(
+            meta, stripe, self.lock, patience=verdict_patience, deadline=deadline, on_bad=journal.file_bad, writable=not copy
+        )  # fmt: skip
+        self.retention = Retention(
+            self.folder, self.lock, self.background, self.channel, self._positions, ack=ack, archive=archive,
+            kept_below=1 if self._meta.get("kind") == "sequential" else 0, deadline=deadline, meter=meter,
+        )  # fmt: skip
+        self.folder.prepare(self._meta.get("parts", 1))
+        self.lock.acquire()
+        if stripe.rank == 0:
+            try:
+                self.retention.recover()
+            except BaseException:
+                self.lock.release()
+                raise
+
+    # ------------------------------------------------------------------------------------------ splits
+
+    def parts_of(self, split: str) -> int:
+        return 1 if split in CIRCULAR_SPLITS else int(self._meta.get("parts", 1))
+
+    def channel(self, split: str, part: int) -> Channel:
+        """The files of one part; ConfigError if a split cannot be called so."""
+        if (split, part) not in self._channels:
+            suffix = f".{self._meta['format']}" if self._meta else ".pt"
+            try:
+                channel = Channel(self.folder, split, part, self.parts_of(split), suffix=suffix, foreign=not self._meta)
+            except ValueError as error:
+                raise ConfigError(f"DatasetConsumer: {error}") from error
+            channel.verdicts.mkdir(parents=True, exist_ok=True)
+            self._channels[split, part] = channel
+        return self._channels[split, part]
+
+    def files_ahead(self, split: str) -> int:
+        """Files from the one that is read on, over all parts."""
+        parts = self._readers[split].parts
+        return sum(seq >= part.seq for part in parts for seq in self.channel(split, part.number).present())
+
+    def require_position(self, split: str, position: Mapping[str, Any], *, rewind: bool) -> None:
+        """CursorMismatch if files from the position on were deleted. `rewind`: they are made again, so rank 0 moves the commit point back."""
+        points = self.folder.commit_points() if split not in CIRCULAR_SPLITS else {}
+        point = points.get(split)
+        if point is None or all(
+            at[0] >= committed[0] for at, committed in zip(position["at"], point["at"], strict=True)
+        ):
+            return
+        if not rewind:
+            raise CursorMismatch(
+                f"{self.folder.path}: the state stands at file {position['at'][0][0]} of {split}, and files below {point['at'][0][0]} were committed and deleted. "
+                "Load a newer state, or, where the provider can make files again, load with rewind=True",
+                {"file": (position["at"][0][0], point["at"][0][0])},
+            )
+        if self._stripe.rank == 0:
+            self.lock.require()
+            self.folder.write_commit_points({**points, split: dict(position)})
+
+    # ----------------------------------------------------------------------------------------- readers
+
+    def open(self, split: str, position: dict[str, Any] | None) -> SplitReader:
+        """A reader of a split, from a position that `SplitReader.state` gave; None: from where a consumer without a state begins."""
+        channels, circular = [self.channel(split, part) for part in range(self.parts_of(split))], 0
+        if self._ack == "consume" and len(channels) > 1:
+            raise ConfigError(f'{self.folder.path} has {len(channels)} parts; a consumer of parts needs ack="commit"')
+        if split in CIRCULAR_SPLITS:
+            circular = int(self._meta.get("circular", {}).get(split) or max(1, len(channels[0].present())))
+            g, at = (position["g"], position["at"]) if position is not None else (0, [[0, 0]])
+            position = {"g": g, "at": at, "start": [g - at[0][1]]}  # rows are counted on from pass to pass
+        elif position is None:
+            if split in self._begun:  # files that were read count first: they move the commit point
+                self.background.drain(self._deadline)
+            position = self.retention.starting_point(split, len(channels), again=split in self._begun)
+        parts = [
+            self._part_reader(channel, seq, start, circular)
+            for channel, (seq, _), start in zip(channels, position["at"], position["start"], strict=True)
+        ]
+        self._readers[split] = SplitReader(
+            split, self._schema, self._stripe, parts, position["g"], circular=circular, deadline=self._deadline, pool=BufferPool(8),
+            entered=self.retention.entered, finished=self._finished,
+        )  # fmt: skip
+        self.retention.tell_position()
+        return self._readers[split]
+
+    def _part_reader(self, channel: Channel, seq: int, start: int, circular: int) -> PartReader:
+        gathers = self._copy or circular > 0
+        files = PartFiles(
+            channel, self._checker, self._stripe, self._gathered if gathers else None, seq=seq, start=start, circular=circular,
+            keep=self._cache_files,
+        )  # fmt: skip
+        ahead = Prefetch(
+            self.background, files.open_next, depth=_FILES_AHEAD, wait_name="spool.open", while_waiting=self.lock.require, meter=self._meter
+        )  # fmt: skip
+        return PartReader(channel.part, ahead, seq, start)
+
+    def drop(self, split: str) -> None:
+        """Close the reader of a split, if there is one: it is read again, or the consumer is closed."""
+        self._begun.add(split)
+        if split in self._readers:
+            self._readers.pop(split).close()
+
+    def _positions(self) -> dict[str, list[int]]:
+        """Per split that is read once: the file each part is read in."""
+        readers = list(self._readers.items())
+        return {split: [part.seq for part in reader.parts] for split, reader in readers if not reader.circular}
+
+    # ------------------------------------------------------------------------------- what follows a file
+
+    def _finished(self, reader: SplitReader, part: PartReader, opened: OpenFile) -> None:
+        """All rows of a file were delivered. What follows from it is done in the background."""
+        follow = (
+            self._retire
+            if reader.circular
+            else partial(self._settle, reader.split, part.number, opened.seq, opened.end)
+        )
+        self.background.post(partial(follow, opened.file))
+
+    def _settle(self, split: str, part: int, seq: int, end: int, file: BatchFile) -> None:
+        """Tell the provider, or delete the file. In the background thread."""
+        self.retention.finished([(split, seq, end)])
+        self._journal.file_read(f"{self.channel(split, part)} {seq}: read, {file.rows:,} rows")
+        self._retire(file)
+
+    def _retire(self, file: BatchFile) -> None:
+        """Unmap files that are no longer used: here, because a trainer that drops the last batch of 32 MiB would do it in its step (1 to 3 ms)."""
+        self._retired = [file for file in (*self._retired, file) if file.held]
+
+    def close(self) -> None:
+        """Stop the thread, unmap all files that no batch holds, let go of the lock."""
+        self.background.close()
+        for split in list(self._readers):
+            self.drop(split)
+        self._retired.clear()
+        self.lock.release()

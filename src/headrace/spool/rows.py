@@ -1,0 +1,146 @@
+"""Which rows of which file make a batch: arithmetic and array slices, without files, threads or clocks.
+
+Sample g of a split lies in part g mod P, there in row g // P, and belongs to rank g mod W. A batch of size B at position G is the samples
+G … G+B−1, whatever P and W are. Of them a rank gets its own, in order.
+
+    file of part 1 of 2     row      0   1   2   3   4   5        P = 2 parts, W = 3 ranks
+                            sample   1   3   5   7   9  11
+                            rank     1   0   2   1   0   2        rows_of(): rank 0 has rows 1 and 4: (start 1, step 3)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.spool.batch_file import OFFSETS, numpy_dtype
+from headrace.spool.meta import FieldSpec
+
+__all__ = ["BufferPool", "NewArray", "Rows", "Stripe", "gather_rows", "merge_rows", "rows_before", "slice_rows"]
+
+Rows = Mapping[str, np.ndarray]
+"""Arrays by field. A ragged field has its values, and under `<name>_offsets` where each row begins and the last one ends."""
+NewArray = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+
+
+def rows_before(g: int, part: int, parts: int) -> int:
+    """How many samples below g lie in a part: the row at which sample g, or the next one of the part, is found."""
+    return max(0, -(-(g - part) // parts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stripe:
+    """The samples of one rank: g mod world_size = rank."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def rows_of(self, part: int, parts: int, first: int) -> tuple[int, int] | None:
+        """(start, step) of the rank's rows in a file that begins at row `first` of its part; None if the part has none of them."""
+        common = math.gcd(parts, self.world_size)
+        if (part - self.rank) % common:
+            return None
+        step = self.world_size // common
+        for row in range(step):
+            if ((first + row) * parts + part) % self.world_size == self.rank:
+                return row, step
+        return None
+
+    def places_of(self, part: int, parts: int, begin: int) -> tuple[int, int] | None:
+        """(start, step) of a part's rows in the rank's share of a batch that begins at sample `begin`; None if it has none of the part."""
+        first = begin + (self.rank - begin) % self.world_size
+        for place in range(parts):
+            if (first + place * self.world_size) % parts == part:
+                return place, math.lcm(parts, self.world_size) // self.world_size
+        return None
+
+
+def slice_rows(schema: Sequence[FieldSpec], rows: Rows, start: int, stop: int) -> dict[str, np.ndarray]:
+    """Rows start … stop−1, as views; only a ragged field's offsets are new."""
+    out: dict[str, np.ndarray] = {}
+    for field in schema:
+        name = field.name
+        if field.ragged:
+            borders = rows[name + OFFSETS][start : stop + 1]
+            out[name] = rows[name][borders[0] : borders[-1]]
+            out[name + OFFSETS] = borders - borders[0]
+        else:
+            out[name] = rows[name][start:stop]
+    return out
+
+
+def gather_rows(
+    schema: Sequence[FieldSpec], rows: Rows, start: int, step: int, new_array: NewArray | None
+) -> dict[str, np.ndarray]:
+    """Rows start, start + step, … to the end. `new_array` makes the memory they are copied to; None: views, where there can be any."""
+    out: dict[str, np.ndarray] = {}
+    for field in schema:
+        if field.ragged:
+            out |= _ragged(field, _ragged_rows(field, rows)[start::step])
+            continue
+        found = out[field.name] = rows[field.name][start::step]
+        if new_array is not None:
+            out[field.name] = new_array(found.shape, found.dtype)
+            np.copyto(out[field.name], found)
+    return out
+
+
+def merge_rows(
+    schema: Sequence[FieldSpec], pieces: Iterable[tuple[slice, Rows]], count: int, new_array: NewArray
+) -> dict[str, np.ndarray]:
+    """`count` rows put together of pieces, each with the places its rows go to."""
+    out = {f.name: new_array((count, *f.shape), numpy_dtype(f.dtype)) for f in schema if not f.ragged}
+    ragged: dict[str, list[np.ndarray]] = {f.name: [np.empty(0)] * count for f in schema if f.ragged}
+    for places, rows in pieces:
+        for field in schema:
+            if field.ragged:
+                ragged[field.name][places] = _ragged_rows(field, rows)
+            else:
+                out[field.name][places] = rows[field.name]
+    for field in schema:
+        if field.ragged:
+            out |= _ragged(field, ragged[field.name])
+    return out
+
+
+def _ragged_rows(field: FieldSpec, rows: Rows) -> list[np.ndarray]:
+    values, borders = rows[field.name], rows[field.name + OFFSETS].tolist()
+    return [values[begin:end] for begin, end in itertools.pairwise(borders)]
+
+
+def _ragged(field: FieldSpec, rows: list[np.ndarray]) -> dict[str, np.ndarray]:
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    values = np.concatenate(rows) if rows else np.empty(0, numpy_dtype(field.dtype))
+    return {field.name: values, field.name + OFFSETS: offsets}
+
+
+class BufferPool:
+    """Arrays for batches, used again once nothing else refers to them.
+
+    A new array of 4 MiB costs 1,024 page faults, which take longer than the copy into it. A tensor refers to the array it was made from, so an
+    array to which only the pool refers is free.
+    """
+
+    def __init__(self, depth: int) -> None:
+        """`depth`: how many arrays of a shape are kept."""
+        self._depth = depth
+        self._arrays: dict[tuple[tuple[int, ...], np.dtype], list[np.ndarray]] = {}
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An array that is not in use, with any content."""
+        arrays = self._arrays.setdefault((shape, dtype), [])
+        for i in range(len(arrays)):
+            if sys.getrefcount(arrays[i]) == 2:  # the list's reference, and the argument
+                return arrays[i]
+        array = np.empty(shape, dtype)
+        if len(arrays) < self._depth:
+            if len(self._arrays) > 64:  # shapes that come and go must not pile up
+                self._arrays = {(shape, dtype): arrays}
+            arrays.append(array)
+        return array
