@@ -119,7 +119,7 @@ def behind(rank: int, world: int, skipping: int, collectives: Any) -> Any:
 
 def stopped_while_another_leaves(rank: int, world: int) -> Any:
     """Rank 1 is stopped; rank 0 comes to its deadline and leaves, and with it the store, if it holds that."""
-    reducer = Reducer(SPECS, deadline=1.5 if rank == 0 else 40.0)
+    reducer = Reducer(SPECS, deadline=1.5 if rank == 0 else 9.0)
     reducer.reduce({"data/rows": 1})
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -432,7 +432,7 @@ def test_a_stopped_holder_of_the_store_is_an_error_and_no_hang(ranks: Callable[.
 def test_the_first_missing_rank_is_named_also_when_another_has_given_up_and_gone(
     ranks: Callable[..., Told], tcp: bool
 ) -> None:
-    told = ranks(4, "stopped_while_another_leaves", lost=1, stopped=True, tcp=tcp, within=20)
+    told = ranks(4, "stopped_while_another_leaves", lost=1, stopped=True, tcp=tcp, within=8)
     for said in told:
         assert "rank 1 did not come" in said["message"]
         assert "rank 0" not in said["message"].replace("on rank 0 after", "")
