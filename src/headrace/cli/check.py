@@ -23,6 +23,10 @@ def check(
     settings: Settings = (),
     ranks: Annotated[int, Parameter(help="Also check that this many ranks can share the run.")] = 1,
     full: Annotated[bool, Parameter(help="Compare everything ever read with its recorded hash.", negative=())] = False,
+    hashes: Annotated[
+        Path | None,
+        Parameter(help="Read all data and compare it with the hashes in this folder; record there what has none yet."),
+    ] = None,
     stale_threshold: Annotated[
         int | None,
         Parameter(help="Of a stream job: would a ledger that forgets groups after so many steps do so falsely?"),
@@ -39,6 +43,7 @@ def check(
     headrace check examples/quickstart.toml
     headrace check examples/stream_mixing/diag_exhaust_spike.toml
     headrace check run.toml --loader.global_batch_size 64 --ranks 8
+    headrace check run.toml --hashes data.hashes
     DATASET_SPECS="jsonl:web/*.jsonl" headrace check
     ```
     """
@@ -49,8 +54,9 @@ def check(
     named = str(config) if config is not None else "the environment"
     if isinstance(checked, StreamsConfig):
         return _check_streams(named, checked, ranks=ranks, stale_threshold=stale_threshold, format=format, quiet=quiet)
-    from headrace.jobs.check import check_job
+    from headrace.jobs.check import check_hashes, check_job
 
+    counted = check_hashes(checked, hashes) if hashes is not None else {}
     plan = check_job(checked, ranks=ranks, full_check=full)
     if quiet:
         return 0
@@ -81,6 +87,10 @@ def check(
         highlight=False,
         soft_wrap=True,
     )
+    for name, (compared, recorded) in counted.items():
+        console.print(
+            f"source {name}: {compared:,} chunks compared, {recorded:,} recorded in {hashes}", highlight=False
+        )
     console.print(f"tokenizer {plan.tokenizer} ({plan.vocab_size:,} ids)", highlight=False)
     for warning in plan.warnings:
         console.print(f"[yellow]note[/] {warning}", highlight=False, soft_wrap=True)

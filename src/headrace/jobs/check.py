@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from math import gcd
+from pathlib import Path
 from typing import Any
 
+from headrace.errors import StorageError
 from headrace.jobs.config import RunConfig, check_world_size
 from headrace.jobs.wiring import Job
 from headrace.loader import TextDataset
 
-__all__ = ["Plan", "SourcePlan", "check_job", "ends_with", "plan_of"]
+__all__ = ["Plan", "SourcePlan", "check_hashes", "check_job", "ends_with", "plan_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,24 @@ def check_job(config: RunConfig, *, ranks: int = 1, full_check: bool = False) ->
     data = Job(config).dataset(full_check=full_check)
     try:
         return plan_of(config, data)
+    finally:
+        data.close()
+
+
+def check_hashes(config: RunConfig, folder: Path) -> dict[str, tuple[int, int]]:
+    """Compare every chunk of every source with its hash in a folder, and record there those that have none.
+
+    Returns how many chunks of each source were compared and recorded. DataChanged names what differs.
+    """
+    data = Job(config).dataset(records=folder)
+    try:
+        compared = {s.name: s.check_recorded(record_others=True) for s in data.sources}
+        unwritten = sum(s.counters()["unrecorded_chunks"] for s in data.sources)
+        if unwritten:
+            raise StorageError(
+                f"{unwritten:,} hashes could not be written to {folder}: make room there, or choose another folder"
+            )
+        return {s.name: (compared[s.name], s.manifest.chunks - compared[s.name]) for s in data.sources}
     finally:
         data.close()
 

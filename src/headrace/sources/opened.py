@@ -324,20 +324,31 @@ class OpenSource:
         phrases += [f"{path} is new" for path in after if path not in before]
         return phrases or [f"source {self.name!r} is read differently (text_key, chunk size or format)"]
 
-    def check_recorded(self) -> int:
-        """Compare every chunk that has a record with it, now; how many were compared. DataChanged names what differs."""
+    def check_recorded(self, *, record_others: bool = False) -> int:
+        """Compare every chunk that has a record with it, now; how many were compared. DataChanged names what differs.
+
+        `record_others`: read the chunks without a record as well, and record them.
+        """
         known = [int(chunk) for chunk in self._records.known()]
         if not self._accept:
             self._check_copies()
+        others = sorted(set(range(self.manifest.chunks)) - set(known)) if record_others else []
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="headrace-check") as pool:
             hashes = list(pool.map(self._hash, known))
+            for chunk, value in zip(others, pool.map(self._hash, others), strict=True):
+                self._records.add(chunk, value)
+        remedy = (
+            "record them anew elsewhere"
+            if record_others
+            else "accept the change with accept_changes=True (command: --accept data)"
+        )
         changed = [(chunk, value) for chunk, value in zip(known, hashes, strict=True) if self._compare(chunk, value)]
         if changed and not self._accept:
             listed = "; ".join(self._where(chunk) for chunk, _ in changed[:5])
             more = f"; and {len(changed) - 5:,} more" if len(changed) > 5 else ""
             raise DataChanged(
                 f"{len(changed):,} of {len(known):,} recorded chunks of source {self.name!r} changed since they were first "
-                f"read: {listed}{more}. Restore the files, or accept the change with accept_changes=True (command: --accept data)."
+                f"read: {listed}{more}. Restore the files, or {remedy}."
             )
         for chunk, value in changed:
             self._records.add(chunk, value)
