@@ -104,7 +104,7 @@ def _skip_path(queue: Path, step: int) -> Path:
 class _Folder:
     """What both ends know about the folder."""
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    def __init__(self, folder: Path | str, ranks: int) -> None:
         if ranks < 1:
             raise ConfigError(f"a trainer has at least one rank, got {ranks}")
         self.spool, self.ranks = SpoolFolder(Path(folder)), ranks
@@ -132,7 +132,7 @@ class _Folder:
 class SpoolSender(TrainingBatchSender):
     """Hands batches over in a folder that both ends see."""
 
-    def __init__(self, folder: Path, *, ranks: int = 1, max_unread: int = 2, deadline: float = 3600.0) -> None:
+    def __init__(self, folder: Path | str, *, ranks: int = 1, max_unread: int = 2, deadline: float = 3600.0) -> None:
         if max_unread < 1:
             raise ConfigError(f"max_unread is {max_unread}, a trainer needs at least one batch to read")
         self._folder = _Folder(folder, ranks)
@@ -200,7 +200,7 @@ class SpoolReceiver(TrainingBatchReceiver):
     """Reads one rank's batches from the folder."""
 
     def __init__(
-        self, folder: Path, *, rank: int = 0, ranks: int = 1, max_lag: int | None = None, deadline: float = 3600.0,
+        self, folder: Path | str, *, rank: int = 0, ranks: int = 1, max_lag: int | None = None, deadline: float = 3600.0,
         heartbeat: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__(rank=rank, ranks=ranks, max_lag=max_lag)

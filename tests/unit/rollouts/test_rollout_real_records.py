@@ -17,6 +17,7 @@ from headrace.errors import FileCorrupt, RolloutRefused
 from headrace.rollouts import (
     AdvantageConfig,
     RolloutPipeline,
+    columns,
     dump_raw_rollouts,
     episode_from_deltas,
     interleave_rollout,
@@ -93,6 +94,19 @@ def test_every_form_of_a_real_episode_is_the_same_rollout(at):
     assert [told(form) for form in forms] == [told(rollout)] * 4
 
 
+def test_a_long_episode_is_the_same_from_bytes_as_from_its_values():
+    columns.kernels()  # long messages go through the compiled readers, which know v0 rollouts only and must leave this alone
+    episode = grown()
+    node = episode["traces"][0]["nodes"][3]
+    node |= {"token_ids": list(range(40_000)), "mask": [False] + [True] * 39_999, "logprobs": [-0.25] * 39_999}
+    expected = rollout_from_verifiers(episode)
+    for form in (rollout_from_json(json.dumps(episode)), rollout_from_msgpack(msgspec.msgpack.encode(episode))):
+        assert told(form) == told(expected)
+        assert [s.ids.tolist() for s in interleave_rollout(form)] == [
+            s.ids.tolist() for s in interleave_rollout(expected)
+        ]
+
+
 def test_files_of_episodes_are_read_as_json_lines_and_as_msgpack_behind_lengths():
     lines, packed = (list(read_episodes(str(DATA / f"eps_train_real.{kind}"))) for kind in ("jsonl", "msgpack"))
     assert lines == EPISODES
@@ -163,12 +177,14 @@ def test_a_sampled_node_is_a_turn_whose_context_is_the_path_to_the_root():
 def test_experts_of_nodes_are_those_of_their_tokens_along_every_path():
     episode = grown()
     nodes = episode["traces"][0]["nodes"]
+    nodes.append({**nodes[3], "token_ids": [1, 9], "mask": [False, True], "logprobs": [-1.0], "weight_versions": []})
     for at, node in enumerate(nodes):
         rows = np.full((len(node["token_ids"]), 2, 3), at, np.uint8)
         node["routed_experts"] = {"__nd__": True, "dtype": "uint8", "shape": list(rows.shape), "data": rows.tobytes()}
-    whole, other = interleave_rollout(rollout_from_msgpack(msgspec.msgpack.encode(episode), env_name="e"))
+    whole, other, second = interleave_rollout(rollout_from_msgpack(msgspec.msgpack.encode(episode), env_name="e"))
     assert whole.experts.joined()[:, 0, 0].tolist() == [0] * 14 + [1] * 16 + [2] * 3 + [3] * 3
     assert other.experts.joined()[:, 0, 0].tolist() == [0] * 14 + [4] * 4
+    assert second.experts.joined()[:, 0, 0].tolist() == [0] * 14 + [1] * 16 + [2] * 3 + [5] * 2
     nodes[2].pop("routed_experts")
     with pytest.raises(RolloutRefused, match="left a turn out") as refused:
         interleave_rollout(rollout_from_verifiers(episode))
