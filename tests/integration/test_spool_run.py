@@ -68,7 +68,7 @@ def test_batches_out_of_a_spool_are_the_loader_s_own_for_any_parts_and_ranks(con
     # Providers come and go: every file may be made by another one, from the cursor in the file before it.
     for _ in range(3):
         TextProvider(job, data, sleep_seconds=0.001).run(max_files=parts)
-    straight = job.loader(data, dp_rank=0, dp_world_size=1, copy=True)
+    straight = job.loader(data, dp_rank=0, dp_world_size=1)
     expected = [(next(straight), straight.step_digest, straight.drain_metrics()) for _ in range(9)]
     straight.close()
     spool = SpoolData.open(checked, tmp_path, deadline=60)

@@ -32,6 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from headrace.buffers import BufferPool
 from headrace.errors import ConfigError, CursorMismatch, DeadlineExceeded, EndOfData, HeadraceError
 from headrace.metrics import Meter, MetricSpec, Reduction, default_meter, register
 from headrace.order import Cursor
@@ -45,7 +46,7 @@ from headrace.spool.legacy import LegacyReader, legacy_fingerprint
 from headrace.spool.meta import FieldSpec, read_meta, schema_of
 from headrace.spool.place import Place
 from headrace.spool.provider import CIRCULAR_SPLITS
-from headrace.spool.reader import BufferPool, Part, QueueReader, RingReader, Stripe
+from headrace.spool.reader import Part, QueueReader, RingReader, Stripe
 from headrace.spool.retention import Retention
 from headrace.spool.supply import SplitFiles, Supply
 

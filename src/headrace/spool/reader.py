@@ -11,7 +11,6 @@ checked itself. The position is one number, G; the (file, row) pairs beside it o
 from __future__ import annotations
 
 import math
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +18,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from headrace.buffers import BufferPool
 from headrace.errors import EndOfData
 from headrace.spool.batch_file import OFFSETS, BatchFile, numpy_dtype
 from headrace.spool.meta import FieldSpec
 
-__all__ = ["BufferPool", "Part", "QueueReader", "RingReader", "Stripe"]
+__all__ = ["Part", "QueueReader", "RingReader", "Stripe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,30 +43,6 @@ class Stripe:
             if ((first + row) * parts + part) % self.world_size == self.rank:
                 return row, step
         return None
-
-
-class BufferPool:
-    """Memory for batches, used again once nobody holds the batch any more.
-
-    A new 4 MiB array costs 1,024 page faults, which take longer than the copy into it. A tensor made from an array holds a
-    reference to it, so an array that only the pool refers to is free.
-    """
-
-    def __init__(self, depth: int = 8) -> None:
-        self._depth = depth
-        self._free: dict[tuple[tuple[int, ...], np.dtype], list[np.ndarray]] = {}
-
-    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        arrays = self._free.setdefault((shape, dtype), [])
-        for i in range(len(arrays)):
-            if sys.getrefcount(arrays[i]) == 2:
-                return arrays[i]
-        array = np.empty(shape, dtype)
-        if len(arrays) < self._depth:
-            if len(self._free) > 64:  # batch sizes that come and go must not pile up
-                self._free = {(shape, dtype): arrays}
-            arrays.append(array)
-        return array
 
 
 @dataclass(slots=True)

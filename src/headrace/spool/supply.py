@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.buffers import BufferPool
 from headrace.errors import HeadraceError
 from headrace.metrics import Meter, Wait
 from headrace.spool.ahead import Ahead
@@ -27,7 +28,7 @@ from headrace.spool.checker import FileChecker
 from headrace.spool.conveyor import MOST_AHEAD, Conveyor
 from headrace.spool.place import Place
 from headrace.spool.provider import CIRCULAR_SPLITS
-from headrace.spool.reader import BufferPool, Stripe
+from headrace.spool.reader import Stripe
 
 __all__ = ["SplitFiles", "Supply"]
 
