@@ -163,13 +163,13 @@ class BatchBuffers:
         """Take tensors that nothing refers to, for the next batch."""
         tensors = {}
         for name, place, shape in self._places:
-            array, tensors[name] = self._memory.tensor(shape, _INT64)
-            self.where[place] = address(array)
+            tensors[name] = tensor = self._memory.tensor(shape, _INT64)
+            self.where[place] = tensor.data_ptr()
         self._tensors = tensors
 
     def batch(self, facts: np.ndarray) -> dict[str, Any]:
-        """The batch that was laid out here. It belongs to its receiver: `renew` before the next one."""
-        tensors = self._tensors
+        """The batch that was laid out here. It belongs to its receiver, and nothing here refers to it any more: `renew` before the next one."""
+        tensors, self._tensors = self._tensors, {}
         if self._with_borders:
             tensors["cu_seqlens"] = self._memory.copy(self._borders[: facts[BORDERS]])
             tensors["max_seqlen"] = int(facts[LONGEST])

@@ -492,10 +492,11 @@ class BatchRows:
         for name, place in self._places:
             shape = (rows,) if name in _VECTORS else (rows, self._width)
             if memory is None:
-                array = values[name] = np.empty(shape, np.int64)
+                values[name] = array = np.empty(shape, np.int64)
+                self.where[place] = address(array)
             else:
-                array, values[name] = memory.tensor(shape, _INT64)
-            self.where[place] = address(array)
+                values[name] = tensor = memory.tensor(shape, _INT64)
+                self.where[place] = tensor.data_ptr()
         self._values = values
 
     def _resize(self, rows: int) -> None:
@@ -508,8 +509,8 @@ class BatchRows:
             self.where[k.AT_BORDERS], self.where[k.BORDERS] = address(self._borders), len(self._borders)
 
     def batch(self) -> dict[str, Any]:
-        """The batch that was written. It belongs to its receiver: `renew` before the next one."""
-        values = self._values
+        """The batch that was written. It belongs to its receiver, and nothing here refers to it any more: `renew` before the next one."""
+        values, self._values = self._values, {}
         if self._borders is not None:
             borders = self._borders[: self.edges + 1]
             values["cu_seqlens"] = borders.copy() if self._memory is None else self._memory.copy(borders)
