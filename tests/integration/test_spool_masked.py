@@ -46,7 +46,7 @@ def test_fifteen_percent_of_a_source_s_tokens_are_to_be_guessed_and_no_padding(c
     assert provide_text(checked, max_files=6) == 6
     meta = read_meta(tmp_path / "S")
     assert (meta["training_type"], meta["vocab_size"], meta["mask_token_id"]) == ("MLM", 260, 259)
-    straight = Job(checked).loader(dp_rank=0, dp_world_size=1, segment_ids=True, copy=True)
+    straight = Job(checked).loader(dp_rank=0, dp_world_size=1, segment_ids=True)
     chosen = real = 0
     for batch in batches(tmp_path / "S", 12):
         plain = next(straight)

@@ -68,7 +68,7 @@ def test_batches_out_of_a_spool_are_the_loader_s_own_for_any_parts_and_ranks(con
     # Providers come and go: every file may be made by another one, from the cursor in the file before it.
     for _ in range(3):
         TextProvider(job, data, sleep_seconds=0.001).run(max_files=parts)
-    straight = job.loader(data, dp_rank=0, dp_world_size=1, copy=True)
+    straight = job.loader(data, dp_rank=0, dp_world_size=1)
     expected = [(next(straight), straight.step_digest, straight.drain_metrics()) for _ in range(9)]
     straight.close()
     spool = SpoolData.open(checked, tmp_path, deadline=60)
@@ -145,6 +145,81 @@ def test_steps_passed_over_and_the_flight_record_are_those_of_the_run_without_a_
     assert found[0]["skipped"] == state["skipped"]
     assert sum(int(b["digest"], 16) for b in found) % (1 << 128) == int(state["digest"], 16)
     assert {k: sum(b["delivered"][k] for b in found) for k in state["delivered"]} == state["delivered"]
+
+
+FINITE = """
+[run]
+seed = 3
+steps = 500
+skip = "3:5,{late}:{end}"
+[[source]]
+spec = "jsonl:{folder}/a.jsonl"
+[text]
+seq_len = 32
+window_blocks = 2
+[loader]
+global_batch_size = 4
+lanes = 12
+exhausted = "drop"
+[spool]
+parts = {parts}
+batches_per_file = 3
+max_backlog_files = 500
+[train]
+"""
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_steps_with_nothing_to_learn_are_passed_over_by_a_spool_as_by_the_run_without_one(tmp_path, write_jsonl, parts):
+    write_jsonl("a.jsonl", [f"document {i} " + "word " * (i % 23) for i in range(120)])
+
+    def opened(late: int):
+        (tmp_path / "f.toml").write_text(FINITE.format(folder=tmp_path, parts=parts, late=late, end=late + 3))
+        return load_config(
+            tmp_path / "f.toml", ("--run.dir", str(tmp_path / "run"), "--spool.dir", str(tmp_path / "S"))
+        )
+
+    data = Job(opened(900)).dataset()
+    with Job(opened(900)).loader(data, dp_rank=0, dp_world_size=1, record=True) as straight:
+        for _ in straight:
+            continue
+        first = straight.drain_flight()["skipped"][2:][0][0] // 4 + 1
+    checked = opened(first)  # the first empty step and its neighbours are skipped as well
+    job = Job(checked)
+    TextProvider(job, data, sleep_seconds=0.001).run()
+    expected, lines = [], []
+    with job.loader(data, dp_rank=0, dp_world_size=1, record=True) as straight:
+        for batch in straight:
+            expected.append((straight.step, straight.step_digest, batch["sample_index"].tolist()))
+            lines.append(straight.drain_flight())
+        state = straight.state_dict()["body"]
+    assert state["empty_steps"] > 3
+    spool = SpoolData.open(checked, tmp_path, deadline=60)
+    saved, at = None, 0
+    for world, steps in ((1, len(expected) - 9), (2, 4), (1, 10)):
+        ranks = [SpoolLoader(checked, spool, tmp_path, rank=r, world_size=world, record=True) for r in range(world)]
+        with ThreadPoolExecutor(world) as threads:
+            for rank in ranks:
+                if saved is not None:
+                    rank.load_state_dict(saved)
+            for _ in range(steps):
+                shares = list(threads.map(lambda rank: next(rank, None), ranks))
+                if shares[0] is None:
+                    break
+                samples = sorted(g for share in shares for g in share["sample_index"].tolist())
+                digest = f"{sum(int(r.step_digest, 16) for r in ranks) % (1 << 128):032x}"
+                assert (ranks[0].step, digest, samples) == expected[at]
+                assert merge_flights([rank.drain_flight() for rank in ranks]) == lines[at]
+                at += 1
+        bodies = [rank.state_dict() for rank in ranks]
+        saved = bodies[0] | {"body": bodies[0]["body"] | {"delivered": {
+            k: sum(b["body"]["delivered"][k] for b in bodies) for k in state["delivered"]
+        }, "digest": f"{sum(int(b['body']['digest'], 16) for b in bodies) % (1 << 128):032x}"}}  # fmt: skip
+        for rank in ranks:
+            rank.close()
+    assert at == len(expected)
+    names = ("step", "ended", "skipped", "empty_steps", "digest", "delivered")
+    assert {n: saved["body"][n] for n in names} == {n: state[n] for n in names}
 
 
 def test_a_spool_of_other_batches_is_refused(config, tmp_path):

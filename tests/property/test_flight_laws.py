@@ -93,7 +93,7 @@ class RecordedRun:
         (folder / "c.toml").write_text(
             f'[run]\ndir = "{self.run}"\nseed = 3\n{"".join(sources)}[text]\nseq_len = 24\n{values}\n'
             f'[loader]\nexhausted = "{exhausted}"\n'
-            f"global_batch_size = {BATCH}\nlanes = 4\ntokenizer_workers = 0\nprefetch_batches = 0\n[train]\n"
+            f"global_batch_size = {BATCH}\nlanes = 8\ntokenizer_workers = 0\nprefetch_batches = 0\n[train]\n"
         )
         config = load_config(folder / "c.toml", env={})
         made = RunFolder.create(config, version="test")
@@ -107,10 +107,10 @@ class RecordedRun:
         """Take steps from the state saved after step `at`; returns the last step taken."""
         saved = self.saved[at]
         begun = saved["body"]["step"] if saved else 0
-        before = saved["body"]["skipped"] if saved else []
+        before = [(a + 1, b + 1) for a, b in saved["body"]["skipped"]] if saved else []
         options = {
             "dp_world_size": world,
-            "skip": [*before, *([(begun, begun + skip)] if skip else [])],
+            "skip": [*before, *([(begun + 1, begun + 1 + skip)] if skip else [])],
             "record": True,
         }
         ranks = [self.job.loader(self.data, dp_rank=r, **options) for r in range(world)]

@@ -103,9 +103,9 @@ def torch_rows(batch) -> dict[int, bytes]:
 
 
 CHANGES = (
-    MixChange(9, {"web": 0.0, "early": 0.4}),
-    MixChange(10, {"web": 0.3, "books": 0.0}),
-    MixChange(30, {"books": 0.6, "one": 0.0}),
+    MixChange(10, {"web": 0.0, "early": 0.4}),
+    MixChange(11, {"web": 0.3, "books": 0.0}),
+    MixChange(31, {"books": 0.6, "one": 0.0}),
 )
 
 
@@ -115,7 +115,7 @@ CHANGES = (
         ({}, (), 70),
         ({"pack": "concat", "exhausted": "repeat"}, (), 36),
         ({"mix_changes": CHANGES, "exhausted": "repeat"}, (), 40),
-        ({"mix_changes": CHANGES}, ((3, 5), (20, 21), (28, 33)), 44),
+        ({"mix_changes": CHANGES}, ((4, 6), (21, 22), (29, 34)), 44),
     ],
     ids=["best_fit to the end", "concat for ever", "weights change", "weights change and steps are skipped"],
 )
@@ -156,10 +156,10 @@ def test_skipped_steps_move_on_what_is_delivered_and_nothing_else(make_data):
     data = make_data(exhausted="repeat")
     (straight,) = load(data, (1, 0, 0), None)
     order = [step([straight]) for _ in range(12)]
-    (skipping,) = load(data, (1, 0, 0), None, skip=((2, 5), (7, 8)))
+    (skipping,) = load(data, (1, 0, 0), None, skip=((3, 6), (8, 9)))
     got = [step([skipping]) for _ in range(8)]
     assert got == order[:2] + order[5:7] + order[8:12]
-    assert skipping.skipped == [[2, 5], [7, 8]]
+    assert skipping.skipped == [[3, 6], [8, 9]]
     assert (skipping.step, skipping.skipped_steps) == (12, 4)
     assert skipping.state_dict()["body"]["delivered"]["skipped"] == 4 * BATCH
 
@@ -167,7 +167,7 @@ def test_skipped_steps_move_on_what_is_delivered_and_nothing_else(make_data):
 def test_a_change_of_weights_shows_from_its_step_on_and_leaves_the_steps_before_alone(make_data):
     plain, changed = (
         make_data(exhausted="repeat"),
-        make_data(exhausted="repeat", mix_changes=(MixChange(20, {"web": 4.0}),)),
+        make_data(exhausted="repeat", mix_changes=(MixChange(21, {"web": 4.0}),)),
     )
     (a,), (b,) = load(plain, (1, 0, 0), None), load(changed, (1, 0, 0), None)
     for n in range(20):
@@ -181,8 +181,8 @@ def test_a_change_of_weights_shows_from_its_step_on_and_leaves_the_steps_before_
 
 
 def test_the_past_of_the_weights_is_part_of_the_cursor_and_their_future_is_not(make_data):
-    data = make_data(mix_changes=(MixChange(5, {"web": 0.9}),), exhausted="repeat")
-    other = make_data(mix_changes=(MixChange(5, {"web": 0.8}),), exhausted="repeat")
+    data = make_data(mix_changes=(MixChange(6, {"web": 0.9}),), exhausted="repeat")
+    other = make_data(mix_changes=(MixChange(6, {"web": 0.8}),), exhausted="repeat")
     (loader,) = load(data, (1, 0, 0), None)
     states = []
     for _ in range(8):

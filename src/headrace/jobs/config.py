@@ -127,8 +127,8 @@ class RunSection(_Section):
 
     @property
     def skips(self) -> tuple[tuple[int, int], ...]:
-        """The same as ranges of steps counted from 0, as a loader does."""
-        return tuple((a - 1, b - 1) for a, b in _ranges(self.skip))
+        """The same as ranges of steps (from, to), counted from 1."""
+        return tuple(_ranges(self.skip))
 
     @model_validator(mode="after")
     def _choose_folder(self) -> RunSection:

@@ -18,6 +18,7 @@ from typing import Any
 from headrace.errors import FileCorrupt, HeadraceError
 from headrace.jobs.flight import RunFlight, Told
 from headrace.loader import Piece
+from headrace.loader.lanes import FILLER_HASH
 from headrace.loader.weight_text import shown_weights
 from headrace.order import Digest, sample_term
 
@@ -89,16 +90,18 @@ def diff_runs(a: Path, b: Path) -> Difference:
         if len({s[2] - s[1] for ledger in ledgers for s in ledger[:1]}) > 1:
             notes.append("the runs have other batch sizes: they are compared by sample, where a step ends in both")
         compared, parted = 0, None
+        sample, seen = None, (None, None)
         for stretch in _stretches(*ledgers):
             if stretch.sums[0] != stretch.sums[1]:
-                parted = stretch
-                break
+                found = _first_difference(first, second, stretch, notes)
+                if found is not None:
+                    parted, (sample, seen) = stretch, found
+                    break
             compared = stretch.end
-        sample, seen = (None, (None, None)) if parted is None else _first_difference(first, second, parted, notes)
         steps = parted.steps if parted is not None else (None, None)
         if sample is not None:
-            found = [f.record.step_of(sample) for f in (first, second)]
-            steps = (found[0] or steps[0], found[1] or steps[1])
+            took = [f.record.step_of(sample) for f in (first, second)]
+            steps = (took[0] or steps[0], took[1] or steps[1])
             compared = sample
         return Difference(
             a=str(a), b=str(b), steps_a=len(ledgers[0]), steps_b=len(ledgers[1]), same=parted is None, samples_compared=compared,
@@ -155,7 +158,9 @@ def _stretches(a: list[tuple[int, int, int, int]], b: list[tuple[int, int, int, 
 
 def _first_difference(
     a: RunFlight, b: RunFlight, parted: _Stretch, notes: list[str]
-) -> tuple[int | None, tuple[SeenSample | None, SeenSample | None]]:
+) -> tuple[int | None, tuple[SeenSample | None, SeenSample | None]] | None:
+    """The first sample that differs, and what each run saw there; None if they differ only in samples with nothing to learn, which one
+    run delivered among others and the other passed over as a whole step."""
     told: list[list[Told]] = []
     for flight, total in ((a, parted.sums[0]), (b, parted.sums[1])):
         try:
@@ -171,9 +176,14 @@ def _first_difference(
             )
             return None, (None, None)
         told.append(samples)
+    fillers = False
     for one, other in zip(*told, strict=True):
-        if (one.content, one.place.skipped) != (other.content, other.place.skipped):
+        if one.content == other.content == FILLER_HASH:
+            fillers |= one.place.skipped != other.place.skipped
+        elif (one.content, one.place.skipped) != (other.content, other.place.skipped):
             return one.place.sample, _seen(a, one, b, other)
+    if fillers:
+        return None
     notes.append("every sample is the same, and the sums differ: one of the digest files was changed")
     return None, (None, None)
 

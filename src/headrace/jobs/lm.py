@@ -87,7 +87,7 @@ class _Run:
     asked_to_stop: int = 0
     """The signal that asked, if one did."""
     noted_step: int = 0
-    """Data steps before this one have had their changes journalled."""
+    """Data steps up to this one have had their changes journalled."""
     noted_holes: set[tuple[str, str, int]] = field(default_factory=set)
     """Those that this rank has told of."""
     journalled_holes: set[tuple[str, str, int]] = field(default_factory=set)
@@ -205,9 +205,9 @@ def _restore(run: _Run, data: TextDataset | SpoolData, accept: Collection[str]) 
     except CursorMismatch as error:
         raise CursorMismatch(f"cannot resume {run.folder.path} at step {chosen}: {error}", error.differences) from error
     run.trainer.load_state_arrays(container.arrays, container.dtypes, meta["trainer"])
-    if run.loader.step - run.loader.skipped_steps != chosen or run.trainer.steps_taken != chosen:
+    if run.loader.delivered_steps != chosen or run.trainer.steps_taken != chosen:
         raise HeadraceError(
-            f"checkpoint of step {chosen} holds data of step {run.loader.step - run.loader.skipped_steps} and a model of step {run.trainer.steps_taken}; "
+            f"checkpoint of step {chosen} holds data of step {run.loader.delivered_steps} and a model of step {run.trainer.steps_taken}; "
             "it was put together by hand, use another"
         )
     run.loss_first = float("nan") if meta["loss_first"] is None else meta["loss_first"]
@@ -251,7 +251,7 @@ def _skips_fit(meta: Any, folder: RunFolder) -> bool:
     """
     body = meta["data"]["body"]
     saved = joined_ranges(body.get("skipped", ()), body["step"])
-    wanted = joined_ranges(folder.config.run.skips, body["step"])
+    wanted = joined_ranges(((a - 1, b - 1) for a, b in folder.config.run.skips), body["step"])
     if not all(any(a <= start and end <= b for a, b in wanted) for start, end in saved):
         was, now = (",".join(f"{a + 1}:{b + 1}" for a, b in ranges) for ranges in (saved, wanted))
         raise CursorMismatch(
@@ -411,13 +411,13 @@ def _note_changes(run: _Run) -> None:
     """Journal what changed the order in this step: other weights, steps passed over."""
     step, skipped = run.trainer.steps_taken, run.loader.skipped
     for change in run.loader.data.mix_changes:
-        if run.noted_step <= change.step < run.loader.step:
-            _note(run, "weights", step=step, data_step=change.step + 1, weights=dict(change.weights))
+        if run.noted_step < change.step <= run.loader.step:
+            _note(run, "weights", step=step, data_step=change.step, weights=dict(change.weights))
             run.watcher.info(f"step {step}: weights are now {_listed(change.weights)}")
     for a, b in skipped:
-        if b > run.noted_step:
-            _note(run, "skipped", step=step, data_steps=[a + 1, b + 1])
-            run.watcher.info(f"step {step}: the data of steps {a + 1} to {b} was passed over")
+        if b > run.noted_step + 1:
+            _note(run, "skipped", step=step, data_steps=[a, b])
+            run.watcher.info(f"step {step}: the data of steps {a} to {b - 1} was passed over")
     run.noted_step = run.loader.step
 
 

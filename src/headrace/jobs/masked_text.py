@@ -72,7 +72,6 @@ class MaskedTextProvider(TextProvider):
             ids, rng, mask_id=self.mask_id, vocab_size=self._data.vocab_size, probability=self._job.config.spool.mask_probability,
             protected=padding | torch.isin(ids, torch.tensor(self._special)),
         )  # fmt: skip
-        # The loader's tensors are views of memory it uses again; the provider copies them into the file before it asks for more.
         return {
             "input_ids": inputs,
             "attention_mask": (~padding).to(torch.int8),

@@ -7,7 +7,8 @@ Part q of P is what rank q of P of an ordinary loader delivers, so the files hol
 itself, and a file's cursor is that loader's state. What the loader knows about a batch beside its rows (its digest, tokens by
 source) travels in its first row and is nought in the others; summed over the ranks of a step it is what a run without a spool
 counts. So digests, losses and reports are the same. Each row also says which source and window it is of, so the flight record
-of a run over a spool is that of the run without. Steps are passed over (`run.skip`) where they are read: what a spool holds does not depend on it.
+of a run over a spool is that of the run without. A spool holds no step in which there was nothing to learn on any rank: the numbers of its samples say which
+steps those were. Steps are passed over (`run.skip`) where they are read: what a spool holds does not depend on it.
 """
 
 from __future__ import annotations
@@ -265,7 +266,7 @@ class SpoolData:
                 "another --spool.dir, or fill it anew with `headrace provide CONFIG --force-regenerate`"
             )
         info = meta["split_info"]["train"]
-        changes = tuple(MixChange(c.step - 1, c.weights) for c in config.mix.change)
+        changes = tuple(MixChange(c.step, c.weights) for c in config.mix.change)
         return cls(
             names=tuple(info["sources"]), weights=tuple(info["weights"]), vocab_size=meta["vocab_size"], seq_len=meta["block_size"], mix_changes=changes,
             made_of={str(k): str(v) for k, v in meta["data"].items()},
@@ -277,12 +278,12 @@ class SpoolData:
 
     def mean_weights(self, steps: int) -> tuple[float, ...]:
         """What the weights add up to over the first `steps` steps."""
-        cuts = sorted({0, *(min(c.step, steps) for c in self.mix_changes), max(steps, 1)})
+        cuts = sorted({0, *(min(c.steps_before, steps) for c in self.mix_changes), max(steps, 1)})
         total = np.zeros(len(self.names))
         for a, b in itertools.pairwise(cuts):
             at = dict(zip(self.names, self.weights, strict=True))
             for change in self.mix_changes:
-                if change.step <= a:
+                if change.steps_before <= a:
                     at |= change.weights
             share = np.array([at[name] for name in self.names], np.float64)
             total += share / share.sum() * (b - a)
@@ -296,6 +297,7 @@ class _Flown:
     trained: int
     """Number of the training step, from 1; 0 if it was passed over."""
     step: int
+    """Steps before it, those that were passed over included."""
     samples: np.ndarray
     origin: np.ndarray
 
@@ -320,11 +322,13 @@ class SpoolLoader:
             deadline=config.run.deadline, meter=self.meter,
         )  # fmt: skip
         self._kept: deque[dict[str, Any]] = deque(maxlen=config.run.keep_checkpoints)
-        self._size, self._lanes, self._skip = config.loader.global_batch_size, config.loader.lanes, config.run.skips
+        self._size, self._lanes = config.loader.global_batch_size, config.loader.lanes
+        self._skip = tuple((a - 1, b - 1) for a, b in config.run.skips)
         self._record = record
         self._flight: list[_Flown] = []
         self._skipped: list[list[int]] = []
-        self.step = 0
+        """Ranges of steps, counted from 0, as in the state."""
+        self.step = self.empty_steps = 0
         self.ended = False
         self._digest, self._step_digest = Digest(), Digest()
         self._delivered = dict.fromkeys(_COUNTS, 0)
@@ -343,10 +347,14 @@ class SpoolLoader:
             raise StopIteration
         if self._started is None:
             self._started, self._begun_tokens = time.perf_counter(), self._delivered["tokens"]
-        batch = self._next_batch()
-        while any(a <= self.step < b for a, b in self._skip):
-            self._pass_over(batch)
+        while True:
             batch = self._next_batch()
+            # The spool holds delivered steps only; the number of a step follows from its samples.
+            for _ in range(self.step, int(batch["sample_index"][0]) // self._size):
+                self._pass_over(None)
+            if not any(a <= self.step < b for a, b in self._skip):
+                break
+            self._pass_over(batch)
         digests, counts = batch.pop("digest").numpy(), batch.pop("counts").numpy()
         term = sum((int(high) << 64) + int(low) for high, low in digests[digests.any(axis=1)])
         self._step_digest = Digest(term)
@@ -359,13 +367,15 @@ class SpoolLoader:
         origin = batch.pop("origin").numpy()
         if self._record:
             samples = batch["sample_index"].numpy().copy()
-            self._flight.append(_Flown(self.step - self.skipped_steps, self.step - 1, samples, origin.copy()))
+            self._flight.append(_Flown(self.delivered_steps, self.step - 1, samples, origin.copy()))
         return self._whole(batch)
 
     def _next_batch(self) -> dict[str, Any]:
         with Wait("loader.next", meter=self.meter, deadline=self._deadline) as wait:
             try:
                 while self._check is not None and not self.consumer.wait_for_data("train", 1.0):
+                    if self.consumer.has_ended("train"):
+                        break  # get_batch raises EndOfData
                     self._check()
                     wait.check()
                 return self.consumer.get_batch("train")
@@ -373,15 +383,21 @@ class SpoolLoader:
                 self.ended = True
                 raise StopIteration from None
 
-    def _pass_over(self, batch: Mapping[str, Any]) -> None:
-        """A step the run was asked to leave out: its documents count as read."""
-        self._delivered["skipped"] += len(batch["sample_index"])
-        if self._skipped and self._skipped[-1][1] == self.step:
-            self._skipped[-1][1] += 1
-        else:
-            self._skipped.append([self.step, self.step + 1])
-        if self._record:
+    def _pass_over(self, batch: Mapping[str, Any] | None) -> None:
+        """A step the run was asked to leave out: its documents count as read. None: a step in which no rank had anything to learn."""
+        rows = self._size // self.world_size
+        samples, origin = np.zeros(0, np.int64), np.full((rows, len(_ORIGIN)), -1)
+        if batch is not None:
             samples, origin = batch["sample_index"].numpy().copy(), batch["origin"].numpy().copy()
+        if any(a <= self.step < b for a, b in self._skip):
+            self._delivered["skipped"] += rows
+            if self._skipped and self._skipped[-1][1] == self.step:
+                self._skipped[-1][1] += 1
+            else:
+                self._skipped.append([self.step, self.step + 1])
+        else:
+            self.empty_steps += 1
+        if self._record:
             self._flight.append(_Flown(0, self.step, samples, origin))
         self.step += 1
 
@@ -404,9 +420,11 @@ class SpoolLoader:
     def state_dict(self) -> dict[str, Any]:
         spool = self.consumer.state_dict()
         body = {
-            "step": self.step, "ended": self.ended, "skipped": self.skipped, "digest": str(self._digest), "delivered": dict(self._delivered),
+            "step": self.step, "ended": self.ended, "skipped": [list(pair) for pair in self._skipped], "digest": str(self._digest), "delivered": dict(self._delivered),
             "source_tokens": list(self._source_tokens), "sources": list(self.data.names), "spool": spool, "data": dict(self.data.made_of),
         }  # fmt: skip
+        if self.empty_steps:
+            body["empty_steps"] = self.empty_steps
         return Cursor(kind=_KIND, version=_VERSION, fingerprint=spool["fingerprint"], body=body).to_dict()
 
     def load_state_dict(
@@ -423,6 +441,7 @@ class SpoolLoader:
         body = cursor.body
         self.consumer.load_state_dict(body["spool"])
         self.step, self.ended = int(body["step"]), bool(body["ended"])
+        self.empty_steps = int(body.get("empty_steps", 0))
         self._skipped, self._flight = [list(map(int, pair)) for pair in body["skipped"]], []
         if self.rank == 0:  # what earlier ranks delivered is added up once
             self._digest = Digest(body["digest"])
@@ -457,12 +476,17 @@ class SpoolLoader:
 
     @property
     def skipped(self) -> list[list[int]]:
-        """Ranges [from, to) of steps that were passed over."""
-        return [list(pair) for pair in self._skipped]
+        """Ranges [from, to) of steps that were passed over on request, counted from 1."""
+        return [[a + 1, b + 1] for a, b in self._skipped]
 
     @property
     def skipped_steps(self) -> int:
         return sum(b - a for a, b in self._skipped)
+
+    @property
+    def delivered_steps(self) -> int:
+        """How many steps were delivered: `step` without those that were passed over."""
+        return self.step - self.skipped_steps - self.empty_steps
 
     @property
     def digest(self) -> str:
@@ -484,8 +508,8 @@ class SpoolLoader:
         opened = [
             [int(g), int(g) % self._lanes, int(row[0]), *map(int, row[2:])]
             for f in flown
-            for g, row in zip(f.samples, f.origin, strict=True)
-            if row[1]
+            for g, row in zip(f.samples, f.origin, strict=False)  # an empty step has no samples here
+            if row[1] > 0
         ]
         size = self._size
         line: dict[str, Any] = {
@@ -516,7 +540,7 @@ class SpoolLoader:
         seconds = time.perf_counter() - self._started if self._started is not None else 0.0
         return LoaderReport.of(
             names=self.data.names, targets=self.data.mean_weights(self.step), source_tokens=self._source_tokens, delivered=self._delivered,
-            new_tokens=self._delivered["tokens"] - self._begun_tokens, seconds=seconds, waits=self.meter.totals(), digest=self.digest, steps=self.step,
+            new_tokens=self._delivered["tokens"] - self._begun_tokens, seconds=seconds, waits=self.meter.totals(), digest=self.digest, steps=self.delivered_steps,
         )  # fmt: skip
 
     def close(self) -> None:

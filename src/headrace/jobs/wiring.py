@@ -60,7 +60,7 @@ class Job:
             window_blocks=text.window_blocks,
             shuffle=text.shuffle,
             exhausted=loader.exhausted,
-            mix_changes=[MixChange(c.step - 1, c.weights) for c in self.config.mix.change],
+            mix_changes=[MixChange(c.step, c.weights) for c in self.config.mix.change],
             bos=text.bos,
             eos=text.eos,
             eos_token=text.eos_token,

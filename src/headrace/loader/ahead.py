@@ -1,8 +1,8 @@
 """Who makes the next batch, and when?
 
-A thread makes batches ahead of need into a ring of buffers, a bounded number of them. A trainer that asks faster than they
+A thread makes batches ahead of need, a bounded number of them. A trainer that asks faster than they
 are made gets no quicker by waiting for another thread: handing a batch over costs as much as making it (8 x 2,048 tokens:
-60 us either way). So when nothing is ready, `exchange` makes the batch itself, and it is the trainer's turn from then on: it takes no
+60 us either way). So when nothing is ready, `next` makes the batch itself, and it is the trainer's turn from then on: it takes no
 lock any more, and the thread only looks, every five milliseconds, whether a batch was asked for since. Where none was, it works ahead
 again. Only one of the two is at work at a time, so what is made needs no lock, and the order is the same whoever makes it.
 """
@@ -18,19 +18,17 @@ from headrace.metrics import Meter, Wait
 
 __all__ = ["Ahead"]
 
-Slot = TypeVar("Slot")
 Made = TypeVar("Made")
 
 _AWAY = 0.005
 
 
-class Ahead(Generic[Slot, Made]):
+class Ahead(Generic[Made]):
     """Batches in the order in which `make` makes them; None is the end."""
 
     def __init__(
         self,
-        make: Callable[[Slot], Made | None],
-        new_slot: Callable[[], Slot],
+        make: Callable[[], Made | None],
         *,
         depth: int,
         name: str,
@@ -38,7 +36,6 @@ class Ahead(Generic[Slot, Made]):
     ) -> None:
         """`depth` batches are kept ready; with 0 every batch is made when it is asked for, and there is no thread."""
         self._make = make
-        self._new_slot = new_slot
         self._depth = depth
         self._meter = meter
         # A trainer finds its caches cold: what it does here to take a batch that is ready is two locks, and little Python.
@@ -48,8 +45,6 @@ class Ahead(Generic[Slot, Made]):
         self._bell = threading.Lock()
         """Taken while the thread sleeps; whoever gives it back wakes the thread."""
         self._bell.acquire()
-        self._free: deque[Slot] = deque()
-        self._slots = 0
         self._made: deque[Made | None] = deque()
         self._failure: BaseException | None = None
         self._busy = False
@@ -72,39 +67,30 @@ class Ahead(Generic[Slot, Made]):
     def closed(self) -> bool:
         return self._closed
 
-    def ready(self, slot: Slot) -> Made | None:
-        """The same for a batch that is there; None: ask `exchange`, which still wants the buffers."""
+    def ready(self) -> Made | None:
+        """The next batch if it is already made; None: call `next`."""
         if self._own or self._thread is None:
             return None
         with self._lock:
             if not self._made or self._made[0] is None:
                 return None
-            self._free.append(slot)
             self._wake()
             return self._made.popleft()
 
-    def exchange(self, slot: Slot | None, wait: Wait) -> Made | None:
-        """The buffers of the batch before for the next batch, made before or now; None at the end."""
+    def next(self, wait: Wait) -> Made | None:
+        """The next batch, made before or now; None at the end."""
         if self._thread is None:  # nobody to hand over from: 6 us of locks a batch are saved
-            if self._ended:
-                return None
-            made = self._make(self._new_slot() if slot is None else slot)
-            self._ended = made is None
-            return made
-        if self._own and slot is not None and not self._ended:
+            return self._make_one()
+        if self._own and not self._ended:
             # Said before it is asked whose turn it is, and the thread asks in the other order: so one of the two sees the other.
             self._making = True
             try:
                 if self._own:
                     self._asked += 1
-                    made = self._make(slot)
-                    self._ended = made is None
-                    return made
+                    return self._make_one()
             finally:
                 self._making = False
         with self._lock:
-            if slot is not None:
-                self._free.append(slot)
             while self._busy and not self._made:
                 self._check(wait)
                 self._changed.wait(min(0.5, max(wait.remaining(), 0.001)))
@@ -119,9 +105,8 @@ class Ahead(Generic[Slot, Made]):
                 return None
             self._busy = self._own = True
             self._asked += 1
-            slot = self._take_slot()
         try:
-            return self._make_one(slot)
+            return self._make_one()
         finally:
             self._busy = False  # nobody waits for this: the thread looks by itself while it is the trainer's turn
 
@@ -143,16 +128,9 @@ class Ahead(Generic[Slot, Made]):
             raise self._failure
         wait.check()
 
-    def _take_slot(self) -> Slot | None:
-        return self._free.pop() if self._free else None  # the last one back is still in the processor's cache
-
-    def _make_one(self, slot: Slot | None) -> Made | None:
-        if slot is None:
-            self._slots += 1
-            slot = self._new_slot()
-        made = self._make(slot)
-        if made is None:
-            self._ended = True
+    def _make_one(self) -> Made | None:
+        made = None if self._ended else self._make()
+        self._ended = made is None
         return made
 
     def _work_ahead(self) -> None:
@@ -169,13 +147,12 @@ class Ahead(Generic[Slot, Made]):
                     if not self._may_go_on():  # the trainer has asked since, and its turn has come
                         continue
                     self._busy = True
-                    slot = self._take_slot()
-                made = self._make_one(slot)
+                made = self._make_one()
                 with self._lock:
                     self._busy = False
                     self._made.append(made)
                     self._changed.notify_all()
-        except BaseException as error:  # raised again by the exchange() that needs the batch
+        except BaseException as error:  # raised again by the next() that needs the batch
             with self._lock:
                 self._busy = False
                 self._failure = error
@@ -197,13 +174,12 @@ class Ahead(Generic[Slot, Made]):
             away = asked == self._asked
 
     def _may_go_on(self, away: bool = False) -> bool:
-        """One batch is with the trainer, `depth` are ready, one is being made: that many buffers, and no more.
-        `away`: the trainer has asked for nothing in a while."""
+        """`depth` batches are ready, one is being made, and no more. `away`: the trainer has asked for nothing in a while."""
         if self._closed or self._ended:
             return True
         if self._busy or (self._own and not (away and self._taken_back())):
             return False
-        return (bool(self._free) or self._slots < self._depth + 2) and len(self._made) <= self._depth
+        return len(self._made) <= self._depth
 
     def _taken_back(self) -> bool:
         """Whether it is the thread's turn again: not while the trainer is making a batch, however long that takes."""

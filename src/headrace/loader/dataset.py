@@ -62,14 +62,19 @@ Exhausted = Literal["drop", "repeat", "stop_first"]
 
 @dataclass(frozen=True, slots=True)
 class MixChange:
-    """Other weights once `step` steps have been delivered. Sources that are not named keep theirs."""
+    """Other weights from a step on, counted from 1 as everywhere. Sources that are not named keep theirs."""
 
     step: int
+    """The first step with these weights."""
     weights: Mapping[str, float]
 
+    @property
+    def steps_before(self) -> int:
+        """How many steps come before the change: what a saved state keeps."""
+        return self.step - 1
+
     def __str__(self) -> str:
-        """As both count it who may have written it: Python from 0, a config from 1."""
-        return f"the mix change after {self.step} steps ([[mix.change]] step = {self.step + 1})"
+        return f"the mix change at step {self.step}"
 
 
 class TextDataset:
@@ -208,11 +213,11 @@ class TextDataset:
         """The sources' weights at the start, adding up to 1. Sources without rows have none."""
         return self.weights_at(-1)
 
-    def weights_at(self, step: int) -> tuple[float, ...]:
-        """The weights that hold in a step, adding up to 1. Sources without rows have none."""
+    def weights_at(self, steps: int) -> tuple[float, ...]:
+        """The weights that hold once `steps` steps have passed, adding up to 1; -1: those at the start. Sources without rows have none."""
         weights = dict(zip(self.names, (s.source.weight for s in self.sources), strict=True))
         for change in self.mix_changes:
-            if change.step <= step:
+            if change.steps_before <= steps:
                 weights |= change.weights
         raw = [weights[s.name] if s.manifest.rows else 0.0 for s in self.sources]
         return tuple(w / sum(raw) for w in raw)
@@ -234,18 +239,20 @@ class TextDataset:
         return tuple(float(w) for w in self.weight_sums(0, max(steps, 1)) / max(steps, 1))
 
     def weight_sums(self, begin: int, end: int) -> np.ndarray:
-        """The weights of the steps [begin, end), added up."""
-        cuts = sorted({begin, *(c.step for c in self.mix_changes if begin < c.step < end), max(begin, end)})
+        """The weights between the first `begin` steps and the first `end`, added up."""
+        changes = (change.steps_before for change in self.mix_changes)
+        cuts = sorted({begin, *(steps for steps in changes if begin < steps < end), max(begin, end)})
         parts = [np.array(self.weights_at(a)) * (b - a) for a, b in itertools.pairwise(cuts)]
         return np.sum(parts, axis=0) if parts else np.zeros(len(self.sources))
 
-    def changes_from(self, step: int, number: int) -> list[tuple[int, tuple[tuple[float, ...], ...]]]:
-        """The changes of weights at `step` or later, per lane and source."""
-        return [(c.step, self._lane_weights(c.step, number)) for c in self.mix_changes if c.step >= step]
+    def changes_from(self, steps: int, number: int) -> list[tuple[int, tuple[tuple[float, ...], ...]]]:
+        """The changes of weights after `steps` steps or more: the number of steps before each, and its weights per lane and source."""
+        befores = [c.steps_before for c in self.mix_changes]
+        return [(before, self._lane_weights(before, number)) for before in befores if before >= steps]
 
     def plan(self, number: int, step: int = -1) -> LanePlan:
-        """What the lanes do in pass `number`, with the weights that hold in `step`."""
-        changes_made = sum(1 for change in self.mix_changes if change.step <= step)
+        """What the lanes do in pass `number`, with the weights that hold once `step` steps have passed."""
+        changes_made = sum(1 for change in self.mix_changes if change.steps_before <= step)
         found = self._plans.get((number, changes_made))
         if found is None:
             found = self._plans[number, changes_made] = self._new_plan(number, step)
@@ -282,7 +289,8 @@ class TextDataset:
         found["config:limits"] = fingerprint_json(limits)
         found["tokenizer"] = f"{self.tokenizer.fingerprint}"
         found["sources"] = ", ".join(self.names)
-        past = [(c.step, c.weights) for c in self.mix_changes if c.step < step]  # what lies ahead may be changed freely
+        # What lies ahead may be changed freely.
+        past = [(c.steps_before, c.weights) for c in self.mix_changes if c.steps_before < step]
         found["weights"] = written_weights([(0, {s.name: s.source.weight for s in self.sources}), *past])
         return found
 
@@ -468,15 +476,15 @@ def _checked_changes(changes: Sequence[MixChange], sources: Sequence[Source]) ->
             or not isinstance(given.weights, Mapping)
         ):
             raise ConfigError(
-                f"mix_changes takes changes such as MixChange(step=500, weights={{'web': 0.2}}), with a step of at least 0; got {given!r}"
+                f"mix_changes takes changes such as MixChange(step=500, weights={{'web': 0.2}}), with a step of at least 1; got {given!r}"
             )
     weights = {s.name or "": s.weight for s in sources}
     problems: list[str] = []
     ordered = tuple(sorted(changes, key=lambda c: c.step))
     for i, change in enumerate(ordered):
         what = str(change)
-        if change.step < 0:
-            problems.append(f"{what}: a step is a whole number of at least 0")
+        if change.step < 1:
+            problems.append(f"{what}: steps are counted from 1, and the first step with the new weights is given")
         if i and ordered[i - 1].step == change.step:
             problems.append(f"{what} is given twice; put all weights of a step into one")
         if not change.weights:

@@ -14,26 +14,27 @@ to a lane happens at one of its own samples, so it does not matter which other l
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from headrace.compiled import CompiledLoops, address
-from headrace.loader.pool import WindowSupply
+from headrace.loader.pool import WindowKey, WindowSupply
 from headrace.loader.windows import Window, WindowStart
 from headrace.mix import Deal, LaneMix, fixed_point, starting_credits
 from headrace.order import content_hash
+from headrace.runtime.buffers import TensorMemory
 
 __all__ = [
     "DRY",
     "FILLER_HASH",
     "LEFT_OUT",
     "TOKEN_FIELDS",
+    "BatchBuffers",
     "LanePlan",
     "LaneTable",
-    "Slot",
     "Taken",
     "WeightChange",
     "kernels",
@@ -59,7 +60,7 @@ TOKEN_FIELDS = ("input_ids", "labels", "position_ids", "segment_ids")
 FILLER_HASH = content_hash(b"filler")
 """The content of a sample with nothing to learn, as the digest has it."""
 _FILLER_WORDS = np.frombuffer(bytearray(FILLER_HASH), np.uint64)
-_VIEWS_KEPT = 256
+_INT64 = np.dtype(np.int64)
 
 kernels = CompiledLoops("headrace.loader.kernels")
 
@@ -131,58 +132,54 @@ class LanePlan:
         return (blocks * (lane + 1) // self.lanes - blocks * lane // self.lanes) * self.seq_len
 
 
-class Slot:
-    """One set of buffers that batches are laid out in, one after the other."""
+class BatchBuffers:
+    """The tensors that the next batch is laid out in, and their addresses for the compiled loop."""
 
-    __slots__ = ("_all_borders", "_borders", "_views", "arrays", "borders", "tensors", "where")
+    __slots__ = ("_borders", "_memory", "_places", "_tensors", "_with_borders", "where")
 
     def __init__(
         self,
-        arrays: Mapping[str, np.ndarray],
-        tensors: dict[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        memory: TensorMemory,
         *,
         pad: int,
         unshifted: bool,
-        borders: Callable[[np.ndarray], Any] | None = None,
+        borders: bool,
     ) -> None:
-        """`borders` makes a tensor of an array, if batches have cu_seqlens."""
+        """`shapes` are those of the int64 fields; `borders`: batches have cu_seqlens and max_seqlen."""
         k = kernels()
-        self._borders = borders
-        self.arrays = arrays
-        self.tensors = tensors
-        self.where = np.zeros(k.BATCH_WORDS, np.int64)
-        """What the compiled loop is told: addresses, and the two settings."""
+        self._memory = memory
+        self._with_borders = borders
         places = {"sample_index": k.AT_INDEX, "row_count": k.AT_DOCUMENTS}
         places |= {name: k.AT_FIELDS + i for i, name in enumerate(TOKEN_FIELDS)}
-        for name, array in arrays.items():
-            self.where[places[name]] = address(array)
+        self._places = [(name, places[name], shape) for name, shape in shapes.items()]
+        self._tensors: dict[str, Any] = {}
+        self.where = np.zeros(k.BATCH_WORDS, np.int64)
+        """What the compiled loop is told: addresses, and the two settings."""
         self.where[k.PAD_WITH], self.where[k.UNSHIFTED] = pad, unshifted
-        self.make_room(16 * len(arrays["sample_index"]))
+        self.make_room(16 * shapes["sample_index"][0])
+
+    def renew(self) -> None:
+        """Take tensors that nothing refers to, for the next batch."""
+        tensors = {}
+        for name, place, shape in self._places:
+            tensors[name] = tensor = self._memory.tensor(shape, _INT64)
+            self.where[place] = tensor.data_ptr()
+        self._tensors = tensors
 
     def batch(self, facts: np.ndarray) -> dict[str, Any]:
-        """The tensors of the batch that was laid out here."""
-        tensors = dict(self.tensors)
-        if self._all_borders is not None:
-            tensors["cu_seqlens"] = self._first_borders(int(facts[BORDERS]))
+        """The batch that was laid out here. It belongs to its receiver, and nothing here refers to it any more: `renew` before the next one."""
+        tensors, self._tensors = self._tensors, {}
+        if self._with_borders:
+            tensors["cu_seqlens"] = self._memory.copy(self._borders[: facts[BORDERS]])
             tensors["max_seqlen"] = int(facts[LONGEST])
         return tensors
 
-    def _first_borders(self, count: int) -> Any:
-        """A view of so many borders. Kept: whoever makes a tensor gives the interpreter away, and waits 50 us and more until it has it again."""
-        view = self._views.get(count)
-        if view is None:
-            if len(self._views) >= _VIEWS_KEPT:
-                self._views.clear()
-            assert self._all_borders is not None
-            view = self._views[count] = self._all_borders.narrow(0, 0, count)
-        return view
-
     def make_room(self, borders: int) -> None:
+        """Have room for so many borders of pieces."""
         k = kernels()
-        self.borders = np.empty(borders, np.int32)
-        self.where[k.AT_BORDERS], self.where[k.BORDER_ROOM] = address(self.borders), borders
-        self._all_borders = None if self._borders is None else self._borders(self.borders)
-        self._views: dict[int, Any] = {}
+        self._borders = np.empty(borders, np.int32)
+        self.where[k.AT_BORDERS], self.where[k.BORDER_ROOM] = address(self._borders), borders
 
 
 class Taken(NamedTuple):
@@ -249,6 +246,9 @@ class LaneTable:
         self._change_at = np.full(count, -1, np.int64)
         self.totals = np.zeros(SOURCES_MADE + sources + len(LEFT_OUT), np.int64)
         """What was counted of all batches so far, as of one; then what was left out of the windows that were opened."""
+        self._peeking = False
+        self._peeked: dict[WindowKey, Window] = {}
+        """Windows that `has_more` took from the supply, until they are opened."""
         self._serial = 0
         self._live: dict[int, Window] = {}
         """Replaced, never changed: batches hold on to the one of their time."""
@@ -283,34 +283,47 @@ class LaneTable:
                     priority = now if i == following else self._needed_at(slot, i, now, 0)
                     self._supply.request((i, lane, start), priority)
 
-    def take(self, samples: range, slot: Slot | None = None) -> Taken:
-        """The samples of a batch, all of them in lanes of this table; laid out in `slot` if there is one."""
+    def take(self, samples: range, buffers: BatchBuffers | None = None) -> Taken:
+        """The samples of a batch, all of them in lanes of this table; laid out in `buffers` and counted in `totals` if there are any."""
         k, count = self._kernels, len(samples)
         rows, facts = (
             np.empty((count, k.ROW_FIELDS), np.int64),
             np.empty(SOURCES_MADE + len(self._plan.deals), np.int64),
         )
         left: dict[int, Window] = {}
-        into, at = self._nowhere if slot is None else slot.where, 0
+        into, at = self._nowhere if buffers is None else buffers.where, 0
         while True:
             at = k.next_batch(self._where, into, samples.start, samples.step, at, count, rows, facts)
             if at == count:
                 return Taken(samples, rows, facts, self._live, left)
             if at > count:
-                assert slot is not None
-                slot.make_room(2 * (at - count))
+                assert buffers is not None
+                buffers.make_room(2 * (at - count))
                 at = count
             else:
                 g = samples[at]
                 self._ready(int(self._slots[g % self._plan.lanes]), g, left)
 
     def has_more(self, lane: int, sample: int) -> bool:
-        """Whether the lane has another block with something to learn, at `sample` (its next one) or after a later change."""
+        """Whether the lane has another block with something to learn, at `sample` (its next one) or after a later change.
+
+        Changes nothing: what a lane's state looks like must not depend on who asked, so not on the number of ranks.
+        """
         slot = int(self._slots[lane])
-        if self._ready(slot, sample, {}):
-            return True
+        arrays = (self.state[slot], self._weights[slot], self._table[slot], self.totals)
+        before = [array.copy() for array in arrays]
+        lists = self._windows[slot].copy(), self._current[slot], self._change_at[slot], self._live
+        self._peeking = True
+        try:
+            if self._ready(slot, sample, {}):
+                return True
+            dry = self.state[slot, :, EPOCH] == DRY
+        finally:
+            self._peeking = False
+            for array, old in zip(arrays, before, strict=True):
+                array[...] = old
+            self._windows[slot], self._current[slot], self._change_at[slot], self._live = lists
         later = [c.weights[lane] for c in self._changes if c.sample > sample]
-        dry = self.state[slot, :, EPOCH] == DRY
         return any(w > 0 and not d for weights in later for w, d in zip(weights, dry.tolist(), strict=True))
 
     def next_sample(self, lane: int, sample: int) -> int:
@@ -348,7 +361,7 @@ class LaneTable:
                 return False
             if settled != start:
                 block = 0
-            window = self._supply.take((source, lane, settled), float(g))
+            window = self._window((source, lane, settled), g)
             if block == 0:  # else a resumed run opens it again
                 self.totals[-len(LEFT_OUT) :] += (window.empty, window.bad)
             following = self._settle(lane, source, window.end)
@@ -366,6 +379,12 @@ class LaneTable:
                 if barren > 2 * plan.deals[source].rows:  # a source of empty documents must not spin for ever
                     return False
             start, block = window.end, 0
+
+    def _window(self, key: WindowKey, g: int) -> Window:
+        window = self._peeked.pop(key, None) or self._supply.take(key, float(g))
+        if self._peeking:
+            self._peeked[key] = window
+        return window
 
     def _install(self, slot: int, source: int, window: Window, left: dict[int, Window]) -> None:
         before, live = self._windows[slot][source], dict(self._live)

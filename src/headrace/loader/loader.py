@@ -18,7 +18,7 @@ import operator
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -31,19 +31,20 @@ from headrace.loader.lanes import (
     LEFT_OUT,
     SOURCES_MADE,
     TOKEN_FIELDS,
+    BatchBuffers,
     LanePlan,
     LaneTable,
-    Slot,
     Taken,
     WeightChange,
 )  # fmt: skip
-from headrace.loader.pipeline import After, Made, Pipeline, Shape
+from headrace.loader.pipeline import After, Passed, Pipeline, Shape
 from headrace.loader.pool import WindowPool, WindowSupply
 from headrace.loader.rank_loader import TIMES_AT_ONCE, RankLoader, rank_and_world
 from headrace.loader.state import COUNTS, LoaderState, accepts_data, load_states, merge_states
 from headrace.loader.windows import Piece
 from headrace.metrics import Histogram, Meter, Wait
 from headrace.order import Digest
+from headrace.runtime.buffers import TensorMemory
 
 if TYPE_CHECKING:
     import torch
@@ -56,13 +57,26 @@ FIELDS = ("input_ids", "labels", "position_ids", "cu_seqlens", "row_count")
 _numbers = itertools.count()
 
 
+class _Flown(NamedTuple):
+    """A delivered batch, for the flight record."""
+
+    step: int
+    """Which of the delivered steps it is, from 1."""
+    next_sample: int
+    taken: Taken
+    passed: tuple[Passed, ...]
+
+
 class Loader(RankLoader):
     """Walks over a dataset and delivers this rank's share of each global batch.
 
     Windows are made by `tokenizer_workers` threads (4), or by `data_loader_workers` processes, which pay where a tokenizer or the
-    trainer holds Python's lock. Batches are views of reused buffers: valid until the next one is taken, unless `copy=True`. `fields` leaves parts of
-    the contract out. `skip` passes over ranges of steps [from, to): their documents count as read and are not delivered.
-    `record` keeps what `drain_flight` tells.
+    trainer holds Python's lock. A batch belongs to its receiver: its memory is used again only when nothing refers to it any more. `fields` leaves parts of
+    the contract out. `skip` passes over ranges of steps (from, to), `to` excluded, counted from 1: [(5, 8)] leaves out steps 5, 6 and 7, whose documents count as read.
+    `record` keeps what `drain_flight` tells. `copy` has no effect any more; it is accepted because earlier versions had it.
+
+    Near the end of finite sources some lanes are dry before others. A step in which no rank has anything to learn is passed over like a skipped one: steps keep their
+    numbers. A rank of several may still get a batch with nothing to learn, at a step that teaches other ranks something.
     """
 
     def __init__(
@@ -99,7 +113,6 @@ class Loader(RankLoader):
         self._processes = data_loader_workers
         self._prefetch = prefetch_batches
         self._unshifted = labels == "hf"
-        self._copy = copy
         self._pin = pin_memory
         self._device = device
         self._deadline = deadline
@@ -115,7 +128,6 @@ class Loader(RankLoader):
         self._counted = np.zeros(0, np.int64)
         """What the state knows of the totals of the pipeline that runs."""
         self._seconds = []
-        self._as_made = not copy and device is None
         self._foreign: dict[int, np.ndarray] | None = None
         self._start_pass(0)
         self._origin = 0
@@ -126,9 +138,10 @@ class Loader(RankLoader):
         self._drained: dict[str, int] = {}
         self._running: Pipeline | None = None
         self._forgotten: weakref.finalize | None = None
-        self._last: Made | None = None
+        self._last: Taken | None = None
+        """The samples of the batch that was delivered last."""
         self._record = record
-        self._flight: list[tuple[int, Made]] = []
+        self._flight: list[_Flown] = []
 
     # -------------------------------------------------------------------------------------- iteration
 
@@ -163,15 +176,15 @@ class Loader(RankLoader):
             self.close()
             raise StopIteration
         # From here on the batch is delivered; what follows from that is worked out when somebody asks.
-        self._after, self._last = made.after, made
+        self._after, self._last = made.after, made.taken
         if made.after.skipped:
             self._pass_over(made.after.skipped)
-        if self._record:
-            self._flight.append((self._state.step - self._state.skipped_steps, made))
+        if self._record:  # without the tensors: they belong to the receiver alone
+            self._flight.append(_Flown(self.delivered_steps, made.after.next_sample, made.taken, made.passed))
         self._seconds.append(seconds)
         if len(self._seconds) == TIMES_AT_ONCE:
             self._record_times()
-        return made.batch if self._as_made else self._moved(made.batch)
+        return made.batch if self._device is None else self._moved(made.batch)
 
     @property
     def _state(self) -> LoaderState:
@@ -186,6 +199,7 @@ class Loader(RankLoader):
         self._count(after.totals)
         state = self._settled
         state.step, state.sample, state.lanes = after.step + 1, after.next_sample, after.lanes
+        state.empty_steps = after.empty_steps
 
     def _count(self, totals: np.ndarray) -> None:
         """Bring the counts to where the pipeline's are."""
@@ -205,18 +219,11 @@ class Loader(RankLoader):
                 skipped.append([step, step + 1])
 
     def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Copied, or on its way to the device."""
-        import torch
-
-        tensors = {name: value for name, value in batch.items() if name != "max_seqlen"}
-        if self._copy:
-            tensors = {name: t.clone() for name, t in tensors.items()}
-        if self._device is not None:
-            tensors = {name: t.to(self._device, non_blocking=self._pin) for name, t in tensors.items()}
-            if self._pin and self._running is not None:
-                self._running.copied = torch.cuda.Event()
-                self._running.copied.record()
-        return batch | tensors
+        """On its way to the device."""
+        return {
+            name: value if name == "max_seqlen" else value.to(self._device, non_blocking=self._pin)
+            for name, value in batch.items()
+        }
 
     def _begin_pass(self, number: int) -> None:
         self.close()
@@ -310,13 +317,23 @@ class Loader(RankLoader):
 
     @property
     def skipped_steps(self) -> int:
-        """How many of the steps were passed over."""
+        """How many steps were passed over on request (`skip`)."""
         return self._state.skipped_steps
 
     @property
+    def empty_steps(self) -> int:
+        """How many steps were passed over because no rank had anything to learn in them."""
+        return self._state.empty_steps
+
+    @property
+    def delivered_steps(self) -> int:
+        """How many steps were delivered: `step` without those that were passed over."""
+        return self._state.delivered_steps
+
+    @property
     def skipped(self) -> list[list[int]]:
-        """The ranges of steps [from, to) that were passed over."""
-        return [list(r) for r in self._state.skipped]
+        """The ranges of steps [from, to) that were passed over on request, counted from 1."""
+        return [[a + 1, b + 1] for a, b in self._state.skipped]
 
     @property
     def digest(self) -> str:
@@ -326,22 +343,22 @@ class Loader(RankLoader):
     @property
     def step_digest(self) -> str:
         """The part of the digest that the last batch added."""
-        return str(Digest() if self._last is None else Digest(_digest(self._last.taken.facts)))
+        return str(Digest() if self._last is None else Digest(_digest(self._last.facts)))
 
     # ---------------------------------------------------------------------------------------- insight
 
     def pieces(self, batch: Mapping[str, Any]) -> list[Piece]:
         """Where the tokens of the batch that was delivered last come from."""
-        first, made = int(batch["sample_index"][0]), self._last
-        if made is None or made.taken.samples.start != first:
+        first, taken = int(batch["sample_index"][0]), self._last
+        if taken is None or taken.samples.start != first:
             raise ValueError(
                 f"the batch with sample {first} is not the one this loader delivered last: ask before taking the next"
             )
         return [
             piece
-            for i, g in enumerate(made.taken.samples)
-            if (window := made.taken.window(i)) is not None
-            for piece in self.data.makers[window.source].pieces(window, made.taken.block(i), g)
+            for i, g in enumerate(taken.samples)
+            if (window := taken.window(i)) is not None
+            for piece in self.data.makers[window.source].pieces(window, taken.block(i), g)
         ]
 
     def drain_flight(self) -> dict[str, Any] | None:
@@ -353,29 +370,26 @@ class Loader(RankLoader):
         if not records:
             return None
         size = self.global_batch_size
-        steps = [made.after.next_sample - size for _, made in records]
-        delivered = [made.taken for _, made in records]
-        skipped = [
-            (made.after.next_sample - size * (1 + len(made.skipped) - i), taken)
-            for _, made in records
-            for i, (_, taken) in enumerate(made.skipped)
-        ]
+        delivered = [one.taken for one in records]
+        passed = [step for one in records for step in one.passed]
         opened = [
             [taken.samples[i], taken.samples[i] % self.data.lanes, window.source, *window.start]
-            for taken in [*delivered, *(t for _, t in skipped)]
+            for taken in [*delivered, *(step.taken for step in passed)]
+            if taken is not None
             for i in np.flatnonzero((taken.rows[:, 1] == 0) & (taken.sources >= 0)).tolist()
             if (window := taken.window(i)) is not None
         ]
         line: dict[str, Any] = {
-            "first": records[0][0],
+            "first": records[0].step,
             "sources": list(self.data.names),
-            "samples": [*steps, records[-1][1].after.next_sample],
-            "picks": _picks(delivered),
+            "samples": [*(one.next_sample - size for one in records), records[-1].next_sample],
+            "picks": _picks([taken.sources for taken in delivered]),
             "opened": sorted(opened),
         }
-        if skipped:
-            line["skipped"] = [[first, first + size] for first, _ in skipped]
-            line["skipped_picks"] = _picks([t for _, t in skipped])
+        if passed:
+            nothing = np.full(size // self.world_size, -1)
+            line["skipped"] = [[step.first, step.first + size] for step in passed]
+            line["skipped_picks"] = _picks([nothing if s.taken is None else s.taken.sources for s in passed])
         return line
 
     def __repr__(self) -> str:
@@ -424,7 +438,7 @@ class Loader(RankLoader):
         if "input_ids" not in self._fields:
             problems.append("fields must hold 'input_ids'")
         problems += [
-            f"skip: a range of steps is [from, to) with 0 <= from < to, got {a}:{b}"
+            f"skip: a range of steps is (from, to) with 1 <= from < to, counted from 1, got ({a + 1}, {b + 1})"
             for a, b in self._skip
             if not 0 <= a < b
         ]
@@ -448,8 +462,8 @@ class Loader(RankLoader):
             lanes=data.lanes,
         )
         pipeline = Pipeline(
-            shape, table, supply, self._new_ends(plan, changes), self._slot_maker(),
-            step=state.step, sample=state.sample, skip=self._skip, prefetch=self._prefetch, meter=self.meter,
+            shape, table, supply, self._new_ends(plan, changes), self._new_buffers(), finite=plan.finite(), step=state.step,
+            sample=state.sample, empty_steps=state.empty_steps, skip=self._skip, prefetch=self._prefetch, meter=self.meter,
         )  # fmt: skip
         # A loader that is let go without close() takes its threads along: they hold the pipeline, which does not hold it.
         self._forgotten = weakref.finalize(self, pipeline.close)
@@ -477,29 +491,20 @@ class Loader(RankLoader):
             look_ahead=self.data.look_ahead,
         )
 
-    def _slot_maker(self) -> Any:
-        import torch
-
-        if self._pin and not torch.cuda.is_available():
-            raise ConfigError("pin_memory=True needs a CUDA device, and torch sees none here: leave it off")
-        # Nothing here may hold the loader itself: see `_forgotten`.
-        rows, width, pin = self.global_batch_size // self.world_size, self.data.seq_len, self._pin
-        pad, unshifted, borders = self.data.packing.pad_id, self._unshifted, self._borders
-        shapes = {name: (rows, width) for name in TOKEN_FIELDS if name in self._fields}
-        vectors = {
-            name: (rows,) for name in ("sample_index", "row_count") if name == "sample_index" or name in self._fields
+    def _new_buffers(self) -> BatchBuffers:
+        rows = self.global_batch_size // self.world_size
+        shapes: dict[str, tuple[int, ...]] = {
+            name: (rows, self.data.seq_len) for name in TOKEN_FIELDS if name in self._fields
         }
+        shapes["sample_index"] = (rows,)
+        if "row_count" in self._fields:
+            shapes["row_count"] = (rows,)
+        memory = TensorMemory(depth=len(shapes) * (self._prefetch + 4), pin=self._pin)
+        return BatchBuffers(
+            shapes, memory, pad=self.data.packing.pad_id, unshifted=self._unshifted, borders=self._borders
+        )
 
-        def make() -> Slot:
-            tensors = {n: torch.empty(s, dtype=torch.int64, pin_memory=pin) for n, s in (shapes | vectors).items()}
-            arrays = {name: t.numpy() for name, t in tensors.items()}
-            return Slot(arrays, tensors, pad=pad, unshifted=unshifted, borders=torch.from_numpy if borders else None)
-
-        return make
-
-    def _new_ends(self, plan: LanePlan, changes: Sequence[WeightChange]) -> Ends | None:
-        if not plan.finite():
-            return None
+    def _new_ends(self, plan: LanePlan, changes: Sequence[WeightChange]) -> Ends:
         if self.world_size == 1:
             return AloneEnds()
         if self._distributed:
@@ -523,12 +528,15 @@ def _digest(facts: np.ndarray) -> int:
 
 
 def _step_ranges(skip: Any) -> tuple[tuple[int, int], ...]:
+    """Ranges of steps as the state keeps them: by the number of steps before them, so from 0."""
     try:
         if isinstance(skip, str):
             raise TypeError
-        return tuple((operator.index(a), operator.index(b)) for a, b in skip)
+        return tuple((operator.index(a) - 1, operator.index(b) - 1) for a, b in skip)
     except (TypeError, ValueError):
-        raise ConfigError(f"skip takes ranges of steps [from, to), such as [(3, 5)], got {skip!r}") from None
+        raise ConfigError(
+            f"skip takes ranges of steps (from, to), such as [(3, 5)] for steps 3 and 4, got {skip!r}"
+        ) from None
 
 
 def _check_device(device: Any) -> None:
@@ -549,10 +557,9 @@ def _check_device(device: Any) -> None:
         ) from error
 
 
-def _picks(taken: Sequence[Taken]) -> str:
+def _picks(sources: Sequence[np.ndarray]) -> str:
     """The source of every sample, 0xFFFF for a filler, as text."""
-    sources = np.concatenate([t.sources for t in taken])
-    return base64.b64encode(sources.astype("<i2").astype("<u2").tobytes()).decode()
+    return base64.b64encode(np.concatenate(sources).astype("<i2").astype("<u2").tobytes()).decode()
 
 
 def _divisors(size: int, lanes: int) -> str:

@@ -1,6 +1,6 @@
 """Batches made ahead of need.
 
-A thread asks the lanes for the samples of the next step and writes their blocks into a ring of buffers. Every batch
+A thread asks the lanes for the samples of the next step and writes their blocks into memory that nothing refers to. Every batch
 carries the state of the lanes right after it; that state counts only once the batch is handed over (loader.py), so
 prefetching can never leak into a checkpoint. A pipeline lives from one load of a state to the next.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,10 +18,10 @@ import numpy as np
 
 from headrace.errors import HeadraceError
 from headrace.loader.ahead import Ahead
-from headrace.loader.ends import Ends
-from headrace.loader.lanes import LEFT_OUT, SKIPPED_MADE, LaneTable, Slot, Taken
+from headrace.loader.ends import Ends, Share
+from headrace.loader.lanes import LEFT_OUT, SKIPPED_MADE, BatchBuffers, LaneTable, Taken
 from headrace.loader.pool import WindowSupply
-from headrace.metrics import Meter, Wait, phase
+from headrace.metrics import Meter, phase
 
 __all__ = ["After", "Made", "Pipeline", "Shape"]
 
@@ -55,17 +55,28 @@ class After(NamedTuple):
     lanes: np.ndarray
     """The state of the lanes."""
     skipped: tuple[int, ...]
-    """The steps that were passed over on the way to this one."""
+    """The steps that were passed over on request on the way to this one."""
+    empty_steps: int
+    """How many steps of the run until now were passed over because no rank had anything to learn in them."""
+
+
+class Passed(NamedTuple):
+    """A step that was passed over."""
+
+    first: int
+    """Its first global sample."""
+    taken: Taken | None
+    """This rank's samples; None: nothing to learn in any of them, on any rank."""
 
 
 class Made(NamedTuple):
-    """A batch on its way: its tensors and their buffers, what it was made of, and the state after it."""
+    """A batch on its way: its tensors, what it was made of, and the state after it."""
 
     batch: dict[str, Any]
-    slot: Slot
     taken: Taken
     after: After
-    skipped: tuple[tuple[int, Taken], ...] = ()
+    passed: tuple[Passed, ...] = ()
+    """The steps that were passed over on the way to it."""
 
 
 class Pipeline:
@@ -76,11 +87,13 @@ class Pipeline:
         shape: Shape,
         table: LaneTable,
         supply: WindowSupply,
-        ends: Ends | None,
-        new_slot: Callable[[], Slot],
+        ends: Ends,
+        buffers: BatchBuffers,
         *,
+        finite: bool,
         step: int,
         sample: int,
+        empty_steps: int,
         skip: Sequence[tuple[int, int]],
         prefetch: int,
         meter: Meter,
@@ -89,41 +102,19 @@ class Pipeline:
         self._table = table
         self._supply = supply
         self._ends = ends
+        self._buffers = buffers
+        self._finite = finite
         self._closed = False
-        self._step, self._sample = step, sample
+        self._step, self._sample, self._empty_steps = step, sample, empty_steps
         self._skip = tuple(skip)
-        self._meter = meter
         self._assembling = phase("assemble", meter=meter)
-        self._handed_over: Made | None = None
-        self.copied: Any = None
-        """A CUDA event, set by whoever copies the batch: the buffers may be reused once it has happened."""
         table.announce(sample)
         _pipelines.add(self)
-        self._ahead: Ahead[Slot, Made] = Ahead(
-            self._assemble, new_slot, depth=prefetch, name="headrace-batches", meter=meter
-        )
-
-    def ready(self) -> Made | None:
+        self._ahead: Ahead[Made] = Ahead(self._assemble, depth=prefetch, name="headrace-batches", meter=meter)
+        self.ready = self._ahead.ready
         """The next batch, if it is there and nothing has to be waited for."""
-        before = self._handed_over
-        if before is None or self.copied is not None:
-            return None
-        made = self._ahead.ready(before.slot)
-        if made is not None:
-            self._handed_over = made
-        return made
-
-    def next(self, wait: Wait) -> Made | None:
-        """The next batch, or None at the end. Gives the buffers of the one before back to the ring."""
-        before = self._handed_over
-        if before is not None:
-            if self.copied is not None:
-                with Wait("loader.copy", meter=self._meter):
-                    self.copied.synchronize()
-                self.copied = None
-            self._handed_over = None
-        made = self._handed_over = self._ahead.exchange(None if before is None else before.slot, wait)
-        return made
+        self.next = self._ahead.next
+        """The next batch, or None at the end."""
 
     def left_out_at_the_end(self) -> np.ndarray:
         """What was left out in all, also after the last batch. To be called once there is no next one."""
@@ -135,44 +126,58 @@ class Pipeline:
         self._supply.close(timeout)
         self._ahead.close(until - time.monotonic())
 
-    def _assemble(self, slot: Slot) -> Made | None:
+    def _assemble(self) -> Made | None:
         """The next step that is not passed over, or None when no rank has anything more to deliver."""
-        skipped: list[tuple[int, Taken]] = []
+        passed: list[Passed] = []
+        skipped: list[int] = []
+        totals, buffers = self._table.totals, self._buffers
         with self._assembling:
-            while True:
-                step = self._step
-                passed_over = bool(self._skip) and any(a <= step < b for a, b in self._skip)
-                taken = self._take(None if passed_over else slot)
-                if taken is None:
-                    return None
+            buffers.renew()
+            while not self._closed:
+                step, first = self._step, self._sample
+                after = first + self._shape.global_batch_size
+                skip = bool(self._skip) and any(a <= step < b for a, b in self._skip)
+                before = totals[: -len(LEFT_OUT)].copy()
+                taken = self._take(None if skip else buffers)
+                own = Share(taken.real, taken.real or self._any_lane_has_more(after))
+                others = self._ends.others(step, range(first, after), own, self._is_closed)
+                if not (own.more or others.more):
+                    return self._end()
                 self._step += 1
-                self._sample += self._shape.global_batch_size
-                if not passed_over:
-                    passed = tuple(step for step, _ in skipped) if skipped else ()
-                    after = After(step, self._sample, self._table.totals.copy(), self._table.state.copy(), passed)
-                    return Made(slot.batch(taken.facts), slot, taken, after, tuple(skipped))
-                skipped.append((step, taken))
-                self._table.totals[SKIPPED_MADE] += len(taken.samples)
+                self._sample = after
+                if skip:
+                    skipped.append(step)
+                    passed.append(Passed(first, taken))
+                    totals[SKIPPED_MADE] += len(taken.samples)
+                elif own.real or others.real:
+                    made = After(
+                        step, after, totals.copy(), self._table.state.copy(), tuple(skipped), self._empty_steps
+                    )
+                    return Made(buffers.batch(taken.facts), taken, made, tuple(passed))
+                else:
+                    # Nobody learns anything from this step: it keeps its number, and is neither delivered nor counted.
+                    totals[: -len(LEFT_OUT)] = before
+                    self._empty_steps += 1
+                    passed.append(Passed(first, None))
+        return None
 
-    def _take(self, slot: Slot | None) -> Taken | None:
-        """This rank's samples of the step, or None at the end of all ranks' data."""
+    def _take(self, buffers: BatchBuffers | None) -> Taken:
+        """This rank's samples of the step."""
         shape, first = self._shape, self._sample
         mine = range(first + (shape.rank - first) % shape.world_size, first + shape.global_batch_size, shape.world_size)
-        taken = self._table.take(mine, slot)
-        own = taken.real or self._any_lane_has_more(first)
-        if self._ends is None:
-            if not own:
-                raise HeadraceError(
-                    "no source has a single document with text left to read: repeating would go on for ever without "
-                    "delivering anything. Check the files, or text_key."
-                )
-            return taken
-        others = self._ends.others_have_data(self._step, first, own, lambda: self._closed)
-        return taken if own or others else None
+        return self._table.take(mine, buffers)
 
-    def _any_lane_has_more(self, first: int) -> bool:
-        table, after = self._table, first + self._shape.global_batch_size
-        taken = {g % self._shape.lanes for g in range(first, min(after, first + self._shape.lanes))}
-        return any(
-            table.has_more(lane, table.next_sample(lane, after if lane in taken else first)) for lane in table.lanes
-        )
+    def _end(self) -> None:
+        if not self._finite and not self._closed:
+            raise HeadraceError(
+                "no source has a single document with text left to read: repeating would go on for ever without "
+                "delivering anything. Check the files, or text_key."
+            )
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _any_lane_has_more(self, after: int) -> bool:
+        """Whether a lane of this rank has anything to learn from global sample `after` on."""
+        table = self._table
+        return any(table.has_more(lane, table.next_sample(lane, after)) for lane in table.lanes)

@@ -29,6 +29,7 @@ from headrace.loader.schedule import Schedule
 from headrace.loader.windows import Piece
 from headrace.metrics import Meter, Wait
 from headrace.order import Permutation, fingerprint_json, key, mix64_array
+from headrace.runtime.buffers import TensorMemory
 from headrace.text.shards import (
     SHARD_FOLDER,
     PackedShard,
@@ -51,6 +52,9 @@ FIELDS = ("input_ids", "labels", "position_ids", "cu_seqlens", "row_count", "seg
 """What may be asked for; the first five are what comes unasked. `cu_seqlens` brings `max_seqlen`; `sample_index` always comes."""
 
 _FILLER_SUM = key("prepared.filler")
+_VECTORS = ("sample_index", "row_count")
+"""Fields of one number a row."""
+_INT64 = np.dtype(np.int64)
 
 
 class PreparedBlock(NamedTuple):
@@ -163,11 +167,10 @@ class PreparedDataset:
         source = int(planned.source[0])
         if source < 0:
             raise IndexError(f"sample {i} of a dataset of {len(self)}")
-        rows = BatchRows(1, self.seq_len, checked_fields(fields), len(self.sources))
+        rows = BatchRows(self.seq_len, checked_fields(fields), len(self.sources))
+        rows.renew(1)
         self.fill(planned, 0, 1, rows)
-        arrays = {name: array[0] if array.ndim == 2 else array for name, array in rows.arrays.items()}
-        if "cu_seqlens" in arrays:
-            arrays["cu_seqlens"] = arrays["cu_seqlens"][: rows.edges + 1]
+        arrays = {name: array[0] if array.ndim == 2 else array for name, array in rows.batch().items()}
         return PreparedBlock(self.names[source], int(planned.epoch[0]), int(planned.block[0]), arrays)
 
     def plan(self, samples: np.ndarray, number: int = 0, begun: int = 0) -> Planned:
@@ -460,56 +463,58 @@ class PreparedDataset:
 
 
 class BatchRows:
-    """One set of buffers, that `PreparedDataset.fill` writes a batch into."""
+    """The memory that `PreparedDataset.fill` writes the next batch into: tensors of `memory`, or arrays without one."""
 
-    __slots__ = ("_ended", "arrays", "count", "counts", "ready", "tensors", "where")
+    __slots__ = ("_borders", "_ended", "_memory", "_places", "_rows", "_values", "_width", "counts", "where")
 
-    def __init__(
-        self,
-        rows: int,
-        width: int,
-        fields: Collection[str],
-        sources: int,
-        *,
-        pin: bool = False,
-        torch_too: bool = False,
-    ) -> None:
-        shapes: dict[str, tuple[int, ...]] = {
-            name: (rows, width) for name in ("input_ids", "labels", "position_ids", "segment_ids") if name in fields
-        }
-        shapes |= {"sample_index": (rows,)}
-        if "row_count" in fields:
-            shapes["row_count"] = (rows,)
-        self.tensors: dict[str, Any] = {}
-        if torch_too:
-            import torch
-
-            if pin and not torch.cuda.is_available():
-                raise ConfigError("pin_memory=True needs a CUDA device, and torch sees none here: leave it off")
-            self.tensors = {n: torch.empty(s, dtype=torch.int64, pin_memory=pin) for n, s in shapes.items()}
-            if "cu_seqlens" in fields:
-                self.tensors["cu_seqlens"] = torch.empty(rows * width + 1, dtype=torch.int32, pin_memory=pin)
-            self.arrays: dict[str, np.ndarray] = {n: t.numpy() for n, t in self.tensors.items()}
-        else:
-            self.arrays = {n: np.empty(s, np.int64) for n, s in shapes.items()}
-            if "cu_seqlens" in fields:
-                self.arrays["cu_seqlens"] = np.empty(rows * width + 1, np.int32)
-        self.count = rows
+    def __init__(self, width: int, fields: Collection[str], sources: int, memory: TensorMemory | None = None) -> None:
         k = shard_kernels()
+        places = {
+            "input_ids": k.AT_IDS, "labels": k.AT_LABELS, "position_ids": k.AT_POSITIONS, "segment_ids": k.AT_SEGMENTS,
+            "sample_index": k.AT_INDEX, "row_count": k.AT_ENDED,
+        }  # fmt: skip
+        self._places = [(n, at) for n, at in places.items() if n in fields or n == "sample_index"]
+        self._memory, self._width, self._rows = memory, width, 0
+        self._values: dict[str, Any] = {}
+        self._ended = np.empty(0, np.int64)
+        """Documents that end in each row, where batches have no field for it."""
+        self._borders = np.empty(0, np.int32) if "cu_seqlens" in fields else None
         self.counts = np.zeros(k.COUNT_SOURCES + sources + 1, np.int64)
         """What the batch adds to the counts of a run."""
-        self._ended = self.arrays.get("row_count", np.empty(rows, np.int64))
-        borders = self.arrays.get("cu_seqlens", np.empty(0, np.int32))
-        named = (self.arrays.get(n) for n in ("input_ids", "labels", "position_ids", "segment_ids", "sample_index"))
-        self.where = np.array(
-            [
-                *(0 if a is None else address(a) for a in named), address(self._ended), address(self.counts),
-                address(borders), rows, len(borders), len(self.counts),
-            ],
-            np.int64,
-        )  # fmt: skip
-        self.ready: Any = None
-        """A CUDA event: the copy to the device has been made."""
+        self.where = np.zeros(k.BATCH_WORDS, np.int64)
+        self.where[k.AT_COUNTS], self.where[k.COUNTS] = address(self.counts), len(self.counts)
+
+    def renew(self, rows: int) -> None:
+        """Take memory that nothing refers to, for a batch of so many rows."""
+        if rows != self._rows:
+            self._resize(rows)
+        values, memory = {}, self._memory
+        for name, place in self._places:
+            shape = (rows,) if name in _VECTORS else (rows, self._width)
+            if memory is None:
+                values[name] = array = np.empty(shape, np.int64)
+                self.where[place] = address(array)
+            else:
+                values[name] = tensor = memory.tensor(shape, _INT64)
+                self.where[place] = tensor.data_ptr()
+        self._values = values
+
+    def _resize(self, rows: int) -> None:
+        k = shard_kernels()
+        self._rows = self.where[k.ROWS] = rows
+        self._ended = np.empty(rows, np.int64)
+        self.where[k.AT_ENDED] = address(self._ended)
+        if self._borders is not None:
+            self._borders = np.empty(rows * self._width + 1, np.int32)
+            self.where[k.AT_BORDERS], self.where[k.BORDERS] = address(self._borders), len(self._borders)
+
+    def batch(self) -> dict[str, Any]:
+        """The batch that was written. It belongs to its receiver, and nothing here refers to it any more: `renew` before the next one."""
+        values, self._values = self._values, {}
+        if self._borders is not None:
+            borders = self._borders[: self.edges + 1]
+            values["cu_seqlens"] = borders.copy() if self._memory is None else self._memory.copy(borders)
+        return values
 
     @property
     def edges(self) -> int:

@@ -26,6 +26,7 @@ from headrace.loader.rank_loader import TIMES_AT_ONCE, RankLoader, rank_and_worl
 from headrace.loader.windows import Piece
 from headrace.metrics import Histogram, Meter, Wait
 from headrace.order import Cursor, Digest
+from headrace.runtime.buffers import TensorMemory
 from headrace.text.shards import shard_kernels
 
 if TYPE_CHECKING:
@@ -42,9 +43,10 @@ about 2 ms, .25 us a sample; 1,024 at a time take .9 us each."""
 
 
 class _Made(NamedTuple):
-    """A batch on its way: what it is made of, and the buffers it occupies."""
+    """A batch on its way: its tensors, what it adds to the counts, and what it is made of."""
 
-    rows: BatchRows
+    batch: dict[str, Any]
+    counts: np.ndarray
     planned: Planned
     begin: int
     end: int
@@ -79,8 +81,9 @@ class PreparedLoader(RankLoader):
     """Delivers this rank's share of each global batch: samples t·B … t·B+B−1, those with g mod W = rank.
 
     Any world size up to the batch size will do, today another than yesterday; where it does not divide the batch, ranks get
-    one row more or less. Batches are views of reused buffers: valid until the next one is taken, unless `copy=True`.
-    `fields` leaves out what a trainer does not need. With `prefetch_batches` = 0 a batch is made when it is asked for.
+    one row more or less. A batch belongs to its receiver: its memory is used again only when nothing refers to it any more.
+    `fields` leaves out what a trainer does not need. With `prefetch_batches` = 0 a batch is made when it is asked for. `copy` has no effect any more; it
+    is accepted because earlier versions had it.
     """
 
     def __init__(
@@ -106,19 +109,18 @@ class PreparedLoader(RankLoader):
         self._check(prefetch_batches, labels)
         self._prefetch = prefetch_batches
         self._unshifted = labels == "hf"
-        self._copy, self._pin, self._device, self._deadline = copy, pin_memory, device, deadline
+        self._pin, self._device, self._deadline = pin_memory, device, deadline
         self._state = _State(totals=np.zeros(len(COUNTS) + 2 + len(data.sources) + 1, np.int64))
         self._step_digest = 0
         self._started: float | None = None
         self._begun_tokens = 0
-        self._as_made = "cu_seqlens" not in self.fields and not copy and device is None
-        """Whether tensors are handed over as they were filled."""
         self._wait = Wait("loader.next", meter=self.meter, deadline=deadline)
         self._next_times = Histogram("loader/next")
         self._seconds: list[float] = []
         self._drained: dict[str, int] = {}
         self._running: _Assembly | None = None
-        self._last: _Made | None = None
+        self._last: tuple[Planned, int, int] | None = None
+        """The samples of the batch that was delivered last: the rows [begin, end) of a plan."""
 
     # -------------------------------------------------------------------------------------- iteration
 
@@ -150,38 +152,24 @@ class PreparedLoader(RankLoader):
             self.close()
             raise StopIteration
         self._count(made)
-        return self._tensors(made.rows, made.end - made.begin)
+        return made.batch if self._device is None else self._moved(made.batch)
 
     def _count(self, made: _Made) -> None:
         """From here on the batch is delivered: this is the only place where the saved state moves."""
         state = self._state
-        state.totals += made.rows.counts
+        state.totals += made.counts
         self._step_digest = made.digest
         state.digest += made.digest
         state.step += 1
         state.sample = made.next_sample
-        self._last = made
+        self._last = (made.planned, made.begin, made.end)
 
-    def _tensors(self, rows: BatchRows, count: int) -> dict[str, Any]:
-        tensors = dict(rows.tensors)
-        if self._as_made and count == rows.count:
-            return tensors
-        if "cu_seqlens" in tensors:
-            tensors["cu_seqlens"] = tensors["cu_seqlens"].narrow(0, 0, rows.edges + 1)
-        if count < rows.count:  # a rank that has one row less than others
-            tensors |= {n: t[:count] for n, t in tensors.items() if n != "cu_seqlens"}
-        if self._copy:
-            tensors = {n: t.clone() for n, t in tensors.items()}
-        if self._device is not None:
-            tensors = {n: t.to(self._device, non_blocking=self._pin) for n, t in tensors.items()}
-            if self._pin:
-                import torch
-
-                rows.ready = torch.cuda.Event()
-                rows.ready.record()
-        if "cu_seqlens" in tensors:
-            tensors["max_seqlen"] = rows.longest
-        return tensors
+    def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """On its way to the device."""
+        return {
+            name: value if name == "max_seqlen" else value.to(self._device, non_blocking=self._pin)
+            for name, value in batch.items()
+        }
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -259,15 +247,12 @@ class PreparedLoader(RankLoader):
     def pieces(self, batch: Mapping[str, Any]) -> list[Piece]:
         """Where the tokens of the batch that was delivered last come from."""
         first = int(batch["sample_index"][0]) if len(batch["sample_index"]) else -1
-        last = self._last
-        if last is None or int(last.planned.sample[last.begin]) != first:
+        planned, begin, end = self._last if self._last is not None else (None, 0, 0)
+        if planned is None or int(planned.sample[begin]) != first:
             raise ValueError(
                 f"the batch with sample {first} is not the one this loader delivered last: ask before taking the next"
             )
-        columns = (
-            c[last.begin : last.end].tolist()
-            for c in (last.planned.sample, last.planned.source, last.planned.shard, last.planned.local)
-        )
+        columns = (c[begin:end].tolist() for c in (planned.sample, planned.source, planned.shard, planned.local))
         return [piece for sample in zip(*columns, strict=True) for piece in self.data.pieces(*sample)]
 
     def close(self) -> None:
@@ -298,7 +283,7 @@ class _Assembly:
 
     def __init__(self, loader: PreparedLoader) -> None:
         self._data, self._meter, self._fields = loader.data, loader.meter, loader.fields
-        self._unshifted, self._pin = loader._unshifted, loader._pin
+        self._unshifted = loader._unshifted
         self._rank, self._world, self._size = loader.rank, loader.world_size, loader.global_batch_size
         state = loader._state
         self._sample, self._begun, self._number = state.sample, state.begun, state.number
@@ -308,45 +293,36 @@ class _Assembly:
         self._batches: deque[tuple[int, int, int]] = deque()
         """Where in `_planned` the next batches begin and end, and what each adds to the digest."""
         self._fill = shard_kernels().fill
-        self._held: BatchRows | None = None
-        self._ahead_of_need: Ahead[BatchRows, _Made] = Ahead(
-            self._assemble, self._new_rows, depth=loader._prefetch, name="headrace-prepared", meter=self._meter
+        memory = TensorMemory(depth=len(self._fields) * (loader._prefetch + 4), pin=loader._pin)
+        self._rows = BatchRows(self._data.seq_len, self._fields, len(self._data.sources), memory)
+        self._ahead_of_need: Ahead[_Made] = Ahead(
+            self._assemble, depth=loader._prefetch, name="headrace-prepared", meter=self._meter
         )
+        self.next = self._ahead_of_need.next
+        """The next batch, or None at the end."""
         # A loader that is let go without close() must not leave its thread behind.
         self._forgotten = weakref.finalize(loader, self.close)
-
-    def next(self, wait: Wait) -> _Made | None:
-        """The next batch, or None at the end. Gives the buffers of the one before back."""
-        rows = self._held
-        if rows is not None:
-            if rows.ready is not None:
-                with Wait("loader.copy", meter=self._meter):
-                    rows.ready.synchronize()
-            self._held = None
-        made = self._ahead_of_need.exchange(rows, wait)
-        self._held = made.rows if made is not None else None
-        return made
 
     def close(self, timeout: float = 2.0) -> None:
         self._forgotten.detach()  # it would keep the buffers for as long as the loader lives
         self._ahead_of_need.close(timeout)
 
-    def _new_rows(self) -> BatchRows:
-        return BatchRows(
-            self._most, self._data.seq_len, self._fields, len(self._data.sources), pin=self._pin, torch_too=True
-        )
-
-    def _assemble(self, rows: BatchRows) -> _Made | None:
+    def _assemble(self) -> _Made | None:
         """The next batch, or None when the pass is over."""
         if not self._batches and not self._plan():
             return None
         assert self._planned is not None
         begin, end, digest = self._batches.popleft()
+        rows = self._rows
+        rows.renew(end - begin)
         code = self._fill(self._planned.where, rows.where, begin, end, self._unshifted)
         if code:
             self._data.refuse(code, rows)
         self._sample += self._size
-        return _Made(rows, self._planned, begin, end, digest, self._sample)
+        batch = rows.batch()
+        if "cu_seqlens" in batch:
+            batch["max_seqlen"] = rows.longest
+        return _Made(batch, rows.counts.copy(), self._planned, begin, end, digest, self._sample)
 
     def _plan(self) -> bool:
         """Work out the next batches; False at the end. All ranks come to the end at the same batch."""

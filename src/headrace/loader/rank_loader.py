@@ -23,7 +23,7 @@ _SPECS = (
     MetricSpec("data/padding", Reduction.SUM, unit="tokens", help="padding delivered"),
     MetricSpec("data/rows", Reduction.SUM, unit="documents", help="documents whose last token was delivered"),
     MetricSpec("data/samples", Reduction.SUM, unit="samples", help="rows of batches delivered"),
-    MetricSpec("data/fillers", Reduction.SUM, unit="samples", help="samples without anything to learn, at the end of finite sources"),
+    MetricSpec("data/fillers", Reduction.SUM, unit="samples", help="samples without anything to learn in delivered steps, at the end of finite sources"),
     MetricSpec("data/skipped", Reduction.SUM, unit="samples", help="samples of steps that were passed over on request"),
     MetricSpec("data/source_tokens/<source>", Reduction.SUM, unit="tokens", help="tokens delivered from this source"),
     MetricSpec("text/spot_checks", Reduction.SUM, unit="documents", help="documents that the reference tokenizer encoded too, and agreed on"),
@@ -122,6 +122,11 @@ class RankLoader(ABC):
 
     @property
     def step(self) -> int:
+        """The number of the last step delivered, counted from 1; 0 before the first. Steps that were passed over have their numbers too."""
+        return self._now.step
+
+    @property
+    def delivered_steps(self) -> int:
         """How many steps were delivered."""
         return self._now.step
 
@@ -159,7 +164,7 @@ class RankLoader(ABC):
             seconds=time.perf_counter() - self._started if self._started is not None else 0.0,
             waits=self.meter.totals(),
             digest=self.digest,
-            steps=state.step,
+            steps=self.delivered_steps,
             left_out=self.left_out(),
         )
 

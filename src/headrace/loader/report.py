@@ -52,7 +52,6 @@ class LoaderReport:
     ) -> LoaderReport:
         tokens, padding = delivered["tokens"], delivered["padding"]
         total = sum(source_tokens)
-        exposed_names = ("loader.next", "loader.copy")
         return cls(
             steps=steps,
             tokens=tokens,
@@ -61,7 +60,7 @@ class LoaderReport:
             padding=padding / (tokens + padding) if tokens + padding else 0.0,
             documents=delivered["rows"],
             mix={n: (t / total if total else 0.0, w) for n, t, w in zip(names, source_tokens, targets, strict=True)},
-            exposed={n: float(waits[k]) for n in exposed_names if (k := f"wait/{n}/seconds") in waits},
+            exposed={n: float(waits[k]) for n in ("loader.next",) if (k := f"wait/{n}/seconds") in waits},
             hidden_seconds=float(waits.get("waits/hidden/seconds", 0.0)),
             digest=digest,
             left_out=dict(left_out or {}),

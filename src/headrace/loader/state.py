@@ -23,7 +23,7 @@ import numpy as np
 
 from headrace.errors import ConfigError, CursorMismatch
 from headrace.loader.lanes import CREDIT, DRY, EPOCH
-from headrace.loader.weight_text import read_weights, shown_weights, weights_asked_for
+from headrace.loader.weight_text import only_steps_differ, read_weights, shown_weights, weights_asked_for
 from headrace.order import Cursor, Digest
 
 __all__ = [
@@ -54,7 +54,9 @@ class LoaderState:
     source_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Per source, over all passes, by this rank (rank 0 also holds what ranks of an earlier shape delivered)."""
     skipped: list[list[int]] = field(default_factory=list)
-    """Ranges of steps [from, to) that were passed over."""
+    """Ranges of steps [from, to) that were passed over on request, by the number of steps before them: so counted from 0."""
+    empty_steps: int = 0
+    """How many steps were passed over because no rank had anything to learn in them."""
     asked_before: tuple[int, dict[str, float]] | None = None
     """(steps, shares of them added up by source) that other weights asked for, if weights were changed at a resume."""
     lane_ids: tuple[int, ...] = ()
@@ -73,6 +75,10 @@ class LoaderState:
     def skipped_steps(self) -> int:
         return sum(b - a for a, b in self.skipped)
 
+    @property
+    def delivered_steps(self) -> int:
+        return self.step - self.skipped_steps - self.empty_steps
+
     def to_cursor(self, fingerprint: Mapping[str, str], lane_count: int, names: Sequence[str]) -> Cursor:
         entries = {
             str(lane): state
@@ -83,6 +89,8 @@ class LoaderState:
             "sources": list(names), "digest": str(self.digest), "delivered": self.delivered,
             "source_tokens": self.source_tokens.tolist(), "skipped": [list(r) for r in self.skipped], "entries": entries,
         }  # fmt: skip
+        if self.empty_steps:
+            body["empty_steps"] = self.empty_steps
         if self.asked_before is not None:
             body["asked_before"] = {"steps": self.asked_before[0], "shares": dict(self.asked_before[1])}
         return Cursor(kind=KIND, version=VERSION, fingerprint=fingerprint, body=body)
@@ -109,7 +117,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _merged_bodies(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    for name in ("step", "sample", "pass", "lanes", "sources", "skipped"):
+    for name in ("step", "sample", "pass", "lanes", "sources", "skipped", "empty_steps"):
         found = [b.get(name) for b in bodies]
         if any(f != found[0] for f in found):
             raise CursorMismatch(
@@ -157,10 +165,19 @@ def load_states(
     if (cursor.kind, cursor.version) == (KIND, VERSION):
         _check_position(cursor.body)
     step = cursor.body.get("step", 0)
-    accepted = cursor.require(
-        kind=KIND, version=VERSION, fingerprint=fingerprint(step), accept=accept, shown=shown_weights,
-        fixed={"config:lanes": "saved positions are those of the lanes", **fixed},
-    )  # fmt: skip
+    try:
+        accepted = cursor.require(
+            kind=KIND, version=VERSION, fingerprint=fingerprint(step), accept=accept, shown=shown_weights,
+            fixed={"config:lanes": "saved positions are those of the lanes", **fixed},
+        )  # fmt: skip
+    except CursorMismatch as error:
+        saved, now = error.differences.get("weights", ("", ""))
+        if not only_steps_differ(str(saved), str(now)):
+            raise
+        raise CursorMismatch(
+            f"{error} The step of a MixChange is the first one with its weights, counted from 1; earlier versions counted it from 0.",
+            error.differences,
+        ) from error
     lanes_before = fresh(cursor.body["pass"], step)
     try:
         body = cursor.body
@@ -189,6 +206,7 @@ def load_states(
             number=int(body["pass"]),
             ended=bool(body["ended"]),
             skipped=[[int(a), int(b)] for a, b in body.get("skipped", ())],
+            empty_steps=int(body.get("empty_steps", 0)),
             asked_before=_asked_before(cursor, accepted & {"weights", "sources"}, empty),
         )
         # What earlier ranks delivered is added up once: here if this rank goes on alone from its own state, else on rank 0.
@@ -247,10 +265,16 @@ def _refuse_other_skips(loaded: LoaderState, skip: Iterable[tuple[int, int]]) ->
     """What was passed over is part of the order: a loader that says otherwise describes another run."""
     saved, now = joined_ranges(loaded.skipped, loaded.step), joined_ranges(skip, loaded.step)
     if saved != now:
-        said = [f"skip=[{', '.join(f'({a}, {b})' for a, b in ranges)}]" for ranges in (saved, now)]
+        said = [f"skip=[{', '.join(f'({a + 1}, {b + 1})' for a, b in ranges)}]" for ranges in (saved, now)]
+        from_zero = saved == joined_ranges(((a + 1, b + 1) for a, b in skip), loaded.step)
         raise CursorMismatch(
-            f"state was saved at step {loaded.step} of a run with {said[0]}; this loader has {said[1]} before that step. Make the "
-            f'loader with {said[0]}, and with what lies ahead, or accept it with accept={{"skip"}}.',
+            f"state was saved after step {loaded.step} of a run with {said[0]}; this loader has {said[1]} up to that step. Make the "
+            f'loader with {said[0]}, and with what lies ahead, or accept it with accept={{"skip"}}.'
+            + (
+                " Earlier versions counted the steps of `skip` from 0; they are counted from 1 now."
+                if from_zero
+                else ""
+            ),
             {"skip": (said[0], said[1])},
         )
 

@@ -529,10 +529,9 @@ class _Pass:
         self._checked: set[int] = set()
         self._inline = self._processes is None and not data._prefetch
         """Batches are made when they are asked for: what was drawn before has been delivered when more is drawn."""
-        self._batches: Ahead[list[None], tuple[Draw, Any, list[None]]] = Ahead(
-            self._make, list, depth=data._prefetch, name="headrace-streams", meter=data._meter
+        self._batches: Ahead[tuple[Draw, Any]] = Ahead(
+            self._make_one, depth=data._prefetch, name="headrace-streams", meter=data._meter
         )
-        self._held: list[None] | None = None
         self._wait = Wait("streams.next", meter=data._meter, deadline=data._deadline)
         self._closed = False
 
@@ -545,17 +544,14 @@ class _Pass:
         data = self._data
         try:
             with self._wait as wait:
-                if self._inline:
-                    made = self._make_one()
-                elif (made := self._batches.exchange(self._held, wait)) is not None:
-                    self._held = made[2]
+                made = self._make_one() if self._inline else self._batches.next(wait)
         except DeadlineExceeded as error:
             raise self._with_rows(error) from error
         if made is None:
             data._ended = True
             self.close()
             raise StopIteration
-        data._last, batch = made[:2]
+        data._last, batch = made
         data._behind += 1
         if data._behind > _AT_A_TIME:
             data._catch_up()
@@ -576,10 +572,6 @@ class _Pass:
         self._files.close()
 
     # ------------------------------------------------------------------ called by whoever makes the next batch
-
-    def _make(self, slot: list[None]) -> tuple[Draw, Any, list[None]] | None:
-        made = self._make_one()
-        return None if made is None else (*made, slot)
 
     def _make_one(self) -> tuple[Draw, Any] | None:
         if self._processes is None:

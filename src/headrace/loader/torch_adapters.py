@@ -74,11 +74,11 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         **options: Any,
     ) -> None:
         super().__init__()
-        refused = sorted({"copy", "pin_memory", "device"} & options.keys())
+        refused = sorted({"pin_memory", "device"} & options.keys())
         if refused:
             raise ConfigError(
-                f"TorchDataset takes no {' or '.join(refused)}: batches are always copies, because a DataLoader may hold "
-                "several, and moving them is the DataLoader's part (its pin_memory=True), or that of hr.Loader"
+                f"TorchDataset takes no {' or '.join(refused)}: moving batches is the DataLoader's part (its pin_memory=True), or "
+                "that of hr.Loader"
             )
         self.batched = batched
         self._recipe: Mapping[str, Any] = data.recipe
@@ -241,7 +241,6 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
             global_batch_size=self._size * workers,
             dp_rank=rank + world * worker,
             dp_world_size=world * workers,
-            copy=True,
             **({"prefetch_batches": 0} | self._options | {"tokenizer_workers": 0}),
         )
         return self._settle(loader, made["state"])
@@ -255,7 +254,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
 
     def _new_loader(self, data: TextDataset) -> Loader:
         rank, world = self._ranks
-        return Loader(data, global_batch_size=self._size, dp_rank=rank, dp_world_size=world, copy=True, **self._options)
+        return Loader(data, global_batch_size=self._size, dp_rank=rank, dp_world_size=world, **self._options)
 
     def _saved(self, loader: Loader) -> dict[str, Any]:
         if not self._row:
@@ -283,11 +282,10 @@ class _WorkerLoader(Loader):
         # A forked worker sees its parent's process group, and must not speak through its parent's sockets.
         self._distributed = False
 
-    def _new_ends(self, plan: LanePlan, changes: Sequence[WeightChange]) -> Ends | None:
+    def _new_ends(self, plan: LanePlan, changes: Sequence[WeightChange]) -> Ends:
         # Workers of a single rank may end one after the other: the DataLoader goes on with the rest. Those of several ranks
         # must not, and work out by themselves when the other lanes end.
-        ends = super()._new_ends(plan, changes)
-        return AloneEnds() if ends is not None and self._alone else ends
+        return AloneEnds() if self._alone else super()._new_ends(plan, changes)
 
 
 def _inside(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:

@@ -1,7 +1,7 @@
 """How are the weights of a run written where its order is named, and what did they ask for?
 
-    3.0, 1.0; from step 10: b 3.0, web 1.0        as a cursor keeps it: in the order of the sources; steps counted from 0
-    3.0, 1.0; from step 11 on: b 3.0, web 1.0     as people are shown it: steps counted from 1, as in a config and a journal
+    3.0, 1.0; from step 10: b 3.0, web 1.0        as a cursor keeps it: in the order of the sources; the number of steps before the change
+    3.0, 1.0; from step 11 on: b 3.0, web 1.0     as people are shown it: the first step with the weights, counted from 1
 
 The kept form is part of every saved state and stays as it is.
 """
@@ -12,10 +12,19 @@ import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["read_weights", "shown_weights", "weights_asked_for", "weights_in_force", "written_weights"]
+__all__ = [
+    "only_steps_differ",
+    "read_weights",
+    "shown_weights",
+    "weights_asked_for",
+    "weights_in_force",
+    "written_weights",
+]
 
 Changes = Sequence[tuple[int, Mapping[str, float]]]
 """(steps delivered before it, weights by source), in order; the first has 0 steps and names every source."""
+
+_STEP = re.compile(r"; from step (\d+):")
 
 
 def written_weights(changes: Changes) -> str:
@@ -41,7 +50,12 @@ def read_weights(text: str, names: Sequence[str]) -> list[tuple[int, dict[str, f
 
 def shown_weights(text: str) -> str:
     """The kept form as people count steps."""
-    return re.sub(r"; from step (\d+):", lambda found: f"; from step {int(found[1]) + 1} on:", text)
+    return _STEP.sub(lambda found: f"; from step {int(found[1]) + 1} on:", text)
+
+
+def only_steps_differ(one: str, other: str) -> bool:
+    """Whether two kept forms have the same weights, changed at different steps."""
+    return one != other and _STEP.sub(";", one) == _STEP.sub(";", other)
 
 
 def weights_in_force(changes: Changes, step: int) -> dict[str, float]:

@@ -233,6 +233,18 @@ class DatasetConsumer:
             return False
         return True
 
+    def has_ended(self, split: str = "train") -> bool:
+        """Whether a finite split was delivered to its end, as far as its files say so now."""
+        reader = self._reader(split)
+        try:
+            if isinstance(reader, SplitReader):
+                reader.cover(self.batch_size, 0.0)
+        except EndOfData:
+            return True
+        except DeadlineExceeded:
+            pass
+        return False
+
     def set_batch_size(self, new_bs: int) -> None:
         """Samples of a whole batch, over all ranks, from the next batch on. Warns where the provider used another number."""
         if type(new_bs) is not int or new_bs < 1:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from headrace.errors import ConfigError, CursorMismatch
 from headrace.metrics import Meter
 from headrace.runtime.background import BackgroundThread
+from headrace.runtime.buffers import BufferPool
 from headrace.runtime.prefetch import Prefetch
 from headrace.spool.batch_file import BatchFile
 from headrace.spool.channel import Channel
@@ -25,7 +26,7 @@ from headrace.spool.meta import CIRCULAR_SPLITS, schema_of
 from headrace.spool.rank_lock import RankLock
 from headrace.spool.reader import OpenFile, PartFiles, PartReader, SplitReader
 from headrace.spool.retention import Retention
-from headrace.spool.rows import BufferPool, Stripe
+from headrace.spool.rows import Stripe
 from headrace.spool.verdicts import FileChecker
 
 __all__ = ["RankQueue"]

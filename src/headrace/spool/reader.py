@@ -24,11 +24,12 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import CursorMismatch, DataError, EndOfData
+from headrace.runtime.buffers import BufferPool
 from headrace.runtime.prefetch import Prefetch
 from headrace.spool.batch_file import BatchFile
 from headrace.spool.channel import Channel
 from headrace.spool.meta import FieldSpec
-from headrace.spool.rows import BufferPool, Rows, Stripe, gather_rows, merge_rows, rows_before, slice_rows
+from headrace.spool.rows import Rows, Stripe, gather_rows, merge_rows, rows_before, slice_rows
 from headrace.spool.verdicts import FileChecker
 
 __all__ = ["OpenFile", "PartFiles", "PartReader", "SplitReader", "checked_position"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ import numpy as np
 from headrace.spool.batch_file import OFFSETS, numpy_dtype
 from headrace.spool.meta import FieldSpec
 
-__all__ = ["BufferPool", "NewArray", "Rows", "Stripe", "gather_rows", "merge_rows", "rows_before", "slice_rows"]
+__all__ = ["NewArray", "Rows", "Stripe", "gather_rows", "merge_rows", "rows_before", "slice_rows"]
 
 Rows = Mapping[str, np.ndarray]
 """Arrays by field. A ragged field has its values, and under `<name>_offsets` where each row begins and the last one ends."""
@@ -118,29 +117,3 @@ def _ragged(field: FieldSpec, rows: list[np.ndarray]) -> dict[str, np.ndarray]:
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     values = np.concatenate(rows) if rows else np.empty(0, numpy_dtype(field.dtype))
     return {field.name: values, field.name + OFFSETS: offsets}
-
-
-class BufferPool:
-    """Arrays for batches, used again once nothing else refers to them.
-
-    A new array of 4 MiB costs 1,024 page faults, which take longer than the copy into it. A tensor refers to the array it was made from, so an
-    array to which only the pool refers is free.
-    """
-
-    def __init__(self, depth: int) -> None:
-        """`depth`: how many arrays of a shape are kept."""
-        self._depth = depth
-        self._arrays: dict[tuple[tuple[int, ...], np.dtype], list[np.ndarray]] = {}
-
-    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An array that is not in use, with any content."""
-        arrays = self._arrays.setdefault((shape, dtype), [])
-        for i in range(len(arrays)):
-            if sys.getrefcount(arrays[i]) == 2:  # the list's reference, and the argument
-                return arrays[i]
-        array = np.empty(shape, dtype)
-        if len(arrays) < self._depth:
-            if len(self._arrays) > 64:  # shapes that come and go must not pile up
-                self._arrays = {(shape, dtype): arrays}
-            arrays.append(array)
-        return array

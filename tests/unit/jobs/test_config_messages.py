@@ -148,7 +148,7 @@ def test_skips_and_changes_of_the_mix_are_checked(tmp_path):
         [],
         {},
     )
-    assert config.run.skips == ((6, 8), (1199, 1239))
+    assert config.run.skips == ((7, 9), (1200, 1240))
     assert config.mix.change[0].weights == {"prose": 1.0}
     again = load_config(written(tmp_path, config.to_toml()), [], {})
     assert again == config

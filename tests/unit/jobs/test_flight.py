@@ -206,7 +206,8 @@ def fly(tmp_path, write_jsonl):
         data = job.dataset(records=folder.records)
         with job.loader(data, record=True, skip=skip, prefetch_batches=0, tokenizer_workers=0) as loader:
             for n in range(1, steps + 1):
-                next(loader)
+                if next(loader, None) is None:
+                    break
                 with open(folder.path / "digests.jsonl", "a") as handle:
                     handle.write(json.dumps({"first": n, "digests": [loader.step_digest]}) + "\n")
             flown = loader.drain_flight()
@@ -413,8 +414,28 @@ def test_batch_sizes_do_not_hide_that_the_data_is_the_same(fly):
     assert any("other batch sizes" in note for note in found.notes)
 
 
+def test_samples_with_nothing_to_learn_are_the_same_delivered_or_passed_over(fly):
+    """Batches of 4 hold whole steps of nothing where batches of 12 hold some rows of it."""
+    few = ("--loader.exhausted", "drop", "--loader.lanes", "12")
+    runs = [
+        fly(name, *few, "--loader.global_batch_size", size, steps=10**6) for name, size in (("x", "4"), ("y", "12"))
+    ]
+    lines = [json.loads((run / "flight.jsonl").read_text()) for run in runs]
+    assert "skipped" in lines[0]
+    assert "skipped" not in lines[1]
+    found = diff_runs(*runs)
+    assert found.same
+    assert found.samples_compared == lines[0]["samples"][-1] // 12 * 12
+    with RunFlight(runs[0]) as flight:
+        last = flight.record.last_step
+        for step in range(last - 9, last + 1):
+            story = flight.step(step)
+            assert story.recorded == story.digest
+            assert story.documents
+
+
 def test_a_skipped_step_is_where_a_run_parts_from_one_that_took_it(fly):
-    found = diff_runs(fly("x"), fly("y", skip=[(2, 3)]))
+    found = diff_runs(fly("x"), fly("y", skip=[(3, 4)]))
     assert (found.sample, found.step_a) == (8, 3)
     assert (found.seen_a.step, found.seen_b.step) == (3, None)
 
@@ -447,7 +468,7 @@ def test_text_cannot_move_the_cursor_of_a_terminal():
 
 
 @pytest.mark.parametrize(
-    ("skips", "said"), [(((2, 3), ()), "step 3 of B, which A skipped"), (((), (2, 3)), "step 3 of A, which B skipped")]
+    ("skips", "said"), [(((3, 4), ()), "step 3 of B, which A skipped"), (((), (3, 4)), "step 3 of A, which B skipped")]
 )
 def test_diff_says_which_run_skipped_the_step_where_they_part(fly, capsys, skips, said):
     one, other = (fly(name, skip=[skip] if skip else ()) for name, skip in zip("xy", skips, strict=True))

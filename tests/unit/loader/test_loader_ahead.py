@@ -26,7 +26,7 @@ class Maker:
         """Of every batch, whether whoever asked made it."""
         self.asking = threading.current_thread()
 
-    def __call__(self, slot: list[int]) -> int | None:
+    def __call__(self) -> int | None:
         self.at_work.append(threading.current_thread().name)
         self.both |= len(self.at_work) > 1
         number = self.next
@@ -40,18 +40,17 @@ class Maker:
 
 
 def taken(maker: Maker, depth: int, pauses) -> list[int]:
-    made = Ahead(maker, list, depth=depth, name="test", meter=Meter())
-    found, slot, wait = [], None, Wait("test", deadline=30.0, meter=Meter())
+    made = Ahead(maker, depth=depth, name="test", meter=Meter())
+    found, wait = [], Wait("test", deadline=30.0, meter=Meter())
     try:
         for pause in pauses:
-            number = None if slot is None else made.ready(slot)
+            number = made.ready()
             if number is None:
                 with wait:
-                    number = made.exchange(slot, wait)
+                    number = made.next(wait)
             if number is None:
                 return found
             found.append(number)
-            slot = []
             if pause:
                 time.sleep(pause)
     finally:
@@ -73,13 +72,12 @@ def test_a_turn_that_goes_back_and_forth_keeps_order_and_one_maker(monkeypatch, 
 
 def test_the_thread_works_ahead_again_once_the_trainer_is_away():
     maker = Maker(10**9)
-    made = Ahead(maker, list, depth=2, name="test", meter=Meter())
-    wait, slot = Wait("test", deadline=30.0, meter=Meter()), None
+    made = Ahead(maker, depth=2, name="test", meter=Meter())
+    wait = Wait("test", deadline=30.0, meter=Meter())
     try:
         for _ in range(500):  # faster than anybody could hand over
             with wait:
-                made.exchange(slot, wait)
-            slot = []
+                made.next(wait)
         assert maker.by[-1], "the trainer's turn never came"
         until = time.monotonic() + 30.0
         while maker.by[-1] and time.monotonic() < until:
@@ -90,13 +88,13 @@ def test_the_thread_works_ahead_again_once_the_trainer_is_away():
 
 
 def test_what_goes_wrong_while_the_trainer_makes_it_comes_out_there():
-    def make(slot):
+    def make():
         raise OSError("gone")
 
-    made = Ahead(make, list, depth=1, name="test", meter=Meter())
+    made = Ahead(make, depth=1, name="test", meter=Meter())
     wait = Wait("test", deadline=30.0, meter=Meter())
     try:
         with wait, pytest.raises(OSError, match="gone"):
-            made.exchange(None, wait)
+            made.next(wait)
     finally:
         made.close()

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded, TokenizerError
+from headrace.jobs.config import RunSection
 from headrace.loader import Loader, MixChange, TextDataset, merge_states
-from headrace.loader.ends import StoreEnds
+from headrace.loader.ends import Share, StoreEnds
 from headrace.metrics import Meter
 from headrace.sources import Source
 from headrace.text import ByteTokenizer, TokenBatch
@@ -86,17 +87,6 @@ def test_a_loader_that_is_forgotten_takes_its_threads_along(data):
     for thread in threads:
         thread.join(60)
     assert our_threads() == []
-
-
-def test_batches_are_views_of_a_ring_unless_copies_are_asked_for(data):
-    views, copies = loader(data, prefetch_batches=0, tokenizer_workers=0), loader(data, copy=True)
-    first, kept = next(views), next(copies)
-    before = first["input_ids"].clone()
-    for _ in range(4):
-        next(views)
-        next(copies)
-    assert (kept["input_ids"] == before).all()
-    assert not (first["input_ids"] == before).all()
 
 
 def test_a_tokenizer_that_fails_names_the_document_at_the_sample_that_needs_it(tmp_path, write_jsonl):
@@ -339,20 +329,27 @@ class Store(dict):
 def test_a_rank_that_ran_ahead_into_the_end_does_not_end_the_others_early():
     store, meter = Store(), Meter()
     ahead, behind = (StoreEnds(store, "run", rank, 2, meter) for rank in (1, 0))
-    ahead.others_have_data(300, 0, True, lambda: False)
-    ahead.others_have_data(301, 0, True, lambda: False)
-    behind.others_have_data(299, 0, True, lambda: False)
-    store["run/0"] = "302"  # somebody who asks is answered
-    assert ahead.others_have_data(302, 0, False, lambda: False) is True
-    del store["run/0"]
-    assert behind.others_have_data(300, 0, False, lambda: False) is True, "rank 1 had data at 300"
-    assert behind.others_have_data(301, 0, False, lambda: False) is True
-    assert behind.others_have_data(302, 0, False, lambda: False) is False
-    assert ahead.others_have_data(303, 0, False, lambda: False) is False
+    some, empty, none = Share(True, True), Share(False, True), Share(False, False)
+
+    def asked(ends: StoreEnds, step: int, own: Share) -> Share:
+        return ends.others(step, range(0), own, lambda: False)
+
+    asked(ahead, 300, some)
+    asked(ahead, 301, some)
+    asked(behind, 299, some)
+    store["run/0"] = "303"  # rank 0 as it will be: a rank that asks is answered
+    store["run/0/302"] = "1"
+    assert asked(ahead, 302, empty) == empty, "neither has anything at 302, and both have more"
+    assert asked(ahead, 303, none) == some
+    del store["run/0"], store["run/0/302"]
+    assert asked(behind, 300, empty) == some, "rank 1 had data at 300"
+    assert asked(behind, 301, none) == some
+    assert asked(behind, 302, none) == empty
+    assert asked(behind, 303, none) == none
+    assert asked(ahead, 304, none) == none
 
 
-def test_borders_that_were_seen_before_are_those_of_this_batch(data, monkeypatch):
-    monkeypatch.setattr("headrace.loader.lanes._VIEWS_KEPT", 3)
+def test_borders_that_were_seen_before_are_those_of_this_batch(data):
     lengths = Counter()
     for batch in loader(data, segment_ids=True):
         borders, positions = batch["cu_seqlens"].tolist(), batch["position_ids"].reshape(-1)
@@ -363,26 +360,78 @@ def test_borders_that_were_seen_before_are_those_of_this_batch(data, monkeypatch
 
 
 def test_a_state_with_steps_passed_over_that_this_loader_forgets_or_adds_is_refused(data):
-    skipping = loader(data, skip=[(2, 4)])
+    skipping = loader(data, skip=[(3, 5)])
     for _ in range(4):
         next(skipping)
     state = skipping.state_dict()
-    with pytest.raises(CursorMismatch, match=r"with skip=\[\(2, 4\)\]; this loader has skip=\[\] before"):
+    with pytest.raises(CursorMismatch, match=r"with skip=\[\(3, 5\)\]; this loader has skip=\[\] up to"):
         loader(data).load_state_dict(state)
-    with pytest.raises(CursorMismatch, match=r"skip=\[\(1, 4\)\]"):
-        loader(data, skip=[(1, 4)]).load_state_dict(state)
+    with pytest.raises(CursorMismatch, match=r"this loader has skip=\[\(2, 5\)\] up to .* accept=\{\"skip\"\}\.$"):
+        loader(data, skip=[(2, 5)]).load_state_dict(state)
     loader(data).load_state_dict(state, accept={"skip"})
-    again = loader(data, skip=[(2, 3), (3, 4), (9, 10)])
+    again = loader(data, skip=[(3, 4), (4, 5), (10, 11)])
     again.load_state_dict(state)
-    assert again.skipped == [[2, 4]]
+    assert again.skipped == [[3, 5]]
 
 
 def test_a_change_that_leaves_weight_only_on_sources_without_rows_is_refused(tmp_path, write_jsonl):
     sources = [Source(f"jsonl:{write_jsonl(f'{n}.jsonl', texts)}") for n, texts in (("a", ["text"] * 9), ("none", []))]
-    with pytest.raises(ConfigError, match=r"after 3 steps.*step = 4.*sources without rows \(none\)"):
+    with pytest.raises(ConfigError, match=r"the mix change at step 4 .*sources without rows \(none\)"):
         TextDataset(
-            sources, seq_len=8, lanes=2, mix_changes=[MixChange(3, {"a": 0.0})], cache=tmp_path / "c"
+            sources, seq_len=8, lanes=2, mix_changes=[MixChange(4, {"a": 0.0})], cache=tmp_path / "c"
         )  # fmt: skip
+
+
+def test_steps_are_counted_from_1_in_skips_as_in_the_command(data):
+    with loader(data) as plain, loader(data, skip=[(5, 8)]) as skipping:
+        order = [next(plain)["input_ids"] for _ in range(9)]
+        got = [next(skipping)["input_ids"] for _ in range(6)]
+    kept = [order[n - 1] for n in (1, 2, 3, 4, 8, 9)]
+    assert all((a == b).all() for a, b in zip(got, kept, strict=True))
+    assert (skipping.step, skipping.skipped, skipping.delivered_steps) == (9, [[5, 8]], 6)
+    assert RunSection(skip="5:8").skips == ((5, 8),)
+    with pytest.raises(ConfigError, match=r"1 <= from < to, counted from 1, got \(0, 3\)"):
+        loader(data, skip=[(0, 3)])
+
+
+def test_a_state_whose_skips_were_counted_from_0_is_refused_with_the_ranges_to_give(data):
+    """Earlier versions took skip=[(2, 4)] for steps 3 and 4, and saved that as it is saved today."""
+    with loader(data, skip=[(3, 5)]) as saved:
+        for _ in range(4):
+            next(saved)
+        state = saved.state_dict()
+    assert state["body"]["skipped"] == [[2, 4]], "the form that earlier versions wrote"
+    with pytest.raises(
+        CursorMismatch, match=r"Make the loader with skip=\[\(3, 5\)\].*counted the steps of `skip` from 0"
+    ):
+        loader(data, skip=[(2, 4)]).load_state_dict(state)
+    loader(data, skip=[(3, 5)]).load_state_dict(state)
+
+
+def test_a_mix_change_is_counted_as_in_a_config_and_a_state_counted_from_0_is_refused_with_the_step_to_give(
+    tmp_path, write_jsonl
+):
+    paths = [write_jsonl(f"{n}.jsonl", [f"{n} {i} " + "word " * (i % 9) for i in range(200)]) for n in "ab"]
+
+    def made(*changes: MixChange) -> Loader:
+        sources = [Source(f"jsonl:{path}", name=path.stem) for path in paths]
+        data = TextDataset(sources, seq_len=8, lanes=2, exhausted="repeat", mix_changes=changes, cache=tmp_path / "c")
+        return loader(data, global_batch_size=2)
+
+    with made(MixChange(4, {"a": 0.0})) as changed:
+        seen = [{p.source for p in changed.pieces(next(changed))} for _ in range(6)]
+        state = changed.state_dict()
+    assert "a" in set().union(*seen[:3])
+    assert seen[3:] == [{"b"}] * 3, "the weights hold from step 4 on"
+    assert state["fingerprint"]["weights"].endswith("from step 3: a 0.0"), "the form that earlier versions wrote"
+    with pytest.raises(
+        CursorMismatch,
+        match=r"saved .*from step 4 on: a 0\.0, now .*from step 3 on.*counted from 1; earlier versions counted it from 0",
+    ):
+        made(MixChange(3, {"a": 0.0})).load_state_dict(state)
+    made(MixChange(4, {"a": 0.0})).load_state_dict(state)
+    with pytest.raises(ConfigError, match="the mix change at step 0: steps are counted from 1"):
+        made(MixChange(0, {"a": 0.5}))
 
 
 @pytest.mark.parametrize("stop", [0, 3])

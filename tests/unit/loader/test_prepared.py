@@ -134,7 +134,7 @@ def test_only_the_fields_that_were_asked_for_come(original):
     loader = PreparedLoader(PreparedDataset(original), global_batch_size=4, fields=("input_ids",), prefetch_batches=0)
     batch = next(loader)
     assert set(batch) == {"input_ids", "sample_index"}
-    whole = PreparedLoader(PreparedDataset(original), global_batch_size=4, copy=True)
+    whole = PreparedLoader(PreparedDataset(original), global_batch_size=4)
     assert np.array_equal(next(whole)["input_ids"], batch["input_ids"])
     whole.close()
     with pytest.raises(ConfigError, match=r"fields hold 'label', expected some of input_ids, labels"):

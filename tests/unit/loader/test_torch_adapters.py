@@ -122,7 +122,7 @@ def test_states_pass_between_loader_and_dataset_both_ways(data):
         adapted.load_state_dict(loader.state_dict())
         for _ in itertools.islice(adapted, 2 if batched else 24):
             continue
-        back = Loader(data, global_batch_size=12, tokenizer_workers=0, copy=True)
+        back = Loader(data, global_batch_size=12, tokenizer_workers=0)
         back.load_state_dict(adapted.state_dict())
         assert first_difference(expected[5], frozen(next(back))) is None
 
@@ -180,7 +180,6 @@ def test_a_length_is_refused_in_a_sentence_and_nothing_else_needs_one(data):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"copy": False}, ConfigError, "takes no copy: batches are always copies"),
         ({"device": "cpu", "pin_memory": True}, ConfigError, "takes no device or pin_memory"),
         ({"global_batch_size": 0}, ConfigError, "global_batch_size must be a positive integer, got 0"),
         ({"batches": True}, TypeError, "batches"),
