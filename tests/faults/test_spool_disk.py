@@ -467,13 +467,15 @@ def test_a_file_that_went_bad_on_a_full_disk_is_made_again(tmp_path, limit):
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", limit, "tmpfs") as disk:
         meter = Meter()
         made = provider(disk / "spool", meter=meter, max_backlog_files=100)
+        made.open()
+        made.folder.write_read_position(0, 1, {"train": {"done": [0]}})  # of a single rank, in an earlier life
         with running(made) as errors:
             until(lambda: waiting_for_the_disk(meter) or errors)
             path = made.channels("train")[0].path(0)
             raw = path.read_bytes()
             path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
             with consumers(disk / "spool", 1, "commit") as opened:
-                read_and_commit(opened, 0, 20)
+                read_and_commit(opened, 0, 4, commits=False)
                 assert opened[0].stats()["bad_files"] == 1
             assert not errors
 

@@ -83,7 +83,7 @@ class FieldSpec:
 
     @classmethod
     def from_json(cls, value: object) -> FieldSpec:
-        """From the document's dict; a ValueError says what is wrong with it."""
+        """From a mapping with name, dtype, shape and perhaps role and ragged; a ValueError says what is wrong with it."""
         if isinstance(value, FieldSpec):
             return value
         if not isinstance(value, Mapping):

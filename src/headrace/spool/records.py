@@ -75,7 +75,7 @@ def _read(path: Path | str) -> bytes | None:
     except OSError as error:
         raise unreadable(path, error) from error
     try:
-        return os.read(fd, _MAX_SEALED)
+        return os.read(fd, min(os.fstat(fd).st_size, _MAX_SEALED))
     except OSError as error:
         raise unreadable(path, error, f"{path} cannot be read: {error.strerror or error}") from error
     finally:
@@ -136,9 +136,10 @@ def write_record(path: Path, value: Mapping[str, Any], *, durable: bool) -> None
     except OSError as error:
         raise StorageError(_sentence(path, error.strerror or str(error))) from error
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise StorageError(_sentence(path, "it is not a regular file"))
-        raw = os.pread(fd, _MAX_SEALED, 0)
+        raw = os.pread(fd, min(status.st_size, _MAX_SEALED), 0)
         number, place, _ = max(_whole(raw), default=(-1, 0, None), key=lambda entry: entry[0])
         record, slot = seal({_NUMBER: number + 1, **value}), len(raw) // 2
         if number < 0 or len(record) > slot:
