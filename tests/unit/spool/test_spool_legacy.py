@@ -181,5 +181,5 @@ def test_a_legacy_file_without_x_and_y_or_with_another_shape_is_named(folder, co
 def test_a_validation_split_without_a_readable_row_is_an_error_and_no_endless_search(folder, consumer):
     (folder / "queue" / "val").mkdir(parents=True)
     (folder / "queue" / "val" / "100-000000-2.pt").write_bytes(b"junk")
-    with pytest.raises(DataError, match="no file of val in .* holds a row"):
+    with pytest.raises(DataError, match=r"no file of val in .* holds a row"):
         consumer(folder, deadline=60).get_batch("val")
