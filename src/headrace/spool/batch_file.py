@@ -32,7 +32,7 @@ import orjson
 import xxhash
 
 from headrace.errors import DataError, FileCorrupt
-from headrace.files import Container, open_container, publish, write_container
+from headrace.files import Container, open_container, publish, unreadable, write_container
 from headrace.spool.meta import DTYPES, FieldSpec, schema_of
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def _open_pt(path: Path, split: str, seq: int | None) -> BatchFile:
     try:
         status = os.lstat(path)
     except OSError as error:
-        raise FileCorrupt(f"{path} cannot be opened: {error.strerror or error}") from error
+        raise unreadable(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
         raise FileCorrupt(f"{path} is {kind}; a spool holds files of its own only")
@@ -328,9 +328,10 @@ def load_pt(path: Path, size: int) -> dict[str, Any]:
         if not isinstance(loaded, dict):
             raise ValueError(f"it holds a {type(loaded).__name__}, expected a dict")
     except Exception as error:  # whatever a damaged or hostile archive makes zipfile and torch raise
-        raise FileCorrupt(
-            f"{path} was not read: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        ) from error
+        sentence = f"{path} was not read: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if isinstance(error, OSError):
+            raise unreadable(path, error, sentence) from error
+        raise FileCorrupt(sentence) from error
     return loaded
 
 
@@ -339,7 +340,9 @@ def check_pt_records(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except OSError as error:
+        raise unreadable(path, error, f"{path} is damaged: {error}") from error
+    except (ValueError, zipfile.BadZipFile) as error:
         raise FileCorrupt(f"{path} is damaged: {error}") from error
     if bad is not None:
         raise FileCorrupt(f"{path} is damaged: its record {bad!r} fails its checksum")

@@ -14,6 +14,7 @@ from headrace.files import open_container, unreadable, write_container
 from headrace.jobs.flight_record import bounded_lines
 from headrace.jobs.folder import read_json
 from headrace.spool import read_meta
+from headrace.spool.batch_file import check_pt_records, load_pt
 from headrace.spool.folder import read_sealed
 from headrace.spool.records import read_record, reserve_record
 from headrace.text.shards import read_checked
@@ -34,8 +35,9 @@ def no_descriptors():
 
 @pytest.mark.parametrize(
     "read",
-    [open_container, read_sealed, read_record, read_json, lambda path: read_checked(path, "x"), lambda path: list(bounded_lines(path))],
-    ids=["container", "sealed", "record", "json", "checked", "lines"],
+    [open_container, read_sealed, read_record, read_json, lambda path: read_checked(path, "x"), lambda path: list(bounded_lines(path)),
+     lambda path: load_pt(path, 2), check_pt_records],
+    ids=["container", "sealed", "record", "json", "checked", "lines", "pt", "pt records"],
 )  # fmt: skip
 def test_a_file_that_cannot_be_opened_for_want_of_descriptors_is_not_called_damaged(tmp_path, read):
     path = tmp_path / "file"
