@@ -30,7 +30,7 @@ def large(task, member):
 
 def run(folder, play, *, steps, processes, step_deadline):
     async def go():
-        book = GroupBook([EnvPolicy(env_name="game", group_size=SIZE)], groups_per_step=GROUPS, lag=steps)
+        book = GroupBook([EnvPolicy(env_name="game", group_size=SIZE)], groups_per_step=GROUPS)
         async with RolloutPipeline(
             folder, seq_len=64, use_process_pool=processes, render=render, worker_deadline=3600.0
         ) as pipeline:
@@ -38,7 +38,10 @@ def run(folder, play, *, steps, processes, step_deadline):
                 book, pipeline, environments={"game": lambda request: play(request, pipeline)}, env_of=lambda task: "game",
                 step_deadline=step_deadline,
             )  # fmt: skip
-            reports = [report async for report in scheduler.run(steps)]
+            reports = []
+            async for report in scheduler.run(steps):
+                reports.append(report)
+                scheduler.policy_is(report.step + 1)
             return reports, book, pipeline.late, pipeline.processes.restarts
 
     return asyncio.run(go())
@@ -64,20 +67,22 @@ def test_a_stopped_process_costs_a_step_a_part_of_its_time_and_no_rollout(tmp_pa
 
 
 @pytest.mark.timeout(120 * ROUNDS)
-def test_a_process_that_never_answers_makes_its_rollout_late_and_nothing_else(tmp_path):
+def test_processes_that_never_answer_make_their_rollouts_late_and_are_there_for_the_next_step(tmp_path):
     steps = 2 * ROUNDS
 
     async def play(request, pipeline):
-        if request.step % 2 == 0 and (request.task % GROUPS, request.member) == (1, 2):
+        if request.step % 2 == 0 and (request.task % GROUPS, request.member) in (
+            (3, 6),
+            (3, 7),
+        ):  # the last: both processes
             spin = [{"prompt": [{"role": "user", "content": "spin"}], "completion": []}]
             return {"example_id": request.task, "reward": 0.0, "trajectory": spin}
         return output(request.task, request.member, routed=False)
 
-    reports, book, late, restarts = run(tmp_path, play, steps=steps, processes=2, step_deadline=8.0)
-    assert [r.rollouts for r in reports] == [GROUPS * SIZE - 1, GROUPS * SIZE] * ROUNDS
-    assert [r.metrics["rollouts/late"] for r in reports] == [1.0, 0.0] * ROUNDS
-    assert (book.counts.failed, late) == ({"deadline": ROUNDS}, ROUNDS)
-    assert restarts >= ROUNDS - 1  # the last process is killed when its step has ended
+    reports, book, late, restarts = run(tmp_path, play, steps=steps, processes=2, step_deadline=15.0)
+    assert [r.rollouts for r in reports] == [GROUPS * SIZE - 2, GROUPS * SIZE] * ROUNDS
+    assert [r.metrics["rollouts/late"] for r in reports] == [2.0, 0.0] * ROUNDS
+    assert (book.counts.failed, late, restarts) == ({"deadline": 2 * ROUNDS}, 2 * ROUNDS, 2 * ROUNDS)
     assert book.counts.delivered == sum(r.rollouts for r in reports)
 
 
