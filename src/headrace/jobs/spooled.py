@@ -362,8 +362,8 @@ class SpoolLoader:
         with Wait("loader.next", meter=self.meter, deadline=self._deadline) as wait:
             try:
                 while self._check is not None and not self.consumer.wait_for_data("train", 1.0):
-                    if self.consumer._reader("train").ended:
-                        break  # get_batch says so
+                    if getattr(self.consumer._reader("train"), "ended", False):
+                        break  # get_batch raises EndOfData
                     self._check()
                     wait.check()
                 return self.consumer.get_batch("train")
