@@ -102,7 +102,7 @@ def test_a_consumer_without_descriptors_says_so_and_quarantines_nothing(counted,
     commit = tmp_path / "spool" / "state" / "commit"
     before = commit.read_bytes()
     with no_descriptors(), pytest.raises(StorageError, match="Too many open files"):
-        reader._retention.move_commit({"train": {"g": 8, "at": [[1, 0]], "start": [8]}}, patience=0.0)
+        reader._queue.retention.move_commit({"train": {"g": 8, "at": [[1, 0]], "start": [8]}}, patience=0.0)
     assert commit.read_bytes() == before
     assert reader.get_batch("train")["g"].tolist() == [4, 5, 6, 7]
     assert not list((tmp_path / "spool" / "quarantine" / "train").iterdir())
