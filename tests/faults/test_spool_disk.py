@@ -490,7 +490,7 @@ def test_a_consumer_commits_and_starts_again_where_nothing_at_all_is_free(tmp_pa
         with consumers(folder, 1, ack) as opened:
             fill(disk)
             read_and_commit(opened, 0, 2)
-            assert opened[0]._ahead.drain(20)
+            assert opened[0]._queue.background.drain(20)
             assert opened[0].stats()["retries"] == 0
             assert opened[0].stats()["files_deleted"] == 1, (
                 "the newest one below the commit point stays for the producer"
@@ -498,7 +498,7 @@ def test_a_consumer_commits_and_starts_again_where_nothing_at_all_is_free(tmp_pa
         fill(disk)
         with consumers(folder, 1, ack) as opened:
             read_and_commit(opened, 2, 4)
-            assert opened[0]._ahead.drain(20)
+            assert opened[0]._queue.background.drain(20)
             assert opened[0].stats()["files_deleted"] == 4
 
 

@@ -122,7 +122,7 @@ def test_a_commit_is_on_the_disk_before_a_file_is_deleted(drawn, consumer, tmp_p
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "unlink", unlinked)
     reader.commit()
-    assert reader._ahead.drain(10)
+    assert reader._queue.background.drain(10)
     assert told == ["synced", "deleted", "deleted"], "nothing else has to be made for it"
 
 
@@ -169,6 +169,6 @@ def test_a_spool_of_version_0_1_is_read_on_where_it_was_left(drawn, consumer, tm
     assert not (state / "read-0.json").exists()
     reader.get_batch("train")
     reader.get_batch("train")
-    assert reader._ahead.drain(10)
+    assert reader._queue.background.drain(10)
     assert reader._folder.commit_points()["train"]["at"] == [[3, 0]]
     assert not (state / "commit.json").exists()
