@@ -18,7 +18,7 @@ example have two baselines.
 
 While it is open the pipeline samples the loop's lag ten times a second, for the metrics of each step, and keeps what was alive when it opened out of the
 garbage collector (`freeze_garbage`): a full collection runs on whichever thread allocates next, mostly the loop's, and walking the modules of a
-process with torch in it takes 50 to 100 ms.
+process with torch in it takes 0.1 s of CPU and more (docs/decisions.md).
 """
 
 from __future__ import annotations
