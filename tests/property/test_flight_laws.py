@@ -93,7 +93,7 @@ class RecordedRun:
         (folder / "c.toml").write_text(
             f'[run]\ndir = "{self.run}"\nseed = 3\n{"".join(sources)}[text]\nseq_len = 24\n{values}\n'
             f'[loader]\nexhausted = "{exhausted}"\n'
-            f"global_batch_size = {BATCH}\nlanes = 8\ntokenizer_workers = 0\nprefetch_batches = 0\n[train]\n"
+            f"global_batch_size = {BATCH}\nlanes = 4\ntokenizer_workers = 0\nprefetch_batches = 0\n[train]\n"
         )
         config = load_config(folder / "c.toml", env={})
         made = RunFolder.create(config, version="test")
