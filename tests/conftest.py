@@ -53,6 +53,21 @@ def spool_files_opened() -> Callable[[bool], AbstractContextManager[None]]:
 
 
 @pytest.fixture(scope="session")
+def interpreted() -> Callable[..., AbstractContextManager[None]]:
+    """Kernels run as plain Python inside."""
+
+    @contextmanager
+    def plain(*kernels: Any) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for kernel in kernels:
+                patch.setattr(kernel, "_compiled", None)
+                patch.setattr(kernel, "_requested", True)
+            yield
+
+    return plain
+
+
+@pytest.fixture(scope="session")
 def repository() -> Path:
     """The checkout."""
     return ROOT

@@ -1,0 +1,1 @@
+"""What rooms share while they run: compiled loops (`compiled`)."""
