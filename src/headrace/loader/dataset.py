@@ -36,7 +36,6 @@ from headrace.mix import Deal, lane_weight_factors
 from headrace.order import fingerprint_json, key
 from headrace.runtime.compiled import warm_kernels
 from headrace.sources import OpenSource, Source, cache_folder, open_source
-from headrace.sources.lines import json_kernels
 from headrace.text import (
     PACK_KERNELS,
     BpeTokenizer,
@@ -119,7 +118,7 @@ class TextDataset:
         _check(
             seq_len=seq_len, lanes=lanes, window_blocks=window_blocks, seed=seed, pack=pack, exhausted=exhausted, chunk_memory=chunk_memory
         )  # fmt: skip
-        warm_kernels(lane_kernels, *PACK_KERNELS, json_kernels)
+        warm_kernels(lane_kernels, *PACK_KERNELS)
         self.meter = meter if meter is not None else Meter()
         self.seq_len = seq_len
         self.seed = seed
