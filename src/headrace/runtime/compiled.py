@@ -33,7 +33,7 @@ import numpy as np
 
 from headrace.metrics import Wait
 
-__all__ = ["Kernel", "KernelModule", "compile_function", "kernel", "wait_for_kernels", "warm_kernels"]
+__all__ = ["Intrinsic", "Kernel", "KernelModule", "kernel", "wait_for_kernels", "warm_kernels"]
 
 BOUNDS_CHECKS = os.environ.get("HEADRACE_BOUNDS_CHECKS", "") not in ("", "0")
 """Whether compiled code checks every index. Read once, when headrace is imported."""
@@ -50,21 +50,6 @@ class Compilable(Protocol):
 
 
 # ------------------------------------------------------------------------------------------------ compile
-
-
-def compile_function(function: FunctionType, signatures: Sequence[Any], *, nogil: bool = True, digest: str = "") -> Any:
-    """Compile a function for these signatures with the options that all compiled code here shares; numba's dispatcher.
-
-    nogil: release the GIL while it runs. Worth it from about 20 us on; to get the GIL back takes longer than a short loop.
-    digest: added to the name in numba's cache.
-    """
-    import numba
-
-    compile_with: Any = numba.njit
-    function.__qualname__ += digest + (".checked" if BOUNDS_CHECKS else "")
-    return compile_with(list(signatures), nogil=nogil, cache=True, error_model="numpy", boundscheck=BOUNDS_CHECKS)(
-        function
-    )
 
 
 class Kernel:
@@ -90,6 +75,7 @@ class Kernel:
         self._compiled: Any = None
         self._error: Exception | None = None
         self._requested = False
+        self._replaced: dict[str, Any] = {}
 
     @property
     def is_compiled(self) -> bool:
@@ -119,25 +105,38 @@ class Kernel:
             self._requested = True
             if self._compiled is None:
                 try:
-                    called = {name: value.compile() for name, value in self._globals().items() if type(value) is Kernel}
+                    called = {
+                        name: value.compile()
+                        for name, value in self._globals().items()
+                        if isinstance(value, Kernel | Intrinsic)
+                    }
                     clone = FunctionType(
                         self._function.__code__, self._function.__globals__ | called, self._function.__name__
                     )
-                    clone.__qualname__, clone.__module__ = self._function.__qualname__, self._function.__module__
-                    self._compiled = compile_function(
-                        clone, self._signatures, nogil=self._nogil, digest=f".{self.digest()}"
-                    )
+                    checked = ".checked" if BOUNDS_CHECKS else ""
+                    clone.__qualname__ = f"{self._function.__qualname__}.{self.digest()}{checked}"
+                    clone.__module__ = self._function.__module__
+                    njit: Any = importlib.import_module("numba").njit
+                    self._compiled = njit(
+                        self._signatures, nogil=self._nogil, cache=True, error_model="numpy", boundscheck=BOUNDS_CHECKS
+                    )(clone)
                 except Exception as error:
                     self._error = error
                     raise
             return self._compiled
+
+    def variant(self, signature: str, **replaced: Kernel) -> Kernel:
+        """The same function for other types, with other kernels in the place of those that it calls by these names."""
+        other = Kernel(self._function, [signature], nogil=self._nogil, python=None, interpretable=self._interpretable)
+        other._replaced = replaced
+        return other
 
     def digest(self) -> str:
         """Eight letters that change with the code, the kernels it calls and the constants it uses."""
         code = self._function.__code__
         told = [repr((code.co_code, code.co_consts, code.co_names, self._signatures, self._nogil))]
         for name, value in sorted(self._globals().items()):
-            if isinstance(value, Kernel):
+            if isinstance(value, Kernel | Intrinsic):
                 told.append(value.digest())
             elif not isinstance(value, ModuleType):
                 told.append(f"{name}={value.tobytes().hex() if isinstance(value, np.ndarray) else value!r}")
@@ -146,7 +145,31 @@ class Kernel:
     def _globals(self) -> dict[str, Any]:
         """What the function uses of its module."""
         names, known = self._function.__code__.co_names, self._function.__globals__
-        return {name: known[name] for name in names if name in known}
+        return {name: known[name] for name in names if name in known} | self._replaced
+
+
+class Intrinsic:
+    """A function that writes the code of a call itself (`numba.extending.intrinsic`), for use in kernels.
+
+    constants: what its code depends on besides its own text; part of the cache name of kernels that use it.
+    """
+
+    def __init__(self, function: Callable[..., Any], *constants: object) -> None:
+        assert isinstance(function, FunctionType)
+        self._function, self._constants = function, constants
+        self._compiled: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        raise TypeError(f"{self._function.__qualname__} exists in compiled code only")
+
+    def compile(self) -> Any:
+        if self._compiled is None:
+            extending: Any = importlib.import_module("numba.extending")
+            self._compiled = extending.intrinsic(self._function)
+        return self._compiled
+
+    def digest(self) -> str:
+        return repr((self._function.__code__.co_code, self._function.__code__.co_consts, self._constants))
 
 
 def kernel(
