@@ -33,7 +33,6 @@ _SECRET = tuple(np.uint64(int.from_bytes(_SECRET_BYTES[i : i + 8], "little")) fo
 """The eight bytes from each place on."""
 _KEYS = np.array(_SECRET, np.uint64)
 _ALIGNED = _KEYS[::8].copy()
-_A64 = nb.Array(nb.uint64, 1, "C")
 _P32_1, _P32_2, _P32_3 = np.uint64(0x9E3779B1), np.uint64(0x85EBCA77), np.uint64(0xC2B2AE3D)
 _P1, _P2, _P3 = np.uint64(0x9E3779B185EBCA87), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9)
 _P4, _P5 = np.uint64(0x85EBCA77C2B2AE63), np.uint64(0x27D4EB2F165667C5)
@@ -100,14 +99,14 @@ def _take_block(typing_context, sums, address, keys):
 _block: Any = intrinsic(_take_block)
 
 
-@njit(nb.uint64(_A64, nb.int64, nb.uint64), **_OPTIONS)
+@njit(**_OPTIONS)
 def _merged(sums, place, start):
     for i in range(4):
         start += _folded(sums[2 * i] ^ _KEYS[place + 16 * i], sums[2 * i + 1] ^ _KEYS[place + 16 * i + 8])
     return _avalanche(start)
 
 
-@njit(nb.UniTuple(nb.uint64, 2)(nb.int64, nb.int64), **_OPTIONS)
+@njit(**_OPTIONS)  # without types: compiled by the loop that uses it, not by every loop that imports this module
 def hash_at(address, size):
     """The hash of `size` bytes, at least SHORTEST_BYTES, as (high, low)."""
     sums = np.empty(8, np.uint64)
