@@ -3,6 +3,7 @@
 #   make run            set up .venv, train on built-in data        make run ARGS="--run.steps 50 --train.lr 1e-3"
 #   make test           set up .venv with the tools, run the tests
 #   make test-faults    the long fault sweeps: kills, full disks, flipped bits    FAULTS=short for a minute of them
+#   make test-bounds    the property tests of compiled loops, with every index checked
 #   make test-failed    those that failed the last time, once more and alone
 #   make check          ruff, ty, import-linter
 #   make bench          benchmarks, as ratios                       make bench ROOM=loader
@@ -20,10 +21,11 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 FAULTS ?= long
 ROOM   ?=
+BOUNDS := $(addprefix tests/property/test_,text_laws.py ledger_laws.py ledger_slots.py reduce_laws.py loader_laws.py)
 RUN    := examples/quickstart.toml
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: run test test-failed test-faults check bench bench-mixing bench-spool bench-ledger bench-rollouts bench-text bench-reduce docs clean
+.PHONY: run test test-bounds test-failed test-faults check bench bench-mixing bench-spool bench-ledger bench-rollouts bench-text bench-reduce docs clean
 .DEFAULT_GOAL := run
 
 # torch first and alone: a range asked for by another package could otherwise bring a CUDA build with it.
@@ -58,6 +60,10 @@ run: $(VENV)/.run
 test: $(VENV)/.dev
 	@echo "==> tests (unit, property, integration)"
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+test-bounds: $(VENV)/.dev
+	@echo "==> property tests of compiled loops, every index checked"
+	@HEADRACE_BOUNDS_CHECKS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(BOUNDS)
 
 test-faults: $(VENV)/.dev
 	@echo "==> fault sweeps ($(FAULTS))"

@@ -100,7 +100,7 @@ def steady(stale: int) -> None:
         hand.sweep(step - kept)
         theirs.append(time.perf_counter() - began)
     compare(
-        f"stale sweep, {stale:,} going stale a step", 1e3 * min(ours[2 * kept :]), 1e3 * min(theirs[2 * kept :]), ">= 50x"
+        f"stale sweep, {stale:,} going stale a step", 1e3 * min(ours[2 * kept :]), 1e3 * min(theirs[2 * kept :]), ">= 5x"
     )  # fmt: skip
 
 
@@ -177,9 +177,9 @@ def main() -> None:
 
     copy = milliseconds(lambda n: states.clone(), 40)
     lookup = milliseconds(lambda n: shard.lookup(picked[n]), 40)
-    compare("lookup", lookup, milliseconds(lambda n: hand.lookup(lists[n]), 20), ">= 2x")
+    compare("lookup", lookup, milliseconds(lambda n: hand.lookup(lists[n]), 20), ">= 3x")
     store = milliseconds(lambda n: shard.store(picked[n], states, step=20 + n, streams=0), 40)
-    compare("store", store, milliseconds(lambda n: hand.store(lists[n], states, 20 + n), 20), ">= 6x")
+    compare("store", store, milliseconds(lambda n: hand.store(lists[n], states, 20 + n), 20), ">= 4x")
     print(f"{'copying the same rows once, in order':<44}      {copy:8.3f} ms   lookup {lookup / copy:.1f} and store {store / copy:.1f} of it")  # fmt: skip
 
     def end_of_step(n: int) -> None:
@@ -214,7 +214,7 @@ def main() -> None:
     full = LedgerShard(LedgerSettings(width=WIDTH, mode="lru", capacity=GROUPS, ghost_capacity=0))
     full.store(np.arange(GROUPS), torch.zeros(GROUPS, WIDTH), step=0)
     recurrent_job()
-    print(f"{'memory beside the arena':<44} {full.index_nbytes / GROUPS:.1f} bytes a group   goal <= 40")
+    print(f"{'memory beside the arena':<44} {full.index_nbytes / GROUPS:.1f} bytes a group   goal <= 50")
 
 
 if __name__ == "__main__":

@@ -79,9 +79,8 @@ def kernel(threads: int) -> None:
 
 def packed_speed() -> float:
     """GFLOP/s of the tiles alone."""
-    from headrace.reduce.kernel import warm_gram_kernel
+    from headrace.reduce import tiles
 
-    tiles = warm_gram_kernel()
     panels_count, rows = 64 // tiles.NR, 512
     panels, levels = np.ones(64 * rows), np.empty(tiles.level_size(rows // tiles.BLOCK))
     took = best(

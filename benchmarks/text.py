@@ -8,8 +8,9 @@ import numpy as np
 
 from headrace.errors import TokenizerError
 from headrace.loader.dataset import sample_tokenizer
+from headrace.runtime.compiled import wait_for_kernels
 from headrace.sources import Source, cache_folder, open_source
-from headrace.text import ENGINES, Packing, TokenBatch, pack, pack_kernels
+from headrace.text import ENGINES, PACK_KERNELS, Packing, TokenBatch, pack
 
 SEQ_LEN = 2048
 
@@ -41,7 +42,7 @@ def concatenated(batch: TokenBatch) -> np.ndarray:
 
 
 def main() -> None:
-    pack_kernels()
+    wait_for_kernels(*PACK_KERNELS)
     batch = documents()
     packing = Packing(seq_len=SEQ_LEN, blocks=64, eos_id=1)
     packed = pack([batch], packing, last=False, shuffle_key=3)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that workers which take a file at a time end together."""
     folders = ("integration", "property", "unit", "faults")
     items.sort(key=lambda item: next((i for i, name in enumerate(folders) if name in item.path.parts), len(folders)))
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Callable[..., AbstractContextManager[None]]:
+    """Kernels run as plain Python inside."""
+
+    @contextmanager
+    def plain(*kernels: Any) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for kernel in kernels:
+                patch.setattr(kernel, "_compiled", None)
+                patch.setattr(kernel, "_requested", True)
+            yield
+
+    return plain
 
 
 @pytest.fixture(scope="session")

@@ -93,9 +93,10 @@ if __name__ == "__main__":
     import headrace.jobs.streams
     import headrace.train.recurrent  # noqa: F401  (once, for all lives to come)
     from headrace.cli import main
-    from headrace.ledger.places import loops
+    from headrace.ledger.kernels import INDEX_KERNELS
+    from headrace.runtime.compiled import wait_for_kernels
 
-    loops()
+    wait_for_kernels(*INDEX_KERNELS)
     gc.freeze()
     print("ready", flush=True)
     for line in sys.stdin:

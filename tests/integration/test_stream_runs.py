@@ -73,7 +73,7 @@ if __name__ == "__main__":
     import torch._dynamo  # noqa: F401  (which an optimizer imports when it is made)
 
     import headrace.jobs.streams
-    import headrace.ledger.kernels
+    import headrace.ledger.shard
     import headrace.train.cells  # noqa: F401  (once, for all ranks to come)
 
     shared.serve()

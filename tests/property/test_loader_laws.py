@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.batch import LM_SCHEMA
 from headrace.loader import Loader, TextDataset, merge_states
 from headrace.sources import Source
-from headrace.sources.lines import JsonLines, json_kernels
+from headrace.sources.lines import JsonLines
 from headrace.testing import assert_exact_resume, frozen
 
 LANES = 12
@@ -228,10 +228,9 @@ def test_neither_the_memory_for_chunks_nor_who_reads_the_lines_changes_anything(
                 continue
             return loader.report().digest
 
-    json_kernels()
     expected = digest(make_data(exhausted="repeat", fresh=True))
     bare = make_data(exhausted="repeat", chunk_memory=0)
     assert digest(bare) == expected
     assert bare.chunks.misses > 3 * sum(s.manifest.chunks for s in bare.sources)
-    monkeypatch.setattr(JsonLines, "_compiled", lambda self, data, rows: None)
+    monkeypatch.setattr(JsonLines, "_decode_all", lambda self, data, rows: None)
     assert digest(make_data(exhausted="repeat", fresh=True)) == expected

@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.loader.windows import deal_kernels
 from headrace.mix import Deal, LaneMix, fixed_point, lane_weight_factors, starting_credits
 
 T = 128
@@ -52,22 +51,15 @@ def test_reading_a_lane_from_the_middle_gives_the_rest_of_reading_it_whole(chunk
     chunk_rows=st.lists(st.integers(0, 40) | st.sampled_from([17, 300, 4096, 4097, 9000]), min_size=1, max_size=30),
     lanes=st.sampled_from([1, 2, 3, 7, 48]), epoch=st.integers(0, 5), key=st.integers(0, 2**64 - 1), shuffle=st.booleans(), data=st.data(),
 )  # fmt: skip
-def test_the_compiled_walk_over_a_lane_reads_the_rows_that_the_spans_name(chunk_rows, lanes, epoch, key, shuffle, data):
+def test_the_chunks_of_a_part_are_those_of_its_spans(chunk_rows, lanes, epoch, key, shuffle, data):
     deal = Deal(np.array(chunk_rows, np.int64), key=key, lanes=lanes, shuffle=shuffle)
     lane = data.draw(st.integers(0, lanes - 1))
-    part = deal.part(lane, epoch)
-    total = part.end - part.start
-    assert total == deal.lane_rows(lane, epoch)
+    total = deal.lane_rows(lane, epoch)
     at = data.draw(st.integers(0, total))
     count = data.draw(st.integers(0, total - at))
-    chunks, rows, borders = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count + 1, np.int64)
-    begin = part.start + at
-    seen = deal_kernels().walk(
-        part.order, part.ends, deal.chunk_rows, part.key, shuffle, begin, begin + count, chunks, rows, borders
-    )
     spans = deal.spans(lane, epoch, at, count)
-    assert list(zip(chunks.tolist(), rows.tolist(), strict=True)) == [(s.chunk, int(r)) for s in spans for r in s.rows]
-    assert borders[: seen + 1].tolist() == np.cumsum([0, *(len(s.rows) for s in spans)]).tolist()
+    assert deal.chunks(lane, epoch, at, count) == [span.chunk for span in spans]
+    assert sum(len(span.rows) for span in spans) == count
 
 
 @given(key=st.integers(0, 2**64 - 1))

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.compiled import CompiledLoops
 from headrace.errors import CursorMismatch
 from headrace.order import (
     Cursor,
@@ -27,7 +26,6 @@ from headrace.order import (
 )
 
 keys = st.integers(0, 2**64 - 1)
-orders = CompiledLoops("headrace.compiled.orders")
 
 
 @given(n=st.integers(0, 3000) | st.integers(4090, 9000), k=keys)
@@ -45,11 +43,6 @@ def test_one_item_of_a_huge_permutation_is_found_both_ways_without_the_others(n,
     assert 0 <= p[i] < n
     assert p.position(p[i]) == i
     assert p.take(np.array([i]))[0] == p[i]
-
-
-@given(n=st.integers(0, 300) | st.sampled_from([4095, 4096, 4097, 20_000]), k=keys)
-def test_the_compiled_order_is_the_permutation(n, k):
-    assert np.array_equal(orders().order_of(n, k), Permutation(n, k).slice(0, n))
 
 
 @given(n=st.integers(2, 500), k=keys)

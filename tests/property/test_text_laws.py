@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from headrace.loader.lanes import BORDERS, DIGEST_HIGH, DIGEST_LOW, SOURCES_MADE, kernels
 from headrace.order import sample_term
-from headrace.text import Blocks, ByteTokenizer, Packing, TokenBatch, join_batches, pack
+from headrace.runtime.compiled import wait_for_kernels
+from headrace.text import PACK_KERNELS, Blocks, ByteTokenizer, Packing, TokenBatch, join_batches, pack
+
+wait_for_kernels(*PACK_KERNELS)
 
 lengths = st.lists(st.integers(0, 70), max_size=40)
 
@@ -187,6 +190,46 @@ def test_best_fit_pads_little_where_documents_are_short_beside_a_block(seed, cou
     assert blocks * 512 - real <= 0.02 * real + windows * 512
 
 
+@given(
+    sizes=lengths, parts=st.integers(1, 3), seq_len=st.integers(2, 200), blocks=st.integers(1, 5), strategy=st.sampled_from(["best_fit", "concat"]),
+    bos=st.sampled_from([None, 7]), eos=st.sampled_from([None, 8]), last=st.booleans(), key=st.sampled_from([None, 3]),
+)  # fmt: skip
+def test_compiled_packing_is_plain_packing(interpreted, sizes, parts, seq_len, blocks, strategy, bos, eos, last, key):
+    whole = batch_of(sizes)
+    borders = np.linspace(0, len(sizes), parts + 1).astype(int).tolist()
+    batches = [whole.documents(a, b) for a, b in itertools.pairwise(borders)]
+    packing = Packing(seq_len=seq_len, strategy=strategy, blocks=blocks, bos_id=bos, eos_id=eos, pad_id=9)
+    fast = pack(batches, packing, last=last, shuffle_key=key)
+    with interpreted(*PACK_KERNELS):
+        slow = pack(batches, packing, last=last, shuffle_key=key)
+    assert fast[1:] == slow[1:]
+    for name in Blocks.__slots__:
+        assert np.array_equal(getattr(fast.blocks, name), getattr(slow.blocks, name)), name
+    for b in range(len(fast.blocks)):
+        assert fast.blocks.hashes[b].tobytes() == fast.blocks.content(b)
+
+
+@given(
+    sizes=lengths,
+    at=st.integers(0, 10**6),
+    wrong=st.sampled_from([-1, -(2**31), 5000, 2**31 - 2]),
+    strategy=st.sampled_from(["best_fit", "concat"]),
+)
+def test_the_first_id_outside_the_vocabulary_is_named_once_it_is_in_a_block(sizes, at, wrong, strategy):
+    batch = batch_of(sizes)
+    packing = Packing(seq_len=16, strategy=strategy, blocks=2, bos_id=7)
+    assert pack([batch], packing, last=True, vocabulary=5000).unsound is None
+    if not len(batch.ids):
+        return
+    at %= len(batch.ids)
+    batch.ids[at] = wrong
+    packed = pack([batch], packing, last=True, vocabulary=5000)
+    document = int(np.searchsorted(batch.offsets, at, side="right")) - 1
+    place = at - int(batch.offsets[document])
+    laid = document < packed.documents or (document == packed.documents and place + 1 < packed.offset)
+    assert packed.unsound == ((document, place) if laid else None)
+
+
 @given(texts=st.lists(st.text(st.characters(codec="utf-8")), max_size=20))
 def test_the_byte_tokenizer_gives_back_the_text(texts):
     tokenizer = ByteTokenizer()
@@ -207,11 +250,10 @@ def test_the_compiled_hash_of_bytes_is_that_of_the_xxhash_package_wherever_they_
 
 
 @given(count=st.integers(61, 700), seed=st.integers(0, 2**32), index=st.integers(0, 2**63 - 1))
-def test_the_compiled_hash_is_that_of_the_xxhash_package(count, seed, index):
+def test_the_compiled_term_of_a_sample_is_that_of_the_xxhash_package(count, seed, index):
     from headrace.compiled import xxh3
 
     words = np.random.default_rng(seed).integers(-(2**31), 2**31, count).astype(np.int32)
-    pair = np.array(xxh3.content_words(words, count), np.uint64)
-    assert pair.tobytes() == xxhash.xxh3_128_digest(words.tobytes())
+    pair = np.frombuffer(xxhash.xxh3_128_digest(words.tobytes()), np.uint64)
     low, high = xxh3.term_of(pair[0], pair[1], np.uint64(index))
     assert int(low) | int(high) << 64 == sample_term(index, pair.tobytes())

@@ -1,7 +1,6 @@
 """What is the xxh3-128 hash of some bytes, inside a compiled loop?
 
     hash_at(address, size)           of `size` bytes, more than 240, as (high, low); low is their xxh3-64 hash
-    content_words(words, count)      of `count` 32-bit words, as two 64-bit words whose bytes are the digest's; more than 240 bytes
     term_of(a, b, index)             of such a digest followed by a 64-bit index: what a sample adds to a run's digest
 
 The same numbers as the `xxhash` package gives (a property compares them): a loop that holds no lock cannot call it, and taking
@@ -20,12 +19,10 @@ from numba.extending import intrinsic
 
 from headrace.compiled.addresses import prefetch, word_at
 
-__all__ = ["SHORTEST", "SHORTEST_BYTES", "content_words", "hash_at", "term_of"]
+__all__ = ["SHORTEST_BYTES", "hash_at", "term_of"]
 
 SHORTEST_BYTES = 241
 """From which on `hash_at` holds: shorter inputs have other formulas, which nothing hot needs."""
-SHORTEST = 61
-"""Words from which on `content_words` holds."""
 _OPTIONS: Any = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
 _SECRET_BYTES = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
@@ -36,13 +33,12 @@ _SECRET = tuple(np.uint64(int.from_bytes(_SECRET_BYTES[i : i + 8], "little")) fo
 """The eight bytes from each place on."""
 _KEYS = np.array(_SECRET, np.uint64)
 _ALIGNED = _KEYS[::8].copy()
-_A64 = nb.Array(nb.uint64, 1, "C")
 _P32_1, _P32_2, _P32_3 = np.uint64(0x9E3779B1), np.uint64(0x85EBCA77), np.uint64(0xC2B2AE3D)
 _P1, _P2, _P3 = np.uint64(0x9E3779B185EBCA87), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9)
 _P4, _P5 = np.uint64(0x85EBCA77C2B2AE63), np.uint64(0x27D4EB2F165667C5)
 _AVALANCHE = np.uint64(0x165667919E3779F9)
 _LOW = np.uint64(0xFFFFFFFF)
-_U0, _U8, _U32, _U37 = (np.uint64(n) for n in (0, 8, 32, 37))
+_U0, _U32, _U37 = (np.uint64(n) for n in (0, 32, 37))
 _LAST = 192 - 64
 _AHEAD = 1024
 """Bytes that are asked for before they are needed: 1.2 ms for 25 MB out of memory instead of 1.6."""
@@ -64,14 +60,6 @@ def _avalanche(h):
     h ^= h >> _U37
     h *= _AVALANCHE
     return h ^ (h >> _U32)
-
-
-@njit(nb.uint64(nb.uint64), **_OPTIONS)
-def _swapped(x):
-    """The bytes in reverse: a digest is written with its high byte first."""
-    x = ((x & np.uint64(0x00FF00FF00FF00FF)) << _U8) | ((x >> _U8) & np.uint64(0x00FF00FF00FF00FF))
-    x = ((x & np.uint64(0x0000FFFF0000FFFF)) << np.uint64(16)) | ((x >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF))
-    return (x << _U32) | (x >> _U32)
 
 
 def _take_block(typing_context, sums, address, keys):
@@ -111,14 +99,14 @@ def _take_block(typing_context, sums, address, keys):
 _block: Any = intrinsic(_take_block)
 
 
-@njit(nb.uint64(_A64, nb.int64, nb.uint64), **_OPTIONS)
+@njit(**_OPTIONS)
 def _merged(sums, place, start):
     for i in range(4):
         start += _folded(sums[2 * i] ^ _KEYS[place + 16 * i], sums[2 * i + 1] ^ _KEYS[place + 16 * i + 8])
     return _avalanche(start)
 
 
-@njit(nb.UniTuple(nb.uint64, 2)(nb.int64, nb.int64), **_OPTIONS)
+@njit(**_OPTIONS)  # without types: compiled by the loop that uses it, not by every loop that imports this module
 def hash_at(address, size):
     """The hash of `size` bytes, at least SHORTEST_BYTES, as (high, low)."""
     sums = np.empty(8, np.uint64)
@@ -139,13 +127,6 @@ def hash_at(address, size):
             sums[i] += (keyed & _LOW) * (keyed >> _U32)
     length = np.uint64(size)
     return _merged(sums, _LAST - 11, ~(length * _P2)), _merged(sums, 11, length * _P1)
-
-
-@njit(nb.UniTuple(nb.uint64, 2)(nb.Array(nb.int32, 1, "C"), nb.int64), **_OPTIONS)
-def content_words(words, count):
-    """The hash of words[:count]; `count` is at least SHORTEST."""
-    high, low = hash_at(words.ctypes.data, 4 * count)
-    return _swapped(high), _swapped(low)
 
 
 @njit(nb.UniTuple(nb.uint64, 2)(nb.uint64, nb.uint64, nb.uint64), **_OPTIONS)

@@ -2,8 +2,8 @@
 
     settings.py   what a ledger was asked to be
     owners.py     which rank owns a group
-    kernels.py    an index by gid and lists through its slots, compiled
-    places.py     in which slot is a group
+    kernels.py    the index from gid to slot, compiled
+    slots.py      slots by gid, and the order in which they are given up: groups and ghosts
     shard.py      the groups of one rank: lookup, store, eviction, ghosts, state
     ranks.py      all ranks together: rows go to their owners and back
     gauges.py     the metrics

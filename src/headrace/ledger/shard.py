@@ -5,7 +5,7 @@
     shard.store(gids, states, step=7, streams=..., epochs=...)
     shard.end_step(7)                                         sweeps and wipes; every step, also one without a store
 
-States are rows of one tensor, and what is oldest stands at the head of a list (kernels.py), so that nothing is ever scanned. A step runs
+States are rows of one tensor, and the oldest groups stand at the head of a line (slots.py), so that no step scans all groups. A step runs
 
     store ─► LRU overflow, never a group of this step ─► stale sweep ─► full wipe, which clears the ghosts too
 
@@ -37,10 +37,9 @@ from headrace.ledger.gauges import (
     PROTECTED,
     WIPES,
 )
-from headrace.ledger.ghosts import GHOST_COLUMNS, Ghosts
 from headrace.ledger.owners import BUCKETS, owner_of
-from headrace.ledger.places import Places, loops
 from headrace.ledger.settings import MAX_STEP, NO_LIMIT, EvictionMode, LedgerSettings
+from headrace.ledger.slots import Slots
 from headrace.metrics import MetricSpec
 
 __all__ = ["LedgerShard"]
@@ -48,10 +47,11 @@ __all__ = ["LedgerShard"]
 _KIND, _VERSION = "headrace.ledger", 1
 _LRU, _STALE = 1, 2
 _NAMES = {_LRU: "lru", _STALE: "stale"}
-_GROUP_COLUMNS = ("last", "stream", "epoch")
+_GROUP_COLUMNS = {"last": np.int32, "stream": np.int32, "epoch": np.int32}
+_GHOST_COLUMNS = {"when": np.int32, "stream": np.int32, "epoch": np.int32, "mode": np.uint8}
 _SAVED = {
     "ledger/gid": np.int64, "ledger/last": np.int32, "ledger/stream": np.int32, "ledger/epoch": np.int32,
-    "ghosts/gid": np.int64, **{f"ghosts/{name}": dtype for name, dtype in GHOST_COLUMNS.items()},
+    "ghosts/gid": np.int64, **{f"ghosts/{name}": dtype for name, dtype in _GHOST_COLUMNS.items()},
 }  # fmt: skip
 _STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _NOBODY = np.zeros(0, np.int64)
@@ -70,8 +70,11 @@ class LedgerShard:
         self._here = self.device.type == "cpu"
         self.step = -1
         """The last step that was stored or ended; none goes back behind it."""
-        self._groups = Places(dict.fromkeys(_GROUP_COLUMNS, np.int32), limit=settings.capacity or NO_LIMIT)
-        self._ghosts = Ghosts(settings.ghost_capacity)
+        self._groups = Slots(_GROUP_COLUMNS, limit=settings.capacity or NO_LIMIT)
+        """Those of closed steps are in line, by (step of the last store, gid)."""
+        self._pending: list[np.ndarray] = []
+        """Slots stored in the step under way, each once: they are in no line."""
+        self._ghosts = Slots(_GHOST_COLUMNS, limit=settings.ghost_capacity)
         self._arena = torch.zeros((0, settings.width), dtype=self.dtype, device=self.device)
         self._active = _NOBODY
         self._counts: dict[str, int] = dict.fromkeys((spec.key for spec in LEDGER_SPECS), 0)
@@ -107,7 +110,9 @@ class LedgerShard:
             return states, torch.zeros(len(wanted), dtype=torch.bool, device=self.device)
         if self._here:
             states = torch.empty((len(wanted), self.settings.width), dtype=self.dtype)
-            loops().gather_rows(_bytes(self._arena), slots, _bytes(states))
+            np.take(_rows(self._arena), slots, axis=0, out=_rows(states), mode="clip")
+            if found < len(wanted):
+                _rows(states)[slots < 0] = 0
             return states, torch.from_numpy(slots >= 0)
         at = torch.from_numpy(slots).to(self.device)
         here = at >= 0
@@ -143,14 +148,15 @@ class LedgerShard:
         self._open(step)
         groups = self._groups
         slots, found = groups.find(wanted)
-        conflicts = loops().refresh(*groups.core, groups.columns["last"], slots, step)
+        conflicts = self._refresh(slots if found == len(wanted) else slots[slots >= 0], step)
         if found < len(wanted):
             fresh = np.flatnonzero(slots < 0)
             # By gid, each with its last row: that is the one that stays.
             gid, back = np.unique(wanted[fresh][::-1], return_index=True)
             rows = fresh[::-1][back]
             conflicts += len(fresh) - len(rows)
-            slots = self._admit(gid, stream[rows], epoch[rows], wanted, step)
+            self._admit(gid, stream[rows], epoch[rows], step)
+            slots, _ = groups.find(wanted)
         self._counts[CONFLICTS] += conflicts
         if conflicts:  # writing a slot twice in one call would leave either of the rows
             slots, last = np.unique(slots[::-1], return_index=True)
@@ -160,33 +166,53 @@ class LedgerShard:
         groups.columns["epoch"][slots] = epoch
         states = states.to(self.device, self.dtype)
         if self._here:
-            loops().scatter_rows(_bytes(self._arena), slots, _bytes(states.contiguous()))
+            _rows(self._arena)[slots] = _rows(states)
         else:
             self._arena.index_copy_(0, torch.from_numpy(slots).to(self.device), states)
         self._happened = True
 
-    def _admit(
-        self, gid: np.ndarray, stream: np.ndarray, epoch: np.ndarray, wanted: np.ndarray, step: int
-    ) -> np.ndarray:
-        """Slots for new groups, in the order of gids; the slots of all that is wanted."""
-        groups, ghosts = self._groups, self._ghosts
-        if len(ghosts):
-            counts = np.zeros(3, np.int64)
-            loops().recall(
-                *ghosts.core, gid, stream, epoch, step, self.settings.ghost_horizon, counts
-            )  # fmt: skip
-            for mode, name in _NAMES.items():
-                self._counts[FALSE[name]] += int(counts[mode])
-            self._counts[DISTANCE] = max(self._counts[DISTANCE], int(counts[0]))
+    def _refresh(self, slots: np.ndarray, step: int) -> int:
+        """Slots that are stored again leave the line until the step is over; how many of these rows replace one of the same step."""
+        last = self._groups.columns["last"]
+        older = np.sort(slots[last[slots] != step])
+        older = older[np.diff(older, prepend=-1) > 0]  # each once; np.unique takes five times as long
+        last[older] = step
+        self._groups.leave_line(older)
+        self._pending.append(older)
+        return len(slots) - len(older)
+
+    def _admit(self, gid: np.ndarray, stream: np.ndarray, epoch: np.ndarray, step: int) -> None:
+        """Slots for new groups."""
+        groups = self._groups
+        self._recall(gid, stream, epoch, step)
         if groups.make_room(len(gid)):
-            arena = torch.zeros((groups.slots, self.settings.width), dtype=self.dtype, device=self.device)
+            arena = torch.zeros((groups.size, self.settings.width), dtype=self.dtype, device=self.device)
             arena[: len(self._arena)] = self._arena
             self._arena = arena
         overflow = len(groups) + len(gid) - groups.limit
         if overflow > 0:
             self._evict_lru_overflow(overflow, step)
-        loops().admit(*groups.core, groups.columns["last"], gid, np.empty(len(gid), np.int64), step)
-        return groups.find(wanted)[0]
+        slots = groups.take(gid)
+        groups.columns["last"][slots] = step
+        self._pending.append(slots)
+
+    def _recall(self, gid: np.ndarray, stream: np.ndarray, epoch: np.ndarray, step: int) -> None:
+        """Remove the ghosts of groups that are written anew, and count the false evictions among them."""
+        ghosts = self._ghosts
+        if not len(ghosts):
+            return
+        slots, found = ghosts.find(gid)
+        if not found:
+            return
+        known = np.flatnonzero(slots >= 0)
+        slots = slots[known]
+        distance = step - ghosts.columns["when"][slots]
+        false = (ghosts.columns["stream"][slots] == stream[known]) & (ghosts.columns["epoch"][slots] == epoch[known])
+        false &= distance <= self.settings.ghost_horizon
+        for mode, name in _NAMES.items():
+            self._counts[FALSE[name]] += int(np.count_nonzero(false & (ghosts.columns["mode"][slots] == mode)))
+        self._counts[DISTANCE] = max(self._counts[DISTANCE], int(distance[false].max(initial=0)))
+        ghosts.remove(slots)
 
     def set_active(self, streams: Collection[int] | np.ndarray) -> None:
         """Which streams are still read, from here on. With `protect_active` their groups are left alone."""
@@ -205,7 +231,7 @@ class LedgerShard:
         if len(self._ghosts):
             cutoff = step - settings.ghost_horizon
             if cutoff > 0:
-                loops().forget(*self._ghosts.core, cutoff)
+                self._forget_ghosts(cutoff)
         self._happened = True
 
     # -------------------------------------------------------------------------------------------------- forget
@@ -222,24 +248,56 @@ class LedgerShard:
 
     def _evict(self, cutoff: int, limit: int, mode: int, active: np.ndarray) -> int:
         """Evict the oldest groups of steps before `cutoff` and make ghosts of them, for which the oldest ghosts make room; how many."""
-        groups, ghosts = self._groups, self._ghosts
-        gone = 0
-        while True:
-            now = loops().evict(
-                *groups.whole, active, cutoff, limit - gone, *ghosts.core, ghosts.limit, mode, self.step
-            )
-            gone += now if now >= 0 else -1 - now
-            if now >= 0:
+        groups, found, missing = self._groups, [], limit
+        for slots in groups.oldest():
+            old = np.count_nonzero(groups.columns["last"][slots] < cutoff)  # the line is sorted by it
+            victims = slots[:old]
+            if len(active):
+                victims = victims[~np.isin(groups.columns["stream"][victims], active)]
+            found.append(victims[:missing])
+            missing -= len(found[-1])
+            if old < len(slots) or not missing:
                 break
-            ghosts.make_room()
+        gone = limit - missing
         if gone:
+            victims = np.concatenate(found)
+            self._haunt(victims, mode)
+            groups.remove(victims)
             self._counts[EVICTED[_NAMES[mode]]] += gone
-            self._counts[DROPPED] += ghosts.take_dropped()
         return gone
+
+    def _haunt(self, victims: np.ndarray, mode: int) -> None:
+        """Make ghosts of groups that are evicted; the oldest ghosts make room, and are counted."""
+        groups, ghosts = self._groups, self._ghosts
+        if not ghosts.limit:
+            return
+        over = max(len(ghosts) + len(victims) - ghosts.limit, 0)
+        self._counts[DROPPED] += over
+        if over:
+            ghosts.remove(ghosts.first(over))
+            victims = victims[-ghosts.limit :]
+        ghosts.make_room(len(victims))
+        slots = ghosts.take(groups.keys[victims])
+        for name in ("stream", "epoch"):
+            ghosts.columns[name][slots] = groups.columns[name][victims]
+        ghosts.columns["when"][slots] = self.step
+        ghosts.columns["mode"][slots] = mode
+        ghosts.append(slots)
+
+    def _forget_ghosts(self, cutoff: int) -> None:
+        """Let the ghosts go that are of steps before `cutoff`."""
+        old = []
+        for slots in self._ghosts.oldest():
+            old.append(slots[self._ghosts.columns["when"][slots] < cutoff])
+            if len(old[-1]) < len(slots):
+                break
+        if old and len(old[0]):
+            self._ghosts.remove(np.concatenate(old))
 
     def wipe(self) -> None:
         """Forget all groups, and all ghosts: what is wiped on purpose is not missed."""
         self._groups.clear()
+        self._pending = []
         self._ghosts.clear()
         self._arena = self._arena[:0].clone()
         self._counts[WIPES] += 1
@@ -250,10 +308,15 @@ class LedgerShard:
     def _open(self, step: int) -> None:
         """Begin `step`: what was stored in the step before takes its place in the line."""
         if step > self.step:
-            if self._groups.pending:
-                places = self._groups
-                loops().close_step(places.before, places.after, places.ends, places.touched())
+            if self._pending:
+                self._groups.append(self._touched())
+                self._pending = []
             self.step = step
+
+    def _touched(self) -> np.ndarray:
+        """The slots of the step under way, by gid."""
+        slots = np.concatenate([*self._pending, _NOBODY])
+        return slots[np.argsort(self._groups.keys[slots])]
 
     def _require_owned(self, gids: np.ndarray, what: str) -> None:
         if self.world_size == 1:
@@ -294,9 +357,9 @@ class LedgerShard:
             return
         groups = self._groups
         if self.settings.mode is EvictionMode.LRU:
-            before = groups.pending if step == self.step else 0
+            before = sum(map(len, self._pending)) if step == self.step else 0
             if before + len(gids) > capacity:
-                held = groups.keys[groups.touched()] if before else gids[:0]
+                held = groups.keys[self._touched()] if before else gids[:0]
                 needed = len(np.union1d(gids, held))
                 if needed > capacity:
                     raise ConfigError(
@@ -331,13 +394,12 @@ class LedgerShard:
 
     def order(self) -> np.ndarray:
         """The gids in the order in which they would be evicted: by (step of the last store, gid)."""
-        groups = self._groups
-        return groups.keys[np.concatenate([groups.line(), groups.touched()])]
+        return self._groups.keys[np.concatenate([self._groups.line(), self._touched()])]
 
     def state_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
         """Copies of everything the ledger depends on: (arrays, stored dtypes, meta), as CheckpointStore takes them."""
         groups, ghosts = self._groups, self._ghosts
-        slots, gone = np.concatenate([groups.line(), groups.touched()]), ghosts.line()
+        slots, gone = np.concatenate([groups.line(), self._touched()]), ghosts.line()
         states = self._arena[torch.from_numpy(slots).to(self.device)].cpu()
         arrays = {
             "ledger/gid": groups.keys[slots], **{f"ledger/{n}": groups.columns[n][slots] for n in _GROUP_COLUMNS},
@@ -391,19 +453,17 @@ class LedgerShard:
             )
         if len(np.unique(together["ghosts/gid"])) < len(together["ghosts/gid"]):
             raise CursorMismatch("the saved ledger remembers an evicted group twice; give each rank's part once")
-        groups = self._groups = Places(dict.fromkeys(_GROUP_COLUMNS, np.int32), limit=self._groups.limit)
+        groups = self._groups = Slots(_GROUP_COLUMNS, limit=self._groups.limit)
         groups.make_room(len(mine))
-        slots = np.empty(len(mine), np.int64)
-        loops().admit(*groups.core, groups.columns["last"], together["ledger/gid"][mine], slots, step)
+        slots = groups.take(together["ledger/gid"][mine])
         for name in _GROUP_COLUMNS:
             groups.columns[name][slots] = together[f"ledger/{name}"][mine]
         # Those of the step under way stay pending; the rest are in line, oldest first.
         open_now = together["ledger/last"][mine] == step
-        loops().close_step(groups.before, groups.after, groups.ends, slots[~open_now])
-        if open_now.any():
-            _back_to_pending(groups, slots[open_now])
+        groups.append(slots[~open_now])
+        self._pending = [slots[open_now]]
         rows = together["ledger/state"][mine]
-        self._arena = torch.zeros((groups.slots, self.settings.width), dtype=self.dtype, device=self.device)
+        self._arena = torch.zeros((groups.size, self.settings.width), dtype=self.dtype, device=self.device)
         loaded = torch.from_numpy(np.ascontiguousarray(rows))
         if self.dtype is torch.bfloat16:
             loaded = loaded.view(torch.bfloat16)
@@ -420,13 +480,18 @@ class LedgerShard:
 
     def _load_ghosts(self, arrays: Mapping[str, np.ndarray]) -> None:
         ghosts = self._ghosts
+        ghosts.clear()
         mine = self._kept(arrays, "ghosts/gid", by=("ghosts/when",))[-ghosts.limit :] if ghosts.limit else _NOBODY
-        ghosts.load({name: arrays[f"ghosts/{name}"][mine] for name in ("gid", *GHOST_COLUMNS)})
+        ghosts.make_room(len(mine))
+        slots = ghosts.take(arrays["ghosts/gid"][mine])
+        for name in _GHOST_COLUMNS:
+            ghosts.columns[name][slots] = arrays[f"ghosts/{name}"][mine]
+        ghosts.append(slots)
 
 
-def _bytes(rows: Tensor) -> np.ndarray:
+def _rows(rows: Tensor) -> np.ndarray:
     """The same memory; numpy does not know every dtype."""
-    return rows.view(torch.uint8).numpy()
+    return (rows.view(torch.uint16) if rows.dtype is torch.bfloat16 else rows).numpy()
 
 
 def _device(name: str) -> torch.device:
@@ -439,14 +504,6 @@ def _device(name: str) -> torch.device:
             f"a ledger was asked to keep its states on {name}, and torch finds no CUDA device here; use cpu"
         )
     return device
-
-
-def _back_to_pending(groups: Places, slots: np.ndarray) -> None:
-    """Chain these slots, which are in no list, as those of the step under way."""
-    groups.before[slots[1:]] = slots[:-1]
-    groups.after[slots[:-1]] = slots[1:]
-    groups.before[slots[0]] = groups.after[slots[-1]] = -1
-    groups.ends[5:8] = slots[0], slots[-1], len(slots)
 
 
 def _misfits(arrays: Mapping[str, np.ndarray], step: Any, settings: LedgerSettings) -> dict[str, tuple[Any, Any]]:

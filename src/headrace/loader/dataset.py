@@ -24,26 +24,25 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headrace.compiled import warm_kernels
 from headrace.errors import ConfigError, DataError, HeadraceError, TokenizerError
 from headrace.files import publish
 from headrace.loader.lanes import LanePlan
 from headrace.loader.lanes import kernels as lane_kernels
 from headrace.loader.pool import WindowKey
 from headrace.loader.weight_text import written_weights
-from headrace.loader.windows import Carry, ChunkCache, Window, WindowMaker, deal_kernels
+from headrace.loader.windows import Carry, ChunkCache, Window, WindowMaker
 from headrace.metrics import Meter, Wait
 from headrace.mix import Deal, lane_weight_factors
 from headrace.order import fingerprint_json, key
+from headrace.runtime.compiled import warm_kernels
 from headrace.sources import OpenSource, Source, cache_folder, open_source
-from headrace.sources.lines import json_kernels
 from headrace.text import (
+    PACK_KERNELS,
     BpeTokenizer,
     EngineName,
     Packing,
     Tokenizer,
     load_tokenizer,
-    pack_kernels,
     train_bpe,
 )
 
@@ -126,7 +125,7 @@ class TextDataset:
         _check(
             seq_len=seq_len, lanes=lanes, window_blocks=window_blocks, seed=seed, pack=pack, exhausted=exhausted, chunk_memory=chunk_memory
         )  # fmt: skip
-        warm_kernels(pack_kernels, deal_kernels, lane_kernels, json_kernels)
+        warm_kernels(lane_kernels, *PACK_KERNELS)
         self.meter = meter if meter is not None else Meter()
         self.seq_len = seq_len
         self.seed = seed

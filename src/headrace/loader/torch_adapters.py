@@ -36,7 +36,6 @@ from headrace.loader.lanes import LanePlan, WeightChange
 from headrace.loader.lanes import kernels as lane_kernels
 from headrace.loader.loader import Loader
 from headrace.order import Cursor
-from headrace.text import pack_kernels
 
 __all__ = ["TorchDataset", "attach_to_trainer"]
 
@@ -89,9 +88,8 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         """Of a dataset that came from another process and has not been used here."""
         self._loader: Loader | None = self._new_loader(data)
         self._forget()
-        # The dataset has them compiled by a thread. A process that forks meanwhile hands its child an import lock that nobody
-        # will ever release: so wait, before there can be a worker.
-        pack_kernels(), lane_kernels()
+        # The dataset has them compiled by a thread. A worker that is forked meanwhile would compile them again for itself: so wait.
+        lane_kernels()
 
     # -------------------------------------------------------------------------------------- iteration
 

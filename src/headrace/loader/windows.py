@@ -20,11 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.compiled import CompiledLoops
 from headrace.errors import DataError, HeadraceError, TokenizerError
 from headrace.metrics import Meter, Wait, phase
 from headrace.mix import Deal
-from headrace.order import derive
+from headrace.order import derive, mix64_array
 from headrace.sources import OpenSource
 from headrace.text import (
     LONGEST_PIECE,
@@ -37,17 +36,14 @@ from headrace.text import (
     Unsound,
     join_batches,
     pack,
-    pack_kernels,
 )
 
-__all__ = ["Carry", "ChunkCache", "Piece", "Window", "WindowMaker", "WindowStart", "deal_kernels", "leave_out_too_long"]
+__all__ = ["Carry", "ChunkCache", "Piece", "Window", "WindowMaker", "WindowStart", "leave_out_too_long"]
 
 _ROWS_AT_ONCE = 4096
 _AHEAD = 1.04
 """How many more characters are encoded than a window will need, as it seems: what is over waits for the next, what is missing takes a
 second visit to the encoder."""
-
-deal_kernels = CompiledLoops("headrace.mix.deal_kernels")
 
 
 class WindowStart(NamedTuple):
@@ -287,8 +283,7 @@ class WindowMaker:
         chars = self._packing.budget * self._chars_per_token
         left = self.deal.lane_rows(lane, start.epoch) - start.position
         likely = min(int(chars * self._rows_per_char) + 8, _ROWS_AT_ONCE, left)
-        chunk_of, _, borders = self._rows(lane, start.epoch, start.position, likely)
-        return chunk_of[borders[:-1]].tolist()
+        return self.deal.chunks(lane, start.epoch, start.position, likely)
 
     def pieces(self, window: Window, block: int, sample_index: int) -> list[Piece]:
         """The pieces of one block."""
@@ -328,48 +323,33 @@ class WindowMaker:
         missing: list[int] = []
         while chars > 0 and at < total_rows:
             likely = min(int(chars * self._rows_per_char * 1.2) + 8, _ROWS_AT_ONCE, total_rows - at)
-            chunk_of, row_of, borders = self._rows(lane, epoch, at, likely)
-            listed, begun = row_of.tolist(), len(texts)
-            for chunk, start, stop in zip(chunk_of[borders[:-1]].tolist(), borders, borders[1:], strict=False):
-                held = self._cache.chunk(self.index, self.source, chunk)
+            for span in self.deal.spans(lane, epoch, at, likely):
+                held = self._cache.chunk(self.index, self.source, span.chunk)
                 kept = held.texts
-                found = [kept[row] for row in listed[start:stop]]
+                found = [kept[row] for row in span.rows.tolist()]
                 if held.holes:
                     missing += [len(texts) + i for i, text in enumerate(found) if text is None]
                     found = [text or "" for text in found]
                 if max(map(len, found)) > LONGEST_PIECE:
-                    first = int(self.source.manifest.first_row[chunk])
-                    long = leave_out_too_long(
-                        self.source, self._tokenizer, found, [first + r for r in listed[start:stop]]
-                    )
+                    first = int(self.source.manifest.first_row[span.chunk])
+                    long = leave_out_too_long(self.source, self._tokenizer, found, (first + span.rows).tolist())
                     missing += [len(texts) + i for i in long]
                 size = sum(map(len, found))
                 if size >= chars:  # the window ends in here: no more than it needs
                     upto = next(i for i, length in enumerate(accumulate(map(len, found)), 1) if length >= chars)
                     found = found[:upto]
                 chars -= size
+                at += len(found)
                 texts += found
+                chunks.append(np.full(len(found), span.chunk))
+                rows.append(span.rows[: len(found)])
                 if chars <= 0:
                     break
-            taken = len(texts) - begun
-            at += taken
-            chunks.append(chunk_of[:taken])
-            rows.append(row_of[:taken])
         holes = None
         if missing:
             holes = np.zeros(len(texts), np.bool_)
             holes[[place for place in missing if place < len(texts)]] = True
         return texts, _joined(chunks), _joined(rows), holes
-
-    def _rows(self, lane: int, epoch: int, at: int, count: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Rows [at, at + count) of a lane: the chunk of each, its row in it, and where among them a chunk begins, or the last one ends."""
-        part, deal = self.deal.part(lane, epoch), self.deal
-        chunks, rows, borders = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count + 1, np.int64)
-        begin = part.start + at
-        seen = deal_kernels().walk(
-            part.order, part.ends, deal.chunk_rows, part.key, deal.shuffle, begin, begin + count, chunks, rows, borders
-        )
-        return chunks, rows, borders[: seen + 1].tolist()
 
     def _encode(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> tuple[TokenBatch, int]:
         """The texts' ids, and how many they are with BOS and EOS."""
@@ -417,8 +397,9 @@ class WindowMaker:
     def _spot_check(self, batch: TokenBatch, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> None:
         """Some documents, the same in every run, are encoded by the reference too."""
         assert self._reference is not None
-        first_row = self.source.manifest.first_row
-        for i in pack_kernels().drawn_rows(first_row, chunks, rows, self._check_key, SPOT_CHECK_EVERY).tolist():
+        numbers = (self.source.manifest.first_row[chunks] + rows).astype(np.uint64)
+        drawn = mix64_array(numbers ^ np.uint64(self._check_key)) % np.uint64(SPOT_CHECK_EVERY) == 0
+        for i in np.flatnonzero(drawn).tolist():
             found, expected = batch.documents(i, i + 1).ids, self._reference([texts[i]]).ids
             self._meter.add("text/spot_checks")
             if not np.array_equal(found, expected):
@@ -434,7 +415,7 @@ class WindowMaker:
                 )
 
     def _place(self, chunk: int, row: int) -> str:
-        file, local = self.source.manifest.locate(int(self.source.manifest.first_row[chunk]) + row)
+        file, local = self.source.manifest.locate(int(self.source.manifest.first_row[span.chunk]) + row)
         return f"row {local} of {self.source.manifest.files[file].path} (source {self.source.name})"
 
     def _culprit(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray, error: BaseException) -> HeadraceError:

@@ -19,6 +19,7 @@ is a binary search. Opens no file, starts no thread.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ import numpy as np
 
 from headrace.order import Permutation, derive
 
-__all__ = ["Deal", "Part", "Span"]
+__all__ = ["Deal", "Span"]
 
 _SNAP_AT = 16
 _EPOCHS_KEPT = 4
@@ -50,20 +51,6 @@ class _Epoch:
     """Where each lane's part starts; L + 1 entries."""
     rows_key: int
     """Of the orders of rows in chunks."""
-
-
-class Part(NamedTuple):
-    """A lane's part of an epoch, as the compiled loop takes it (deal_kernels.py)."""
-
-    order: np.ndarray
-    """Chunks in reading order."""
-    ends: np.ndarray
-    """Rows up to and including each of them."""
-    key: int
-    """Of the orders of rows in chunks."""
-    start: int
-    """Rows [start, end) of the epoch's sequence are the lane's."""
-    end: int
 
 
 class Deal:
@@ -92,29 +79,36 @@ class Deal:
         start, end = self._borders_of(lane, epoch)
         return end - start
 
-    def part(self, lane: int, epoch: int) -> Part:
-        """What `spans` walks over."""
-        layout = self._layout(epoch)
-        return Part(layout.order, layout.ends, layout.rows_key, *self._borders_of(lane, epoch))
-
     def rows_owned(self, epochs: range) -> np.ndarray:
         """Rows per lane over some epochs."""
         return np.array([sum(self.lane_rows(lane, e) for e in epochs) for lane in range(self.lanes)], np.int64)
 
     def spans(self, lane: int, epoch: int, position: int, count: int) -> list[Span]:
         """Rows [position, position + count) of the lane's part (as many as there are), cut at chunk borders."""
-        start, end = self._borders_of(lane, epoch)
-        at, stop = start + position, min(start + position + count, end)
-        layout = self._layout(epoch)
+        layout, at, stop = self._part(lane, epoch, position, count)
         spans = []
-        while at < stop:
-            i = int(np.searchsorted(layout.ends, at, side="right"))
-            chunk = int(layout.order[i])
-            first = int(layout.ends[i]) - int(self.chunk_rows[chunk])
-            upto = min(stop, int(layout.ends[i]))
-            spans.append(Span(chunk, self._rows_in_chunk(epoch, chunk, at - first, upto - first)))
-            at = upto
+        for chunk, end in self._chunks(layout, at, stop):
+            first, upto = end - int(self.chunk_rows[chunk]), min(stop, end)
+            if upto > at:
+                spans.append(Span(chunk, self._rows_in_chunk(layout, chunk, at - first, upto - first)))
+                at = upto
         return spans
+
+    def chunks(self, lane: int, epoch: int, position: int, count: int) -> list[int]:
+        """The chunks of `spans`, without working out the rows."""
+        return [chunk for chunk, _ in self._chunks(*self._part(lane, epoch, position, count)) if self.chunk_rows[chunk]]
+
+    def _part(self, lane: int, epoch: int, position: int, count: int) -> tuple[_Epoch, int, int]:
+        start, end = self._borders_of(lane, epoch)
+        return self._layout(epoch), start + position, min(start + position + count, end)
+
+    def _chunks(self, layout: _Epoch, at: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Chunks with rows [at, stop) of the epoch's sequence, and the rows up to and including each; some may have no rows."""
+        if at >= stop:
+            return iter(())
+        first, last = np.searchsorted(layout.ends, (at, stop - 1), side="right").tolist()
+        places = slice(first, last + 1)
+        return zip(layout.order[places].tolist(), layout.ends[places].tolist(), strict=True)
 
     def find(self, epoch: int, chunk: int, row: int) -> tuple[int, int]:
         """(lane, position in its part) of a row of a chunk: the inverse of `spans`."""
@@ -122,19 +116,19 @@ class Deal:
             raise IndexError(f"row {row} of chunk {chunk} is not among the {self.rows} rows that are dealt")
         layout = self._layout(epoch)
         place = int(np.flatnonzero(layout.order == chunk)[0])
-        into = self._order_in_chunk(epoch, chunk).position(row) if self.shuffle else row
+        into = self._order_in_chunk(layout, chunk).position(row) if self.shuffle else row
         at = int(layout.ends[place]) - int(self.chunk_rows[chunk]) + into
         # The last part that starts at or before the row: parts without rows start where the next one does.
         slot = int(np.searchsorted(layout.borders[:-1], at, side="right")) - 1
         return (slot - epoch) % self.lanes, at - int(layout.borders[slot])
 
-    def _rows_in_chunk(self, epoch: int, chunk: int, start: int, stop: int) -> np.ndarray:
+    def _rows_in_chunk(self, layout: _Epoch, chunk: int, start: int, stop: int) -> np.ndarray:
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        return self._order_in_chunk(epoch, chunk).slice(start, stop)
+        return self._order_in_chunk(layout, chunk).slice(start, stop)
 
-    def _order_in_chunk(self, epoch: int, chunk: int) -> Permutation:
-        return Permutation(int(self.chunk_rows[chunk]), derive(self._layout(epoch).rows_key, chunk))
+    def _order_in_chunk(self, layout: _Epoch, chunk: int) -> Permutation:
+        return Permutation(int(self.chunk_rows[chunk]), derive(layout.rows_key, chunk))
 
     def _borders_of(self, lane: int, epoch: int) -> tuple[int, int]:
         borders = self._layout(epoch).borders

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +23,7 @@ import numpy as np
 from headrace.errors import ConfigError, DataError
 from headrace.metrics import Wait
 from headrace.reduce.partition import CROSS_CHUNK_BASE
+from headrace.runtime.compiled import KernelModule, wait_for_kernels
 
 __all__ = [
     "as_rows",
@@ -48,7 +48,6 @@ _WORTH_SHARING = 16_000_000
 _local = threading.local()
 _lock = threading.Lock()
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
-_module: ModuleType | None = None
 
 
 def row_dtype_name(rows: np.ndarray) -> str:
@@ -79,15 +78,14 @@ def as_rows(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def warm_gram_kernel() -> ModuleType:
-    """Compile, or load what was compiled: a quarter of a minute the first time, a moment after that."""
-    global _module
-    if _module is None:
-        with Wait("kernels.compile"), _lock:
-            from headrace.reduce import tiles
+_tiles = KernelModule("headrace.reduce.tiles")
 
-            _module = tiles
-    return _module
+
+def warm_gram_kernel() -> None:
+    """Compile all that a Gram of float64 rows needs, or load it: some seconds the first time, a moment after that. Called or not, a Gram
+    compiles what it needs."""
+    tiles = _tiles()
+    wait_for_kernels(tiles.narrow, tiles.pack, tiles.blank, tiles.multiply, tiles.fold, tiles.write, tiles.mirror)
 
 
 def chunk_gram(rows: Any, *, threads: int = 1) -> np.ndarray:
@@ -98,7 +96,7 @@ def chunk_gram(rows: Any, *, threads: int = 1) -> np.ndarray:
 
 def mirrored(packed: np.ndarray, k: int, *, threads: int = 1) -> np.ndarray:
     """The full matrix of a packed triangle."""
-    full, packed, tiles = np.empty((k, k)), np.ascontiguousarray(packed), warm_gram_kernel()
+    full, packed, tiles = np.empty((k, k)), np.ascontiguousarray(packed), _tiles()
     step = k if threads == 1 or k < 512 else 64  # shared out only where it takes a millisecond
     _share(range(0, k, step), lambda at: tiles.mirror(packed, k, full, at, min(at + step, k)), threads)
     return full
@@ -132,7 +130,7 @@ class _Task:
     """
 
     def __init__(self, rows: np.ndarray, extra: np.ndarray | None, columns: int) -> None:
-        self._tiles = warm_gram_kernel()
+        self._tiles = _tiles()
         self._rows, self._columns = rows, columns
         self._extra = np.ascontiguousarray(extra) if extra is not None else np.empty((len(rows), 0))
         self._plain = rows.dtype.itemsize > 2 and rows.flags.c_contiguous and rows.flags.aligned
@@ -165,7 +163,7 @@ class _Task:
         panels = _scratch("panels", count * tiles.NR * tiles.BLOCK)
         out = np.empty(self._entries)
         x, extra, first = self._slice(start, end - start)
-        tiles.narrow(x, extra, first, end - start, self._columns, panels, levels)
+        tiles.narrow_of[x.dtype.name](x, extra, first, end - start, self._columns, panels, levels)
         tiles.write(self._columns, tiles.fold(blocks, levels), 0, count, 0, count, levels, False, out)
         return out
 
@@ -219,7 +217,7 @@ class _Task:
             many = min(step, rows - start)
             x, extra, first = self._slice(at + start, many)
             part = panels[start * count * tiles.NR :]
-            tiles.pack(x, first, many, 0, x.shape[1], count, part)
+            tiles.pack_of[x.dtype.name](x, first, many, 0, x.shape[1], count, part)
             tiles.pack(extra, first, many, x.shape[1], extra.shape[1], count, part)
             tiles.blank(many, self._columns, count, part)
 

@@ -10,7 +10,7 @@ entry, never how. On a processor without fused multiply-add LLVM calls C's `fma`
 Blocks of 128 rows become nodes of a binary cascade: within a macro tile that stays in the second-level cache first (partial
 sums never leave it), then over superblocks of rows. Only the upper triangle is computed.
 
-Imported through `headrace.reduce.kernel` only: compiling takes seconds the first time and milliseconds from numba's cache.
+Imported through `headrace.reduce.kernel` only, because it needs llvmlite.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import njit
-from numba.core import cgutils
-from numba.core import types as nb
-from numba.extending import intrinsic
+
+from headrace.runtime.compiled import Intrinsic, kernel
 
 BLOCK = 128
 """Rows of one left fold."""
@@ -51,9 +49,6 @@ UNROLL = 4
 _ASKED = 32 * BLOCK
 """Bytes that a tile asks for ahead of need."""
 
-_OPTIONS: Any = {
-    "nogil": True, "cache": "HEADRACE_GRAM_TILE" not in os.environ, "error_model": "numpy", "boundscheck": False,
-}  # fmt: skip
 _F64, _I64, _I32 = ir.DoubleType(), ir.IntType(64), ir.IntType(32)
 _VEC = ir.VectorType(_F64, VW)
 
@@ -64,6 +59,8 @@ def _constant(n: int) -> ir.Constant:
 
 def _multiply(builder: ir.IRBuilder, a: Any, b: Any, rows: Any, ahead: Any) -> list[Any]:
     """Emit the loop over rows; the accumulators, MR x NV vectors. `ahead`: where lines begin that are needed soon, 32 bytes a row."""
+    from numba.core import cgutils
+
     bytes_ = ir.IntType(8).as_pointer()
     ask = builder.module.declare_intrinsic(
         "llvm.prefetch", [bytes_], ir.FunctionType(ir.VoidType(), [bytes_, _I32, _I32, _I32])
@@ -151,11 +148,13 @@ def _tile(typingctx, panels, a, b, rows, levels, slot, size, level, ahead):
             builder.store(value, vector, align=8)
         return context.get_dummy_value()
 
+    from numba.core import types as nb
+
     whole = nb.int64
     return nb.void(panels, whole, whole, whole, levels, whole, whole, whole, whole), codegen
 
 
-tile: Any = intrinsic(_tile)
+tile = Intrinsic(_tile, MR, NR, VW)
 
 
 def _line_codegen(add: bool) -> Any:
@@ -173,25 +172,31 @@ def _line_codegen(add: bool) -> Any:
     return codegen
 
 
+def _line_signature(out: Any, levels: Any) -> Any:
+    from numba.core import types as nb
+
+    return nb.void(out, nb.int64, levels, nb.int64)
+
+
 def _line_set(typingctx, out, to, levels, come):
     """out[to : to+NR] = levels[come : come+NR], without the checks for negative indices that keep loops from being vectors."""
-    return nb.void(out, nb.int64, levels, nb.int64), _line_codegen(add=False)
+    return _line_signature(out, levels), _line_codegen(add=False)
 
 
 def _line_add(typingctx, out, to, levels, come):
     """out[to : to+NR] += levels[come : come+NR]."""
-    return nb.void(out, nb.int64, levels, nb.int64), _line_codegen(add=True)
+    return _line_signature(out, levels), _line_codegen(add=True)
 
 
-line_set: Any = intrinsic(_line_set)
-line_add: Any = intrinsic(_line_add)
+line_set, line_add = Intrinsic(_line_set, NR, VW), Intrinsic(_line_add, NR, VW)
 
-_V64 = nb.Array(nb.float64, 1, "C")
-_R64, _R32 = nb.Array(nb.float64, 2, "C", readonly=True), nb.Array(nb.float32, 2, "C", readonly=True)
-_PACK = [nb.void(rows, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, _V64) for rows in (_R64, _R32)]
+_WAITS: Any = {"interpretable": False}
+"""Rows are millions of multiply-adds: callers wait for the compiler."""
+_ROWS = {"float64": "Array(float64, 2, 'C', readonly=True)", "float32": "Array(float32, 2, 'C', readonly=True)"}
+_PACK = {name: f"void({rows}, int64, int64, int64, int64, int64, float64[::1])" for name, rows in _ROWS.items()}
 
 
-@njit(_PACK, **_OPTIONS)
+@kernel(_PACK["float64"], **_WAITS)
 def pack(x, first, count, column, width, panels_count, panels):
     """Columns 0 … width−1 of rows [first, first+count) into the panels, as columns `column` … of the whole; f64.
 
@@ -218,7 +223,11 @@ def pack(x, first, count, column, width, panels_count, panels):
                     panels[at + r * NR] = x[first + s * BLOCK + r, c]
 
 
-@njit(nb.void(nb.int64, nb.int64, nb.int64, _V64), **_OPTIONS)
+pack_extra = pack
+pack_of = {"float64": pack, "float32": pack.variant(_PACK["float32"])}
+
+
+@kernel("void(int64, int64, int64, float64[::1])", **_WAITS)
 def blank(count, columns, panels_count, panels):
     """Zero what lies right of the last column in the last panel: those entries are computed and thrown away."""
     slices = (count + BLOCK - 1) // BLOCK
@@ -229,10 +238,7 @@ def blank(count, columns, panels_count, panels):
                 panels[at + r * NR + c] = 0.0
 
 
-@njit(
-    nb.void(_V64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, _V64, nb.int64, nb.int64),
-    **_OPTIONS,
-)
+@kernel(f"void(float64[::1], {7 * 'int64, '}float64[::1], int64, int64)", **_WAITS)
 def _macro(panels, base, s, rows, i0, i1, j0, j1, levels, coming, coming_end):
     """Multiply one macro tile over the s-th block of rows; the cascade stands in `levels`, one level for each bit of s+1."""
     size = MACRO * MACRO * SUB * TILE
@@ -253,7 +259,7 @@ def _macro(panels, base, s, rows, i0, i1, j0, j1, levels, coming, coming_end):
                 slot += TILE
 
 
-@njit(nb.int64(nb.int64, _V64), **_OPTIONS)
+@kernel("int64(int64, float64[::1])", **_WAITS)
 def fold(slices, levels):
     """Add what the cascade of `slices` blocks left, right to left; the level that holds the sum."""
     size = MACRO * MACRO * SUB * TILE
@@ -269,7 +275,7 @@ def fold(slices, levels):
     return lowest
 
 
-@njit(nb.void(nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, _V64, nb.boolean, _V64), **_OPTIONS)
+@kernel(f"void({6 * 'int64, '}float64[::1], boolean, float64[::1])", **_WAITS)
 def write(columns, level, i0, i1, j0, j1, levels, add, out):
     """Put the upper triangle of a macro tile into its place: out = it, or out = out + it where `add`."""
     for j in range(j0, j1):
@@ -292,7 +298,7 @@ def write(columns, level, i0, i1, j0, j1, levels, add, out):
                         out[to + c] = (out[to + c] if add else -0.0) + levels[come + c]
 
 
-@njit(nb.void(_V64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, nb.int64, _V64), **_OPTIONS)
+@kernel(f"void(float64[::1], {6 * 'int64, '}float64[::1])", **_WAITS)
 def multiply(panels, count, panels_count, i0, i1, j0, j1, levels):
     """The cascade of one macro tile over `count` packed rows."""
     slices = (count + BLOCK - 1) // BLOCK
@@ -301,10 +307,13 @@ def multiply(panels, count, panels_count, i0, i1, j0, j1, levels):
         _macro(panels, s * panels_count * BLOCK * NR, s, rows, i0, i1, j0, j1, levels, 0, 0)
 
 
-_NARROW = [nb.void(rows, _R64, nb.int64, nb.int64, nb.int64, _V64, _V64) for rows in (_R64, _R32)]
+_NARROW = {
+    name: f"void({rows}, {_ROWS['float64']}, int64, int64, int64, float64[::1], float64[::1])"
+    for name, rows in _ROWS.items()
+}
 
 
-@njit(_NARROW, **_OPTIONS)
+@kernel(_NARROW["float64"], **_WAITS)
 def narrow(x, extra, first, count, columns, panels, levels):
     """`pack` and `multiply` in one for matrices of a single macro tile: 128 packed rows stay in the second-level cache, and
     the cascade takes any number of them. At k = 64 packing everything first took a fifth of the time."""
@@ -314,14 +323,20 @@ def narrow(x, extra, first, count, columns, panels, levels):
     for s in range(slices):
         rows = min(BLOCK, count - s * BLOCK)
         pack(x, first + s * BLOCK, rows, 0, x.shape[1], panels_count, panels)
-        pack(extra, first + s * BLOCK, rows, x.shape[1], extra.shape[1], panels_count, panels)
+        pack_extra(extra, first + s * BLOCK, rows, x.shape[1], extra.shape[1], panels_count, panels)
         blank(rows, columns, panels_count, panels)
         following = x.ctypes.data + (first + (s + 1) * BLOCK) * width
         end = min(following + BLOCK * width, x.ctypes.data + (first + count) * width)
         _macro(panels, 0, s, rows, 0, panels_count, 0, panels_count, levels, following, end)
 
 
-@njit(nb.void(_V64, nb.int64, nb.Array(nb.float64, 2, "C"), nb.int64, nb.int64), **_OPTIONS)
+narrow_of = {
+    "float64": narrow,
+    "float32": narrow.variant(_NARROW["float32"], pack=pack_of["float32"]),
+}
+
+
+@kernel("void(float64[::1], int64, float64[:, ::1], int64, int64)", **_WAITS)
 def mirror(packed, k, full, first, end):
     """Rows and columns [first, end) of the symmetric matrix of a packed triangle.
 

@@ -7,17 +7,14 @@ Chunks are runs of whole lines of at most `chunk_bytes`; a longer line is a chun
 block with numpy's compare: 2.3 GB/s of one core, warm, where a bare read() does 6 and bytes.count alone would do 2.0.
 Only \\n ends a line: U+2028 and its kin are text. A byte-order mark at the start of a file belongs to no row.
 
-jsonl is decoded a chunk at a time, by a compiled loop once it is there (`json_kernels`, whose module says what it takes on), else by
-msgspec into a type that holds nothing but the text. Text with an escape every 60 bytes: .6 ns a byte without the interpreter's lock
-and .3 with it, msgspec 1.2 with it, line by line 2.0, orjson into dicts 2.2. msgspec's `decode_lines` takes any white space for a line end (a value may span
-lines, a line may hold two values), so its answer is used only where every line begins with { and ends with }: between }
-and { no JSON value can continue, hence each line is one value. All else is decoded line by line.
+jsonl is decoded a chunk at a time by msgspec, into a type that holds nothing but the text: 1.2 ns a byte of text with an escape every 60
+bytes, where line by line takes 2.0, orjson into dicts 2.2 and pyarrow's JSON reader 2 to 3.5. msgspec's `decode_lines` takes any white space for a
+line end (a value may span lines, a line may hold two values), so its answer is used only where every line begins with { and ends
+with }: between } and { no JSON value can continue, hence each line is one value. All else is decoded line by line.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +22,6 @@ import msgspec
 import numpy as np
 import xxhash
 
-from headrace.compiled import CompiledLoops, address
 from headrace.errors import DataChanged
 from headrace.order import chunk_hash
 from headrace.sources.packed import PACKINGS
@@ -33,9 +29,7 @@ from headrace.sources.raw import ACCEPT_DATA, ByteFile
 from headrace.sources.reader import BadRow, FileScan, Loaded, not_utf8
 from headrace.sources.spec import nearest
 
-__all__ = ["JsonLines", "TextLines", "default_chunk_bytes", "json_kernels"]
-
-json_kernels = CompiledLoops("headrace.sources.json_kernels")
+__all__ = ["JsonLines", "TextLines", "default_chunk_bytes"]
 
 _BLOCK = 256 << 10
 _BOM = b"\xef\xbb\xbf"
@@ -44,9 +38,6 @@ _BLANKS = b" \t\r"
 _IS_BLANK = np.zeros(256, dtype=bool)
 _IS_BLANK[list(b" \t\r\n")] = True
 _ZERO = np.zeros(1, dtype=np.int64)
-_scratch = threading.local()
-_COMPILED_UP_TO = 4 << 20
-"""A thread keeps as much memory for the texts it found."""
 _FEW = 1024
 """Bytes a line from which on looking for line ends one by one is faster than all at once."""
 
@@ -208,19 +199,10 @@ class JsonLines(TextLines):
         for key in reversed(self._keys):
             row = msgspec.defstruct("Row", [("value", row)], rename={"value": key}, gc=False)
         self._decoder: Any = msgspec.json.Decoder(row)
-        self._key = np.frombuffer(text_key.encode(), np.uint8)
-        """As it stands in a line, if it is one that the compiled loop can look for."""
-        self._plain = (
-            len(self._keys) == 1 and text_key != "" and msgspec.json.encode(text_key) == f'"{text_key}"'.encode()
-        )
 
     def _decode_all(self, data: bytearray, rows: int) -> list[str | None] | None:
         if len(data) > self.max_line_bytes:
             return None
-        if self._plain and json_kernels.ready and len(data) <= _COMPILED_UP_TO:
-            texts = self._compiled(data, rows)
-            if texts is not None:
-                return texts
         look = _braces_of_few if rows * _FEW < len(data) else _braces_of_many
         if not look(data, rows):
             return None
@@ -231,27 +213,6 @@ class JsonLines(TextLines):
         for _ in self._keys[1:]:
             values = [value.value for value in values]
         return [value.value for value in values] if len(values) == rows else None
-
-    def _compiled(self, data: bytearray, rows: int) -> list[str | None] | None:
-        written = getattr(_scratch, "written", None)
-        if written is None or len(written) < len(data) + 8:
-            written = _scratch.written = np.empty(len(data) + 8, np.uint8)
-        offsets = np.empty(rows + 1, np.int64)
-        found = json_kernels().json_texts(
-            address(np.frombuffer(data, np.uint8)),
-            len(data),
-            address(self._key),
-            len(self._key),
-            address(written),
-            offsets,
-        )
-        if not found:
-            return None
-        view, ends = written.data, offsets.tolist()
-        try:
-            return [str(view[start:end], "utf-8") for start, end in itertools.pairwise(ends)]
-        except UnicodeDecodeError:
-            return None
 
     def _decode_line(self, line: bytes) -> tuple[str | None, str]:
         try:

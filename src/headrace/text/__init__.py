@@ -6,11 +6,11 @@ pieces     very long documents, encoded in pieces with the ids of the whole
 engines    which library encodes, and the proof that it agrees with the reference
 pack       documents → blocks of seq_len tokens with their pieces; pure in the token counts
 shards     tokens at rest: shards, packed index, manifest (shard_kernels: their compiled loops)
-kernels    the compiled loops behind pack; imported only through it
+kernels    the compiled loops behind pack
 """
 
 from headrace.text.engines import ENGINES, SPOT_CHECK_EVERY, Encode, EngineChoice, EngineName
-from headrace.text.pack import Blocks, Packed, Packing, Unsound, pack, pack_kernels
+from headrace.text.pack import PACK_KERNELS, Blocks, Packed, Packing, Unsound, pack
 from headrace.text.pieces import LONGEST_PIECE
 from headrace.text.token_batch import TokenBatch, join_batches
 from headrace.text.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
@@ -18,6 +18,7 @@ from headrace.text.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load
 __all__ = [
     "ENGINES",
     "LONGEST_PIECE",
+    "PACK_KERNELS",
     "SPOT_CHECK_EVERY",
     "Blocks",
     "BpeTokenizer",
@@ -33,6 +34,5 @@ __all__ = [
     "join_batches",
     "load_tokenizer",
     "pack",
-    "pack_kernels",
     "train_bpe",
 ]

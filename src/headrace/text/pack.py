@@ -16,15 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
+from xxhash import xxh3_128_digest
 
-from headrace.compiled import CompiledLoops, address
-from headrace.order import content_hash
+from headrace.order import Permutation, content_hash
+from headrace.text.kernels import best_fit, copy_run, join_documents, lay_blocks
 from headrace.text.token_batch import TokenBatch
 
-__all__ = ["Blocks", "Packed", "Packing", "Unsound", "pack", "pack_kernels"]
+__all__ = ["PACK_KERNELS", "Blocks", "Packed", "Packing", "Unsound", "pack", "place_best_fit"]
+
+PACK_KERNELS = (copy_run, best_fit, join_documents, lay_blocks)
+"""What packing compiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +66,13 @@ class Packing:
 
     def total(self, batch: TokenBatch) -> int:
         """Tokens of documents with BOS and EOS; -1: the batch's offsets do not cover its ids."""
-        return pack_kernels().total_with(batch.offsets, len(batch.ids), self.extra)
+        offsets = batch.offsets
+        if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(batch.ids):
+            return -1
+        counts = batch.counts()
+        if len(counts) and int(counts.min()) < 0:
+            return -1
+        return len(batch.ids) + self.extra * int(np.count_nonzero(counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +131,22 @@ class Packed(NamedTuple):
     """The first one seen: then the blocks are of no use."""
 
 
-pack_kernels = CompiledLoops("headrace.text.kernels")
 _ANY_ID = np.iinfo(np.int32).max
+_NO_LIMIT = np.iinfo(np.int64).max
+
+
+class _Placed(NamedTuple):
+    """Where every document goes: piece i is tokens [start[i], start[i] + length[i]) of document doc[i], in bin bin_of[i]."""
+
+    doc: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    bin_of: np.ndarray
+    bins: int
+    documents: int
+    """Documents used up, counted from the first."""
+    offset: int
+    """Tokens used of the document after those."""
 
 
 def pack(
@@ -136,19 +161,117 @@ def pack(
     """Pack documents from the first on, until the window's budget is used or (`last`) there are no more.
 
     The offsets of every batch must cover its ids (`Packing.total` tells). `offset` tokens of the first document are already delivered.
-    `shuffle_key` orders the finished blocks. One compiled call, and other threads run meanwhile.
+    `shuffle_key` orders the finished blocks.
     """
-    k = pack_kernels()
-    parts = np.array([(address(b.ids), address(b.offsets), len(b)) for b in batches], np.int64).reshape(
-        -1, k.PART_FIELDS
+    encoded = np.concatenate([b.counts() for b in batches]) if batches else np.empty(0, np.int64)
+    lengths = packing.lengths(encoded)
+    if packing.strategy == "best_fit":
+        placed = place_best_fit(lengths, packing.seq_len, packing.blocks)
+    else:
+        placed = _place_in_a_row(lengths, packing.seq_len, packing.blocks, offset, last)
+    unsound = _first_unsound(batches, encoded, placed, packing, vocabulary)
+    blocks = _lay(batches, lengths, placed, packing, shuffle_key)
+    cut, empty = np.count_nonzero(np.bincount(placed.doc) > 1), np.count_nonzero(lengths[: placed.documents] == 0)
+    return Packed(blocks, placed.documents, placed.offset, int(cut), int(empty), unsound)
+
+
+def place_best_fit(lengths: np.ndarray, capacity: int, blocks: int = _NO_LIMIT) -> _Placed:
+    """The longest run of documents that packs into so many blocks; at least one document with tokens, however long.
+
+    Best-fit decreasing. A document longer than a block is cut: whole blocks first, and the rest is packed like any other.
+    """
+    ends = np.cumsum(lengths)
+    some = int(np.argmax(lengths > 0)) + 1 if len(lengths) and ends[-1] else len(lengths)
+    budget = min(capacity * blocks, _NO_LIMIT)
+    count = max(int(np.searchsorted(ends, budget, side="right")), some)
+    whole, rest = np.divmod(lengths[:count], capacity)
+    order = np.argsort(-rest, kind="stable")
+    order = order[: np.count_nonzero(rest)]
+    bin_of = np.empty(count, np.int64)
+    bins, count = best_fit(rest, whole, order, count, some, capacity, blocks, bin_of)
+    whole, doc = whole[:count], np.flatnonzero(rest[:count])
+    start, length, bin_of = lengths[doc] - rest[doc], rest[doc], bin_of[doc]
+    full = int(whole.sum())
+    if full:
+        cut = np.repeat(np.arange(count), whole)
+        number = np.arange(full) - np.repeat(np.cumsum(whole) - whole, whole)
+        doc, start = np.concatenate([cut, doc]), np.concatenate([number * capacity, start])
+        length, bin_of = np.concatenate([np.full(full, capacity), length]), np.concatenate([np.arange(full), bin_of])
+    return _Placed(doc, start, length, bin_of, bins, count, 0)
+
+
+def _place_in_a_row(lengths: np.ndarray, capacity: int, blocks: int, offset: int, last: bool) -> _Placed:
+    """The stream of tokens from `offset` on, cut every `capacity`; reaches just over the budget, or (`last`) to its end."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    count = len(lengths)
+    if total - offset > capacity * blocks:
+        count = int(np.searchsorted(ends, offset + capacity * blocks)) + 1
+        total, last = int(ends[count - 1]), False
+    bins = (total - offset + capacity - 1) // capacity if last else (total - offset) // capacity
+    stop = min(offset + bins * capacity, total)
+    ends = ends[:count]
+    inside = ends[(ends > offset) & (ends < stop)]
+    points = np.unique(np.concatenate([offset + capacity * np.arange(bins), inside, [stop]]))
+    begin, length = points[:-1], np.diff(points)
+    doc = np.searchsorted(ends, begin, side="right")
+    start = begin - (ends[doc] - lengths[doc])
+    used = count if stop == total else int(np.searchsorted(ends, stop, side="right"))
+    left = 0 if stop == total else stop - (int(ends[used - 1]) if used else 0)
+    return _Placed(doc, start, length, (begin - offset) // capacity, bins, used, left)
+
+
+def _lay(
+    batches: Sequence[TokenBatch], lengths: np.ndarray, placed: _Placed, packing: Packing, shuffle_key: int | None
+) -> Blocks:
+    """The blocks, in delivery order, the pieces of each in the order of documents."""
+    first = np.cumsum(lengths) - lengths
+    stream = np.empty(int(lengths.sum()), np.int32)
+    at = 0
+    bos, eos = (-1 if token is None else token for token in (packing.bos_id, packing.eos_id))
+    for batch in batches:
+        at = join_documents(batch.ids, batch.offsets, bos, eos, stream, at)
+    count, pieces, block_of = placed.bins, len(placed.doc), placed.bin_of
+    if shuffle_key is not None:
+        order = Permutation(count, shuffle_key)
+        block_of = order.positions(block_of)
+    sort = np.argsort(block_of * (len(lengths) + 1) + placed.doc)
+    piece_ptr = np.zeros(count + 1, np.int64)
+    np.cumsum(np.bincount(block_of, minlength=count), out=piece_ptr[1:])
+    blocks = Blocks(
+        tokens=np.empty((count, packing.seq_len), np.int32),
+        piece_ptr=piece_ptr,
+        piece_doc=placed.doc[sort],
+        piece_start=placed.start[sort],
+        piece_len=placed.length[sort].astype(np.int32),
+        piece_next=np.empty(pieces, np.int32),
+        real=np.empty(count, np.int64),
+        row_count=np.empty(count, np.int64),
+        hashes=np.empty((count, 2), np.uint64),
     )
-    *arrays, used, next_offset, cut, empty, unhashed, unsound, place = k.pack_window(
-        parts, packing.seq_len, packing.blocks, offset, packing.strategy == "best_fit",
-        -1 if packing.bos_id is None else packing.bos_id, -1 if packing.eos_id is None else packing.eos_id, packing.pad_id,
-        vocabulary, shuffle_key is not None, shuffle_key or 0, last,
+    stamps, ends = np.empty(6 * count + int(placed.length.sum()) + 2 * pieces, np.int32), np.empty(count, np.int64)
+    lay_blocks(
+        stream, first, lengths, piece_ptr, blocks.piece_doc, blocks.piece_start, blocks.piece_len, packing.pad_id,
+        blocks.tokens, blocks.piece_next, blocks.real, blocks.row_count, stamps, ends,
     )  # fmt: skip
-    blocks = Blocks(*arrays)
-    if unhashed:
-        for b in np.flatnonzero(blocks.hashes[:, 0] == 0).tolist():
-            blocks.hashes[b] = np.frombuffer(blocks.content(b), np.uint64)
-    return Packed(blocks, used, next_offset, cut, empty, None if unsound < 0 else Unsound(unsound, place))
+    view = stamps.data
+    found = [xxh3_128_digest(view[a:b]) for a, b in pairwise([0, *ends.tolist()])]
+    blocks.hashes[:] = np.frombuffer(b"".join(found), np.uint64).reshape(count, 2)
+    return blocks
+
+
+def _first_unsound(
+    batches: Sequence[TokenBatch], encoded: np.ndarray, placed: _Placed, packing: Packing, vocabulary: int
+) -> Unsound | None:
+    """The first id outside the vocabulary, of those that are in a block."""
+    left = int(encoded[: placed.documents].sum()) + max(placed.offset - (packing.bos_id is not None), 0)
+    before = 0
+    for batch in batches:
+        ids = batch.ids[:left].view(np.uint32)  # a negative id is a large one
+        if len(ids) and int(ids.max()) >= vocabulary:
+            place = int(np.argmax(ids >= vocabulary))
+            document = int(np.searchsorted(batch.offsets, place, side="right")) - 1
+            return Unsound(before + document, place - int(batch.offsets[document]))
+        left -= len(ids)
+        before += len(batch)
+    return None

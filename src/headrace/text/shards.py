@@ -32,7 +32,9 @@ from headrace.compiled import CompiledLoops
 from headrace.errors import DataError, FileCorrupt
 from headrace.files import open_container, publish, unreadable, write_container
 from headrace.order import fingerprint_json
-from headrace.text.pack import Packing, pack_kernels
+from headrace.runtime.compiled import wait_for_kernels
+from headrace.text.kernels import best_fit
+from headrace.text.pack import Packing, place_best_fit
 from headrace.text.token_batch import TokenBatch
 
 __all__ = [
@@ -232,7 +234,7 @@ class PackedShard:
 
 def pack_shard(offsets: np.ndarray, seq_len: int) -> PackedShard:
     """Best-fit decreasing over runs of documents that fill 2,048 blocks; a pure function of the documents' lengths."""
-    k = pack_kernels()
+    wait_for_kernels(best_fit)
     lengths = np.diff(offsets).astype(np.int64)
     ptrs: list[np.ndarray] = [np.zeros(1, np.int64)]
     ats: list[np.ndarray] = [np.empty(0, np.int64)]
@@ -242,18 +244,15 @@ def pack_shard(offsets: np.ndarray, seq_len: int) -> PackedShard:
         stop = int(np.searchsorted(offsets, offsets[first] + budget, side="right")) - 1
         stop = max(stop, first + 1)
         window = np.ascontiguousarray(lengths[first:stop])
-        room = int((-(-window // seq_len)).sum()) + 1
-        doc, start, length, bin_of = (np.empty(room, np.int64) for _ in range(4))
-        bins = k.best_fit_bins(window, len(window), seq_len, doc, start, length, bin_of)
-        pieces = int(doc[-1])
-        order, ptr = np.empty(pieces, np.int64), np.empty(bins + 1, np.int64)
-        k.bins_in_document_order(bin_of, doc, pieces, bins, order, ptr)
-        doc, start, length = doc[order], start[order], length[order]
+        placed = place_best_fit(window, seq_len)
+        order = np.argsort(placed.bin_of * (len(window) + 1) + placed.doc)
+        doc, start, length = placed.doc[order], placed.start[order], placed.length[order]
+        ptr = np.cumsum(np.bincount(placed.bin_of, minlength=placed.bins))
         closes = start + length == window[doc]
         ats.append(offsets[first + doc] + start)
         lens.append(np.where(closes, -length, length).astype(np.int32))
-        ptrs.append(ptr[1:] + pieces_before)
-        pieces_before += pieces
+        ptrs.append(ptr + pieces_before)
+        pieces_before += len(doc)
         first = stop
     return PackedShard(np.concatenate(ptrs), np.concatenate(ats), np.concatenate(lens))
 
