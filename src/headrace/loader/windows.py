@@ -415,7 +415,7 @@ class WindowMaker:
                 )
 
     def _place(self, chunk: int, row: int) -> str:
-        file, local = self.source.manifest.locate(int(self.source.manifest.first_row[span.chunk]) + row)
+        file, local = self.source.manifest.locate(int(self.source.manifest.first_row[chunk]) + row)
         return f"row {local} of {self.source.manifest.files[file].path} (source {self.source.name})"
 
     def _culprit(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray, error: BaseException) -> HeadraceError:
