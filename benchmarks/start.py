@@ -31,10 +31,10 @@ for kind in ("rna", "atac"):
     Path("cells", kind).mkdir(parents=True)
     for i in range(8):
         np.save(f"cells/{kind}/{i}.npy", rng.standard_normal((4000, 16)).astype("f4"))
+import subprocess
 import headrace as hr
-from headrace.cli import main
 Path("prepare.toml").write_text('[[source]]\\nspec = "jsonl:*.jsonl"\\n[text]\\ntokenizer = "bytes"\\nseq_len = 512\\n')
-assert main(["prepare", "prepare.toml", "--out", "prepared", "--quiet"]) in (0, None)
+subprocess.run([sys.executable, "-m", "headrace", "prepare", "prepare.toml", "--out", "prepared", "--quiet"], check=True)
 import torch
 class Squares(hr.DataProviderBase):
     def build_meta(self):
