@@ -14,6 +14,7 @@ from which labels, positions and provenance follow:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -133,6 +134,9 @@ class Packed(NamedTuple):
 
 _ANY_ID = np.iinfo(np.int32).max
 _NO_LIMIT = np.iinfo(np.int64).max
+_KEPT = 4 << 20
+"""Tokens that a thread keeps memory for from window to window."""
+_local = threading.local()
 
 
 class _Placed(NamedTuple):
@@ -226,7 +230,7 @@ def _lay(
 ) -> Blocks:
     """The blocks, in delivery order, the pieces of each in the order of documents."""
     first = np.cumsum(lengths) - lengths
-    stream = np.empty(int(lengths.sum()), np.int32)
+    stream = _scratch("stream", int(lengths.sum()))
     at = 0
     bos, eos = (-1 if token is None else token for token in (packing.bos_id, packing.eos_id))
     for batch in batches:
@@ -249,7 +253,7 @@ def _lay(
         row_count=np.empty(count, np.int64),
         hashes=np.empty((count, 2), np.uint64),
     )
-    stamps, ends = np.empty(6 * count + int(placed.length.sum()) + 2 * pieces, np.int32), np.empty(count, np.int64)
+    stamps, ends = _scratch("stamps", 6 * count + int(placed.length.sum()) + 2 * pieces), np.empty(count, np.int64)
     lay_blocks(
         stream, first, lengths, piece_ptr, blocks.piece_doc, blocks.piece_start, blocks.piece_len, packing.pad_id,
         blocks.tokens, blocks.piece_next, blocks.real, blocks.row_count, stamps, ends,
@@ -258,6 +262,15 @@ def _lay(
     found = [xxh3_128_digest(view[a:b]) for a, b in pairwise([0, *ends.tolist()])]
     blocks.hashes[:] = np.frombuffer(b"".join(found), np.uint64).reshape(count, 2)
     return blocks
+
+
+def _scratch(name: str, size: int) -> np.ndarray:
+    """This thread's buffer of that name: fresh pages for every window would cost more than packing it."""
+    held = getattr(_local, name, None)
+    if held is None or len(held) < size or len(held) > _KEPT:
+        held = np.empty(size, np.int32)
+        setattr(_local, name, held)
+    return held[:size]
 
 
 def _first_unsound(
