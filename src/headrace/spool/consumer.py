@@ -152,7 +152,7 @@ class DatasetConsumer:
         )  # fmt: skip
         self.data_dir = self.settings.data_dir
         self._meter = meter if meter is not None else default_meter()
-        self.meta: dict[str, Any] = read_meta(self.data_dir)
+        self._meta = read_meta(self.data_dir)
         if batch_size is not None:
             self.set_batch_size(batch_size)
         elif "batch_size" in self.meta:
@@ -180,6 +180,11 @@ class DatasetConsumer:
                 self.data_dir, self.meta, self._stripe, self._journal, self._meter, ack=ack, archive=archive, copy=self.copy,
                 cache_files=cache_files, deadline=deadline, verdict_patience=verdict_patience,
             )  # fmt: skip
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What the spool holds: the checked meta.json, or the meta.pkl of a folder that has no meta.json."""
+        return self._meta
 
     # ----------------------------------------------------------------------------------------- batches
 

@@ -170,5 +170,5 @@ def test_a_spool_of_version_0_1_is_read_on_where_it_was_left(drawn, consumer, tm
     reader.get_batch("train")
     reader.get_batch("train")
     assert reader._queue.background.drain(10)
-    assert reader._folder.commit_points()["train"]["at"] == [[3, 0]]
+    assert reader._queue.folder.commit_points()["train"]["at"] == [[3, 0]]
     assert not (state / "commit.json").exists()
