@@ -404,7 +404,7 @@ def read_and_commit(ranks: list[DatasetConsumer], begin: int, steps: int, *, com
             shares = list(threads.map(lambda rank: rank.get_batch("train")["g"], ranks))
             got = sorted(g for share in shares for g in share[:, 0].tolist())
             assert got == list(range(step * BATCH, (step + 1) * BATCH))
-            if commits and step % 2 and ranks[0].ack == "commit":
+            if commits and step % 2 and ranks[0].settings.ack == "commit":
                 ranks[0].commit()
 
 
