@@ -52,7 +52,7 @@ _FEW_INODES = 64
 _INODES_OF_A_FILE = 2
 """A temporary, and on file systems that count links (tmpfs) its second name."""
 _BLOCK = 4096
-_log = logging.getLogger("headrace.spool")
+_log = logging.getLogger("headrace.spool.provider")
 
 register(
     MetricSpec(
@@ -120,7 +120,7 @@ class DataProviderBase:
             val_files: Files of a circular split.
             lease_seconds: Time after which the claim of a provider that is stuck is passed over.
             deadline: Seconds without a need for a file, or without room on the disk, after which `run` ends with an error.
-            report: Gets the log lines: one for each file, and warnings. Without it they go to the logger "headrace.spool" at level INFO,
+            report: Gets the log lines: one for each file, and warnings. Without it they go to the logger "headrace.spool.provider" at level INFO,
                 and from `run` to standard error where the program has set up no logging.
             meter: Where metrics are counted.
         """
@@ -683,7 +683,7 @@ def _purge(path: Path, keep_meta: bool) -> None:
 
 
 def _log_to_stderr() -> None:
-    """Show what is logged about spools on standard error, unless the program has set up logging."""
+    """Show what providers log on standard error, unless the program has set up logging."""
     if not _log.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))

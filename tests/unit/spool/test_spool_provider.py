@@ -86,7 +86,7 @@ def test_when_a_file_was_made_is_known_and_not_in_its_bytes(drawn, tmp_path, fil
 def test_a_provider_logs_a_line_for_each_file_and_more_where_it_is_verbose(drawn, caplog):
     caplog.set_level(logging.INFO, "headrace.spool")
     drawn(max_backlog_files=3).run(("train",), max_files=3)
-    lines = [r.getMessage() for r in caplog.records if r.name == "headrace.spool"]
+    lines = [r.getMessage() for r in caplog.records if r.name == "headrace.spool.provider"]
     assert [re.sub(r"[\d.]+ s", "T", line) for line in lines] == [
         f"train {k}: published in T, backlog {k + 1}" for k in range(3)
     ]
