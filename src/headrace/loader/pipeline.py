@@ -155,7 +155,7 @@ class Pipeline:
                     )
                     return Made(buffers.batch(taken.facts), taken, made, tuple(passed))
                 else:
-                    # Nobody learns anything from this step: it keeps its number, and is neither delivered nor counted.
+                    # No rank learns anything from this step: it keeps its number, and is neither delivered nor counted.
                     totals[: -len(LEFT_OUT)] = before
                     self._empty_steps += 1
                     passed.append(Passed(first, None))

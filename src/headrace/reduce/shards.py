@@ -320,7 +320,7 @@ class _OnDisk:
         try:
             status = self.path.stat()
         except OSError:
-            return None  # it is gone: whoever reads it says so
+            return None  # it is gone: the reader that opens it names it
         return [status.st_size, status.st_mtime_ns]
 
 

@@ -91,7 +91,7 @@ def plain_values(value: Any, name: str, limits: Limits) -> Any:
         item, depth = pending.pop()
         if isinstance(item, str):
             room -= len(item)
-            # A lone surrogate passes through Python and fails only when somebody saves it.
+            # A lone surrogate passes through Python and fails only when the rollout is saved.
             if not item.isascii() and room >= 0:
                 try:
                     item.encode()

@@ -212,7 +212,7 @@ class RolloutPipeline:
         self._worker = ThreadPoolExecutor(1, "headrace-rollouts")
         self._breathe = Breath(asyncio.get_running_loop())
         if self._freeze and not gc.get_freeze_count():
-            # Here, and not in a thread: whoever opens a pipeline waits for it anyway, and nothing else is under way on the loop yet.
+            # Here, and not in a thread: the caller waits until the pipeline is open anyway, and nothing else is under way on the loop yet.
             gc.collect()
             gc.freeze()
             self._frozen = True
@@ -388,7 +388,7 @@ class RolloutPipeline:
             self._ended.remove(self._finished)
 
     async def _drained(self, state: _OpenStep, only: Collection[Key] | None = None) -> None:
-        # What has failed for no reason of its own is raised, whoever asked for it.
+        # An error that no single rollout caused is raised, whichever request met it.
         awaited = {future for future, key in state.pending.items() if only is None or key in only or future.done()}
         if not awaited:
             return
@@ -434,7 +434,7 @@ class RolloutPipeline:
     def _finish(
         self, state: _OpenStep, step: int, policy_version: int, only: Collection[Key] | None, lag: dict[str, float]
     ) -> StepReport:
-        with state.lock:  # whoever still writes has seen that the step has ended, or is done before this
+        with state.lock:  # a writer has seen that the step has ended, or is done before this
             for key in [k for k in state.done if only is not None and k not in only]:
                 del state.done[key]
         phases, order, breathe = state.phases, sorted(state.done), self._breathe

@@ -1,7 +1,7 @@
 """Which values go through a pipe or lie in a file without pickle: `encode_value`, `decode_value`.
 
 msgpack for plain values, and three things that it has no form of: an array of numbers keeps its type and shape, a pydantic model (a live message)
-goes as its fields, and an object that is no value leaves its type's name, so that whoever checks it on the other side refuses it in the words it would have been refused in here.
+goes as its fields, and an object that is no value leaves its type's name, so that the check on the other side refuses it in the words it would have been refused in here.
 Decoding makes values and arrays only; nothing that is read chooses what code runs.
 """
 

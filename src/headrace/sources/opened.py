@@ -286,7 +286,7 @@ class OpenSource:
         return texts
 
     def bind_records(self) -> None:
-        """From now on refuse a chunk that differs from its record, whoever made it: what a run that goes on needs."""
+        """From now on refuse a chunk that differs from its record, also one that another run made. A run that is resumed needs this."""
         self._bound = True
 
     def fingerprint(self) -> dict[str, str]:

@@ -152,7 +152,7 @@ def write_record(path: Path, value: Mapping[str, Any], *, durable: bool) -> None
             try:
                 os.fsync(fd)
             except OSError:
-                # The kernel may have dropped the bytes and count them as written. Nobody may take this record for one on the disk, least
+                # The kernel may have dropped the bytes and count them as written. No reader may take this record for one on the disk, least
                 # of all the next attempt, which would overwrite the other one. It writes this slot again.
                 with contextlib.suppress(OSError):
                     os.pwrite(fd, b" " * slot, place * slot)
