@@ -39,7 +39,7 @@ class Ends(Protocol):
 
     def others(self, step: int, samples: range, own: Share, stopped: Callable[[], bool]) -> Share:
         """What the other ranks have at `step`, of which `samples` are the global samples. A rank with something to learn itself is not made to
-        wait: what it is told of the others means nothing."""
+        wait: what the store says about the other ranks then means nothing."""
         ...
 
 

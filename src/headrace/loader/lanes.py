@@ -155,7 +155,7 @@ class BatchBuffers:
         self._places = [(name, places[name], shape) for name, shape in shapes.items()]
         self._tensors: dict[str, Any] = {}
         self.where = np.zeros(k.BATCH_WORDS, np.int64)
-        """What the compiled loop is told: addresses, and the two settings."""
+        """Arguments of the compiled loop: addresses, and the two settings."""
         self.where[k.PAD_WITH], self.where[k.UNSHIFTED] = pad, unshifted
         self.make_room(16 * shapes["sample_index"][0])
 

@@ -40,7 +40,7 @@ def element(values, at):
 def uncompiled(made: Kernel) -> Kernel:
     """The same kernel, as in a process that has just begun."""
     fresh = Kernel(made._function, made._signatures, nogil=made._nogil, python=None, interpretable=made._interpretable)
-    fresh._requested = True  # by nobody: it stays as it is
+    fresh._requested = True  # so that no thread compiles it
     return fresh
 
 
