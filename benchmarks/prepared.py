@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from headrace.batch import DEFAULT_LM_FIELDS
 from headrace.loader import PreparedDataset, PreparedLoader
-from headrace.loader.prepared import FIELDS
 from headrace.text.shards import SHARD_FOLDER, PreparedManifest, PreparedSource, shard_name, write_shard
 
 SEQ_LEN, SHARDS, SHARD_TOKENS = 2048, 3, 24 << 20
@@ -161,7 +161,7 @@ def main() -> None:
                 for label, fields in (
                     ("input_ids", three[:1]),
                     ("+ labels, positions", three),
-                    ("whole contract", FIELDS[:5]),
+                    ("whole contract", DEFAULT_LM_FIELDS),
                 ):
                     steps[f"{packing:<9} {label}"] = loader(data, rows, fields=fields, prefetch_batches=0)
             steps["concat    input_ids, thread ahead"] = loader(concat, rows, fields=three[:1], prefetch_batches=2)

@@ -140,12 +140,12 @@ def fold() -> None:
 
 
 def workers() -> None:
-    from headrace.jobs.gram_spool import SpoolCrew
     from headrace.reduce import Columns, CrossNodeGramReduction, CrossNodePartition, Provenance, default_chunk_size
-    from headrace.reduce.crew import Crew, FoldProgress, drive
     from headrace.reduce.orders import WorkOrder
-    from headrace.reduce.processes import ProcessCrew
     from headrace.reduce.shards import RowShards
+    from headrace.reduce.transports.crew import Crew, FoldProgress, drive
+    from headrace.reduce.transports.folder import SpoolCrew
+    from headrace.reduce.transports.processes import ProcessCrew
 
     def rate(hire: Callable[[], Crew], order: WorkOrder) -> float:
         """Rows a second once everybody is under way: the first chunks pay for starting and compiling. Hired here, because workers of

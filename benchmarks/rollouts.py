@@ -6,8 +6,8 @@
 
 Each figure comes from a process of its own. Lag is sampled every millisecond and shown as what it is above an idle stretch of the same
 loop with the same tasks. "with a core" leaves out how long the loop's thread was ready and others had both cores. "gather" is what turns a step's rollouts
-into samples; ours begins with the columns that ingest leaves, and is also shown with ingest counted in, from lists and from msgpack. A run during which a virtual machine's host gave
-more than 1 % of the time to others is made again, three times at most, and the least disturbed one is told. "msgpack": rollouts arrive encoded, and otherwise as lists. "plain" is what one would write first: lists joined turn by turn, np.concatenate of experts, one msgspec encode, one
+into samples; ours begins with the columns that ingest leaves, and is also shown with ingest counted in, for each form that rollouts come in. A run during which a virtual machine's host gave
+more than 1 % of the time to others is made again, three times at most, and the least disturbed one is told. Rollouts arrive in the binary form of the wire contract, as lists, or as lists in msgpack or JSON text. "plain" is what one would write first: lists joined turn by turn, np.concatenate of experts, one msgspec encode, one
 write; it has no event loop, so its time is how long one would stand still. "floor" writes the very chunks that arrived with writev,
 by turns with our own way in one process: fresh pages of the page cache cost up to nine times those just let go, and both get both.
 """
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,36 +86,36 @@ def columns(dump: Path, folder: Path) -> dict[str, Any]:
         BatchWriter,
         interleave_rollout,
         pack_samples,
-        rollout_from_msgpack,
         rollout_from_verifiers,
     )
     from headrace.rollouts.batch_files import sidecar_path
-    from headrace.rollouts.columns import kernels
     from headrace.rollouts.dumps import read_dump, read_encoded
+    from headrace.rollouts.wire import decode_rollout, encode_rollout
 
-    kernels()
-    raw = list(read_dump(dump))
-    settled()
-    ingest = interleave = 0.0
-    kept: list[Any] = []
-    for r in raw:  # one by one, as they arrive: samples are kept, contexts are not
-        start = time.perf_counter()
-        rollout = rollout_from_verifiers(r)
-        middle = time.perf_counter()
-        kept += interleave_rollout(rollout)
-        end = time.perf_counter()
-        ingest, interleave = ingest + middle - start, interleave + end - middle
-    del raw, kept
-    encoded = [bytes(r) for r in read_encoded(dump)]
-    start = time.perf_counter()
-    for r in encoded:
-        rollout_from_msgpack(r)
-    decoding = time.perf_counter() - start
-    start = time.perf_counter()
-    for r in encoded:
-        msgspec.msgpack.decode(r)
-    plainly = time.perf_counter() - start
-    rollouts = [rollout_from_msgpack(r) for r in encoded]
+    interleave = 0.0
+    ingest: dict[str, float] = {}
+    forms: dict[str, Callable[[], Iterator[Any]]] = {
+        "binary": lambda: (encode_rollout(r) for r in read_dump(dump)),
+        "lists": lambda: read_dump(dump),
+        "msgpack": lambda: (bytes(r) for r in read_encoded(dump)),
+        "json": lambda: (msgspec.json.encode(r) for r in read_dump(dump)),
+    }
+    for form, made in forms.items():
+        ingest[form] = 0.0
+        for raw in made():  # one by one, as they arrive
+            start = time.thread_time()
+            rollout = rollout_from_verifiers(decode_rollout(raw) if isinstance(raw, bytes) else raw)
+            ingest[form] += time.thread_time() - start
+            if form == "binary":
+                start = time.thread_time()
+                interleave_rollout(rollout)
+                interleave += time.thread_time() - start
+    plainly = 0.0
+    for raw in read_encoded(dump):
+        start = time.thread_time()
+        msgspec.msgpack.decode(raw)
+        plainly += time.thread_time() - start
+    rollouts = [rollout_from_verifiers(decode_rollout(r)) for r in forms["binary"]()]
     samples = [s for r in rollouts for s in interleave_rollout(r)]
     chunks = [[c.reshape(-1).data for c in s.experts.chunks] for s in samples if s.experts is not None]
     del samples
@@ -152,7 +152,7 @@ def columns(dump: Path, folder: Path) -> dict[str, Any]:
             took = (timed(a), timed(b))
             tries.append(took if number % 2 else (took[1], took[0]))
     return {
-        "ingest": ingest, "decoding": decoding, "decoder": plainly, "interleave": interleave, "floor": [f for f, _ in tries], "ours": [o for _, o in tries],
+        "ingest": ingest, "decoder": plainly, "interleave": interleave, "floor": [f for f, _ in tries], "ours": [o for _, o in tries],
     }  # fmt: skip
 
 
@@ -195,9 +195,9 @@ def one(kind: str, dump: Path, folder: Path, traffic: int) -> dict[str, Any]:
         return columns(dump, folder)
     if kind.startswith("steps:"):
         return many_steps(int(kind[6:]), folder)
-    from headrace.jobs.replay import replay
+    from headrace.rollouts.replay import replay
 
-    mode, _, processes = kind.removesuffix("@msgpack").partition(":")
+    mode, _, processes = kind.partition("@")[0].partition(":")
     chunk = 128 if mode == "boundary" else None
     # Idle for about as long as what it is compared with: the largest of more samples is larger.
     return replay(
@@ -207,7 +207,7 @@ def one(kind: str, dump: Path, folder: Path, traffic: int) -> dict[str, Any]:
         gather_chunk_size=chunk,
         folder=folder,
         processes=int(processes or 0),
-        form="msgpack" if kind.endswith("@msgpack") else "lists",
+        form=kind.partition("@")[2] or "binary",  # ty: ignore[invalid-argument-type]
         idle=4.0 if dump.stat().st_size > 2e8 else 1.0,
     ).to_dict()
 
@@ -238,7 +238,7 @@ def compare(step: str, scale: float, folder: Path) -> None:
     payload = dump.stat().st_size
     print(f"-- {step}, scale {scale:g}: {payload / 1e6:,.0f} MB arrive", flush=True)
     simple = run("plain", dump, folder)
-    ways = ("arrival", "arrival@msgpack", "boundary", "arrival:1")
+    ways = ("arrival@binary", "arrival@lists", "arrival@msgpack", "arrival@json", "boundary", "arrival:1")
     for traffic in (0, 200):
         for way in ways:
             found, share = undisturbed(way, dump, folder, traffic)
@@ -249,7 +249,7 @@ def compare(step: str, scale: float, folder: Path) -> None:
                 f" ({1e3 * (p['blocked_p99'] - idle['blocked_p99']):+.1f} and {1e3 * (p['blocked_max'] - idle['blocked_max']):+.1f} with a core)"
                 for name, p in phases.items()
             )
-            told = {"arrival:1": "processes", "arrival@msgpack": "msgpack"}.get(way, way)
+            told = {"arrival:1": "processes"}.get(way, way.removeprefix("arrival@"))
             print(
                 f"{told:<9} {traffic:>3} tasks   loop lag above idle, ms: {lags}   (idle p99 {1e3 * idle['lag_p99']:.1f} max {1e3 * idle['lag_max']:.1f}; {100 * share:.0f} % of the CPU was others')",
                 flush=True,
@@ -267,18 +267,13 @@ def compare(step: str, scale: float, folder: Path) -> None:
             )
             print(f"          {found['breakdown'].partition(': ')[2]}", flush=True)
     alone = run("columns", dump, folder)
-    print(
-        f"gather    ours {alone['interleave']:.3f} s from ingested rollouts, {alone['ingest'] + alone['interleave']:.2f} s with ingest from lists, none of it at the boundary"
-        f"   plain {simple['gather']:.2f} s   ratios {simple['gather'] / alone['interleave']:.1f}x and {simple['gather'] / (alone['ingest'] + alone['interleave']):.1f}x faster"
-    )
-    print(
-        f"          from the msgpack that arrives: ours {alone['decoding'] + alone['interleave']:.2f} s, plain {alone['decoder'] + simple['gather']:.2f} s"
-        f"   ratio {(alone['decoder'] + simple['gather']) / (alone['decoding'] + alone['interleave']):.1f}x faster"
-    )
-    print(
-        f"ingest    {alone['ingest']:.2f} s from lists, {alone['decoding']:.2f} s from msgpack, of which a decoder alone makes lists in {alone['decoder']:.2f} s"
-        f"   ratio {alone['decoder'] / alone['decoding']:.1f}x faster than decoding"
-    )
+    gather, ingest = alone["interleave"], alone["ingest"]
+    print(f"gather    CPU of interleave {gather:.3f} s from ingested rollouts   plain {simple['gather']:.2f} s")
+    for form, seconds in ingest.items():
+        print(
+            f"          {form:<8} ingest {seconds:.3f} s, {seconds / ingest['binary']:.1f}x binary   with interleave {seconds + gather:.3f} s"
+        )
+    print(f"          msgspec alone makes lists of the msgpack in {alone['decoder']:.3f} s")
     if alone["floor"]:
         each = [o / f for o, f in zip(alone["ours"], alone["floor"], strict=True)]
         print(

@@ -23,10 +23,10 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from headrace.formats.byte_file import RawFile
+from headrace.formats.lines import JsonLines, TextLines, default_chunk_bytes
 from headrace.sources import OpenSource, Source, open_source
 from headrace.sources import packed as unpacking
-from headrace.sources.lines import JsonLines, TextLines, default_chunk_bytes
-from headrace.sources.raw import RawFile
 
 _MIB = 96
 

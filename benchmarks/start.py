@@ -3,22 +3,25 @@
     python benchmarks/start.py                  every door
     python benchmarks/start.py loader gram      some
 
-Each start is a process of its own. Cold: an empty folder for compiled code (NUMBA_CACHE_DIR) and the page cache as it is. `cpu` is what the process
+Each start is a process of its own, ended after LIMIT seconds: a start that failed or took longer is printed as such, and the others go on. Cold: an empty folder for compiled code (NUMBA_CACHE_DIR) and the page cache as it is. `cpu` is what the process
 computed until then: on a machine that others use, too, it says more than the seconds.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROUNDS = 3
+ROUNDS, LIMIT = 3, 120
 
 PREPARE = """
 import json, sys
@@ -126,36 +129,42 @@ DOORS = {
 """The figure printed is from `import headrace` on, torch imported before."""
 
 
+class StartFailed(Exception):
+    """A start ended without its first batch."""
+
+
 def door(script: str, folder: Path, cache: Path) -> tuple[float, float, float]:
     """(seconds, CPU seconds, seconds of importing torch) to the first batch."""
     shutil.rmtree(folder / "rl", ignore_errors=True)
     done = subprocess.run(
         [sys.executable, "-c", script],
-        cwd=folder, env=_environment(folder, cache), capture_output=True, text=True, timeout=600, check=False,
+        cwd=folder, env=_environment(folder, cache), capture_output=True, text=True, timeout=LIMIT, check=False,
     )  # fmt: skip
     if done.returncode:
-        raise SystemExit(f"a start failed:\n{done.stderr[-3000:]}")
+        raise StartFailed(done.stderr)
     told = {line.split()[0]: [float(n) for n in line.split()[1:]] for line in done.stdout.splitlines() if line[:5] in ("torch", "first")}  # fmt: skip
     return told["first"][0], told["first"][1], told["torch"][0]
 
 
 def quickstart(folder: Path, cache: Path) -> tuple[float, float, float]:
     """Seconds from the command to its first step, importing torch included, as a person waits for it; CPU seconds of the whole process."""
-    import resource
-    import time
-
     shutil.rmtree(folder / "quickstart", ignore_errors=True)
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     command = [sys.executable, "-m", "headrace", "run", str(ROOT / "examples" / "quickstart.toml"), "--run.dir", str(folder / "quickstart"), "--run.steps", "5"]  # fmt: skip
     seconds = 0.0
     with subprocess.Popen(command, cwd=folder, env=_environment(folder, cache), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:  # fmt: skip
+        limit = threading.Timer(LIMIT, run.kill)
+        limit.start()
         assert run.stdout is not None
+        lines = []
         for line in run.stdout:
+            lines.append(line)
             if not seconds and "step" in line and "loss" in line:
                 seconds = time.perf_counter() - began
+        limit.cancel()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if run.returncode:
-        raise SystemExit("headrace run examples/quickstart.toml failed")
+        raise StartFailed("".join(lines))
     return seconds or time.perf_counter() - began, after.ru_utime - before.ru_utime, 0.0
 
 
@@ -163,7 +172,7 @@ def _environment(folder: Path, cache: Path) -> dict[str, str]:
     return os.environ | {"NUMBA_CACHE_DIR": str(cache), "HEADRACE_CACHE": str(folder / "cache"), "NO_COLOR": "1"}
 
 
-def main() -> None:
+def main() -> int:
     wanted = sys.argv[1:]
     doors = {name: script for name, script in DOORS.items() if not wanted or name.partition(",")[0] in wanted}
     with tempfile.TemporaryDirectory() as name:
@@ -175,16 +184,27 @@ def main() -> None:
         print(
             f"{'seconds to the first batch':<28}{'cold':>8}{'cpu':>8}   goal{'warm':>10}{'cpu':>8}   goal{'torch':>10}"
         )
+        failed = 0
         for each, start in starts.items():
             cold, warm = [], []
             for round_ in range(ROUNDS):
                 cache = folder / f"compiled-{each}-{round_}"
-                cold.append(start(cache))
-                warm.append(start(cache))
+                try:
+                    cold.append(start(cache))
+                    warm.append(start(cache))
+                except subprocess.TimeoutExpired:
+                    print(f"{each}: a start took longer than {LIMIT} s", flush=True)
+                    failed += 1
+                except StartFailed as error:
+                    print(f"{each}: a start failed:\n{str(error)[-2000:]}", flush=True)
+                    failed += 1
+            if not warm:
+                continue
             goals = ("≤ 8", "≤ 4") if each.startswith("headrace run") else ("≤ 5", "≤ 2")
             (a, b, _), (c, d, torch) = (map(statistics.median, zip(*taken, strict=True)) for taken in (cold, warm))
             print(f"{each:<28}{a:8.2f}{b:8.2f}   {goals[0]}{c:11.2f}{d:8.2f}   {goals[1]}{torch:11.2f}", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

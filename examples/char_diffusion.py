@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import headrace as hr
-from headrace.spool.sampling import mask_tokens, next_span
+from headrace.spool.providers.sampling import mask_tokens, next_span
 
 STAGES = (0.15, 0.35, 0.6, 0.85)
 """Shares of characters that are corrupted, from nearly whole to nearly noise."""

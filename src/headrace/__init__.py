@@ -39,7 +39,6 @@ from headrace.errors import (
 
 if TYPE_CHECKING:
     from headrace import ledger, reduce, rollouts, testing
-    from headrace.jobs.wiring import Job, load
     from headrace.loader import (
         Loader,
         MixChange,
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from headrace.loader.torch_adapters import TorchDataset, attach_to_trainer
     from headrace.metrics import MetricSpec, Reducer, Reduction, Wait, phase
     from headrace.order import Cursor, Digest
+    from headrace.runs.job import Job, load
     from headrace.sources import Source
     from headrace.spool import DataProviderBase, DatasetConsumer
     from headrace.train import global_token_mean
@@ -62,7 +62,7 @@ __version__ = "0.1.0"
 
 # Where each public name lives. Looked up when it is first used, so that importing the package stays light.
 _HOME = {
-    "Job": "jobs.wiring", "load": "jobs.wiring",
+    "Job": "runs.job", "load": "runs.job",
     "Loader": "loader", "MixChange": "loader", "PreparedDataset": "loader", "PreparedLoader": "loader", "TextDataset": "loader", "merge_states": "loader",
     "StreamMixingDataset": "loader.streams", "DataStatsCollector": "loader.data_stats", "extra_metrics": "loader.extra_metrics",
     "TorchDataset": "loader.torch_adapters", "attach_to_trainer": "loader.torch_adapters",

@@ -10,6 +10,8 @@
     ├── FileCorrupt        one of our own files fails its checksum or does not parse
     ├── StorageError       the disk or the system refused (full, read-only, failing, out of descriptors or memory)
     ├── WorkerDied         a thread, process or rank is gone; carries its name
+    ├── EnvironmentFailed  an environment raised in its process; carries the kind of its error
+    ├── WeightsNotTaken    an inference engine serves other weights than the trainer published
     ├── StepFailed         every rollout of a training step failed, at every try
     ├── EndOfData          a finite spool was read to its end
     └── DeadlineExceeded   a named wait took longer than it may
@@ -20,8 +22,9 @@ never one of these: it stays an ordinary exception, so that it is not mistaken f
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Mapping, Sequence
+import difflib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "ConfigError",
@@ -30,13 +33,16 @@ __all__ = [
     "DataError",
     "DeadlineExceeded",
     "EndOfData",
+    "EnvironmentFailed",
     "FileCorrupt",
     "HeadraceError",
     "RolloutRefused",
     "StepFailed",
     "StorageError",
     "TokenizerError",
+    "WeightsNotTaken",
     "WorkerDied",
+    "nearest",
 ]
 
 
@@ -101,13 +107,32 @@ class WorkerDied(HeadraceError):
     """A thread, process or rank is gone."""
 
 
+class EnvironmentFailed(HeadraceError):
+    """An environment raised in a process of its own. `cause` is the name of its error, under which the failure is counted."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        self.cause = cause
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.cause, str(self))
+
+
+class WeightsNotTaken(HeadraceError):
+    """An inference engine serves other weights than the trainer published."""
+
+
 class StepFailed(HeadraceError):
     """Every rollout of a training step failed, at every try: the environments or the engine do not work."""
 
 
-def how_it_ended(code: int | None) -> str:
-    """A process's exit code in words, for a WorkerDied."""
-    return f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
+def nearest(word: str, valid: Iterable[str]) -> list[str]:
+    """Up to 1,000 of `valid`, those most like `word` first: for "did you mean". A file with 300,000 keys costs no more."""
+
+    def unlikeness(name: str) -> tuple[float, str]:
+        return -difflib.SequenceMatcher(None, word[:80].lower(), name[:80].lower()).ratio(), name
+
+    return sorted(itertools.islice(valid, 1000), key=unlikeness)
 
 
 class EndOfData(HeadraceError):
@@ -116,3 +141,37 @@ class EndOfData(HeadraceError):
 
 class DeadlineExceeded(HeadraceError):
     """A named wait took longer than it may."""
+
+
+# ------------------------------------------------------------------------- values in the text of a message
+
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def quoted(text: str) -> str:
+    """A TOML string, in which nothing can break a line or move a terminal's cursor."""
+    return '"' + "".join(_ESCAPES.get(c) or (c if c.isprintable() else _escaped(c)) for c in text) + '"'
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def found_text(text: str) -> str:
+    """A text that was found, quoted and shortened."""
+    return quoted(shortened(text))
+
+
+def number_text(value: int | float) -> str:
+    """A number in at most a few words: large powers of two as such, huge integers by their size."""
+    if isinstance(value, int) and value >= 1 << 16 and value & (value - 1) == 0:
+        return f"2**{value.bit_length() - 1}"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"  # str() refuses more than 4,300 digits
+    return repr(value)
+
+
+def shortened(text: str) -> str:
+    """At most 60 characters of a text."""
+    return text if len(text) <= 60 else text[:57] + "..."

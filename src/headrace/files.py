@@ -5,6 +5,9 @@
     open_container(path)            mapped and verified before a value is handed out
     quarantine(path, reason)        a bad file leaves the way but is kept, with the reason beside it
     open_inside(folder, name)       a file that is appended to or locked; no symbolic link below the folder is followed
+    open_regular(path)              a file that somebody else may have put there: nothing but a regular file is opened
+    read_regular(path, most)        all of its bytes, of which there may be at most so many
+    read_json(path, most)           a JSON value in such a file
 
 A process that dies at any point leaves either nothing, or a name starting with `.tmp-`, or the finished file. A failed
 fsync is never retried on the same file, because the kernel may have dropped the pages and report success the second
@@ -21,6 +24,7 @@ and touches no other (`Container.check_rows`). The sums of the segments are a te
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import functools
 import json
@@ -31,7 +35,8 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,15 +52,25 @@ __all__ = [
     "SEGMENT_SUMS",
     "TEMP_PREFIX",
     "Container",
+    "Durability",
     "container_bytes",
+    "decode_json",
+    "decode_msgpack",
+    "decode_toml",
+    "deep_key_line",
     "make_inside",
     "open_container",
     "open_inside",
+    "open_regular",
     "process_start",
     "publish",
     "publish_json",
     "quarantine",
     "read_container",
+    "read_json",
+    "read_lines",
+    "read_regular",
+    "read_tail",
     "sweep_temporaries",
     "sync_folder",
     "temporary_name",
@@ -86,20 +101,37 @@ Layout = tuple[tuple[str, int, int, str, tuple[int, ...]], ...]
 # ---------------------------------------------------------------------------------------------- publish
 
 
+class Durability(enum.Enum):
+    """When a published file is fsynced, and so what a power cut may take. A process that is killed takes nothing in any case."""
+
+    SYNCED = "synced"
+    """File and folder, before `publish` returns: the file survives a power cut."""
+    DEFERRED = "deferred"
+    """Shortly after, by a background thread: a power cut may tear the last files. For data that can be made again."""
+    UNSYNCED = "unsynced"
+    """When the kernel writes it, within half a minute or so. For what an older version of serves as well, or that is made again."""
+
+    @classmethod
+    def of(cls, durable: Durability | bool) -> Durability:
+        """True is SYNCED, False is UNSYNCED."""
+        return durable if isinstance(durable, Durability) else cls.SYNCED if durable else cls.UNSYNCED
+
+
 def publish(
     path: Path,
     parts: bytes | Iterable[bytes | memoryview],
     *,
     lead: tuple[int, Callable[[], bytes]] | None = None,
     replace: bool = False,
-    durable: bool = True,
+    durable: Durability | bool = True,
 ) -> None:
     """Make `path` appear with all of `parts` in it.
 
     Exclusive by default: a path that exists raises FileExistsError, whoever came first. `replace=True` takes its place
-    in one step. `durable=False` leaves out the fsyncs, for data that can be made again. `lead` is the size of bytes that stand before the
+    in one step. Unless `durable` is True or SYNCED, the fsyncs are left to the caller or the kernel. `lead` is the size of bytes that stand before the
     parts, and what makes them once the parts are written.
     """
+    durable = Durability.of(durable) is Durability.SYNCED
     folder = path.parent
     published = False
     temp = folder / temporary_name()
@@ -190,20 +222,24 @@ def sweep_temporaries(folder: Path) -> int:
     return len(left)
 
 
-def quarantine(path: Path, reason: str, folder: Path | None = None) -> Path:
-    """Move a bad file aside with its reason; where it went. The name stays readable and never overwrites another."""
+def quarantine(path: Path, reason: str, folder: Path | None = None, about: Mapping[str, Any] | None = None) -> Path:
+    """Move a bad file, or whatever lies under its name, into a quarantine with its reason; the path it has there.
+
+    Args:
+        path: The file. FileNotFoundError if it is gone.
+        reason: Written beside it, into `<name>.reason.json`.
+        folder: The quarantine; `quarantine` beside the file unless given. A file of the same name in it is kept.
+        about: More values for the reason file.
+    """
     folder = folder if folder is not None else path.parent / "quarantine"
     make_inside(folder.parent, folder.name)
     for attempt in range(10_000):
         target = folder / (path.name if attempt == 0 else f"{path.name}.{attempt}")
-        try:
-            os.link(path, target)
-        except FileExistsError:
+        if os.path.lexists(target):
             continue
-        os.unlink(path)
-        publish_json(
-            target.with_name(target.name + ".reason.json"), {"file": path.name, "reason": reason}, replace=True
-        )
+        path.rename(target)  # not link and unlink: the name may be a symbolic link or a folder
+        values = {"file": path.name, **(about or {}), "reason": reason}
+        publish_json(target.with_name(target.name + ".reason.json"), values, replace=True)
         sync_folder(path.parent)
         return target
     raise StorageError(
@@ -304,6 +340,125 @@ def unreadable(path: Path | str, error: OSError, sentence: str = "") -> FileCorr
     return FileCorrupt(sentence or f"{path} cannot be opened: {reason}")
 
 
+# ------------------------------------------------------------------------------------------ reading untrusted files
+
+
+def open_regular(path: Path | str, *, follow: bool = False) -> int:
+    """Open a regular file for reading and return its descriptor. Never blocks: a named pipe is refused, not waited for.
+
+    `follow`: the name itself may be a symbolic link. FileNotFoundError if there is nothing, FileCorrupt if it is no regular
+    file, StorageError if the system is at fault.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, flags)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            raise FileCorrupt(
+                f"{path} is a symbolic link, which is not followed here. Put the file itself there"
+            ) from error
+        raise unreadable(path, error) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FileCorrupt(f"{path} is not a regular file. Remove it, or put the file there that belongs there")
+    return fd
+
+
+def read_regular(path: Path | str, most: int, *, follow: bool = False) -> bytes:
+    """All bytes of a regular file, at most `most` of them; FileCorrupt if it has more. Otherwise as `open_regular`."""
+    fd = open_regular(path, follow=follow)
+    try:
+        size = os.fstat(fd).st_size
+        if size > most:
+            raise FileCorrupt(f"{path} has {size:,} bytes; at most {most:,} are read")
+        with open(fd, "rb", closefd=False) as handle:
+            data = handle.read(most + 1)
+    except OSError as error:
+        raise unreadable(path, error, f"{path} cannot be read: {error.strerror or error}") from error
+    finally:
+        os.close(fd)
+    if len(data) > most:
+        raise FileCorrupt(f"{path} grew while it was read; at most {most:,} bytes are read")
+    return data
+
+
+def read_json(path: Path | str, most: int = 16 << 20, *, follow: bool = False) -> Any:
+    """The JSON value in a regular file of at most `most` bytes. FileCorrupt names the file if it is none."""
+    return decode_json(read_regular(path, most, follow=follow), path)
+
+
+def read_lines(path: Path | str, longest: int = 1 << 20, *, follow: bool = False) -> Iterator[bytes | None]:
+    """The lines of a regular file; None for one of more than `longest` bytes, of which no more are held at once."""
+    with open(open_regular(path, follow=follow), "rb") as handle:
+        while line := handle.readline(longest + 1):
+            whole = len(line) <= longest or line.endswith(b"\n")
+            yield line if whole else None
+            while not whole:
+                rest = handle.readline(longest)
+                whole = rest.endswith(b"\n") or not rest
+
+
+def read_tail(path: Path | str, most: int = 1 << 20, *, follow: bool = False) -> list[bytes]:
+    """The last lines of a regular file, whatever its size: those that are whole in its last `most` bytes."""
+    fd = open_regular(path, follow=follow)
+    try:
+        size = os.fstat(fd).st_size
+        data = os.pread(fd, most, max(size - most, 0))
+    except OSError as error:
+        raise unreadable(path, error, f"{path} cannot be read: {error.strerror or error}") from error
+    finally:
+        os.close(fd)
+    return data.splitlines()[1 if size > most else 0 :]
+
+
+def decode_json(raw: bytes | str, what: object) -> Any:
+    """The value of untrusted JSON text. FileCorrupt names `what` for anything else, also for values nested too deeply."""
+    try:
+        return json.loads(raw)
+    except RecursionError as error:
+        raise FileCorrupt(f"{what} is damaged: its JSON is nested too deeply") from error
+    except (ValueError, MemoryError) as error:
+        raise FileCorrupt(f"{what} is damaged: it is not JSON ({error})") from error
+
+
+def decode_msgpack(raw: bytes | memoryview, what: object) -> Any:
+    """The value of untrusted msgpack. FileCorrupt names `what` for anything else, also for values nested too deeply."""
+    import msgspec
+
+    try:
+        return msgspec.msgpack.decode(raw)
+    except RecursionError as error:
+        raise FileCorrupt(f"{what} is damaged: its values are nested too deeply") from error
+    except (msgspec.DecodeError, ValueError, MemoryError) as error:
+        raise FileCorrupt(f"{what} cannot be decoded: {error}") from error
+
+
+_DEEP_KEY = re.compile(r"""(?:(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){33}""")
+
+
+def deep_key_line(text: str) -> int | None:
+    """The line of the first TOML key of more than 33 parts (`a.a.a...`): tomllib pays its depth with every key below it."""
+    deep = _DEEP_KEY.search(text)
+    return None if deep is None else text.count("\n", 0, deep.start()) + 1
+
+
+def decode_toml(text: str, what: object) -> dict[str, Any]:
+    """The tables of untrusted TOML. FileCorrupt names `what` for anything else.
+
+    Keys of very many parts are refused before tomllib sees them; values nested too deeply by Python's own limit.
+    """
+    if (line := deep_key_line(text)) is not None:
+        raise FileCorrupt(f"{what}:{line}: a key of more than 33 parts, which is nested too deeply")
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise FileCorrupt(f"{what}: values are nested too deeply") from error
+    except ValueError as error:
+        raise FileCorrupt(f"{what} is not TOML: {error}") from error
+
+
 # -------------------------------------------------------------------------------------------- container
 
 
@@ -364,7 +519,7 @@ def write_container(
     dtypes: Mapping[str, str] | None = None,
     segments: Mapping[str, int] | None = None,
     replace: bool = False,
-    durable: bool = True,
+    durable: Durability | bool = True,
 ) -> None:
     """Publish named arrays and a JSON value as one checked safetensors file.
 
@@ -464,18 +619,13 @@ def _container(path: Path, buffer: memoryview, *, verify: bool) -> Container:
 
 def _mapped(path: Path, private: bool = False, follow: bool = True) -> mmap.mmap | bytes:
     """The file's bytes, mapped. A FIFO or a device is refused before it can block."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     try:
-        fd = os.open(path, flags if follow else flags | getattr(os, "O_NOFOLLOW", 0))
-    except OSError as error:
-        if not follow and error.errno == errno.ELOOP:
-            raise FileCorrupt(f"{path} is a symbolic link, which is not followed here") from error
+        fd = open_regular(path, follow=follow)
+    except FileNotFoundError as error:
         raise unreadable(path, error) from error
     try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise FileCorrupt(f"{path} is not a regular file")
-        return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ) if status.st_size else b""
+        size = os.fstat(fd).st_size
+        return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ) if size else b""
     except OSError as error:
         raise unreadable(path, error, f"{path} cannot be mapped: {error.strerror or error}") from error
     finally:

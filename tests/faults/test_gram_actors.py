@@ -19,9 +19,9 @@ CHUNK = 10
 KILLING = """
 import sys, ray
 from headrace.reduce import Columns, CrossNodeGramReduction, CrossNodePartition, GramResult, Provenance
-from headrace.reduce.crew import drive
+from headrace.reduce.transports.crew import drive
 from headrace.reduce.orders import WorkOrder
-from headrace.reduce.ray_actors import RayCrew
+from headrace.reduce.transports.ray import RayCrew
 from headrace.reduce.shards import RowShards
 
 shards = RowShards.open([sys.argv[1]])

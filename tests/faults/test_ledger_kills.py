@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from headrace.files import open_container
-from headrace.jobs.folder import read_jsonl
+from headrace.runs.folder import read_jsonl
 
 LONG = os.environ.get("HEADRACE_FAULTS", "short") == "long"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "stream_mixing"
@@ -90,7 +90,7 @@ def live(order: dict[str, Any]) -> list[int]:
 
 
 if __name__ == "__main__":
-    import headrace.jobs.streams
+    import headrace.runs.streams
     import headrace.train.recurrent  # noqa: F401  (once, for all lives to come)
     from headrace.cli import main
     from headrace.ledger.kernels import INDEX_KERNELS

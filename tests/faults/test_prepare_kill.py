@@ -34,8 +34,8 @@ def test_killed_preparations_end_with_the_bytes_of_the_one_nobody_touched(tmp_pa
     # 16 KiB shards: hundreds of them, so that most kills fall into the making of one.
     script = (
         "import sys; from pathlib import Path\n"
-        "from headrace.jobs.config_layers import load_config\n"
-        "from headrace.jobs.prepare import prepare\n"
+        "from headrace.runs.config.loading import load_config\n"
+        "from headrace.runs.prepare import prepare\n"
         "class Silent:\n"
         "    def began(self, *_): (Path(sys.argv[1]) / 'ready').touch()\n"
         "    def progress(self, _): ...\n"

@@ -20,7 +20,6 @@ import pytest
 
 from headrace.errors import DeadlineExceeded, EndOfData
 from headrace.rollouts import RolloutPipeline, SpoolReceiver, SpoolSender
-from headrace.rollouts.columns import kernels
 
 KILLS = {"short": 60, "long": 2000}
 MEMBERS = 3
@@ -63,7 +62,6 @@ def check(batch, step):
 
 def sweep(folder, kills):
     rng = random.Random(7)
-    kernels()  # once, before the forks: a pipeline asks for them when it opens
     steps, killed, received = 3 * kills, 0, 0
     receiver = SpoolReceiver(folder, deadline=0.002)
     while True:

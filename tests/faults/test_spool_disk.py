@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.batch import OFFSETS
 from headrace.errors import ConfigError, HeadraceError, StorageError
 from headrace.files import TEMP_PREFIX, temporary_name
 from headrace.metrics import Meter
 from headrace.order import derive, key
 from headrace.spool import DatasetConsumer, FieldSpec, FileHeader, SequentialProvider, open_batch_file, write_batch_file
-from headrace.spool.batch_file import OFFSETS
 from headrace.spool.folder import seal
 from headrace.spool.survey import verify
 

@@ -13,36 +13,16 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import WorkerDied
-from headrace.jobs.config_layers import load_config
-from headrace.jobs.providing import provider_of
-from headrace.jobs.spooled import OwnProvider
-from headrace.jobs.wiring import Job
-
-CONFIG = """
-[run]
-seed = 3
-steps = 6
-checkpoint_every = 4
-[[source]]
-spec = "sample:prose"
-[text]
-seq_len = 64
-[loader]
-global_batch_size = 12
-lanes = 12
-[spool]
-batches_per_file = 3
-max_backlog_files = 2
-[train]
-model = "gpt-tiny"
-threads = 1
-"""
+from headrace.runs.job import Job
+from headrace.runs.own_provider import OwnProvider
+from headrace.runs.provide import provider_of
+from spool_config import load_spool_config, write_spool_config
 
 
 @pytest.fixture
 def config(tmp_path):
-    (tmp_path / "run.toml").write_text(CONFIG)
-    return load_config(tmp_path / "run.toml", ("--run.dir", str(tmp_path / "B"), "--spool.dir", str(tmp_path / "S")))
+    path = write_spool_config(tmp_path / "run.toml", run={"steps": 6})
+    return load_spool_config(path, "--run.dir", str(tmp_path / "B"), "--spool.dir", str(tmp_path / "S"))
 
 
 def provider_below(pid: int) -> int | None:

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from headrace.jobs.config_layers import load_config
-from headrace.jobs.providing import provide_text
+from headrace.runs.config.loading import load_config
+from headrace.runs.provide import provide_text
 from headrace.spool.survey import verify
 
 pytest.importorskip("ray", reason="needs the extra [ray]")
@@ -38,8 +38,8 @@ parts = 5
 FLEET = """
 import sys, ray
 from pathlib import Path
-from headrace.jobs.config_layers import load_config
-from headrace.jobs.fleet import provide_on_ray
+from headrace.runs.config.loading import load_config
+from headrace.runs.provide_ray import provide_on_ray
 ray.init(num_cpus=int(sys.argv[3]), log_to_driver=False, include_dashboard=False)
 config = load_config(Path(sys.argv[1]), ("--spool.dir", sys.argv[2]))
 print("made", provide_on_ray(config, max_files=3))

@@ -13,26 +13,7 @@ from pathlib import Path
 
 import pytest
 
-CONFIG = """
-[run]
-seed = 3
-steps = 40
-checkpoint_every = 4
-log_every = 2
-[[source]]
-spec = "sample:prose"
-[text]
-seq_len = 64
-[loader]
-global_batch_size = 12
-lanes = 12
-[spool]
-batches_per_file = 3
-max_backlog_files = 2
-[train]
-model = "gpt-tiny"
-threads = 1
-"""
+from spool_config import write_spool_config
 
 
 def until(condition, seconds=60.0):
@@ -53,7 +34,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see whether a process is gone")
 @pytest.mark.timeout(300)
 def test_a_killed_run_takes_its_provider_along_and_resumes_to_the_same_model(headrace, tmp_path):
-    (tmp_path / "run.toml").write_text(CONFIG)
+    write_spool_config(tmp_path / "run.toml", run={"steps": 40, "log_every": 2})
     alone = headrace("run", "run.toml", "--run.dir", "A", "--format", "json", cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
     words = [sys.executable, "-m", "headrace", "run", "run.toml", "--run.dir", "B", "--spool.enabled", "true"]
@@ -74,7 +55,7 @@ def test_a_killed_run_takes_its_provider_along_and_resumes_to_the_same_model(hea
 @pytest.mark.skipif(os.environ.get("HEADRACE_FAULTS", "long") != "long", reason="four whole runs: for the long sweep")
 @pytest.mark.timeout(400)
 def test_ranks_of_torchrun_share_a_spool_and_their_number_may_change_between_runs(headrace, tmp_path):
-    (tmp_path / "run.toml").write_text(CONFIG)
+    write_spool_config(tmp_path / "run.toml", run={"steps": 40, "log_every": 2})
     alone = headrace("run", "run.toml", "--run.dir", "A", "--format", "json", cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
     expected = json.loads(alone.stdout)

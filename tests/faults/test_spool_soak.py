@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from spool_machine import Spool
 
 LONG = os.environ.get("HEADRACE_FAULTS", "long") == "long"

@@ -216,6 +216,6 @@ def test_what_a_reader_process_cannot_read_is_its_sentence_here(root, tmp_path):
     data = StreamMixingDataset(broken, batch_size=4, num_workers=1, cache=tmp_path / "c")
     for path in (broken / "rna").iterdir():
         path.write_bytes(b"not parquet at all")
-    with pytest.raises(DataError, match=r"parquet is no parquet file, or is damaged"):
+    with pytest.raises(DataError, match=r"parquet is not a parquet file, or was cut short"):
         list(data)
     data.close()

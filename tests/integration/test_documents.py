@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import json
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,25 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cyclopts import CycloptsError
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
-SNIPPETS = dict(re.findall(r"<!-- test: ([\w-]+) -->\n```python\n(.*?)```", README, re.DOTALL))
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+DOCUMENTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+WITH_A_TEST_OF_ITS_OWN = {"docs/guides/rl.md"}
+"""Pages whose snippets need each other."""
+SNIPPET_PAGES = [page for page in PAGES if str(page.relative_to(ROOT)) not in WITH_A_TEST_OF_ITS_OWN]
+SNIPPETS = {
+    f"{page.stem}-{name}": code
+    for page in SNIPPET_PAGES
+    for name, code in re.findall(r"<!-- test: ([\w-]+) -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
+}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 @pytest.fixture
@@ -43,14 +60,20 @@ def desk(tmp_path):
     return tmp_path
 
 
-def test_every_python_snippet_of_the_readme_is_tested():
-    assert len(SNIPPETS) == README.count("```python")
-    assert {"my-jsonl", "mixture", "resume", "oracle"} <= SNIPPETS.keys()
+def test_every_python_snippet_is_tested():
+    assert sum(page.read_text().count("```python") for page in SNIPPET_PAGES) == len(SNIPPETS)
+    assert {
+        "README-readme",
+        "text-mixture",
+        "text-resume",
+        "testing-oracle",
+        "getting-started-own-loop",
+    } <= SNIPPETS.keys()
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
-def test_a_snippet_of_the_readme_runs_as_printed(name, desk, warm):
-    start = subprocess.run if name == "my-jsonl" else warm.run
+def test_a_snippet_runs_as_printed(name, desk, warm):
+    start = subprocess.run if name == "README-readme" else warm.run
     done = start(
         [sys.executable, "-W", "error", "-c", SNIPPETS[name]],
         cwd=desk,
@@ -62,44 +85,174 @@ def test_a_snippet_of_the_readme_runs_as_printed(name, desk, warm):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
-def test_links_between_documents_lead_somewhere(document):
-    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
-        if not target.startswith(("http:", "https:")):
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    """The module that generates the reference pages of the site."""
+    spec = importlib.util.spec_from_file_location("site_reference", DOCS / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+@pytest.fixture(scope="module")
+def generated(reference) -> dict[Path, str]:
+    """Path and text of every generated page."""
+    return {DOCS / path: text for path, text in reference.pages().items()}
+
+
+def prose_of(markdown: str) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", markdown, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(markdown: str) -> set[str]:
+    """The anchors that MkDocs gives to the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", prose_of(markdown), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_links_between_documents_lead_somewhere(document, generated):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)]*)\)", prose_of(document.read_text())):
+        if target.startswith(("http:", "https:")):
+            continue
+        path = (document.parent / target).resolve() if target else document
+        assert path in generated or path.exists(), f"{name_of(document)} links to {target}"
+        if anchor and path.suffix == ".md":
+            found = anchors(generated.get(path) or path.read_text())
+            assert anchor in found, f"{name_of(document)} links to {target}#{anchor}"
+
+
+def test_every_guide_is_in_the_navigation(reference):
+    assert {page.stem for page in (DOCS / "guides").glob("*.md")} == set(reference.GUIDES)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_no_figure_was_left_to_be_filled_in(document):
     assert not re.findall(r"\b[A-Z]+_(?:FIGURE|TABLE|MACHINE)\b|\bFILLERS\b|\bTODO\b", document.read_text())
 
 
-def test_verbs_and_modules_named_in_the_documents_exist(headrace):
-    verbs = {
-        "run", "check", "prepare", "provide", "spool", "plan", "step", "find", "diff", "inspect", "metrics", "env", "report", "gram",
-        "replay",
-    }  # fmt: skip
-    assert verbs <= set(re.findall(r"headrace (\w+)", README)), "every verb is shown"
-    listed = headrace("--help").stdout
-    assert all(verb in listed for verb in verbs)
-    architecture = (ROOT / "docs" / "architecture.md").read_text()
-    for module in re.findall(
-        r"`((?:loader|rollouts|mix|sources|text|ledger|spool|reduce|jobs|metrics|train|order|dash)\.\w+)`", architecture
+def test_modules_named_in_the_architecture_exist():
+    architecture = (DOCS / "architecture.md").read_text()
+    rooms = "|".join(p.name for p in (ROOT / "src" / "headrace").iterdir() if p.is_dir() and p.name != "__pycache__")
+    named = re.findall(rf"`((?:{rooms})\.\w+)`", architecture)
+    assert len(named) > 40
+    for module in named:
+        path = ROOT / "src" / "headrace" / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or path.is_dir(), module
+
+
+# -------------------------------------------------------------------------------------------- the reference
+
+
+def test_every_public_name_is_in_the_reference(generated, reference):
+    import headrace as package
+
+    api = generated[DOCS / "reference" / "api.md"]
+    names = set(package.__all__) - {"__version__", *reference.PACKAGES}
+    assert names == set(re.findall(r"^::: headrace\.(\w+)$", api, re.MULTILINE))
+    for room in reference.PACKAGES:
+        page = generated[DOCS / "reference" / f"{room}.md"]
+        shown = re.findall(rf"^(?:::: headrace\.{room}\.|## `)(\w+)`?$", page, re.MULTILINE)
+        assert shown == list(importlib.import_module(f"headrace.{room}").__all__)
+
+
+def test_every_config_key_is_in_the_reference(generated, reference):
+    page = generated[DOCS / "reference" / "config.md"]
+    for table in (
+        "[run]",
+        "[[source]]",
+        "[[mix.change]]",
+        "[text]",
+        "[loader]",
+        "[spool]",
+        "[train]",
+        "[streams]",
+        "[ledger]",
     ):
-        assert (ROOT / "src" / "headrace" / (module.replace(".", "/") + ".py")).exists(), module
+        assert f"\n### {table}\n" in page, table
+    for root in reference.config_roots():
+        section = page.partition(f"## {root.__name__.removesuffix('Config')} config\n")[2].partition("\n## ")[0]
+        for table, model in reference._tables(root):
+            rows = section.partition(f"### {table}\n")[2].partition("\n### ")[0]
+            keys = [key for key, field in model.model_fields.items() if not reference._nested(field.annotation)]
+            assert re.findall(r"^\| `(\w+)` \|", rows, re.MULTILINE) == keys, table
 
 
-def test_the_quickstart_of_the_readme_is_the_one_in_examples(repository):
-    assert "examples/quickstart.toml" in README
-    assert (repository / "examples" / "quickstart.toml").is_file()
+def test_every_metric_and_every_verb_is_in_the_reference(generated, headrace):
+    assert all(f"| `{key}` |" in generated[DOCS / "reference" / "metrics.md"] for key in metrics())
+    commands = generated[DOCS / "reference" / "commands.md"]
+    listed = re.findall(r"^│ (\w+) ", headrace("--help").stdout, re.MULTILINE)
+    assert len(listed) > 12
+    assert all(f"## headrace {verb}\n" in commands for verb in listed)
+    assert "## headrace spool verify\n" in commands
 
 
-# ------------------------------------------------------------------------------------------- docs/names.md
+def test_every_error_is_in_troubleshooting():
+    from headrace import errors
+
+    page = (DOCS / "troubleshooting.md").read_text()
+    raised = [
+        value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.HeadraceError)
+    ]
+    named = {error.__name__ for error in raised} - {"HeadraceError"}
+    assert named <= set(re.findall(r"^### (\w+)$", page, re.MULTILINE))
+
+
+# ------------------------------------------------------------------------------------------- console blocks
+
+
+def shown_commands() -> list[tuple[str, list[str]]]:
+    """(page, words) of every `headrace` command in a console block."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            for line in re.findall(r"^\$ (.*)$", block, re.MULTILINE):
+                words = shlex.split(line.rstrip("&"), comments=True)
+                if "headrace" in words and words[0] != "pip":
+                    found.append((name_of(page), words[words.index("headrace") + 1 :]))
+    return found
+
+
+def test_every_command_that_the_documents_show_can_be_parsed():
+    from headrace.cli.app import app, with_settings
+
+    shown = shown_commands()
+    assert len(shown) > 30
+    for page, words in shown:
+        try:
+            app.parse_args(with_settings(words), exit_on_error=False, print_error=False)
+        except CycloptsError as error:
+            pytest.fail(f"{page}: headrace {' '.join(words)}: {error}")
+
+
+def test_getting_started_is_true(tmp_path, headrace, warm, until):
+    page = (DOCS / "getting-started.md").read_text()
+    config = re.search(r"<!-- file: run.toml -->\n```toml\n(.*?)```", page, re.DOTALL)
+    assert config is not None
+    (tmp_path / "run.toml").write_text(config[1])
+    assert "run.toml is valid" in headrace("check", "run.toml", cwd=tmp_path).stdout
+    shorter = ("--run.steps=4", "--run.checkpoint_every=2", "--text.seq_len=32", "--loader.global_batch_size=2")
+    assert headrace("run", "run.toml", "--run.dir", "runs/straight", *shorter, cwd=tmp_path).returncode == 0
+    command = [sys.executable, "-m", "headrace", "run", "run.toml", "--run.dir", "runs/killed", *shorter]
+    process = warm.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until(lambda: list((tmp_path / "runs/killed/checkpoints").glob("*.safetensors")) or process.poll() is not None)
+    process.kill()
+    process.wait()
+    assert headrace("run", "--resume", "runs/killed", cwd=tmp_path).returncode == 0
+    ends = [json.loads((tmp_path / "runs" / run / "summary.json").read_text()) for run in ("straight", "killed")]
+    assert ends[0]["digest"] == ends[1]["digest"]
+    assert ends[0]["model_sha256"] == ends[1]["model_sha256"]
+
+
+# ------------------------------------------------------------------------------------------- docs/coming-from.md
 
 
 def rows_of_names() -> list[tuple[str, str, str]]:
-    """(there, here, notes) of every row of the tables of docs/names.md."""
-    lines = (ROOT / "docs" / "names.md").read_text().splitlines()
+    """(there, here, notes) of every row of the tables of docs/coming-from.md."""
+    lines = (DOCS / "coming-from.md").read_text().splitlines()
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if line.startswith("|")]
     assert all(len(row) == 3 for row in rows), [row for row in rows if len(row) != 3]
     return [row for row in rows if row[1] != "here" and set(row[0]) != {"-"}]
@@ -124,8 +277,15 @@ def resolved(dotted: str) -> Any:
 @cache
 def key_exists(key: str) -> bool:
     """Whether `[table] key` or `[[table]] key` is in the schema of some kind of run."""
-    from headrace.jobs.config import LoaderSection, RunSection, SourceSection, SpoolSection, TextSection, TrainSection
-    from headrace.jobs.streams_config import CellTrainSection, LedgerSection, StreamsSection
+    from headrace.runs.config.schema import (
+        LoaderSection,
+        RunSection,
+        SourceSection,
+        SpoolSection,
+        TextSection,
+        TrainSection,
+    )
+    from headrace.runs.config.streams import CellTrainSection, LedgerSection, StreamsSection
 
     tables = {
         "[run]": (RunSection,), "[[source]]": (SourceSection,), "[text]": (TextSection,), "[loader]": (LoaderSection,), "[spool]": (SpoolSection,),
@@ -146,11 +306,19 @@ def metrics() -> Any:
     return SpecBook(registered_specs())
 
 
+def parameters_of(dotted: str) -> set[str]:
+    """Names of the arguments of a function or class, with those that it passes on to its settings."""
+    from headrace.spool import ConsumerSettings, ProviderSettings
+
+    passed_on = {"headrace.DatasetConsumer": ConsumerSettings, "headrace.DataProviderBase": ProviderSettings}
+    names = set(inspect.signature(resolved(dotted)).parameters)
+    return names | ({f.name for f in fields(passed_on[dotted])} if dotted in passed_on else set())
+
+
 def problem_with(span: str, headrace: Any) -> str | None:
-    """What is wrong with a name that docs/names.md gives; None if it is as the page says."""
+    """What is wrong with a name that docs/coming-from.md gives; None if it is as the page says."""
     if called := re.fullmatch(r"(headrace(?:\.\w+)+)\(((?:\w+=(?:, )?)+)\)", span):
-        parameters = inspect.signature(resolved(called[1])).parameters
-        missing = [name for name in re.findall(r"(\w+)=", called[2]) if name not in parameters]
+        missing = [name for name in re.findall(r"(\w+)=", called[2]) if name not in parameters_of(called[1])]
         return f"{called[1]} takes no {', '.join(missing)}" if missing else None
     if re.fullmatch(r"headrace(\.\w+)+", span):
         try:
@@ -170,7 +338,7 @@ def problem_with(span: str, headrace: Any) -> str | None:
     if span.startswith(("examples/", "docs/")):
         return None if (ROOT / span).is_file() else "there is no such file"
     if span.isupper():
-        from headrace.jobs import config_layers
+        from headrace.runs.config import loading as config_layers
 
         known = {"DATASET_SPECS", *config_layers._ENVIRONMENT}
         return None if span in known else "no variable of that name is read"
@@ -186,10 +354,10 @@ def test_what_the_page_of_names_gives_exists(row, headrace):
     assert not problems
 
 
-def test_the_page_of_names_is_linked_and_covers_five_designs():
-    assert "(docs/names.md)" in README
-    assert (ROOT / "docs" / "names.md").read_text().count("\n## ") == 5
-    assert len(NAMES) > 100
+def test_the_page_of_names_is_linked_and_covers_ten_designs():
+    assert "(docs/coming-from.md)" in README
+    assert (DOCS / "coming-from.md").read_text().count("\n## ") == 10
+    assert len(NAMES) > 150
 
 
 @pytest.mark.parametrize(
@@ -201,3 +369,39 @@ def test_the_page_of_names_is_linked_and_covers_five_designs():
 )  # fmt: skip
 def test_a_name_that_does_not_exist_would_be_found(wrong, headrace):
     assert problem_with(wrong, headrace) is not None
+
+
+GUIDE = (ROOT / "docs" / "guides" / "rl.md").read_text()
+
+
+def test_the_rl_guide_runs_as_printed(warm, tmp_path):
+    found = {
+        name: text for name, _, text in re.findall(r"<!-- test: ([\w-]+) -->\n```(\w+)\n(.*?)```", GUIDE, re.DOTALL)
+    }
+    (tmp_path / "digits.py").write_text(found["environment"])
+    (tmp_path / "digits.toml").write_text(found["config"])
+    assert GUIDE.count("```python") == 2
+    for words in (
+        ["run", "digits.toml"],
+        ["step", "runs/digits", "2"],
+        ["find", "runs/digits", "--task", "9"],
+        ["report", "runs/digits"],
+    ):
+        done = warm.run(
+            [sys.executable, "-m", "headrace", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = warm.run(
+        [sys.executable, "-W", "error", "-c", found["arrivals"]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.count("rollouts, mean reward") == 3, done.stderr

@@ -187,6 +187,7 @@ def test_runs_that_part_exit_with_1_and_say_where(ask, copy):
         (("step", "A", "99"), "headrace step: step 99 is not recorded yet: the last step in A/flight.jsonl is 40"),
         (("step", "nowhere", "1"), "headrace step: there is no run folder nowhere"),
         (("find", "A", "--source", "bb", "--row", "1"), 'headrace find: A has no source "bb", did you mean b?'),
+        (("find", "A", "--source", "b"), "headrace find: say which document with --source NAME --row N"),
         (("diff", "A", "nowhere"), "headrace diff: there is no run folder nowhere"),
     ],
 )
@@ -197,7 +198,7 @@ def test_an_error_is_one_sentence_and_nothing_on_standard_output(ask, words, mes
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [("step", "A", "x"), ("step", "A"), ("find", "A", "--source", "b"), ("diff", "A")])
+@pytest.mark.parametrize("words", [("step", "A", "x"), ("step", "A"), ("diff", "A")])
 def test_a_call_that_is_off_exits_with_2(ask, words):
     assert ask(*words)[0] == 2
 

@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from headrace.errors import ConfigError, CursorMismatch, DataChanged, DataError
-from headrace.jobs.gram import GramPlan, reduce_shards
 from headrace.reduce import GramResult
+from headrace.reduce.reduce_shards import GramPlan, reduce_shards
 
 RNG = np.random.default_rng(3)
 
@@ -186,7 +186,7 @@ def test_a_call_that_cannot_be_meant_ends_in_one_sentence(words, env, told, tmp_
 
 def test_the_speed_counts_rows_and_not_whole_chunks():
     from headrace.cli.gram import rows_folded
-    from headrace.jobs.gram import GramSummary
+    from headrace.reduce.reduce_shards import GramSummary
 
     done = GramSummary(out="", state="reduced", n_rows=105, chunk_size=100, n_chunks=2, resumed_at=1, folded=2)
     assert rows_folded(done) == 5

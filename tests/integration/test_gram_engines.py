@@ -13,10 +13,10 @@ import pytest
 
 from headrace.errors import DataError, WorkerDied
 from headrace.reduce import Columns, CrossNodeGramReduction, CrossNodePartition, GramResult, Provenance, gram
-from headrace.reduce.crew import drive
 from headrace.reduce.orders import WorkOrder
-from headrace.reduce.processes import ProcessCrew
 from headrace.reduce.shards import RowShards
+from headrace.reduce.transports.crew import drive
+from headrace.reduce.transports.processes import ProcessCrew
 
 ENV = os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
 CHUNK = 10
@@ -59,7 +59,7 @@ def test_workers_that_are_killed_are_replaced_and_the_sum_has_the_same_bits(rows
     finally:
         crew.close()
     assert [sentence.partition(" (")[2] for sentence in told] == [
-        "killed by SIGKILL); a new one goes on where it was"
+        "was killed by SIGKILL); a new one goes on where it was"
     ] * 2
     assert sha(reduction, order) == expected
 
@@ -70,7 +70,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_pass_with_its_name(rows):
         def replace(self, rank): ...
         def close(self): ...
         def answer(self, timeout):
-            from headrace.reduce.crew import Answer
+            from headrace.reduce.transports.crew import Answer
 
             return Answer(rank=1, lost="exit code 137")
 

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigError, DataChanged, DataError, DeadlineExceeded
-from headrace.jobs.gram import GramPlan, join_spool, reduce_shards
-from headrace.jobs.gram_spool import SpoolCrew, SpoolWorker, Wanted, order_in
 from headrace.order import fingerprint_json
 from headrace.reduce import (
     CheckpointFiles,
@@ -29,9 +27,11 @@ from headrace.reduce import (
     Provenance,
     gram,
 )
-from headrace.reduce.crew import drive
 from headrace.reduce.orders import WorkOrder
+from headrace.reduce.reduce_shards import GramPlan, join_spool, reduce_shards
 from headrace.reduce.shards import RowShards
+from headrace.reduce.transports.crew import drive
+from headrace.reduce.transports.folder import SpoolCrew, SpoolWorker, Wanted, order_in
 
 CHUNK = 10
 ENV = os.environ | {"NO_COLOR": "1"}

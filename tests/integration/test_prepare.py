@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import headrace as hr
-from headrace.jobs.config_layers import load_config
-from headrace.jobs.prepare import PrepareSummary, prepare
+from headrace.runs.config.loading import load_config
+from headrace.runs.prepare import PrepareSummary, prepare
 
 CONFIG = """
 [run]

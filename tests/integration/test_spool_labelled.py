@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from headrace.errors import ConfigError, DataError
-from headrace.jobs.config_layers import load_config
-from headrace.jobs.providing import provide_text, provider_of
-from headrace.jobs.wiring import Job
+from headrace.runs.config.loading import load_config
+from headrace.runs.job import Job
+from headrace.runs.provide import provide_text, provider_of
 from headrace.sources import hub
 from headrace.spool import DatasetConsumer, read_meta
 

@@ -7,33 +7,18 @@ import pytest
 import torch
 
 from headrace.errors import ConfigError
-from headrace.jobs.config_layers import load_config
-from headrace.jobs.providing import provide_text, provider_of
-from headrace.jobs.wiring import Job
+from headrace.runs.job import Job
+from headrace.runs.provide import provide_text, provider_of
 from headrace.spool import DatasetConsumer, read_meta
-
-CONFIG = """
-[run]
-seed = 3
-steps = 4
-[[source]]
-spec = "sample:prose"
-[text]
-seq_len = 64
-[loader]
-global_batch_size = 12
-lanes = 12
-[spool]
-task = "mlm"
-batches_per_file = 2
-max_backlog_files = 6
-"""
+from spool_config import load_spool_config, write_spool_config
 
 
 @pytest.fixture
 def config(tmp_path):
-    (tmp_path / "mlm.toml").write_text(CONFIG)
-    return lambda *more: load_config(tmp_path / "mlm.toml", ("--spool.dir", str(tmp_path / "S"), *more))
+    path = write_spool_config(
+        tmp_path / "mlm.toml", spool={"task": "mlm", "batches_per_file": 2, "max_backlog_files": 6}
+    )
+    return lambda *more: load_spool_config(path, "--spool.dir", str(tmp_path / "S"), *more)
 
 
 def batches(folder, count):

@@ -14,49 +14,28 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigError, WorkerDied
-from headrace.jobs.config_layers import load_config
-from headrace.jobs.flight import RunFlight
-from headrace.jobs.flight_record import merge_flights
-from headrace.jobs.spooled import SpoolData, SpoolLoader, TextProvider
-from headrace.jobs.wiring import Job
+from headrace.provenance.record import merge_rank_records
+from headrace.provenance.steps import RunProvenance
+from headrace.runs.config.loading import load_config
+from headrace.runs.job import Job
+from headrace.runs.provide import provider_of
+from headrace.runs.recorded import recorded_run
+from headrace.runs.spool_loader import SpoolData, SpoolLoader
+from spool_config import load_spool_config, write_spool_config
 
-CONFIG = """
-[run]
-seed = 3
-steps = {steps}
-checkpoint_every = 4
-[[source]]
-spec = "sample:prose"
-weight = 0.7
-[[source]]
-spec = "sample:code"
-weight = 0.3
-[text]
-seq_len = 64
-[loader]
-global_batch_size = 12
-lanes = 12
-[spool]
-batches_per_file = 3
-max_backlog_files = 2
-[train]
-model = "gpt-tiny"
-threads = 1
-"""
+SOURCES = ({"spec": "sample:prose", "weight": 0.7}, {"spec": "sample:code", "weight": 0.3})
 
 
 @pytest.fixture
 def config(tmp_path):
-    (tmp_path / "run.toml").write_text(CONFIG.format(steps=12))
-    return lambda *more: load_config(
-        tmp_path / "run.toml", ("--run.dir", str(tmp_path / "run"), "--spool.dir", str(tmp_path / "spool"), *more)
-    )
+    path = write_spool_config(tmp_path / "run.toml", sources=SOURCES)
+    return lambda *more: load_spool_config(path, *more)
 
 
 def step_facts(run, step=5):
     """What `headrace step` tells, but for when."""
-    with RunFlight(run) as flight:
-        told = flight.step(step).to_dict()
+    with RunProvenance(recorded_run(run)) as provenance:
+        told = provenance.step(step).to_dict()
     return {k: v for k, v in told.items() if k != "seconds"}
 
 
@@ -67,7 +46,7 @@ def test_batches_out_of_a_spool_are_the_loader_s_own_for_any_parts_and_ranks(con
     data = job.dataset()
     # Providers come and go: every file may be made by another one, from the cursor in the file before it.
     for _ in range(3):
-        TextProvider(job, data, sleep_seconds=0.001).run(max_files=parts)
+        provider_of(job, data, sleep_seconds=0.001).run(max_files=parts)
     straight = job.loader(data, dp_rank=0, dp_world_size=1)
     expected = [(next(straight), straight.step_digest, straight.drain_metrics()) for _ in range(9)]
     straight.close()
@@ -108,7 +87,7 @@ def test_steps_passed_over_and_the_flight_record_are_those_of_the_run_without_a_
     checked = config("--spool.parts", str(parts), "--spool.max_backlog_files", "5", "--run.skip", "2:3,5:8")
     job = Job(checked)
     data = job.dataset()
-    TextProvider(job, data, sleep_seconds=0.001).run(max_files=5 * parts)
+    provider_of(job, data, sleep_seconds=0.001).run(max_files=5 * parts)
     straight = job.loader(data, dp_rank=0, dp_world_size=1, record=True)
     expected = []
     for _ in range(6):
@@ -129,7 +108,7 @@ def test_steps_passed_over_and_the_flight_record_are_those_of_the_run_without_a_
             sorted(g for share in threads.map(next, ranks) for g in share["sample_index"].tolist()) for _ in range(3)
         ]
     assert head + tail == expected
-    lines.append(merge_flights([rank.drain_flight() for rank in ranks]))
+    lines.append(merge_rank_records([rank.drain_flight() for rank in ranks]))
     assert [rank.drain_flight() for rank in ranks] == [None, None]
     assert lines[0]["first"] == line["first"] == 1
     assert lines[1]["first"] == 4
@@ -186,7 +165,7 @@ def test_steps_with_nothing_to_learn_are_passed_over_by_a_spool_as_by_the_run_wi
         first = straight.drain_flight()["skipped"][2:][0][0] // 4 + 1
     checked = opened(first)  # the first empty step and its neighbours are skipped as well
     job = Job(checked)
-    TextProvider(job, data, sleep_seconds=0.001).run()
+    provider_of(job, data, sleep_seconds=0.001).run()
     expected, lines = [], []
     with job.loader(data, dp_rank=0, dp_world_size=1, record=True) as straight:
         for batch in straight:
@@ -209,7 +188,7 @@ def test_steps_with_nothing_to_learn_are_passed_over_by_a_spool_as_by_the_run_wi
                 samples = sorted(g for share in shares for g in share["sample_index"].tolist())
                 digest = f"{sum(int(r.step_digest, 16) for r in ranks) % (1 << 128):032x}"
                 assert (ranks[0].step, digest, samples) == expected[at]
-                assert merge_flights([rank.drain_flight() for rank in ranks]) == lines[at]
+                assert merge_rank_records([rank.drain_flight() for rank in ranks]) == lines[at]
                 at += 1
         bodies = [rank.state_dict() for rank in ranks]
         saved = bodies[0] | {"body": bodies[0]["body"] | {"delivered": {
@@ -224,13 +203,13 @@ def test_steps_with_nothing_to_learn_are_passed_over_by_a_spool_as_by_the_run_wi
 
 def test_a_spool_of_other_batches_is_refused(config, tmp_path):
     checked = config()
-    TextProvider(Job(checked), Job(checked).dataset()).run(max_files=1)
+    provider_of(Job(checked), Job(checked).dataset()).run(max_files=1)
     with pytest.raises(ConfigError, match="was made for other batches than this config describes"):
         SpoolData.open(config("--text.seq_len", "32"), tmp_path, deadline=60)
     SpoolData.open(config("--train.lr", "1e-4", "--run.steps", "50"), tmp_path, deadline=60)
     other = config("--run.seed", "4")
     with pytest.raises(ConfigError, match=r"was made for something else \(.*seed is 3, now 4"):
-        TextProvider(Job(other), Job(other).dataset()).run(max_files=1)
+        provider_of(Job(other), Job(other).dataset()).run(max_files=1)
 
 
 def test_settings_of_a_spool_that_cannot_be_are_refused(config):
@@ -242,7 +221,7 @@ def test_settings_of_a_spool_that_cannot_be_are_refused(config):
 
 
 def test_two_terminals_give_the_run_of_one(headrace, warm, until, tmp_path):
-    (tmp_path / "run.toml").write_text(CONFIG.format(steps=8))
+    write_spool_config(tmp_path / "run.toml", run={"steps": 8}, sources=SOURCES)
     alone = headrace("run", "run.toml", "--run.dir", "A", "--format", "json", cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
     provider = warm.Popen(
@@ -280,7 +259,7 @@ def test_two_terminals_give_the_run_of_one(headrace, warm, until, tmp_path):
 
 
 def test_a_run_whose_own_provider_dies_says_so_and_can_be_resumed(config, tmp_path):
-    from headrace.jobs.spooled import OwnProvider
+    from headrace.runs.own_provider import OwnProvider
 
     checked = config()
     (tmp_path / "run").mkdir()

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError
-from headrace.jobs.config import RunConfig
-from headrace.jobs.config_layers import load_config
+from headrace.runs.config.loading import load_config
+from headrace.runs.config.schema import RunConfig
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 NAME = st.from_regex(r"[A-Za-z0-9_é][A-Za-z0-9_.é-]{0,63}", fullmatch=True)
@@ -65,10 +65,15 @@ def test_a_config_written_as_toml_reads_back_to_the_same_config(file, values):
     config = RunConfig.model_validate(values)
     file.write_text(config.to_toml(), encoding="utf-8", newline="")
     again = load_config(file, [], {})
-    options = any(re.search(r"\?\w+=", source.spec) for source in config.source)
-    assert again == config or options
-    assert again.to_toml() == config.to_toml() or options
-    assert again.hash == config.hash or options
+    if any(
+        re.search(r"\?\w+=", source.spec) for source in config.source
+    ):  # the first reading lifts a spec's options into fields
+        config = again
+        file.write_text(config.to_toml(), encoding="utf-8", newline="")
+        again = load_config(file, [], {})
+    assert again == config
+    assert again.to_toml() == config.to_toml()
+    assert again.hash == config.hash
 
 
 @given(specs=st.lists(st.text("ax?&=1", max_size=12), min_size=1, max_size=3))

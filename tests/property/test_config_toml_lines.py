@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.jobs.toml_source import KeyPath, parse_toml
+from headrace.runs.config.toml_positions import KeyPath, parse_toml
 
 NAMES = st.one_of(
     st.sampled_from(

@@ -11,14 +11,15 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from headrace.jobs.config_layers import load_config
-from headrace.jobs.flight import RunFlight
-from headrace.jobs.flight_record import FlightRecord, merge_flights
-from headrace.jobs.folder import RunFolder
-from headrace.jobs.wiring import Job
 from headrace.loader import merge_states
 from headrace.mix import Deal
 from headrace.order import Digest
+from headrace.provenance.record import SampleRecord, merge_rank_records
+from headrace.provenance.steps import RunProvenance
+from headrace.runs.config.loading import load_config
+from headrace.runs.folder import RunFolder
+from headrace.runs.job import Job
+from headrace.runs.recorded import recorded_run
 
 BATCH = 4
 
@@ -56,7 +57,7 @@ def test_a_line_with_anything_in_it_is_used_or_is_a_hole(tmp_path_factory, chang
     sound = {"first": 1, "samples": [0, 2], "picks": "AAAAAA==", "opened": [[0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]]}
     odd = json.dumps(sound | change).encode()
     path.write_bytes((odd[:-cut] if cut < 20 and cut else odd) + b"\n" + json.dumps(sound).encode() + b"\n")
-    record = FlightRecord(path, lanes=2, names=["a"])
+    record = SampleRecord(path, lanes=2, names=["a"])
     assert record.last_step >= 1
     for sample in range(2):
         assert record.place(sample).source == 0, "the sound line after it still counts"
@@ -146,7 +147,7 @@ class RecordedRun:
         lines = [line for rank in ranks if (line := rank.drain_flight()) is not None]
         if lines:
             with open(self.run / "flight.jsonl", "a") as handle:
-                handle.write(json.dumps(merge_flights(lines)) + "\n")
+                handle.write(json.dumps(merge_rank_records(lines)) + "\n")
             with open(self.run / "digests.jsonl", "a") as handle:
                 handle.write(json.dumps({"first": step - len(digests) + 1, "digests": digests}) + "\n")
 
@@ -185,19 +186,19 @@ options = {
 def test_every_sample_is_told_back_from_the_records_after_any_kills_on_any_ranks(**asked):
     with tempfile.TemporaryDirectory() as folder:
         run = flown_run(folder, **asked)
-        with RunFlight(run.run) as flight:
-            assert flight.record.last_step == max(run.truth)
+        with RunProvenance(recorded_run(run.run)) as provenance:
+            assert provenance.record.last_step == max(run.truth)
             for step, samples in run.truth.items():
-                span = flight.record.span(step)
+                span = provenance.record.span(step)
                 assert list(span) == sorted(samples)
-                for told in flight.tell(span):
-                    ids, pieces = samples[told.place.sample]
-                    assert [p for p, _ in flight.pieces(told, None)] == pieces
-                    if told.window is not None:
-                        assert np.array_equal(told.window.blocks.tokens[told.place.block], ids)
+                for rebuilt in provenance.rebuild(span):
+                    ids, pieces = samples[rebuilt.place.sample]
+                    assert [p for p, _ in provenance.pieces(rebuilt, None)] == pieces
+                    if rebuilt.window is not None:
+                        assert np.array_equal(rebuilt.window.blocks.tokens[rebuilt.place.block], ids)
                     else:
                         assert (ids == run.data.packing.pad_id).all()
-                story = flight.step(step)
+                story = provenance.step(step)
                 assert story.digest == story.recorded
 
 
@@ -211,10 +212,10 @@ def test_a_document_is_found_in_exactly_the_samples_that_held_it(**asked):
         for step, pieces in [*seen, *((None, pieces) for pieces in run.skipped().values())]:
             for p in pieces:
                 held[p.source, p.row].add((step, p.sample_index, p.column, p.start, p.length))
-        with RunFlight(run.run) as flight:
+        with RunProvenance(recorded_run(run.run)) as provenance:
             for source, lengths in enumerate(asked["corpus"]):
                 for row, length in enumerate(lengths):
-                    found = flight.find(f"s{source}", row)
+                    found = provenance.find(f"s{source}", row)
                     got = [(s.step, s.sample, s.column, s.start, s.length) for s in found.seen]
                     assert len(got) == len(set(got))
                     assert set(got) == held[f"s{source}", row]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.sources.lines import JsonLines
+from headrace.formats.lines import JsonLines
 
 words = st.text(
     st.one_of(st.characters(codec="utf-8"), st.sampled_from('\\"/\b\f\n\r\t \u0000\u001f\u007fé漢👍\u2028')),

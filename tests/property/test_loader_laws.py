@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.batch import LM_SCHEMA
+from headrace.errors import CursorMismatch
+from headrace.formats.lines import JsonLines
 from headrace.loader import Loader, TextDataset, merge_states
+from headrace.loader.pipeline import LaneShare
 from headrace.sources import Source
-from headrace.sources.lines import JsonLines
 from headrace.testing import assert_exact_resume, frozen
 
 LANES = 12
@@ -93,17 +94,20 @@ def test_resuming_around_the_end_of_finite_sources_is_exact(make_data):
 @settings(max_examples=12)
 @given(
     stops=st.lists(st.integers(0, 12), min_size=1, max_size=5),
-    worlds=st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=6, max_size=6),
+    size_and_worlds=st.sampled_from(
+        [(12, (1, 2, 3, 4, 6, 12)), (20, (1, 4, 5, 10, 20)), (16, (1, 2, 8, 16)), (21, (1, 3, 7))]
+    ).flatmap(lambda of: st.tuples(st.just(of[0]), st.lists(st.sampled_from(of[1]), min_size=6, max_size=6))),
 )
-def test_any_chain_of_world_sizes_delivers_the_samples_of_one_rank(make_data, stops, worlds):
+def test_any_chain_of_world_sizes_delivers_the_samples_of_one_rank(make_data, stops, size_and_worlds):
+    size, worlds = size_and_worlds
     data = make_data()
     straight = {}
-    loader = simple(data)
+    loader = simple(data, global_batch_size=size)
     for batch in loader:
         straight |= by_sample(batch)
     state, got = None, {}
     for link, world in enumerate(worlds):
-        ranks = [simple(data, dp_rank=r, dp_world_size=world) for r in range(world)]
+        ranks = [simple(data, global_batch_size=size, dp_rank=r, dp_world_size=world) for r in range(world)]
         for rank in ranks:
             if state is not None:
                 rank.load_state_dict(json.loads(json.dumps(state)))
@@ -124,6 +128,66 @@ def test_any_chain_of_world_sizes_delivers_the_samples_of_one_rank(make_data, st
     assert got.keys() == straight.keys()
     assert all(np.array_equal(got[g], straight[g]) for g in got)
     assert state["body"]["digest"] == loader.digest
+
+
+WORLDS = (1, 2, 3, 5, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
+
+
+@given(st.integers(1, 100), st.sampled_from(WORLDS), st.integers(0, 10**9), st.integers(1, 4))
+def test_ranks_share_a_step_out_and_follow_whole_lanes(lanes, world, step, rows):
+    first, stop = step * rows * world, (step + 1) * rows * world
+    delivered = []
+    for rank in range(world):
+        share = LaneShare(lanes=lanes, rank=rank, world_size=world)
+        followed = share.followed_samples(first, stop)
+        every, begin = share.own_of_followed(first)
+        own = followed[begin::every]
+        assert own == range(first + rank, stop, world)
+        assert list(followed) == [g for g in range(first, stop) if g % lanes in share.followed_lanes]
+        delivered += own
+    assert sorted(delivered) == list(range(first, stop))
+    counting = [LaneShare(lanes=lanes, rank=r, world_size=world) for r in range(world)]
+    assert sorted(lane for s in counting if s.is_first_follower for lane in s.followed_lanes) == list(range(lanes))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_rank_of_any_world_delivers_its_samples_of_the_one_order(make_data, world):
+    data = make_data(exhausted="repeat")
+    straight: dict[int, np.ndarray] = {}
+    loader = simple(data, global_batch_size=256)
+    while len(straight) < 768:
+        straight |= by_sample(next(loader))
+    for rank in {0, world // 2, world - 1}:
+        for g, row in itertools.chain.from_iterable(
+            by_sample(batch).items()
+            for batch in itertools.islice(simple(data, global_batch_size=world, dp_rank=rank, dp_world_size=world), 3)
+        ):
+            assert g % world == rank
+            assert np.array_equal(row, straight[g])
+
+
+def test_states_of_ranks_that_share_lanes_are_put_together_once(make_data):
+    data = make_data(exhausted="repeat")
+    ranks = [simple(data, global_batch_size=8, dp_rank=r, dp_world_size=8) for r in range(8)]
+    for rank in ranks:
+        next(rank)
+    states = [rank.state_dict() for rank in ranks]
+    alone = simple(data, global_batch_size=8)
+    next(alone)
+    merged, whole = merge_states(states)["body"], alone.state_dict()["body"]
+    assert merged == whole
+    for wrong, sentence in (
+        (states[:-1], "the states of ranks 7 of 8 are missing"),
+        ([*states[:-1], states[0]], "rank 0 is in two of the states"),
+    ):
+        with pytest.raises(CursorMismatch, match=sentence):
+            merge_states(wrong)
+    for other in (5, 3):  # rank 1 and rank 5 follow the same lanes
+        with pytest.raises(CursorMismatch, match=r"state was saved by rank 1 of 8|it was saved by one rank of several"):
+            simple(data, global_batch_size=8, dp_rank=other, dp_world_size=8).load_state_dict(states[1])
+    again = simple(data, global_batch_size=8, dp_rank=1, dp_world_size=8)
+    again.load_state_dict(states[1])
+    assert again.state_dict() == states[1]
 
 
 def by_sample(batch) -> dict[int, np.ndarray]:
@@ -176,8 +240,8 @@ def test_batches_keep_the_contract(make_data):
     loader = simple(data, segment_ids=True)
     seen = []
     for batch in loader:
-        sizes = LM_SCHEMA.check(batch)
-        assert (sizes["b"], sizes["T"]) == (12, 48)
+        assert next(f.shape for f in loader.spec if f.name == "input_ids") == (48,)
+        assert loader.spec.check(batch) == 12
         ids, labels, positions = batch["input_ids"], batch["labels"], batch["position_ids"]
         borders = batch["cu_seqlens"].tolist()
         assert borders[0] == 0

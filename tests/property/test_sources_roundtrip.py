@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import DataChanged, DataError
-from headrace.sources import Source, lines, open_source, packed
+from headrace.formats import compressed, lines
+from headrace.sources import Source, open_source
 from headrace.sources.records import _parse, _record
 
 settings.register_profile("sources", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
@@ -93,7 +94,7 @@ def test_a_packed_shard_is_its_text_wherever_it_was_cut_and_however_it_is_kept(
     data = b"".join(orjson.dumps({"text": text}) + b"\n" for text in texts)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         for constant, value in {"_SMALLEST_UNIT": smallest, "_LARGEST_UNIT": largest, "_PIECE": piece}.items():
-            patch.setattr(packed, constant, value)
+            patch.setattr(compressed, constant, value)
         folder = Path(name)
         (folder / f"d.jsonl{suffix}").write_bytes(members(data, cuts, suffix))
         (folder / "p.jsonl").write_bytes(data)

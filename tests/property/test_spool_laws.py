@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from headrace.batch import OFFSETS
 from headrace.errors import DataError, EndOfData, FileCorrupt
 from headrace.spool import DatasetConsumer, FieldSpec, FileHeader, SequentialProvider, open_batch_file, write_batch_file
-from headrace.spool.batch_file import OFFSETS
 from headrace.spool.rows import Stripe
 
 

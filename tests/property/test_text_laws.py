@@ -6,16 +6,14 @@ import dataclasses
 import itertools
 
 import numpy as np
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.loader.lanes import BORDERS, DIGEST_HIGH, DIGEST_LOW, SOURCES_MADE, kernels
-from headrace.order import sample_term
+from headrace.loader.batch_fill import DOCUMENTS, FILL_KERNELS, PIECES, REAL, TOKEN_FIELDS, BatchFill
 from headrace.runtime.compiled import wait_for_kernels
 from headrace.text import PACK_KERNELS, Blocks, ByteTokenizer, Packing, TokenBatch, join_batches, pack
 
-wait_for_kernels(*PACK_KERNELS)
+wait_for_kernels(*PACK_KERNELS, *FILL_KERNELS)
 
 lengths = st.lists(st.integers(0, 70), max_size=40)
 
@@ -25,41 +23,37 @@ def batch_of(sizes: list[int]) -> TokenBatch:
     return TokenBatch(np.arange(1000, 1000 + offsets[-1], dtype=np.int32), offsets)
 
 
-def expand_block(blocks: Blocks, b: int, pad_id: int, unshifted: bool, ids, labels, positions) -> None:
-    """A block as the batch contract has it, piece by piece: what the compiled loop of the loader must equal."""
-    ids[:], labels[:] = pad_id, -100
-    column = 0
-    for p in range(blocks.piece_ptr[b], blocks.piece_ptr[b + 1]):
+def expand_block(blocks: Blocks, b: int, pad_id: int, unshifted: bool, ids, labels, positions, segments) -> list[int]:
+    """A block as the batch contract has it, piece by piece: what the batch fill must equal. Returns where its pieces end."""
+    ids[:], labels[:], segments[:] = pad_id, -100, 0
+    column, ends = 0, []
+    for number, p in enumerate(range(blocks.piece_ptr[b], blocks.piece_ptr[b + 1]), 1):
         n = int(blocks.piece_len[p])
         tokens = blocks.tokens[b, column : column + n]
         ids[column : column + n] = tokens
         positions[column : column + n] = np.arange(n)
+        segments[column : column + n] = number
         labels[column : column + n] = [-100, *tokens[1:]] if unshifted else [*tokens[1:], blocks.piece_next[p]]
         column += n
+        ends.append(column)
     positions[column:] = np.arange(len(ids) - column)
+    return ends if column == len(ids) else [*ends, len(ids)]
 
 
-def compiled(blocks: Blocks, b: int, packing: Packing, unshifted: bool) -> list[np.ndarray]:
-    k = kernels()
-    first = int(blocks.piece_ptr[b])
-    row = [0, b, int(blocks.real[b]), 0, 1]
-    row += [
-        blocks.tokens[b].ctypes.data, blocks.piece_len[first:].ctypes.data, blocks.piece_next[first:].ctypes.data,
-        int(blocks.piece_ptr[b + 1]) - first, blocks.hashes[b:].ctypes.data,
-    ]  # fmt: skip
-    rows, facts = np.array([row], np.int64), np.empty(SOURCES_MADE + 1, np.int64)
-    k.count_rows(rows, 7, 1, packing.seq_len, np.zeros(2, np.uint64), facts)
-    low, high = facts[DIGEST_LOW : DIGEST_HIGH + 1].view(np.uint64).tolist()
-    assert low | high << 64 == sample_term(7, blocks.content(b))
-    arrays = [np.empty((1, packing.seq_len), np.int64) for _ in range(3)]
-    borders = np.empty(facts[BORDERS], np.int32)
-    none, no_rows = np.empty(0, np.int64), np.empty((0, 0), np.int64)
-    longest = k.fill_rows(
-        rows, 7, 1, packing.seq_len, packing.pad_id, unshifted, np.empty(1, np.int64), none, *arrays, no_rows, borders
+def filled(blocks: Blocks, order: list[int], packing: Packing, unshifted: bool) -> dict[str, np.ndarray]:
+    """The batch of some blocks; -1 is a row without tokens."""
+    fill = BatchFill(
+        packing.seq_len, (*TOKEN_FIELDS, "cu_seqlens", "row_count"), pad=packing.pad_id, unshifted=unshifted
     )
-    assert longest == np.diff(borders).max()
-    assert borders[-1] == packing.seq_len
-    return [a[0] for a in arrays]
+    rows = fill.rows(len(order))
+    for r, b in enumerate(order):
+        pieces = slice(int(blocks.piece_ptr[b]), int(blocks.piece_ptr[b + 1])) if b >= 0 else slice(0, 0)
+        count = pieces.stop - pieces.start
+        rows.tokens[r] = blocks.tokens[b] if b >= 0 else 10**6
+        rows.lengths[r, :count] = blocks.piece_len[pieces]
+        rows.following[r, :count] = blocks.piece_next[pieces]
+        rows.facts[r, [REAL, PIECES, DOCUMENTS]] = (blocks.real[b], count, blocks.row_count[b]) if b >= 0 else (0, 0, 0)
+    return fill.batch(rows, range(7, 7 + 3 * len(order), 3))
 
 
 def delivered(batch: TokenBatch, packing: Packing, *, shuffle_key: int | None = 3, unshifted: bool = False):
@@ -70,12 +64,8 @@ def delivered(batch: TokenBatch, packing: Packing, *, shuffle_key: int | None = 
     while at < len(batch):
         packed = pack([batch.documents(at)], packing, offset=offset, last=True, shuffle_key=shuffle_key)
         for b in range(len(packed.blocks)):
-            ids, labels, positions = (np.empty(packing.seq_len, np.int64) for _ in range(3))
-            expand_block(packed.blocks, b, packing.pad_id, unshifted, ids, labels, positions)
-            for array, fast in zip(
-                (ids, labels, positions), compiled(packed.blocks, b, packing, unshifted), strict=True
-            ):
-                assert (array == fast).all()
+            ids, labels, positions, segments = (np.empty(packing.seq_len, np.int64) for _ in range(4))
+            expand_block(packed.blocks, b, packing.pad_id, unshifted, ids, labels, positions, segments)
             column = 0
             for p in range(packed.blocks.piece_ptr[b], packed.blocks.piece_ptr[b + 1]):
                 n = int(packed.blocks.piece_len[p])
@@ -209,6 +199,35 @@ def test_compiled_packing_is_plain_packing(interpreted, sizes, parts, seq_len, b
         assert fast.blocks.hashes[b].tobytes() == fast.blocks.content(b)
 
 
+@settings(max_examples=150)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=20), seq_len=st.integers(2, 33), strategy=st.sampled_from(["best_fit", "concat"]),
+    unshifted=st.booleans(), compiled=st.booleans(), data=st.data(),
+)  # fmt: skip
+def test_a_batch_is_its_blocks_piece_by_piece(interpreted, sizes, seq_len, strategy, unshifted, compiled, data):
+    packing = Packing(seq_len=seq_len, strategy=strategy, blocks=8, eos_id=8, pad_id=9)
+    blocks = pack([batch_of(sizes)], packing, last=True, shuffle_key=2).blocks
+    order = data.draw(st.lists(st.integers(-1, len(blocks) - 1), min_size=1, max_size=6))
+    if compiled:
+        batch = filled(blocks, order, packing, unshifted)
+    else:
+        with interpreted(*FILL_KERNELS):
+            batch = filled(blocks, order, packing, unshifted)
+    borders = [0]
+    for r, b in enumerate(order):
+        ids, labels, segments = (np.full(seq_len, fill) for fill in (9, -100, 0))
+        positions, ends = np.arange(seq_len), [seq_len]
+        if b >= 0:
+            ends = expand_block(blocks, b, 9, unshifted, ids, labels, positions, segments)
+        for name, expected in zip(TOKEN_FIELDS, (ids, labels, positions, segments), strict=True):
+            assert batch[name][r].tolist() == expected.tolist(), name
+        borders += [r * seq_len + end for end in ends]
+    assert batch["cu_seqlens"].tolist() == borders
+    assert batch["max_seqlen"] == max(b - a for a, b in itertools.pairwise(borders))
+    assert batch["row_count"].tolist() == [int(blocks.row_count[b]) if b >= 0 else 0 for b in order]
+    assert batch["sample_index"].tolist() == list(range(7, 7 + 3 * len(order), 3))
+
+
 @given(
     sizes=lengths,
     at=st.integers(0, 10**6),
@@ -237,23 +256,3 @@ def test_the_byte_tokenizer_gives_back_the_text(texts):
     assert len(batch) == len(texts)
     for d, text in enumerate(texts):
         assert tokenizer.decode(batch.ids[batch.offsets[d] : batch.offsets[d + 1]]) == text
-
-
-@given(size=st.integers(241, 5000), seed=st.integers(0, 2**32), shift=st.integers(0, 9))
-def test_the_compiled_hash_of_bytes_is_that_of_the_xxhash_package_wherever_they_begin(size, seed, shift):
-    from headrace.compiled import address, xxh3
-
-    data = np.random.default_rng(seed).integers(0, 256, shift + size).astype(np.uint8)[shift:]
-    high, low = xxh3.hash_at(address(data), size)
-    assert f"{high:016x}{low:016x}" == xxhash.xxh3_128_hexdigest(data)
-    assert int(low) == xxhash.xxh3_64_intdigest(data)
-
-
-@given(count=st.integers(61, 700), seed=st.integers(0, 2**32), index=st.integers(0, 2**63 - 1))
-def test_the_compiled_term_of_a_sample_is_that_of_the_xxhash_package(count, seed, index):
-    from headrace.compiled import xxh3
-
-    words = np.random.default_rng(seed).integers(-(2**31), 2**31, count).astype(np.int32)
-    pair = np.frombuffer(xxhash.xxh3_128_digest(words.tobytes()), np.uint64)
-    low, high = xxh3.term_of(pair[0], pair[1], np.uint64(index))
-    assert int(low) | int(high) << 64 == sample_term(index, pair.tobytes())

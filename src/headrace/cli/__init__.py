@@ -8,20 +8,26 @@ prepare   tokenise once, into shards that are mapped
 provide   make a run's batches in a process of their own
 spool     headrace spool ls, stat, verify, quarantine, purge
 inspect   what a file or a folder of ours holds
-report    what a run looked like, as one page
+ui        the live page of runs
+report    the page of a run, saved as one file
 replay    what a captured step of rollouts costs the event loop
-flight    headrace step, find, diff: what a run saw, and when
+step      the documents of one step of a run
+find      the steps that delivered a document
+diff      the first step at which two runs saw different data
 gram      headrace gram: the Gram matrix of rows in shards
-facts     headrace metrics, headrace env
+metrics   every declared metric
+env       what headrace sees of this machine
 terminal  what a person sees while a run goes on
 """
 
 from headrace.cli.app import app, main
 from headrace.cli.check import check
-from headrace.cli.facts import env, metrics
-from headrace.cli.flight import diff, find, step
+from headrace.cli.diff import diff
+from headrace.cli.env import env
+from headrace.cli.find import find
 from headrace.cli.gram import gram
 from headrace.cli.inspect import inspect
+from headrace.cli.metrics import metrics
 from headrace.cli.plan import plan
 from headrace.cli.prepare import prepare
 from headrace.cli.provide import provide
@@ -29,9 +35,28 @@ from headrace.cli.replay import replay
 from headrace.cli.report import report
 from headrace.cli.run import run
 from headrace.cli.spool import spool
+from headrace.cli.step import step
+from headrace.cli.ui import ui
 
 # Verbs import what is heavy when they are called, so that `headrace --help` is quick and imports no torch.
-for verb in (run, check, plan, prepare, provide, inspect, report, step, find, diff, spool, gram, replay, metrics, env):
+for verb in (
+    run,
+    check,
+    plan,
+    prepare,
+    provide,
+    inspect,
+    ui,
+    report,
+    step,
+    find,
+    diff,
+    spool,
+    gram,
+    replay,
+    metrics,
+    env,
+):
     app.command(verb)
 
 __all__ = ["main"]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from headrace.cli.app import Settings, names_sources, no_config, overrides
-from headrace.cli.terminal import console_for, short
-from headrace.jobs.config_layers import load_any_config
-from headrace.jobs.streams_config import StreamsConfig
+from headrace.cli.terminal import console_for, facts, short
+from headrace.runs.config.loading import load_any_config
+from headrace.runs.config.rl import RLConfig
+from headrace.runs.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from headrace.runs.check import Plan
+    from headrace.runs.config.streams import StreamsConfig
 
 __all__ = ["check"]
 
@@ -52,9 +57,11 @@ def check(
         return no_config("check")
     checked = load_any_config(config, changed)
     named = str(config) if config is not None else "the environment"
-    if isinstance(checked, StreamsConfig):
+    if isinstance(checked, RLConfig):
+        return _check_rl(named, checked, format=format, quiet=quiet)
+    if not isinstance(checked, RunConfig):
         return _check_streams(named, checked, ranks=ranks, stale_threshold=stale_threshold, format=format, quiet=quiet)
-    from headrace.jobs.check import check_hashes, check_job
+    from headrace.runs.check import check_hashes, check_job
 
     counted = check_hashes(checked, hashes) if hashes is not None else {}
     plan = check_job(checked, ranks=ranks, full_check=full)
@@ -82,11 +89,11 @@ def check(
         )
     console.print(table)
     console.print(
-        f"{plan.steps:,} steps x {plan.global_batch_size} x {plan.seq_len} = {short(plan.total_tokens)} tokens; {plan.lanes} lanes, "
-        f"world sizes that fit: {', '.join(map(str, plan.world_sizes))}",
+        f"{plan.steps:,} steps x {plan.global_batch_size} x {plan.seq_len} = {short(plan.total_tokens)} tokens; {plan.lanes} lanes",
         highlight=False,
         soft_wrap=True,
     )
+    console.print(_world_sizes_text(plan), highlight=False, soft_wrap=True)
     for name, (compared, recorded) in counted.items():
         console.print(
             f"source {name}: {compared:,} chunks compared, {recorded:,} recorded in {hashes}", highlight=False
@@ -97,10 +104,49 @@ def check(
     return 0
 
 
+def _world_sizes_text(plan: Plan) -> str:
+    """Numbers of ranks that a run can have, and what those cost at which ranks share lanes."""
+    sizes = list(zip(plan.world_sizes, plan.lanes_followed, strict=True))
+    alone = [n for n, followed in sizes if followed * n == plan.lanes]
+    shared = [f"{n} (x{followed * n / plan.lanes:.3g})" for n, followed in sizes if followed * n != plan.lanes]
+    text = f"world sizes that make every window once: {', '.join(map(str, alone))}"
+    return text + (
+        f"; that make windows on several ranks: {', '.join(shared[:12])}{', …' if len(shared) > 12 else ''}"
+        if shared
+        else ""
+    )
+
+
+def _check_rl(named: str, config: RLConfig, *, format: str, quiet: bool) -> int:
+    """Import the environments of an RL config and say what a run would do."""
+    from headrace.rollouts.environments import load_environment
+
+    for env in config.env:
+        load_environment(env.spec, name=env.name, base=Path(), seed=config.run.seed, options=env.options)
+    rollouts = (
+        sum(e.weight * e.group_size for e in config.env)
+        / sum(e.weight for e in config.env)
+        * config.rollouts.groups_per_step
+    )
+    plan = {
+        "kind": config.kind, "config_hash": config.hash, "steps": config.run.steps, "environments": [e.name for e in config.env],
+        "rollouts_per_step": round(rollouts), "lag": config.rollouts.lag, "engine": config.engine.kind, "model": config.policy.model,
+    }  # fmt: skip
+    if quiet:
+        return 0
+    console = console_for()
+    if format == "json":
+        console.print_json(json.dumps(plan))
+        return 0
+    console.print(f"[bold]{named}[/]: an RL run", highlight=False)
+    facts(console, [(key, str(value)) for key, value in plan.items() if key != "kind"])
+    return 0
+
+
 def _check_streams(
     name: str, config: StreamsConfig, *, ranks: int, stale_threshold: int | None, format: str, quiet: bool
 ) -> int:
-    from headrace.jobs.streams_check import check_streams
+    from headrace.runs.streams_check import check_streams
 
     plan = check_streams(config, ranks=ranks, stale_threshold=stale_threshold)
     if quiet:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from cyclopts import Token
     from rich.console import Console
 
-    from headrace.jobs.gram import GramSummary
-    from headrace.reduce.crew import FoldProgress
     from headrace.reduce.orders import WorkOrder
+    from headrace.reduce.reduce_shards import GramSummary
     from headrace.reduce.shards import RowShards
+    from headrace.reduce.transports.crew import FoldProgress
 
 __all__ = ["gram"]
 
@@ -72,7 +72,7 @@ def gram(
     ```
     """
     from headrace.errors import ConfigError
-    from headrace.jobs.gram import GramPlan, reduce_shards
+    from headrace.reduce.reduce_shards import GramPlan, reduce_shards
 
     if join is not None:
         if engine is not None or spool is not None:
@@ -107,7 +107,7 @@ def _join(
     format: str,
     quiet: bool,
 ) -> int:
-    from headrace.jobs.gram import join_spool
+    from headrace.reduce.reduce_shards import join_spool
 
     talks = not quiet and format == "text"
     console, errors = console_for(), console_for(sys.stderr)

@@ -29,7 +29,7 @@ def inspect(
     headrace inspect runs/quickstart/checkpoints/step-00000200.safetensors
     ```
     """
-    from headrace.jobs.inspection import inspect_path
+    from headrace.runs.inspection import inspect_path
 
     found = inspect_path(path)
     console = console_for()

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from headrace.cli.app import Settings, overrides
 from headrace.cli.terminal import console_for, short
-from headrace.jobs.config_layers import load_config
+from headrace.runs.config.loading import load_config
 
 __all__ = ["plan"]
 
@@ -37,7 +37,7 @@ def plan(
     headrace plan examples/quickstart.toml --steps 1000 --source.0.weight 0.5
     ```
     """
-    from headrace.jobs.plan import plan_run
+    from headrace.runs.plan import plan_run
 
     found = plan_run(load_config(config, overrides(settings)), steps=steps, ranks=ranks)
     if quiet:

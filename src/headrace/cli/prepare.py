@@ -12,13 +12,13 @@ from cyclopts import Parameter
 
 from headrace.cli.app import Settings, overrides
 from headrace.cli.terminal import LongWork, console_for, facts, short
-from headrace.jobs.config_layers import load_config
+from headrace.runs.config.loading import load_config
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headrace.jobs.prepare import PrepareProgress, PrepareSummary
     from headrace.loader import TextDataset
+    from headrace.runs.prepare import PrepareProgress, PrepareSummary
 
 __all__ = ["prepare"]
 
@@ -44,7 +44,7 @@ def prepare(
     python -c "import headrace as hr; print(len(hr.PreparedDataset('prepared/quickstart')))"
     ```
     """
-    from headrace.jobs.prepare import prepare as run
+    from headrace.runs.prepare import prepare as run
 
     checked = load_config(config, overrides(settings))
     folder = out if out is not None else Path("prepared") / checked.run.name

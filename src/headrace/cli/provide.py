@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from headrace.cli.app import Settings, overrides
 from headrace.cli.terminal import console_for
 from headrace.errors import ConfigError
-from headrace.jobs.config_layers import load_config
+from headrace.runs.config.loading import load_config
 
 if TYPE_CHECKING:
     from headrace.spool import DataProviderBase
@@ -82,11 +82,11 @@ def provide(
 
     began = time.perf_counter()
     if engine == "ray":
-        from headrace.jobs.fleet import provide_on_ray
+        from headrace.runs.provide_ray import provide_on_ray
 
         made = provide_on_ray(checked, max_files=files, report=say, ready=announce)
     else:
-        from headrace.jobs.providing import provide_text
+        from headrace.runs.provide import provide_text
 
         made = provide_text(
             checked, join=join, until_eof=until_eof, force_regenerate=force_regenerate, take=take, max_files=files, report=say, ready=ready,

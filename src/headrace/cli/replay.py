@@ -27,7 +27,7 @@ def replay(
     mode: Annotated[Literal["arrival", "boundary"], Parameter(help="When rollouts are processed: as they arrive, or all at the step's end.")] = "arrival",
     phase: Annotated[Phase | None, Parameter(help="Run this phase alone, in a thread beside the loop; `each` runs one after the other; idle, arrival and boundary are parts of the whole step.")] = None,
     quick: Annotated[bool, Parameter(help="An idle stretch and every phase alone, as --phase each; --gather-chunk-size is then for the interleave.", negative=())] = False,
-    form: Annotated[Literal["lists", "msgpack"], Parameter(help="How rollouts arrive: as a decoder's lists, or encoded, as from another process.")] = "lists",
+    form: Annotated[Literal["binary", "lists", "msgpack", "json"], Parameter(help="How rollouts arrive: in msgpack with binary columns, as dicts of lists, or as lists in msgpack or JSON text.")] = "lists",
     processes: Annotated[int, Parameter(help="Worker processes that make samples; 0 for a thread.")] = 0,
     synthetic_traffic: Annotated[int, Parameter(help="Background tasks that keep the loop busy meanwhile.")] = 0,
     gather_chunk_size: Annotated[int | None, Parameter(help="With --mode boundary, and for the phase interleave alone: rollouts handed to threads at a time.")] = None,
@@ -72,8 +72,8 @@ def replay(
         elif not quiet:
             say(f"{dump}: {count} rollouts, {short(told['bytes'])}B")
         return 0
-    from headrace.jobs.replay import ALONE, PhaseCost, replay_phase
-    from headrace.jobs.replay import replay as run
+    from headrace.rollouts.replay import ALONE, PhaseCost, replay_phase
+    from headrace.rollouts.replay import replay as run
 
     header = f"{'phase':<22} {'wall s':>8} {'CPU s':>8}   loop lag, ms: {'mean':>7} {'p99':>7} {'max':>7}   with a core: {'p99':>7} {'max':>7}"
 

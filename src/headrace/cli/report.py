@@ -1,4 +1,4 @@
-"""headrace report RUN: what a run looked like, as one page."""
+"""headrace report RUN: the page of a run, saved as one file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
+from rich.markup import escape
 
 from headrace.cli.terminal import console_for, facts, short
 
@@ -33,39 +34,59 @@ def report(
     ] = "text",
     quiet: Annotated[bool, Parameter(help="Only the exit code.", negative=())] = False,
 ) -> int:
-    """Draw a run's metrics as one self-contained HTML page: interactive curves, the healthy range behind each.
+    """Save a run's page as one self-contained HTML file: findings first, curves to zoom into, every metric.
 
-    What stands out is said in words first. The page needs no network and works for every kind of run.
+    It is the page of `headrace ui` with the data inside; it needs no network, no package beyond headrace, and works for every kind of run.
 
     ```
     headrace report runs/quickstart
     headrace report runs/streams-healthy --png healthy.png --only stream_mixing
     ```
     """  # fmt: skip
-    import headrace.jobs.running  # declares what every run measures
-    import headrace.ledger.gauges
-    import headrace.loader.data_stats
-    import headrace.loader.stream_metrics
-    import headrace.rollouts.step_metrics  # noqa: F401
-    from headrace.dash import read_report, write_page, write_picture
+    from headrace.ui import find_problems, pages, read_run, write_page, write_picture
 
-    found = read_report(run)
+    view = read_run(run)
     path = out if out is not None else run / "report.html"
-    size = write_page(found, path)
-    drawn = write_picture(found, png, keys=only) if png is not None else 0
+    size = write_page(view, path)
+    drawn = write_picture(view, png, keys=only) if png is not None else 0
     if quiet:
         return 0
+    status = view.status()
+    findings = find_problems(view, status)
     console = console_for()
     if format == "json":
-        console.print_json(json.dumps({**found.to_dict(), "page": str(path), "picture": str(png) if png else None}))
+        panels = [
+            {k: p[k] for k in ("title", "key", "healthy")} | {"curves": [c["key"] for c in p["curves"]]}
+            for p in pages.metrics(view)["panels"]
+        ]
+        value = {
+            "path": str(run),
+            "name": view.name,
+            "kind": view.kind,
+            "status": status,
+            "findings": [f.to_dict() for f in findings],
+            "panels": panels,
+        }
+        console.print_json(json.dumps({**value, "page": str(path), "picture": str(png) if png else None}))
         return 0
-    console.print(f"[bold]{found.name}[/] ({found.kind})  {len(found.panels)} panels of {len(found.series.steps):,} lines", highlight=False)  # fmt: skip
-    facts(console, found.facts)
-    for finding in found.findings:
-        console.print(f"[yellow]note[/] {finding.sentence}", highlight=False, soft_wrap=True)
-    if not found.findings:
+    console.print(f"[bold]{escape(view.name)}[/] ({view.kind})  {view.index.lines:,} lines", highlight=False)
+    facts(
+        console,
+        [
+            (
+                "state",
+                f"{status['state']} at step {status['step']:,}"
+                + (f" of {status['steps']:,}" if status["steps"] else ""),
+            )
+        ],
+    )
+    for finding in findings:
+        console.print(f"[yellow]{finding.severity}[/] {escape(finding.sentence)}", highlight=False, soft_wrap=True)
+        if finding.remedy:
+            console.print(f"      {finding.remedy}", style="dim", highlight=False, soft_wrap=True, markup=False)
+    if not findings:
         console.print("nothing stands out", style="dim")
-    console.print(f"  [dim]page[/]     {path} ({short(size)}B)", highlight=False, soft_wrap=True)
+    console.print(f"  [dim]page[/]     {escape(str(path))} ({short(size)}B)", highlight=False, soft_wrap=True)
     if png is not None:
-        console.print(f"  [dim]picture[/]  {png} ({drawn} panels)", highlight=False, soft_wrap=True)
+        console.print(f"  [dim]picture[/]  {escape(str(png))} ({drawn} panels)", highlight=False, soft_wrap=True)
     return 0

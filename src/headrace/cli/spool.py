@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from headrace.cli.terminal import console_for, short
+from headrace.cli.terminal import Format, console_for, short
 
 __all__ = ["spool"]
 
@@ -23,7 +23,6 @@ headrace spool verify /data/spool && echo whole
 ```""",
 )
 
-Format = Annotated[Literal["text", "json"], Parameter(help="json: one object for machines.")]
 Quiet = Annotated[bool, Parameter(help="Only the exit code.", negative=())]
 
 

@@ -6,34 +6,51 @@ machines read the run's own files rather than this.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
+from cyclopts import Parameter
 from rich.console import Console
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-    from headrace.jobs.config import RunConfig
-    from headrace.jobs.lm import Summary
-    from headrace.jobs.running import Progress
-    from headrace.jobs.streams import StreamSummary
-    from headrace.jobs.streams_config import LedgerSection, StreamsConfig
+    from headrace.rollouts.arrival_log import Arrival
+    from headrace.runs.config.rl import RLConfig
+    from headrace.runs.config.schema import RunConfig
+    from headrace.runs.config.streams import LedgerSection, StreamsConfig
+    from headrace.runs.lm import Summary
+    from headrace.runs.rl import RLSummary
+    from headrace.runs.run_loop import Progress
+    from headrace.runs.streams import StreamSummary
 
 __all__ = [
+    "Format",
     "LongWork",
     "Silent",
     "TerminalWatcher",
     "announce",
+    "announce_rl",
     "announce_streams",
     "closing",
+    "closing_rl",
     "closing_streams",
+    "console_for",
+    "count_text",
     "facts",
+    "print_answer",
+    "print_plain",
+    "print_rollouts",
     "short",
+    "tokens_text",
+    "visible",
 ]
+
+Format = Annotated[Literal["text", "json"], Parameter(help="json: one object for machines.")]
 
 
 def short(number: float) -> str:
@@ -91,6 +108,92 @@ def announce_streams(console: Console, config: StreamsConfig, *, folder: str, ra
         ("model", f"{train.depth} blocks of {train.dim}, {what}, lr {train.lr:g}"),
         *([("ledger", _ledger_line(ledger))] if ledger is not None else []),
         ("seed", f"{run.seed}   ranks {ranks}   config {config.hash}"),
+    ]
+    facts(console, rows)
+
+
+def print_rollouts(
+    arrivals: Sequence[Arrival], title: str, *, format: Format, quiet: bool, text: bool = True, chars: int = 200
+) -> int:
+    """Show rollouts by group, each turn as a line of a chat; exit code 0."""
+    if quiet:
+        return 0
+    answer = {
+        "rollouts": [
+            {
+                "task": a.task, "member": a.member, "attempt": a.attempt, "step": a.step + 1, "env": a.env, "version": a.version, "failed": a.failed or None,
+                "reward": None if a.failed else a.reward, "metrics": a.metrics, "timing": a.timing,
+                "turns": [{"prompt": turn.prompt, "completion": turn.completion, "spans": turn.spans} for turn in a.turns],
+            }
+            for a in arrivals
+        ]
+    }  # fmt: skip
+    print_answer(format, answer, lambda console: _print_groups(console, arrivals, title, text, chars))
+    return 0
+
+
+def _print_groups(console: Console, arrivals: Sequence[Arrival], title: str, text: bool, chars: int) -> None:
+    done = [a for a in arrivals if not a.failed]
+    mean = sum(a.reward for a in done) / len(done) if done else float("nan")
+    print_plain(
+        console,
+        f"{title}: {len(done):,} rollouts, mean reward {mean:.3f}, {len(arrivals) - len(done):,} failures",
+        "bold",
+    )
+    task = None
+    for a in arrivals:
+        if a.task != task:
+            task = a.task
+            rewards = [b.reward for b in done if b.task == task]
+            shown = f"{sum(rewards) / len(rewards):.3f}" if rewards else "–"
+            print_plain(
+                console, f"  task {task} ({a.env}, step {a.step + 1}, version {a.version}): mean reward {shown}"
+            )
+        again = f" attempt {a.attempt}" if a.attempt else ""
+        print_plain(
+            console, f"    member {a.member}{again}: " + (f"failed, {a.failed}" if a.failed else f"reward {a.reward:g}")
+        )
+        for turn in a.turns if text else ():
+            print_plain(console, f"      env     {turn.prompt[:chars]}", "dim")
+            print_plain(console, f"      policy  {turn.completion[:chars]}")
+
+
+def announce_rl(console: Console, config: RLConfig, *, folder: str, ranks: int, resumed: bool) -> None:
+    """The summary at the start of an RL run."""
+    run, policy, rollouts = config.run, config.policy, config.rollouts
+    console.print(
+        f"[bold]headrace[/] {'resumes' if resumed else 'runs'} [bold]{run.name}[/]  in {folder}", highlight=False
+    )
+    total = sum(env.weight for env in config.env)
+    engine = "in this process" if config.engine.kind == "embedded" else ", ".join(config.engine.url)
+    rows = [
+        ("envs", "  ".join(f"{e.name} {e.weight / total:.3g} ({e.spec})" for e in config.env)),
+        (
+            "rollouts",
+            f"{rollouts.groups_per_step} groups of {' / '.join(str(e.group_size) for e in config.env)} a step, lag {rollouts.lag}, {run.steps} steps",
+        ),
+        ("policy", f"{policy.model}, lr {policy.lr:g}, advantage {policy.advantage}"),
+        ("engine", f"{config.engine.kind}, {engine}"),
+        ("eval", f"{config.eval.tasks} held-out tasks every {config.eval.every} steps"),
+        ("seed", f"{run.seed}   ranks {ranks}   config {config.hash}"),
+    ]
+    facts(console, rows)
+
+
+def closing_rl(console: Console, summary: RLSummary, folder: str) -> None:
+    """The summary at the end of an RL run."""
+    console.print(f"\n[bold]{summary.state}[/] at step {summary.step} of {summary.steps}", highlight=False)
+    failed = ", ".join(f"{n:,} {reason}" for reason, n in summary.failed.items()) or "none"
+    rows: Sequence[tuple[str, str]] = [
+        ("held out", f"{summary.accuracy_first:.1%} -> [bold]{summary.accuracy:.1%}[/] of the tasks solved"),
+        ("reward", f"{summary.reward_first:.3f} -> {summary.reward_last:.3f}  (first step, mean of the last 10)"),
+        ("speed", f"{summary.rollouts:,} rollouts, {summary.tokens:,} tokens; {summary.seconds:.1f} s"),
+        ("wait", f"{summary.exposed_wait_seconds:.2f} s for rollouts ({summary.exposed_wait_share:.1%})"),
+        ("failed", failed + (f"   from the arrival log {summary.recorded:,}" if summary.recorded else "")),
+        ("model", f"sha256 {summary.model_sha256[:16]}…"),
+        ("folder", folder),
+        ("look", f"headrace report {folder}   headrace step {folder} {max(summary.step, 1)}"),
+        ("resume" if summary.step < summary.steps else "extend", _go_on(summary)),
     ]
     facts(console, rows)
 
@@ -231,9 +334,11 @@ class TerminalWatcher:
     def progress(self, progress: Progress) -> None:
         mix = " ".join(f"{name} {share:.2f}".replace("0.", ".") for name, share in progress.mix.items())
         width = len(str(progress.steps))
+        wait = f"wait {progress.wait_ms:.1f} ms ({progress.wait_share:.0%})"
         self._line(
-            f"step {progress.step:>{width}}  loss {progress.loss:.3f}  {progress.unit}/s {short(progress.tokens_per_second):>5}  "
-            f"wait {progress.wait_ms:.1f} ms ({progress.wait_share:.0%})  mix {mix}"
+            f"step {progress.step:>{width}}  {progress.text}  {wait}"
+            if progress.text
+            else f"step {progress.step:>{width}}  loss {progress.loss:.3f}  {progress.unit}/s {short(progress.tokens_per_second):>5}  {wait}  mix {mix}"
         )
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=progress.step)
@@ -301,7 +406,7 @@ def _forgotten(summary: StreamSummary) -> Sequence[tuple[str, str]]:
     return [("ledger", told if count else "no group was forgotten too early")]
 
 
-def _go_on(summary: Summary | StreamSummary) -> str:
+def _go_on(summary: Summary | StreamSummary | RLSummary) -> str:
     if summary.step < summary.steps:
         return summary.resume
     return f"{summary.resume} --run.steps {summary.steps * 2}"
@@ -310,3 +415,34 @@ def _go_on(summary: Summary | StreamSummary) -> str:
 def console_for(stream: Any = None) -> Console:
     """A console that respects NO_COLOR and pipes; plain output is as wide as its lines."""
     return Console(file=stream if stream is not None else sys.stdout, soft_wrap=True)
+
+
+# ---------------------------------------------------------------------- answers about a run's data
+# Texts and names come from the data, which nobody has vetted: what a terminal would not simply print is shown as an escape,
+# and JSON is printed in ASCII.
+
+
+def visible(text: str) -> str:
+    """The text in which nothing can break a line or move the cursor of a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def print_answer(format: str, value: dict[str, Any], show: Callable[[Console], None]) -> None:
+    """Print `value` as JSON, or let `show` print it as text."""
+    console = console_for()
+    if format == "json":
+        console.print_json(json.dumps(value), ensure_ascii=True, highlight=console.is_terminal)
+    else:
+        show(console)
+
+
+def print_plain(console: Console, text: str, style: str | None = None) -> None:
+    console.print(visible(text), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def count_text(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def tokens_text(start: int, length: int) -> str:
+    return f"tokens [{start:,}, {start + length:,})"

@@ -4,9 +4,9 @@ dataset   sources, deal, mix, tokenizer and packer wired together; holds no posi
 windows   what the documents from a given row on look like as blocks (pure)
 pool      windows made ahead of need, by threads
 processes the same by worker processes
-lanes     what a lane delivers next, and where it stands (kernels: its compiled loops)
-ahead     who makes the next batch: a thread, or whoever asks
-pipeline  samples become batches
+lanes     what a lane delivers next, and where it stands
+batch_fill  blocks become the tensors of a batch: one compiled kernel for packed text and prepared blocks
+pipeline  samples become batches, ahead of need
 loader    batches delivered, and what is saved
 rank_loader  what every loader tells about what it delivered
 state     what is saved; states of several ranks put together
@@ -15,6 +15,7 @@ ends      the step at which all ranks end
 exchange  what ranks tell each other
 report    what the loader did
 prepared  blocks from token shards: block i without the ones before it
+shard_gather  blocks of a token shard copied into the rows of a batch
 prepared_loader  batches of them; one integer of state
 schedule  which source sample g comes from (pure)
 streams          files of cells become mixed batches (StreamMixingDataset); imports torch, so only on request

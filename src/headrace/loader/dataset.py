@@ -26,8 +26,8 @@ import numpy as np
 
 from headrace.errors import ConfigError, DataError, HeadraceError, TokenizerError
 from headrace.files import publish
+from headrace.loader.batch_fill import FILL_KERNELS
 from headrace.loader.lanes import LanePlan
-from headrace.loader.lanes import kernels as lane_kernels
 from headrace.loader.pool import WindowKey
 from headrace.loader.weight_text import written_weights
 from headrace.loader.windows import Carry, ChunkCache, Window, WindowMaker
@@ -79,11 +79,18 @@ class MixChange:
 class TextDataset:
     """Documents of weighted sources, dealt to lanes, tokenised and packed.
 
-    `exhausted` says what happens when a source has been read `max_epochs` times (once, if the source does not say):
-    `drop` goes on with the others until all are dry, `stop_first` ends with the first, `repeat` reads for ever unless
-    the source sets `max_epochs`.
-
-    Decoded chunks are kept up to `chunk_memory` bytes: sources that fit are read once, others anew in every epoch.
+    - `sources`: specs such as `"jsonl:web/*.jsonl"`, or `Source` objects.
+    - `tokenizer`: the path of a tokenizer.json, `"sample"` (a small built-in BPE), a Tokenizer, or None for bytes. `engine`: which library encodes.
+    - `seq_len`: tokens in a row. `pack`: `"best_fit"` cuts only documents longer than a row, `"concat"` cuts wherever a row ends.
+    - `seed`, `lanes`, `window_blocks`, `shuffle`: decide the order. `window_blocks` rows are tokenised and packed as one unit.
+    - `exhausted`: what happens when a source has been read `max_epochs` times (once, if the source does not say). `"drop"` continues with the others until all
+      are dry, `"stop_first"` ends with the first, `"repeat"` reads for ever unless the source sets `max_epochs`.
+    - `mix_changes`: other weights from given steps on.
+    - `bos`, `eos`, `bos_token`, `eos_token`: tokens before and after each document.
+    - `base`: folder where relative paths start. `cache`: folder for manifests and repacked files.
+    - `records`: folder of content hashes to compare with. `full_check`: compare everything that was ever read. `accept_changes`: take changed files as they are.
+    - `chunk_memory`: bytes of decoded chunks that are kept. Sources that fit are read once, others again in every epoch.
+    - `meter`: where waits are counted.
     """
 
     def __init__(
@@ -125,7 +132,7 @@ class TextDataset:
         _check(
             seq_len=seq_len, lanes=lanes, window_blocks=window_blocks, seed=seed, pack=pack, exhausted=exhausted, chunk_memory=chunk_memory
         )  # fmt: skip
-        warm_kernels(lane_kernels, *PACK_KERNELS)
+        warm_kernels(*PACK_KERNELS, *FILL_KERNELS)
         self.meter = meter if meter is not None else Meter()
         self.seq_len = seq_len
         self.seed = seed

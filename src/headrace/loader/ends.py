@@ -79,7 +79,7 @@ class ReplayEnds:
         """Take a lane's samples up to the end of `samples`; whether one of those in `samples` has something to learn."""
         real, g = False, self._next[lane]
         while g < samples.stop and not stopped():
-            real |= self._table.take(range(g, g + 1)).real and g >= samples.start
+            real |= self._table.take(range(g, g + 1)).has_text and g >= samples.start
             g = self._table.next_sample(lane, g + 1)
         self._next[lane] = g
         return real

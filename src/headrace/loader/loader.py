@@ -18,29 +18,28 @@ import operator
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from headrace.batch import (
+    DEFAULT_LM_FIELDS,
+    DEFAULT_PREFETCH_BATCHES,
+    BatchSpec,
+    Labels,
+    label_problems,
+    lm_batch_spec,
+    lm_field_problems,
+)
 from headrace.errors import ConfigError
+from headrace.loader.batch_fill import BatchFill
 from headrace.loader.dataset import TextDataset
 from headrace.loader.ends import AloneEnds, Ends, ReplayEnds, StoreEnds
-from headrace.loader.lanes import (
-    DIGEST_HIGH,
-    DIGEST_LOW,
-    LEFT_OUT,
-    SOURCES_MADE,
-    TOKEN_FIELDS,
-    BatchBuffers,
-    LanePlan,
-    LaneTable,
-    Taken,
-    WeightChange,
-)  # fmt: skip
-from headrace.loader.pipeline import After, Passed, Pipeline, Shape
+from headrace.loader.lanes import LEFT_OUT, BatchPlan, LanePlan, LaneTable, WeightChange
+from headrace.loader.pipeline import LaneShare, PassedStep, Pipeline, ReadyBatch
 from headrace.loader.pool import WindowPool, WindowSupply
 from headrace.loader.rank_loader import TIMES_AT_ONCE, RankLoader, rank_and_world
-from headrace.loader.state import COUNTS, LoaderState, accepts_data, load_states, merge_states
+from headrace.loader.state import LoaderState, accepts_data, load_states, merge_states
 from headrace.loader.windows import Piece
 from headrace.metrics import Histogram, Meter, Wait
 from headrace.order import Digest
@@ -48,10 +47,10 @@ from headrace.runtime.buffers import TensorMemory
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["FIELDS", "Loader"]
+__all__ = ["Loader"]
 
-FIELDS = ("input_ids", "labels", "position_ids", "cu_seqlens", "row_count")
 """The whole contract; `max_seqlen` comes with cu_seqlens, `sample_index` always."""
 
 _numbers = itertools.count()
@@ -63,20 +62,30 @@ class _Flown(NamedTuple):
     step: int
     """Which of the delivered steps it is, from 1."""
     next_sample: int
-    taken: Taken
-    passed: tuple[Passed, ...]
+    plan: BatchPlan
+    passed: tuple[PassedStep, ...]
 
 
 class Loader(RankLoader):
-    """Walks over a dataset and delivers this rank's share of each global batch.
+    """Delivers this rank's share of each global batch of a dataset, as dicts of tensors.
 
-    Windows are made by `tokenizer_workers` threads (4), or by `data_loader_workers` processes, which pay where a tokenizer or the
-    trainer holds Python's lock. A batch belongs to its receiver: its memory is used again only when nothing refers to it any more. `fields` leaves parts of
-    the contract out. `skip` passes over ranges of steps (from, to), `to` excluded, counted from 1: [(5, 8)] leaves out steps 5, 6 and 7, whose documents count as read.
-    `record` keeps what `drain_flight` tells. `copy` has no effect any more; it is accepted because earlier versions had it.
+    - `global_batch_size`: rows of a step, over all ranks. Any world size that divides it works, and may change from one resume to the next. One that does not
+      divide the dataset's lanes has several ranks make the same windows (`headrace check` shows how many).
+    - `dp_rank`, `dp_world_size`: this rank; from torch.distributed unless given.
+    - `mesh`, `dp_dims`: a DeviceMesh in place of both. Ranks that differ only outside of `dp_dims` get the same rows.
+    - `tokenizer_workers`: threads that make windows; 4 unless given. `data_loader_workers`: processes in their place, for tokenizers or trainers that hold the GIL.
+    - `prefetch_batches`: batches made ahead of need.
+    - `labels`: `"shifted"`, or `"hf"` for models that shift by themselves.
+    - `fields`: which of the fields a batch has. `segment_ids=True` adds that field.
+    - `skip`: ranges of steps (from, to) that are skipped, counted from 1, `to` excluded. [(5, 8)] skips steps 5, 6 and 7, whose documents count as read.
+    - `record`: keep what `drain_flight` returns.
+    - `pin_memory`, `device`: put batches into pinned memory, or onto a device.
+    - `deadline`: seconds that a wait may take.
+    - `copy`: has no effect; earlier versions had it.
 
-    Near the end of finite sources some lanes are dry before others. A step in which no rank has anything to learn is passed over like a skipped one: steps keep their
-    numbers. A rank of several may still get a batch with nothing to learn, at a step that teaches other ranks something.
+    A batch belongs to its receiver: its memory is reused only when nothing refers to it any more. Near the end of finite sources some lanes are dry before others.
+    A step in which no rank has anything to learn is skipped, and steps keep their numbers. A rank of several may still get a batch with nothing to learn, at
+    a step that teaches other ranks something.
     """
 
     def __init__(
@@ -86,11 +95,13 @@ class Loader(RankLoader):
         global_batch_size: int,
         dp_rank: int | None = None,
         dp_world_size: int | None = None,
+        mesh: DeviceMesh | None = None,
+        dp_dims: Sequence[str] = ("dp",),
         tokenizer_workers: int | None = None,
         data_loader_workers: int = 0,
-        prefetch_batches: int = 2,
-        labels: Literal["shifted", "hf"] = "shifted",
-        fields: Sequence[str] = FIELDS,
+        prefetch_batches: int = DEFAULT_PREFETCH_BATCHES,
+        labels: Labels = "shifted",
+        fields: Sequence[str] = DEFAULT_LM_FIELDS,
         segment_ids: bool = False,
         skip: Sequence[tuple[int, int]] = (),
         record: bool = False,
@@ -101,10 +112,9 @@ class Loader(RankLoader):
     ) -> None:
         self.data = data
         self.meter: Meter = data.meter
-        self.rank, self.world_size, self._distributed = rank_and_world(dp_rank, dp_world_size)
+        self.rank, self.world_size, self._distributed = rank_and_world(dp_rank, dp_world_size, mesh, dp_dims)
         self.global_batch_size = global_batch_size
         self._fields = (*fields, "segment_ids") if segment_ids and "segment_ids" not in fields else tuple(fields)
-        self._borders = "cu_seqlens" in self._fields
         self._skip = _step_ranges(skip)
         self._check(tokenizer_workers or 0, data_loader_workers, prefetch_batches, labels)
         if device is not None:
@@ -116,17 +126,14 @@ class Loader(RankLoader):
         self._pin = pin_memory
         self._device = device
         self._deadline = deadline
-        self._own = tuple(range(self.rank, data.lanes, self.world_size))
+        self._share = LaneShare(lanes=data.lanes, rank=self.rank, world_size=self.world_size)
+        self._own = tuple(self._share.followed_lanes)
         # Only loaders that all ranks make are counted: a rank may have others of its own.
         self._number = next(_numbers) if self._distributed else -1
-        self._settled = LoaderState(source_tokens=np.zeros(len(data.sources), np.int64), lane_ids=self._own)
+        self._state = LoaderState(source_tokens=np.zeros(len(data.sources), np.int64), lane_ids=self._own)
         self._left_out = np.zeros(len(LEFT_OUT), np.int64)
         """Of the windows opened since this loader was made or loaded a state."""
         self._bad_shards = data.bad_shards
-        self._after: After | None = None
-        """What follows from the batch that was delivered last, until the state knows of it."""
-        self._counted = np.zeros(0, np.int64)
-        """What the state knows of the totals of the pipeline that runs."""
         self._seconds = []
         self._foreign: dict[int, np.ndarray] | None = None
         self._start_pass(0)
@@ -138,8 +145,8 @@ class Loader(RankLoader):
         self._drained: dict[str, int] = {}
         self._running: Pipeline | None = None
         self._forgotten: weakref.finalize | None = None
-        self._last: Taken | None = None
-        """The samples of the batch that was delivered last."""
+        self._last: tuple[BatchPlan, int] | None = None
+        """The samples of the batch that was delivered last, and what they added to the digest."""
         self._record = record
         self._flight: list[_Flown] = []
 
@@ -150,68 +157,53 @@ class Loader(RankLoader):
             self._begin_pass(self._state.number + 1)
         return self
 
+    @property
+    def spec(self) -> BatchSpec:
+        """The fields of this loader's batches: names, dtypes, shapes and roles."""
+        return lm_batch_spec(self.data.seq_len, self._fields)
+
     def __next__(self) -> dict[str, Any]:
-        if self._settled.ended:
+        if self._state.ended:
             raise StopIteration
         if self._running is None:
             self._running = self._new_pipeline()
         if self._started is None:
             self._started = time.perf_counter()
             self._begun_tokens = self._state.delivered["tokens"]
-        asked = time.perf_counter()
-        made = self._running.ready()
-        if made is not None:
-            seconds = self._wait.over(asked)
-        else:
-            with self._wait as wait:
-                try:
-                    made = self._running.next(wait)
-                except BaseException:
-                    self.close()
-                    raise
-            seconds = wait.seconds
-        if made is None:
+        with self._wait as wait:
+            try:
+                ready = self._running.next(wait.deadline)
+            except BaseException:
+                self.close()
+                raise
+        if ready is None:
             self._state.ended = True
-            self._left_out += self._running.left_out_at_the_end() - self._counted[-len(LEFT_OUT) :]
+            self._left_out += self._running.left_out_at_the_end()
             self.close()
             raise StopIteration
-        # From here on the batch is delivered; what follows from that is worked out when somebody asks.
-        self._after, self._last = made.after, made.taken
-        if made.after.skipped:
-            self._pass_over(made.after.skipped)
-        if self._record:  # without the tensors: they belong to the receiver alone
-            self._flight.append(_Flown(self.delivered_steps, made.after.next_sample, made.taken, made.passed))
-        self._seconds.append(seconds)
+        self._deliver(ready)
+        self._seconds.append(wait.seconds)
         if len(self._seconds) == TIMES_AT_ONCE:
             self._record_times()
-        return made.batch if self._device is None else self._moved(made.batch)
+        return ready.batch if self._device is None else self._moved(ready.batch)
 
-    @property
-    def _state(self) -> LoaderState:
-        """What was delivered until now."""
-        if self._after is not None:
-            self._settle(self._after)
-        return self._settled
-
-    def _settle(self, after: After) -> None:
-        """Count what was delivered. The saved state moves only here, and where steps are passed over."""
-        self._after = None
-        self._count(after.totals)
-        state = self._settled
-        state.step, state.sample, state.lanes = after.step + 1, after.next_sample, after.lanes
-        state.empty_steps = after.empty_steps
-
-    def _count(self, totals: np.ndarray) -> None:
-        """Bring the counts to where the pipeline's are."""
-        state, new = self._settled, totals - self._counted
-        state.counts += new[: len(COUNTS)]
-        state.source_tokens += new[SOURCES_MADE : -len(LEFT_OUT)]
-        self._left_out += new[-len(LEFT_OUT) :]
-        state.digest.add(_digest(totals) - _digest(self._counted))
-        self._counted = totals.copy()
+    def _deliver(self, ready: ReadyBatch) -> None:
+        """From here on the batch is delivered: this is the only place where the saved state moves."""
+        state = self._state
+        state.step, state.sample, state.lanes = ready.step + 1, ready.next_sample, ready.lanes
+        state.empty_steps = ready.empty_steps
+        state.counts += ready.counts
+        state.source_tokens += ready.source_tokens
+        state.digest.add(ready.digest)
+        self._left_out += ready.left_out
+        self._last = (ready.plan, ready.digest)
+        if ready.skipped:
+            self._pass_over(ready.skipped)
+        if self._record:  # without the tensors: they belong to the receiver alone
+            self._flight.append(_Flown(self.delivered_steps, ready.next_sample, ready.plan, ready.passed))
 
     def _pass_over(self, steps: Sequence[int]) -> None:
-        skipped = self._settled.skipped
+        skipped = self._state.skipped
         for step in steps:
             if skipped and skipped[-1][1] == step:
                 skipped[-1][1] = step + 1
@@ -241,7 +233,8 @@ class Loader(RankLoader):
     def state_dict(self) -> dict[str, Any]:
         """What this rank has delivered, as a plain JSON-able dict. Not collective."""
         fingerprint = self.data.fingerprint(self._state.step)
-        return self._state.to_cursor(fingerprint, self.data.lanes, self.data.names).to_dict()
+        share = (self.rank, self.world_size)
+        return self._state.to_cursor(fingerprint, self.data.lanes, self.data.names, share).to_dict()
 
     def load_state_dict(
         self,
@@ -269,13 +262,13 @@ class Loader(RankLoader):
             lanes=data.lanes,
             own=self._own,
             rank=self.rank,
+            world_size=self.world_size,
             skip=self._skip,
             accept=accept,
             fixed=fixed or {},
             fresh=lambda number, step: dict(enumerate(data.plan(number, step - 1).starts)),
         )
-        self._settled = loaded
-        self._after = None
+        self._state = loaded
         self._foreign = known if len(known) == self.data.lanes else None
         self._origin = loaded.sample
         self._started = None
@@ -301,8 +294,6 @@ class Loader(RankLoader):
     def left_out(self) -> dict[str, int]:
         """What this rank left out since it was made or loaded a state: `empty_documents` and `bad_rows` of the windows it opened,
         and `bad_shards`, files of which nothing could be read (the same on every rank)."""
-        if self._after is not None:
-            self._settle(self._after)
         return dict(zip(LEFT_OUT, self._left_out.tolist(), strict=True)) | {"bad_shards": self._bad_shards}
 
     def _targets(self) -> Sequence[float]:
@@ -343,26 +334,26 @@ class Loader(RankLoader):
     @property
     def step_digest(self) -> str:
         """The part of the digest that the last batch added."""
-        return str(Digest() if self._last is None else Digest(_digest(self._last.facts)))
+        return str(Digest() if self._last is None else Digest(self._last[1]))
 
     # ---------------------------------------------------------------------------------------- insight
 
     def pieces(self, batch: Mapping[str, Any]) -> list[Piece]:
         """Where the tokens of the batch that was delivered last come from."""
-        first, taken = int(batch["sample_index"][0]), self._last
-        if taken is None or taken.samples.start != first:
+        first, plan = int(batch["sample_index"][0]), None if self._last is None else self._last[0]
+        if plan is None or plan.samples.start != first:
             raise ValueError(
                 f"the batch with sample {first} is not the one this loader delivered last: ask before taking the next"
             )
         return [
             piece
-            for i, g in enumerate(taken.samples)
-            if (window := taken.window(i)) is not None
-            for piece in self.data.makers[window.source].pieces(window, taken.block(i), g)
+            for g, at in zip(plan.samples, plan.blocks, strict=True)
+            if at is not None
+            for piece in self.data.makers[at.window.source].pieces(at.window, at.block, g)
         ]
 
     def drain_flight(self) -> dict[str, Any] | None:
-        """What was delivered since the last call, as one line of a flight record (jobs/flight.py); None if nothing was.
+        """What was delivered since the last call, as one line of a flight record (provenance/record.py); None if nothing was.
 
         It tells of this rank's own samples; lines of several ranks are put together by their sample indices.
         """
@@ -370,26 +361,26 @@ class Loader(RankLoader):
         if not records:
             return None
         size = self.global_batch_size
-        delivered = [one.taken for one in records]
+        delivered = [one.plan for one in records]
         passed = [step for one in records for step in one.passed]
         opened = [
-            [taken.samples[i], taken.samples[i] % self.data.lanes, window.source, *window.start]
-            for taken in [*delivered, *(step.taken for step in passed)]
-            if taken is not None
-            for i in np.flatnonzero((taken.rows[:, 1] == 0) & (taken.sources >= 0)).tolist()
-            if (window := taken.window(i)) is not None
+            [g, g % self.data.lanes, at.window.source, *at.window.start]
+            for plan in [*delivered, *(step.plan for step in passed)]
+            if plan is not None
+            for g, at in zip(plan.samples, plan.blocks, strict=True)
+            if at is not None and at.block == 0
         ]
         line: dict[str, Any] = {
             "first": records[0].step,
             "sources": list(self.data.names),
             "samples": [*(one.next_sample - size for one in records), records[-1].next_sample],
-            "picks": _picks([taken.sources for taken in delivered]),
+            "picks": _picks([plan.sources for plan in delivered]),
             "opened": sorted(opened),
         }
         if passed:
             nothing = np.full(size // self.world_size, -1)
             line["skipped"] = [[step.first, step.first + size] for step in passed]
-            line["skipped_picks"] = _picks([nothing if s.taken is None else s.taken.sources for s in passed])
+            line["skipped_picks"] = _picks([nothing if s.plan is None else s.plan.sources for s in passed])
         return line
 
     def __repr__(self) -> str:
@@ -408,16 +399,14 @@ class Loader(RankLoader):
 
     def _check(self, workers: int, processes: int, prefetch: int, labels: str) -> None:
         problems = []
-        size, world, lanes = self.global_batch_size, self.world_size, self.data.lanes
+        size, world = self.global_batch_size, self.world_size
         if not isinstance(size, int) or size < 1:
             problems.append(f"global_batch_size must be a positive integer, got {size!r}")
         elif size % world:
             problems.append(
                 f"global_batch_size {size} cannot be shared by {world} ranks: use a world size that divides it, such as "
-                f"{_divisors(size, lanes)}"
+                f"{_divisors(size)}"
             )
-        if lanes % world:
-            problems.append(f"{lanes} lanes cannot be shared by {world} ranks: use a world size that divides them")
         if not isinstance(workers, int) or workers < 0:
             problems.append(f"tokenizer_workers must be 0 or more, got {workers!r}")
         if not isinstance(processes, int) or processes < 0:
@@ -429,14 +418,7 @@ class Loader(RankLoader):
             )
         if not isinstance(prefetch, int) or prefetch < 0:
             problems.append(f"prefetch_batches must be 0 or more, got {prefetch!r}")
-        if labels not in ("shifted", "hf"):
-            problems.append(f'labels must be "shifted" or "hf", got {labels!r}')
-        known = (*FIELDS, "segment_ids")
-        problems += [
-            f"fields: there is no field {f!r}; there are {', '.join(known)}" for f in self._fields if f not in known
-        ]
-        if "input_ids" not in self._fields:
-            problems.append("fields must hold 'input_ids'")
+        problems += label_problems(labels) + lm_field_problems(self._fields)
         problems += [
             f"skip: a range of steps is (from, to) with 1 <= from < to, counted from 1, got ({a + 1}, {b + 1})"
             for a, b in self._skip
@@ -453,17 +435,11 @@ class Loader(RankLoader):
             for step, weights in data.changes_from(state.step, state.number)
         ]
         supply = self._new_supply()
-        self._counted = np.zeros(SOURCES_MADE + len(data.sources) + len(LEFT_OUT), np.int64)
         table = LaneTable(plan, supply, dict(zip(self._own, state.lanes, strict=True)), changes)
-        shape = Shape(
-            global_batch_size=size,
-            rank=self.rank,
-            world_size=self.world_size,
-            lanes=data.lanes,
-        )
         pipeline = Pipeline(
-            shape, table, supply, self._new_ends(plan, changes), self._new_buffers(), finite=plan.finite(), step=state.step,
-            sample=state.sample, empty_steps=state.empty_steps, skip=self._skip, prefetch=self._prefetch, meter=self.meter,
+            table, supply, self._new_ends(plan, changes), self._new_fill(), global_batch_size=size, share=self._share,
+            sources=len(data.sources), finite=plan.finite(), step=state.step, sample=state.sample,
+            empty_steps=state.empty_steps, skip=self._skip, prefetch=self._prefetch, meter=self.meter,
         )  # fmt: skip
         # A loader that is let go without close() takes its threads along: they hold the pipeline, which does not hold it.
         self._forgotten = weakref.finalize(self, pipeline.close)
@@ -491,18 +467,10 @@ class Loader(RankLoader):
             look_ahead=self.data.look_ahead,
         )
 
-    def _new_buffers(self) -> BatchBuffers:
-        rows = self.global_batch_size // self.world_size
-        shapes: dict[str, tuple[int, ...]] = {
-            name: (rows, self.data.seq_len) for name in TOKEN_FIELDS if name in self._fields
-        }
-        shapes["sample_index"] = (rows,)
-        if "row_count" in self._fields:
-            shapes["row_count"] = (rows,)
-        memory = TensorMemory(depth=len(shapes) * (self._prefetch + 4), pin=self._pin)
-        return BatchBuffers(
-            shapes, memory, pad=self.data.packing.pad_id, unshifted=self._unshifted, borders=self._borders
-        )
+    def _new_fill(self) -> BatchFill:
+        memory = TensorMemory(depth=len(self._fields) * (self._prefetch + 4), pin=self._pin)
+        packing = self.data.packing
+        return BatchFill(self.data.seq_len, self._fields, pad=packing.pad_id, unshifted=self._unshifted, memory=memory)
 
     def _new_ends(self, plan: LanePlan, changes: Sequence[WeightChange]) -> Ends:
         if self.world_size == 1:
@@ -520,11 +488,6 @@ class Loader(RankLoader):
             missing=self._foreign is None,
             meter=self.meter,
         )
-
-
-def _digest(facts: np.ndarray) -> int:
-    low, high = facts[DIGEST_LOW : DIGEST_HIGH + 1].view(np.uint64).tolist()
-    return low | high << 64
 
 
 def _step_ranges(skip: Any) -> tuple[tuple[int, int], ...]:
@@ -562,5 +525,5 @@ def _picks(sources: Sequence[np.ndarray]) -> str:
     return base64.b64encode(np.concatenate(sources).astype("<i2").astype("<u2").tobytes()).decode()
 
 
-def _divisors(size: int, lanes: int) -> str:
-    return ", ".join(str(w) for w in range(1, min(size, lanes) + 1) if size % w == 0 and lanes % w == 0)
+def _divisors(size: int) -> str:
+    return ", ".join(str(w) for w in range(1, size + 1) if size % w == 0)

@@ -6,7 +6,7 @@
     sample g ──► source, its k-th block        schedule: from the weights alone
              ──► epoch, block                  a keyed permutation of all blocks of the source, another one each epoch
              ──► shard, pieces                 prefix sums, the packed index
-             ──► row of a batch                one compiled call for all rows, straight from the mapped files
+             ──► row of a batch                gathered from the mapped file, one compiled call for each shard of a batch
 
 There are no lanes, no windows and nothing to tokenise. Tokens are compared with their checksums the first time a block touches
 them; a flipped bit is an error that names the shard, before anything of it is handed out.
@@ -16,21 +16,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from headrace.compiled import address
+from headrace.batch import LM_FIELDS, lm_field_problems
 from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError
+from headrace.loader.batch_fill import FILL_KERNELS, BatchFill, BatchRows
 from headrace.loader.dataset import Exhausted
 from headrace.loader.schedule import Schedule
+from headrace.loader.shard_gather import CHECKED, TO_CHECK, gather_packed, gather_runs
 from headrace.loader.windows import Piece
 from headrace.metrics import Meter, Wait
 from headrace.order import Permutation, fingerprint_json, key, mix64_array
-from headrace.runtime.buffers import TensorMemory
+from headrace.runtime.compiled import warm_kernels
 from headrace.text.shards import (
+    SEGMENT,
     SHARD_FOLDER,
     PackedShard,
     PreparedManifest,
@@ -41,20 +44,17 @@ from headrace.text.shards import (
     pack_shard,
     packed_name,
     read_packed_counts,
-    shard_kernels,
+    segment_sum,
     write_packed,
     write_packed_counts,
 )
 
-__all__ = ["FIELDS", "BatchRows", "Planned", "PreparedBlock", "PreparedDataset", "checked_fields"]
+__all__ = ["Planned", "PreparedBlock", "PreparedDataset", "checked_fields"]
 
-FIELDS = ("input_ids", "labels", "position_ids", "cu_seqlens", "row_count", "segment_ids")
 """What may be asked for; the first five are what comes unasked. `cu_seqlens` brings `max_seqlen`; `sample_index` always comes."""
 
 _FILLER_SUM = key("prepared.filler")
-_VECTORS = ("sample_index", "row_count")
-"""Fields of one number a row."""
-_INT64 = np.dtype(np.int64)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class PreparedBlock(NamedTuple):
@@ -82,8 +82,17 @@ class Planned(NamedTuple):
     low: np.ndarray
     high: np.ndarray
     """What the sample adds to the digest: two halves of 64 bits."""
-    where: np.ndarray
-    """The same as addresses, for the compiled loop."""
+
+
+class _MappedShard(NamedTuple):
+    """A shard that is open."""
+
+    shard: TokenShard
+    packed: PackedShard | None
+    checked: np.ndarray
+    """uint8: the mark of each segment, as in shard_gather."""
+    arrays: tuple[np.ndarray, ...]
+    """The first arguments of the gather."""
 
 
 class PreparedDataset:
@@ -134,9 +143,10 @@ class PreparedDataset:
             ]
             self._check_files()
             self._lock = threading.Lock()
-            self._mapped: dict[int, tuple[TokenShard, PackedShard | None, np.ndarray]] = {}
+            self._mapped: dict[int, _MappedShard] = {}
             self._unsaved: dict[int, PackedShard] = {}
-            self._table = np.zeros((max(len(self._files), 1), shard_kernels().COLUMNS), np.int64)
+            self._gather = (gather_runs if self.pack == "concat" else gather_packed)[self._item]
+            warm_kernels(self._gather, *FILL_KERNELS)
             counts = self._block_counts(manifests)
         self._count_blocks(counts)
         self._given = self._weights_given(weights)
@@ -161,16 +171,18 @@ class PreparedDataset:
             raise TypeError('a dataset that repeats for ever has no length: give max_epochs, or exhausted="drop"')
         return total
 
-    def block(self, i: int, fields: Sequence[str] = FIELDS[:3]) -> PreparedBlock:
+    def block(self, i: int, fields: Sequence[str] = LM_FIELDS[:3]) -> PreparedBlock:
         """Sample i of the first pass: a pure function of the prepared data, the seed and i."""
         planned = self.plan(np.array([i], np.int64))
         source = int(planned.source[0])
         if source < 0:
             raise IndexError(f"sample {i} of a dataset of {len(self)}")
-        rows = BatchRows(self.seq_len, checked_fields(fields), len(self.sources))
-        rows.renew(1)
-        self.fill(planned, 0, 1, rows)
-        arrays = {name: array[0] if array.ndim == 2 else array for name, array in rows.batch().items()}
+        fill = BatchFill(self.seq_len, checked_fields(fields), pad=self.pad_id, unshifted=False)
+        rows = fill.rows(1)
+        self.gather(planned, 0, 1, rows)
+        batch = fill.batch(rows, range(i, i + 1))
+        batch.pop("max_seqlen", None)
+        arrays = {name: array[0] if array.ndim == 2 else array for name, array in batch.items()}
         return PreparedBlock(self.names[source], int(planned.epoch[0]), int(planned.block[0]), arrays)
 
     def plan(self, samples: np.ndarray, number: int = 0, begun: int = 0) -> Planned:
@@ -185,31 +197,35 @@ class PreparedDataset:
             for e in range(int(epochs.min()), int(epochs.max()) + 1):
                 those = epochs == e
                 block[mine[those]] = self._order(s, e).take(place[those]) if self.shuffle else place[those]
+        filler = source < 0
         through = self._first_block_of[source] + block
-        shard, local = np.empty_like(pick), np.empty_like(pick)
-        low, high = np.empty(len(samples), np.uint64), np.empty(len(samples), np.uint64)
-        wanted = np.zeros(len(self._files), np.uint8)
-        from headrace.loader.prepared_kernels import place  # brings numba
+        shard = np.searchsorted(self._first_block, through, side="right") - 1
+        shard[filler] = -1
+        local = through - self._first_block[shard]
+        # As `sample_term(g, content)`: the content of a block is given by the checksum of its shard and its place in it.
+        at, which = samples.astype(np.uint64) * _GOLDEN, (local + 1).astype(np.uint64) * _GOLDEN
+        low = mix64_array(mix64_array(self._sum_low[shard] + which) + at)
+        high = mix64_array(mix64_array(self._sum_high[shard] + which) ^ at)
+        self._map(np.unique(shard[~filler]).tolist())
+        return Planned(samples, source, epoch, block, shard, local, low, high)
 
-        place(
-            samples, source, through, self._first_block, self._sum_low, self._sum_high, shard, local, low, high, wanted
-        )
-        self._map(np.flatnonzero(wanted))
-        where = np.array(
-            [
-                address(self._table), len(self._table), *map(address, (samples, source, shard, local)), len(samples),
-                self.seq_len, self._item, self.pad_id, self.pack == "concat",
-            ],
-            np.int64,
-        )  # fmt: skip
-        return Planned(samples, source, epoch, block, shard, local, low, high, where)
-
-    def fill(self, planned: Planned, begin: int, end: int, rows: BatchRows, unshifted: bool = False) -> None:
-        """Write planned samples [begin, end) into the rows of a batch."""
-        k = shard_kernels()
-        code = k.fill(planned.where, rows.where, begin, end, unshifted)
-        if code != k.FINE:
-            self.refuse(code, rows)
+    def gather(self, planned: Planned, begin: int, end: int, rows: BatchRows) -> None:
+        """Copy the blocks of planned samples [begin, end) into the rows of a batch, every token compared with its checksum."""
+        shards, blocks = planned.shard[begin:end], planned.local[begin:end]
+        for s in set(shards.tolist()):
+            if s < 0:
+                rows.facts[shards < 0] = 0
+                continue
+            mapped = self._mapped[s]
+            marked = self._gather(
+                *mapped.arrays, s, shards, blocks, rows.tokens, rows.lengths, rows.following, rows.facts
+            )
+            if marked < 0:
+                raise FileCorrupt(
+                    f"{self._path(s)} or its index is damaged: block {blocks[-1 - marked]:,} points outside the shard. {_REMEDY}"
+                )
+            if marked:
+                self._check_marked(s, mapped)
 
     def pieces(self, sample: int, source: int, shard: int, local: int) -> list[Piece]:
         """Where the tokens of a planned sample come from."""
@@ -243,7 +259,6 @@ class PreparedDataset:
     def close(self) -> None:
         """Let go of the mapped files. Loaders over this dataset must be closed first."""
         with self._lock:
-            self._table[:] = 0
             self._mapped.clear()
 
     # ----------------------------------------------------------------------------------------- blocks
@@ -376,16 +391,14 @@ class PreparedDataset:
             )
         _allow_open_files(2 * len(self._files))
 
-    def _map(self, wanted: np.ndarray) -> None:
-        for s in wanted.tolist():
-            if s < 0 or self._table[s, 0]:
-                continue
-            with Wait("prepared.map", meter=self.meter, hidden=True), self._lock:
-                if not self._table[s, 0]:
-                    self._map_one(s)
+    def _map(self, wanted: Sequence[int]) -> None:
+        for s in wanted:
+            if s not in self._mapped:
+                with Wait("prepared.map", meter=self.meter, hidden=True), self._lock:
+                    if s not in self._mapped:
+                        self._mapped[s] = self._open(s)
 
-    def _map_one(self, s: int) -> None:
-        k = shard_kernels()
+    def _open(self, s: int) -> _MappedShard:
         folder, number, entry, _ = self._files[s]
         shard = open_shard(folder / entry.file, entry)
         if shard.tokens.dtype.itemsize != self._item:
@@ -393,45 +406,37 @@ class PreparedDataset:
                 f"{folder / entry.file} holds {shard.tokens.dtype}, the manifest says {8 * self._item} bits"
             )
         checked = np.zeros(len(shard.segment_sums), np.uint8)
-        row = np.zeros(k.COLUMNS, np.int64)
-        row[k.TOKEN_COUNT], row[k.OFFSETS], row[k.DOCUMENTS] = len(shard.tokens), shard.offsets.ctypes.data, entry.rows
-        row[k.SUMS], row[k.FIRST_DOCS] = shard.segment_sums.ctypes.data, shard.segment_docs.ctypes.data
-        row[k.CHECKED] = checked.ctypes.data
-        packed = None
-        if self.pack == "best_fit":
-            packed = self._unsaved.get(s)
-            if packed is None:
-                path = folder / packed_name(self.seq_len, number)
-                packed = open_packed(path, seq_len=self.seq_len, of=entry)
-            if len(packed) != self._first_block[s + 1] - self._first_block[s]:
-                raise FileCorrupt(
-                    f"{folder / packed_name(self.seq_len, number)} has {len(packed):,} blocks, another number was counted"
-                )
-            row[k.BLOCK_PTR], row[k.BLOCKS] = packed.block_ptr.ctypes.data, len(packed)
-            row[k.PIECE_AT], row[k.PIECE_LEN] = packed.piece_at.ctypes.data, packed.piece_len.ctypes.data
-            row[k.PIECES] = len(packed.piece_at)
-        self._mapped[s] = (shard, packed, checked)
-        self._table[s, 1:] = row[1:]
-        self._table[s, k.TOKENS] = (
-            shard.tokens.ctypes.data
-        )  # last: other threads take this as the sign that all is there
-
-    def refuse(self, code: int, rows: BatchRows) -> NoReturn:
-        """What the compiled loop found wrong, as an error."""
-        tokens, place = code == shard_kernels().BAD_TOKENS, rows.longest
-        folder, _, entry, source = self._files[rows.edges]
-        path = folder / entry.file
-        remedy = "Run `headrace prepare` again with the same config: it checks every shard, keeps the whole ones and makes this one anew."
-        if tokens:
-            size = shard_kernels().SEGMENT
+        if self.pack == "concat":
+            return _MappedShard(shard, None, checked, (shard.tokens, checked, shard.offsets, shard.segment_docs))
+        packed = self._unsaved.get(s)
+        if packed is None:
+            path = folder / packed_name(self.seq_len, number)
+            packed = open_packed(path, seq_len=self.seq_len, of=entry)
+        if len(packed) != self._first_block[s + 1] - self._first_block[s]:
             raise FileCorrupt(
-                f"{path} is damaged: tokens {place * size:,} to {min((place + 1) * size, entry.tokens):,} of source {source.name} fail "
-                f"their checksum. Nothing of them was delivered. {remedy}"
+                f"{folder / packed_name(self.seq_len, number)} has {len(packed):,} blocks, another number was counted"
             )
-        raise FileCorrupt(f"{path} or its index is damaged: block {place:,} points outside the shard. {remedy}")
+        return _MappedShard(
+            shard, packed, checked, (shard.tokens, checked, packed.block_ptr, packed.piece_at, packed.piece_len)
+        )
+
+    def _check_marked(self, s: int, mapped: _MappedShard) -> None:
+        """Compare the segments that are marked with their checksums."""
+        shard, checked = mapped.shard, mapped.checked
+        for n in np.flatnonzero(checked == TO_CHECK).tolist():
+            if segment_sum(shard.tokens, n) != shard.segment_sums[n]:
+                raise FileCorrupt(
+                    f"{self._path(s)} is damaged: tokens {n * SEGMENT:,} to {min((n + 1) * SEGMENT, shard.entry.tokens):,} of source "
+                    f"{self._files[s][3].name} fail their checksum. Nothing of them was delivered. {_REMEDY}"
+                )
+            checked[n] = CHECKED
+
+    def _path(self, s: int) -> Path:
+        folder, _, entry, _ = self._files[s]
+        return folder / entry.file
 
     def _pieces(self, g: int, source: int, s: int, local: int) -> list[Piece]:
-        shard, packed, _ = self._mapped[s]
+        shard, packed, *_ = self._mapped[s]
         offsets, entry = shard.offsets, shard.entry
         if packed is None:
             start, stop = local * self.seq_len, min((local + 1) * self.seq_len, entry.tokens)
@@ -462,72 +467,10 @@ class PreparedDataset:
         return files[file][0], row - int(ends[file] - files[file][1])
 
 
-class BatchRows:
-    """The memory that `PreparedDataset.fill` writes the next batch into: tensors of `memory`, or arrays without one."""
-
-    __slots__ = ("_borders", "_ended", "_memory", "_places", "_rows", "_values", "_width", "counts", "where")
-
-    def __init__(self, width: int, fields: Collection[str], sources: int, memory: TensorMemory | None = None) -> None:
-        k = shard_kernels()
-        places = {
-            "input_ids": k.AT_IDS, "labels": k.AT_LABELS, "position_ids": k.AT_POSITIONS, "segment_ids": k.AT_SEGMENTS,
-            "sample_index": k.AT_INDEX, "row_count": k.AT_ENDED,
-        }  # fmt: skip
-        self._places = [(n, at) for n, at in places.items() if n in fields or n == "sample_index"]
-        self._memory, self._width, self._rows = memory, width, 0
-        self._values: dict[str, Any] = {}
-        self._ended = np.empty(0, np.int64)
-        """Documents that end in each row, where batches have no field for it."""
-        self._borders = np.empty(0, np.int32) if "cu_seqlens" in fields else None
-        self.counts = np.zeros(k.COUNT_SOURCES + sources + 1, np.int64)
-        """What the batch adds to the counts of a run."""
-        self.where = np.zeros(k.BATCH_WORDS, np.int64)
-        self.where[k.AT_COUNTS], self.where[k.COUNTS] = address(self.counts), len(self.counts)
-
-    def renew(self, rows: int) -> None:
-        """Take memory that nothing refers to, for a batch of so many rows."""
-        if rows != self._rows:
-            self._resize(rows)
-        values, memory = {}, self._memory
-        for name, place in self._places:
-            shape = (rows,) if name in _VECTORS else (rows, self._width)
-            if memory is None:
-                values[name] = array = np.empty(shape, np.int64)
-                self.where[place] = address(array)
-            else:
-                values[name] = tensor = memory.tensor(shape, _INT64)
-                self.where[place] = tensor.data_ptr()
-        self._values = values
-
-    def _resize(self, rows: int) -> None:
-        k = shard_kernels()
-        self._rows = self.where[k.ROWS] = rows
-        self._ended = np.empty(rows, np.int64)
-        self.where[k.AT_ENDED] = address(self._ended)
-        if self._borders is not None:
-            self._borders = np.empty(rows * self._width + 1, np.int32)
-            self.where[k.AT_BORDERS], self.where[k.BORDERS] = address(self._borders), len(self._borders)
-
-    def batch(self) -> dict[str, Any]:
-        """The batch that was written. It belongs to its receiver, and nothing here refers to it any more: `renew` before the next one."""
-        values, self._values = self._values, {}
-        if self._borders is not None:
-            borders = self._borders[: self.edges + 1]
-            values["cu_seqlens"] = borders.copy() if self._memory is None else self._memory.copy(borders)
-        return values
-
-    @property
-    def edges(self) -> int:
-        """How many borders the pieces have, less one; after a fault, the shard."""
-        return int(self.counts[shard_kernels().COUNT_EDGES])
-
-    @property
-    def longest(self) -> int:
-        """The longest piece; after a fault, the place in the shard."""
-        return int(self.counts[shard_kernels().COUNT_LONGEST])
-
-
 # ------------------------------------------------------------------------------------------------- checks
+
+
+_REMEDY = "Run `headrace prepare` again with the same config: it checks every shard, keeps the whole ones and makes this one anew."
 
 
 def _reopened(arguments: dict[str, Any]) -> PreparedDataset:
@@ -535,12 +478,10 @@ def _reopened(arguments: dict[str, Any]) -> PreparedDataset:
 
 
 def checked_fields(fields: Sequence[str]) -> tuple[str, ...]:
-    unknown = [f for f in fields if f not in FIELDS]
-    if unknown:
-        raise ConfigError(f"fields hold {unknown[0]!r}, expected some of {', '.join(FIELDS)}")
-    if "input_ids" not in fields:
-        raise ConfigError("fields must hold input_ids: the others describe them")
-    return tuple(f for f in FIELDS if f in fields)
+    problems = lm_field_problems(fields)
+    if problems:
+        raise ConfigError(problems)
+    return tuple(f for f in LM_FIELDS if f in fields)
 
 
 def _check(seq_len: object, pack: object, seed: object, exhausted: object) -> None:

@@ -10,43 +10,47 @@ costs what a start costs, wherever the run stands.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from headrace.errors import ConfigError, CursorMismatch
-from headrace.loader.ahead import Ahead
-from headrace.loader.prepared import FIELDS, BatchRows, Planned, PreparedDataset, checked_fields
+from headrace.batch import DEFAULT_LM_FIELDS, DEFAULT_PREFETCH_BATCHES, BatchSpec, Labels, label_problems, lm_batch_spec
+from headrace.errors import ConfigError, CursorMismatch, EndOfData
+from headrace.loader.batch_fill import COUNTS, BatchFill
+from headrace.loader.prepared import Planned, PreparedDataset, checked_fields
 from headrace.loader.rank_loader import TIMES_AT_ONCE, RankLoader, rank_and_world
 from headrace.loader.windows import Piece
 from headrace.metrics import Histogram, Meter, Wait
 from headrace.order import Cursor, Digest
+from headrace.runtime.background import BackgroundThread
 from headrace.runtime.buffers import TensorMemory
-from headrace.text.shards import shard_kernels
+from headrace.runtime.prefetch import Prefetch
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["PreparedLoader"]
 
+_log = logging.getLogger(__name__)
 KIND, VERSION = "prepared", 1
-COUNTS = ("tokens", "padding", "rows", "samples", "fillers")
-"""As the compiled loop counts them."""
 _PLANNED_FIRST, _PLANNED = 256, 8192
 """Samples that are planned at once: few at first, so that the first batch comes soon, then twice as many each time up to
 about 2 ms, .25 us a sample; 1,024 at a time take .9 us each."""
 
 
-class _Made(NamedTuple):
-    """A batch on its way: its tensors, what it adds to the counts, and what it is made of."""
+class _ReadyBatch(NamedTuple):
+    """A batch, what it adds to the counts, and what it is made of."""
 
     batch: dict[str, Any]
-    counts: np.ndarray
+    totals: np.ndarray
+    """As in `_State`."""
     planned: Planned
     begin: int
     end: int
@@ -66,7 +70,7 @@ class _State:
     ended: bool = False
     digest: int = 0
     totals: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """COUNTS, two places that mean nothing, then the tokens of each source and a spare place."""
+    """COUNTS, then the tokens of each source."""
 
     @property
     def delivered(self) -> dict[str, int]:
@@ -74,7 +78,7 @@ class _State:
 
     @property
     def tokens_by_source(self) -> list[int]:
-        return self.totals[len(COUNTS) + 2 : -1].tolist()
+        return self.totals[len(COUNTS) :].tolist()
 
 
 class PreparedLoader(RankLoader):
@@ -93,9 +97,11 @@ class PreparedLoader(RankLoader):
         global_batch_size: int,
         dp_rank: int | None = None,
         dp_world_size: int | None = None,
-        fields: Sequence[str] = FIELDS[:5],
-        prefetch_batches: int = 2,
-        labels: Literal["shifted", "hf"] = "shifted",
+        mesh: DeviceMesh | None = None,
+        dp_dims: Sequence[str] = ("dp",),
+        fields: Sequence[str] = DEFAULT_LM_FIELDS,
+        prefetch_batches: int = DEFAULT_PREFETCH_BATCHES,
+        labels: Labels = "shifted",
         copy: bool = False,
         pin_memory: bool = False,
         device: str | torch.device | None = None,
@@ -103,14 +109,14 @@ class PreparedLoader(RankLoader):
     ) -> None:
         self.data = data
         self.meter: Meter = data.meter
-        self.rank, self.world_size, self._distributed = rank_and_world(dp_rank, dp_world_size)
+        self.rank, self.world_size, self._distributed = rank_and_world(dp_rank, dp_world_size, mesh, dp_dims)
         self.global_batch_size = global_batch_size
         self.fields = checked_fields(fields)
         self._check(prefetch_batches, labels)
         self._prefetch = prefetch_batches
         self._unshifted = labels == "hf"
         self._pin, self._device, self._deadline = pin_memory, device, deadline
-        self._state = _State(totals=np.zeros(len(COUNTS) + 2 + len(data.sources) + 1, np.int64))
+        self._state = _State(totals=np.zeros(len(COUNTS) + len(data.sources), np.int64))
         self._step_digest = 0
         self._started: float | None = None
         self._begun_tokens = 0
@@ -131,6 +137,11 @@ class PreparedLoader(RankLoader):
             self._state.begun, self._state.ended = self._state.sample, False
         return self
 
+    @property
+    def spec(self) -> BatchSpec:
+        """The fields of this loader's batches: names, dtypes, shapes and roles."""
+        return lm_batch_spec(self.data.seq_len, self.fields)
+
     def __next__(self) -> dict[str, Any]:
         state = self._state
         if state.ended:
@@ -140,29 +151,29 @@ class PreparedLoader(RankLoader):
             self._started = self._started or time.perf_counter()
         with self._wait as wait:
             try:
-                made = self._running.next(wait)
+                ready = self._running.next(wait.deadline)
             except BaseException:
                 self.close()
                 raise
         self._seconds.append(wait.seconds)
         if len(self._seconds) == TIMES_AT_ONCE:
             self._record_times()
-        if made is None:
+        if ready is None:
             state.ended = True
             self.close()
             raise StopIteration
-        self._count(made)
-        return made.batch if self._device is None else self._moved(made.batch)
+        self._deliver(ready)
+        return ready.batch if self._device is None else self._moved(ready.batch)
 
-    def _count(self, made: _Made) -> None:
+    def _deliver(self, ready: _ReadyBatch) -> None:
         """From here on the batch is delivered: this is the only place where the saved state moves."""
         state = self._state
-        state.totals += made.counts
-        self._step_digest = made.digest
-        state.digest += made.digest
+        state.totals += ready.totals
+        self._step_digest = ready.digest
+        state.digest += ready.digest
         state.step += 1
-        state.sample = made.next_sample
-        self._last = (made.planned, made.begin, made.end)
+        state.sample = ready.next_sample
+        self._last = (ready.planned, ready.begin, ready.end)
 
     def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
         """On its way to the device."""
@@ -208,7 +219,7 @@ class PreparedLoader(RankLoader):
                 loaded.digest = Digest(body["digest"]).value
                 loaded.totals[: len(COUNTS)] = [int(body["delivered"][k]) for k in COUNTS]
                 tokens = [int(n) for n in body["source_tokens"]][: len(self.data.sources)]
-                loaded.totals[len(COUNTS) + 2 : len(COUNTS) + 2 + len(tokens)] = tokens
+                loaded.totals[len(COUNTS) : len(COUNTS) + len(tokens)] = tokens
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CursorMismatch(f"state is damaged: {type(error).__name__} {error} while reading its body") from error
         self._state = loaded
@@ -272,8 +283,7 @@ class PreparedLoader(RankLoader):
             )
         if not isinstance(prefetch, int) or prefetch < 0:
             problems.append(f"prefetch_batches must be 0 or more, got {prefetch!r}")
-        if labels not in ("shifted", "hf"):
-            problems.append(f'labels must be "shifted" or "hf", got {labels!r}')
+        problems += label_problems(labels)
         if problems:
             raise ConfigError(problems)
 
@@ -283,7 +293,6 @@ class _Assembly:
 
     def __init__(self, loader: PreparedLoader) -> None:
         self._data, self._meter, self._fields = loader.data, loader.meter, loader.fields
-        self._unshifted = loader._unshifted
         self._rank, self._world, self._size = loader.rank, loader.world_size, loader.global_batch_size
         state = loader._state
         self._sample, self._begun, self._number = state.sample, state.begun, state.number
@@ -292,37 +301,42 @@ class _Assembly:
         self._planned: Planned | None = None
         self._batches: deque[tuple[int, int, int]] = deque()
         """Where in `_planned` the next batches begin and end, and what each adds to the digest."""
-        self._fill = shard_kernels().fill
         memory = TensorMemory(depth=len(self._fields) * (loader._prefetch + 4), pin=loader._pin)
-        self._rows = BatchRows(self._data.seq_len, self._fields, len(self._data.sources), memory)
-        self._ahead_of_need: Ahead[_Made] = Ahead(
-            self._assemble, depth=loader._prefetch, name="headrace-prepared", meter=self._meter
+        self._fill = BatchFill(
+            self._data.seq_len, self._fields, pad=self._data.pad_id, unshifted=loader._unshifted, memory=memory
         )
-        self.next = self._ahead_of_need.next
-        """The next batch, or None at the end."""
+        self._thread = BackgroundThread("prepared", on_error=_log.error, meter=self._meter)
+        self._ready = Prefetch(
+            self._thread, self._assemble, depth=loader._prefetch, wait_name="prepared.batch", take_makes=True, meter=self._meter
+        )  # fmt: skip
         # A loader that is let go without close() must not leave its thread behind.
         self._forgotten = weakref.finalize(loader, self.close)
 
+    def next(self, deadline: float) -> _ReadyBatch | None:
+        """The next batch, or None at the end."""
+        try:
+            return self._ready.take(deadline)
+        except EndOfData:
+            return None
+
     def close(self, timeout: float = 2.0) -> None:
         self._forgotten.detach()  # it would keep the buffers for as long as the loader lives
-        self._ahead_of_need.close(timeout)
+        self._ready.close()
+        self._thread.close(timeout)
 
-    def _assemble(self) -> _Made | None:
+    def _assemble(self) -> _ReadyBatch | None:
         """The next batch, or None when the pass is over."""
         if not self._batches and not self._plan():
             return None
         assert self._planned is not None
         begin, end, digest = self._batches.popleft()
-        rows = self._rows
-        rows.renew(end - begin)
-        code = self._fill(self._planned.where, rows.where, begin, end, self._unshifted)
-        if code:
-            self._data.refuse(code, rows)
+        planned, first = self._planned, int(self._planned.sample[begin])
+        rows = self._fill.rows(end - begin)
+        self._data.gather(planned, begin, end, rows)
+        batch = self._fill.batch(rows, range(first, first + (end - begin) * self._world, self._world))
         self._sample += self._size
-        batch = rows.batch()
-        if "cu_seqlens" in batch:
-            batch["max_seqlen"] = rows.longest
-        return _Made(batch, rows.counts.copy(), self._planned, begin, end, digest, self._sample)
+        totals = rows.totals(planned.source[begin:end], len(self._data.sources))
+        return _ReadyBatch(batch, totals, planned, begin, end, digest, self._sample)
 
     def _plan(self) -> bool:
         """Work out the next batches; False at the end. All ranks come to the end at the same batch."""

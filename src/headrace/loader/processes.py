@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,12 +27,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.errors import ConfigError, HeadraceError, TokenizerError, WorkerDied, how_it_ended
+from headrace.errors import TokenizerError, WorkerDied
 from headrace.loader.pool import WindowKey, WindowPool
 from headrace.loader.window_slots import WindowSlots, shared_memory_works
 from headrace.loader.windows import Window, WindowStart
 from headrace.metrics import Meter, Wait
-from headrace.sources.native_threads import one_native_thread
+from headrace.runtime.wire_errors import decode_error, encode_error
+from headrace.runtime.workers import WorkerProcess
 from headrace.text import Blocks
 
 __all__ = ["WindowProcesses"]
@@ -62,12 +61,6 @@ class _Task:
         return self.answer is not None or self.error is not None
 
 
-_GUARD = (
-    'a script that uses data_loader_workers must do its work under `if __name__ == "__main__":`, because every worker '
-    "process imports the script."
-)
-
-
 class WindowProcesses:
     """A few processes, each with the lanes that are its own."""
 
@@ -91,38 +84,26 @@ class WindowProcesses:
         self._numbers = itertools.count()
         self._asked: dict[int, WindowKey] = {}
         self._dead: dict[int, str] = {}
-        self._heard: set[int] = set()
         self._closed = False
         self._found = found
-        _refuse_unguarded_main()
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
+        self._processes: list[WorkerProcess] = []
         self._slots: list[WindowSlots | None] = []
         count, size = -(-windows // workers) + _SPARE_SLOTS, 6 * window_tokens + _SLOT_REST
-        with one_native_thread():
-            for i in range(workers):
-                ours, theirs = context.Pipe()
-                slots, descriptor = _new_slots(count, size)
-                process = context.Process(
-                    target=_serve,
-                    args=(theirs, dict(recipe), count if slots is not None else 0, size),
-                    name=f"headrace-worker-{i}",
-                    daemon=True,
+        for i in range(workers):
+            slots, descriptor = _new_slots(count, size)
+            try:
+                process = WorkerProcess(
+                    f"headrace-worker-{i}", _serve, dict(recipe), count if slots is not None else 0, size
                 )
-                try:
-                    process.start()
-                    theirs.close()
-                    if slots is not None:
-                        with contextlib.suppress(OSError):  # it is gone: whoever listens to it says so
-                            reduction.send_handle(ours, descriptor, process.pid)
-                finally:
-                    if slots is not None:
-                        os.close(descriptor)
-                self._pipes.append(ours)
-                self._processes.append(process)
-                self._slots.append(slots)
-        self._sending = [threading.Lock() for _ in self._pipes]
+                if slots is not None:
+                    with contextlib.suppress(OSError):  # it is gone: the thread that listens to it says so
+                        reduction.send_handle(process.pipe, descriptor, process.pid)
+            finally:
+                if slots is not None:
+                    os.close(descriptor)
+            self._processes.append(process)
+            self._slots.append(slots)
+        self._sending = [threading.Lock() for _ in self._processes]
         self._threads = [
             threading.Thread(target=self._listen, args=(i,), name=f"headrace-worker-{i}-answers", daemon=True)
             for i in range(workers)
@@ -174,28 +155,26 @@ class WindowProcesses:
             self._closed = True
             self._changed.notify_all()
         until = time.monotonic() + timeout
-        for pipe, sending in zip(self._pipes, self._sending, strict=True):
+        for process, sending in zip(self._processes, self._sending, strict=True):
             with contextlib.suppress(OSError, ValueError), sending:
-                pipe.send_bytes(b"")
+                process.pipe.send_bytes(b"")
         for process in self._processes:
-            process.join(max(until - 0.5 - time.monotonic(), 0.05))
-            if process.is_alive():
+            if process.exit_code(max(until - 0.5 - time.monotonic(), 0.05)) is None:
                 process.kill()
-                process.join(0.5)
-        for thread in self._threads:
+        for thread in self._threads:  # before the pipes: a thread listens until its pipe ends
             thread.join(max(until - time.monotonic(), 0.05))
-        for pipe in self._pipes:
-            pipe.close()
+        for process in self._processes:
+            process.end()
 
     def _send(self, worker: int, number: int, priority: float, key: WindowKey) -> None:
         try:
             with self._sending[worker]:
-                self._pipes[worker].send_bytes(msgspec.msgpack.encode((number, priority, key)))
+                self._processes[worker].pipe.send_bytes(msgspec.msgpack.encode((number, priority, key)))
         except (OSError, ValueError):  # it is gone: whoever listens to it says so
             return
 
     def _listen(self, worker: int) -> None:
-        pipe = self._pipes[worker]
+        pipe = self._processes[worker].pipe
         while True:
             try:
                 head = msgspec.msgpack.decode(pipe.recv_bytes())
@@ -203,12 +182,12 @@ class WindowProcesses:
             except (EOFError, OSError, ValueError):
                 self._bury(worker)
                 return
-            self._heard.add(worker)
+            self._processes[worker].has_answered = True
             for name, value in head["metrics"].items():
                 self._meter.add(name, value)
             window, error = None, None
             if "error" in head:
-                error = _error(head["error"])
+                error = decode_error(head["error"], otherwise=TokenizerError)
             else:
                 window = _unpacked(head, body, self._slots[worker])
             for i, hole in head["holes"]:
@@ -221,28 +200,13 @@ class WindowProcesses:
 
     def _bury(self, worker: int) -> None:
         """A worker is gone: everything that was asked of it fails with its name."""
-        process = self._processes[worker]
-        process.join(1.0)
-        code = process.exitcode
-        how = how_it_ended(code)
-        hint = " It may have run out of memory." if code == -signal.SIGKILL else ""
-        if code == 1 and worker not in self._heard:
-            hint = f" It had not begun to work: {_GUARD}"
-        reason = (
-            f"worker process {process.name} (pid {process.pid}) {how}.{hint} Its windows cannot come; resume the run."
-        )
+        reason = f"{self._processes[worker].describe_end()}. Its windows cannot come; resume the run."
         with self._changed:
             self._dead[worker] = reason
             for task in self._tasks.values():
                 if task.worker == worker and not task.done and not self._closed:
                     task.error = WorkerDied(reason)
             self._changed.notify_all()
-
-
-def _refuse_unguarded_main() -> None:
-    """A worker process imports the main script again; one that starts its work at module level would start workers in it."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ConfigError(f"a worker process imported this script and it started worker processes of its own: {_GUARD}")
 
 
 def _new_slots(count: int, size: int) -> tuple[WindowSlots | None, int]:
@@ -260,7 +224,6 @@ def _new_slots(count: int, size: int) -> tuple[WindowSlots | None, int]:
 
 def _serve(pipe: Connection, recipe: dict[str, Any], count: int, size: int) -> None:
     """What a worker process does until its pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     slots = None
     if count:
         try:
@@ -300,7 +263,7 @@ def _serve(pipe: Connection, recipe: dict[str, Any], count: int, size: int) -> N
             try:
                 window = pool.take(key)
             except Exception as error:
-                head["error"] = [type(error).__name__, str(error)]
+                head["error"] = encode_error(error)
             else:
                 head |= _packed(window, parts, slots)
             totals = data.meter.drain()
@@ -320,7 +283,7 @@ def _serve(pipe: Connection, recipe: dict[str, Any], count: int, size: int) -> N
 
 def _refuse_all(pipe: Connection, error: BaseException) -> None:
     """The dataset could not be opened here: every request is answered with the reason."""
-    head = {"error": [type(error).__name__, str(error)], "metrics": {}, "holes": [], "parts": 0}
+    head = {"error": encode_error(error), "metrics": {}, "holes": [], "parts": 0}
     while True:
         try:
             message = pipe.recv_bytes()
@@ -370,14 +333,3 @@ def _unpacked(head: Mapping[str, Any], parts: list[bytes], slots: WindowSlots | 
         bad=head["bad"],
         cut=head["cut"],
     )
-
-
-def _error(described: tuple[str, str]) -> HeadraceError:
-    """An error of a worker, of the same kind where it is one of ours."""
-    import headrace.errors as errors
-
-    kind, text = described
-    cls = getattr(errors, kind, None)
-    if isinstance(cls, type) and issubclass(cls, HeadraceError) and cls not in (errors.CursorMismatch,):
-        return cls(text)
-    return TokenizerError(f"a worker process failed: {kind}: {text}")

@@ -10,11 +10,14 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from headrace.errors import ConfigError
 from headrace.loader.report import LoaderReport
 from headrace.metrics import Histogram, Meter, MetricSpec, Reduction, register
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["TIMES_AT_ONCE", "Delivered", "RankLoader", "rank_and_world"]
 
@@ -113,7 +116,8 @@ class RankLoader(ABC):
             )
         from headrace.loader.exchange import gather_json
 
-        return self._merged(gather_json(own))
+        # Ranks of a mesh that get the same rows have the same state: one of each is enough.
+        return self._merged(list({tuple(state["body"].get("share", ())): state for state in gather_json(own)}.values()))
 
     @property
     def ended(self) -> bool:
@@ -179,8 +183,29 @@ class RankLoader(ABC):
         self.close()
 
 
-def rank_and_world(rank: int | None, world: int | None) -> tuple[int, int, bool]:
-    """Rank, world size, and whether torch.distributed connects them."""
+def rank_and_world(
+    rank: int | None, world: int | None, mesh: DeviceMesh | None = None, dp_dims: Sequence[str] = ("dp",)
+) -> tuple[int, int, bool]:
+    """Rank, world size, and whether torch.distributed connects them.
+
+    mesh: a DeviceMesh with named dimensions. Ranks that differ only outside of `dp_dims` (tensor, pipeline or context parallel ones) get
+    the same data rank, so the same rows.
+    """
+    if mesh is not None:
+        if rank is not None or world is not None:
+            raise ConfigError("mesh says which rank this is: leave dp_rank and dp_world_size out")
+        names = mesh.mesh_dim_names or ()
+        dims = [dp_dims] if isinstance(dp_dims, str) else list(dp_dims)
+        unknown = [dim for dim in dims if dim not in names]
+        if unknown or not dims:
+            raise ConfigError(
+                f"dp_dims={tuple(dims)!r}: the mesh has the dimensions {', '.join(names) or 'without names'}"
+            )
+        rank, world = 0, 1
+        for dim in dims:
+            size = mesh.size(names.index(dim))
+            rank, world = rank * size + mesh.get_local_rank(dim), world * size
+        return rank, world, True
     if (rank is None) != (world is None):
         raise ConfigError(f"dp_rank and dp_world_size belong together, got dp_rank={rank}, dp_world_size={world}")
     distributed = sys.modules.get("torch.distributed")  # never imported here: whoever initialised it has

@@ -22,9 +22,38 @@ from fractions import Fraction
 
 import numpy as np
 
+from headrace.runtime.compiled import kernel, wait_for_kernels
+
 __all__ = ["Schedule"]
 
 _PERIOD = 1 << 20
+_PLAIN_TURNS = 1 << 16
+"""Turns times sources from which on plain Python takes longer than the compiler."""
+
+
+@kernel("void(int64[::1], int32[::1], int32[::1])")
+def lay_period(shares, pick, rank):
+    """Fill one period: pick[t] is the source of turn t, rank[t] how often it was picked before. `shares` sum to the period.
+
+    Tijdeman's rule for the chairman assignment problem, on integers. With S sources, owed = share·(t + 1) − period·picks: of
+    the sources that are owed at least period/(2S − 2) the one whose deadline comes first, ties to the lower index.
+    """
+    period = len(pick)
+    count = len(shares)
+    parts = max(2 * count - 2, 1)
+    picks = np.zeros(count, np.int64)
+    for t in range(period):
+        best = -1
+        best_late = 0
+        for i in range(count):
+            owed = shares[i] * (t + 1) - period * picks[i]
+            if owed * parts >= period:
+                late = period * (parts - 1) - owed * parts  # over shares[i]: the turns that are left
+                if best < 0 or late * shares[best] < best_late * shares[i]:
+                    best, best_late = i, late
+        pick[t] = best
+        rank[t] = picks[best]
+        picks[best] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +156,9 @@ class Schedule:
         shares = _shares([self.weights[i] for i in active], turns)
         period = int(shares.sum())
         pick, rank = np.empty(period, np.int32), np.empty(period, np.int32)
-        from headrace.loader.prepared_kernels import chairman  # brings numba
-
-        chairman(shares, pick, rank)
+        if period * len(shares) > _PLAIN_TURNS:
+            wait_for_kernels(lay_period)
+        lay_period(shares, pick, rank)
         ends = []
         for n, i in enumerate(active):
             if (remaining := left[i]) is not None:

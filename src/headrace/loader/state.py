@@ -79,7 +79,10 @@ class LoaderState:
     def delivered_steps(self) -> int:
         return self.step - self.skipped_steps - self.empty_steps
 
-    def to_cursor(self, fingerprint: Mapping[str, str], lane_count: int, names: Sequence[str]) -> Cursor:
+    def to_cursor(
+        self, fingerprint: Mapping[str, str], lane_count: int, names: Sequence[str], share: tuple[int, int]
+    ) -> Cursor:
+        """`share`: the rank that saves, and how many there are."""
         entries = {
             str(lane): state
             for lane, state in zip(self.lane_ids, self.lanes.reshape(len(self.lane_ids), -1).tolist(), strict=True)
@@ -89,6 +92,8 @@ class LoaderState:
             "sources": list(names), "digest": str(self.digest), "delivered": self.delivered,
             "source_tokens": self.source_tokens.tolist(), "skipped": [list(r) for r in self.skipped], "entries": entries,
         }  # fmt: skip
+        if share != (0, 1):
+            body["share"] = list(share)
         if self.empty_steps:
             body["empty_steps"] = self.empty_steps
         if self.asked_before is not None:
@@ -124,21 +129,54 @@ def _merged_bodies(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 f"the states of the ranks do not belong together: {name} is {', '.join(map(str, found))}. Save all ranks at "
                 "the same step."
             )
+    shares = [body.get("share") for body in bodies]
+    _check_shares(shares)
     entries: dict[str, Any] = {}
     for i, body in enumerate(bodies):
-        twice = sorted(set(entries) & set(body["entries"]), key=int)
-        if twice:
-            raise CursorMismatch(
-                f"lane {twice[0]} is in two of the states (the second is state {i}): was one passed twice?"
-            )
+        for lane in sorted(set(entries) & set(body["entries"]), key=int):
+            if None in shares:  # states of version 0.1, whose ranks had lanes of their own
+                raise CursorMismatch(
+                    f"lane {lane} is in two of the states (the second is state {i}): was one passed twice?"
+                )
+            if entries[lane] != body["entries"][lane]:
+                raise CursorMismatch(
+                    f"lane {lane} stands differently in two of the states: save all ranks at the same step"
+                )
         entries |= body["entries"]
-    return dict(bodies[0]) | {
+    return {key: value for key, value in bodies[0].items() if key != "share"} | {
         "entries": entries,
         "ended": all(b["ended"] for b in bodies),
         "digest": str(Digest(sum(Digest(b["digest"]).value for b in bodies))),
         "delivered": {k: sum(b["delivered"].get(k, 0) for b in bodies) for k in bodies[0]["delivered"]},
         "source_tokens": [sum(t) for t in zip(*(b["source_tokens"] for b in bodies), strict=True)],
     }
+
+
+def _check_shares(shares: Sequence[Sequence[int] | None]) -> None:
+    """Refuse a list that holds a rank twice or lacks one: ranks may share lanes, so the lanes alone do not show it."""
+    told = [_share(share) for share in shares if share is not None]
+    if len(told) < len(shares):
+        return
+    ranks, worlds = [rank for rank, _ in told], {world for _, world in told}
+    if len(worlds) > 1:
+        raise CursorMismatch(
+            f"the states are of runs with {' and '.join(map(str, sorted(worlds)))} ranks: pass those of one run"
+        )
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    if twice:
+        raise CursorMismatch(f"rank {twice[0]} is in two of the states: was one passed twice?")
+    missing = sorted(set(range(*worlds)) - set(ranks))
+    if missing:
+        raise CursorMismatch(
+            f"the states of ranks {_ranges(missing)} of {worlds.pop()} are missing: pass those of all ranks"
+        )
+
+
+def _share(value: Sequence[int]) -> tuple[int, int]:
+    rank, world = (int(n) for n in value)
+    if not 0 <= rank < world:
+        raise ValueError(f"a share of rank {rank} of {world}")
+    return rank, world
 
 
 def load_states(
@@ -150,6 +188,7 @@ def load_states(
     lanes: int,
     own: Collection[int],
     rank: int,
+    world_size: int,
     skip: Iterable[tuple[int, int]],
     accept: Collection[str],
     fixed: Mapping[str, str],
@@ -199,7 +238,8 @@ def load_states(
                     state_of[i] = _entry(rows[place[name]])
             state_of[:, CREDIT] = _balanced(state_of[:, CREDIT].tolist())
             known[lane] = state_of
-        partial = set(known) != set(range(lanes))
+        share = None if body.get("share") is None else _share(body["share"])
+        partial = share is not None or set(known) != set(range(lanes))
         loaded = LoaderState(
             step=int(body["step"]),
             sample=int(body["sample"]),
@@ -226,6 +266,11 @@ def load_states(
         raise CursorMismatch(
             f"state has lanes {_ranges(known)} of {lanes}, this rank needs lanes {_ranges(own)}: it was saved by one rank of "
             "several. Pass the list of all ranks' states, or the one from gather_state()."
+        )
+    if share is not None and share != (rank, world_size):
+        raise CursorMismatch(
+            f"state was saved by rank {share[0]} of {share[1]}, this is rank {rank} of {world_size}: pass the list of all ranks' "
+            "states, or the one from gather_state()."
         )
     loaded.lane_ids = tuple(sorted(own))
     loaded.lanes = np.stack([known[lane] for lane in loaded.lane_ids])

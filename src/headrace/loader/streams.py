@@ -32,8 +32,8 @@ import torch.distributed as dist
 import xxhash
 from torch.utils.data import IterableDataset, get_worker_info
 
-from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded
-from headrace.loader.ahead import Ahead
+from headrace.batch import DEFAULT_PREFETCH_BATCHES
+from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded, EndOfData
 from headrace.loader.stream_metrics import PoolMetrics, stream_specs, without_counts
 from headrace.metrics import Meter, MetricSpec, Reducer, Wait, default_meter
 from headrace.mix import (
@@ -50,6 +50,8 @@ from headrace.mix import (
     worker_of,
 )
 from headrace.order import Cursor, fingerprint_json
+from headrace.runtime.background import BackgroundThread
+from headrace.runtime.prefetch import Prefetch
 from headrace.sources.cell_hashes import CellHashes, record_name
 from headrace.sources.cell_readers import CellProcesses, CellReaders, rows_text
 from headrace.sources.cells import CellOpener, Cells, registered_cells
@@ -123,7 +125,7 @@ class StreamMixingDataset(IterableDataset):
         collate: Collate | None = None,
         readers: Mapping[str, CellOpener] | None = None,
         num_workers: int = 0,
-        prefetch_batches: int = 2,
+        prefetch_batches: int = DEFAULT_PREFETCH_BATCHES,
         dp_rank: int | None = None,
         dp_world_size: int | None = None,
         allow_symlinks: bool = False,
@@ -529,9 +531,10 @@ class _Pass:
         self._checked: set[int] = set()
         self._inline = self._processes is None and not data._prefetch
         """Batches are made when they are asked for: what was drawn before has been delivered when more is drawn."""
-        self._batches: Ahead[tuple[Draw, Any]] = Ahead(
-            self._make_one, depth=data._prefetch, name="headrace-streams", meter=data._meter
-        )
+        self._thread = BackgroundThread("streams", on_error=_log.error, meter=data._meter)
+        self._batches = Prefetch(
+            self._thread, self._make_one, depth=data._prefetch, wait_name="streams.batch", take_makes=True, meter=data._meter
+        )  # fmt: skip
         self._wait = Wait("streams.next", meter=data._meter, deadline=data._deadline)
         self._closed = False
 
@@ -544,7 +547,9 @@ class _Pass:
         data = self._data
         try:
             with self._wait as wait:
-                made = self._make_one() if self._inline else self._batches.next(wait)
+                made = self._make_one() if self._inline else self._batches.take(wait.deadline)
+        except EndOfData:
+            made = None
         except DeadlineExceeded as error:
             raise self._with_rows(error) from error
         if made is None:
@@ -569,6 +574,7 @@ class _Pass:
             return
         self._closed = True
         self._batches.close()
+        self._thread.close(2.0)
         self._files.close()
 
     # ------------------------------------------------------------------ called by whoever makes the next batch

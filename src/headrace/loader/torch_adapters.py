@@ -21,6 +21,7 @@ which of them share a batch depends on N. A warning says so.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,12 +31,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from headrace.errors import ConfigError, CursorMismatch, HeadraceError
+from headrace.loader.batch_fill import FILL_KERNELS
 from headrace.loader.dataset import TextDataset
 from headrace.loader.ends import AloneEnds, Ends
 from headrace.loader.lanes import LanePlan, WeightChange
-from headrace.loader.lanes import kernels as lane_kernels
 from headrace.loader.loader import Loader
 from headrace.order import Cursor
+from headrace.runtime.compiled import wait_for_kernels
+from headrace.text import PACK_KERNELS
 
 __all__ = ["TorchDataset", "attach_to_trainer"]
 
@@ -89,7 +92,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         self._loader: Loader | None = self._new_loader(data)
         self._forget()
         # The dataset has them compiled by a thread. A worker that is forked meanwhile would compile them again for itself: so wait.
-        lane_kernels()
+        wait_for_kernels(*PACK_KERNELS, *FILL_KERNELS)
 
     # -------------------------------------------------------------------------------------- iteration
 
@@ -318,10 +321,12 @@ def _check_workers(
             f"the dataset stands in the middle of a batch, after row {row}, and batches of {workers} workers have other rows: "
             "start workers between batches, or use num_workers=1 or 0"
         )
-    if lanes % (world * workers):
-        fitting = ", ".join(str(n) for n in range(1, lanes // world + 1) if lanes % (world * n) == 0)
+    followed = lanes // math.gcd(lanes, world)
+    """Lanes that a rank follows."""
+    if followed % workers:
+        fitting = ", ".join(str(n) for n in range(1, followed + 1) if followed % n == 0)
         problems.append(
-            f"{lanes} lanes cannot be shared by {world} ranks of {workers} workers each: use num_workers of {fitting}, or 0"
+            f"the {followed} lanes of a rank cannot be shared by {workers} workers: use num_workers of {fitting}, or 0"
         )
     inner = [name for name in ("tokenizer_workers", "data_loader_workers") if options.get(name)]
     if inner:

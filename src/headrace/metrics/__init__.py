@@ -25,11 +25,12 @@ from headrace.metrics.histogram import Histogram
 from headrace.metrics.lag import EventLoopLagMonitor
 from headrace.metrics.loss import reduce_loss_metrics
 from headrace.metrics.reducer import STEPS_IN_INTERVAL, Accumulator, Mean, Reducer, reduce_values
-from headrace.metrics.sinks import BackgroundSinks, JsonlSink, Sink, TensorboardSink, WandbSink
+from headrace.metrics.sinks import SINKS, BackgroundSinks, JsonlSink, Sink, SinkContext, TensorboardSink, WandbSink
 from headrace.metrics.spec import Metered, MetricSpec, Reduction, SpecBook, register, registered_specs
 from headrace.metrics.wait import Meter, OpenWait, StepTimes, Wait, default_meter, phase
 
 __all__ = [
+    "SINKS",
     "STEPS_IN_INTERVAL",
     "Accumulator",
     "BackgroundSinks",
@@ -44,6 +45,7 @@ __all__ = [
     "Reducer",
     "Reduction",
     "Sink",
+    "SinkContext",
     "SpecBook",
     "StepTimes",
     "TensorboardSink",

@@ -6,11 +6,11 @@
     line = reducer.reduce(accumulator.drain())
 
 Each value travels with a tag: absent, int64 or float64. So a rank that has nothing to say takes no part in a minimum
-or a mean, identities such as +inf are never emitted, and counts stay exact (the document packs float32, which is wrong
+or a mean, identities such as +inf are never emitted, and counts stay exact (packed as float32 they would be wrong
 above 2^24). A NaN anywhere makes the value NaN: it is never hidden by a minimum.
 
 The default is one packed all_gather and the same arithmetic on every rank, which also knows the worst rank. On gloo with
-2 processes it costs .2 to .4 of `collectives="all_reduce"`, the document's three all_reduce, which does not know it
+2 processes it costs .2 to .4 of `collectives="all_reduce"`, three calls of all_reduce, which do not know it
 (benchmarks/metrics.py).
 
 The layout of the packed row comes from the specs; its hash is compared once, before anything is added up, so that ranks
@@ -51,6 +51,10 @@ register(STEPS_IN_INTERVAL)
 
 MAX_COLUMNS = 20_000
 """Columns a layout may grow to. Names that vary without end (a path, an index) must not be part of a key."""
+
+BY_RANK = frozenset({"waits/exposed/seconds"})
+"""Keys whose value on each rank is also emitted, as the list `<key>/by_rank`: the live page shows the worst rank at once."""
+MAX_BY_RANK = 1024
 
 _ABSENT, _INT, _FLOAT = 0, 1, 2
 _HEAD = 2
@@ -222,7 +226,7 @@ class _Layout:
             # numpy's int64 wraps around silently; near its end Python's integers take over
             return exact[at].item() if abs(sums[at]) < 2.0**62 else sum(ints[:, at].tolist())
 
-        result: dict[str, Number] = {}
+        result: dict[str, Any] = {}
         for at in np.flatnonzero(there.any(axis=0)[: len(self.columns)]).tolist():
             key, reduction, with_max = self.columns[at]
             if reduction is Reduction.SUM and not with_max:
@@ -246,6 +250,8 @@ class _Layout:
                 if reduction in (Reduction.SUM, Reduction.MEAN):
                     result[f"{key}_max"] = values[worst].item()
                 result[f"{key}/worst_rank"] = ranks[int(here[worst])]
+                if key in BY_RANK and 1 < len(ranks) <= MAX_BY_RANK:
+                    result[f"{key}/by_rank"] = floats[:, at].tolist()
         return result
 
 
@@ -419,7 +425,7 @@ def _distributed(group: ProcessGroup | None) -> bool:
 
 
 class _ThreeAllReduce:
-    """The document's form: a sum of int64, a sum of float64, and a minimum (a maximum is the minimum of ~x).
+    """The reduction by three all_reduce: a sum of int64, a sum of float64, and a minimum (a maximum is the minimum of ~x).
 
     Values of both types have columns of their own, and the counts of who has which ride in the integer sum; floats
     enter the minimum as the int64 of the same order. Sums of counts at or above 2^63 wrap around here.

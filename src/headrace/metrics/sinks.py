@@ -17,7 +17,8 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
@@ -29,7 +30,7 @@ from headrace.files import open_inside
 from headrace.metrics.spec import MetricSpec, Reduction, register
 from headrace.metrics.wait import Meter, Wait, default_meter
 
-__all__ = ["BackgroundSinks", "JsonlSink", "Sink", "TensorboardSink", "WandbSink"]
+__all__ = ["SINKS", "BackgroundSinks", "JsonlSink", "Sink", "SinkContext", "TensorboardSink", "WandbSink"]
 
 _log = logging.getLogger(__name__)
 
@@ -162,6 +163,32 @@ class TensorboardSink(_Closing):
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkContext:
+    """The run that a sink is made for."""
+
+    name: str
+    """Name of the run."""
+    config: Mapping[str, Any]
+    """Every key of the config with its value."""
+    folder: Path
+    make_folder: Callable[[str], Path]
+    """Makes a folder inside the run's folder and returns its path."""
+
+
+def _tensorboard(run: SinkContext) -> Sink:
+    return TensorboardSink(run.make_folder("tensorboard"))
+
+
+def _wandb(run: SinkContext) -> Sink:
+    run.make_folder("wandb")
+    return WandbSink(name=run.name, dir=str(run.folder), config=run.config)
+
+
+SINKS: dict[str, Callable[[SinkContext], Sink]] = {"wandb": _wandb, "tensorboard": _tensorboard}
+"""The names that `run.sinks` takes, and how each sink is made. A new sink is a class and a line here."""
 
 
 def _require(module: str, extra: str) -> None:

@@ -31,16 +31,11 @@ import re
 import threading
 import time
 import weakref
-from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import orjson
-
-from headrace.errors import ConfigError, DeadlineExceeded
-from headrace.files import publish
+from headrace.errors import DeadlineExceeded
 from headrace.metrics.spec import MetricSpec, Number, Reduction, register
 
 __all__ = ["Meter", "OpenWait", "StepTimes", "Wait", "default_meter", "phase"]
@@ -126,7 +121,6 @@ class Meter:
         self._threads: list[tuple[weakref.ref[_Token], _Thread]] = []
         self._retired: dict[str, Number] = {}
         self._drained: dict[str, Number] = {}
-        self._ring: deque[tuple[str, float, float, str]] | None = None
         self._last_step: StepTimes | None = None
 
     # ------------------------------------------------------------------------------------------ adding
@@ -162,22 +156,6 @@ class Meter:
     def step(self) -> _Step:
         """`with meter.step():` measures one whole step of this thread."""
         return _Step(self)
-
-    def begin_step(self) -> None:
-        """`step()` for loops that cannot indent; `end_step` closes it."""
-        _Step(self).__enter__()
-
-    def end_step(self) -> StepTimes:
-        """Close the step begun by `begin_step`; its parts."""
-        thread = getattr(self._local, "thread", None)
-        if thread is None or not isinstance(thread.top, _Step):
-            inside = "no step is open" if thread is None or thread.top is None else f"{thread.top.key!r} is still open"
-            raise RuntimeError(
-                f"end_step() without begin_step() on thread {threading.current_thread().name!r}: {inside}"
-            )
-        thread.top.__exit__(None, None, None)
-        assert self._last_step is not None
-        return self._last_step
 
     @property
     def last_step(self) -> StepTimes | None:
@@ -251,49 +229,6 @@ class Meter:
             if len(thread.cells) >= MAX_NAMES:
                 key = f"{kind}/overflow"
             return thread.cells.setdefault(key, [0.0, 0.0, 0, 0.0, key])
-
-    # ------------------------------------------------------------------------------------------- trace
-
-    def start_trace(self, capacity: int = 100_000) -> None:
-        """From now on keep the newest `capacity` waits, phases and steps (about 200 bytes each) for `chrome_trace`."""
-        if capacity < 1:
-            raise ValueError(f"a trace needs a capacity of at least 1 event, got {capacity}")
-        self._ring = deque(maxlen=capacity)
-
-    def stop_trace(self) -> None:
-        """Stop recording and let go of what was recorded."""
-        self._ring = None
-
-    def chrome_trace(self, path: Path) -> int:
-        """Write the recorded events as a file for chrome://tracing or ui.perfetto.dev; how many there were."""
-        if self._ring is None:
-            raise ConfigError(
-                f"cannot write the trace {path}: nothing was recorded. Call start_trace() before the steps."
-            )
-        events = self._ring.copy()
-        lanes: dict[str, int] = {}
-        pid = os.getpid()
-        rows: list[dict[str, Any]] = []
-        for key, start, seconds, thread in events:
-            kind, _, name = key.partition("/")
-            lane = lanes.setdefault(thread, len(lanes))
-            rows.append(
-                {
-                    "name": name or kind,
-                    "cat": kind,
-                    "ph": "X",
-                    "ts": 1e6 * start,
-                    "dur": 1e6 * seconds,
-                    "pid": pid,
-                    "tid": lane,
-                }
-            )
-        named = [
-            {"name": "thread_name", "ph": "M", "pid": pid, "tid": lane, "args": {"name": thread}}
-            for thread, lane in lanes.items()
-        ]
-        publish(path, orjson.dumps({"traceEvents": named + rows, "displayTimeUnit": "ms"}), replace=True, durable=False)
-        return len(rows)
 
 
 def _fold(thread: _Thread, into: dict[str, Number]) -> None:
@@ -408,8 +343,6 @@ class _Frame:
             key = cell[4]
             step.parts[key] = step.parts.get(key, 0.0) + own
         self.thread = self.parent = self.step = None
-        if self.meter._ring is not None:
-            self.meter._ring.append((self.key, self.start, seconds, thread.name))
 
 
 def _unlink(thread: _Thread, frame: _Frame) -> None:
@@ -493,8 +426,6 @@ class Wait(_Frame):
                 parts[cell[4]] = parts.get(cell[4], 0.0) + seconds
         cell[1 if hidden else 0] += seconds
         cell[2] += 1
-        if meter._ring is not None:
-            meter._ring.append((self.key, start, seconds, thread.name))
         return seconds
 
     def expired(self) -> bool:
@@ -575,5 +506,3 @@ class _Step(_Frame):
         thread.steps[2] += 1
         self.thread = self.step = None
         self.meter._last_step = StepTimes(seconds=seconds, parts={**self.parts, "other": other})
-        if self.meter._ring is not None:
-            self.meter._ring.append(("step", self.start, seconds, thread.name))

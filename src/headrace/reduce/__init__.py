@@ -20,7 +20,7 @@
     processes, gloo, ray_actors     the transports
 
 G = Σ xₙ xₙᵀ depends on the rows and on (n_rows, chunk_size) alone: not on nodes, threads, processors, arrival or crashes. The
-core does no networking; `headrace.jobs.gram` wires it to shards and engines.
+core does no networking; `headrace.reduce.reduce_shards` wires it to shards and engines.
 """
 
 from headrace.reduce.assembler import ChunkAssembler

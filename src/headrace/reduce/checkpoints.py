@@ -1,16 +1,14 @@
-"""Which saved state does a reduction go on from, whatever happened to the last one.
+"""Saved states of a reduction: the newest one that verifies is resumed from.
 
     files = CheckpointFiles(folder, "coordinator")
     files.save(arrays, meta)         coordinator-000000000007.safetensors, whole, durable, checked; the one before it is kept
     files.newest(read)               what `read` makes of the newest generation that verifies; None if there never was one
 
-A damaged generation, or one whose numbers do not add up, is set aside with its reason and the one before it is used. If all
-are bad nothing is moved and the error goes up: to begin again as if nothing had been there is for a person to decide.
+How files appear, are kept and are set aside: `headrace.runtime.generations`. A state whose numbers do not add up counts as damaged.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,13 +16,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from headrace.errors import ConfigError, DataError, FileCorrupt
-from headrace.files import Container, open_container, quarantine, write_container
+from headrace.files import Container
 from headrace.reduce.tree import BorderState
+from headrace.runtime.generations import Generations
 
 __all__ = ["CHECKPOINT_BYTES", "CheckpointFiles", "state_arrays", "state_from"]
 
 T = TypeVar("T")
-_KEPT = 2
 CHECKPOINT_BYTES = "the bytes of a checkpoint"
 """What sentences call a checkpoint that came as bytes and not as a file."""
 
@@ -32,51 +30,30 @@ CHECKPOINT_BYTES = "the bytes of a checkpoint"
 class CheckpointFiles:
     """Two generations of one writer's state."""
 
-    def __init__(self, folder: Path, name: str, *, report: Callable[[str], None] | None = None) -> None:
-        self.folder, self.name = folder, name
-        self._pattern = re.compile(re.escape(name) + r"-(\d{12})\.safetensors")
-        self._report = report
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, name: str, *, report: Callable[[str], None] = lambda _: None) -> None:
+        """`report`: called with a sentence for every file that was set aside."""
+        self.folder = folder
+        self._files = Generations(
+            folder, name, digits=12, report=report, resumes="the sum goes on from generation", remedy="Remove the folder to begin again"
+        )  # fmt: skip
 
     def generations(self) -> list[Path]:
-        """Oldest first; none of them is checked yet."""
-        return sorted(p for p in self.folder.iterdir() if self._pattern.fullmatch(p.name))
+        """Oldest first; none of them is verified yet."""
+        return [self._files.path(number) for number in self._files.numbers()]
 
     def save(self, arrays: Mapping[str, np.ndarray], meta: Any) -> Path:
         """Make this the newest generation, durably; then remove what is more than one back."""
-        before = self.generations()
-        number = int(before[-1].stem.rpartition("-")[2]) + 1 if before else 1
-        path = self.folder / f"{self.name}-{number:012d}.safetensors"
-        write_container(path, arrays, meta)
-        for old in before[: len(before) + 1 - _KEPT]:
-            old.unlink(missing_ok=True)
-        return path
+        return self._files.save(max(self._files.numbers(), default=0) + 1, arrays, meta)
 
     def remove(self) -> None:
-        """Forget all of it."""
-        for path in self.generations():
-            path.unlink(missing_ok=True)
+        """Remove all generations."""
+        self._files.remove()
 
     def newest(self, read: Callable[[Container], T]) -> T | None:
         """`read` of the newest generation that verifies and that `read` accepts."""
-        bad: list[tuple[Path, str]] = []
-        for path in reversed(self.generations()):
-            try:
-                value = read(open_container(path))
-            except (FileCorrupt, DataError, ConfigError) as error:  # ConfigError: a partition or a pass that cannot be
-                bad.append((path, str(error)))
-                continue
-            for damaged, reason in bad:
-                where = quarantine(damaged, reason)
-                if self._report is not None:
-                    self._report(f"{reason}. It was set aside as {where}; going on from {path.name}")
-            return value
-        if bad:
-            raise FileCorrupt(
-                f"no saved state in {self.folder} can be used: {'; '.join(reason for _, reason in bad)}. Remove the folder to "
-                "begin again"
-            )
-        return None
+        # ConfigError: a partition or a pass that cannot be
+        found = self._files.newest(read, damage=(FileCorrupt, DataError, ConfigError))
+        return None if found is None else found[1]
 
 
 def state_arrays(state: BorderState) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

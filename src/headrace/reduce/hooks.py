@@ -70,7 +70,7 @@ def activations(
     if ranks == 1:
         _collect(model, loader, module, steps, forward, keep, sums)
         return sums.result()
-    from headrace.reduce.gloo import summed_over_ranks
+    from headrace.reduce.transports.gloo import summed_over_ranks
 
     problem: Exception | None = None
     packed: dict[int, np.ndarray] = {}

@@ -5,8 +5,6 @@ Two definitions that the compiled kernel is compared with, bit by bit:
     unfused_gram(rows)     f32, f16, bf16 rows: products of two such numbers are exact in f64, so a separate multiply and add
                            rounds exactly where a fused one does. numpy, one outer product a row.
     fused_gram(rows)       f64 rows: every step as an exact fraction, rounded once.
-
-    exact_gram(rows)       no rounding but the last: what errors are measured against
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import numpy as np
 from headrace.reduce.partition import CROSS_CHUNK_BASE
 from headrace.reduce.tree import pairwise_sum
 
-__all__ = ["exact_gram", "fused_gram", "unfused_gram"]
+__all__ = ["fused_gram", "unfused_gram"]
 
 
 def unfused_gram(rows: np.ndarray) -> np.ndarray:
@@ -36,18 +34,6 @@ def fused_gram(rows: np.ndarray) -> np.ndarray:
     for i in range(k):
         for j in range(i, k):
             gram[i, j] = gram[j, i] = _entry(rows[:, i].tolist(), rows[:, j].tolist())
-    return gram
-
-
-def exact_gram(rows: np.ndarray) -> np.ndarray:
-    """Every entry summed without rounding and rounded once at the end."""
-    k = rows.shape[1]
-    columns = [[Fraction(v) for v in rows[:, i].astype(np.float64).tolist()] for i in range(k)]
-    gram = np.zeros((k, k))
-    for i in range(k):
-        for j in range(i, k):
-            total = sum((a * b for a, b in zip(columns[i], columns[j], strict=True)), Fraction(0))
-            gram[i, j] = gram[j, i] = float(total)
     return gram
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import ConfigError, DataError, FileCorrupt
-from headrace.files import open_container, publish_json, write_container
+from headrace.files import open_container, open_regular, publish_json, read_json, write_container
 from headrace.order import fingerprint_json
 from headrace.reduce.columns import Columns
 from headrace.reduce.kernel import mirrored
@@ -294,8 +294,8 @@ def require_free(path: Path) -> None:
     if not beside.exists():
         return
     try:
-        ours = json.loads(beside.read_bytes())["kind"] == _KIND
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        ours = read_json(beside, _MOST_FACTS)["kind"] == _KIND
+    except (OSError, FileCorrupt, KeyError, TypeError):
         ours = False
     if not ours:
         raise ConfigError(
@@ -306,9 +306,9 @@ def require_free(path: Path) -> None:
 def is_result(path: Path) -> bool:
     """Whether a file says that it is a saved Gram; what it holds is not checked."""
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path, follow=True), "rb") as file:
             return is_result_header(lambda offset, length: os.pread(file.fileno(), length, offset))
-    except OSError:
+    except (OSError, FileCorrupt):
         return False
 
 

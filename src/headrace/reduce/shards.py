@@ -6,42 +6,42 @@
     shards.n_rows, shards.width, shards.dtype
     shards.read(start, end)            a RowBatch of those rows
 
-Files are taken in the order of their names (the order is part of the sum). npy and safetensors are mapped, parquet is read by
-row groups; nothing is unpickled, and a header is compared with the file's size before it is believed. Results of headrace's that lie
-among the shards are no shards: a folder or a glob leaves them out.
+Files are taken in the order of their names (the order is part of the sum). They are read by `headrace.formats`: the rows of a
+chunk, or the row groups they lie in. Results of headrace's that lie among the shards are no shards: a folder or a glob leaves them
+out.
 
-Objects of a store are read by ranges: the rows of a chunk, or the row groups they lie in. An object is known by its size and entity
-tag, and every read compares the tag; a file on disk is known by its size and sampled blocks.
+An object of a store is known by its size and entity tag, and every read compares the tag; a file on disk is known by its size
+and sampled blocks, and every read compares the size.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from headrace.errors import ConfigError, DataChanged, DataError, FileCorrupt
-from headrace.files import publish
+from headrace.files import publish, read_json
+from headrace.formats.byte_file import ByteFile, RawFile, Undecodable
+from headrace.formats.object_store import STORES, find_objects, open_object, store_of
+from headrace.formats.rows import Ragged, open_rows
 from headrace.order import file_fingerprint, fingerprint_json
 from headrace.reduce.columns import RowBatch
 from headrace.reduce.kernel import dtype_name, row_dtype_name
 from headrace.reduce.partition import ROW_DTYPES
 from headrace.reduce.result import is_result, is_result_header
-from headrace.stores import STORES, StoredObject, find_objects, open_object, store_of
 
 __all__ = ["RowShards", "ShardSpec"]
 
 _SUFFIXES = (".npy", ".safetensors", ".parquet")
-_MAX_HEADER = 100 << 20
-_NPY_HEADER = 16 << 10
-"""Bytes of a .npy object that are fetched for its header; numpy itself believes no header of more than 10,000."""
-_SAFE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_ROWS_LOOKED_AT = 4096
+"""Rows whose lists are compared when a shard is opened; those of the others are when they are read."""
 _OF_NAME = {"f64": np.float64, "f32": np.float32, "f16": np.float16}
 
 
@@ -71,24 +71,10 @@ class ShardSpec:
         )
 
 
-class _File(Protocol):
-    """One shard. `shape` of a field is (rows, width)."""
-
-    @property
-    def path(self) -> Path | str: ...
-    @property
-    def place(self) -> _Place: ...
-
-    def find(self, field: str | None, what: str) -> str: ...
-    def shape(self, field: str) -> tuple[int, int]: ...
-    def dtype(self, field: str) -> str: ...
-    def read(self, field: str, start: int, end: int) -> np.ndarray: ...
-
-
 class RowShards:
     """Shards in order, read by global row."""
 
-    def __init__(self, spec: ShardSpec, files: Sequence[_File]) -> None:
+    def __init__(self, spec: ShardSpec, files: Sequence[_Shard]) -> None:
         self.spec = spec
         self._files = files
         self._fields = [f.find(spec.field, "rows") for f in files]
@@ -131,7 +117,7 @@ class RowShards:
     @classmethod
     def of(cls, spec: ShardSpec) -> RowShards:
         """The files of a spec, opened."""
-        return cls(spec, [_opened(p) for p in spec.paths])
+        return cls(spec, [_Shard(p) for p in spec.paths])
 
     @property
     def weighted(self) -> bool:
@@ -141,7 +127,7 @@ class RowShards:
         """16 hex digits over sizes and sampled blocks (of objects: entity tags) of all files, in order, and over what is read of them."""
         return fingerprint_json(
             [
-                [f.place.fingerprint() for f in self._files],
+                [f.fingerprint() for f in self._files],
                 self._fields,
                 self.spec.targets,
                 self.spec.weights,
@@ -152,14 +138,14 @@ class RowShards:
     def stamps(self) -> dict[str, list[int | str]]:
         """Size and time of writing (of an object: entity tag) of each file, as they are now, by its path: what a later look at the same
         files is compared with. No part of the fingerprint, because copies on other machines have other times."""
-        stamps = {str(f.path).encode("utf-8", "backslashreplace").decode(): f.place.stamp() for f in self._files}
+        stamps = {str(f.path).encode("utf-8", "backslashreplace").decode(): f.stamp() for f in self._files}
         return {path: stamp for path, stamp in stamps.items() if stamp is not None}
 
     def read(self, start: int, end: int) -> RowBatch:
         """The rows [start, end). Inside one file, and as they are stored, without a copy."""
         if not 0 <= start <= end <= self.n_rows:
             raise DataError(f"rows {start:,} to {end:,} were asked of shards with {self.n_rows:,}")
-        parts: list[tuple[_File, str, int, int]] = []
+        parts: list[tuple[_Shard, str, int, int]] = []
         at = int(np.searchsorted(self._ends, start, side="right"))
         while start < end:
             begin = int(self._ends[at - 1]) if at else 0
@@ -210,14 +196,14 @@ def _joined(parts: list[np.ndarray], width: int, dtype: str) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _same(files: Sequence[_File], values: Sequence[Any], what: str, remedy: str = "") -> Any:
+def _same(files: Sequence[_Shard], values: Sequence[Any], what: str, remedy: str = "") -> Any:
     for file, value in zip(files, values, strict=True):
         if value != values[0]:
             raise DataError(f"{files[0].path} has {values[0]} {what}, {file.path} has {value}{remedy}")
     return values[0]
 
 
-def _same_width(files: Sequence[_File], shapes: Sequence[tuple[int, int]], what: str) -> int:
+def _same_width(files: Sequence[_Shard], shapes: Sequence[tuple[int, int]], what: str) -> int:
     """The width of all. An empty file may not know its own: 0."""
     known = [(file, width) for file, (rows, width) in zip(files, shapes, strict=True) if rows or width]
     if not known:
@@ -227,12 +213,12 @@ def _same_width(files: Sequence[_File], shapes: Sequence[tuple[int, int]], what:
     return _same([file for file, _ in known], [width for _, width in known], what)
 
 
-def _require_said(files: Sequence[_File], stored: Sequence[str], rows: str | None) -> None:
+def _require_said(files: Sequence[_Shard], stored: Sequence[str], rows: str | None) -> None:
     """bfloat16 is what a file, or the user, says it is; nothing else becomes it."""
     for file, dtype in zip(files, stored, strict=True):
         if rows == "bf16" and dtype != "bf16":
             raise ConfigError(f"{file.path} holds {dtype} rows: they can be converted to f64, f32 or f16, not to bf16")
-        if rows != "bf16" and dtype == "bf16" and isinstance(file, _Npy):
+        if rows != "bf16" and dtype == "bf16" and not file.says_bfloat16:
             raise DataError(
                 f"{file.path} holds uint16, which may be whole numbers: save them as float32, or say with --rows bf16 that they are the "
                 "bits of bfloat16"
@@ -274,7 +260,7 @@ def _in_store(pattern: str, store: str) -> list[str]:
     found = [f"{opened.root}/{o.key}" for o in objects]
     if found == [pattern]:
         return found
-    return [url for url in found if not (url.endswith(".safetensors") and is_result_header(_InStore(url).read))]
+    return [url for url in found if not (url.endswith(".safetensors") and is_result_header(open_object(url).read))]
 
 
 def _shards_of(found: Iterable[Path]) -> list[Path]:
@@ -285,365 +271,149 @@ def _same_file(path: Path, out: Path) -> bool:
     return out.exists() and path.samefile(out) and is_result(path)
 
 
-def _opened(path: str) -> _File:
-    place = _OnDisk(Path(path)) if store_of(path) is None else _InStore(path)
-    return {".npy": _Npy, ".safetensors": _Safetensors, ".parquet": _Parquet}[Path(path).suffix](place)
+# -------------------------------------------------------------------------------------------------- shards
 
 
-# -------------------------------------------------------------------------------------------------- places
+class _Shard:
+    """One shard: a matrix of rows in a file or an object, and where there are columns the targets and weights beside it.
 
+    Holds no descriptor. A `field` is a column, several joined by commas, or "" for the one array of a .npy.
+    """
 
-class _OnDisk:
-    """A regular file, mapped."""
-
-    def __init__(self, path: Path) -> None:
-        if not path.is_file():
-            raise DataError(f"{path} is no regular file")
-        self.path = path
-        self.size = path.stat().st_size
-
-    def read(self, offset: int, length: int) -> bytes:
-        with self.path.open("rb") as file:
-            file.seek(offset)
-            return file.read(length)
-
-    def array(self, dtype: np.dtype, offset: int, shape: tuple[int, ...]) -> np.ndarray:
-        return np.memmap(self.path, dtype, "r", offset, shape)
-
-    def for_arrow(self) -> Path:
-        return self.path
-
-    def fingerprint(self) -> str:
-        return file_fingerprint(self.path, self.path.stat().st_size)
-
-    def stamp(self) -> list[int | str] | None:
-        try:
-            status = self.path.stat()
-        except OSError:
-            return None  # it is gone: the reader that opens it names it
-        return [status.st_size, status.st_mtime_ns]
-
-
-class _InStore:
-    """An object of a store. Not to be shared between threads."""
-
-    def __init__(self, url: str) -> None:
-        self.path = url
-        self._object = open_object(url)
-        self.size = self._object.size
-        self.read = self._object.read
-
-    def array(self, dtype: np.dtype, offset: int, shape: tuple[int, ...]) -> _StoredArray:
-        return _StoredArray(self._object, dtype, offset, shape)
-
-    def for_arrow(self) -> Any:
-        import pyarrow as pa
-
-        return pa.PythonFile(_Stream(self._object), mode="r")
-
-    def fingerprint(self) -> list[int | str]:
-        return [self.size, str(self._object.version)]
-
-    def stamp(self) -> list[int | str]:
-        now = open_object(self.path)
-        return [now.size, str(now.version)]
-
-
-class _StoredArray:
-    """An array in C order within an object; rows of it are fetched when they are asked for."""
-
-    def __init__(self, stored: StoredObject, dtype: np.dtype, offset: int, shape: tuple[int, ...]) -> None:
-        self.dtype, self.shape, self.ndim = dtype, shape, len(shape)
-        self._stored, self._offset = stored, offset
-        self._row_bytes = math.prod(shape[1:]) * dtype.itemsize
-
-    def __getitem__(self, rows: slice, /) -> np.ndarray:
-        start, end, _ = rows.indices(self.shape[0])
-        data = self._stored.read(self._offset + start * self._row_bytes, max(end - start, 0) * self._row_bytes)
-        return np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
-
-
-_Place = _OnDisk | _InStore
-"""Where the bytes of a shard lie."""
-_Matrix = np.ndarray | _StoredArray
-"""Rows of a shard that are fetched when they are sliced."""
-
-
-class _Stream(io.RawIOBase):
-    """An object as a file that can be sought in, for pyarrow."""
-
-    def __init__(self, stored: StoredObject) -> None:
-        self._stored, self._at = stored, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._stored.size)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(self._stored.size - self._at, 0)
-        data = bytes(self._stored.read(self._at, left if size < 0 else min(size, left)))
-        self._at += len(data)
-        return data
-
-
-# ------------------------------------------------------------------------------------------------- formats
-
-
-class _Npy:
-    """A .npy file: one matrix, mapped."""
-
-    def __init__(self, place: _Place) -> None:
-        self.place, self.path = place, place.path
-        path = place.path
-        try:
-            head = bytes(place.read(0, min(6, place.size)))
-            if head != b"\x93NUMPY":  # np.load would take it for a pickle and advise to load it unsafely
-                raise ValueError(f"it begins with {head!r}. Give files that numpy.save wrote")
-            array = (
-                np.load(path, mmap_mode="r", allow_pickle=False) if isinstance(place, _OnDisk) else _stored_npy(place)
-            )
-        except (ValueError, OSError, EOFError, OverflowError, TypeError, SyntaxError) as error:
-            raise DataError(f"{path} cannot be read as .npy: {error}") from error
-        if array.ndim != 2 or array.shape[1] < 1:
-            raise DataError(f"{path} holds an array of shape {array.shape}; rows are a matrix")
-        if not array.dtype.isnative or (
-            isinstance(array, np.ndarray) and array.flags.f_contiguous and not array.flags.c_contiguous
-        ):
-            raise DataError(f"{path} is stored in another byte order, or by columns: save it as plain C order")
-        self._array = array
-        try:
-            self._dtype = dtype_name(array.dtype)
-        except DataError as error:
-            raise DataError(f"{path}: {error}") from None
-
-    def find(self, field: str | None, what: str) -> str:
-        if field is not None:
-            raise ConfigError(
-                f"{self.path} is a .npy file and has no field {field!r} for {what}; only .safetensors and .parquet do"
-            )
-        return ""
-
-    def shape(self, field: str) -> tuple[int, int]:
-        rows, width = self._array.shape
-        return rows, width
-
-    def dtype(self, field: str) -> str:
-        return self._dtype
-
-    def read(self, field: str, start: int, end: int) -> np.ndarray:
-        return self._array[start:end]
-
-
-def _stored_npy(place: _Place) -> _Matrix:
-    """The matrix of a .npy object: its header is read, its rows are not."""
-    head = io.BytesIO(place.read(0, min(place.size, _NPY_HEADER)))
-    version = np.lib.format.read_magic(head)
-    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-    if read is None:
-        raise ValueError(f"it is of version {version[0]}.{version[1]}, and matrices of numbers are of 1.0 or 2.0")
-    shape, by_columns, dtype = read(head)
-    if dtype.hasobject:
-        raise ValueError("it holds pickled objects")
-    if by_columns and len(shape) == 2 and min(shape) > 1:
-        raise DataError(f"{place.path} is stored in another byte order, or by columns: save it as plain C order")
-    if head.tell() + math.prod(shape) * dtype.itemsize > place.size:
-        raise ValueError(f"its header announces more than its {place.size:,} bytes")
-    return place.array(dtype, head.tell(), shape)
-
-
-class _Safetensors:
-    """A .safetensors file: named tensors, mapped."""
-
-    def __init__(self, place: _Place) -> None:
-        self.place, self.path = place, place.path
-        path, size = place.path, place.size
-        length = int.from_bytes(place.read(0, min(8, size)), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise DataError(
-                f"{path} is no .safetensors file: its header claims {length:,} bytes, the file has {size:,}"
-            )
-        header = place.read(8, length)
-        try:
-            entries = json.loads(header)
-            entries.pop("__metadata__", None)
-            self._tensors = {
-                str(n): self._mapped(e, 8 + length, size) for n, e in entries.items() if e["dtype"] in _SAFE
-            }
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(f"{path} has a damaged header: {error}") from error
-
-    def _mapped(self, entry: Mapping[str, Any], base: int, size: int) -> _Matrix:
-        start, end = entry["data_offsets"]
-        shape = tuple(entry["shape"])
-        if not all(type(n) is int for n in (start, end, *shape)):
-            raise ValueError("a shape or an offset is no whole number")
-        dtype = np.dtype(_SAFE[entry["dtype"]])
-        count = int(np.prod(shape, dtype=object)) if shape else 1
-        if min((start, *shape), default=0) < 0 or end - start != count * dtype.itemsize or base + end > size:
-            raise ValueError("a tensor lies outside the file")
-        if count == 0:
-            return np.empty(shape, dtype)
-        return self.place.array(dtype, base + start, shape)
-
-    def find(self, field: str | None, what: str) -> str:
-        wide = sorted(n for n, t in self._tensors.items() if t.ndim == 2)
-        if field is None:
-            if len(wide) != 1:
-                raise ConfigError(
-                    f"{self.path} holds {len(wide)} matrices ({', '.join(wide[:8])}): name one with --field"
-                )
-            return wide[0]
-        if field not in self._tensors or self._tensors[field].ndim not in (1, 2):
-            raise ConfigError(
-                f"{self.path} has no float matrix {field!r} for {what}; it has {', '.join(sorted(self._tensors)[:8])}"
-            )
-        return field
-
-    def shape(self, field: str) -> tuple[int, int]:
-        shape = self._tensors[field].shape
-        return (shape[0], shape[1] if len(shape) == 2 else 1)
-
-    def dtype(self, field: str) -> str:
-        return dtype_name(self._tensors[field].dtype)
-
-    def read(self, field: str, start: int, end: int) -> np.ndarray:
-        part = self._tensors[field][start:end]
-        return part.reshape(end - start, -1)
-
-
-class _Parquet:
-    """A .parquet file: a column of lists of equal length, or several columns of numbers."""
-
-    def __init__(self, place: _Place) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        self.place, self.path = place, place.path
-        path = place.path
-        try:
-            self._file = pq.ParquetFile(place.for_arrow())
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path} cannot be read as .parquet: {error}") from error
-        groups = [self._file.metadata.row_group(g).num_rows for g in range(self._file.num_row_groups)]
-        self._first = next((g for g, rows in enumerate(groups) if rows), None)
-        """The first row group with rows."""
-        self._ends = np.cumsum([0, *groups])
-        self._held: tuple[int, tuple[str, ...], Any] | None = None
+    def __init__(self, path: str) -> None:
+        self.path: str = path
+        self._stored = store_of(path) is not None
+        self._suffix = Path(path).suffix
         self._widths: dict[str, int] = {}
+        if self._stored:
+            self._file: ByteFile = open_object(path)
+        else:
+            with RawFile(path, follow=True) as found:
+                self._file = RawFile(path, follow=True, size=found.size)
+                self._file.size, self._file.version = found.size, found.version
+        try:
+            self._rows = open_rows(self._file)
+        except Undecodable as error:
+            raise DataError(f"{path} cannot be read as {self._suffix}: it {error.reason}") from error
+        self._check()
+
+    def _check(self) -> None:
+        if self._suffix != ".npy":
+            return
+        dtype, shape = next((c.dtype, (c.rows, *(c.shape or ()))) for c in self._rows.schema.values())
+        if len(self._rows.schema) != 1 or len(shape) != 2 or shape[1] < 1:
+            raise DataError(f"{self.path} holds an array of shape {shape}; rows are a matrix")
+        if not dtype.isnative:
+            raise DataError(f"{self.path} is stored in another byte order, or by columns: save it as plain C order")
+        try:
+            dtype_name(dtype)
+        except DataError as error:
+            raise DataError(f"{self.path}: {error}") from None
+
+    @property
+    def says_bfloat16(self) -> bool:
+        """Whether the file itself tells bfloat16 from whole numbers of 16 bits."""
+        return self._suffix == ".safetensors"
 
     def find(self, field: str | None, what: str) -> str:
-        schema = self._file.schema_arrow
+        """The field that holds the rows, the targets or the weights. ConfigError asks for what was meant."""
+        if self._suffix == ".npy":
+            if field is not None:
+                raise ConfigError(
+                    f"{self.path} is a .npy file and has no field {field!r} for {what}; only .safetensors and .parquet do"
+                )
+            return ""
+        schema = self._rows.schema
+        if self._suffix == ".safetensors":
+            floats = sorted(n for n, column in schema.items() if column.stored_as in _FLOATS)
+            wide = [n for n in floats if len(schema[n].shape or ()) == 1]
+            if field is None:
+                if len(wide) != 1:
+                    raise ConfigError(
+                        f"{self.path} holds {len(wide)} matrices ({', '.join(wide[:8])}): name one with --field"
+                    )
+                return wide[0]
+            if field not in floats or len(schema[field].shape or ()) > 1:
+                raise ConfigError(
+                    f"{self.path} has no float matrix {field!r} for {what}; it has {', '.join(floats[:8])}"
+                )
+            return field
         if field is None:
-            lists = [f.name for f in schema if _is_list(f.type)]
+            lists = [n for n, column in schema.items() if column.shape != ()]
             if len(lists) != 1:
                 raise ConfigError(
                     f"{self.path} has {len(lists)} columns of lists: name the rows with --field (several columns: a,b,c)"
                 )
             return lists[0]
-        missing = [n for n in field.split(",") if n not in schema.names]
+        missing = [n for n in field.split(",") if n not in schema]
         if missing:
             raise ConfigError(
-                f"{self.path} has no column {missing[0]!r} for {what}; it has {', '.join(schema.names[:8])}"
+                f"{self.path} has no column {missing[0]!r} for {what}; it has {', '.join(list(schema)[:8])}"
             )
         return field
 
     def shape(self, field: str) -> tuple[int, int]:
+        """Rows and width. Lists of any length have the width of the first row; 0 where there is none."""
+        columns = [self._rows.schema[name] for name in _names(field)]
+        widths = [math.prod(c.shape) if c.shape is not None else 0 for c in columns]
+        if all(widths) or not columns[0].rows:
+            return columns[0].rows, sum(widths) if all(widths) else 0
         if field not in self._widths:
-            first = self._first
-            self._widths[field] = self._empty(field)[1] if first is None else self._matrix(field, first).shape[1]
-        return int(self._ends[-1]), self._widths[field]
+            self._widths[field] = self.read(field, 0, min(columns[0].rows, _ROWS_LOOKED_AT)).shape[1]
+        return columns[0].rows, self._widths[field]
 
     def dtype(self, field: str) -> str:
-        return self._empty(field)[0] if self._first is None else row_dtype_name(self._matrix(field, self._first))
-
-    def _empty(self, field: str) -> tuple[str, int]:
-        """Type and width of rows that are not there, as the schema has them; lists of any length leave the width open: 0."""
-        import pyarrow as pa
-
-        kinds = [self._file.schema_arrow.field(name).type for name in field.split(",")]
-        widths = [k.list_size if pa.types.is_fixed_size_list(k) else 0 if _is_list(k) else 1 for k in kinds]
-        inner = [k.value_type if _is_list(k) else k for k in kinds]
-        floats = [np.dtype(k.to_pandas_dtype()) if pa.types.is_floating(k) else np.dtype("f8") for k in inner]
-        return dtype_name(np.result_type(*floats)), sum(widths) if all(widths) else 0
+        if self._suffix != ".parquet":
+            return dtype_name(self._rows.schema[_names(field)[0]].dtype)
+        floats = [self._rows.schema[name].dtype for name in _names(field)]
+        return dtype_name(np.result_type(*(d if d.kind == "f" else np.dtype("f8") for d in floats)))
 
     def read(self, field: str, start: int, end: int) -> np.ndarray:
-        width = self.shape(field)[1]
-        parts = []
-        group = int(np.searchsorted(self._ends, start, side="right")) - 1
-        while start < end:
-            first, stop = int(self._ends[group]), min(end, int(self._ends[group + 1]))
-            if first == stop:  # a group without rows
-                group += 1
-                continue
-            matrix = self._matrix(field, group)
-            if matrix.shape[1] != width:
-                raise DataError(
-                    f"row group {group} of {self.path} has rows of {matrix.shape[1]} numbers, the first one has {width}"
-                )
-            parts.append(matrix[start - first : stop - first])
-            start, group = stop, group + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty((0, width))
-
-    def _matrix(self, field: str, group: int) -> np.ndarray:
-        names = tuple(field.split(","))
-        if self._held is None or self._held[:2] != (group, names):
-            self._held = (group, names, self._decoded(names, group))
-        return self._held[2]
-
-    def _decoded(self, names: tuple[str, ...], group: int) -> np.ndarray:
-        import pyarrow as pa
-
+        """The rows [start, end) as a matrix."""
         try:
-            table = self._file.read_row_group(group, columns=list(names))
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"row group {group} of {self.path} cannot be read: {error}") from error
-        columns = [table.column(name).combine_chunks() for name in names]
-        if any(c.null_count for c in columns):
+            found = self._rows.read(start, end, _names(field))
+        except Undecodable as error:
+            raise DataError(f"{self.path} cannot be read as {self._suffix}: it {error.reason}") from error
+        parts = [self._matrix(name, column, end - start) for name, column in found.items()]
+        matrix = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        if matrix.shape[1] != self._widths.get(field, matrix.shape[1]):
             raise DataError(
-                f"row group {group} of {self.path} has nulls in {', '.join(names)}: fill or leave out those rows"
+                f"{self.path} has rows of {matrix.shape[1]} numbers from row {start:,} on, the first one has {self._widths[field]}"
             )
-        flat = [self._flat(c, group, n) for c, n in zip(columns, names, strict=True)]
-        return flat[0] if len(flat) == 1 else np.concatenate(flat, axis=1)
+        return matrix
 
-    def _flat(self, column: Any, group: int, name: str) -> np.ndarray:
-        import pyarrow as pa
+    def _matrix(self, name: str, column: np.ndarray | Ragged, rows: int) -> np.ndarray:
+        if isinstance(column, Ragged):
+            width = len(column.values) // max(rows, 1)
+            if (np.diff(column.offsets) != width).any():
+                raise DataError(f"{self.path}: the lists of {name!r} are not of one length")
+            column = column.values
+        if self._suffix == ".parquet" and column.dtype.kind in "iub":
+            column = column.astype(np.float64)
+        if column.dtype.kind not in "fu":
+            raise DataError(f"column {name!r} of {self.path} holds {self._rows.schema[name].dtype}, not numbers")
+        return column.reshape(rows, -1) if column.size else np.empty((rows, self._widths.get(name, 0)), column.dtype)
 
-        kind = column.type
-        rows = len(column)
-        if _is_list(kind):
-            values = column.flatten()
-            width = kind.list_size if pa.types.is_fixed_size_list(kind) else len(values) // max(rows, 1)
-            even = (
-                pa.types.is_fixed_size_list(kind)
-                or (np.diff(column.offsets.to_numpy(zero_copy_only=False)) == width).all()
-            )
-            if not even or values.null_count:
-                raise DataError(
-                    f"row group {group} of {self.path}: the lists of {name!r} are not of one length, or hold nulls"
-                )
-        else:
-            values, width = column, 1
-        array = values.to_numpy(zero_copy_only=False)
-        if array.dtype.kind in "iub":
-            array = array.astype(np.float64)
-        if array.dtype.kind != "f":
-            raise DataError(f"column {name!r} of {self.path} holds {kind}, not numbers")
-        return array.reshape(rows, width)
+    def fingerprint(self) -> str | list[int | str]:
+        """Of a file: 16 hex digits over its size and sampled blocks. Of an object: its size and entity tag."""
+        if self._stored:
+            return [self._file.size, str(self._file.version)]
+        return file_fingerprint(Path(self.path), Path(self.path).stat().st_size)
+
+    def stamp(self) -> list[int | str] | None:
+        """Size and time of writing (of an object: entity tag) as they are now."""
+        if self._stored:
+            now = open_object(self.path)
+            return [now.size, str(now.version)]
+        try:
+            status = Path(self.path).stat()
+        except OSError:
+            return None  # it is gone: the reader that opens it names it
+        return [status.st_size, status.st_mtime_ns]
 
 
-def _is_list(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+def _names(field: str) -> list[str]:
+    return field.split(",") if field else ["x"]
 
 
 def first_written(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -659,12 +429,12 @@ def save_stamps(path: Path, stamps: Mapping[str, Any]) -> None:
 def saved_stamps(path: Path) -> dict[str, Any]:
     """How they stood; empty where nobody wrote it down."""
     try:
-        told = json.loads(path.read_bytes())
+        told = read_json(path, 256 << 20)
         if not isinstance(told, dict) or not all(isinstance(stamp, list) for stamp in told.values()):
             raise ValueError("it names no files")
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError) as error:
+    except (ValueError, FileCorrupt) as error:
         raise FileCorrupt(
             f"{path} does not say how the shards of the pass stood ({error}): remove {path.parent}, or give --replace to begin again"
         ) from error

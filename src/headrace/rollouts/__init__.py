@@ -1,25 +1,31 @@
-"""RL enters as rollouts and leaves as training batches, and the event loop never stalls for it.
+"""RL rollouts become training batches beside an event loop.
 
-replies, rollouts ──► ingest ──► pretokenize ──► advantages ──► filters ──► interleave ──► packing ──► trainer
-                      columns    only if         by group       who sends    samples,       micro
-                                 needed                         nothing      experts as     batches
-                                                                             chunks         by rank
+on arrival, one rollout at a time, in a worker thread                    at the end of a step, all rollouts
+wire ──► ingest ──► pretokenize ──► interleave ──► batch_files           advantages ──► filters ──► packing ──► batch_files ──► transport
+decode   check      if an engine    samples        append experts        by group       what is     micro       publish         trainer
+                    sent no ids                                                         not sent    batches
 
-records.py      what passes through: Rollout, Step, StepTokens, RoutedExperts, TrainingSample
-ingest.py       OpenAI/vLLM replies and `verifiers` rollouts, checked and made columns (checks.py: what is checked)
-episodes.py     episodes and traces of `verifiers` 0.4 and later
-columns.py      numbers out of lists, msgpack and JSON text into columns (kernels.py: the compiled loops)
-pretokenize.py  tokens for turns whose engine returned none
-groups.py       which rollouts belong to which step; failures, refills, late arrivals
-advantages.py   how much better than its group
-filters.py      what sends no sample
-scheduler.py    environments asked under one limit; steps that end at their deadlines
-processes.py    samples made in processes of their own
-values.py       what crosses a pipe or lies in a file without pickle
-interleave.py   turns become samples; every token finds its routed experts
-packing.py      samples become micro batches, equally many for every rank
-saving.py       JSON lines for people: rollouts, tokens
-dumps.py        a step's rollouts as they arrived, for `headrace replay`
+wire.py           the wire contract: token columns as raw bytes, arrays or lists; decoded, checked, encoded
+records.py        what passes through: Rollout, Step, StepTokens, RoutedExperts, TrainingSample
+ingest.py         replies of OpenAI and vLLM servers and `verifiers` rollouts, checked (checks.py: what is checked)
+episodes.py       episodes and traces of `verifiers` 0.4 and later
+pretokenize.py    tokens for turns whose engine returned none
+interleave.py     turns become samples; every token gets its routed experts
+sample_rollout.py process_rollout: one rollout from the wire to samples
+batch_files.py    a step's batch as files: written on arrival, published at the step's end, opened by the trainer
+advantages.py     how much better a rollout was than its group
+filters.py        which rollouts send no sample
+packing.py        samples become micro batches, equally many for every rank
+step_metrics.py   metrics of a step
+pipeline.py       RolloutPipeline: all of the above, beside an event loop
+loop_yield.py     lets the event loop run between slices of the pipeline's work
+processes.py      process_rollout in worker processes
+values.py         values in msgpack without pickle, for pipes and files
+groups.py         which rollouts belong to which step; failures, refills, late arrivals
+scheduler.py      asks environments under one limit; ends steps at their deadlines
+transport.py      batches to the trainer through a folder; zmq_transport.py: to another machine
+saving.py         JSON lines for people: rollouts, tokens
+dumps.py          a step's rollouts as they arrived; replay.py runs them again
 """
 
 from headrace.rollouts.advantages import (
@@ -58,6 +64,7 @@ from headrace.rollouts.saving import export_tokens, save_rollouts
 from headrace.rollouts.scheduler import RolloutScheduler
 from headrace.rollouts.step_metrics import rollout_metrics
 from headrace.rollouts.transport import SpoolReceiver, SpoolSender, TrainingBatchReceiver, TrainingBatchSender
+from headrace.rollouts.wire import binary_rollout, encode_rollout
 
 __all__ = [
     "AdvantageConfig",
@@ -95,9 +102,11 @@ __all__ = [
     "ZeroAdvantageFilter",
     "apply_filters",
     "batch_path",
+    "binary_rollout",
     "compute_advantages",
     "default_advantage",
     "dump_raw_rollouts",
+    "encode_rollout",
     "episode_from_deltas",
     "export_tokens",
     "interleave_rollout",

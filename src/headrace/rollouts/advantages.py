@@ -41,25 +41,33 @@ AdvantageFn = Callable[[AdvantageInputs], AdvantageOutputs]
 class AdvantageConfig:
     """Which function, and with what."""
 
-    kind: Literal["default", "custom"] = "default"
+    kind: Literal["default", "std", "leave_one_out", "custom"] = "default"
+    """default: r − mean(r). std: that, divided by the group's standard deviation. leave_one_out: r − mean of the others. custom: `import_path`."""
     length_penalty: float = 0.0
-    """α: a reward counts r / (1 + α · length / mean length of the group). 0 leaves rewards alone. Default function only."""
+    """α: a reward counts r / (1 + α · length / mean length of the group). 0 leaves rewards alone. Not for custom."""
     import_path: str = ""
     """`package.module:function` or `package.module.function`, for custom."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Given to the custom function after its inputs."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("default", "custom"):
-            raise ConfigError(f"advantage kind is {self.kind!r}, expected 'default' or 'custom'")
+        if self.kind not in ("default", "std", "leave_one_out", "custom"):
+            raise ConfigError(
+                f"advantage kind is {self.kind!r}, expected 'default', 'std', 'leave_one_out' or 'custom'"
+            )
         if not 0 <= self.length_penalty < math.inf:
             raise ConfigError(f"length_penalty is {self.length_penalty}, expected 0 or more")
         if (self.kind == "custom") != bool(self.import_path):
             raise ConfigError("a custom advantage needs an import_path, and only a custom one takes it")
 
 
-def default_advantage(inputs: AdvantageInputs, *, length_penalty: float = 0.0) -> AdvantageOutputs:
-    """r − mean(r), after the length penalty if there is one."""
+def default_advantage(
+    inputs: AdvantageInputs,
+    *,
+    length_penalty: float = 0.0,
+    kind: Literal["default", "std", "leave_one_out"] = "default",
+) -> AdvantageOutputs:
+    """r − mean(r) after the length penalty, if there is one; `kind` as in AdvantageConfig."""
     rewards = [r.reward for r in inputs.rollouts]
     if length_penalty:
         lengths = [r.completion_length for r in inputs.rollouts]
@@ -69,13 +77,17 @@ def default_advantage(inputs: AdvantageInputs, *, length_penalty: float = 0.0) -
     if min(rewards) == max(rewards):
         return AdvantageOutputs(advantages=[0.0] * len(rewards))
     mean = math.fsum(rewards) / len(rewards)
-    return AdvantageOutputs(advantages=[r - mean for r in rewards])
+    advantages = [r - mean for r in rewards]
+    if kind == "std":
+        deviation = math.sqrt(math.fsum(a * a for a in advantages) / len(advantages))
+        advantages = [a / deviation for a in advantages]
+    elif kind == "leave_one_out":  # r − (sum − r) / (n − 1) = (r − mean) n / (n − 1)
+        advantages = [a * len(advantages) / (len(advantages) - 1) for a in advantages]
+    return AdvantageOutputs(advantages=advantages)
 
 
-def compute_advantages(
-    rollouts: Sequence[Rollout], advantage: AdvantageConfig | AdvantageFn | None, *, after_group: Callable[[], None] | None = None
-) -> list[float]:  # fmt: skip
-    """One advantage a rollout. None configured: the reward itself. `after_group` is called after each group."""
+def compute_advantages(rollouts: Sequence[Rollout], advantage: AdvantageConfig | AdvantageFn | None) -> list[float]:
+    """One advantage a rollout. None configured: the reward itself."""
     if advantage is None:
         return [r.reward for r in rollouts]
     function, name = _resolved(advantage)
@@ -84,8 +96,6 @@ def compute_advantages(
         outputs = function(AdvantageInputs(rollouts=[rollouts[at] for at in members]))
         for at, value in zip(members, _checked(outputs, len(members), name, group), strict=True):
             advantages[at] = value
-        if after_group is not None:
-            after_group()
     return advantages
 
 
@@ -108,9 +118,9 @@ def _checked(outputs: Any, wanted: int, name: str, group: Group) -> list[float]:
 def _resolved(advantage: AdvantageConfig | AdvantageFn) -> tuple[AdvantageFn, str]:
     if not isinstance(advantage, AdvantageConfig):
         return advantage, getattr(advantage, "__qualname__", repr(advantage))
-    if advantage.kind == "default":
-        penalty = advantage.length_penalty
-        return (lambda inputs: default_advantage(inputs, length_penalty=penalty)), "default"
+    if advantage.kind != "custom":
+        penalty, kind = advantage.length_penalty, advantage.kind
+        return (lambda inputs: default_advantage(inputs, length_penalty=penalty, kind=kind)), kind
     path = advantage.import_path
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     try:

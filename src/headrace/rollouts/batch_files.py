@@ -19,7 +19,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ import xxhash
 
 from headrace.errors import ConfigError, FileCorrupt, RolloutRefused, StorageError
 from headrace.files import TEMP_PREFIX, Container, open_container, unreadable, write_container
-from headrace.rollouts.breath import at_once
 from headrace.rollouts.packing import MicroBatch, Packed
 from headrace.rollouts.records import TrainingSample
 from headrace.rollouts.values import decode_value, encode_value
@@ -133,12 +132,8 @@ class BatchWriter:
             "Nothing was published; free space or fix the folder and make the step again"
         )
 
-    def publish(
-        self, packed: Packed, slots: Sequence[WrittenSample], *, seq_len: int, policy_version: int,
-        after_sample: Callable[[], None] | None = None,
-    ) -> Path:  # fmt: skip
-        """Make the step a batch. `packed` was made from the slots' samples; slots that are in no micro batch are left out. `after_sample` is
-        called after each sample and each large column, for whoever must not be busy for long at a time."""
+    def publish(self, packed: Packed, slots: Sequence[WrittenSample], *, seq_len: int, policy_version: int) -> Path:
+        """Make the step a batch. `packed` was made from the slots' samples; slots that are in no micro batch are left out."""
         if len({slot.routed for slot in slots}) > 1:
             envs = sorted({slot.sample.env_name for slot in slots if not slot.routed})
             raise ConfigError(
@@ -147,7 +142,7 @@ class BatchWriter:
             )
         micro = [m for rank in packed.ranks for m in rank]
         by_sample = {id(slot.sample): at for at, slot in enumerate(slots)}
-        arrays = _columns(micro, slots, by_sample, after_sample or at_once)
+        arrays = _columns(micro, slots, by_sample)
         if any(slot.multimodal for slot in slots):
             arrays["multimodal"] = np.frombuffer(b"".join(slot.multimodal for slot in slots), np.uint8)
             arrays["multimodal_start"] = np.cumsum([0, *(len(slot.multimodal) for slot in slots)], dtype=np.int64)
@@ -238,20 +233,18 @@ _SAMPLE_COLUMNS = (
 
 
 def _columns(
-    micro: Sequence[MicroBatch], slots: Sequence[WrittenSample], by_sample: dict[int, int], after_sample: Callable[[], None]
-) -> dict[str, np.ndarray]:  # fmt: skip
+    micro: Sequence[MicroBatch], slots: Sequence[WrittenSample], by_sample: dict[int, int]
+) -> dict[str, np.ndarray]:
     columns: dict[str, np.ndarray] = {}
     for name, dtype in (("ids", np.int32), ("logprobs", np.float32), ("mask", np.uint8)):
         rows = [getattr(slot.sample, name) for slot in slots]
         columns[name] = np.concatenate(rows) if rows else np.empty(0, dtype)
-        after_sample()
     columns["mask_bits"] = np.packbits(columns.pop("mask"))
     starts, told = [0], []
     for slot in slots:
         s = slot.sample
         starts.append(starts[-1] + len(s))
         told.append((s.prompt_length, s.advantage, s.temperature, s.reward, s.policy_version, slot.row, slot.sum))
-        after_sample()
     columns["sample_start"] = np.array(starts, np.int64)
     for at, (name, dtype) in enumerate(_SAMPLE_COLUMNS):
         columns[name] = np.array([line[at] for line in told], dtype)
@@ -266,7 +259,7 @@ def _columns(
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """An open batch: the trainer's side. Columns were checked when it was opened; experts are when they are read."""
+    """An open batch: the trainer's side. Types, lengths and ranges of its columns were checked when it was opened; experts are checked when they are read."""
 
     path: Path
     step: int
@@ -356,19 +349,7 @@ def _opened(path: Path, container: Container) -> TrainingBatch:
     meta, arrays = container.meta, dict(container.arrays)
     if meta["kind"] != _KIND or meta["version"] != _VERSION:
         raise ValueError(f"it is {meta['kind']!r} version {meta['version']!r}, expected {_KIND!r} version {_VERSION}")
-    starts, tokens = arrays["sample_start"], len(arrays["ids"])
-    samples, micro = len(arrays["advantage"]), int(meta["ranks"]) * int(meta["micro_batches"])
-    if starts[0] != 0 or starts[-1] != tokens or len(starts) != samples + 1 or (np.diff(starts) < 0).any():
-        raise ValueError("its samples do not divide its tokens")
-    if len(arrays["micro_start"]) != micro + 1 or len(arrays["micro_class"]) != micro:
-        raise ValueError("its micro batches are not those of its ranks")
-    if (images := arrays.get("multimodal_start")) is not None and (
-        len(images) != samples + 1
-        or images[0] != 0
-        or images[-1] != len(arrays["multimodal"])
-        or (np.diff(images) < 0).any()
-    ):
-        raise ValueError("the fields of its images do not belong to its samples")
+    tokens = _checked_arrays(arrays, meta)
     arrays["mask"] = np.unpackbits(arrays.pop("mask_bits"), count=tokens)
     experts = _open_sidecar(path, meta, arrays) if meta["experts"] is not None else None
     return TrainingBatch(
@@ -376,6 +357,36 @@ def _opened(path: Path, container: Container) -> TrainingBatch:
         micro_batches_per_rank=int(meta["micro_batches"]), seq_len=int(meta["seq_len"]), envs=tuple(map(str, meta["envs"])),
         classes=tuple((str(r), str(m)) for r, m in meta["classes"]), arrays=arrays, experts=experts,
     )  # fmt: skip
+
+
+def _checked_arrays(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> int:
+    """The number of tokens, once every array has its type, its length and values in range. ValueError names the first that has not."""
+    samples, micro = len(arrays["advantage"]), int(meta["ranks"]) * int(meta["micro_batches"])
+    tokens, members = len(arrays["ids"]), len(arrays["micro_samples"])
+    expected: dict[str, tuple[Any, int]] = {
+        "ids": (np.int32, tokens), "logprobs": (np.float32, tokens), "mask_bits": (np.uint8, -(-tokens // 8)),
+        "sample_start": (np.int64, samples + 1), **{name: (dtype, samples) for name, dtype in _SAMPLE_COLUMNS}, "env": (np.int32, samples),
+        "micro_samples": (np.int32, members), "micro_start": (np.int64, micro + 1), "micro_class": (np.int32, micro),
+    }  # fmt: skip
+    if "multimodal" in arrays or "multimodal_start" in arrays:
+        expected |= {"multimodal": (np.uint8, len(arrays["multimodal"])), "multimodal_start": (np.int64, samples + 1)}
+    for name, (dtype, length) in expected.items():
+        if arrays[name].dtype != dtype or arrays[name].shape != (length,):
+            raise ValueError(
+                f"{name} is {arrays[name].dtype} of shape {list(arrays[name].shape)}, expected {np.dtype(dtype)} of shape [{length}]"
+            )
+    for name, end in (("sample_start", tokens), ("micro_start", members), ("multimodal_start", len(arrays.get("multimodal", ())))):  # fmt: skip
+        starts = arrays.get(name)
+        if starts is not None and (starts[0] != 0 or starts[-1] != end or (np.diff(starts) < 0).any()):
+            raise ValueError(f"{name} does not divide {end} entries")
+    for name, stop in (
+        ("ids", 2**31), ("env", len(meta["envs"])), ("micro_class", len(meta["classes"])), ("micro_samples", samples),
+    ):  # fmt: skip
+        if len(arrays[name]) and not 0 <= int(arrays[name].min()) <= int(arrays[name].max()) < stop:
+            raise ValueError(f"{name} holds a number that is not 0 to {stop - 1}")
+    if (arrays["prompt_length"] < 0).any() or (arrays["prompt_length"] > np.diff(arrays["sample_start"])).any():
+        raise ValueError("prompt_length is longer than its sample")
+    return tokens
 
 
 def _open_sidecar(path: Path, meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> np.ndarray:

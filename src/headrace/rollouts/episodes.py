@@ -18,7 +18,8 @@ at compaction which the harness did not go on from gives none.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import msgspec
 import numpy as np
 
 from headrace.errors import ConfigError, FileCorrupt, RolloutRefused, StorageError
+from headrace.files import open_regular
 from headrace.rollouts.checks import (
     Limits,
     duration_of,
@@ -37,9 +39,9 @@ from headrace.rollouts.checks import (
     sampling_from,
     version_spans_from,
 )
-from headrace.rollouts.columns import ids_column, logprobs_column, mask_column
 from headrace.rollouts.records import Rollout, RoutedExperts, Step, StepTokens
 from headrace.rollouts.values import model_values
+from headrace.rollouts.wire import ids_column, logprobs_column, mask_column
 
 __all__ = ["episode_from_deltas", "read_episodes", "rollout_from_record", "rollouts_from_episode"]
 
@@ -51,7 +53,7 @@ _CUT_SHORT = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_t
 
 def rollouts_from_episode(
     record: Any, *, env_name: str | None = None, policy_version: int = 0, run: str = "", draw: int | str | None = None,
-    limits: Limits | None = None, after_turn: Callable[[], None] | None = None,
+    limits: Limits | None = None,
 ) -> list[Rollout]:  # fmt: skip
     """A rollout for each trace to train on, in the record's order; [] if there is none.
 
@@ -76,7 +78,7 @@ def rollouts_from_episode(
     several = len({_agent(t).get("name") for t in trained}) > 1
     return [
         _rollout(
-            trace, limits, after_turn, env_name=f"{env_name}.{_agent(trace).get('name')}" if several else env_name,
+            trace, limits, env_name=f"{env_name}.{_agent(trace).get('name')}" if several else env_name,
             policy_version=policy_version, run=run, draw=draw if group is None else str(group),
         )
         for trace in trained
@@ -111,7 +113,7 @@ def _errors(record: Mapping[str, Any]) -> list[str]:
 
 
 def _rollout(
-    trace: Mapping[str, Any], limits: Limits, after_turn: Callable[[], None] | None, *, env_name: str, policy_version: int, run: str, draw: int | str | None,
+    trace: Mapping[str, Any], limits: Limits, *, env_name: str, policy_version: int, run: str, draw: int | str | None,
 ) -> Rollout:  # fmt: skip
     task = mapping(trace.get("task"), "task of a trace")
     data = mapping(task.get("data"), "data of a task")
@@ -133,7 +135,7 @@ def _rollout(
     try:
         return Rollout(
             example_id=example, env_name=plain_values(env_name, "env_name", limits), reward=_reward(rewards),
-            trajectory=_turns(trace, where, limits, after_turn), draw=draw,
+            trajectory=_turns(trace, where, limits), draw=draw,
             metrics={k: number(v, f"metric {k!r}") for k, v in mapping(trace.get("metrics"), "metrics").items() if v is not None},
             error=plain_values(errors, "the errors", limits), is_truncated=truncated,
             stop_condition=plain_values(trace.get("stop_condition"), "stop_condition", limits), sampling_args=_sampling(trace, calls, limits),
@@ -189,6 +191,12 @@ def _timing(value: Any) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------- turns
 
 
+def _numbers(fields: Mapping[str, Any], name: str) -> Any:
+    """A column of a node; none where the node has no such field, or None in it."""
+    value = fields.get(name)
+    return () if value is None else value
+
+
 class _Node:
     """One message of a trace and the tokens that are new with it."""
 
@@ -200,8 +208,8 @@ class _Node:
             raise RolloutRefused("malformed", f"{name} has the parent {parent!r:.40}, expected a node before it")
         self.parent: int | None = parent
         self.name, self.message, self.sampled = name, fields.get("message"), bool(fields.get("sampled", False))
-        self.ids = ids_column(fields.get("token_ids") or [], f"token_ids of {name}", limits.tokens)
-        self.mask = mask_column(fields.get("mask") or [], f"mask of {name}", limits.tokens)
+        self.ids = ids_column(_numbers(fields, "token_ids"), f"token_ids of {name}", limits.tokens)
+        self.mask = mask_column(_numbers(fields, "mask"), f"mask of {name}", limits.tokens)
         if len(self.mask) != len(self.ids):
             raise RolloutRefused("wrong_length", f"{name} has {len(self.ids)} tokens and a mask of {len(self.mask)}")
         self.images = fields.get("multi_modal_data")
@@ -222,7 +230,7 @@ class _Node:
         """What the model said, as columns of a turn."""
         ids, mask = self.ids[self.first :], self.mask[self.first :]
         places = np.flatnonzero(mask)
-        told = logprobs_column(self._fields.get("logprobs") or [], f"logprobs of {self.name}", self._limits.tokens)
+        told = logprobs_column(_numbers(self._fields, "logprobs"), f"logprobs of {self.name}", self._limits.tokens)
         if len(told) != len(places):
             raise RolloutRefused(
                 "wrong_length", f"{self.name} has {len(places)} sampled tokens and {len(told)} logprobs"
@@ -233,9 +241,7 @@ class _Node:
         return {"completion_ids": ids, "completion_mask": mask, "completion_logprobs": logprobs, "version_spans": spans}
 
 
-def _turns(
-    trace: Mapping[str, Any], where: str, limits: Limits, after_turn: Callable[[], None] | None
-) -> tuple[Step, ...]:
+def _turns(trace: Mapping[str, Any], where: str, limits: Limits) -> tuple[Step, ...]:
     values = required(trace, "nodes", where)
     if not isinstance(values, (list, tuple)):
         raise RolloutRefused("wrong_type", f"the nodes of the {where} are a {type(values).__name__}, expected a list")
@@ -265,8 +271,6 @@ def _turns(
                 tokens=tokens, is_truncated=ends_of_calls.get(at, False),
             )
         )  # fmt: skip
-        if after_turn is not None:
-            after_turn()
     return tuple(turns)
 
 
@@ -319,14 +323,15 @@ def read_episodes(path: Path | str) -> Iterator[dict[str, Any]]:
     """The records of a file, one after the other: JSON lines, or msgpack behind lengths. FileCorrupt names the first that cannot be read."""
     path = Path(path)
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path, follow=True), "rb") as file:
+            size_of_file = os.fstat(file.fileno()).st_size
             packed = file.read(1) == b"\0"  # the first byte of a length below 16 MiB; JSON begins with a bracket
             file.seek(0)
             number_ = 0
             while raw := file.read(4) if packed else file.readline():
                 if packed:
                     size = int.from_bytes(raw, "big")
-                    raw = file.read(size)
+                    raw = file.read(min(size, size_of_file))
                     if len(raw) < size:
                         raise FileCorrupt(f"{path} was cut short: record {number_} has {len(raw):,} of {size:,} bytes")
                 if packed or raw.strip():

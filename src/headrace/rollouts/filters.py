@@ -11,7 +11,7 @@ changes nothing; one that enforces keeps the rollout's samples back. A filtered 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,10 +118,8 @@ class Filtered:
         return not any(self.sends)
 
 
-def apply_filters(
-    filters: Sequence[Filter], rollouts: Sequence[Rollout], advantages: Sequence[float], *, after_rollout: Callable[[], None] | None = None
-) -> Filtered:  # fmt: skip
-    """Ask every filter about every rollout, first detection first. `after_rollout` is called after each."""
+def apply_filters(filters: Sequence[Filter], rollouts: Sequence[Rollout], advantages: Sequence[float]) -> Filtered:
+    """Ask every filter about every rollout, first detection first."""
     names = [f.name for f in filters]
     if len(set(names)) != len(names):
         raise ConfigError(f"filters must have different names, got {names}")
@@ -134,6 +132,4 @@ def apply_filters(
         sends.append(found is None or not found.enforce)
         if found is not None:
             counts[found.name] += 1
-        if after_rollout is not None:
-            after_rollout()
     return Filtered(detected=tuple(detected), sends=tuple(sends), counts=counts)

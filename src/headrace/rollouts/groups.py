@@ -169,7 +169,7 @@ class GroupBook:
             raise ConfigError(
                 f"groups_per_step is {groups_per_step} (at least 1), lag is {lag} (0 or more), membership is {membership!r} ('index' or 'completion')"
             )
-        if recorded is not None and membership != "completion":
+        if recorded is not None and (recorded.steps or recorded.versions) and membership != "completion":
             raise ConfigError(
                 "recorded steps are for membership='completion'; by index a step follows from its number alone"
             )
@@ -261,17 +261,24 @@ class GroupBook:
         self.counts.requested += len(requests)
         return requests
 
-    def arrive(self, request: Request, rollout: Any) -> None:
-        """A request was answered, by a rollout or by whatever stands for one. An answer that nobody waits for any more is late and changes nothing."""
+    def is_waiting(self, request: Request) -> bool:
+        """Whether the request has not ended."""
+        group = self._groups.get(request.task)
+        return group is not None and request in group.waiting
+
+    def arrive(self, request: Request, rollout: Any) -> bool:
+        """A request was answered, by a rollout or by whatever stands for one; whether that closed its group. A request that had ended before is late
+        and changes nothing."""
         group = self._groups.get(request.task)
         if group is None or request not in group.waiting:
             self.counts.late += 1
             self._journal({"fact": "late", "task": request.task, "member": request.member, "attempt": request.attempt})
-            return
+            return False
         group.waiting.remove(request)
         group.arrived[request.member] = rollout
         self.counts.arrived += 1
         self._close_if_done(group)
+        return group.closed
 
     def fail(self, request: Request, reason: str) -> list[Request]:
         """A request came to nothing; what to ask for instead, if anything."""
@@ -281,7 +288,10 @@ class GroupBook:
         group.waiting.remove(request)
         self.counts.failed[reason] += 1
         self._journal(
-            {"fact": "failed", "task": request.task, "member": request.member, "attempt": request.attempt, "step": group.step, "reason": reason}
+            {
+                "fact": "failed", "task": request.task, "member": request.member, "attempt": request.attempt, "step": group.step, "reason": reason,
+                "env": group.policy.env_name,
+            }
         )  # fmt: skip
         policy = group.policy
         may_refill = policy.failure == "refill" and request.attempt - group.first_attempt < policy.max_refills
@@ -330,7 +340,7 @@ class GroupBook:
         self.counts.failed[reason] += len(ended)
         for r in ended:
             self._journal(
-                {"fact": "failed", "task": r.task, "member": r.member, "attempt": r.attempt, "step": group.step, "reason": reason}
+                {"fact": "failed", "task": r.task, "member": r.member, "attempt": r.attempt, "step": group.step, "reason": reason, "env": r.env_name}
             )  # fmt: skip
         return len(ended)
 

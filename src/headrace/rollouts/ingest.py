@@ -8,12 +8,12 @@
 
 Nothing here trusts its input. A missing field, a wrong type or length, a NaN, text that is no Unicode or that has 50 MB
 raises RolloutRefused, which carries the cause it is counted under; nothing is half taken. The checks are in `checks.py`, episodes and traces in
-`episodes.py`; numbers become columns in `columns.py`.
+`episodes.py`; `wire.py` says in which forms token columns come, and reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,10 @@ from headrace.rollouts.checks import (
     timing_from,
     version_spans_from,
 )
-from headrace.rollouts.columns import decoded_with_columns, ids_column, logprobs_column, mask_column
 from headrace.rollouts.episodes import rollout_from_record
 from headrace.rollouts.records import Rollout, Step, StepTokens
 from headrace.rollouts.values import model_values
+from headrace.rollouts.wire import decode_rollout, ids_column, logprobs_column, mask_column
 
 __all__ = [
     "CAUSES",
@@ -132,12 +132,11 @@ def _reply_logprobs(said: Mapping[str, Any]) -> Any:
 
 def rollout_from_verifiers(
     output: Any, *, env_name: str | None = None, policy_version: int = 0, run: str = "", draw: int | str | None = None,
-    limits: Limits | None = None, after_turn: Callable[[], None] | None = None,
+    limits: Limits | None = None,
 ) -> Rollout:  # fmt: skip
     """A rollout from what a `verifiers` environment returns: a v0 dict, or a trace or an episode with one trace to train on, as a record or as the live object.
 
-    `env_name` stands in for its own name of the task; `draw` for the draw that it does not tell. `after_turn` is called after each turn, so that the
-    caller can yield to the event loop.
+    `env_name` stands in for its own name of the task; `draw` for the draw that it does not tell.
     """
     limits = limits or Limits()
     output = model_values(output)
@@ -145,7 +144,7 @@ def rollout_from_verifiers(
         raise RolloutRefused("wrong_type", f"the rollout is a {type(output).__name__}, expected names and values")
     if "traces" in output or ("nodes" in output and "trajectory" not in output):
         return rollout_from_record(
-            output, env_name=env_name, policy_version=policy_version, run=run, draw=draw, limits=limits, after_turn=after_turn
+            output, env_name=env_name, policy_version=policy_version, run=run, draw=draw, limits=limits
         )  # fmt: skip
     name = env_name if env_name is not None else output.get("env_name", output.get("task"))
     example = required(output, "example_id", "the rollout")
@@ -168,7 +167,7 @@ def rollout_from_verifiers(
     try:
         return Rollout(
             example_id=example, env_name=plain_values(name, "env_name", limits), reward=number(required(output, "reward", where), "reward"),
-            trajectory=tuple(_verifiers_step(s, i, limits, after_turn) for i, s in enumerate(trajectory)),
+            trajectory=tuple(_verifiers_step(s, i, limits) for i, s in enumerate(trajectory)),
             draw=draw if own_draw is None else int(number(own_draw, "draw")),
             metrics={k: number(v, f"metric {k!r}") for k, v in mapping(output.get("metrics"), "metrics").items()},
             error=error_chain(output.get("error"), limits), is_truncated=bool(output.get("is_truncated", False)),
@@ -180,7 +179,7 @@ def rollout_from_verifiers(
         raise RolloutRefused("env_name", str(error)) from error
 
 
-def _verifiers_step(step: Any, number: int, limits: Limits, after_turn: Callable[[], None] | None) -> Step:
+def _verifiers_step(step: Any, number: int, limits: Limits) -> Step:
     name = f"turn {number}"
     if not isinstance(step, Mapping):
         raise RolloutRefused("wrong_type", f"{name} is a {type(step).__name__}, expected names and values")
@@ -199,8 +198,6 @@ def _verifiers_step(step: Any, number: int, limits: Limits, after_turn: Callable
             routed_experts=experts_from(tokens.get("routed_experts")),
             multimodal=extra or None,
         )  # fmt: skip
-    if after_turn is not None:
-        after_turn()
     return Step(
         prompt=plain_values(step.get("prompt", ()), f"the prompt of {name}", limits),
         completion=plain_values(step.get("completion", ()), f"the completion of {name}", limits),
@@ -210,12 +207,12 @@ def _verifiers_step(step: Any, number: int, limits: Limits, after_turn: Callable
 
 def rollout_from_json(raw: bytes | str, **more: Any) -> Rollout:
     """A `verifiers` rollout from JSON text. Experts are base64 there."""
-    return rollout_from_verifiers(decoded_with_columns(raw), **more)
+    return rollout_from_verifiers(decode_rollout(raw), **more)
 
 
 def rollout_from_msgpack(raw: bytes | bytearray | memoryview, **more: Any) -> Rollout:
     """A `verifiers` rollout from msgpack. Its experts are views of these bytes: do not write over them."""
-    return rollout_from_verifiers(decoded_with_columns(raw), **more)
+    return rollout_from_verifiers(decode_rollout(raw), **more)
 
 
 def refused_counts(refusals: Sequence[RolloutRefused]) -> dict[str, int]:

@@ -18,7 +18,7 @@ refused by name, unless it is the last token, whose row is zeros. Chunks are vie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -99,12 +99,9 @@ def expert_rows(
     return ExpertRows(chunks=tuple(chunks))
 
 
-def interleave_rollout(
-    rollout: Rollout, *, advantage: float = 0.0, after_turn: Callable[[], None] | None = None
-) -> list[TrainingSample]:
-    """The samples of a rollout, in the order of their first turns. RolloutRefused if its experts do not fit its tokens. `after_turn` is
-    called after each turn, for whoever must not be busy for long at a time."""
-    samples, pieces, kind = interleave_planned(rollout, advantage=advantage, after_turn=after_turn)
+def interleave_rollout(rollout: Rollout, *, advantage: float = 0.0) -> list[TrainingSample]:
+    """The samples of a rollout, in the order of their first turns. RolloutRefused if its experts do not fit its tokens."""
+    samples, pieces, kind = interleave_planned(rollout, advantage=advantage)
     if kind is None:
         return samples
     routed = [None if s.tokens is None else s.tokens.routed_experts for s in rollout.trajectory]
@@ -115,7 +112,7 @@ def interleave_rollout(
 
 
 def interleave_planned(
-    rollout: Rollout, *, advantage: float = 0.0, after_turn: Callable[[], None] | None = None
+    rollout: Rollout, *, advantage: float = 0.0
 ) -> tuple[list[TrainingSample], list[list[Piece]], tuple[int, int] | None]:
     """The samples without their experts, which pieces of which turns those are, and their layers and experts a token (None without any)."""
     where = f"rollout of example {rollout.example_id!r} in {rollout.env_name}"
@@ -137,8 +134,6 @@ def interleave_planned(
             best = _Growing()
             growing.append(best)
         best.add(tokens, number, where)
-        if after_turn is not None:
-            after_turn()
     if kinds:
         for sample in growing:
             sample.check_rows(where)

@@ -11,7 +11,7 @@ tree of the largest room below each node: 2,048 samples in 508 bins take 16 ms, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,10 +70,8 @@ class Packed:
         return len(self.ranks[0])
 
 
-def first_fit_decreasing(
-    lengths: Sequence[int], room: int, *, after_item: Callable[[], None] | None = None
-) -> list[list[int]]:
-    """Bins of indices: longest first, each into the first bin with room. Equal lengths keep their order. `after_item` is called after each."""
+def first_fit_decreasing(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Bins of indices: longest first, each into the first bin with room. Equal lengths keep their order."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     width = 1
     while width < max(1, len(lengths)):
@@ -95,16 +93,11 @@ def first_fit_decreasing(
         while node > 1:
             node //= 2
             tree[node] = max(tree[2 * node], tree[2 * node + 1])
-        if after_item is not None:
-            after_item()
     return bins
 
 
-def pack_samples(
-    samples: Sequence[TrainingSample], *, seq_len: int, ranks: int = 1, after_sample: Callable[[], None] | None = None
-) -> Packed:
-    """The micro batches of every rank. With no samples at all each rank has one dummy, so that nobody is left waiting. `after_sample` is
-    called after each, for whoever must not be busy for long at a time."""
+def pack_samples(samples: Sequence[TrainingSample], *, seq_len: int, ranks: int = 1) -> Packed:
+    """The micro batches of every rank. With no samples at all each rank has one dummy, so that nobody is left waiting."""
     if seq_len < 1 or ranks < 1:
         raise ConfigError(f"seq_len is {seq_len} and ranks is {ranks}, both must be at least 1")
     shapes = {s.experts.shape[1:] if s.experts is not None else None for s in samples}
@@ -126,7 +119,7 @@ def pack_samples(
         # An image's fields describe one context: a sample that has some is alone in its micro batch.
         alone = [s for s in members if s.multimodal]
         shared = [s for s in members if not s.multimodal]
-        found = first_fit_decreasing([len(s) for s in shared], seq_len, after_item=after_sample)
+        found = first_fit_decreasing([len(s) for s in shared], seq_len)
         bins = [[shared[i] for i in b] for b in found]
         bins += [[s] for s in alone]
         batches += [MicroBatch(samples=tuple(b), run=run, mode=mode) for b in bins]

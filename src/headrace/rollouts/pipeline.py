@@ -4,10 +4,9 @@
         pipeline.arrive(rollout_dict, step=12, key=(task, member))     returns at once
         report = await pipeline.finish(12, policy_version=11)          a batch file, metrics, where the time went
 
-mode="arrival" (the default): one worker thread takes each rollout when it comes, makes its samples and writes their experts from the
-chunks they came in. Bulk work there is in calls that let go of the interpreter (copyto, writev, sums of a megabyte), and every half
-millisecond it lets the loop go first (`breath.py`). At the boundary columns, a header and a name are left to do, in the worker as well. With `use_process_pool` samples are made in processes (`processes.py`), and only
-written here.
+mode="arrival" (the default): one worker thread takes each rollout when it comes, makes its samples (`sample_rollout.py`) and writes their experts from
+the chunks they came in. Every half millisecond it lets the loop run (`loop_yield.py`). At the boundary columns, a header and a name are left to do, in the
+worker as well. With `use_process_pool` samples are made in processes (`processes.py`), and only written here.
 
 mode="boundary": rollouts are kept until `finish`, which takes them `gather_chunk_size` at a time through threads. It is what
 the arrival mode is compared with; results are equal to the byte.
@@ -18,7 +17,7 @@ example have two baselines.
 
 While it is open the pipeline samples the loop's lag ten times a second, for the metrics of each step, and keeps what was alive when it opened out of the
 garbage collector (`freeze_garbage`): a full collection runs on whichever thread allocates next, mostly the loop's, and walking the modules of a
-process with torch in it takes 0.1 s of CPU and more (docs/decisions.md).
+process with torch in it takes 0.1 s of CPU and more (docs/decisions/rollouts-arrival.md).
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -46,14 +45,14 @@ from headrace.errors import ConfigError, RolloutRefused, StorageError, Tokenizer
 from headrace.metrics import EventLoopLagMonitor, Sink, Wait, phase
 from headrace.rollouts.advantages import AdvantageConfig, AdvantageFn, compute_advantages
 from headrace.rollouts.batch_files import BatchWriter, WrittenSample, batch_path
-from headrace.rollouts.breath import Breath, return_freed_memory
-from headrace.rollouts.columns import kernels
+from headrace.rollouts.checks import Limits
 from headrace.rollouts.filters import Filter, Filtered, apply_filters
-from headrace.rollouts.ingest import Limits
+from headrace.rollouts.loop_yield import LoopYield
 from headrace.rollouts.packing import pack_samples
 from headrace.rollouts.pretokenize import Render
-from headrace.rollouts.processes import Processed, RolloutProcesses, process_rollout
+from headrace.rollouts.processes import RolloutProcesses
 from headrace.rollouts.records import Rollout
+from headrace.rollouts.sample_rollout import Processed, process_rollout
 from headrace.rollouts.saving import save_rollouts
 from headrace.rollouts.step_metrics import rollout_metrics
 
@@ -65,8 +64,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger("headrace.rollouts")
-_TRIM_BYTES = 8 << 20
-"""Freed, and then handed back: lists of 64 MB at once kept the loop from allocating for 11 ms, of 8 MB for 1.6."""
+_SMALL_TOKENS, _SMALL_TURNS = 4096, 8
 Key = tuple[int, ...]
 """(task, member), or with the attempt after them: where a rollout stands in its step."""
 
@@ -148,11 +146,12 @@ class RolloutPipeline:
         render: Render | None = None, save_to: Path | str | None = None, state_columns: Mapping[str, Sequence[str]] | None = None,
         limits: Limits | None = None, first_step: int = 0, deadline: float = 600.0,
         sinks: Sequence[Sink] = (), use_process_pool: bool | int = False, worker_retries: int = 2, worker_deadline: float = 60.0,
-        freeze_garbage: bool = True,
+        freeze_garbage: bool = True, warn_of_lag: bool = True,
     ) -> None:  # fmt: skip
         """`sinks` are given the metrics of every step, in the worker thread; whoever made them closes them. `use_process_pool`: True for one process less than there are cores, or how many. One that dies or does not answer within
         `worker_deadline` seconds is replaced and asked again, `worker_retries` times a rollout at most. `freeze_garbage`: collect garbage when the
-        pipeline opens and freeze what is alive then (`gc.freeze`) until it closes; False leaves the garbage collector alone."""
+        pipeline opens and freeze what is alive then (`gc.freeze`) until it closes; False leaves the garbage collector alone. `warn_of_lag`: log a warning when the
+        event loop is late; its lag is in the metrics of every step anyway."""
         problems = []
         if use_process_pool and mode != "arrival":
             problems.append("use_process_pool is for mode='arrival' only")
@@ -171,7 +170,7 @@ class RolloutPipeline:
         self._chunk, self._columns = gather_chunk_size, state_columns
         self._save_to = None if save_to is None else Path(save_to)
         self._freeze, self._frozen = freeze_garbage, False
-        self._lag = EventLoopLagMonitor()
+        self._lag = EventLoopLagMonitor(warn_above=None if warn_of_lag else {})
         self._sinks = tuple(sinks)
         self._limits, self._deadline = limits or Limits(), deadline
         self._steps: dict[int, _OpenStep] = {}
@@ -193,10 +192,9 @@ class RolloutPipeline:
                 retries=worker_retries,
                 deadline=worker_deadline,
             )
-        self._breathe: Breath
+        self._pause: LoopYield
         """Made when the pipeline opens, for the loop it is opened on."""
         self._restarts_told = self._late_told = 0
-        self._freed = 0
 
     # ------------------------------------------------------------------------------------------ lifetime
 
@@ -208,9 +206,8 @@ class RolloutPipeline:
         if self.processes is not None:
             await asyncio.to_thread(self.processes.start)
             self._askers = ThreadPoolExecutor(self.processes.workers, "headrace-rollouts-ask")
-        await asyncio.to_thread(kernels)  # compiled or loaded now, not beside the first rollouts
         self._worker = ThreadPoolExecutor(1, "headrace-rollouts")
-        self._breathe = Breath(asyncio.get_running_loop())
+        self._pause = LoopYield(asyncio.get_running_loop())
         if self._freeze and not gc.get_freeze_count():
             # Here, and not in a thread: the caller waits until the pipeline is open anyway, and nothing else is under way on the loop yet.
             gc.collect()
@@ -247,8 +244,8 @@ class RolloutPipeline:
     def arrive(self, raw: Any, *, step: int, key: Key, policy_version: int = 0, **about: Any) -> bool:
         """Take a rollout for a step; whether the step was still open. Returns at once.
 
-        `raw` is a `verifiers` rollout, episode or trace (a dict, JSON text or msgpack) or a Rollout. Encoded ones cost the loop least: their numbers are
-        read without the interpreter's lock. `key` is (task, member) or (task, member, attempt): rollouts of different tasks are never in one
+        `raw` is a `verifiers` rollout, episode or trace (a dict, msgpack or JSON text) or a Rollout. msgpack with binary columns (`wire.encode_rollout`)
+        costs least; lists of numbers cost more in every form. `key` is (task, member) or (task, member, attempt): rollouts of different tasks are never in one
         group, also where they are of one example. `about` goes to `rollout_from_verifiers`: `env_name` for a rollout that has none, `run`, `draw`.
         """
         return self._arrived(raw, step, key, policy_version, about) is not None
@@ -258,24 +255,31 @@ class RolloutPipeline:
     ) -> str | None:
         """`arrive`, and wait until the rollout is samples: None, or the cause it was refused under ("late" if its step had ended). `until`: when its step
         ends (monotonic); a worker process gets no more time than that."""
+        if self.mode == "arrival" and isinstance(raw, Rollout) and _is_small(raw):
+            state = self._open_step(step, key)
+            return "late" if state is None else self._process_small(state, key, raw)
         future = self._arrived(raw, step, key, policy_version, about, until)
         return "late" if future is None else await asyncio.shield(future)
+
+    def _process_small(self, state: _OpenStep, key: Key, rollout: Rollout) -> str | None:
+        """A checked rollout of a few tokens, here and now: two thread switches would cost more than its work. The cause it was refused under, if it was."""
+        try:
+            with state.phases.measure("process_rollout"):
+                made = process_rollout(rollout, {}, seq_len=self.seq_len, limits=self._limits, render=self._render)
+                with state.lock:
+                    state.done[key] = (made.rollout, state.writer.add(made.samples))
+                    state.truncated += made.truncated
+        except (RolloutRefused, TokenizerError) as error:
+            return self._refuse(state, key, error)
+        return None
 
     def _arrived(
         self, raw: Any, step: int, key: Key, policy_version: int, about: dict[str, Any], until: float = math.inf
     ) -> asyncio.Future[str | None] | None:
         about = {"policy_version": policy_version, **about}
-        if self._worker is None:
-            raise RuntimeError("the pipeline is not open; use it as `async with`")
-        if step in self._ended or step <= self._finished:
-            self.late += 1
-            return None
-        state = self._steps.get(step)
+        state = self._open_step(step, key)
         if state is None:
-            state = self._steps[step] = _OpenStep(BatchWriter(self.folder, step=step))
-        if key in state.keys:
-            raise ConfigError(f"rollout {key} of step {step} arrived twice; give every request its own (task, member)")
-        state.keys.add(key)
+            return None
         if self.mode == "boundary":
             state.raw[key] = (raw, about)
             kept: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
@@ -289,6 +293,21 @@ class RolloutPipeline:
         future.add_done_callback(functools.partial(_settled, state))
         return future
 
+    def _open_step(self, step: int, key: Key) -> _OpenStep | None:
+        """The state of a step that a rollout arrived for; None, and a late rollout more, if the step has ended."""
+        if self._worker is None:
+            raise RuntimeError("the pipeline is not open; use it as `async with`")
+        if step in self._ended or step <= self._finished:
+            self.late += 1
+            return None
+        state = self._steps.get(step)
+        if state is None:
+            state = self._steps[step] = _OpenStep(BatchWriter(self.folder, step=step))
+        if key in state.keys:
+            raise ConfigError(f"rollout {key} of step {step} arrived twice; give every request its own (task, member)")
+        state.keys.add(key)
+        return state
+
     def _process(self, state: _OpenStep, key: Key, box: list[Any], about: dict[str, Any], until: float) -> str | None:
         """One rollout, in a thread: checked, made samples, written. The cause it was refused under, if it was."""
         raw, cause = box.pop(), None
@@ -298,32 +317,20 @@ class RolloutPipeline:
         except (RolloutRefused, TokenizerError) as error:
             if not state.ended:
                 cause = self._refuse(state, key, error)
-        parts = _parts_of(raw)
-        raw = None
-        self._let_go(parts)
+        del raw  # freed before the loop runs
+        self._pause()
         return "late" if state.ended else cause
 
     def _written(self, state: _OpenStep, key: Key, raw: Any, about: dict[str, Any], until: float) -> None:
         with state.phases.measure("process_rollout"):
             if self.processes is not None:
-                made = self.processes.process(raw, about, breathe=self._breathe, until=until)
+                made = self.processes.process(raw, about, until=until)
             else:
                 made = self._made(state, raw, about)
         with state.lock, state.phases.measure("write_experts"):
             if not state.ended:
                 state.done[key] = (made.rollout, state.writer.add(made.samples))
                 state.truncated += made.truncated
-
-    def _let_go(self, parts: list[Any]) -> None:
-        """Free what a rollout came in, piece by piece. At once, 450,000 numbers would keep the interpreter from the loop for 6 ms."""
-        size = sum(8 * len(part) if isinstance(part, list) else len(part) for part in parts)
-        while parts:
-            parts.pop()
-            self._breathe()
-        self._freed += size
-        if self._freed >= _TRIM_BYTES:
-            self._freed = 0
-            return_freed_memory()
 
     def _refuse(self, state: _OpenStep, key: Key, error: RolloutRefused | TokenizerError) -> str:
         cause = error.cause if isinstance(error, RolloutRefused) else "tokenizer"
@@ -335,7 +342,7 @@ class RolloutPipeline:
     def _made(self, state: _OpenStep, raw: Any, about: dict[str, Any]) -> Processed:
         return process_rollout(
             raw, about, seq_len=self.seq_len, limits=self._limits, render=self._render, measure=state.phases.measure,
-            breathe=self._breathe if self.mode == "arrival" else None,
+            pause=self._pause if self.mode == "arrival" else None,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ boundary
@@ -401,7 +408,7 @@ class RolloutPipeline:
             future.result()
 
     async def _gather(self, state: _OpenStep) -> None:
-        """The document's way: a thread for every rollout, some at a time, then one writes what they made."""
+        """Process a step at its boundary: a thread for every rollout, some at a time, then one thread writes the results."""
         items = sorted(state.raw.items())
         state.raw.clear()
         size = self._chunk or max(1, len(items))
@@ -434,39 +441,50 @@ class RolloutPipeline:
     def _finish(
         self, state: _OpenStep, step: int, policy_version: int, only: Collection[Key] | None, lag: dict[str, float]
     ) -> StepReport:
+        """The end of a step, in the worker thread."""
+        try:
+            return self._reported(state, step, policy_version, only, lag)
+        finally:
+            # Freed one by one: the 60,000 objects of 256 rollouts of 30 turns would keep the GIL for 60 ms.
+            while state.done:
+                state.done.popitem()
+                self._pause()
+
+    def _reported(
+        self, state: _OpenStep, step: int, policy_version: int, only: Collection[Key] | None, lag: dict[str, float]
+    ) -> StepReport:
         with state.lock:  # a writer has seen that the step has ended, or is done before this
             for key in [k for k in state.done if only is not None and k not in only]:
                 del state.done[key]
-        phases, order, breathe = state.phases, sorted(state.done), self._breathe
+        order = sorted(state.done)
+
+        def measured(name: str) -> AbstractContextManager[None]:
+            self._pause()
+            return state.phases.measure(name)
+
         rollouts = [_drawn_for(state.done[key][0], key[0]) for key in order]
-        with phases.measure("compute_advantages"):
-            advantages = compute_advantages(rollouts, self._advantage, after_group=breathe)
-        with phases.measure("apply_filters"):
-            filtered = apply_filters(self._filters, rollouts, advantages, after_rollout=breathe)
-        with phases.measure("result_collection_loop"):
+        with measured("compute_advantages"):
+            advantages = compute_advantages(rollouts, self._advantage)
+        with measured("apply_filters"):
+            filtered = apply_filters(self._filters, rollouts, advantages)
+        with measured("result_collection_loop"):
             written = [state.done[key][1] for key in order]
             split = sum(max(0, len(some) - 1) for some in written)
-            slots = collected_samples(written, advantages, filtered.sends, after_rollout=breathe)
-            del written
+            slots = collected_samples(written, advantages, filtered.sends)
         path = None
         if slots:
-            with phases.measure("pack"):
-                packed = pack_samples(
-                    [s.sample for s in slots], seq_len=self.seq_len, ranks=self.ranks, after_sample=breathe
-                )
-            with phases.measure("training_batch_send"):
-                path = state.writer.publish(
-                    packed, slots, seq_len=self.seq_len, policy_version=policy_version, after_sample=breathe
-                )
-            del packed
+            with measured("pack"):
+                packed = pack_samples([s.sample for s in slots], seq_len=self.seq_len, ranks=self.ranks)
+            with measured("training_batch_send"):
+                path = state.writer.publish(packed, slots, seq_len=self.seq_len, policy_version=policy_version)
         if self._save_to is not None:
-            with phases.measure("save_rollouts"):
+            with measured("save_rollouts"):
                 save_rollouts(
-                    self._save_to / f"step_{step}.jsonl", rollouts, advantages=advantages, state_columns=self._columns, durable=False,
-                    after_rollout=breathe,
+                    self._save_to / f"step_{step}.jsonl", self._pause.between(rollouts), advantages=advantages, state_columns=self._columns,
+                    durable=False,
                 )  # fmt: skip
-        with phases.measure("metrics_aggregation"):
-            metrics = rollout_metrics(rollouts, filtered, after_rollout=breathe)
+        with measured("metrics_aggregation"):
+            metrics = rollout_metrics(rollouts, filtered)
             metrics |= {f"rollouts/refused/{cause}": float(n) for cause, n in state.refused.items()}
             metrics |= {
                 "rollouts/late": float(self.late - self._late_told),
@@ -477,36 +495,25 @@ class RolloutPipeline:
             if self.processes is not None:
                 metrics["rollouts/worker_restarts"] = float(self.processes.restarts - self._restarts_told)
                 self._restarts_told = self.processes.restarts
-        with phases.measure("sinks"):
+        with measured("sinks"):
             for sink in self._sinks:
                 sink.write({"step": step, "policy_version": policy_version, **metrics})
         report = StepReport(
             step=step, policy_version=policy_version, path=path, rollouts=len(rollouts), samples=len(slots), tokens=sum(len(s.sample) for s in slots),
             bulk_bytes=state.writer.bulk_bytes, refused=dict(state.refused), truncated=state.truncated, filtered=filtered,
-            advantages=tuple(advantages), metrics=metrics, phases=phases,
+            advantages=tuple(advantages), metrics=metrics, phases=state.phases,
         )  # fmt: skip
-        # One by one: 256 rollouts of 30 turns are 60,000 objects, which would keep the interpreter for 60 ms if they went with this frame.
-        for held in (slots, rollouts):
-            while held:
-                held.pop()
-                breathe()
-        while state.done:
-            state.done.popitem()
-            breathe()
-        self._freed = 0
-        return_freed_memory()
         return report
 
 
 def collected_samples(
-    written: Sequence[Sequence[WrittenSample]], advantages: Sequence[float], sends: Sequence[bool], *, after_rollout: Callable[[], None]
-) -> list[WrittenSample]:  # fmt: skip
+    written: Sequence[Sequence[WrittenSample]], advantages: Sequence[float], sends: Sequence[bool]
+) -> list[WrittenSample]:
     """The samples of the rollouts that send any, each with its rollout's advantage; `written` has those of each rollout."""
     collected: list[WrittenSample] = []
     for slots, advantage, sent in zip(written, advantages, sends, strict=True):
         if sent:
             collected += [slot.with_advantage(advantage) for slot in slots]
-        after_rollout()
     return collected
 
 
@@ -515,22 +522,17 @@ def _drawn_for(rollout: Rollout, task: int) -> Rollout:
     return msgspec.structs.replace(rollout, draw=task if rollout.draw is None else f"{task}.{rollout.draw}")
 
 
-def _parts_of(raw: Any) -> list[Any]:
-    """The large pieces that a rollout came in: lists of numbers and bytes."""
-    if isinstance(raw, (bytes, bytearray, memoryview, str)):
-        return [raw]
-    if not isinstance(raw, dict):
-        return []
-    traces = raw.get("traces") if isinstance(raw.get("traces"), (list, tuple)) else [raw]
-    nodes = [n for t in traces if isinstance(t, dict) for n in _dicts(t.get("nodes"))]
-    tokens = [s.get("tokens") for s in _dicts(raw.get("trajectory"))]
-    parts = [value for columns in (*tokens, *nodes) if isinstance(columns, dict) for value in columns.values()]
-    parts += [value.get("data") for value in parts if isinstance(value, dict)]
-    return [part for part in parts if isinstance(part, (list, bytes, bytearray, str))]
-
-
-def _dicts(value: Any) -> list[dict[str, Any]]:
-    return [part for part in value if isinstance(part, dict)] if isinstance(value, (list, tuple)) else []
+def _is_small(rollout: Rollout) -> bool:
+    """Whether its samples are made in a fraction of a millisecond: few tokens, few turns, no experts, nothing to tokenise."""
+    if len(rollout.trajectory) > _SMALL_TURNS:
+        return False
+    total = 0
+    for turn in rollout.trajectory:
+        tokens = turn.tokens
+        if tokens is None or tokens.routed_experts is not None or tokens.multimodal:
+            return False
+        total += tokens.length
+    return total <= _SMALL_TOKENS
 
 
 def _settled(state: _OpenStep, future: asyncio.Future[str | None]) -> None:

@@ -3,8 +3,8 @@
     a rollout's lists, a turn at a time ──► process: checked, made columns, interleaved ──► columns, and which rows of experts go where
     its experts stay here, and are written from the chunks they came in
 
-A thread shares the interpreter with the event loop; a process does not. It pays where rollouts come as JSON text, which is then not even
-parsed here, and costs a copy of every number where they come as lists: measure before you turn it on (`headrace replay --processes`).
+A thread shares the GIL with the event loop; a process does not. Processes pay where rollouts come as lists in JSON text or msgpack, which is then not
+decoded here, and cost a copy of every number where rollouts come as dicts of lists: measure before you turn them on (`headrace replay --processes`).
 
 Every process is asked one rollout at a time, so when one dies it is known over which. That rollout is asked again, of a new process,
 `retries` times at most, and then refused under the cause `worker`; no other is touched by it. Nothing is written before an answer is whole,
@@ -22,32 +22,30 @@ import atexit
 import contextlib
 import logging
 import math
-import multiprocessing
 import os
 import queue
-import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from headrace.errors import ConfigError, RolloutRefused, TokenizerError, WorkerDied, how_it_ended
+from headrace.errors import ConfigError, RolloutRefused, WorkerDied
 from headrace.metrics import Wait
-from headrace.rollouts.breath import at_once
-from headrace.rollouts.columns import check_count, decoded_with_columns
-from headrace.rollouts.ingest import Limits, experts_from, rollout_from_verifiers
-from headrace.rollouts.interleave import Piece, expert_rows, interleave_planned, interleave_rollout
-from headrace.rollouts.pretokenize import Render, needs_tokens, pretokenize
+from headrace.rollouts.checks import Limits, experts_from
+from headrace.rollouts.interleave import Piece, expert_rows, interleave_planned
+from headrace.rollouts.pretokenize import Render
 from headrace.rollouts.records import Rollout, Step, StepTokens, TrainingSample, VersionSpan
+from headrace.rollouts.sample_rollout import ENCODED, Processed, ingest_rollout, process_rollout
 from headrace.rollouts.values import decode_value, encode_value
+from headrace.rollouts.wire import check_count
+from headrace.runtime.wire_errors import decode_error, encode_error
+from headrace.runtime.workers import WorkerProcess
 
-__all__ = ["Processed", "RolloutProcesses", "process_rollout"]
+__all__ = ["RolloutProcesses"]
 
 _log = logging.getLogger("headrace.rollouts")
 _START_SECONDS = 120.0
@@ -58,70 +56,15 @@ _LEAST_PATIENCE = 0.5
 _STEP_FIELDS = ("prompt", "completion", "tokens", "is_truncated")
 _COLUMNS = (("completion_ids", np.int32), ("completion_mask", np.uint8), ("completion_logprobs", np.float32))
 _SAMPLE_COLUMNS = (("ids", np.int32), ("mask", np.uint8), ("logprobs", np.float32))
-_ENCODED = (bytes, bytearray, memoryview, str)
 _BULK = (bytes, bytearray, memoryview, str, np.ndarray)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Processed:
-    """A rollout that became samples."""
-
-    rollout: Rollout
-    """Without its contexts and experts."""
-    samples: list[TrainingSample]
-    """At most seq_len tokens each."""
-    truncated: int
-    """Samples that lost their end."""
-
-
-def process_rollout(
-    raw: Any, about: Mapping[str, Any], *, seq_len: int, limits: Limits, render: Render | None = None,
-    measure: Callable[[str], AbstractContextManager[None]] | None = None, breathe: Callable[[], None] | None = None,
-) -> Processed:  # fmt: skip
-    """A rollout (a dict, JSON text, msgpack or a Rollout), checked and made samples, here and now. `measure` times a pretokenize that was needed;
-    `breathe` is called between turns."""
-    rollout = _ingested(raw, about, limits, render, measure, breathe)
-    whole = interleave_rollout(rollout, after_turn=breathe)
-    return Processed(
-        rollout=rollout.slim(),
-        samples=[s.truncated(seq_len) for s in whole],
-        truncated=sum(len(s) > seq_len for s in whole),
-    )
-
-
-def _ingested(
-    raw: Any, about: Mapping[str, Any], limits: Limits, render: Render | None,
-    measure: Callable[[str], AbstractContextManager[None]] | None = None, breathe: Callable[[], None] | None = None,
-) -> Rollout:  # fmt: skip
-    if isinstance(raw, Rollout):
-        rollout = raw
-    else:
-        value = decoded_with_columns(raw) if isinstance(raw, _ENCODED) else raw
-        rollout = rollout_from_verifiers(value, limits=limits, after_turn=breathe, **about)
-    if render is not None and needs_tokens((rollout,)):
-        with measure("pretokenize") if measure is not None else contextlib.nullcontext():
-            rollout = pretokenize(rollout, render)
-    return rollout
-
-
 class _Worker:
-    """One process and the pipe to it."""
+    """One process, and when the watch kills it."""
 
     def __init__(self, number: int, settings: dict[str, Any]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        try:
-            # A process that was told to end is no reason for its parent to wait: daemon.
-            self.process = context.Process(
-                target=_serve, args=(theirs, settings), name=f"headrace-rollouts-{number}", daemon=True
-            )
-            self.process.start()
-        except BaseException:
-            self.pipe.close()
-            raise
-        finally:
-            theirs.close()
-        self.number, self.pid, self._ready = number, self.process.pid or 0, False
+        self.process = WorkerProcess(f"headrace-rollouts-{number}", _serve, settings)
+        self.number, self.pid, self.pipe = number, self.process.pid, self.process.pipe
         self._asked = self._due = math.inf
         self._patience = math.inf
         self._cpu, self._moved = 0.0, 0.0
@@ -151,38 +94,19 @@ class _Worker:
                 self._cpu, self._moved = cpu, now
                 return
             self.killed = f"it used no CPU for {now - self._moved:.1f} s"
-        with contextlib.suppress(ValueError):  # it has just been replaced
-            self.process.kill()
+        self.process.kill()
 
     def wait_until_ready(self) -> None:
         """Its imports are done. WorkerDied if it ended over them."""
-        if self._ready:
+        if self.process.has_answered:
             return
         try:
             if not self.pipe.poll(_START_SECONDS):
-                raise WorkerDied(f"{self.told()} did not start within {_START_SECONDS:g} s")
+                raise WorkerDied(f"{self.process.describe_end()} and did not start within {_START_SECONDS:g} s")
             self.pipe.recv_bytes()
-            self._ready = True
+            self.process.has_answered = True
         except (EOFError, OSError) as error:
-            raise WorkerDied(
-                f"{self.told()} at its start. A script that opens a pipeline with processes needs `if __name__ == '__main__':` around it"
-            ) from error
-
-    def told(self) -> str:
-        """Who it is and how it ended."""
-        self.process.join(1.0)
-        how = how_it_ended(self.process.exitcode) if self.process.exitcode is not None else "is not alive"
-        return f"worker process {self.process.name} (pid {self.pid}) {how}"
-
-    def end(self, *, kill: bool) -> None:
-        if kill:
-            self.process.kill()
-        self.pipe.close()
-        self.process.join(2.0)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        self.process.close()
+            raise WorkerDied(f"{self.process.describe_end()} at its start") from error
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -279,7 +203,7 @@ class RolloutProcesses:
             self._watch.join()
         for worker in workers:
             worker.process.kill()
-            worker.process.join()
+            worker.process.exit_code(60.0)
         # Pipes that nobody listens to. Whoever listens to another hears its end now, and closes it.
         with contextlib.suppress(queue.Empty):
             while True:
@@ -287,20 +211,17 @@ class RolloutProcesses:
 
     # -------------------------------------------------------------------------------------------- asking
 
-    def process(
-        self, raw: Any, about: Mapping[str, Any], *, breathe: Callable[[], None] | None = None, until: float = math.inf
-    ) -> Processed:
+    def process(self, raw: Any, about: Mapping[str, Any], *, until: float = math.inf) -> Processed:
         """A rollout as process_rollout makes it. RolloutRefused also after `retries` processes have died over it, or at `until` (monotonic: when its step
-        ends). `breathe` is called between turns."""
-        breathe = breathe or at_once
+        ends)."""
         if isinstance(raw, Rollout):
-            return process_rollout(raw, about, breathe=breathe, **self._settings)
+            return process_rollout(raw, about, **self._settings)
         _refuse_oversize(raw, self.limits)
         try:
-            frames = _question(raw, about, breathe)
+            frames = _question(raw, about)
         except ValueError:
             # What cannot be sent holds a number or a text that is no value: the checks say which.
-            return process_rollout(raw, about, breathe=breathe, **self._settings)
+            return process_rollout(raw, about, **self._settings)
         attempt = 0
         while attempt <= self.retries and time.monotonic() < until:
             with Wait("rollouts.process", deadline=self.deadline * (self.workers + 1)) as wait:
@@ -317,7 +238,7 @@ class RolloutProcesses:
                 self._idle.put(worker)
                 raise
             self._idle.put(worker)
-            return _answered(answer, raw, self.seq_len, breathe)
+            return _answered(answer, raw, self.seq_len)
         if attempt <= self.retries:
             raise RolloutRefused("worker", "a rollout was given up at the end of its step")
         raise RolloutRefused(
@@ -349,8 +270,8 @@ class RolloutProcesses:
         if self._closing:
             worker.pipe.close()
             raise WorkerDied("the worker processes were stopped") from error
-        told = worker.told()
-        worker.end(kill=True)
+        told = worker.process.describe_end()
+        worker.process.end(patience=0.0)
         self.restarts += 1
         _log.warning(
             "%s over a rollout (%s); try %d of %d",
@@ -359,17 +280,14 @@ class RolloutProcesses:
         self._idle.put(self._spawn(worker.number))
 
 
-def _question(raw: Any, about: Mapping[str, Any], breathe: Callable[[], None]) -> list[bytes | memoryview]:
+def _question(raw: Any, about: Mapping[str, Any]) -> list[bytes | memoryview]:
     """A rollout as frames: JSON text and msgpack as they are, lists turn by turn, because an encoder keeps the interpreter for the whole of its call."""
-    if isinstance(raw, _ENCODED):
+    if isinstance(raw, ENCODED):
         whole = raw.encode() if isinstance(raw, str) else raw
         return [encode_value({"about": about, "encoded": True, "frames": 1}), whole]
     if not isinstance(raw, Mapping) or not isinstance(raw.get("trajectory"), (list, tuple)):
         return [encode_value({"about": about, "frames": 1}), encode_value(raw)]
-    turns = []
-    for step in raw["trajectory"]:
-        turns.append(encode_value(_without_bulk(step)))
-        breathe()
+    turns = [encode_value(_without_bulk(step)) for step in raw["trajectory"]]
     head = encode_value({k: v for k, v in raw.items() if k != "trajectory"})
     return [encode_value({"about": about, "turns": True, "frames": 1 + len(turns)}), head, *turns]
 
@@ -417,15 +335,11 @@ def _size_of(data: Any) -> dict[str, Any]:
     return {"bulk": "bytes", "size": memoryview(data).nbytes}
 
 
-def _answered(frames: list[bytes], raw: Any, seq_len: int, breathe: Callable[[], None]) -> Processed:
+def _answered(frames: list[bytes], raw: Any, seq_len: int) -> Processed:
     """What a process made of a rollout, put together with the experts that stayed here."""
     head = decode_value(frames[0])
-    if "refused" in head:
-        raise RolloutRefused(*head["refused"])
-    if "tokenizer" in head:
-        raise TokenizerError(head["tokenizer"])
     if "error" in head:
-        raise RuntimeError(f"a worker process failed over a rollout: {head['error']}")
+        raise decode_error(head["error"], otherwise=RuntimeError)
     columns: dict[str, Any] = {n: np.frombuffer(f, t) for (n, t), f in zip(_COLUMNS, frames[1:4], strict=True)}
     steps, at = [], 0
     for told in head["steps"]:
@@ -441,7 +355,6 @@ def _answered(frames: list[bytes], raw: Any, seq_len: int, breathe: Callable[[],
         steps.append(
             Step(prompt=told["prompt"], completion=told["completion"], tokens=tokens, is_truncated=told["cut"])
         )
-        breathe()
     fields = head["rollout"]
     if fields["error"] is not None:
         fields["error"] = tuple(fields["error"])
@@ -480,23 +393,17 @@ def _rows_of(head: Mapping[str, Any], frames: list[bytes], raw: Any) -> list[Any
 
 def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
     """What a process does until its pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        pipe.send_bytes(b"ready")
-        while True:
-            head = decode_value(pipe.recv_bytes())
-            frames = [pipe.recv_bytes() for _ in range(head["frames"])]
-            try:
-                answer = _made(head, frames, **settings)
-            except RolloutRefused as error:
-                answer = [encode_value({"refused": (error.cause, str(error))})]
-            except TokenizerError as error:
-                answer = [encode_value({"tokenizer": str(error)})]
-            except Exception as error:  # a bug here must reach whoever asked, not end the process
-                answer = [encode_value({"error": f"{type(error).__name__}: {error}"})]
-            pipe.send_bytes(msgspec.msgpack.encode(len(answer)))
-            for frame in answer:
-                pipe.send_bytes(frame)
+    pipe.send_bytes(b"ready")
+    while True:
+        head = decode_value(pipe.recv_bytes())
+        frames = [pipe.recv_bytes() for _ in range(head["frames"])]
+        try:
+            answer = _made(head, frames, **settings)
+        except Exception as error:  # a bug must reach the caller and not end the process
+            answer = [encode_value({"error": encode_error(error)})]
+        pipe.send_bytes(msgspec.msgpack.encode(len(answer)))
+        for frame in answer:
+            pipe.send_bytes(frame)
 
 
 def _made(
@@ -508,7 +415,7 @@ def _made(
         raw = {**decode_value(frames[0]), "trajectory": [_with_stand_in(decode_value(f)) for f in frames[1:]]}
     else:
         raw = decode_value(frames[0])
-    rollout = _ingested(raw, head["about"], limits, render)
+    rollout = ingest_rollout(raw, head["about"], limits=limits, render=render)
     samples, pieces, kind = interleave_planned(rollout)
     columns = [s.tokens for s in rollout.trajectory if s.tokens is not None]
     starts, bulk = (None, [])

@@ -186,7 +186,7 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
 
     @classmethod
     def of_columns(cls, **fields: Any) -> StepTokens:
-        """From columns of the right types, with masks of 0 and 1, as columns.py makes them: what is known of each alone is not looked at again (17 us)."""
+        """From columns of the right types, with masks of 0 and 1, as wire.py makes them: what is known of each alone is not looked at again (17 us)."""
         made = copy.copy(_NO_TOKENS)
         for name, value in fields.items():
             msgspec.structs.force_setattr(made, name, value)

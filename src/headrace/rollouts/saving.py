@@ -7,7 +7,8 @@ each once. orjson keeps the interpreter's lock for the whole of a call, so a lin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,31 +33,28 @@ def saved_columns(state_columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def save_rollouts(
-    path: Path | str, rollouts: Sequence[Rollout], *, advantages: Sequence[float] | None = None,
+    path: Path | str, rollouts: Iterable[Rollout], *, advantages: Sequence[float] | None = None,
     state_columns: Mapping[str, Sequence[str]] | None = None, tokens: bool = False, durable: bool = True,
-    after_rollout: Callable[[], None] | None = None,
 ) -> int:  # fmt: skip
-    """Publish `path` with one JSON line a rollout; how many bytes. `state_columns` is by environment. `tokens` adds the columns. `after_rollout`
-    is called after each."""
-    if advantages is not None and len(advantages) != len(rollouts):
-        raise ConfigError(f"{len(rollouts)} rollouts have {len(advantages)} advantages; give one for each")
+    """Publish `path` with one JSON line a rollout; how many bytes. `state_columns` is by environment. `tokens` adds the columns.
+    ValueError if there is not one advantage for each rollout."""
     written, path = 0, Path(path)
 
     def parts() -> Iterator[bytes]:
         nonlocal written
         gathered: list[bytes] = []
         size = 0
-        for at, rollout in enumerate(rollouts):
+        for rollout, advantage in zip(
+            rollouts, itertools.repeat(None) if advantages is None else advantages, strict=advantages is not None
+        ):
             columns = saved_columns((state_columns or {}).get(rollout.env_name, ()))
-            for piece in _line(rollout, None if advantages is None else advantages[at], columns, tokens):
+            for piece in _line(rollout, advantage, columns, tokens):
                 gathered.append(piece)
                 size += len(piece)
                 if size >= _WRITE_BYTES:
                     written += size
                     yield b"".join(gathered)
                     gathered, size = [], 0
-            if after_rollout is not None:
-                after_rollout()
         written += size
         yield b"".join(gathered)
 

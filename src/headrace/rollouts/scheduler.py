@@ -23,11 +23,11 @@ import contextlib
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from headrace.errors import ConfigError, StepFailed
+from headrace.errors import ConfigError, EnvironmentFailed, RolloutRefused, StepFailed, StorageError
 from headrace.metrics import Wait
 from headrace.rollouts.groups import GroupBook, Request
 from headrace.rollouts.pipeline import RolloutPipeline, StepReport
@@ -40,6 +40,8 @@ Environment = Callable[[Request], Awaitable[Any]]
 """Makes the rollout of a request: a `verifiers` dict, JSON text or a Rollout."""
 _Result = TypeVar("_Result")
 _GRACE = 5.0
+_SLICE = 0.0005
+"""Seconds of opening groups or starting environments before the loop runs something else."""
 
 
 def _key(request: Request) -> tuple[int, int, int]:
@@ -68,6 +70,9 @@ class RolloutScheduler:
         self._empty_retries = empty_retries
         self._version = 0
         self._changed = asyncio.Event()
+        self._queue: deque[Request] = deque()
+        """Requests that no task has been started for."""
+        self._pump: asyncio.Task[None] | None = None
         self._running: dict[int, set[asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._begun: dict[int, float] = {}
@@ -79,6 +84,8 @@ class RolloutScheduler:
         self._closing: set[int] = set()
         self._collecting, self._collected = 0, 0
         self._last_step = 0
+        self._broken: StorageError | None = None
+        """Why the run cannot go on."""
         self.empty_steps = 0
         """Steps that were sent with nothing to train on."""
 
@@ -121,11 +128,12 @@ class RolloutScheduler:
                     self._fill()
                 while self._by_index and opened < steps and (opened == step or self._version >= opened - self.book.lag):
                     await self._policy(max(0, opened - self.book.lag))
-                    self._open(opened)
+                    await self._open(opened)
                     opened += 1
                 yield await self._step(step)
         finally:
             self._last_step = 0
+            self._queue.clear()
             for task in self._tasks:
                 task.cancel()
             if self._tasks:
@@ -147,10 +155,14 @@ class RolloutScheduler:
             await asyncio.wait_for(self._changed.wait(), min(1.0, max(wait.remaining(), 0.001)))
         wait.check()
 
-    def _open(self, step: int) -> None:
-        self._begun[step] = asyncio.get_running_loop().time()
+    async def _open(self, step: int) -> None:
+        """Open the groups of a step, a slice at a time: the loop runs in between."""
+        self._begun[step] = until = asyncio.get_running_loop().time()
         for _ in range(self.book.groups_per_step):
             self._ask(self.book.open(self._env_of(self.book.next_task)))
+            if (now := asyncio.get_running_loop().time()) > until + _SLICE:
+                until = now
+                await asyncio.sleep(0)
 
     def _fill(self) -> None:
         """By completion: open groups until as many are under way as the lag allows and the steps to come need."""
@@ -172,6 +184,25 @@ class RolloutScheduler:
                 raise ConfigError(
                     f"task {request.task} wants {request.env_name!r}; there are {sorted(self._environments)}"
                 )
+        self._queue.extend(requests)
+        if self._queue and (self._pump is None or self._pump.done()):
+            self._pump = asyncio.get_running_loop().create_task(self._start_queued(), name="rollouts-start")
+            self._tasks.add(self._pump)
+            self._pump.add_done_callback(self._tasks.discard)
+
+    async def _start_queued(self) -> None:
+        """Start a task for every queued request, in order, as the limit allows and a slice at a time."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _SLICE
+        while self._queue:
+            await self._limit.acquire()
+            if not self._queue:  # the run ended meanwhile
+                self._limit.release()
+                return
+            request = self._queue.popleft()
+            if not self.book.is_waiting(request):  # ended before it was begun, at a deadline or with its group
+                self._limit.release()
+                continue
             tasks = self._running.setdefault(request.step, set())  # -1 by completion
             self._start(
                 self._one(request),
@@ -179,33 +210,47 @@ class RolloutScheduler:
                 self._tasks,
                 name=f"rollout-{request.task}-{request.member}-{request.attempt}",
             )
+            if loop.time() > until:
+                await asyncio.sleep(0)
+                until = loop.time() + _SLICE
 
     async def _one(self, request: Request) -> None:
-        """One request to its end: arrived, or failed for a reason."""
-        key, patience = _key(request), asyncio.timeout(self._request_deadline)
+        """One request to its end: arrived, or failed for a reason. Started with the limit acquired, which it releases when the environment has answered."""
+        patience = asyncio.timeout(self._request_deadline)
         try:
-            if (reason := self.book.recorded_failure(request)) is not None:
-                self._failed(request, reason, "as in the run that is made again")
-                return
-            async with self._limit, patience:
-                raw = await self._environments[request.env_name](request)
+            try:
+                if (reason := self.book.recorded_failure(request)) is not None:
+                    self._failed(request, reason, "as in the run that is made again")
+                    return
+                async with patience:
+                    raw = await self._environments[request.env_name](request)
+            finally:
+                self._limit.release()
             if not self._by_index:
                 await self._answer(request, raw)
                 return
             cause = await self._settled(request, raw, request.step)
             reason = None if cause is None else f"refused_{cause}"
             told: object = cause
+        except StorageError as error:  # the disk is no environment's fault: the run ends with it
+            self._broken = error
+            self._wake()
+            return
         except Exception as error:  # whatever an environment raises: it is a failure of one rollout
             reason, told = type(error).__name__, error
+            if isinstance(error, RolloutRefused):
+                reason = f"refused_{error.cause}"
+            elif isinstance(error, EnvironmentFailed):
+                reason = error.cause
             if (
                 isinstance(error, TimeoutError) and patience.expired()
             ):  # an environment may raise a TimeoutError of its own
                 reason, told = "timeout", f"no answer for {self._request_deadline:g} s"
         if reason is None or reason == "refused_late":
-            self.book.arrive(request, key)  # a late one is counted as such there
+            if self.book.arrive(request, _key(request)):  # a late one is counted as such there
+                self._wake()
         else:
             self._failed(request, reason, told)
-        self._wake()
 
     async def _settled(self, request: Request, raw: Any, step: int) -> str | None:
         """Make samples of an answer for a step: None, or the cause it was refused under."""
@@ -364,6 +409,8 @@ class RolloutScheduler:
         with Wait("rollouts.step") as wait:
             until = asyncio.get_running_loop().time() + left
             while not self.book.ready():
+                if self._broken is not None:
+                    raise self._broken
                 if not self._by_index and self._is_hopeless(first):
                     break
                 remaining = until - asyncio.get_running_loop().time()

@@ -7,7 +7,7 @@ filter/<name>                              rollouts that a filter detected
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -35,15 +35,11 @@ register(
 )  # fmt: skip
 
 
-def rollout_metrics(
-    rollouts: Sequence[Rollout], filtered: Filtered | None = None, *, after_rollout: Callable[[], None] | None = None
-) -> dict[str, float]:
-    """One number a key. Filtered rollouts count. `after_rollout` is called after each."""
+def rollout_metrics(rollouts: Sequence[Rollout], filtered: Filtered | None = None) -> dict[str, float]:
+    """One number a key. Filtered rollouts count."""
     measured = np.empty((len(rollouts), len(_MEASURES)), np.float64)
     for row, r in zip(measured, rollouts, strict=True):
         row[:] = r.reward, r.completion_length, len(r.trajectory), r.is_truncated, r.error is not None
-        if after_rollout is not None:
-            after_rollout()
     columns = dict(zip(_MEASURES, np.ascontiguousarray(measured.T), strict=True))
     envs = np.array([r.env_name for r in rollouts])
     groups = rollouts_by_group(rollouts)

@@ -31,7 +31,8 @@ from headrace.files import publish
 from headrace.metrics import Wait
 from headrace.rollouts.batch_files import TrainingBatch, batch_path, open_training_batch, sidecar_path
 from headrace.rollouts.pipeline import StepReport
-from headrace.spool.folder import SpoolFolder, lock_holder, read_sealed, seal, sweep_dead_temporaries
+from headrace.runtime.locks import lock_holder
+from headrace.spool.folder import SpoolFolder, read_sealed, seal, sweep_dead_temporaries
 
 __all__ = ["SpoolReceiver", "SpoolSender", "TrainingBatchReceiver", "TrainingBatchSender"]
 

@@ -120,13 +120,13 @@ class BackgroundThread:
                 self.changed.wait(min(0.1, wait.remaining()))
         return True
 
-    def close(self) -> None:
-        """Stop after what is running now, and join the thread. What was not run is dropped."""
+    def close(self, timeout: float = 10.0) -> None:
+        """Stop after what is running now, and join the thread, for at most `timeout` seconds. What was not run is dropped."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout=10.0)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(max(timeout, 0.0))
             self._thread = None
 
     # ------------------------------------------------------------------------------- the background thread

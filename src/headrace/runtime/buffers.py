@@ -58,13 +58,15 @@ class TensorMemory:
             depth, lambda shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype.name)).numpy()
         )
 
-    def tensor(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """A tensor of undefined content."""
+    def tensor_and_array(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, np.ndarray]:
+        """A tensor of undefined content, and the array over the same memory."""
         if self._pin:
-            return self._torch.empty(shape, dtype=getattr(self._torch, dtype.name), pin_memory=True)
-        return self._torch.from_numpy(self._pool.array(shape, dtype))
+            tensor = self._torch.empty(shape, dtype=getattr(self._torch, dtype.name), pin_memory=True)
+            return tensor, tensor.numpy()
+        array = self._pool.array(shape, dtype)
+        return self._torch.from_numpy(array), array
 
-    def copy(self, array: np.ndarray) -> Any:
-        """A small array as a tensor with memory of its own."""
-        tensor = self._torch.from_numpy(array.copy())
+    def adopt(self, array: np.ndarray) -> Any:
+        """A small array, which nothing else may refer to, as a tensor."""
+        tensor = self._torch.from_numpy(array)
         return tensor.pin_memory() if self._pin else tensor

@@ -20,6 +20,7 @@ has a cache name of its own.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import importlib
 import os
@@ -127,7 +128,14 @@ class Kernel:
 
     def variant(self, signature: str, **replaced: Kernel) -> Kernel:
         """The same function for other types, with other kernels in the place of those that it calls by these names."""
-        other = Kernel(self._function, [signature], nogil=self._nogil, python=None, interpretable=self._interpretable)
+        python = self.python
+        if (
+            python is self._function
+        ):  # as plain Python, too, it must call the other kernels: these may be compiled already
+            python = FunctionType(
+                self._function.__code__, self._function.__globals__ | replaced, self._function.__name__
+            )
+        other = Kernel(self._function, [signature], nogil=self._nogil, python=python, interpretable=self._interpretable)
         other._replaced = replaced
         return other
 
@@ -231,7 +239,7 @@ def warm_kernels(*kernels: Compilable) -> None:
                 one._requested = True
             _queue.append(one)
         if _thread is None:
-            # Not a daemon: a process must not end inside the compiler. It stops after the kernel at hand when the main thread ends.
+            # Not a daemon: a process must not end inside LLVM. `_abandon_queue` ends it when the process exits.
             _thread = threading.Thread(target=_compile_queue, name="headrace-kernels")
             _thread.start()
 
@@ -240,7 +248,7 @@ def _compile_queue() -> None:
     global _thread
     while True:
         with _queue_lock:
-            if not _queue or not threading.main_thread().is_alive():
+            if not _queue:
                 _thread = None
                 return
             following = _queue[0]
@@ -248,6 +256,21 @@ def _compile_queue() -> None:
             following.compile()
         with _queue_lock:
             _queue.popleft()
+
+
+def _abandon_queue() -> None:
+    """End the background thread, also in the middle of a kernel: a process that exits, or was interrupted, needs no more of them.
+
+    The exception is raised at the thread's next bytecode. Only a call into LLVM, a fraction of a second, is waited for.
+    """
+    thread = _thread
+    while thread is not None and thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        thread.join(0.05)
+
+
+# Runs before the interpreter joins its threads; `atexit` would run after that.
+threading._register_atexit(_abandon_queue)  # ty: ignore[missing-attribute]
 
 
 def wait_for_kernels(*kernels: Compilable) -> None:

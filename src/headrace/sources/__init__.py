@@ -1,10 +1,10 @@
 """Rows enter: which files, chunks and rows a source has, and what the text of a chunk's rows is.
 
     spec       what the user wants read                     Source("jsonl:web/*.jsonl", weight=0.7)
-    matching   which files a spec names                     headrace.stores (s3, gs, az, http), hub (hf)
-    raw        bytes of a file that may vanish under us     headrace.stores, packed (gz, zst); access chooses
-    reader     what a format must know how to do            lines (txt, jsonl), columns (parquet; footer),
-                                                            batches (arrow; messages); rows (several columns of any)
+    matching   which files a spec names                     headrace.formats.object_store (s3, gs, az, http), hub (hf)
+    access     the bytes of those files                     headrace.formats: files, objects, compressed shards
+    text_formats  the reader of each scheme                 headrace.formats.lines (txt, jsonl), text_parquet, text_arrow;
+                                                            rows (several columns of any)
     manifest   files, chunks, rows, fingerprints; cached
     records    are these the bytes that were read the first time
     samples    a corpus for those who have none yet
@@ -13,7 +13,7 @@
 Files of cells, which have columns instead of one text:
 
     stream_files   which files there are, their rows and modalities
-    cells          what rows [a, b) of one are              parquet, arrow, npy, npz, jsonl, or a registered format
+    cells          what rows [a, b) of one are              headrace.formats.rows, or a registered format
     cell_readers   those of a pool kept open, the next opened ahead; or read by worker processes
 
 Nothing here knows an order: a plan takes the chunk table and decides what comes next.

@@ -13,12 +13,12 @@ from pathlib import Path
 import xxhash
 
 from headrace.errors import DataChanged
+from headrace.formats.byte_file import ByteFile, RawFile, Tally, patiently
+from headrace.formats.compressed import UnpackedFile, Unpacker
+from headrace.formats.object_store import Store, StoredObject
 from headrace.order import file_fingerprint
 from headrace.order.fingerprint import SAMPLED_BLOCK, sampled_offsets
 from headrace.sources.matching import Found, FoundFile
-from headrace.sources.packed import UnpackedFile, Unpacker
-from headrace.sources.raw import ByteFile, RawFile, Tally, patiently
-from headrace.stores import Store, StoredObject
 
 __all__ = ["Access"]
 

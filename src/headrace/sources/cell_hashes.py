@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from headrace.formats.byte_file import Tally
 from headrace.order import fingerprint_json, mix64_array
 from headrace.sources.cells import Cells
-from headrace.sources.raw import Tally
 from headrace.sources.records import ChunkRecords
 from headrace.sources.stream_files import StreamFile
 

@@ -11,8 +11,6 @@ the number of workers changes nothing but the time it takes, and a worker holds 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import signal
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,11 +22,12 @@ import numpy as np
 import orjson
 
 from headrace import errors
-from headrace.errors import DataError, HeadraceError, WorkerDied, how_it_ended
+from headrace.errors import DataError, HeadraceError, WorkerDied
 from headrace.metrics import Meter, Wait, default_meter
+from headrace.runtime.wire_errors import decode_error, encode_error
+from headrace.runtime.workers import WorkerProcess
 from headrace.sources.cell_hashes import CellHashes
 from headrace.sources.cells import CellFile, CellOpener, Cells, open_cells
-from headrace.sources.native_threads import one_native_thread
 
 __all__ = ["CellProcesses", "CellReaders", "pack_cells", "rows_text", "unpack_cells"]
 
@@ -129,11 +128,6 @@ class CellReaders:
         file = self._open.pop(stream, None)
         if file is not None:
             file.close()
-
-    @property
-    def open_count(self) -> int:
-        """Files open now, those opened ahead included."""
-        return len(self._open) + len(self._coming)
 
     def close(self) -> None:
         if self._opener is not None:
@@ -244,24 +238,11 @@ class CellProcesses:
         self._paths = paths
         self._asked: deque[_Request] = deque()
         recipe = {"paths": list(paths), "columns": columns, "readers": dict(readers or {}), "rows": rows}
-        # spawn: the parent has threads, and a fork would copy their locks in whatever state they are.
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
-        with one_native_thread():
-            for i in range(workers):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_serve, args=(theirs, recipe, hashes), name=f"headrace-cells-{i}", daemon=True
-                )
-                process.start()
-                theirs.close()
-                self._pipes.append(ours)
-                self._processes.append(process)
+        self._workers = [WorkerProcess(f"headrace-cells-{i}", _serve, recipe, hashes) for i in range(workers)]
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        return [worker.pid for worker in self._workers]
 
     @property
     def asked(self) -> int:
@@ -272,14 +253,14 @@ class CellProcesses:
         """Ask for rows. `dry`: they are the last, so the file may be closed; `expect`: files to open ahead."""
         self._asked.append(_Request(worker, stream, start, stop))
         try:
-            self._pipes[worker].send_bytes(orjson.dumps([stream, start, stop, dry, list(expect)]))
+            self._workers[worker].pipe.send_bytes(orjson.dumps([stream, start, stop, dry, list(expect)]))
         except OSError as error:
             raise self._lost(worker) from error
 
     def answer(self) -> Cells:
         """The rows that were asked for first."""
         worker = self._asked[0].worker
-        pipe = self._pipes[worker]
+        pipe = self._workers[worker].pipe
         with Wait("streams.worker", meter=self._meter, deadline=self._deadline) as wait:
             try:
                 while not pipe.poll(min(0.5, max(wait.remaining(), 0.001))):
@@ -297,7 +278,7 @@ class CellProcesses:
         # Only now: the answer to a request that was given up at its deadline must not be taken for that of the next one.
         self._asked.popleft()
         if failed:
-            raise _error_of(header)
+            raise decode_error(orjson.loads(header[1:]))
         return unpack_cells(header, parts)
 
     def forget(self) -> None:
@@ -307,19 +288,16 @@ class CellProcesses:
                 self.answer()
 
     def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        with Wait("streams.close", meter=self._meter, deadline=3.0 * len(self._processes) + 1):
-            for process in self._processes:
-                process.join(1.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join(1.0)
-        self._pipes, self._processes = [], []
+        for worker in self._workers:
+            worker.pipe.close()
+        with Wait("streams.close", meter=self._meter, deadline=3.0 * len(self._workers) + 1):
+            for worker in self._workers:
+                worker.end()
+        self._workers = []
         self._asked.clear()
 
     def _process_text(self, worker: int) -> str:
-        return f"reader process {worker} (pid {self._processes[worker].pid}) of {len(self._processes)}"
+        return f"reader process {worker} (pid {self._workers[worker].pid}) of {len(self._workers)}"
 
     def _rows_text(self, worker: int) -> str:
         """The first rows that a worker was asked for and has not sent."""
@@ -327,23 +305,14 @@ class CellProcesses:
         return "no rows" if first is None else rows_text(self._paths[first.stream], first.start, first.stop)
 
     def _lost(self, worker: int) -> WorkerDied:
-        process = self._processes[worker]
-        process.join(1.0)
         return WorkerDied(
-            f"{self._process_text(worker)} {how_it_ended(process.exitcode)} while it read {self._rows_text(worker)}. Look at the system's "
+            f"{self._process_text(worker)} {self._workers[worker].how_it_ended()} while it read {self._rows_text(worker)}. Look at the system's "
             "log (out of memory?); the run can be resumed from its last checkpoint, with any num_workers."
         )
 
 
-def _error_of(told: bytes) -> HeadraceError:
-    name, sentence = orjson.loads(told[1:])
-    kind = getattr(errors, name, DataError)
-    return kind(sentence) if issubclass(kind, HeadraceError) else DataError(sentence)
-
-
 def _serve(pipe: Connection, recipe: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> None:
     """A worker: rows for requests, until the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     hashes = None if recorded is None else CellHashes(**recorded)
     readers = CellReaders(**recipe, hashes=hashes)
     try:
@@ -353,14 +322,12 @@ def _serve(pipe: Connection, recipe: Mapping[str, Any], recorded: Mapping[str, A
             try:
                 packed = pack_cells(readers.read(stream, start, stop))
             except HeadraceError as error:
-                pipe.send_bytes(b"!" + orjson.dumps([type(error).__name__, str(error)]))
+                pipe.send_bytes(b"!" + orjson.dumps(encode_error(error)))
                 continue
             for part in packed:
                 pipe.send_bytes(part)
             if dry:
                 readers.release(stream)
-    except (EOFError, ConnectionError, KeyboardInterrupt):
-        return
     finally:
         readers.close()
         if hashes is not None:

@@ -20,7 +20,6 @@ while others wait; one that is killed goes on at the first unfinished shard.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import json
 import os
@@ -36,14 +35,14 @@ from typing import Any
 
 import orjson
 
-from headrace.errors import ConfigError, DataError, StorageError
-from headrace.files import open_inside, publish, publish_json, sync_folder
+from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError, nearest
+from headrace.files import publish, publish_json, read_json, read_regular, sync_folder
+from headrace.formats.byte_file import first_line
+from headrace.formats.compressed import PACKINGS
 from headrace.metrics import Wait
 from headrace.order import fingerprint_json
+from headrace.runtime.locks import ExclusiveLock, lock_holder
 from headrace.sources.matching import fits
-from headrace.sources.packed import PACKINGS
-from headrace.sources.reader import first_line
-from headrace.sources.spec import nearest
 
 __all__ = ["Dataset", "find_dataset"]
 
@@ -134,8 +133,8 @@ def _snapshot(place: str, what: str) -> Path | None:
     snapshots = folder / "snapshots"
     if not snapshots.is_dir():
         return None
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        revision = (folder / "refs" / "main").read_text().strip()
+    with contextlib.suppress(OSError, UnicodeDecodeError, FileCorrupt):
+        revision = read_regular(folder / "refs" / "main", 1 << 10, follow=True).decode().strip()
         if re.fullmatch(r"[\w.-]{1,80}", revision) and (snapshots / revision).is_dir():
             return snapshots / revision
     present = sorted(path for path in snapshots.iterdir() if path.is_dir())
@@ -290,8 +289,8 @@ class _Layout:
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            value = json.loads(Path(self.root, name).read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
+            value = read_json(Path(self.root, name), _MAX_LISTING, follow=True)
+        except (OSError, FileCorrupt) as error:
             raise DataError(f"{self.what}: {self.root}/{name} cannot be read ({first_line(error)})") from error
         if not isinstance(value, dict):
             raise DataError(f"{self.what}: {self.root}/{name} holds no JSON object")
@@ -571,26 +570,22 @@ def _value(row: Any, path: str, what: str) -> Any:
 def _only_one(folder: Path) -> Generator[None]:
     """One process writes; the others wait as long as it makes progress."""
     lock = folder.with_name(folder.name + ".lock")
-    fd = open_inside(lock.parent, lock.name, os.O_RDWR)
+    seen, since = (0, 0), time.monotonic()
+    with Wait("source.hf.lock", hidden=True):
+        while (held := ExclusiveLock.take(lock, inside=lock.parent)) is None:
+            now = _progress(folder)
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > _NO_PROGRESS:
+                raise DataError(
+                    f"{lock_holder(lock) or 'another process'} holds {lock} and has written nothing for {_NO_PROGRESS:.0f} s. End it "
+                    "and run again."
+                )
+            time.sleep(0.1)
     try:
-        seen, since = (0, 0), time.monotonic()
-        with Wait("source.hf.lock", hidden=True):
-            while True:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    now = _progress(folder)
-                    if now != seen:
-                        seen, since = now, time.monotonic()
-                    elif time.monotonic() - since > _NO_PROGRESS:
-                        raise DataError(
-                            f"another process holds {lock} and has written nothing for {_NO_PROGRESS:.0f} s. End it and run again."
-                        ) from None
-                    time.sleep(0.1)
         yield
     finally:
-        os.close(fd)
+        held.release()
 
 
 def _progress(folder: Path) -> tuple[int, int]:

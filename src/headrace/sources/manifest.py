@@ -28,11 +28,11 @@ import numpy as np
 
 from headrace.errors import FileCorrupt, StorageError
 from headrace.files import open_container, quarantine, write_container
+from headrace.formats.byte_file import Tally, Undecodable
+from headrace.formats.chunks import FileScan, Reader
 from headrace.order import fingerprint_json
 from headrace.sources.access import Access
 from headrace.sources.matching import Found, FoundFile
-from headrace.sources.raw import Tally
-from headrace.sources.reader import FileScan, Reader, Undecodable
 
 __all__ = ["FileEntry", "Manifest", "make_manifest"]
 

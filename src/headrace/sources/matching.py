@@ -17,10 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from headrace.errors import ConfigError, DataError
-from headrace.sources.raw import Tally, patiently
-from headrace.sources.spec import nearest
-from headrace.stores import MAX_FILES, Store, find_objects, fits, pinned_tag
+from headrace.errors import ConfigError, DataError, nearest
+from headrace.formats.byte_file import Tally, patiently
+from headrace.formats.object_store import MAX_FILES, Store, find_objects, fits, pinned_tag
 
 __all__ = [
     "COMPRESSED",

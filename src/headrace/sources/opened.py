@@ -26,22 +26,20 @@ import orjson
 
 from headrace.errors import ConfigError, DataChanged, DataError, StorageError
 from headrace.files import make_inside, publish
+from headrace.formats.byte_file import ACCEPT_DATA, ByteFile, Tally
+from headrace.formats.chunks import BadRow, Reader
+from headrace.formats.compressed import UnpackedFile, Unpacker
+from headrace.formats.object_store import DEADLINE, Store, store_of
 from headrace.order import fingerprint_json
 from headrace.sources.access import Access
-from headrace.sources.batches import ArrowBatches
-from headrace.sources.columns import ParquetColumn
 from headrace.sources.hub import find_dataset
-from headrace.sources.lines import JsonLines, TextLines
 from headrace.sources.manifest import Manifest, make_manifest
 from headrace.sources.matching import Found, matches, named_files, pinned_objects, stored_matches
-from headrace.sources.packed import UnpackedFile, Unpacker
-from headrace.sources.raw import ACCEPT_DATA, ByteFile, Tally
-from headrace.sources.reader import BadRow, Reader
 from headrace.sources.records import ChunkRecords, chunk_ids
-from headrace.sources.rows import ArrowRows, JsonRows, ParquetRows, RowShape
+from headrace.sources.rows import RowShape
 from headrace.sources.samples import sample_folder
 from headrace.sources.spec import Source
-from headrace.stores import DEADLINE, Store, store_of
+from headrace.sources.text_formats import text_reader
 
 __all__ = ["MAX_LINE_BYTES", "OpenSource", "cache_folder", "open_source"]
 
@@ -167,7 +165,7 @@ def _find(
             what=what,
             columns=None if rows is None else rows.columns,
         )
-        reader = _reader(dataset.format, dataset.text_key, max_line_bytes, rows)
+        reader = text_reader(dataset.format, dataset.text_key, max_line_bytes, rows)
         if isinstance(dataset.root, str):
             stored, store = pinned_objects(
                 dataset.root, dataset.sizes, version=dataset.commit, deadline=deadline, tally=tally
@@ -178,10 +176,10 @@ def _find(
         )
         return found, reader, dataset.follow, None
     if source.scheme == "sample":
-        reader = _reader("jsonl", "text", max_line_bytes, rows)
+        reader = text_reader("jsonl", "text", max_line_bytes, rows)
         place, follow = str(sample_folder(source.place, cache)), True
     else:
-        reader = _reader(source.scheme, source.text_key, max_line_bytes, rows)
+        reader = text_reader(source.scheme, source.text_key, max_line_bytes, rows)
         place, follow = source.place, source.allow_symlinks
     if store_of(place) is not None:
         found, store = stored_matches(
@@ -197,24 +195,6 @@ def _find(
         what=what,
     )
     return found, reader, follow, None
-
-
-def _reader(scheme: str, text_key: str, max_line_bytes: int, rows: RowShape | None) -> Reader:
-    if scheme == "jsonl":
-        if rows is not None:
-            return JsonRows(shape=rows, max_line_bytes=max_line_bytes)
-        return JsonLines(text_key=text_key, max_line_bytes=max_line_bytes)
-    if scheme == "txt":
-        if rows is not None:
-            raise ConfigError(
-                f"a txt file has one text a line and no columns {', '.join(rows.columns)}; use jsonl:, parquet: or arrow:"
-            )
-        return TextLines(max_line_bytes=max_line_bytes)
-    if scheme == "parquet":
-        return ParquetColumn(text_key=text_key) if rows is None else ParquetRows(shape=rows)
-    if scheme == "arrow":
-        return ArrowBatches(text_key=text_key) if rows is None else ArrowRows(shape=rows)
-    raise AssertionError(f"Source lets no scheme {scheme!r} through")
 
 
 class OpenSource:

@@ -23,9 +23,9 @@ import xxhash
 
 from headrace.errors import DataError, StorageError
 from headrace.files import open_inside
+from headrace.formats.byte_file import Tally
 from headrace.order import mix64_array
 from headrace.sources.manifest import Manifest
-from headrace.sources.raw import Tally
 
 __all__ = ["ChunkRecords", "chunk_ids"]
 

@@ -1,4 +1,4 @@
-"""What do several columns of a row say?
+"""Labelled rows: several columns of every row, as one JSON object.
 
     source = open_source(Source("jsonl:reviews/*.jsonl"), rows=RowShape(columns=("text", "label"), judge=judge))
     source.read(17)      one JSON object a row: '{"text": "fine", "label": 1}'
@@ -18,28 +18,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import orjson
 
-from headrace.errors import DataChanged, DataError
-from headrace.order import chunk_hash
-from headrace.sources.batches import ArrowBatches, batch_of, messages_of
-from headrace.sources.columns import Pages, ParquetColumn, ParquetColumns, no_such_column
-from headrace.sources.lines import JsonLines
-from headrace.sources.messages import BATCH, SCHEMA
-from headrace.sources.raw import ACCEPT_DATA, ByteFile
-from headrace.sources.reader import BadRow, FileScan, Loaded, Undecodable, all_bad, first_line
-from headrace.sources.spec import nearest
+from headrace.errors import nearest
+from headrace.formats.byte_file import first_line
+from headrace.formats.chunks import BadRow, not_utf8
+from headrace.formats.lines import JsonLines
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["ArrowRows", "JsonRows", "ParquetRows", "RowShape"]
+__all__ = ["JsonLabelled", "RowShape", "row_objects", "texts_of"]
 
 _MAX_CHUNK_TEXT = 1 << 30
 """Bytes of JSON that a chunk may become: half a megabyte of parquet can stand for terabytes of repeated text."""
-_MAX_BATCH_BYTES = 1 << 30
 _MAX_VALUES = 1 << 26
+_NULL = "its text is null"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +80,7 @@ class RowShape:
         return texts, bad
 
 
-class JsonRows(JsonLines):
+class JsonLabelled(JsonLines):
     """Several fields of JSON objects, one object a line."""
 
     def __init__(self, *, shape: RowShape, max_line_bytes: int) -> None:
@@ -106,117 +100,8 @@ class JsonRows(JsonLines):
         return self._shape.row(found)
 
 
-class ParquetRows(ParquetColumn):
-    """Several columns of parquet files."""
-
-    def __init__(self, *, shape: RowShape) -> None:
-        super().__init__(text_key=shape.columns[0])
-        self._shape = shape
-
-    def parameters(self) -> dict[str, Any]:
-        return {"columns": list(self._shape.columns)}
-
-    def _described(self, file: ByteFile) -> ParquetColumns:
-        return ParquetColumns(file, self._shape.columns, text=False)
-
-    def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        group, data = loaded.payload
-        column = self._column(file)
-        try:
-            parquet = pq.ParquetFile(
-                Pages(data, column.pages[group].offset, file.size),
-                metadata=column.for_pyarrow,
-                pre_buffer=False,
-                page_checksum_verification=True,
-                read_dictionary=list(column.leaves) if column.pages[group].has_dictionary else None,
-            )
-            table = parquet.read_row_group(group, columns=list(column.leaves), use_threads=False)
-            texts, bad = self._shape.rows(_rows(table))
-        except (pa.ArrowException, OSError, ValueError, IndexError, MemoryError) as error:
-            return all_bad(rows, f"row group {group} cannot be decoded ({first_line(error)})")
-        if len(texts) != rows:
-            return all_bad(rows, f"row group {group} holds {len(texts):,} rows, its footer says {rows:,}")
-        return texts, bad
-
-
-class ArrowRows(ArrowBatches):
-    """Several columns of Arrow IPC files."""
-
-    def __init__(self, *, shape: RowShape) -> None:
-        super().__init__(text_key=shape.columns[0])
-        self._shape = shape
-
-    def parameters(self) -> dict[str, Any]:
-        return {"columns": list(self._shape.columns)}
-
-    def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan:
-        self._schema_of(file)
-        found: list[tuple[int, int, int, int, int]] = []
-        row = 0
-        for at, end, body, kind, metadata in messages_of(file):
-            if kind == BATCH:
-                rows = batch_of(file, at, metadata).rows
-                if body > _MAX_BATCH_BYTES:
-                    raise Undecodable(
-                        file.path, f"has a record batch of {body:,} bytes at byte {at:,}", "Write smaller ones"
-                    )
-                if rows:
-                    found.append((at, end, rows, row, body))
-                row += rows
-        start, stop, rows_, line, sizes = (np.array([f[i] for f in found], dtype=np.int64) for i in range(5))
-        return FileScan(start=start, end=stop, rows=rows_, line=line, size=sizes)
-
-    def load(self, file: ByteFile, start: int, end: int) -> Loaded:
-        if not 0 <= start < end <= file.size:
-            raise DataChanged(
-                f"{file.path} has {file.size:,} bytes and no longer holds a record batch at bytes {start:,} to {end:,}. Restore it, or "
-                f"{ACCEPT_DATA}."
-            )
-        data = file.read(start, end - start)
-        return Loaded(hash=chunk_hash(memoryview(data)), size=len(data), payload=data)
-
-    def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
-        import pyarrow as pa
-
-        schema = self._schema_of(file)
-        try:
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(pa.py_buffer(loaded.payload)), schema)
-            batch.validate(full=True)
-            wanted = [c if c in schema.names else c.split(".")[0] for c in self._shape.columns]
-            texts, bad = self._shape.rows(_rows(batch.select(list(dict.fromkeys(wanted)))))
-        except (pa.ArrowException, OSError, ValueError, IndexError, MemoryError) as error:
-            return all_bad(rows, f"the record batch cannot be decoded ({first_line(error)})")
-        if len(texts) != rows:
-            return all_bad(rows, f"the record batch says {rows:,} rows and holds {len(texts):,}")
-        return texts, bad
-
-    def _schema_of(self, file: ByteFile) -> pa.Schema:
-        import pyarrow as pa
-
-        found = next((m for _, _, _, kind, m in messages_of(file) if kind == SCHEMA), None)
-        if found is None:
-            raise Undecodable(file.path, "is no Arrow file or stream: it holds no schema")
-        try:
-            head = (0xFFFFFFFF).to_bytes(4, "little") + len(found).to_bytes(4, "little")
-            schema = pa.ipc.read_schema(pa.py_buffer(head + found))
-        except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-            raise Undecodable(file.path, f"is damaged: its schema does not parse ({first_line(error)})") from error
-        for column in self._shape.columns:
-            name = column if column in schema.names else column.split(".")[0]
-            if name not in schema.names:
-                raise no_such_column(file, column, schema.names, text=False)
-            if pa.types.is_dictionary(schema.field(name).type):
-                raise DataError(
-                    f"column {name!r} of {file.path} is dictionary-encoded, which is not read; write it as plain values."
-                )
-        return schema
-
-
-def _rows(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
-    """The rows as objects."""
+def row_objects(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
+    """The rows of a table as objects: one dict a row."""
     import pyarrow as pa
 
     names = table.schema.names
@@ -246,3 +131,44 @@ def _values(array: pa.Array) -> list[Any]:
         inside = [_values(array.field(i)) for i in range(len(fields))]
         return [dict(zip(fields, row, strict=True)) for row in zip(*inside, strict=True)]
     return array.to_pylist()
+
+
+def texts_of(array: pa.Array) -> tuple[list[str | None], dict[int, str]]:
+    """The texts of an array, None where there is none, and why not."""
+    import pyarrow as pa
+
+    if isinstance(array, pa.DictionaryArray):
+        values, reasons = texts_of(array.dictionary)
+        indices = array.indices.to_pylist()
+        texts = [None if i is None else values[i] for i in indices]
+        return texts, {row: reasons.get(i, _NULL) for row, i in enumerate(indices) if i is None or i in reasons}
+    try:
+        texts = array.to_pylist()
+        if (
+            pa.types.is_binary(array.type)
+            or pa.types.is_large_binary(array.type)
+            or pa.types.is_binary_view(array.type)
+        ):
+            texts = [None if text is None else text.decode("utf-8") for text in texts]
+    except UnicodeDecodeError:
+        return _one_by_one(array)
+    if not array.null_count:
+        return texts, {}
+    return texts, {row: _NULL for row, text in enumerate(texts) if text is None}
+
+
+def _one_by_one(array: pa.Array) -> tuple[list[str | None], dict[int, str]]:
+    texts: list[str | None] = []
+    reasons: dict[int, str] = {}
+    for row, value in enumerate(array):
+        text = None
+        buffer = value.as_buffer()
+        if buffer is None:
+            reasons[row] = _NULL
+        else:
+            try:
+                text = buffer.to_pybytes().decode("utf-8")
+            except UnicodeDecodeError as error:
+                reasons[row] = not_utf8(error)
+        texts.append(text)
+    return texts, reasons

@@ -10,7 +10,6 @@ laid out like one. Nothing is opened here: a value checks itself, `open_source` 
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable
@@ -19,16 +18,14 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 from urllib.parse import unquote
 
-from headrace.errors import ConfigError
-from headrace.stores import STORES, store_of
+from headrace.errors import ConfigError, nearest
+from headrace.formats.object_store import STORES, store_of
+from headrace.sources.text_formats import TEXT_FORMATS
 
-__all__ = ["SAMPLES", "SCHEMES", "Source", "nearest"]
+__all__ = ["SAMPLES", "SCHEMES", "Source"]
 
 SCHEMES: dict[str, str] = {
-    "jsonl": "one JSON object per line",
-    "txt": "one document per line",
-    "parquet": "one document per row",
-    "arrow": "Arrow IPC files or streams, one document per row",
+    **{name: text_format.holds for name, text_format in TEXT_FORMATS.items()},
     "hf": "a dataset of the Hugging Face hub, or a folder laid out like one",
     "sample": "a corpus made from the standard library (prose, code)",
 }
@@ -38,21 +35,9 @@ SAMPLES: dict[str, str] = {
 }
 _ONLY_FOR: dict[str, tuple[str, ...]] = {"split": ("hf",), "config": ("hf",)}
 """Options that mean something for some schemes only."""
-_BY_SUFFIX = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".txt": "txt",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".arrow": "arrow",
-}
+_BY_SUFFIX = {suffix: name for name, text_format in TEXT_FORMATS.items() for suffix in text_format.suffixes}
 _NAME = re.compile(r"[\w.+-]{1,80}")
 _QUERY = re.compile(r"\A(?P<spec>.*)\?(?P<query>[^?=&]+=[^?]*)\Z", re.DOTALL)
-
-
-def nearest(word: str, valid: Iterable[str]) -> list[str]:
-    """All of `valid`, the likeliest meant first."""
-    return sorted(valid, key=lambda v: (-difflib.SequenceMatcher(None, word.lower(), v.lower()).ratio(), v))
 
 
 def option_value(text: str) -> str:

@@ -22,11 +22,11 @@ import orjson
 
 from headrace.errors import ConfigError, DataError, StorageError
 from headrace.files import publish
+from headrace.formats.byte_file import patiently
 from headrace.order import file_fingerprint, fingerprint_json
 from headrace.sources.cells import CellOpener, cell_suffixes, open_cells
 from headrace.sources.matching import FoundFile, matches
 from headrace.sources.opened import cache_folder
-from headrace.sources.raw import patiently
 
 __all__ = ["LAYOUTS", "Layout", "StreamFile", "StreamListing", "kept_listing", "list_streams"]
 

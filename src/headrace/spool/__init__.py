@@ -4,9 +4,11 @@
                 claim, publish          verdict, read, commit, delete
 
     both ends
+      settings.py    settings of both, with their defaults
       meta.py        what a spool holds; meta.json, meta.pkl without running anything
       batch_file.py  one file: rows, header, checksums; the `.pt` layout
       folder.py      where files lie, and locks
+      durability.py  what is fsynced when
       records.py     small state that is overwritten in place
       file_system.py what can be expected of the disk
       channel.py     one part of one split: publish, claim, verdict, quarantine, delete
@@ -14,8 +16,8 @@
     provider
       provider.py    makes files, and keeps so many ahead: DataProviderBase
       sequential.py  producers whose next file depends on all before: SequentialProvider
-      syncing.py     syncs files that were published without fsync
-      sampling.py    next spans, BERT masks, balanced classes
+      row_buffer.py  collects batches into the arrays of one file
+      providers/     language model, masked, labelled, and the usual draws
     consumer, from the trainer inward
       consumer.py    the trainer's end: DatasetConsumer
       rank_queue.py  the queue as one rank reads it: opens readers, settles files that were read
@@ -30,23 +32,28 @@
 Lose nothing, repeat nothing, block nothing, whatever dies.
 """
 
+from headrace.batch import BatchSpec, FieldSpec
 from headrace.spool.batch_file import BatchFile, FileHeader, open_batch_file, write_batch_file
 from headrace.spool.consumer import DatasetConsumer
-from headrace.spool.meta import TRAINING_TYPES, FieldSpec, read_meta, schema_of
-from headrace.spool.provider import DataProviderBase, purge_spool
+from headrace.spool.folder import purge_spool
+from headrace.spool.meta import TRAINING_TYPES, read_meta
+from headrace.spool.provider import DataProviderBase
 from headrace.spool.sequential import SequentialProvider
+from headrace.spool.settings import ConsumerSettings, ProviderSettings
 
 __all__ = [
     "TRAINING_TYPES",
     "BatchFile",
+    "BatchSpec",
+    "ConsumerSettings",
     "DataProviderBase",
     "DatasetConsumer",
     "FieldSpec",
     "FileHeader",
+    "ProviderSettings",
     "SequentialProvider",
     "open_batch_file",
     "purge_spool",
     "read_meta",
-    "schema_of",
     "write_batch_file",
 ]

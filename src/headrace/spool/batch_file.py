@@ -31,33 +31,24 @@ import numpy as np
 import orjson
 import xxhash
 
+from headrace.batch import DTYPES, OFFSETS, BatchSpec
 from headrace.errors import DataError, FileCorrupt
-from headrace.files import Container, open_container, publish, unreadable, write_container
-from headrace.spool.meta import DTYPES, FieldSpec, schema_of
+from headrace.files import Container, Durability, open_container, publish, unreadable, write_container
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "OFFSETS",
     "BatchFile",
     "FileHeader",
-    "check_arrays",
-    "numpy_dtype",
     "open_batch_file",
     "write_batch_file",
 ]
 
-OFFSETS = "_offsets"
 SEGMENT_BYTES = 8 << 10
 _KIND, _VERSION = "headrace-spool", 1
 _MAX_COUNT = 1 << 62
 _MAX_PICKLE = 16 << 20
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    """The numpy type that holds a field's bits; bfloat16 is carried as uint16, because numpy has none."""
-    return np.dtype("uint16" if name == "bfloat16" else name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +57,7 @@ class FileHeader:
 
     split: str
     seq: int
-    schema: tuple[FieldSpec, ...]
+    schema: BatchSpec
     rows: int
     first: int
     """Index of the first row within its part: what the files before it hold."""
@@ -83,6 +74,7 @@ class FileHeader:
     """Fingerprint of where that producer stood before it."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "schema", BatchSpec(self.schema))  # a caller may pass any sequence of fields
         for name in ("seq", "rows", "first", "batch_size", "part", "parts"):
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value < _MAX_COUNT:
@@ -164,38 +156,11 @@ class BatchFile:
 # -------------------------------------------------------------------------------------------------- write
 
 
-def check_arrays(schema: tuple[FieldSpec, ...], arrays: Mapping[str, np.ndarray], rows: int | None = None) -> int:
-    """How many rows there are; a DataError names everything that does not fit the schema."""
-    problems = [
-        f"{name!r} is not in the schema"
-        for name in arrays
-        if name not in {f.name for f in schema} | {f.name + OFFSETS for f in schema if f.ragged}
-    ]
-    for field in schema:
-        lead = field.name + OFFSETS if field.ragged else field.name
-        wanted = {field.name: numpy_dtype(field.dtype)} | ({lead: np.dtype("int64")} if field.ragged else {})
-        missing = [name for name in wanted if name not in arrays]
-        problems += [f"{name!r} is missing" for name in missing]
-        if missing:
-            continue
-        problems += [
-            f"{name!r} is {arrays[name].dtype}, expected {field.dtype if name == field.name else dtype}"
-            for name, dtype in wanted.items()
-            if arrays[name].dtype != dtype
-        ]
-        found = len(arrays[lead]) - field.ragged if arrays[lead].ndim else -1
-        rows = found if rows is None else rows
-        shape = (rows + 1,) if field.ragged else (rows, *field.shape)
-        if arrays[lead].shape != shape:
-            problems.append(f"{lead!r} has shape {list(arrays[lead].shape)}, expected {list(shape)}")
-    if problems or rows is None:
-        raise DataError("a batch does not fit the schema: " + "; ".join(problems))
-    return rows
-
-
-def write_batch_file(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], *, durable: bool = True) -> None:
+def write_batch_file(
+    path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], *, durable: Durability | bool = True
+) -> None:
     """Publish a file; FileExistsError if it is there already. The suffix of the path says which format."""
-    check_arrays(header.schema, arrays, header.rows)
+    header.schema.check(arrays, header.rows)
     if path.suffix == ".pt":
         _write_pt(path, header, arrays, durable)
         return
@@ -208,7 +173,7 @@ def write_batch_file(path: Path, header: FileHeader, arrays: Mapping[str, np.nda
     write_container(path, arrays, header.to_json(), dtypes=dtypes, segments=segments, durable=durable)
 
 
-def _write_pt(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], durable: bool) -> None:
+def _write_pt(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], durable: Durability | bool) -> None:
     import io
 
     import torch
@@ -254,7 +219,7 @@ def open_batch_file(path: Path, *, split: str = "", seq: int | None = None, priv
 
 def _check_layout(header: FileHeader, container: Container) -> None:
     arrays = {name: array for name, array in container.arrays.items() if name.isidentifier()}
-    check_arrays(header.schema, arrays, header.rows)
+    header.schema.check(arrays, header.rows)
     for field in header.schema:
         if container.dtypes[field.name] != DTYPES[field.dtype]:
             raise ValueError(
@@ -263,9 +228,9 @@ def _check_layout(header: FileHeader, container: Container) -> None:
 
 
 @functools.lru_cache(64)
-def _schema(fields: bytes) -> tuple[FieldSpec, ...]:
+def _schema(fields: bytes) -> BatchSpec:
     """A schema in JSON; kept, because all files of a spool have the same."""
-    return schema_of(orjson.loads(fields))
+    return BatchSpec.from_json(orjson.loads(fields))
 
 
 def _open_pt(path: Path, split: str, seq: int | None) -> BatchFile:
@@ -293,10 +258,10 @@ def _open_pt(path: Path, split: str, seq: int | None) -> BatchFile:
         else:
             rows = len(next(iter(arrays.values())))
             header = FileHeader(
-                split=split or str(metadata["split"]), seq=int(metadata["file_idx"]) if seq is None else seq, schema=schema_of(metadata["schema"]),
+                split=split or str(metadata["split"]), seq=int(metadata["file_idx"]) if seq is None else seq, schema=BatchSpec.from_json(metadata["schema"]),
                 rows=rows, first=0, batch_size=int(metadata["batch_size"]),
             )  # fmt: skip
-        check_arrays(header.schema, arrays, header.rows)
+        header.schema.check(arrays, header.rows)
     except (ValueError, KeyError, TypeError, StopIteration, DataError) as error:
         raise FileCorrupt(
             f"{path} is not a batch file in the .pt layout (metadata and tensors), or is damaged: {error}"

@@ -1,4 +1,4 @@
-"""Files in order, each made once, judged once, deleted once: one part of one split.
+"""One part of one split: its files in order, each made once, judged once, deleted once.
 
     provider   claim(k) ─► publish(k) ─► release
     checker    verdict(k)? ─► judge(k) ─► bad: set_aside(k), the provider makes it again
@@ -9,14 +9,13 @@ Order is the number in the name. Exclusive links decide every race: two provider
 What a file holds follows from its number (or, for a sequential producer, from the file before it), so a file that was made
 twice, or made again after it went bad, is the same file.
 
-A provider that slept while its number was committed and deleted publishes a file that nobody reads: readers ignore what
+A provider that slept while its number was committed and deleted publishes a file that is never read: readers ignore what
 lies below the commit point, and `publish` looks at the commit point again after it linked and takes its file away.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
@@ -26,8 +25,10 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.errors import FileCorrupt, StorageError
-from headrace.files import publish, publish_json, sync_folder
-from headrace.spool.folder import HeldLock, SpoolFolder, names_in, read_sealed, seal
+from headrace.files import publish, quarantine, read_json, read_regular
+from headrace.runtime.locks import ExclusiveLock
+from headrace.spool.durability import BAD_VERDICT, GOOD_VERDICT
+from headrace.spool.folder import SpoolFolder, names_in, read_sealed, seal
 
 __all__ = ["Channel", "Verdict"]
 
@@ -38,7 +39,7 @@ Published = Literal["published", "exists", "late"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What one checker found and everybody goes by."""
+    """Whether a file may be read: found by one rank, followed by all."""
 
     good: bool
     reason: str = ""
@@ -78,10 +79,6 @@ class Channel:
 
     def path(self, seq: int) -> Path:
         return self.queue / f"{seq:012d}{self.suffix}"
-
-    def names_of(self, seq: int) -> tuple[str, str]:
-        """Where the verdict on file `seq` lies, and the file. Asked for every file: joining Paths takes longer than the system."""
-        return f"{self.verdicts}/{seq:012d}", f"{self.queue}/{seq:012d}{self.suffix}"
 
     def find(self, seq: int) -> Path | None:
         """Where file `seq` lies, if it does. Asked by name; only the names of the legacy `.pt` layout, which hold a timestamp, have to be looked for."""
@@ -123,9 +120,8 @@ class Channel:
                 os.unlink(path)
             raise
         if not ring and seq < self.commit_point():
-            with contextlib.suppress(
-                OSError
-            ):  # nobody reads it; what cannot be removed now, the next consumer's start removes
+            # It is never read. What cannot be removed now, the next start of a consumer removes.
+            with contextlib.suppress(OSError):
                 os.unlink(path)
             return "late"
         return "published"
@@ -136,15 +132,15 @@ class Channel:
 
     # ------------------------------------------------------------------------------------------- claims
 
-    def claim(self, seq: int, who: str, lease: float) -> HeldLock | Literal["expired"] | None:
-        """Be the one who makes file `seq`; None while somebody alive does.
+    def claim(self, seq: int, who: str, lease: float) -> ExclusiveLock | Literal["expired"] | None:
+        """Claim file `seq` for this provider; None while another living provider holds the claim.
 
         A claim is a lock, so that of a dead process is free at once. One that has not changed hands for `lease` seconds by our
-        own clock belongs to somebody who is stuck, or lives where locks do not reach: "expired" means go ahead without it.
+        own clock belongs to a provider that is stuck, or runs where locks do not reach: "expired" means go ahead without the claim.
         """
         path = self.claims / f"{seq:012d}"
         try:
-            held = HeldLock.take(path, who)
+            held = ExclusiveLock.take(path, who)
         except OSError as error:
             raise StorageError(
                 f"{path} cannot be claimed: {error.strerror or error}. Free space, or remove what lies there"
@@ -152,8 +148,8 @@ class Channel:
         if held is not None:
             self._lease_seen.pop(seq, None)
             return held
-        with contextlib.suppress(OSError):
-            token = path.read_bytes()[:300]
+        with contextlib.suppress(OSError, FileCorrupt):
+            token = read_regular(path, 1 << 20)[:300]
             before, since = self._lease_seen.get(seq, (b"", 0.0))
             if token != before:
                 self._lease_seen[seq] = (token, time.monotonic())
@@ -165,7 +161,7 @@ class Channel:
 
     def verdict(self, seq: int) -> Verdict | None:
         """What was decided about file `seq`, if anything was. A damaged verdict is no verdict: it is removed."""
-        path, _ = self.names_of(seq)
+        path = self.verdicts / f"{seq:012d}"
         try:
             value = read_sealed(path)
             return None if value is None else Verdict(good=bool(value["good"]), reason=str(value["reason"]))
@@ -175,10 +171,10 @@ class Channel:
             return None
 
     def judge(self, seq: int, reason: str = "") -> Verdict:
-        """Decide: good, or bad for a reason. The first verdict stands, whoever else comes to another."""
+        """Decide: good, or bad for a reason. The first verdict stands, also against a later one that differs."""
         value = {"good": not reason, "reason": reason, "seq": seq}
         try:
-            publish(self.verdicts / f"{seq:012d}", seal(value), durable=bool(reason))
+            publish(self.verdicts / f"{seq:012d}", seal(value), durable=BAD_VERDICT if reason else GOOD_VERDICT)
         except FileExistsError:
             standing = self.verdict(seq)
             if standing is not None:
@@ -187,34 +183,19 @@ class Channel:
         return Verdict(good=not reason, reason=reason)
 
     def condemn(self, seq: int, reason: str) -> None:
-        """Overrule a good verdict: the file went bad after it was judged, and nobody has begun to read it."""
-        publish(self.verdicts / f"{seq:012d}", seal({"good": False, "reason": reason, "seq": seq}), replace=True)
+        """Overrule a good verdict: the file went bad after it was judged, before any rank read it."""
+        value = {"good": False, "reason": reason, "seq": seq}
+        publish(self.verdicts / f"{seq:012d}", seal(value), replace=True, durable=BAD_VERDICT)
 
     def set_aside(self, seq: int, reason: str) -> Path | None:
         """Move a bad file into the quarantine with its reason; where it went. Does nothing if it is gone already."""
         path = self.find(seq)
         if path is None:
             return None
-        self.bad.mkdir(parents=True, exist_ok=True)
-        for attempt in range(10_000):
-            target = self.bad / (path.name if attempt == 0 else f"{path.name}.{attempt}")
-            if os.path.lexists(target):
-                continue
-            try:
-                # rename, not link: what lies under the name may be a link or a folder that somebody else put there
-                path.rename(target)
-            except FileNotFoundError:
-                return None
-            publish_json(
-                target.with_name(target.name + ".reason.json"),
-                {"file": path.name, "split": self.split, "reason": reason},
-                replace=True,
-            )
-            sync_folder(self.queue)
-            return target
-        raise StorageError(
-            f"could not quarantine {path}: {self.bad} holds 10,000 files of that name. Empty it and run again."
-        )
+        try:
+            return quarantine(path, reason, self.bad, {"split": self.split})
+        except FileNotFoundError:
+            return None
 
     def clear_verdict(self, seq: int) -> None:
         """Forget what was decided about a file that is gone, before it is made again."""
@@ -259,7 +240,7 @@ class Channel:
             if name.endswith(".reason.json") or name.startswith("."):
                 continue
             reason = "no reason was written down: the process died in between"
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                reason = str(json.loads((self.bad / f"{name}.reason.json").read_text())["reason"])
+            with contextlib.suppress(OSError, FileCorrupt, KeyError, TypeError):
+                reason = str(read_json(self.bad / f"{name}.reason.json")["reason"])[:2000]
             found.append({"file": name, "split": self.split, "part": str(self.part), "reason": reason})
         return found

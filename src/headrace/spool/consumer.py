@@ -20,28 +20,29 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from headrace.batch import BatchSpec
 from headrace.errors import ConfigError, CursorMismatch, DeadlineExceeded, EndOfData, HeadraceError
 from headrace.metrics import Meter, MetricSpec, Reduction, default_meter, register
 from headrace.order import Cursor
 from headrace.spool.file_system import FileSystem
 from headrace.spool.journal import FileJournal
 from headrace.spool.legacy import LegacyReader, legacy_fingerprint
-from headrace.spool.meta import CIRCULAR_SPLITS, FieldSpec, read_meta, schema_of
+from headrace.spool.meta import CIRCULAR_SPLITS, read_meta
 from headrace.spool.rank_queue import RankQueue
 from headrace.spool.reader import SplitReader, checked_position
 from headrace.spool.rows import Stripe
+from headrace.spool.settings import ConsumerSettings
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["ConsumerSettings", "DatasetConsumer"]
+__all__ = ["DatasetConsumer"]
 
 _KIND, _VERSION = "spool", 1
 
@@ -51,101 +52,37 @@ register(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConsumerSettings:
-    """What a consumer was told. ConfigError names every argument that cannot be."""
-
-    data_dir: Path
-    """Folder of the spool."""
-    device_type: str
-    """"cuda": batches for no device in particular are pinned, where there is a CUDA device."""
-    prefer_queue: bool
-    """Read `queue/` where there is one; else the legacy files `{split}_batches_*.pt`."""
-    cache_files: int
-    """Files of a circular split, or of a legacy folder, that stay open."""
-    high_watermark: int
-    """Files ahead from which on `stats()` says that the backlog is high."""
-    low_watermark: int
-    """Files ahead up to which `stats()` says that the backlog is low."""
-    ack: Literal["consume", "commit"]
-    """When files may be deleted: once all rows were delivered, or below what `commit` was given."""
-    dp_rank: int
-    dp_world_size: int
-    batch_size: int | None
-    """Samples of a whole batch, over all ranks; None: the provider's."""
-    deadline: float
-    """The longest wait for a batch, in seconds."""
-    verdict_patience: float
-    """Seconds after which a rank judges a file itself, because the rank whose turn it is has not."""
-    archive: int
-    """How many files to keep in archives/ instead of deleting them."""
-    copy: bool | None
-    """Whose memory a batch is. Writing to one never changes the file or another batch.
-
-    False   views of the mapped file, which stays on the disk as long as a batch of it is referred to. Those of one of several ranks are every
-            W-th row of it, so they are not contiguous: `reshape`, not `view`
-    True    rows that the background thread gathered in memory that is used again, and kept as long as a batch of it is referred to. Three files'
-            shares are in memory at a time. Batches of a file lie side by side, as slices do: clone one to save or send it alone
-    None    False for a single rank on a local disk; True for several ranks, and on a network file system, where a file can be taken away from
-            under a view
-    """
-
-    def __post_init__(self) -> None:
-        whole = (("cache_files", self.cache_files, 1), ("dp_rank", self.dp_rank, 0), ("dp_world_size", self.dp_world_size, 1), ("archive", self.archive, 0))  # fmt: skip
-        problems = [
-            f"{name} is {value!r}, expected a whole number of {least} or more"
-            for name, value, least in whole
-            if type(value) is not int or value < least
-        ]
-        if self.ack not in ("consume", "commit"):
-            problems.append(f'ack is {self.ack!r}; it is "consume" or "commit"')
-        if not problems and self.dp_rank >= self.dp_world_size:
-            problems.append(f"dp_rank is {self.dp_rank}, with a dp_world_size of {self.dp_world_size} it is below that")
-        if not problems and self.ack == "consume" and self.dp_world_size > 1:
-            problems.append(
-                f'ack is "consume" with {self.dp_world_size} ranks, of which one would delete what others still need; use ack="commit" and call commit()'
-            )
-        if not self.data_dir.is_dir():
-            problems.append(
-                f"{self.data_dir} is not a folder: start its provider first, or give the folder of one that ran"
-            )
-        if problems:
-            raise ConfigError([f"DatasetConsumer: {problem}" for problem in problems])
-
-    def check_share(self, batch_size: int) -> None:
-        """ConfigError if a batch cannot be shared evenly by the ranks."""
-        if batch_size % self.dp_world_size:
-            raise ConfigError(
-                f"DatasetConsumer: a batch of {batch_size} samples cannot be shared by {self.dp_world_size} ranks; choose a multiple"
-            )
-
-
 class DatasetConsumer:
     """Delivers the batches of a spool, in order, to one rank. Used by one thread."""
 
     def __init__(
         self,
         data_dir: str | os.PathLike[str],
-        device_type: str = "cuda",
-        prefer_queue: bool = True,
-        cache_files: int = 1,
-        high_watermark: int = 2,
-        low_watermark: int = 0,
+        device_type: str = ConsumerSettings.device_type,
+        prefer_queue: bool = ConsumerSettings.prefer_queue,
+        cache_files: int = ConsumerSettings.cache_files,
+        high_watermark: int = ConsumerSettings.high_watermark,
+        low_watermark: int = ConsumerSettings.low_watermark,
         *,
-        ack: Literal["consume", "commit"] = "consume",
-        dp_rank: int = 0,
-        dp_world_size: int = 1,
+        ack: Literal["consume", "commit"] = ConsumerSettings.ack,
+        dp_rank: int = ConsumerSettings.dp_rank,
+        dp_world_size: int = ConsumerSettings.dp_world_size,
         batch_size: int | None = None,
-        deadline: float = 600.0,
-        verdict_patience: float = 5.0,
-        archive: int = 0,
+        deadline: float = ConsumerSettings.deadline,
+        verdict_patience: float = ConsumerSettings.verdict_patience,
+        archive: int = ConsumerSettings.archive,
         copy: bool | None = None,
         report: Callable[[str], None] | None = None,
         meter: Meter | None = None,
     ) -> None:
-        """The arguments are explained in `ConsumerSettings`. `report`: gets one line a file, which the logger `headrace.spool` gets at INFO
-        too. `meter`: counts waits, batches and files; the process's own unless given."""
-        self.settings = ConsumerSettings(
+        """Open a spool, or a folder of the legacy `.pt` layout, for one rank.
+
+        Args:
+            data_dir … copy: The fields of `ConsumerSettings`, which explains them.
+            report: Gets one line a file, which the logger `headrace.spool` gets at INFO too.
+            meter: Counts waits, batches and files; the process's own unless given.
+        """
+        self.settings = settings = ConsumerSettings(
             data_dir=Path(data_dir), device_type=device_type, prefer_queue=prefer_queue, cache_files=cache_files,
             high_watermark=high_watermark, low_watermark=low_watermark, ack=ack, dp_rank=dp_rank, dp_world_size=dp_world_size,
             batch_size=batch_size, deadline=deadline, verdict_patience=verdict_patience, archive=archive, copy=copy,
@@ -153,8 +90,8 @@ class DatasetConsumer:
         self.data_dir = self.settings.data_dir
         self._meter = meter if meter is not None else default_meter()
         self._meta = read_meta(self.data_dir)
-        if batch_size is not None:
-            self.set_batch_size(batch_size)
+        if settings.batch_size is not None:
+            self.set_batch_size(settings.batch_size)
         elif "batch_size" in self.meta:
             self.batch_size: int = self.meta["batch_size"]
             self.settings.check_share(self.batch_size)
@@ -163,8 +100,8 @@ class DatasetConsumer:
                 f"DatasetConsumer: neither meta.pkl nor the batch files of {self.data_dir} say how large a batch is: give batch_size"
             )
         disk = FileSystem.of(self.data_dir)
-        self.copy = copy if copy is not None else not disk.local or dp_world_size > 1
-        self._stripe = Stripe(rank=dp_rank, world_size=dp_world_size)
+        self.copy = settings.copy if settings.copy is not None else not disk.local or settings.dp_world_size > 1
+        self._stripe = Stripe(rank=settings.dp_rank, world_size=settings.dp_world_size)
         self._readers: dict[str, SplitReader | LegacyReader] = {}
         self._last_state: dict[str, Any] | None = None
         """Once closed."""
@@ -176,10 +113,7 @@ class DatasetConsumer:
         if prefer_queue and (self.data_dir / "queue").is_dir():
             for sentence in disk.warnings:
                 self._journal.disk_warning(sentence)
-            self._queue = RankQueue(
-                self.data_dir, self.meta, self._stripe, self._journal, self._meter, ack=ack, archive=archive, copy=self.copy,
-                cache_files=cache_files, deadline=deadline, verdict_patience=verdict_patience,
-            )  # fmt: skip
+            self._queue = RankQueue(settings, self.meta, self._journal, self._meter, copy=self.copy)
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -202,7 +136,7 @@ class DatasetConsumer:
         return batch
 
     def _tensors(
-        self, schema: Sequence[FieldSpec], arrays: Mapping[str, np.ndarray], device: str | torch.device | None
+        self, schema: BatchSpec, arrays: Mapping[str, np.ndarray], device: str | torch.device | None
     ) -> dict[str, torch.Tensor]:
         """The arrays as tensors on `device`. To CUDA through pinned memory, so that the copy runs beside the step."""
         import torch
@@ -261,13 +195,13 @@ class DatasetConsumer:
             )  # fmt: skip
         self.batch_size = new_bs
 
-    def schema(self, split: str = "train") -> list[FieldSpec]:
-        """The fields of a batch."""
+    def schema(self, split: str = "train") -> BatchSpec:
+        """Return the fields of a batch."""
         reader = self._reader(split) if self._queue is None else None
         if isinstance(reader, LegacyReader):  # it is known once the first file is open
             reader.prefetch()
-            return list(reader.schema)
-        return list(schema_of(self.meta["batch_schema"]))
+            return BatchSpec(reader.schema)
+        return BatchSpec.from_json(self.meta["batch_schema"])
 
     def stats(self) -> dict[str, Any]:
         """Counters, and per split where reading stands and how many files lie ahead."""

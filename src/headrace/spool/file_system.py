@@ -1,10 +1,10 @@
-"""What can be expected of the disk a spool lies on: does it keep its word, and how much room is left?
+"""The file system of a spool: its guarantees, and the room that is left.
 
     FileSystem.of(path)           its kind, whether other machines share it, what it does not keep
-    FileSystem.of(path).warnings  sentences for whoever opens a spool there
+    FileSystem.of(path).warnings  what it does not guarantee, for the log of a provider or consumer
     room(path)                    bytes and inodes that are free, and how many of them are left to consumers
 
-A spool stands on three things: `link` excludes, `fsync` reaches the disk, `flock` is seen by everybody who reads. Links
+A spool stands on three things: `link` excludes, `fsync` reaches the disk, `flock` is seen by all readers. Links
 are tried out whenever a spool is opened; the other two cannot be tried, so they are judged by the file system's name. On
 Linux that is read from /proc/self/mountinfo; elsewhere it is unknown, and nothing is said.
 """
@@ -27,6 +27,9 @@ _LOCKS_OF_ONE_MACHINE = {"9p", "cifs", "smb3"}
 
 _KEPT_BYTES, _KEPT_INODES = 1 << 18, 64
 """What providers leave to consumers, or a quarter of the disk where that is less."""
+_INODES_OF_A_FILE = 2
+"""A temporary, and on file systems that count links (tmpfs) its second name."""
+_BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,7 @@ class FileSystem:
 
     @property
     def local(self) -> bool:
-        """Whether a file that is deleted stays readable to whoever has it mapped, whoever deletes it."""
+        """Whether a deleted file stays readable to a process that has it mapped, also if another machine deletes it."""
         return self.kind not in _SHARED and not self.kind.startswith("fuse")
 
     @property
@@ -92,6 +95,37 @@ class Room:
     kept_bytes: int = 0
     kept_inodes: int = 0
     """What a provider leaves of them, so that consumers can start, judge files and commit. Only consumers free room."""
+
+    def __str__(self) -> str:
+        return f"{self.bytes:,} bytes" + ("" if self.inodes is None else f" and {self.inodes:,} inodes")
+
+    def is_little(self, size: int, files: int) -> bool:
+        """Whether `files` more files of `size` bytes do not fit."""
+        return self.bytes < size * files or (self.inodes is not None and self.inodes < _KEPT_INODES + files)
+
+    def is_ample(self, size: int, verdicts: int) -> bool:
+        """Whether a file of `size` bytes and so many verdicts fit beside what is kept, or the file system does not say how large it is."""
+        if not self.kept_bytes:
+            return True
+        inodes = self.kept_inodes + verdicts + _INODES_OF_A_FILE
+        return self.bytes > self.kept_bytes + verdicts * _BLOCK + size and (self.inodes is None or self.inodes > inodes)
+
+    def require(self, size: int, verdicts: int, waited_for: bool, sentence: str) -> None:
+        """StorageError, beginning with `sentence`, if a file of `size` bytes would take room that consumers need.
+
+        Args:
+            size: Bytes of the file.
+            verdicts: Verdicts that consumers have to write before they can free room.
+            waited_for: A consumer waits for this file: it may take what is kept.
+            sentence: What cannot be done.
+        """
+        inodes = verdicts + (0 if waited_for else self.kept_inodes)
+        space = verdicts * _BLOCK + (0 if waited_for else self.kept_bytes)
+        if self.bytes < space + size or (self.inodes is not None and self.inodes < inodes + _INODES_OF_A_FILE):
+            raise StorageError(
+                f"{sentence}: {self} are free, and {space:,} bytes and {inodes} inodes are left to consumers, "
+                "which need them to read and to free room. Free space, or let a consumer read and commit"
+            )
 
 
 def room(path: Path) -> Room:

@@ -1,10 +1,10 @@
-"""Where a spool's files lie, and who may write them.
+"""Layout of a spool's folder, its locks and its small state.
 
     data/web/
       meta.json, meta.pkl               what it holds
       queue/train/000000000007.safetensors    the batches, in the order of their number and of nothing else
-      claims/train/000000000008         somebody is making this one (for speed only)
-      verdicts/train/000000000007       good or bad, decided once for all ranks before anybody reads
+      claims/train/000000000008         a provider is making this one (saves work, decides nothing)
+      verdicts/train/000000000007       good or bad, decided once for all ranks, before any rank reads
       state/commit                      below this nothing is needed any more; only then may a file be deleted
       state/read-0                      how far each rank has read; what the provider measures its backlog by
       state/taken-train                 which files a consumer that deletes as it reads has begun
@@ -23,26 +23,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import platform
 import re
-import time
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-from headrace.errors import ConfigError, DeadlineExceeded, FileCorrupt, StorageError
-from headrace.files import TEMP_PREFIX, process_start, temporary_name, unreadable
-from headrace.metrics import Wait
+from headrace.errors import ConfigError, FileCorrupt, StorageError
+from headrace.files import TEMP_PREFIX, process_start, temporary_name
+from headrace.runtime.locks import ExclusiveLock, lock_holder
+from headrace.runtime.retry import retry as _retry
+from headrace.spool.durability import COMMIT_POINT, READ_POSITION
 from headrace.spool.records import read_record, read_sealed, reserve_record, seal, write_record
 
 __all__ = [
-    "HeldLock",
     "SpoolFolder",
-    "lock_holder",
     "names_in",
     "patiently",
+    "purge_spool",
     "read_sealed",
     "seal",
     "sweep_dead_temporaries",
@@ -54,75 +53,6 @@ _BYTES_PER_PART = 96
 T = TypeVar("T")
 
 
-class HeldLock:
-    """A lock on a file that lives as long as this object and this process."""
-
-    def __init__(self, path: Path, fd: int) -> None:
-        self.path, self._fd = path, fd
-
-    @classmethod
-    def take(cls, path: Path, who: str) -> Self | None:
-        """Hold it, or None while somebody else does."""
-        for _ in range(100):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                lock = cls(path, fd)
-                if not lock.valid():  # its file was removed between the two calls
-                    os.close(fd)
-                    continue
-                lock.renew(who)
-                return lock
-            except BlockingIOError:
-                os.close(fd)
-                return None
-            except BaseException:
-                os.close(fd)
-                raise
-        raise StorageError(f"{path} keeps being removed by somebody else; look for a second janitor on this folder")
-
-    def renew(self, who: str) -> None:
-        """Write down who holds it; written anew with other words, it tells those who wait that the holder is alive."""
-        text = f"{who}, process {os.getpid()} on {platform.node()}\n".encode()
-        os.pwrite(
-            self._fd, text, 0
-        )  # before the rest is cut off: on a full disk a block that was given back may not come again
-        os.ftruncate(self._fd, len(text))
-
-    def valid(self) -> bool:
-        """Whether the name still leads to what is held. False once somebody removed it: then a successor may be at work."""
-        try:
-            return os.path.samestat(os.fstat(self._fd), os.lstat(self.path))
-        except OSError:
-            return False
-
-    def release(self, *, remove: bool = False) -> None:
-        if self._fd >= 0:
-            if remove and self.valid():
-                with contextlib.suppress(OSError):
-                    os.unlink(self.path)
-            os.close(self._fd)
-            self._fd = -1
-
-
-def lock_holder(path: Path) -> str | None:
-    """Who holds a lock, as the holder wrote it down; None if no process does. StorageError if the system cannot tell."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        problem = unreadable(path, error)
-        if isinstance(problem, StorageError):
-            raise problem from error
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except OSError:
-        return os.pread(fd, 300, 0).decode(errors="replace").partition("\n")[0].strip() or "another process"
-    finally:
-        os.close(fd)
-
-
 def patiently(
     what: str,
     call: Callable[[], T],
@@ -131,25 +61,15 @@ def patiently(
     hidden: bool,
     retry: tuple[type[Exception], ...] = (StorageError,),
 ) -> T:
-    """Call until it no longer fails for want of disk, with growing pauses; the last error once the deadline has passed.
-
-    Every attempt starts from nothing (a new temp file), so a failed fsync is never repeated on the same file.
-    """
-    try:
-        return call()
-    except retry as error:
-        problem: Exception = error
-    with Wait("spool.disk", deadline=deadline, hidden=hidden, remedy=f"{what}: {problem}") as wait:
-        pause = 0.01
-        while True:
-            if wait.expired():
-                raise problem
-            time.sleep(min(pause, wait.remaining()))
-            pause = min(2 * pause, 1.0)
-            try:
-                return call()
-            except retry as error:
-                problem = error
+    """`call()`, again while the disk is full or fails; the last error once `deadline` seconds have passed."""
+    return _retry(
+        call,
+        passes=lambda error: isinstance(error, retry),
+        wait_name="spool.disk",
+        deadline=deadline,
+        doing=what,
+        hidden=hidden,
+    )
 
 
 def names_in(folder: Path) -> list[str]:
@@ -209,7 +129,7 @@ class SpoolFolder:
         except OSError as error:
             raise ConfigError(f"the spool {self.path} cannot be made: {error.strerror or error}") from error
         _check_exclusive_link(self.state)
-        reserve_record(self._commit, {"splits": {}}, size=parts * _BYTES_PER_PART)
+        reserve_record(self._commit, {"splits": {}}, size=parts * _BYTES_PER_PART, durable=COMMIT_POINT)
 
     def sweep(self) -> int:
         """Remove what dead processes left unfinished, anywhere in the spool; how many files."""
@@ -242,7 +162,7 @@ class SpoolFolder:
 
     def write_commit_points(self, splits: Mapping[str, Any]) -> None:
         """Overwrite the older of the two commit records, durably."""
-        write_record(self._commit, {"splits": dict(splits)}, durable=True)
+        write_record(self._commit, {"splits": dict(splits)}, durable=COMMIT_POINT)
         with contextlib.suppress(OSError):
             os.unlink(self._old_commit)
 
@@ -267,12 +187,12 @@ class SpoolFolder:
 
     def reserve_read_position(self, rank: int, parts: int = 1) -> None:
         """Make the file in which a rank will write its position."""
-        reserve_record(self._read(rank), {"splits": {}}, size=parts * _BYTES_PER_PART, durable=False)
+        reserve_record(self._read(rank), {"splits": {}}, size=parts * _BYTES_PER_PART, durable=READ_POSITION)
 
     def write_read_position(self, rank: int, world_size: int, splits: Mapping[str, Any]) -> None:
-        """Not durable: it survives a kill, and after a power cut an older position is as good."""
+        """Overwrite the older position of a rank."""
         value = {"rank": rank, "world_size": world_size, "splits": dict(splits)}
-        write_record(self._read(rank), value, durable=False)
+        write_record(self._read(rank), value, durable=READ_POSITION)
 
     def _read(self, rank: int) -> Path:
         return self.state / f"read-{rank}"
@@ -293,29 +213,16 @@ class SpoolFolder:
             holder = holders[0] if holders and all(holders) else None
         return holder
 
-    def take_lock(self, name: str, who: str, advice: str) -> HeldLock:
+    def take_lock(self, name: str, who: str, advice: str) -> ExclusiveLock:
         """Hold a lock of the spool, or be refused within a second, naming the holder."""
-        path = self.state / f"{name}.lock"
-        with Wait("spool.lock", deadline=1.0) as wait:
-            while True:
-                try:
-                    lock = HeldLock.take(path, who)
-                except OSError as error:
-                    if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
-                        raise ConfigError(
-                            f"{path} cannot be locked ({error.strerror}): put the spool on a file system with flock"
-                        ) from error
-                    raise StorageError(f"{path} cannot be opened: {error.strerror or error}") from error
-                if lock is not None:
-                    return lock
-                try:
-                    wait.check()
-                except DeadlineExceeded:
-                    holder = lock_holder(path) or "a process that just ended"
-                    if f"process {os.getpid()} " in f"{holder} ":
-                        advice = f"{advice}. It is this process that has it open: close() it"
-                    raise ConfigError(f"{self.path} is in use by {holder}: {advice}") from None
-                time.sleep(0.02)
+        return ExclusiveLock.acquire(
+            self.state / f"{name}.lock",
+            who,
+            in_use=f"{self.path} is in use by",
+            advice=advice,
+            patience=1.0,
+            wait_name="spool.lock",
+        )
 
 
 def _check_exclusive_link(folder: Path) -> None:
@@ -348,3 +255,24 @@ def _check_exclusive_link(folder: Path) -> None:
         for path in (first, second):
             with contextlib.suppress(OSError):
                 os.unlink(path)
+
+
+def purge_spool(path: Path) -> None:
+    """Empty a spool: queue, claims, verdicts, quarantine, archives, state and meta. Locks stay, because they are held."""
+    try:
+        for name in (*_FOLDERS, "archives"):
+            below = path / name
+            if below.is_symlink():
+                raise ConfigError(f"{below} is a symbolic link; nothing behind it is deleted. Remove the link by hand")
+            if below.exists():
+                shutil.rmtree(below)
+        # The state goes last: while it stands, a half-emptied spool refuses to start over from file 0.
+        for name in names_in(path / "state"):
+            if not name.endswith(".lock"):
+                os.unlink(path / "state" / name)
+        for name in ("meta.json", "meta.pkl"):
+            (path / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"{path} could not be emptied: {error.filename or path}: {error.strerror or error}. What is left can be removed once that is allowed: run again"
+        ) from error

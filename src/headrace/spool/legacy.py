@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from headrace.batch import BatchSpec, FieldSpec
 from headrace.errors import ConfigError, DataError, FileCorrupt
 from headrace.files import unreadable
 from headrace.order import fingerprint_json
 from headrace.spool.batch_file import check_pt_records, load_pt, pt_array, tensor_dtype_name
-from headrace.spool.meta import FieldSpec
 from headrace.spool.rows import Stripe
 
 __all__ = ["LegacyReader", "legacy_batch_size", "legacy_files", "legacy_fingerprint"]
@@ -69,7 +69,7 @@ class LegacyReader:
             )
         self._keep = max(1, keep)
         self._kept: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
-        self.schema: tuple[FieldSpec, ...] = ()
+        self.schema: BatchSpec = BatchSpec(())
         self.seq = self.row = self.batches = self.position = 0
         self._read = (0, 0)
         """Rows of the batch that was read last, and samples of it."""
@@ -119,7 +119,7 @@ class LegacyReader:
             raise DataError(
                 f"{path} has {len(arrays['x'])} rows of x and {len(arrays['y'])} of y; both need the same, and at least one"
             )
-        schema = tuple(
+        schema = BatchSpec(
             FieldSpec(name, tensor_dtype_name(loaded[name]), tuple(arrays[name].shape[1:]), role)
             for name, role in (("x", "input"), ("y", "target"))
         )

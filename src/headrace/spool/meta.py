@@ -1,4 +1,4 @@
-"""What a spool holds: the fields of a sample, and the facts a trainer needs before it reads the first one.
+"""Meta of a spool: the fields of a sample, and the facts a trainer needs before it reads the first one.
 
     meta.json    strict JSON with a checksum; what headrace reads
     meta.pkl     the same for scripts that unpickle it; read only where there is no meta.json
@@ -14,29 +14,31 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import pickle
 import pickletools
 import stat
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from headrace.errors import ConfigError, FileCorrupt
+from headrace.batch import BatchSpec, FieldSpec
+from headrace.errors import ConfigError, FileCorrupt, StorageError
 from headrace.files import publish, unreadable
+from headrace.order import fingerprint_json
+from headrace.spool.durability import META
 
 __all__ = [
     "CIRCULAR_SPLITS",
     "TRAINING_TYPES",
-    "FieldSpec",
     "check_meta",
     "meta_problems",
     "read_meta",
-    "schema_of",
+    "require_own",
+    "require_same_job",
+    "with_job",
     "write_meta",
 ]
 
@@ -47,69 +49,6 @@ _WITH_VOCABULARY = ("LM", "MLM", "TOKEN_CLASSIFICATION")
 _REQUIRED = ("dataset_name", "training_type", "batch_size", "batch_schema", "split_info")
 _MAX_META = 64 << 20
 _MAX_OPCODES = 8_000_000
-
-DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
-    "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-"""torch's names of the types a field may have, and safetensors' names of the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class FieldSpec:
-    """One field of a sample: a tensor of `shape`, or a row of any length where it is ragged."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...] = ()
-    """Without the batch axis. Empty for a number a sample, and for a ragged field."""
-    role: str | None = None
-    ragged: bool = False
-    """Stored as values and offsets; a batch has `name` with all values and `name_offsets` with where each row begins."""
-
-    def __post_init__(self) -> None:
-        if not (self.name.isidentifier() and len(self.name) <= 100):
-            raise ValueError(f"a field is named like a Python variable, got {self.name!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"field {self.name!r} has dtype {self.dtype!r}; a spool holds {', '.join(DTYPES)}")
-        if any(type(n) is not int or n < 0 for n in self.shape) or math.prod(self.shape) > 1 << 40:
-            raise ValueError(f"field {self.name!r} has shape {list(self.shape)}; a shape is a few numbers of 0 or more")
-        if self.ragged and self.shape:
-            raise ValueError(f"field {self.name!r} is ragged and has shape {list(self.shape)}; a ragged field has none")
-
-    def to_json(self) -> dict[str, Any]:
-        value: dict[str, Any] = {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
-        return value | ({"role": self.role} if self.role else {}) | ({"ragged": True} if self.ragged else {})
-
-    @classmethod
-    def from_json(cls, value: object) -> FieldSpec:
-        """From a mapping with name, dtype, shape and perhaps role and ragged; a ValueError says what is wrong with it."""
-        if isinstance(value, FieldSpec):
-            return value
-        if not isinstance(value, Mapping):
-            raise ValueError(f"a field is a mapping with name, dtype, shape, got a {type(value).__name__}")
-        unknown = set(value) - {"name", "dtype", "shape", "role", "ragged"}
-        if unknown or not {"name", "dtype", "shape"} <= set(value):
-            raise ValueError(
-                f"a field has name, dtype, shape and perhaps role and ragged, got {sorted(map(str, value))}"
-            )
-        name, dtype, shape, role = value["name"], value["dtype"], value["shape"], value.get("role")
-        if not isinstance(name, str) or not isinstance(dtype, str) or not isinstance(shape, (list, tuple)):
-            raise ValueError(f"a field has a name, a dtype and a list of sizes, got {dict(value)!r:.200}")
-        if role is not None and not isinstance(role, str):
-            raise ValueError(f"field {name!r} has the role {role!r}; a role is a word such as input, target or mask")
-        return cls(name, dtype.removeprefix("torch."), tuple(shape), role, bool(value.get("ragged", False)))
-
-
-def schema_of(value: object) -> tuple[FieldSpec, ...]:
-    """The fields of a `batch_schema`; a ValueError says what is wrong with it."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value or len(value) > 1000:
-        raise ValueError(f"a batch_schema is a list of fields, got {value!r:.100}")
-    fields = tuple(FieldSpec.from_json(entry) for entry in value)
-    names = [f.name for f in fields] + [f"{f.name}_offsets" for f in fields if f.ragged]
-    if len(set(names)) != len(names):
-        raise ValueError(f"fields must have different names, got {names}")
-    return fields
 
 
 # ------------------------------------------------------------------------------------------------- checks
@@ -136,7 +75,7 @@ def meta_problems(meta: object, *, legacy: bool = False) -> list[str]:
         problems.append("batch_size is None, expected a whole number of 1 or more")
     if "batch_schema" in meta:
         try:
-            schema_of(meta["batch_schema"])
+            BatchSpec.from_json(meta["batch_schema"])
         except ValueError as error:
             problems.append(f"batch_schema: {error}")
     splits = meta.get("split_info", {})
@@ -158,7 +97,7 @@ def check_meta(meta: object, where: str, *, legacy: bool = False) -> dict[str, A
 
 
 def write_meta(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Publish meta.pkl and then meta.json, which counts."""
+    """Publish meta.json, which counts, and then meta.pkl for readers that know no other: a meta.pkl of ours is never alone."""
     plain = _plain(meta)
     try:
         text = json.dumps(_keyed(plain), indent=2, ensure_ascii=False, allow_nan=False)
@@ -167,10 +106,11 @@ def write_meta(folder: Path, meta: Mapping[str, Any]) -> None:
             f"meta of {folder} cannot be written: {error}. It holds text, numbers, lists and mappings; turn anything else "
             "into one of these in build_meta"
         ) from error
-    publish(folder / "meta.pkl", pickle.dumps(plain, protocol=4), replace=True)
     value = json.loads(text)
     sealed = {"checksum": _sum(value), "meta": value}
-    publish(folder / "meta.json", json.dumps(sealed, indent=2, ensure_ascii=False).encode() + b"\n", replace=True)
+    raw = json.dumps(sealed, indent=2, ensure_ascii=False).encode() + b"\n"
+    publish(folder / "meta.json", raw, replace=True, durable=META)
+    publish(folder / "meta.pkl", pickle.dumps(plain, protocol=4), replace=True, durable=META)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -188,12 +128,46 @@ def read_meta(folder: Path) -> dict[str, Any]:
         return check_meta(_parse_json(path, raw), str(path))
     legacy = not os.path.lexists(folder / "queue") and any(folder.glob("*_batches_*.pt"))
     meta = check_meta(_parse_pickle(path, raw), str(path), legacy=legacy)
+    if not legacy:
+        _confirm(folder, path, meta)
     if legacy and "batch_size" not in meta:
         from headrace.spool.legacy import legacy_batch_size
 
         size = legacy_batch_size(folder)
         meta |= {} if size is None else {"batch_size": size}
     return meta
+
+
+def _confirm(folder: Path, path: Path, meta: Mapping[str, Any]) -> None:
+    """Compare a meta.pkl that stands alone with a file of its queue: it has no checksum, and a flipped bit in it would be a
+    wait without end. FileCorrupt names what differs."""
+    from headrace.spool.batch_file import open_batch_file
+
+    ours = next((name for name, value in meta.items() if isinstance(value, Mapping) and "job" in value), "headrace")
+    if ours in meta:
+        if ours != "headrace" or not isinstance(meta[ours], Mapping):
+            raise FileCorrupt(
+                f"{path} is damaged: the job of its provider stands under {ours!r}. Start the provider again"
+            )
+        recipe = {name: value for name, value in meta["headrace"].items() if name not in ("version", "job")}
+        own = {name: value for name, value in meta.items() if name != "headrace"}
+        if with_job(own, recipe, str(path))["headrace"]["job"] != meta["headrace"].get("job"):
+            raise FileCorrupt(
+                f"{path} is damaged: it is not the meta of its own job. Start the provider again: it writes it"
+            )
+        return
+    for first in sorted((folder / "queue").glob("*/*.pt"))[:4]:
+        try:
+            header = open_batch_file(first).header
+        except (FileCorrupt, StorageError):
+            continue  # the consumer sets it aside, or says what is wrong with the disk
+        wanted = BatchSpec.from_json(meta["batch_schema"])
+        if header.schema != wanted or header.batch_size != meta["batch_size"]:
+            raise FileCorrupt(
+                f"{path} says batches of {meta['batch_size']} with {wanted}, {first.name} holds batches of "
+                f"{header.batch_size} with {header.schema}. One of the two is damaged: let the provider write {path.name} again"
+            )
+        return
 
 
 def _plain(value: Any) -> Any:
@@ -324,3 +298,52 @@ def _check_plain(value: Any, budget: int) -> None:
             stack += top
         elif not isinstance(top, (str, int, float, bool, type(None))):
             raise ValueError(f"it holds a {type(top).__name__}")
+
+
+# ---------------------------------------------------------------------------------------------------- job
+
+
+def with_job(meta: Mapping[str, Any], recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A checked meta with the provider's part: its recipe, and the job, which is the fingerprint of everything that decides the files."""
+    full = {**meta, "batch_schema": BatchSpec.from_json(meta["batch_schema"]).to_json()}
+    try:
+        job = fingerprint_json({"recipe": recipe, "meta": _comparable(full)})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where} cannot be written: {error}. It holds text, numbers, lists and mappings; turn anything else into one of these in build_meta"
+        ) from error
+    return {**full, "headrace": {"version": 1, **recipe, "job": job}}
+
+
+def require_own(found: Mapping[str, Any], folder: Path) -> None:
+    """ConfigError if a meta is not one of headrace's providers."""
+    if "headrace" not in found:
+        raise ConfigError(
+            f"{folder} has a meta that another program wrote (dataset_name {found.get('dataset_name')!r}). Files of both would be mixed: use "
+            "another folder, or empty this one with force_regenerate=True (--force_regenerate)"
+        )
+
+
+def require_same_job(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
+    """ConfigError if the meta of a spool is of another job than a provider's, naming what differs."""
+    if found["headrace"].get("job") == wanted["headrace"]["job"]:
+        return
+    then, now = {**found, **found["headrace"]}, {**wanted, **wanted["headrace"]}
+    differences = [
+        f"{name} is {then.get(name)!r:.80}, now {now.get(name)!r:.80}"
+        for name in sorted((set(then) | set(now)) - {"headrace", "job"}, key=str)
+        if _comparable(then.get(name)) != _comparable(now.get(name))
+    ]
+    raise ConfigError(
+        f"{folder} was made for something else ({'; '.join(differences)}). Files of both would be mixed: use another folder, "
+        "or empty this one with force_regenerate=True (--force_regenerate)"
+    )
+
+
+def _comparable(value: Any) -> Any:
+    """A form in which two metas can be compared: keys as text, tuples as lists."""
+    if isinstance(value, Mapping):
+        return {str(k): _comparable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_comparable(v) for v in value]
+    return value

@@ -13,7 +13,8 @@ import time
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.metrics import Meter, Wait
-from headrace.spool.folder import HeldLock, SpoolFolder, lock_holder
+from headrace.runtime.locks import ExclusiveLock, lock_holder
+from headrace.spool.folder import SpoolFolder
 
 __all__ = ["RankLock"]
 _QUICK_LOOK = 0.0005
@@ -27,7 +28,7 @@ class RankLock:
 
     def __init__(self, folder: SpoolFolder, rank: int, world_size: int, meter: Meter) -> None:
         self._folder, self.rank, self.world_size, self._meter = folder, rank, world_size, meter
-        self._lock: HeldLock | None = None
+        self._lock: ExclusiveLock | None = None
         self._released = False
 
     def acquire(self) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from headrace.batch import BatchSpec
 from headrace.errors import ConfigError, CursorMismatch
 from headrace.metrics import Meter
 from headrace.runtime.background import BackgroundThread
@@ -22,15 +22,18 @@ from headrace.spool.batch_file import BatchFile
 from headrace.spool.channel import Channel
 from headrace.spool.folder import SpoolFolder
 from headrace.spool.journal import FileJournal
-from headrace.spool.meta import CIRCULAR_SPLITS, schema_of
+from headrace.spool.meta import CIRCULAR_SPLITS
 from headrace.spool.rank_lock import RankLock
 from headrace.spool.reader import OpenFile, PartFiles, PartReader, SplitReader
 from headrace.spool.retention import Retention
 from headrace.spool.rows import Stripe
+from headrace.spool.settings import ConsumerSettings
 from headrace.spool.verdicts import FileChecker
 
 __all__ = ["RankQueue"]
 
+_TIMESTAMPED_JOB = "document"
+"""The job of a queue in the timestamped `.pt` layout, as saved states name it."""
 _FILES_AHEAD = 2
 """With one, the background thread waited for the trainer whenever the trainer had waited for it."""
 
@@ -39,27 +42,16 @@ class RankQueue:
     """`queue/` of one spool, locked for one rank. The trainer's thread calls it; `background` does the work that can wait."""
 
     def __init__(
-        self,
-        data_dir: Path,
-        meta: Mapping[str, Any],
-        stripe: Stripe,
-        journal: FileJournal,
-        meter: Meter,
-        *,
-        ack: Literal["consume", "commit"],
-        archive: int,
-        copy: bool,
-        cache_files: int,
-        deadline: float,
-        verdict_patience: float,
+        self, settings: ConsumerSettings, meta: Mapping[str, Any], journal: FileJournal, meter: Meter, *, copy: bool
     ) -> None:
-        """Take the lock of this rank, and delete what a crash of rank 0 left. The options are those of `ConsumerSettings`."""
-        self.folder = SpoolFolder(data_dir)
+        """Take the lock of this rank, and delete what a crash of rank 0 left. `copy`: rows are gathered, not handed out as views."""
+        self.folder = SpoolFolder(settings.data_dir)
+        self._settings, self._copy, self._journal, self._meter = settings, copy, journal, meter
         self._meta: Mapping[str, Any] = meta.get("headrace") or {}
         """What a provider of headrace wrote about the spool; nothing in the timestamped `.pt` layout."""
-        self.job: str = self._meta.get("job", "document")  # so it is called in saved states of the timestamped layout
-        self._schema, self._stripe, self._journal, self._meter = schema_of(meta["batch_schema"]), stripe, journal, meter
-        self._ack, self._copy, self._cache_files, self._deadline = ack, copy, cache_files, deadline
+        self.job: str = self._meta.get("job", _TIMESTAMPED_JOB)
+        self._schema = BatchSpec.from_json(meta["batch_schema"])
+        self._stripe = stripe = Stripe(rank=settings.dp_rank, world_size=settings.dp_world_size)
         self._channels: dict[tuple[str, int], Channel] = {}
         self._readers: dict[str, SplitReader] = {}
         self._begun: set[str] = set()
@@ -71,11 +63,11 @@ class RankQueue:
         self.background = BackgroundThread("spool", on_error=journal.task_failed, meter=meter)
         self.lock = RankLock(self.folder, stripe.rank, stripe.world_size, meter)
         self._checker = FileChecker(
-            meta, stripe, self.lock, patience=verdict_patience, deadline=deadline, on_bad=journal.file_bad, writable=not copy
+            meta, stripe, self.lock, patience=settings.verdict_patience, deadline=settings.deadline, on_bad=journal.file_bad, writable=not copy
         )  # fmt: skip
         self.retention = Retention(
-            self.folder, self.lock, self.background, self.channel, self._positions, ack=ack, archive=archive,
-            kept_below=1 if self._meta.get("kind") == "sequential" else 0, deadline=deadline, meter=meter,
+            self.folder, self.lock, self.background, self.channel, self._positions, ack=settings.ack, archive=settings.archive,
+            kept_below=1 if self._meta.get("kind") == "sequential" else 0, deadline=settings.deadline, meter=meter,
         )  # fmt: skip
         self.folder.prepare(self._meta.get("parts", 1))
         self.lock.acquire()
@@ -131,7 +123,7 @@ class RankQueue:
     def open(self, split: str, position: dict[str, Any] | None) -> SplitReader:
         """A reader of a split, from a position that `SplitReader.state` gave; None: from where a consumer without a state begins."""
         channels, circular = [self.channel(split, part) for part in range(self.parts_of(split))], 0
-        if self._ack == "consume" and len(channels) > 1:
+        if self._settings.ack == "consume" and len(channels) > 1:
             raise ConfigError(f'{self.folder.path} has {len(channels)} parts; a consumer of parts needs ack="commit"')
         if split in CIRCULAR_SPLITS:
             circular = int(self._meta.get("circular", {}).get(split) or max(1, len(channels[0].present())))
@@ -139,14 +131,14 @@ class RankQueue:
             position = {"g": g, "at": at, "start": [g - at[0][1]]}  # rows are counted on from pass to pass
         elif position is None:
             if split in self._begun:  # files that were read count first: they move the commit point
-                self.background.drain(self._deadline)
+                self.background.drain(self._settings.deadline)
             position = self.retention.starting_point(split, len(channels), again=split in self._begun)
         parts = [
             self._part_reader(channel, seq, start, circular)
             for channel, (seq, _), start in zip(channels, position["at"], position["start"], strict=True)
         ]
         self._readers[split] = SplitReader(
-            split, self._schema, self._stripe, parts, position["g"], circular=circular, deadline=self._deadline, pool=BufferPool(8),
+            split, self._schema, self._stripe, parts, position["g"], circular=circular, deadline=self._settings.deadline, pool=BufferPool(8),
             entered=self.retention.entered, finished=self._finished,
         )  # fmt: skip
         self.retention.tell_position()
@@ -156,7 +148,7 @@ class RankQueue:
         gathers = self._copy or circular > 0
         files = PartFiles(
             channel, self._checker, self._stripe, self._gathered if gathers else None, seq=seq, start=start, circular=circular,
-            keep=self._cache_files,
+            keep=self._settings.cache_files,
         )  # fmt: skip
         ahead = Prefetch(
             self.background, files.open_next, depth=_FILES_AHEAD, wait_name="spool.open", while_waiting=self.lock.require, meter=self._meter

@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from headrace.batch import BatchSpec
 from headrace.errors import CursorMismatch, DataError, EndOfData
 from headrace.runtime.buffers import BufferPool
 from headrace.runtime.prefetch import Prefetch
 from headrace.spool.batch_file import BatchFile
 from headrace.spool.channel import Channel
-from headrace.spool.meta import FieldSpec
 from headrace.spool.rows import Rows, Stripe, gather_rows, merge_rows, rows_before, slice_rows
 from headrace.spool.verdicts import FileChecker
 
@@ -167,7 +167,7 @@ class SplitReader:
     def __init__(
         self,
         split: str,
-        schema: Sequence[FieldSpec],
+        schema: BatchSpec,
         stripe: Stripe,
         parts: list[PartReader],
         position: int,
@@ -181,7 +181,7 @@ class SplitReader:
         """`position`: the next sample. `circular`: how many files are read over and over; 0 where each is read once. `deadline`: the longest wait
         for a batch, in seconds. `entered`: (split, number, first row behind the file), before its first row is delivered. `finished`: after
         its last one was."""
-        self.split, self.schema, self.parts, self.circular = split, tuple(schema), parts, circular
+        self.split, self.schema, self.parts, self.circular = split, schema, parts, circular
         self.position, self.batches = position, 0
         self._stripe, self._deadline, self._pool = stripe, deadline, pool
         self._entered, self._finished = entered, finished

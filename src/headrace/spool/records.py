@@ -26,7 +26,7 @@ from typing import Any
 import xxhash
 
 from headrace.errors import FileCorrupt, StorageError
-from headrace.files import publish, unreadable
+from headrace.files import Durability, publish, unreadable
 
 __all__ = ["read_record", "read_sealed", "reserve_record", "seal", "write_record"]
 
@@ -109,21 +109,23 @@ def read_record(path: Path) -> dict[str, Any] | None:
     return max(found, key=lambda entry: entry[0])[2]
 
 
-def reserve_record(path: Path, value: Mapping[str, Any], *, size: int = _BLOCK, durable: bool = True) -> None:
+def reserve_record(
+    path: Path, value: Mapping[str, Any], *, size: int = _BLOCK, durable: Durability | bool = True
+) -> None:
     """Make a record file that holds `value`, unless there is a file.
 
     Args:
         path: The file.
         value: The first record.
         size: Bytes of a record to leave room for.
-        durable: Whether the file survives a power cut.
+        durable: Whether the file survives a power cut (`headrace.files.Durability`).
     """
     if not os.path.lexists(path):
         with contextlib.suppress(FileExistsError):
             publish(path, _new_file(value, size), durable=durable)
 
 
-def write_record(path: Path, value: Mapping[str, Any], *, durable: bool) -> None:
+def write_record(path: Path, value: Mapping[str, Any], *, durable: Durability | bool) -> None:
     """Overwrite the older record of a file. StorageError if that fails: the newer one is still there then.
 
     A file that is missing, has no room for the value or has no whole record is made anew; only this needs room on the disk.
@@ -148,7 +150,7 @@ def write_record(path: Path, value: Mapping[str, Any], *, durable: bool) -> None
         place = 1 - place
         if os.pwrite(fd, record.ljust(slot), place * slot) != slot:
             raise OSError("fewer bytes were written than asked for")
-        if durable:
+        if Durability.of(durable) is Durability.SYNCED:
             try:
                 os.fsync(fd)
             except OSError:

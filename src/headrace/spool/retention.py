@@ -1,4 +1,4 @@
-"""How far has been read, and what may go.
+"""Read positions, commit point and deletion: how far has been read, and which files may go.
 
     read-<rank>         where each rank reads: the provider makes no more than so many files beyond it
     commit              below this nothing is needed any more: durable first, then files are deleted
@@ -8,8 +8,7 @@ The trainer's thread says what happened, and writes down that a file was begun; 
 and again where the disk does not allow it. All three are records that are overwritten in place (records.py). They are made when
 the consumer starts, so that on a full disk nothing has to be made before a commit frees room.
 
-`taken-<split>` is not synced: it survives a kill, and after a power cut an older record is as good, because a file is only
-deleted below the commit point.
+`taken-<split>` is not synced (durability.py): a file is only deleted below the commit point, so after a power cut an older record is as good.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from headrace.errors import FileCorrupt
 from headrace.metrics import Meter, MetricSpec, Reduction, register
 from headrace.runtime.background import BackgroundThread
 from headrace.spool.channel import Channel
+from headrace.spool.durability import BEGUN_FILES
 from headrace.spool.folder import SpoolFolder, names_in, patiently
 from headrace.spool.rank_lock import RankLock
 from headrace.spool.records import read_record, reserve_record, write_record
@@ -53,8 +53,8 @@ class Retention:
     def __init__(
         self,
         folder: SpoolFolder,
-        place: RankLock,
-        ahead: BackgroundThread,
+        lock: RankLock,
+        background: BackgroundThread,
         channel: Callable[[str, int], Channel],
         positions: Callable[[], Mapping[str, list[int]]],
         *,
@@ -66,13 +66,8 @@ class Retention:
     ) -> None:
         """`channel`: that of a split and part. `positions`: per split, the file each part is read in. `kept_below`: files kept below the
         commit point, because a sequential producer starts from the last one."""
-        self._folder, self._place, self._ahead, self._channel, self._positions = (
-            folder,
-            place,
-            ahead,
-            channel,
-            positions,
-        )
+        self._folder, self._lock, self._background = folder, lock, background
+        self._channel, self._positions = channel, positions
         self._ack, self._archive, self._kept_below, self._deadline = ack, archive, kept_below, deadline
         self._meter = meter
         self.deleted = 0
@@ -86,14 +81,14 @@ class Retention:
         self._folder.sweep()
         for name in names_in(self._folder.state):
             match = re.fullmatch(r"read-(\d{1,9})(\.json)?", name)  # .json: of version 0.1
-            if match and (match[2] or int(match[1]) >= self._place.world_size):
+            if match and (match[2] or int(match[1]) >= self._lock.world_size):
                 with contextlib.suppress(OSError):
                     os.unlink(self._folder.state / name)
-        for rank in range(self._place.world_size):
+        for rank in range(self._lock.world_size):
             self._folder.reserve_read_position(rank)
         if self._ack == "consume":
             for split in names_in(self._folder.path / "queue"):
-                reserve_record(self._taken(split), _NOTHING_TAKEN, durable=False)
+                reserve_record(self._taken(split), _NOTHING_TAKEN, durable=BEGUN_FILES)
         for split, point in self._folder.commit_points().items():
             for part, (seq, _) in enumerate(point["at"]):
                 for old in self._channel(split, part).leftovers(seq - self._kept_below):
@@ -130,15 +125,10 @@ class Retention:
         """A row of this file is about to be delivered. In the consume mode the file counts as taken before that."""
         if self._ack == "commit":
             return
-        self._place.require()
-        what = f"writing the position of {self._folder.path}"
-        value = {"seq": seq + 1, "row": end}
-        patiently(
-            what,
-            lambda: write_record(self._taken(split), value, durable=False),
-            deadline=self._deadline,
-            hidden=False,
-        )
+        self._lock.require()
+        what, value = f"writing the position of {self._folder.path}", {"seq": seq + 1, "row": end}
+        write = partial(write_record, self._taken(split), value, durable=BEGUN_FILES)
+        patiently(what, write, deadline=self._deadline, hidden=False)
 
     def finished(self, files: Sequence[tuple[str, int, int]]) -> None:
         """All rows of these files were delivered: split, number, where each ends. In the background thread."""
@@ -146,7 +136,7 @@ class Retention:
             self.tell_position(at=self._next_position)
         else:
             for split, seq, end in files:
-                self._ahead.later(partial(self._used_up, split, seq, end))
+                self._background.later(partial(self._used_up, split, seq, end))
 
     def _used_up(self, split: str, seq: int, end: int) -> None:
         """Commit a file that was delivered to its end, then delete it. Where the disk does not allow it the job is tried again, and files are
@@ -156,7 +146,7 @@ class Retention:
 
     def tell_position(self, *, at: float = 0.0) -> None:
         """Let the provider know where reading stands, not before `at`, unless a file is missed meanwhile."""
-        self._ahead.later(self.write_position, "read position", at=at, sooner_if_missed=True)
+        self._background.later(self.write_position, "read position", at=at, sooner_if_missed=True)
 
     def write_position(self) -> None:
         """The same now."""
@@ -164,7 +154,7 @@ class Retention:
         with self._writing:  # both threads do: the one that looked first must not write last
             splits = {split: {"done": done} for split, done in self._positions().items()}
             if splits:
-                self._folder.write_read_position(self._place.rank, self._place.world_size, splits)
+                self._folder.write_read_position(self._lock.rank, self._lock.world_size, splits)
         now = time.monotonic()
         self._next_position = now + min(_LONGEST, max(_SHORTEST, 50 * (now - began)))
 
@@ -177,26 +167,18 @@ class Retention:
             self._move_commit(moved, self._deadline if patience is None else patience)
 
     def _move_commit(self, moved: Mapping[str, Mapping[str, Any]], patience: float) -> None:
-        self._place.require()
+        self._lock.require()
         what = f"committing {self._folder.path}"
         points = patiently(what, self._folder.commit_points, deadline=patience, hidden=True)
         before = {
             split: [pair[0] for pair in points[split]["at"]] if split in points else [0] * len(moved[split]["at"])
             for split in moved
         }
-        ahead = {
-            split: dict(point)
-            for split, point in moved.items()
-            if split not in points or point["g"] >= points[split]["g"]
-        }
-        if any(split not in points or point != points[split] for split, point in ahead.items()):
-            patiently(
-                what,
-                lambda: self._folder.write_commit_points({**points, **ahead}),
-                deadline=patience,
-                hidden=True,
-            )
-        for split, point in ahead.items():
+        forward = {s: dict(point) for s, point in moved.items() if s not in points or point["g"] >= points[s]["g"]}
+        if any(split not in points or point != points[split] for split, point in forward.items()):
+            merged = {**points, **forward}
+            patiently(what, lambda: self._folder.write_commit_points(merged), deadline=patience, hidden=True)
+        for split, point in forward.items():
             for part, (seq, _) in enumerate(point["at"]):
                 self._delete_later(split, part, range(max(0, before[split][part] - 1), seq - self._kept_below))
 
@@ -204,7 +186,7 @@ class Retention:
         channel = self._channel(split, part)
 
         def job(seq: int) -> None:
-            self._place.require()
+            self._lock.require()
             there = channel.find(seq) is not None
             channel.delete(seq, self._archive)
             if there:
@@ -212,4 +194,4 @@ class Retention:
                 self._meter.add("spool/files_deleted")
 
         for seq in seqs:
-            self._ahead.later(lambda seq=seq: job(seq))
+            self._background.later(lambda seq=seq: job(seq))

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.spool.batch_file import OFFSETS, numpy_dtype
-from headrace.spool.meta import FieldSpec
+from headrace.batch import OFFSETS, BatchSpec, FieldSpec, numpy_dtype
 
 __all__ = ["NewArray", "Rows", "Stripe", "gather_rows", "merge_rows", "rows_before", "slice_rows"]
 
@@ -59,7 +58,7 @@ class Stripe:
         return None
 
 
-def slice_rows(schema: Sequence[FieldSpec], rows: Rows, start: int, stop: int) -> dict[str, np.ndarray]:
+def slice_rows(schema: BatchSpec, rows: Rows, start: int, stop: int) -> dict[str, np.ndarray]:
     """Rows start … stop−1, as views; only a ragged field's offsets are new."""
     out: dict[str, np.ndarray] = {}
     for field in schema:
@@ -74,7 +73,7 @@ def slice_rows(schema: Sequence[FieldSpec], rows: Rows, start: int, stop: int) -
 
 
 def gather_rows(
-    schema: Sequence[FieldSpec], rows: Rows, start: int, step: int, new_array: NewArray | None
+    schema: BatchSpec, rows: Rows, start: int, step: int, new_array: NewArray | None
 ) -> dict[str, np.ndarray]:
     """Rows start, start + step, … to the end. `new_array` makes the memory they are copied to; None: views, where there can be any."""
     out: dict[str, np.ndarray] = {}
@@ -90,7 +89,7 @@ def gather_rows(
 
 
 def merge_rows(
-    schema: Sequence[FieldSpec], pieces: Iterable[tuple[slice, Rows]], count: int, new_array: NewArray
+    schema: BatchSpec, pieces: Iterable[tuple[slice, Rows]], count: int, new_array: NewArray
 ) -> dict[str, np.ndarray]:
     """`count` rows put together of pieces, each with the places its rows go to."""
     out = {f.name: new_array((count, *f.shape), numpy_dtype(f.dtype)) for f in schema if not f.ragged}

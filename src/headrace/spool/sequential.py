@@ -24,10 +24,11 @@ import numpy as np
 
 from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError
 from headrace.order import fingerprint_json
+from headrace.runtime.locks import ExclusiveLock
 from headrace.spool.batch_file import BatchFile, FileHeader, open_batch_file
 from headrace.spool.channel import Channel
-from headrace.spool.folder import HeldLock
-from headrace.spool.provider import DataProviderBase, RowBuffer
+from headrace.spool.provider import DataProviderBase
+from headrace.spool.row_buffer import RowBuffer
 
 __all__ = ["SequentialProvider"]
 
@@ -45,7 +46,7 @@ class SequentialProvider(DataProviderBase):
         if take is not None and (type(take) is not int or take < 1):
             raise ConfigError(f"{type(self).__name__}: take is {take!r}, expected a whole number of 1 or more")
         self._parts, self._most = parts, take
-        self._part_locks: dict[int, HeldLock] = {}
+        self._part_locks: dict[int, ExclusiveLock] = {}
         self._stands: dict[tuple[str, int], int] = {}
         """The file each producer would make next."""
         self._position: dict[tuple[str, int], tuple[int, str]] = {}
@@ -85,7 +86,7 @@ class SequentialProvider(DataProviderBase):
                 break
             path = self.folder.state / f"part-{part:03d}.lock"
             try:
-                held = HeldLock.take(path, type(self).__name__)
+                held = ExclusiveLock.take(path, type(self).__name__)
             except OSError as error:
                 self.close()
                 raise StorageError(f"{path} cannot be opened: {error.strerror or error}") from error

@@ -1,4 +1,4 @@
-"""What is in a spool? For people, for CI, and for whoever looks after the disk.
+"""Inspection of a spool: what it holds, what is wrong with it, what was set aside.
 
 list_files(path)      every file with its rows, size and verdict
 describe(path)        sequence, gaps, backlog, commit point, who is at work
@@ -19,10 +19,11 @@ from typing import Any
 
 from headrace.errors import ConfigError, FileCorrupt
 from headrace.order import fingerprint_json
+from headrace.runtime.locks import lock_holder
 from headrace.spool.batch_file import BatchFile, open_batch_file
 from headrace.spool.channel import Channel
 from headrace.spool.file_system import FileSystem, room
-from headrace.spool.folder import SpoolFolder, lock_holder
+from headrace.spool.folder import SpoolFolder
 from headrace.spool.meta import CIRCULAR_SPLITS, read_meta
 
 __all__ = ["Finding", "ListedFile", "describe", "list_files", "quarantined", "set_aside", "verify"]
@@ -146,7 +147,7 @@ def describe(path: Path) -> dict[str, Any]:
     ours, disk = meta.get("headrace", {}), FileSystem.of(path)
     return {
         "path": str(path), "dataset_name": meta["dataset_name"], "training_type": meta["training_type"], "batch_size": meta["batch_size"],
-        "job": ours.get("job"), "kind": ours.get("kind", "document"), "parts": ours.get("parts", 1), "samples_committed": {s: p["g"] for s, p in points.items()},
+        "job": ours.get("job"), "kind": ours.get("kind", "timestamped .pt"), "parts": ours.get("parts", 1), "samples_committed": {s: p["g"] for s, p in points.items()},
         "splits": splits, "at_work": locks, "disk": {"file_system": disk.kind, "warnings": list(disk.warnings), **asdict(room(path))},
     }  # fmt: skip
 
@@ -216,7 +217,7 @@ def quarantined(path: Path) -> list[dict[str, str]]:
 
 
 def set_aside(path: Path, seq: int, reason: str, *, split: str = "train", part: int = 0) -> Path:
-    """Move file `seq` into the quarantine, with the reason, before anybody reads it; where it went. Its provider makes it again."""
+    """Move file `seq` into the quarantine, with the reason, before any rank reads it; where it went. Its provider makes it again."""
     if not reason.strip():
         raise ConfigError("a file is set aside for a reason: say which")
     channel = next((c for c in _channels(path) if (c.split, c.part) == (split, part)), None)

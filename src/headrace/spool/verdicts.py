@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from headrace.batch import BatchSpec, numpy_dtype
 from headrace.errors import DataError, EndOfData, FileCorrupt, StorageError
 from headrace.runtime.prefetch import NotReady
-from headrace.spool.batch_file import BatchFile, FileHeader, numpy_dtype, open_batch_file
+from headrace.spool.batch_file import BatchFile, FileHeader, open_batch_file
 from headrace.spool.channel import Channel, Verdict
 from headrace.spool.folder import patiently
-from headrace.spool.meta import CIRCULAR_SPLITS, schema_of
+from headrace.spool.meta import CIRCULAR_SPLITS
 from headrace.spool.rank_lock import RankLock
 from headrace.spool.rows import Stripe
 
@@ -124,7 +125,7 @@ class FileChecker:
 
     @functools.cached_property
     def _schema(self) -> tuple[Any, ...]:
-        return tuple((f.name, f.dtype, f.shape, f.ragged) for f in schema_of(self._meta["batch_schema"]))
+        return tuple((f.name, f.dtype, f.shape, f.ragged) for f in BatchSpec.from_json(self._meta["batch_schema"]))
 
     def _opened(self, channel: Channel, seq: int, start: int, path: Path) -> BatchFile:
         """The file, whose header says what it has to say here."""
@@ -136,7 +137,7 @@ class FileChecker:
             )
         ours = self._meta.get("headrace")
         if tuple((f.name, f.dtype, f.shape, f.ragged) for f in header.schema) != self._schema:
-            wanted = schema_of(self._meta["batch_schema"])
+            wanted = BatchSpec.from_json(self._meta["batch_schema"])
             raise DataError(
                 f"{path} holds {[f.to_json() for f in header.schema]}, the spool's meta says {[f.to_json() for f in wanted]}. It was made by another provider: "
                 "remove it, or start over with force_regenerate=True (--force_regenerate)"
@@ -158,7 +159,7 @@ class FileChecker:
                 "spool.remake",
                 f"File {seq} of {channel} in {channel.folder.path} was bad ({reason}). Is its provider running, to make it again?",
             )
-        schema = schema_of(self._meta["batch_schema"])
+        schema = BatchSpec.from_json(self._meta["batch_schema"])
         header = FileHeader(
             split=channel.split, seq=seq, schema=schema, rows=0, first=start, batch_size=self._meta["batch_size"]
         )

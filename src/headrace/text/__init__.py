@@ -5,8 +5,8 @@ ranks      .tiktoken vocabularies as a tokenizer.json
 pieces     very long documents, encoded in pieces with the ids of the whole
 engines    which library encodes, and the proof that it agrees with the reference
 pack       documents → blocks of seq_len tokens with their pieces; pure in the token counts
-shards     tokens at rest: shards, packed index, manifest (shard_kernels: their compiled loops)
-kernels    the compiled loops behind pack
+block_layout  the compiled loops behind pack: best fit, joining documents, laying blocks
+shards     tokens at rest: shards, packed index, manifest
 """
 
 from headrace.text.engines import ENGINES, SPOT_CHECK_EVERY, Encode, EngineChoice, EngineName

@@ -24,7 +24,7 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from headrace.order import Permutation, content_hash
-from headrace.text.kernels import best_fit, copy_run, join_documents, lay_blocks
+from headrace.text.block_layout import best_fit, copy_run, join_documents, lay_blocks
 from headrace.text.token_batch import TokenBatch
 
 __all__ = ["PACK_KERNELS", "Blocks", "Packed", "Packing", "Unsound", "pack", "place_best_fit"]

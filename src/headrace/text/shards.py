@@ -28,17 +28,17 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from headrace.compiled import CompiledLoops
 from headrace.errors import DataError, FileCorrupt
 from headrace.files import open_container, publish, unreadable, write_container
 from headrace.order import fingerprint_json
 from headrace.runtime.compiled import wait_for_kernels
-from headrace.text.kernels import best_fit
+from headrace.text.block_layout import best_fit
 from headrace.text.pack import Packing, place_best_fit
 from headrace.text.token_batch import TokenBatch
 
 __all__ = [
     "MANIFEST",
+    "SEGMENT",
     "SHARD_FOLDER",
     "PackedShard",
     "PreparedManifest",
@@ -51,7 +51,7 @@ __all__ = [
     "pack_shard",
     "packed_name",
     "read_packed_counts",
-    "shard_kernels",
+    "segment_sum",
     "shard_name",
     "token_dtype",
     "write_packed",
@@ -65,11 +65,12 @@ SHARD_FOLDER = "tokens"
 WINDOW_BLOCKS = 2048
 """Documents are packed in runs of this many blocks. Nothing waits for a run here, so it can be long: .04 % of padding where
 runs of 512 blocks leave .17 and runs of 64 leave 1.1 (seq_len 2,048, log-normal documents, median 400)."""
-_KIND, _VERSION = "headrace-prepared", 1
+SEGMENT = 4096
+"""Tokens that share a checksum. 8 KiB of uint16: a block of 2,048 tokens touches one or two."""
+_KIND, _VERSION = "headrace-prepared", 2
+"""Version 1 had checksums of its own; version 2 has xxh3_64."""
 _MAX_JSON = 256 << 20
 _SAFE_NAME = re.compile(r"\w[\w.-]{0,127}")
-
-shard_kernels = CompiledLoops("headrace.text.shard_kernels")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -147,13 +148,11 @@ def write_shard(
     path: Path, tokens: np.ndarray, lengths: np.ndarray, *, first_row: int, bad: int, about: Mapping[str, Any]
 ) -> ShardEntry:
     """Publish a shard; how the manifest names it. The same documents always give the same bytes."""
-    segment = shard_kernels().SEGMENT
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
-    starts = np.arange(0, len(tokens), segment, dtype=np.int64)
-    sums = np.empty(len(starts), np.uint64)
+    starts = np.arange(0, len(tokens), SEGMENT, dtype=np.int64)
     tokens = np.ascontiguousarray(tokens)
-    shard_kernels().segment_sums(tokens.ctypes.data, len(tokens), tokens.dtype.itemsize, sums)
+    sums = np.array([segment_sum(tokens, n) for n in range(len(starts))], np.uint64)
     docs = np.searchsorted(offsets, starts, side="right").astype(np.int64) - 1
     content = xxhash.xxh3_128(tokens.dtype.str.encode())
     content.update(tokens.data)
@@ -164,7 +163,7 @@ def write_shard(
     }  # fmt: skip
     arrays = {"tokens": tokens, "offsets": offsets, "segment_sums": sums, "segment_docs": docs}
     meta = {
-        "kind": "tokens", "version": _VERSION, "segment": segment, **counts, "index": _sum_of(offsets, sums, docs), **about,
+        "kind": "tokens", "version": _VERSION, "segment": SEGMENT, **counts, "index": _sum_of(offsets, sums, docs), **about,
     }  # fmt: skip
     write_container(path, arrays, meta)
     return ShardEntry(file=path.name, size=path.stat().st_size, **counts)
@@ -182,10 +181,9 @@ def open_shard(path: Path, expected: ShardEntry | None = None, *, full: bool = F
         )
         tokens, offsets = arrays["tokens"], arrays["offsets"]
         sums, docs = arrays["segment_sums"], arrays["segment_docs"]
-        segment = shard_kernels().SEGMENT
-        parts = -(-len(tokens) // segment)
+        parts = -(-len(tokens) // SEGMENT)
         sound = (
-            (meta["kind"], meta["version"], meta["segment"]) == ("tokens", _VERSION, segment)
+            (meta["kind"], meta["version"], meta["segment"]) == ("tokens", _VERSION, SEGMENT)
             and (len(tokens), len(offsets), len(sums), len(docs)) == (entry.tokens, entry.rows + 1, parts, parts)
             and tokens.dtype in (np.dtype("<u2"), np.dtype("<u4"))
             and (offsets.dtype, sums.dtype, docs.dtype) == (np.int64, np.uint64, np.int64)
@@ -206,6 +204,11 @@ def open_shard(path: Path, expected: ShardEntry | None = None, *, full: bool = F
 _REMEDY = (
     "Run `headrace prepare` again with the same config: it keeps the shards that are whole and makes this one anew"
 )
+
+
+def segment_sum(tokens: np.ndarray, number: int) -> int:
+    """The checksum of a segment: xxh3_64 over its bytes."""
+    return xxhash.xxh3_64_intdigest(tokens[number * SEGMENT : (number + 1) * SEGMENT].data)
 
 
 def _sum_of(*arrays: np.ndarray) -> str:
@@ -432,7 +435,9 @@ def read_checked(path: Path, kind: str) -> dict[str, Any]:
     if not isinstance(body, dict) or body.get("kind") != kind:
         raise FileCorrupt(f"{path} is not a file of kind {kind!r}. {_REMEDY}.")
     if body.get("version") != _VERSION:
-        raise FileCorrupt(f"{path} is version {body.get('version')}; this headrace reads version {_VERSION}")
+        raise FileCorrupt(
+            f"{path} is version {body.get('version')}; this headrace reads version {_VERSION}. {_REMEDY}."
+        )
     checksum = body.pop("checksum", None)
     if checksum != fingerprint_json(body):
         raise FileCorrupt(f"{path} is damaged: it fails its own checksum. {_REMEDY}.")

@@ -19,18 +19,20 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from headrace.errors import TokenizerError
+from headrace.errors import FileCorrupt, StorageError, TokenizerError
+from headrace.files import read_regular
 from headrace.text.engines import Encode, EngineName, Reference, choose_engine
 from headrace.text.pieces import Pieces
 from headrace.text.ranks import tokenizer_json_of_ranks
 from headrace.text.token_batch import TokenBatch
+from headrace.text.tokenizer_file import check_tokenizer
 
 __all__ = ["BpeTokenizer", "ByteTokenizer", "Tokenizer", "load_tokenizer", "train_bpe"]
 
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "[EOS]", "[SEP]")
 _BOS_NAMES = ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 _PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
-_MAX_FILE = 512 << 20
+_MAX_FILE = 256 << 20
 
 
 class Tokenizer(Protocol):
@@ -88,9 +90,12 @@ class BpeTokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 
+        check_tokenizer(text, name)
         try:
             self._inner = tokenizers.Tokenizer.from_buffer(text)
-        except Exception as error:  # the library raises bare Exception
+        except BaseException as error:  # the library raises bare Exception, and panics that are no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise TokenizerError(f"{name} is not a tokenizer.json that `tokenizers` can load: {error}") from error
         self._inner.no_padding()
         self._inner.no_truncation()
@@ -139,16 +144,13 @@ def load_tokenizer(
     try:
         if file.is_dir():
             file = file / "tokenizer.json"
-        if not file.is_file():
-            raise TokenizerError(
-                f"tokenizer {path} does not exist: give the path of a tokenizer.json, or leave it out to use bytes"
-            )
-        size = file.stat().st_size
-        if size > _MAX_FILE:
-            raise TokenizerError(f"tokenizer {path} has {size:,} bytes; a tokenizer.json has at most {_MAX_FILE:,}")
-        text = file.read_bytes()
-    except OSError as error:
-        raise TokenizerError(f"tokenizer {path} cannot be read: {error.strerror or error}") from error
+        text = read_regular(file, _MAX_FILE, follow=True)
+    except FileNotFoundError as error:
+        raise TokenizerError(
+            f"tokenizer {path} does not exist: give the path of a tokenizer.json, or leave it out to use bytes"
+        ) from error
+    except (OSError, FileCorrupt, StorageError) as error:
+        raise TokenizerError(f"tokenizer {path} cannot be read: {error}") from error
     if file.suffix == ".tiktoken":
         text = tokenizer_json_of_ranks(text, encoding=file.stem, name=str(path))
     return BpeTokenizer(text, name=str(path), eos=eos, bos=bos, engine=engine)

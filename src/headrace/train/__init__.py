@@ -2,6 +2,7 @@
 
 gpt.py          what is trained: a GPT whose packed documents do not see each other
 lm.py           how it takes a step: global token mean, schedule, DDP, exact state
+settings.py     what a trainer is told apart from the data
 cells.py        how a small model learns from cells of several modalities
 checkpoint.py   which state a run goes on from, whatever happened to the last one
 """
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
         Ranks,
         StepResult,
         TokenLoss,
-        TrainSettings,
         cpu_threads,
         global_token_mean,
         init_distributed,
         learning_rate,
         shutdown_distributed,
     )
+    from headrace.train.settings import TrainSettings
 
 __all__ = [
     "GPT",
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "CheckpointStore": "checkpoint", "GPT": "gpt", "PRESETS": "gpt", "GPTConfig": "gpt",
+    "CheckpointStore": "checkpoint", "GPT": "gpt", "PRESETS": "gpt", "GPTConfig": "gpt", "TrainSettings": "settings",
 }  # fmt: skip
 
 

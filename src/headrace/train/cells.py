@@ -30,9 +30,8 @@ from headrace.errors import ConfigError, CursorMismatch, DataError, HeadraceErro
 from headrace.metrics import Wait, phase
 from headrace.order import draws, key
 from headrace.order.keys import mix64_array
-from headrace.train.lm import TrainSettings, learning_rate
+from headrace.train.lm import TrainSettings, learning_rate, naming_lost_peers
 from headrace.train.lm import _device as device_for
-from headrace.train.lm import _naming_lost_peers as naming_lost_peers
 
 __all__ = ["CellModel", "CellStep", "CellTrainer", "hidden_features"]
 
@@ -123,19 +122,26 @@ class CellTrainer:
         self._mask, self._feature = mask, feature
         self._salt = key("train.hidden", seed=settings.seed) >> 1
         _fill(self.model, settings.seed)
-        # One flat tensor holds all parameters, another all gradients: they are added over ranks and stepped as one. AdamW is
-        # written out below, because torch's imports the compiler on first use: 2 s at every start for four lines.
-        parameters = sorted(self.model.named_parameters())
-        self._flat = torch.cat([p.detach().reshape(-1) for _, p in parameters]).to(self.device)
-        self._grad = torch.zeros_like(self._flat)
-        self._decays = torch.cat([torch.full((p.numel(),), float(p.ndim >= 2)) for _, p in parameters]).to(self.device)
-        self._moments = {name: torch.zeros_like(self._flat) for name in _MOMENTS}
-        at = 0
-        for _, parameter in parameters:
-            end = at + parameter.numel()
-            parameter.data = self._flat[at:end].view(parameter.shape)
-            parameter.grad = self._grad[at:end].view(parameter.shape)
-            at = end
+        # One flat tensor holds all gradients, so that they are added over ranks as one; two more hold the optimiser's moments.
+        self.model.to(self.device)
+        parameters = [parameter for _, parameter in sorted(self.model.named_parameters())]
+        self._grad = torch.zeros(sum(p.numel() for p in parameters), device=self.device)
+        self._moments = {name: torch.zeros_like(self._grad) for name in _MOMENTS}
+        decayed, others = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+        self._optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=settings.lr,
+            betas=settings.betas,
+            fused=True,
+        )
+        sizes = [p.numel() for p in parameters]
+        columns = zip(
+            parameters, self._grad.split(sizes), *(m.split(sizes) for m in self._moments.values()), strict=True
+        )
+        for parameter, grad, *moments in columns:
+            parameter.grad = grad.view_as(parameter)
+            state = {name: moment.view_as(parameter) for name, moment in zip(_MOMENTS, moments, strict=True)}
+            self._optimizer.state[parameter] = {"step": torch.zeros((), device=self.device), **state}
         self.steps_taken = 0
 
     def _make_model(self, widths: Mapping[str, int], dim: int, depth: int) -> CellModel:
@@ -164,7 +170,7 @@ class CellTrainer:
         total = max(float(both[-1]), 1.0)
         mean, lr = float(both[-2]) / total, learning_rate(self.steps_taken, self.settings)
         with phase("train.optimizer"):
-            norm = self._update((both[:-2] / total).to(self._flat.dtype), lr, mean)
+            norm = self._update((both[:-2] / total).to(self._grad.dtype), lr, mean)
         self.steps_taken += 1
         return CellStep(loss=mean, values=int(both[-1]), grad_norm=norm, lr=lr)
 
@@ -180,11 +186,10 @@ class CellTrainer:
             )
         if settings.grad_clip and norm > settings.grad_clip:
             grad = grad * (settings.grad_clip / norm)
-        (first, second), (a, b), n = self._moments.values(), settings.betas, self.steps_taken + 1
-        first.mul_(a).add_(grad, alpha=1 - a)
-        second.mul_(b).addcmul_(grad, grad, value=1 - b)
-        self._flat.mul_(1 - lr * settings.weight_decay * self._decays)
-        self._flat.addcdiv_(first, (second / (1 - b**n)).sqrt_().add_(1e-8), value=-lr / (1 - a**n))
+        self._grad.copy_(grad)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
         return norm
 
     def _loss_sum(self, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
@@ -251,6 +256,8 @@ class CellTrainer:
         for name, target in targets.items():
             target.copy_(torch.from_numpy(np.array(ours[name])))
         self.steps_taken = int(meta["step"])
+        for state in self._optimizer.state.values():
+            state["step"].fill_(self.steps_taken)
 
     def model_sha256(self) -> str:
         """One number for the model: names, shapes and bytes of its parameters, in the order of their names."""

@@ -19,7 +19,7 @@ rank and every machine starts from the same bits. No generator is used and none 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -39,10 +39,13 @@ IGNORED = -100
 PRESETS: dict[str, tuple[int, int, int]] = {
     "gpt-tiny": (2, 2, 48),
     "gpt-small": (12, 12, 768),
+    "gpt-digits": (2, 2, 48),
 }
 """name -> (layers, heads, width). gpt-tiny is for two CPU cores: a step of 6,144 tokens over 4,096 words, the fastest of 16
 taken in turn, was 0.12 s at width 32, 0.16 s at 48 and 0.21 s at 64; 200 steps of the sample corpora end at a loss of
-5.7, 5.1 and 4.8, from 8.3. gpt-small has the shape of GPT-2 small."""
+5.7, 5.1 and 4.8, from 8.3. gpt-small has the shape of GPT-2 small. gpt-digits has learned positions and larger initial weights: a policy that
+starts from nothing sorts 95 % of four digits after 160 steps with them, and 40 % with rotary positions."""
+_LEARNED_POSITIONS = frozenset({"gpt-digits"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class GPTConfig:
     layers: int
     heads: int
     width: int
+    learned_positions: bool = False
+    """Add a learned vector of each position to the embedding, in place of rotating queries and keys."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "seq_len", "layers", "heads", "width"):
@@ -65,13 +70,19 @@ class GPTConfig:
                 f"heads={self.heads}; take width={2 * self.heads * max(1, round(self.width / (2 * self.heads)))}"
             )
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a checkpoint holds them. Rotary positions are left out: checkpoints of version 0.1 know no others."""
+        return {name: value for name, value in asdict(self).items() if name != "learned_positions" or value}
+
     @classmethod
     def preset(cls, name: str, *, vocab_size: int, seq_len: int) -> GPTConfig:
         """One of `PRESETS` for a given tokenizer and context."""
         if name not in PRESETS:
             raise ConfigError(f"unknown model {name!r}; the models are {', '.join(sorted(PRESETS))}")
         layers, heads, width = PRESETS[name]
-        return cls(vocab_size=vocab_size, seq_len=seq_len, layers=layers, heads=heads, width=width)
+        return cls(
+            vocab_size=vocab_size, seq_len=seq_len, layers=layers, heads=heads, width=width, learned_positions=name in _LEARNED_POSITIONS
+        )  # fmt: skip
 
 
 class GPT(nn.Module):
@@ -81,14 +92,15 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.width, _weight=torch.empty(config.vocab_size, config.width))
+        if config.learned_positions:
+            self.positions = nn.Parameter(torch.empty(config.seq_len, config.width))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width, bias=False)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         """Logits [b, T, vocab]; with labels, the sum of the losses of the tokens that have one (a scalar)."""
         mask = document_mask(position_ids)
-        rotation = _rotation(position_ids, self.config.width // self.config.heads)
-        x = self.embed(input_ids)
+        rotation, x = self.rotation(position_ids), self.embedded(input_ids, position_ids)
         for block in self.blocks:
             x = block(x, mask, rotation)
         x = self.norm(x)
@@ -96,6 +108,21 @@ class GPT(nn.Module):
             return F.linear(x, self.embed.weight)
         weight = self.embed.weight if torch.is_grad_enabled() else self.embed.weight.detach()
         return _LossSum.apply(x.flatten(0, 1), weight, labels.flatten())
+
+    def rotation(self, position_ids: Tensor) -> Rotation | None:
+        """How queries and keys at these positions are rotated; None with learned positions."""
+        return (
+            None if self.config.learned_positions else _rotation(position_ids, self.config.width // self.config.heads)
+        )
+
+    def embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """The embedding of tokens, with their positions where those are learned."""
+        x = self.embed(input_ids)
+        return x + self.positions[position_ids] if self.config.learned_positions else x
+
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosine and sine of every position at every frequency."""
 
 
 class Block(nn.Module):
@@ -109,7 +136,7 @@ class Block(nn.Module):
         self.up = _Linear(config.width, 4 * config.width)
         self.down = _Linear(4 * config.width, config.width)
 
-    def forward(self, x: Tensor, mask: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor, rotation: Rotation | None) -> Tensor:
         x = x + self.attn(self.norm1(x), mask, rotation)
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
@@ -123,10 +150,10 @@ class Attention(nn.Module):
         self.qkv = _Linear(config.width, 3 * config.width)
         self.out = _Linear(config.width, config.width)
 
-    def forward(self, x: Tensor, mask: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor, rotation: Rotation | None) -> Tensor:
         b, t, width = x.shape
         q, k, v = self.qkv(x).view(b, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(_rotate(q, rotation), _rotate(k, rotation), v, attn_mask=mask)
+        y = F.scaled_dot_product_attention(rotate(q, rotation), rotate(k, rotation), v, attn_mask=mask)
         return self.out(y.transpose(1, 2).reshape(b, t, width))
 
 
@@ -138,14 +165,17 @@ def document_mask(position_ids: Tensor) -> Tensor:
     return ((piece[:, :, None] == piece[:, None, :]) & causal)[:, None]
 
 
-def _rotation(position_ids: Tensor, head_width: int) -> tuple[Tensor, Tensor]:
+def _rotation(position_ids: Tensor, head_width: int) -> Rotation:
     """Cosine and sine of every position at every frequency: [b, 1, T, head_width / 2] each, shared by all layers."""
     half = torch.arange(head_width // 2, dtype=torch.float32, device=position_ids.device)
     angle = position_ids[:, None, :, None].float() * torch.exp(half * (-math.log(10_000.0) / (head_width // 2)))
     return angle.cos(), angle.sin()
 
 
-def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, rotation: Rotation | None) -> Tensor:
+    """Queries or keys turned to their positions; as they are where positions are learned."""
+    if rotation is None:
+        return x
     cos, sin = (part.to(x.dtype) for part in rotation)
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
@@ -202,7 +232,8 @@ class _Linear(nn.Module):
 
 @torch.no_grad()
 def init_parameters(model: GPT, seed: int) -> None:
-    """Fill the parameters: matrices about normal with deviation 0.02, smaller where they add to the residual; norms 1.
+    """Fill the parameters: matrices about normal, smaller where they add to the residual; norms 1. The deviation is 0.02, or with learned
+    positions 1 / sqrt(inputs).
 
     The sum of the four 16-bit parts of a 64-bit draw stands in for a normal: it is an integer, so it is the same on
     every machine, which log and cos of a vectorised library are not.
@@ -213,7 +244,8 @@ def init_parameters(model: GPT, seed: int) -> None:
             parameter.fill_(1.0)
             continue
         adds_to_residual = name.endswith(("attn.out.weight", "down.weight"))
-        deviation = 0.02 / math.sqrt(2 * model.config.layers) if adds_to_residual else 0.02
+        deviation = parameter.shape[1] ** -0.5 if model.config.learned_positions else 0.02
+        deviation = deviation / math.sqrt(2 * model.config.layers) if adds_to_residual else deviation
         parts = draws(key(f"train.init:{name}", seed=seed), parameter.numel()).view(np.uint16).reshape(-1, 4)
         centred = parts.sum(axis=1, dtype=np.int32) - 2 * (2**16 - 1)
         values = centred.astype(np.float32) * np.float32(deviation / deviation_of_sum)

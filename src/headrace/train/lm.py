@@ -27,7 +27,7 @@ import math
 import os
 import weakref
 from collections.abc import Generator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded, HeadraceError, WorkerDied
 from headrace.metrics import Wait, phase
-from headrace.train.gpt import GPT, IGNORED, PRESETS, GPTConfig, init_parameters
+from headrace.runtime.processors import usable_processors
+from headrace.train.gpt import GPT, IGNORED, GPTConfig, init_parameters
+from headrace.train.settings import TrainSettings
 
 __all__ = [
     "LMTrainer",
@@ -63,50 +65,6 @@ _in_a_group: weakref.WeakSet[LMTrainer] = weakref.WeakSet()
 
 
 # --------------------------------------------------------------------------------------------- settings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSettings:
-    """Everything the trainer is told apart from the data."""
-
-    steps: int
-    """Length of the run; the schedule ends here."""
-    model: str = "gpt-tiny"
-    lr: float = 3e-3
-    min_lr_ratio: float = 0.1
-    """The schedule ends at lr x min_lr_ratio."""
-    warmup_steps: int = 20
-    weight_decay: float = 0.1
-    """On matrices only; norms do not decay."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: float = 1.0
-    """Largest norm of the gradient; 0 leaves it as it is."""
-    device: str = "auto"
-    """cpu, cuda, or auto: cuda where there is one."""
-    threads: int = 0
-    """CPU threads of this rank; 0 takes its share of the node (`cpu_threads`)."""
-    compile: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"train.{name} must be {wanted}, got {getattr(self, name)!r}"
-            for name, wanted, holds in (
-                ("steps", "1 or more", self.steps >= 1),
-                ("model", f"one of {', '.join(sorted(PRESETS))}", self.model in PRESETS),
-                ("lr", "a finite number above 0", 0 < self.lr < math.inf),
-                ("min_lr_ratio", "between 0 and 1", 0 <= self.min_lr_ratio <= 1),
-                ("warmup_steps", "0 or more", self.warmup_steps >= 0),
-                ("weight_decay", "a finite number, 0 or more", 0 <= self.weight_decay < math.inf),
-                ("betas", "two numbers in [0, 1)", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)),
-                ("grad_clip", "0 (off) or more", self.grad_clip >= 0),
-                ("device", "auto, cpu or cuda", self.device in ("auto", "cpu", "cuda")),
-                ("threads", "0 (share of the node) or more", self.threads >= 0),
-            )
-            if not holds
-        ]
-        if problems:
-            raise ConfigError(problems)
 
 
 def learning_rate(step: int, settings: TrainSettings) -> float:
@@ -176,7 +134,7 @@ class _GlobalTokenMean(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         both = torch.stack((loss_sum.double(), tokens.double()))  # counts are exact up to 2**53
         if ranks > 1:
-            with Wait("train.reduce"), _naming_lost_peers("adding up the loss"):
+            with Wait("train.reduce"), naming_lost_peers("adding up the loss"):
                 dist.all_reduce(both, group=group)
         divisor = both[1].clamp(min=1.0)
         ctx.scale = (ranks / divisor).to(loss_sum.dtype)
@@ -242,7 +200,7 @@ class LMTrainer:
         self._buckets_settled = world_size == 1
         if world_size > 1:
             on = [self.device.index] if self.device.type == "cuda" else None
-            with Wait("train.start"), _naming_lost_peers("comparing the models of the ranks"):
+            with Wait("train.start"), naming_lost_peers("comparing the models of the ranks"):
                 self._net = DistributedDataParallel(self._net, device_ids=on, gradient_as_bucket_view=True)
             _in_a_group.add(self)
         self._first_bad_step = torch.full((), -1, dtype=torch.int64, device=self.device)
@@ -260,7 +218,7 @@ class LMTrainer:
             raise RuntimeError(f"step {self.steps_taken} of rank {self.rank} comes after shutdown_distributed()")
         ids, positions, labels = self._inputs(batch)
         lr = learning_rate(self.steps_taken, self.settings)
-        with _naming_lost_peers(f"step {self.steps_taken}"):
+        with naming_lost_peers(f"step {self.steps_taken}"):
             if not self._buckets_settled:
                 # DDP orders its buckets anew after the first backward pass of a process. With three ranks or more the
                 # order of additions follows the place in the bucket, so a resumed run would round its first step
@@ -338,7 +296,7 @@ class LMTrainer:
                 tensors |= {f"optim/{moment}/{name}": self.optimizer.state[parameter][moment] for moment in _MOMENTS}
         arrays = {name: _to_array(tensor) for name, tensor in tensors.items()}
         dtypes = {name: "BF16" for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16}
-        meta = {"kind": _KIND, "version": _VERSION, "step": self.steps_taken, "model": asdict(self.model.config)}
+        meta = {"kind": _KIND, "version": _VERSION, "step": self.steps_taken, "model": self.model.config.to_json()}
         return arrays, dtypes, meta
 
     @torch.no_grad()
@@ -346,7 +304,7 @@ class LMTrainer:
         self, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str], meta: Mapping[str, Any]
     ) -> None:
         """Become the trainer that gave this state. Every rank loads. Nothing is changed if anything does not fit."""
-        _require("the saved state", meta, {"kind": _KIND, "version": _VERSION, "model": asdict(self.model.config)})
+        _require("the saved state", meta, {"kind": _KIND, "version": _VERSION, "model": self.model.config.to_json()})
         step = int(meta["step"])
         parameters = dict(self.model.named_parameters())
         targets = {f"model/{name}": p for name, p in parameters.items()}
@@ -453,7 +411,7 @@ def init_distributed(device: str = "auto", *, timeout_seconds: float = 300.0) ->
     if on_cuda:
         torch.cuda.set_device(ranks.local_rank)
     if ranks.world_size > 1 and not dist.is_initialized():
-        with Wait("train.start", deadline=timeout_seconds), _naming_lost_peers("joining the process group"):
+        with Wait("train.start", deadline=timeout_seconds), naming_lost_peers("joining the process group"):
             dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(seconds=timeout_seconds))
     return ranks
 
@@ -473,7 +431,7 @@ def shutdown_distributed() -> None:
 
 
 @contextlib.contextmanager
-def _naming_lost_peers(doing: str) -> Generator[None]:
+def naming_lost_peers(doing: str) -> Generator[None]:
     """Turn the transport's error into one that says who noticed, when, and what to do. Other errors pass."""
     try:
         yield
@@ -499,7 +457,7 @@ def _device(wanted: str) -> torch.device:
 
 def cpu_threads(ranks_on_node: int = 1) -> int:
     """Threads for each of the ranks of this node: what affinity and cgroup allow, shared out; at least 1."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = usable_processors()
     budget = min(float(allowed), _cgroup_cpus(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
     return max(1, int(budget) // max(1, ranks_on_node))
 

@@ -1,4 +1,4 @@
-"""How a policy learns from packed rollouts: the loss per token of the global batch, and what to watch by environment.
+"""Loss terms of a policy on packed rollouts: the loss per token of the global batch, and what to watch by environment.
 
     terms = policy_terms(logprobs, micro)                     ratio, mismatch KL and loss of every token
     loss = global_token_mean(terms.loss_sum, terms.tokens)    a collective; the same mean whatever ranks hold
@@ -42,11 +42,20 @@ class PolicyTerms:
 
 
 def policy_terms(
-    logprobs: Tensor, micro: Mapping[str, Any], *, clip_low: float = 0.2, clip_high: float = 0.2
-) -> PolicyTerms:
-    """The clipped policy loss of a micro batch; for mode "sft" the negative log likelihood.
+    logprobs: Tensor, micro: Mapping[str, Any], *, clip_low: float = 0.2, clip_high: float = 0.2, importance_cap: float = 0.0,
+    reference: Tensor | None = None, kl: float = 0.0, entropy: Tensor | None = None, entropy_bonus: float = 0.0,
+) -> PolicyTerms:  # fmt: skip
+    """The policy loss of a micro batch; for mode "sft" the negative log likelihood.
 
-    `logprobs` are the trainer's of the very tokens of `micro["ids"]`, one row. A token counts where its mask is 1.
+    Args:
+        logprobs: the trainer's of the very tokens of `micro["ids"]`, one row. A token counts where its mask is 1.
+        micro: a micro batch of `TrainingBatch.micro_batches`.
+        clip_low, clip_high: the ratio of probabilities counts within [1 − clip_low, 1 + clip_high] (PPO).
+        importance_cap: above 0, truncated importance sampling in place of clipping: −min(ratio, cap) · advantage · log-prob.
+        reference: log-probs of the same tokens by the reference policy, for `kl`.
+        kl: weight of the KL divergence to the reference policy (estimated as exp(d) − d − 1, d = reference − log-prob).
+        entropy: of the policy at each token, with its gradient, for `entropy_bonus`.
+        entropy_bonus: weight of the entropy, which is subtracted from the loss.
     """
     wanted = len(micro["ids"])
     if logprobs.shape != (wanted,):
@@ -61,8 +70,16 @@ def policy_terms(
         losses = torch.where(mask, -logprobs, torch.zeros_like(logprobs))
     else:
         advantages = _tensor(micro["advantages"], device)
-        clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-        losses = torch.where(mask, -torch.minimum(ratio * advantages, clipped * advantages), torch.zeros_like(ratio))
+        if importance_cap > 0:
+            losses = -ratio.detach().clamp(max=importance_cap) * advantages * logprobs
+        else:
+            losses = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+        if reference is not None and kl:
+            away = torch.where(mask, reference - logprobs, torch.zeros_like(logprobs))
+            losses = losses + kl * (torch.expm1(away) - away)
+        if entropy is not None and entropy_bonus:
+            losses = losses - entropy_bonus * entropy
+        losses = torch.where(mask, losses, torch.zeros_like(ratio))
     with torch.no_grad():
         # ratio − log ratio − 1 would be −7e-09 where both agree to the last bit but one. expm1 is not rounded to nearest everywhere: hence the clamp.
         mismatch = (torch.expm1(log_ratio) - log_ratio).clamp_min(0)

@@ -65,7 +65,7 @@ def test_check_prints_the_plan(headrace, repository):
         "0.300",
         "epochs",
         "48 lanes",
-        "world sizes that fit: 1, 2, 3, 4, 6, 8, 12, 24",
+        "world sizes that make every window once: 1, 2, 3, 4, 6, 8, 12, 24",
     ):
         assert word in done.stdout
     plan = json.loads(headrace("check", "examples/quickstart.toml", "--format", "json", cwd=repository).stdout)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded, TokenizerError
-from headrace.jobs.config import RunSection
 from headrace.loader import Loader, MixChange, TextDataset, merge_states
 from headrace.loader.ends import Share, StoreEnds
 from headrace.metrics import Meter
+from headrace.runs.config.schema import RunSection
 from headrace.sources import Source
 from headrace.text import ByteTokenizer, TokenBatch
 
@@ -39,7 +39,6 @@ def our_threads() -> list[str]:
     [
         ({"global_batch_size": 0}, "global_batch_size must be a positive integer, got 0"),
         ({"dp_rank": 0, "dp_world_size": 5}, r"12 cannot be shared by 5 ranks.*1, 2, 3, 4, 6, 12"),
-        ({"global_batch_size": 10, "dp_rank": 0, "dp_world_size": 5}, "12 lanes cannot be shared by 5 ranks"),
         ({"dp_rank": 3}, "belong together"),
         ({"dp_rank": 3, "dp_world_size": 3}, r"dp_rank must be in \[0, dp_world_size\)"),
         ({"labels": "both"}, 'labels must be "shifted" or "hf"'),
@@ -136,7 +135,7 @@ def test_states_that_do_not_belong_together_are_refused(data):
     for made in two:
         next(made)
     states = [made.state_dict() for made in two]
-    with pytest.raises(CursorMismatch, match="lane 0 is in two of the states"):
+    with pytest.raises(CursorMismatch, match="rank 0 is in two of the states"):
         merge_states([states[0], states[0]])
     next(two[1])
     with pytest.raises(CursorMismatch, match="step is 1, 2"):
@@ -148,10 +147,20 @@ def test_states_that_do_not_belong_together_are_refused(data):
 
 
 @pytest.mark.parametrize(
-    "damage", [{"body": {}}, {"kind": "other"}, {"version": 99}, {"fingerprint": 3}, {"body": {"entries": 5}}]
+    "damage",
+    [
+        {"body": {}},
+        {"kind": "other"},
+        {"version": 99},
+        {"fingerprint": 3},
+        {"body": {"entries": 5}},
+        {"share": 5},
+        {"share": [3, 2]},
+    ],
 )
 def test_a_damaged_state_is_refused_with_a_sentence(data, damage):
-    state = loader(data).state_dict() | damage
+    state = loader(data).state_dict()
+    state = state | {"body": state["body"] | damage} if "share" in damage else state | damage
     with pytest.raises(CursorMismatch):
         loader(data).load_state_dict(state)
 

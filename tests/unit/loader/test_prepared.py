@@ -7,17 +7,17 @@ import json
 import os
 import pickle
 import shutil
+import threading
 
 import numpy as np
 import pytest
 
-from headrace.batch import LM_SCHEMA
 from headrace.errors import ConfigError, CursorMismatch, DataError, FileCorrupt
 from headrace.files import write_container
-from headrace.jobs.config_layers import load_config
-from headrace.jobs.prepare import prepare
 from headrace.loader import PreparedDataset, PreparedLoader
 from headrace.loader.schedule import Schedule
+from headrace.runs.config.loading import load_config
+from headrace.runs.prepare import prepare
 from headrace.testing import frozen
 from headrace.text.shards import PreparedManifest
 
@@ -91,7 +91,7 @@ def test_batches_keep_the_contract_and_hold_the_documents_they_name(original, te
     loader = PreparedLoader(data, global_batch_size=6, labels=labels, fields=fields, prefetch_batches=1)
     rows = tokens = 0
     for batch in loader:
-        assert LM_SCHEMA.check(batch) | {"T": SEQ_LEN} == LM_SCHEMA.check(batch)
+        assert loader.spec.check(batch) == 6
         want = {"input_ids": np.full((6, SEQ_LEN), data.pad_id), "labels": np.full((6, SEQ_LEN), -100)}
         want |= {"position_ids": np.tile(np.arange(SEQ_LEN), (6, 1)), "segment_ids": np.zeros((6, SEQ_LEN), int)}
         ends, borders = np.zeros(6, int), {0, 6 * SEQ_LEN}
@@ -137,7 +137,7 @@ def test_only_the_fields_that_were_asked_for_come(original):
     whole = PreparedLoader(PreparedDataset(original), global_batch_size=4)
     assert np.array_equal(next(whole)["input_ids"], batch["input_ids"])
     whole.close()
-    with pytest.raises(ConfigError, match=r"fields hold 'label', expected some of input_ids, labels"):
+    with pytest.raises(ConfigError, match=r"there is no field 'label'; there are input_ids, labels"):
         PreparedLoader(PreparedDataset(original), global_batch_size=4, fields=("input_ids", "label"))
 
 
@@ -354,8 +354,7 @@ def test_a_loader_that_is_left_in_the_middle_leaves_no_thread(original):
 
     loader = PreparedLoader(PreparedDataset(original), global_batch_size=2)
     next(loader)
-    thread = loader._running._ahead_of_need._thread
-    assert thread.is_alive()
+    (thread,) = (t for t in threading.enumerate() if t.name == "headrace-prepared")
     del loader
     gc.collect()
     thread.join(60)

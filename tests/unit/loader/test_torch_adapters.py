@@ -343,7 +343,7 @@ def lose_a_worker(loader, said) -> None:
 @pytest.mark.parametrize(
     ("options", "count", "message"),
     [
-        ({}, 5, "12 lanes cannot be shared by 1 ranks of 5 workers each: use num_workers of 1, 2, 3, 4, 6, 12, or 0"),
+        ({}, 5, "the 12 lanes of a rank cannot be shared by 5 workers: use num_workers of 1, 2, 3, 4, 6, 12, or 0"),
         ({"tokenizer_workers": 2}, 1, "num_workers=1 and tokenizer_workers=2 together are refused"),
         ({"skip": [(3, 5)]}, 2, "skip count steps of the run, which a worker among 2 does not see"),
     ],

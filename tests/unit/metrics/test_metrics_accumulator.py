@@ -116,3 +116,10 @@ def test_what_an_accumulator_drains_a_reducer_of_the_same_specs_takes() -> None:
     total = Accumulator(SPECS)
     total.add({"rows": 1})
     assert Reducer(SPECS).reduce(total.drain()) == {"rows": 1, "rows_max": 1, "steps_in_interval": 1}
+
+
+def test_the_exposed_wait_of_every_rank_is_told_where_there_are_several() -> None:
+    specs = [MetricSpec("waits/exposed/seconds", Reduction.SUM, True, "s")]
+    rows = [{"waits/exposed/seconds": 0.5}, {}, {"waits/exposed/seconds": 2.0}]
+    assert reduce_values(specs, rows)["waits/exposed/seconds/by_rank"] == [0.5, 0.0, 2.0]
+    assert "waits/exposed/seconds/by_rank" not in reduce_values(specs, rows[:1])

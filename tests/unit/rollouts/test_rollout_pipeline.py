@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigError, FileCorrupt
+from headrace.files import open_container, write_container
 from headrace.metrics import EventLoopLagMonitor
 from headrace.rollouts import (
     AdvantageConfig,
     RolloutPipeline,
     ZeroAdvantageFilter,
     batch_files,
-    columns,
+    binary_rollout,
+    encode_rollout,
     interleave_rollout,
     open_training_batch,
     rollout_from_verifiers,
@@ -215,15 +217,21 @@ def test_metrics_are_over_all_environments_and_for_each(tmp_path):
     assert metrics["turns/a/max"] == 3.0
 
 
-def test_encoded_rollouts_make_the_batch_that_their_lists_make_whatever_way_they_are_read(tmp_path, monkeypatch):
+@pytest.mark.parametrize("processes", [0, 1])
+def test_every_form_of_a_rollout_makes_the_batch_that_its_lists_make(tmp_path, processes):
     arrivals = [(key, output(*key, turns=8)) for key in KEYS]
-    encoded = [(key, bytearray(msgspec.msgpack.encode(raw))) for key, raw in arrivals]
     expected = told(open_training_batch(run(tmp_path / "lists", arrivals).path))
-    assert told(open_training_batch(run(tmp_path / "whole", encoded).path)) == expected
-    monkeypatch.setattr(columns, "_LOOP_BYTES", 1)
-    monkeypatch.setattr(columns, "_LOOP_ITEMS", 1)
-    assert told(open_training_batch(run(tmp_path / "loops", encoded).path)) == expected
-    assert told(open_training_batch(run(tmp_path / "list loops", arrivals).path)) == expected
+    forms = [
+        binary_rollout, encode_rollout, lambda raw: bytearray(msgspec.msgpack.encode(raw)), lambda raw: msgspec.json.encode(raw).decode(), with_arrays,
+    ]  # fmt: skip
+    mixed = [(key, forms[at % len(forms)](raw)) for at, (key, raw) in enumerate(arrivals)]
+    made = run(tmp_path / "mixed", mixed, use_process_pool=processes)
+    assert (made.refused, told(open_training_batch(made.path))) == ({}, expected)
+
+
+def with_arrays(raw):
+    turns = [{**turn, "tokens": {k: v if isinstance(v, dict) else np.array(v) for k, v in turn["tokens"].items()}} for turn in raw["trajectory"]]  # fmt: skip
+    return {**raw, "trajectory": turns}
 
 
 def test_sinks_are_given_the_metrics_of_a_step(tmp_path):
@@ -362,6 +370,43 @@ def test_the_sidecar_is_in_place_and_whole_before_its_batch_is(tmp_path, monkeyp
     published(tmp_path)
     ((size, expected, there),) = seen
     assert (size, there) == (expected, False)
+
+
+def changed(name, change):
+    return lambda arrays, meta: arrays.__setitem__(name, change(arrays[name]))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        changed("logprobs", lambda a: a[:-1]),
+        changed("mask_bits", lambda a: a[:-1]),
+        changed("ids", lambda a: a.reshape(-1, 1)),
+        changed("ids", lambda a: a.astype(np.float32)),
+        changed("ids", lambda a: -1 - a),
+        changed("advantage", lambda a: a.astype(np.float64)),
+        changed("temperature", lambda a: a[:-1]),
+        changed("expert_row", lambda a: a[:-1]),
+        changed("prompt_length", lambda a: a + 1000),
+        changed("micro_samples", lambda a: a + 1),
+        changed("micro_samples", lambda a: a - 1),
+        changed("micro_start", lambda a: a[::-1].copy()),
+        changed("micro_class", lambda a: a + 1),
+        changed("env", lambda a: a - 1),
+        changed("sample_start", lambda a: np.append(a[:-1], a[-1] + 1)),
+        lambda arrays, meta: arrays.pop("reward"),
+        lambda arrays, meta: meta.update(ranks=3),
+    ],
+)
+def test_a_batch_with_right_sums_and_wrong_shapes_is_refused(tmp_path, damage):
+    batch = run(tmp_path, [(key, output(*key)) for key in KEYS]).path
+    container = open_container(batch)
+    arrays, meta = {k: np.array(v) for k, v in container.arrays.items()}, dict(container.meta)
+    damage(arrays, meta)
+    batch.unlink()
+    write_container(batch, arrays, meta, durable=False)  # with sums that are right
+    with pytest.raises(FileCorrupt, match="not a training batch, or is damaged"):
+        open_training_batch(batch)
 
 
 def test_every_flipped_bit_of_either_file_is_found_before_use(tmp_path):

@@ -17,7 +17,6 @@ from headrace.errors import FileCorrupt, RolloutRefused
 from headrace.rollouts import (
     AdvantageConfig,
     RolloutPipeline,
-    columns,
     dump_raw_rollouts,
     episode_from_deltas,
     interleave_rollout,
@@ -95,12 +94,21 @@ def test_every_form_of_a_real_episode_is_the_same_rollout(at):
 
 
 def test_a_long_episode_is_the_same_from_bytes_as_from_its_values():
-    columns.kernels()  # long messages go through the compiled readers, which know v0 rollouts only and must leave this alone
     episode = grown()
     node = episode["traces"][0]["nodes"][3]
     node |= {"token_ids": list(range(40_000)), "mask": [False] + [True] * 39_999, "logprobs": [-0.25] * 39_999}
     expected = rollout_from_verifiers(episode)
-    for form in (rollout_from_json(json.dumps(episode)), rollout_from_msgpack(msgspec.msgpack.encode(episode))):
+    binary = copy.deepcopy(episode)
+    for each in binary["traces"][0]["nodes"]:
+        for name, dtype in (("token_ids", "<i4"), ("mask", "u1"), ("logprobs", "<f4")):
+            if each.get(name) is not None:
+                each[name] = np.array(each[name], dtype).tobytes()
+    forms = [
+        rollout_from_json(json.dumps(episode)),
+        rollout_from_msgpack(msgspec.msgpack.encode(episode)),
+        rollout_from_msgpack(msgspec.msgpack.encode(binary)),
+    ]
+    for form in forms:
         assert told(form) == told(expected)
         assert [s.ids.tolist() for s in interleave_rollout(form)] == [
             s.ids.tolist() for s in interleave_rollout(expected)

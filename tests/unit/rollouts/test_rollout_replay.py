@@ -11,9 +11,9 @@ import pytest
 
 from headrace.cli.replay import replay as verb
 from headrace.errors import ConfigError, FileCorrupt, StorageError
-from headrace.jobs.replay import ALONE, replay, replay_phase
 from headrace.rollouts import interleave_rollout, rollout_from_verifiers
 from headrace.rollouts.dumps import dump_raw_rollouts, read_dump, synthetic_rollouts
+from headrace.rollouts.replay import ALONE, replay, replay_phase
 
 
 def test_a_dump_gives_back_plain_values_and_names_what_it_left_out(tmp_path):

@@ -277,7 +277,7 @@ def test_what_a_scheduler_cannot_do_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"concurrency is 0"):
         asyncio.run(wrong_book())
     with pytest.raises(ConfigError, match="by index a step follows from its number alone"):
-        GroupBook([], groups_per_step=1, recorded=Recorded())
+        GroupBook([], groups_per_step=1, recorded=Recorded(steps={0: (0,)}))
     with pytest.raises(ConfigError, match="task 0 wants 'game'; there are"):
         run(tmp_path, play, environments={"other": play})
 

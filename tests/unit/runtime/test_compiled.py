@@ -153,7 +153,7 @@ def test_a_process_may_fork_while_another_thread_compiles(tmp_path):
 
 
 def test_importing_kernels_imports_no_numba():
-    done = run("import sys, headrace.text.kernels\nassert 'numba' not in sys.modules")
+    done = run("import sys, headrace.text.block_layout\nassert 'numba' not in sys.modules")
     assert done.returncode == 0, done.stderr
 
 
@@ -174,3 +174,22 @@ def test_a_process_that_ends_leaves_the_rest_of_the_queue_uncompiled(tmp_path):
         NUMBA_CACHE_DIR=str(tmp_path),
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("ending", ["", "raise KeyboardInterrupt"], ids=["exit", "ctrl-c"])
+def test_a_process_ends_in_the_middle_of_a_compile(ending):
+    done = run(f"""
+        import threading
+        from headrace.runtime.compiled import warm_kernels
+        began = threading.Event()
+        class Endless:
+            def compile(self):
+                began.set()
+                while True:
+                    pass
+        warm_kernels(Endless())
+        began.wait(60)
+        {ending}
+        """)
+    assert done.returncode in ((0,) if not ending else (-2, 130)), done.stderr
+    assert "headrace-kernels" not in done.stderr

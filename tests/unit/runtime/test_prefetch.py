@@ -124,3 +124,53 @@ def test_a_closed_prefetch_makes_nothing_more_and_keeps_nothing(prefetch, until)
     until(lambda: len(other_made) == 2)  # the thread has gone round since
     assert made == [0, 1]
     assert not items._ready
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_one_thread_at_a_time_makes_items_and_their_order_is_kept(prefetch, depth):
+    at_work, makers = threading.Lock(), set()
+    numbers = iter(range(400))
+
+    def make_next():
+        assert at_work.acquire(blocking=False), "two threads make items at once"
+        number = next(numbers, None)
+        makers.add(threading.current_thread())
+        for _ in range(200 * (number or 0) % 7):  # lets the other thread in, if anything does
+            threading.Event().wait(0)
+        at_work.release()
+        return number
+
+    items = prefetch(make_next, depth=depth, take_makes=True)
+    assert [items.take(20) for _ in range(400)] == list(range(400))
+    with pytest.raises(EndOfData):
+        items.take(20)
+    assert threading.current_thread() in makers
+    assert len(makers) <= (2 if depth else 1)
+
+
+def test_a_wait_for_an_item_that_the_background_thread_makes_has_a_name_and_an_end(prefetch, until):
+    begun, release = threading.Event(), threading.Event()
+
+    def make_next():
+        begun.set()
+        assert release.wait(60)
+        return 1
+
+    items = prefetch(make_next, depth=1, take_makes=True)
+    until(begun.is_set)
+    with pytest.raises(DeadlineExceeded, match=r"test\.make"):
+        items.take(0.1)
+    release.set()
+    assert items.take(60) == 1
+
+
+def test_an_error_of_an_item_comes_out_once_whichever_thread_makes_it(prefetch):
+    def make_next():
+        raise DataError("gone")
+
+    for depth in (0, 1):
+        items = prefetch(make_next, depth=depth, take_makes=True)
+        for _ in range(2):
+            with pytest.raises(DataError, match="gone"):
+                items.take(20)
+        items.close()

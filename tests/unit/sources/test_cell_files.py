@@ -148,8 +148,8 @@ def test_an_array_that_cannot_be_trusted_is_refused(tmp_path, make, sentence):
 def test_an_archive_that_unpacks_to_more_than_it_may_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "a.npz", x=np.zeros((1000, 10)))
     assert read(tmp_path / "a.npz", 0, 5)[0] == 1000
-    monkeypatch.setattr("headrace.sources.cells._MAX_UNPACKED", 50_000)
-    with pytest.raises(DataError, match=r"'x' unpacks to 80,128 bytes, more than 50,000"):
+    monkeypatch.setattr("headrace.formats.numpy_arrays._MAX_UNPACKED", 50_000)
+    with pytest.raises(DataError, match=r"'x' it unpacks to 80,128 bytes, more than 50,000"):
         open_cells(tmp_path / "a.npz")
 
 

@@ -5,10 +5,10 @@ import pyarrow as pa
 import pytest
 
 from headrace.errors import DataChanged, DataError
-from headrace.sources import Source, batches, open_source
-from headrace.sources.batches import ArrowBatches
-from headrace.sources.messages import Batch
-from headrace.sources.raw import RawFile
+from headrace.formats.arrow_messages import Batch
+from headrace.formats.byte_file import RawFile
+from headrace.sources import Source, open_source, text_arrow
+from headrace.sources.text_arrow import ArrowTexts
 
 TEXTS = ["a", "b\0", "", "é\u2028", "long " * 500]
 
@@ -225,13 +225,13 @@ def test_a_batch_that_claims_more_rows_than_its_buffers_hold_is_refused_before_m
     with pytest.raises(DataError, match="it claims 60,000,000 rows, more than its buffers can hold"):
         opened(tmp_path)
     path.write_bytes(data)
-    monkeypatch.setattr(batches, "_MAX_COLUMN_BYTES", 100)
+    monkeypatch.setattr(text_arrow, "_MAX_COLUMN_BYTES", 100)
     with pytest.raises(DataError, match="its text has more than the 100 bytes a chunk may have"):
         opened(tmp_path)
 
 
 def test_a_batch_that_claims_views_without_end_is_refused_before_memory_is_taken(tmp_path):
-    column = batches._Column(
+    column = text_arrow._Column(
         node=0, first_buffer=0, buffer_count=2, views_before=0, parents=(), read_as=pa.binary_view()
     )
     for views in ((2**62,), (-1,), ()):
@@ -250,7 +250,7 @@ def test_changing_a_byte_of_a_file_never_ends_the_process_that_reads_it(tmp_path
         path.write_bytes(
             whole[:place] + bytes([whole[place] ^ (0x01, 0x04, 0x10, 0x80, 0xFF)[place % 5]]) + whole[place + 1 :]
         )
-        reader = ArrowBatches(text_key="text")
+        reader = ArrowTexts(text_key="text")
         try:
             with RawFile(path) as file:
                 scan = reader.scan(file, 0)

@@ -5,8 +5,9 @@ import re
 import pytest
 
 from headrace.errors import ConfigError, DataChanged, DataError
-from headrace.sources import Source, lines, open_source
-from headrace.sources.lines import default_chunk_bytes
+from headrace.formats import lines
+from headrace.formats.lines import default_chunk_bytes
+from headrace.sources import Source, open_source
 
 
 @pytest.fixture

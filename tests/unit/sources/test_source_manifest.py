@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from headrace.errors import DataChanged
+from headrace.formats.lines import JsonLines
 from headrace.sources import FileEntry, Source, cache_folder, open_source
-from headrace.sources.lines import JsonLines
 
 
 @pytest.fixture

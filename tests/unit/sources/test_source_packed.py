@@ -11,8 +11,9 @@ import pyarrow as pa
 import pytest
 
 from headrace.errors import DataChanged, DataError, StorageError
+from headrace.formats import compressed
 from headrace.order import file_fingerprint
-from headrace.sources import Source, open_source, packed
+from headrace.sources import Source, open_source
 
 ROWS = [f"row {i} " + "é\u2028x" * (i % 40) for i in range(4000)]
 TEXT = "".join(f'{{"text":"{row}"}}\n' for row in ROWS).encode()
@@ -56,7 +57,7 @@ FORMS = {
 @pytest.mark.parametrize("largest", [None, 1])
 def test_a_packed_shard_has_the_chunks_and_rows_of_its_text_however_it_was_packed(tmp_path, form, largest, monkeypatch):
     if largest:  # nothing fits: every form takes the way of the copy
-        monkeypatch.setattr(packed, "_LARGEST_UNIT", largest)
+        monkeypatch.setattr(compressed, "_LARGEST_UNIT", largest)
     suffix, data = FORMS[form]
     (tmp_path / "plain.jsonl").write_bytes(TEXT)
     (tmp_path / f"d.jsonl{suffix}").write_bytes(data)
@@ -99,7 +100,7 @@ def test_a_packed_shard_of_nothing_has_no_rows(tmp_path, data):
 def test_a_shard_without_restart_points_is_unpacked_once_into_the_cache_and_again_if_the_copy_is_gone(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(packed, "_LARGEST_UNIT", 50_000)
+    monkeypatch.setattr(compressed, "_LARGEST_UNIT", 50_000)
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(TEXT))
     assert opened(tmp_path).counters()["shards_unpacked"] == 1
     again = opened(tmp_path)
@@ -113,7 +114,7 @@ def test_a_shard_without_restart_points_is_unpacked_once_into_the_cache_and_agai
 
 
 def test_the_option_cache_decides_where_the_copy_lies(tmp_path, monkeypatch):
-    monkeypatch.setattr(packed, "_LARGEST_UNIT", 50_000)
+    monkeypatch.setattr(compressed, "_LARGEST_UNIT", 50_000)
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(TEXT))
     with opened(tmp_path, cache="scratch") as source:
         assert texts_of(source) == ROWS
@@ -122,7 +123,7 @@ def test_the_option_cache_decides_where_the_copy_lies(tmp_path, monkeypatch):
 
 
 def test_a_cache_without_room_is_a_sentence_that_says_where_and_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(packed, "_LARGEST_UNIT", 50_000)
+    monkeypatch.setattr(compressed, "_LARGEST_UNIT", 50_000)
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(TEXT))
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(StorageError, match=r"d.jsonl.gz cannot be read from the middle.*choose a folder with cache = "):
@@ -130,7 +131,7 @@ def test_a_cache_without_room_is_a_sentence_that_says_where_and_what_to_do(tmp_p
 
 
 def test_a_damaged_copy_is_refused_by_name_before_any_of_it_is_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(packed, "_LARGEST_UNIT", 50_000)
+    monkeypatch.setattr(compressed, "_LARGEST_UNIT", 50_000)
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(TEXT))
     opened(tmp_path)
     [copy] = (tmp_path / "cache" / "unpacked").glob("*.zst")
@@ -212,7 +213,7 @@ def stored(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("largest", [1 << 20, 1])
 def test_a_text_that_changed_in_a_packed_shard_of_equal_size_is_refused_when_read(tmp_path, largest, monkeypatch):
-    monkeypatch.setattr(packed, "_LARGEST_UNIT", largest)
+    monkeypatch.setattr(compressed, "_LARGEST_UNIT", largest)
     path = tmp_path / "d.jsonl.zst"
     path.write_bytes(stored(TEXT))
     with opened(tmp_path, path.name, chunk_bytes=20_000) as source:
@@ -239,7 +240,7 @@ def test_a_shard_that_no_longer_unpacks_where_it_did_has_changed_and_is_no_hole(
 
 
 def test_a_full_check_compares_the_copy_with_the_shard_it_was_made_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(packed, "_LARGEST_UNIT", 1)
+    monkeypatch.setattr(compressed, "_LARGEST_UNIT", 1)
     path = tmp_path / "d.txt.zst"
     text = b"".join(b"%07d\n" % i for i in range(400_000))
     path.write_bytes(stored(text))

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from headrace.errors import DataChanged, DataError
-from headrace.sources import Source, columns, open_source
-from headrace.sources.footer import parse_footer
+from headrace.formats import parquet
+from headrace.formats.parquet_footer import parse_footer
+from headrace.sources import Source, open_source
 
 TEXTS = ["a", "b\0", "", "é\u2028", "long " * 500]
 
@@ -245,14 +246,14 @@ def test_a_changed_byte_in_the_text_column_is_refused_and_one_in_another_column_
 
 def test_a_row_group_that_claims_to_unpack_to_more_than_the_cap_is_refused(tmp_path, monkeypatch):
     table(tmp_path / "d.parquet", ["x" * 100_000], use_dictionary=False)
-    monkeypatch.setattr(columns, "_MAX_COLUMN_BYTES", 50_000)
+    monkeypatch.setattr(parquet, "_MAX_COLUMN_BYTES", 50_000)
     with pytest.raises(DataError, match=r"unpacks to 100,\d+ bytes, more than the 50,000 a chunk may have"):
         opened(tmp_path)
 
 
 def test_a_row_group_that_claims_too_many_rows_is_refused(tmp_path, monkeypatch):
     table(tmp_path / "d.parquet", ["x"] * 100, rows=100)
-    monkeypatch.setattr(columns, "_MAX_GROUP_ROWS", 99)
+    monkeypatch.setattr(parquet, "_MAX_GROUP_ROWS", 99)
     with pytest.raises(
         DataError, match=r"d.parquet has a row group 0 that claims 100 rows; between 0 and 99 are accepted"
     ):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.batch import OFFSETS, BatchSpec
 from headrace.errors import (
     ConfigError,
     CursorMismatch,
@@ -23,8 +24,7 @@ from headrace.errors import (
     StorageError,
 )
 from headrace.metrics import Meter
-from headrace.spool import FieldSpec, FileHeader, open_batch_file, purge_spool, schema_of, write_batch_file
-from headrace.spool.batch_file import OFFSETS
+from headrace.spool import FieldSpec, FileHeader, open_batch_file, purge_spool, write_batch_file
 from headrace.spool.file_system import FileSystem
 
 
@@ -537,7 +537,7 @@ def test_a_file_with_another_schema_is_an_error_that_shows_both(drawn, consumer,
     header = FileHeader(
         split="train",
         seq=0,
-        schema=schema_of([{"name": "z", "dtype": "int8", "shape": []}]),
+        schema=BatchSpec.from_json([{"name": "z", "dtype": "int8", "shape": []}]),
         rows=4,
         first=0,
         batch_size=4,

@@ -9,8 +9,8 @@ import pytest
 
 from headrace.metrics import Meter
 from headrace.spool import provider as provider_module
+from headrace.spool.durability import BackgroundSync
 from headrace.spool.file_system import FileSystem, Room, room
-from headrace.spool.syncing import BackgroundSync
 
 LINE = "{n} 1 {device} / {point} rw,relatime shared:1 - {kind} /dev/x rw\n"
 
@@ -152,3 +152,30 @@ def test_a_failed_sync_is_told_and_not_repeated_and_a_file_that_is_gone_is_none(
     assert any(line.startswith(f"{path} could not be synced (Input/output error)") for line in said)
     assert not any("gone" in line for line in said)
     assert meter.totals()["spool/sync_failures"] >= 1
+
+
+def fsynced_names(folder, synced):
+    """What of a spool was fsynced, by its path in the folder. Folders are left out."""
+    by_inode = {p.stat().st_ino: str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    return {by_inode[ino] for ino, is_folder, _ in synced if ino in by_inode and not is_folder}
+
+
+def test_what_is_fsynced_is_what_the_table_in_durability_says(drawn, consumer, tmp_path, synced, until):
+    folder = tmp_path / "spool"
+    drawn(max_backlog_files=3).run(("train",), max_files=3)
+    batch_files = {f"queue/train/{seq:012d}.safetensors" for seq in range(3)}
+    assert fsynced_names(folder, synced) == {"meta.json", "meta.pkl", "state/commit"} | batch_files
+    path = folder / "queue/train/000000000001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    synced.clear()
+    ranks = [consumer(ack="commit", dp_rank=rank, dp_world_size=2) for rank in (0, 1)]
+    for rank in ranks * 2:
+        rank.get_batch("train")
+    reason = folder / "quarantine/train/000000000001.safetensors.reason.json"
+    until(reason.exists)
+    until((folder / "verdicts/train/000000000000").exists)
+    ranks[0]._queue.background.drain(10.0)
+    judged_bad = {"verdicts/train/000000000001", str(reason.relative_to(folder))}
+    assert fsynced_names(folder, synced) == judged_bad, "no good verdict and no position"
+    ranks[0].commit()
+    assert fsynced_names(folder, synced) == judged_bad | {"state/commit"}

@@ -19,6 +19,7 @@ import torch
 from headrace.errors import ConfigError, FileCorrupt
 from headrace.spool import open_batch_file, purge_spool, read_meta
 from headrace.spool.folder import seal
+from headrace.spool.meta import with_job, write_meta
 
 META = {
     "dataset_name": "d",
@@ -309,3 +310,35 @@ def test_a_commit_point_with_a_valid_seal_and_a_wrong_content_is_refused(drawn, 
 def test_importing_the_spool_imports_no_torch():
     code = "import sys, headrace.spool; sys.exit('torch' in sys.modules or 'numba' in sys.modules or 'pyarrow' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_flipped_bit_in_a_meta_that_stands_alone_is_found(tmp_path):
+    meta = with_job(META, {"parts": 2, "format": "safetensors"}, "meta")
+    write_meta(tmp_path, meta)
+    whole, expected = (tmp_path / "meta.pkl").read_bytes(), read_meta(tmp_path)
+    (tmp_path / "meta.json").unlink()
+    assert read_meta(tmp_path) == expected
+    wrong = []
+    for place in range(len(whole) * 8):
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        (tmp_path / "meta.pkl").write_bytes(data)
+        try:
+            found = read_meta(tmp_path)
+        except (ConfigError, FileCorrupt) as error:
+            wrong += [] if "meta.pkl" in str(error) else [str(error)]
+        else:
+            wrong += [] if {**found, "headrace": {**found["headrace"], "version": 1}} == expected else [f"bit {place}"]
+    assert not wrong
+
+
+def test_a_meta_of_another_program_is_compared_with_a_file_of_its_queue(tmp_path):
+    queue = tmp_path / "queue" / "train"
+    queue.mkdir(parents=True)
+    about = {"split": "train", "file_idx": 0, "schema": META["batch_schema"], "batch_size": 2}
+    torch.save({"tensors": {"x": torch.arange(4)}, "metadata": about}, queue / "000000.pt")
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(META))
+    assert read_meta(tmp_path)["batch_size"] == 2
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({**META, "batch_size": 3}))
+    with pytest.raises(FileCorrupt, match=r"meta\.pkl says batches of 3 .* 000000\.pt holds batches of 2"):
+        read_meta(tmp_path)

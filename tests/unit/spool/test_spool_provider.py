@@ -145,7 +145,7 @@ def test_a_vocabulary_keyed_by_numbers_survives_the_json(drawn, tmp_path):
         ({"dataset_name": 5}, "dataset_name is 5"),
         ({"batch_size": 8}, "batch_size is 8, the provider was made with 4"),
         ({"batch_schema": []}, "batch_schema: a batch_schema is a list of fields"),
-        ({"batch_schema": [{"name": "x", "dtype": "complex64", "shape": []}]}, "dtype 'complex64'; a spool holds"),
+        ({"batch_schema": [{"name": "x", "dtype": "complex64", "shape": []}]}, "dtype 'complex64'; a field is one of"),
         ({"batch_schema": [{"name": "x", "dtype": "int64"}]}, "a field has name, dtype, shape"),
         ({"split_info": 3}, "split_info maps each split"),
     ],

@@ -8,7 +8,7 @@ import torch
 
 from headrace.errors import ConfigError
 from headrace.spool import open_batch_file
-from headrace.spool.sampling import (
+from headrace.spool.providers.sampling import (
     ClassificationProvider,
     MLMProvider,
     NextTokenProvider,

@@ -11,8 +11,8 @@ import pytest
 
 from headrace.errors import FileCorrupt, StorageError
 from headrace.files import open_container, unreadable, write_container
-from headrace.jobs.flight_record import bounded_lines
-from headrace.jobs.folder import read_json
+from headrace.provenance.record import bounded_lines
+from headrace.runs.folder import read_json
 from headrace.spool import read_meta
 from headrace.spool.batch_file import check_pt_records, load_pt
 from headrace.spool.folder import read_sealed

@@ -142,7 +142,7 @@ def test_a_manifest_that_names_something_outside_or_impossible_is_refused_althou
 ):
     write_shard(tmp_path / shard_name(1), np.zeros(4, np.uint16), np.array([4]), first_row=0, bad=0, about={})
     body = {
-        "kind": "headrace-prepared", "version": 1, "tokenizer": "t", "vocab_size": 9, "dtype": "uint16", "bos_id": None,
+        "kind": "headrace-prepared", "version": 2, "tokenizer": "t", "vocab_size": 9, "dtype": "uint16", "bos_id": None,
         "eos_id": 1, "pad_id": 0, "seq_len": 16, "pack": "concat",
         "sources": [{
             "name": "web", "spec": "x", "weight": 1.0, "max_epochs": None, "max_tokens": None, "data": "", "files": [["a", 1]],

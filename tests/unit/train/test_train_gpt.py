@@ -124,7 +124,7 @@ def test_gpt_small_has_the_size_of_gpt2_small():
 
 
 def test_an_unknown_model_is_refused_with_the_names_that_exist():
-    with pytest.raises(ConfigError, match=r"unknown model 'gpt-tin'; the models are gpt-small, gpt-tiny"):
+    with pytest.raises(ConfigError, match=r"unknown model 'gpt-tin'; the models are gpt-digits, gpt-small, gpt-tiny"):
         GPTConfig.preset("gpt-tin", vocab_size=10, seq_len=8)
 
 

@@ -321,3 +321,8 @@ def test_a_cgroup_quota_anywhere_above_the_process_limits_it(tmp_path):
 
 def test_the_names_the_room_offers_all_exist():
     assert all(hasattr(headrace.train, name) for name in headrace.train.__all__)
+
+
+def test_a_checkpoint_says_of_rotary_positions_what_version_0_1_said():
+    _, _, meta = make_trainer().state_arrays()
+    assert set(meta["model"]) == {"vocab_size", "seq_len", "layers", "heads", "width"}

@@ -1,0 +1,84 @@
+"""headrace step RUN NUMBER: the documents of one step of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from headrace.cli.terminal import Format, count_text, print_answer, print_plain, print_rollouts, tokens_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headrace.provenance.steps import StepDocuments
+
+__all__ = ["step"]
+
+
+def step(
+    run: Path,
+    number: int,
+    /,
+    *,
+    rank: Annotated[int | None, Parameter(help="Only the documents of this rank.")] = None,
+    world: Annotated[
+        int | None, Parameter(help="Count ranks and rows for this many ranks, rather than for as many as the run had.")
+    ] = None,
+    text: Annotated[bool, Parameter(help="Show how each document begins.")] = True,
+    chars: Annotated[int, Parameter(help="How much of each text is shown.")] = 200,
+    format: Format = "text",
+    quiet: Annotated[bool, Parameter(help="Only the exit code: 0 if the step can be told.", negative=())] = False,
+) -> int:
+    """List the documents that a run learned from in step NUMBER: source, file, row, tokens, rank, place in the batch, text. Of an RL run: its rollouts.
+
+    Only the windows in question are made again, so any step takes seconds. Their digest must be the one that the run wrote
+    down, which proves that these were the documents.
+
+    ```
+    headrace step runs/quickstart 120
+    headrace step runs/quickstart 120 --world 4 --rank 1 --no-text
+    headrace step runs/quickstart 120 --format json | jq '.documents[].file'
+    headrace step runs/sort 20
+    ```
+    """
+    from headrace.provenance.rollouts import has_rollouts, read_step
+    from headrace.provenance.steps import RunProvenance
+    from headrace.runs.recorded import recorded_run
+
+    if has_rollouts(run):
+        return print_rollouts(
+            read_step(run, number), f"step {number} of {run}", format=format, quiet=quiet, text=text, chars=chars
+        )
+    with RunProvenance(recorded_run(run)) as provenance:
+        found = provenance.step(number, world=world, rank=rank, chars=chars if text else None)
+    if not quiet:
+        print_answer(format, found.to_dict(), lambda console: _print_step(console, run, found, rank))
+    return 0
+
+
+def _print_step(console: Console, run: Path, found: StepDocuments, rank: int | None) -> None:
+    last = found.first_sample + found.samples - 1
+    whose = f"rank {rank} of {found.world_size}" if rank is not None else count_text(found.world_size, "rank")
+    print_plain(console, f"step {found.step} of {run}: samples {found.first_sample:,} to {last:,}, {whose}", "bold")
+    for d in found.documents:
+        place = f"rank {d.rank} row {d.position:>3} column {d.column:>5}"
+        print_plain(console, f"  {place}  {d.source}  {d.file} row {d.row:,}  {tokens_text(d.start, d.length)}")
+        if d.text is not None:
+            before, after = "…" if d.start else "", "…" if d.shortened else ""
+            print_plain(console, f"      {before}{d.text}{after}", "dim")
+    total = sum(share.tokens for share in found.totals.values()) or 1
+    for name, share in found.totals.items():
+        print_plain(
+            console,
+            f"  {name}: {count_text(share.samples, 'block')}, {count_text(share.documents, 'document')}, {count_text(share.tokens, 'token')} "
+            f"({share.tokens / total:.1%})",
+        )
+    if found.fillers or found.padding:
+        print_plain(console, f"  {found.padding:,} tokens of padding, {found.fillers:,} blocks with nothing to learn")
+    effort = f"{count_text(found.windows, 'window')} made again in {found.seconds:.1f} s"
+    if found.recorded is None:
+        print_plain(console, f"not proven: {found.unproven} ({effort})", "yellow")
+    else:
+        print_plain(console, f"proven: these blocks give digest {found.digest}, as the run recorded ({effort})")

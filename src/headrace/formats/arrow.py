@@ -1,0 +1,184 @@
+"""Arrow IPC: the messages of a file or stream, and its record batches by row.
+
+Both forms are read: the file (`ARROW1` at both ends) and the bare stream, which is what `datasets` keeps in its caches and
+in `save_to_disk` folders. The messages are walked from the first to the last; a file's footer, which lists them a second
+time, only says where they end. Nothing is mapped, and no offset in a batch is followed before pyarrow's full validation
+has passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from headrace.formats.arrow_columns import PiecedRows
+from headrace.formats.arrow_messages import BATCH, DICTIONARY, SCHEMA, Batch, parse_batch, parse_message
+from headrace.formats.byte_file import MAX_DECODED, ByteFile, Undecodable, first_line, most_decoded
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["ArrowRows", "bad_batch", "batch_of", "messages_of", "read_batch", "read_schema", "schema_message"]
+
+_MAGIC = b"ARROW1"
+_CONTINUED = 0xFFFFFFFF
+_MAX_METADATA = 64 << 20
+_MAX_BATCH_ROWS = 1 << 26
+
+
+class ArrowRows(PiecedRows):
+    """Columns of an Arrow file by row. A record batch is decoded when its first row is asked for, and kept."""
+
+    piece_name = "record batch"
+
+    def __init__(self, file: ByteFile, columns: Sequence[str] | None = None) -> None:
+        self._places: list[tuple[int, int, int]] = []
+        opening: list[bytearray] = []
+        held = 0
+        for at, end, body, kind, metadata in messages_of(file):
+            if body > MAX_DECODED:
+                raise Undecodable(
+                    file.path, f"has a record batch of {body:,} bytes at byte {at:,}", "Write smaller ones"
+                )
+            if kind == BATCH:
+                self._places.append((at, end, batch_of(file, at, metadata).rows))
+                continue
+            message = file.read(at, end - at)
+            held += 0 if kind == SCHEMA else _decoded(file, at, metadata, memoryview(message)[len(message) - body :])
+            if held > MAX_DECODED:
+                raise Undecodable(
+                    file.path, f"has dictionaries of more than {MAX_DECODED:,} bytes", "Write smaller ones"
+                )
+            opening.append(message)
+        self._opening = b"".join(opening)
+        super().__init__(file, self._stream(file).schema, columns, [rows for _, _, rows in self._places])
+
+    def decode(self, piece: int, names: tuple[str, ...]) -> pa.Table:
+        import pyarrow as pa
+
+        start, end, _ = self._places[piece]
+        message = self.file.read(start, end - start)
+        _, _, body, _, metadata = next(messages_of(self.file, start, end))
+        _decoded(self.file, start, metadata, memoryview(message)[len(message) - body :])
+        with self._stream(self.file, message) as stream:
+            batch = next(iter(stream))
+        batch.validate(full=True)
+        return pa.Table.from_batches([batch]).select(list(names))
+
+    def _stream(self, file: ByteFile, batch: bytes | bytearray = b"") -> pa.RecordBatchStreamReader:
+        """The schema, the dictionaries and one batch, as a short stream."""
+        import pyarrow as pa
+
+        try:
+            return pa.ipc.open_stream(b"".join((self._opening, batch)))
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise Undecodable(file.path, f"has no schema that can be read: {first_line(error)}") from error
+
+
+def schema_message(file: ByteFile) -> bytes:
+    """The metadata of the schema."""
+    found = next((m for _, _, _, kind, m in messages_of(file) if kind == SCHEMA), None)
+    if found is None:
+        raise Undecodable(file.path, "is no Arrow file or stream: it holds no schema")
+    return found
+
+
+def read_schema(file: ByteFile, metadata: bytes) -> pa.Schema:
+    """The schema in a message. Undecodable where it does not parse, or a name in it is not UTF-8."""
+    import pyarrow as pa
+
+    try:
+        head = _CONTINUED.to_bytes(4, "little") + len(metadata).to_bytes(4, "little")
+        schema = pa.ipc.read_schema(pa.py_buffer(head + metadata))
+        schema.names  # noqa: B018 (decodes them)
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        raise Undecodable(file.path, f"is damaged: its schema does not parse ({first_line(error)})") from error
+    return schema
+
+
+def read_batch(file: ByteFile, schema: pa.Schema, message: bytes | bytearray) -> pa.RecordBatch:
+    """The record batch in the bytes of one message, validated. ValueError or an error of pyarrow's says what is wrong."""
+    import pyarrow as pa
+
+    found = pa.ipc.read_message(pa.py_buffer(message))
+    _decoded(file, 0, found.metadata.to_pybytes(), memoryview(found.body))
+    batch = pa.ipc.read_record_batch(found, schema)
+    batch.validate(full=True)
+    return batch
+
+
+def _decoded(file: ByteFile, at: int, metadata: bytes, body: memoryview) -> int:
+    """Bytes that the buffers of a batch claim to unpack to; Undecodable if it is more than may be made of its body."""
+    batch = batch_of(file, at, metadata)
+    if not batch.codec:
+        return len(body)
+    claims = [bytes(body[offset : offset + 8]) for offset, length in batch.buffers if length > 0 and offset >= 0]
+    total = sum(max(int.from_bytes(claim, "little", signed=True), 0) for claim in claims)
+    if total > most_decoded(len(body)):
+        raise bad_batch(file, at, f"its buffers claim to unpack to {total:,} bytes, more than is unpacked from so few")
+    return total
+
+
+def messages_of(
+    file: ByteFile, at: int | None = None, end: int | None = None
+) -> Iterator[tuple[int, int, int, int, bytes]]:
+    """(start, end, length of the body, kind, metadata) of the messages from `at` on; the whole file's by default."""
+    if at is None:
+        at, end = _bounds(file)
+    assert end is not None
+    while at < end:
+        head = bytes(file.read(at, min(8, end - at)))
+        first = int.from_bytes(head[:4], "little")
+        if len(head) == 8 and first == _CONTINUED:
+            length, here = int.from_bytes(head[4:], "little"), at + 8
+        else:  # as Arrow wrote before 0.15
+            length, here = first, at + 4
+        if length == 0 and len(head) >= 4:
+            return
+        if len(head) < 4 or length > min(end - here, _MAX_METADATA):
+            raise Undecodable(
+                file.path,
+                f"is cut short or damaged: at byte {at:,} a message of {length:,} bytes should begin, {max(end - here, 0):,} are left",
+            )
+        metadata = bytes(file.read(here, length))
+        try:
+            message = parse_message(metadata)
+        except ValueError as error:
+            raise Undecodable(file.path, f"is damaged: the message at byte {at:,} does not parse ({error})") from error
+        stop = here + length + message.body
+        if message.kind not in (SCHEMA, DICTIONARY, BATCH) or message.body < 0:
+            raise Undecodable(file.path, f"is damaged: the message at byte {at:,} is of an unknown kind")
+        if stop > end:
+            raise Undecodable(
+                file.path,
+                f"is cut short: the record batch at byte {at:,} should end at {stop:,}, the file has {end:,} bytes of them",
+            )
+        yield at, stop, message.body, message.kind, metadata
+        at = stop
+
+
+def _bounds(file: ByteFile) -> tuple[int, int]:
+    """Where the messages begin and end: all of a stream, what lies between the magic and the footer of a file."""
+    if file.size < 8:
+        raise Undecodable(file.path, f"is no Arrow file or stream: it has {file.size:,} bytes")
+    if file.read(0, 6) != _MAGIC:
+        return 0, file.size
+    tail = bytes(file.read(file.size - 10, 10)) if file.size >= 18 else b""
+    footer = int.from_bytes(tail[:4], "little")
+    if tail[4:] != _MAGIC or footer > file.size - 18:
+        raise Undecodable(file.path, "is an Arrow file that was cut short: it does not end with ARROW1")
+    return 8, file.size - 10 - footer
+
+
+def batch_of(file: ByteFile, at: int, metadata: bytes) -> Batch:
+    try:
+        batch = parse_batch(metadata)
+    except ValueError as error:
+        raise Undecodable(file.path, f"is damaged: the message at byte {at:,} does not parse ({error})") from error
+    if not 0 <= batch.rows <= _MAX_BATCH_ROWS:
+        raise bad_batch(file, at, f"it claims {batch.rows:,} rows; between 0 and {_MAX_BATCH_ROWS:,} are accepted")
+    return batch
+
+
+def bad_batch(file: ByteFile, at: int, why: str) -> Undecodable:
+    return Undecodable(file.path, f"is damaged: of the record batch at byte {at:,}, {why}")

@@ -1,0 +1,133 @@
+"""The flatbuffers of Arrow IPC messages.
+
+A file or stream of Arrow data is a run of messages, each a flatbuffer (metadata) and a body:
+
+    ff ff ff ff | length | metadata                                    | body
+                           kind, body length; of a batch: rows,          the columns' buffers
+                           (offset, length) of every buffer
+
+pyarrow reads them too, but only whole: to count the rows of a batch or to reach one column it reads, and trusts, all of it.
+So the few numbers needed are read here, each held against the bytes that are there.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+__all__ = ["Batch", "Message", "is_big_endian", "parse_batch", "parse_message"]
+
+SCHEMA, DICTIONARY, BATCH = 1, 2, 3
+_MAX_ITEMS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message's metadata."""
+
+    kind: int
+    body: int
+    """Length of the body."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A record batch: its rows, a (rows, nulls) pair for every array of the schema's tree, and where its buffers lie."""
+
+    rows: int
+    nodes: tuple[tuple[int, int], ...]
+    buffers: tuple[tuple[int, int], ...]
+    """(offset in the body, length)."""
+    codec: str
+    """How the buffers are packed: "", "lz4" or "zstd"."""
+    views: tuple[int, ...]
+    """How many data buffers each array of views has."""
+
+
+def parse_message(data: bytes) -> Message:
+    """ValueError says what does not fit."""
+    table = _root(data)
+    return Message(kind=table.number(1, "B"), body=table.number(3, "q"))
+
+
+def parse_batch(data: bytes) -> Batch:
+    """The record batch of a message of that kind, or the one that holds a dictionary."""
+    message = _root(data)
+    header = message.table(2)
+    if header is not None and message.number(1, "B") == DICTIONARY:
+        header = header.table(1)
+    if header is None:
+        raise ValueError("a record batch without a header")
+    packing = header.table(3)
+    codec = ""
+    if packing is not None:
+        number = packing.number(0, "b")
+        if number not in (0, 1) or packing.number(1, "b") != 0:
+            raise ValueError("buffers packed in an unknown way")
+        codec = ("lz4", "zstd")[number]
+    return Batch(
+        rows=header.number(0, "q"),
+        nodes=tuple(header.pairs(1)),
+        buffers=tuple(header.pairs(2)),
+        codec=codec,
+        views=tuple(header.numbers(4)),
+    )
+
+
+def is_big_endian(data: bytes) -> bool:
+    """Of a schema message."""
+    header = _root(data).table(2)
+    return header is not None and header.number(0, "h") != 0
+
+
+def _root(data: bytes) -> _Table:
+    return _Table(data, _at(data, 0, "I"))
+
+
+def _at(data: bytes, place: int, kind: str) -> int:
+    if not 0 <= place <= len(data) - struct.calcsize(f"<{kind}"):
+        raise ValueError(f"byte {place} of a message of {len(data)} was asked for")
+    return struct.unpack_from(f"<{kind}", data, place)[0]
+
+
+class _Table:
+    """A flatbuffer's table: numbered fields, each of which may be absent."""
+
+    def __init__(self, data: bytes, place: int) -> None:
+        self._data = data
+        self._place = place
+        self._fields = place - _at(data, place, "i")
+        self._size = _at(data, self._fields, "H")
+
+    def number(self, field: int, kind: str) -> int:
+        place = self._field(field)
+        return 0 if place is None else _at(self._data, place, kind)
+
+    def table(self, field: int) -> _Table | None:
+        place = self._field(field)
+        return None if place is None else _Table(self._data, place + _at(self._data, place, "I"))
+
+    def pairs(self, field: int) -> list[tuple[int, int]]:
+        """A vector of structs of two 64-bit numbers."""
+        start, count = self._vector(field, 16)
+        flat = struct.unpack_from(f"<{2 * count}q", self._data, start)
+        return list(zip(flat[::2], flat[1::2], strict=True))
+
+    def numbers(self, field: int) -> tuple[int, ...]:
+        start, count = self._vector(field, 8)
+        return struct.unpack_from(f"<{count}q", self._data, start)
+
+    def _vector(self, field: int, width: int) -> tuple[int, int]:
+        place = self._field(field)
+        if place is None:
+            return 0, 0
+        start = place + _at(self._data, place, "I")
+        count = _at(self._data, start, "I")
+        if count > _MAX_ITEMS or start + 4 + count * width > len(self._data):
+            raise ValueError(f"a vector claims {count:,} items")
+        return start + 4, count
+
+    def _field(self, field: int) -> int | None:
+        slot = 4 + 2 * field
+        offset = _at(self._data, self._fields + slot, "H") if slot + 2 <= self._size else 0
+        return self._place + offset if offset else None

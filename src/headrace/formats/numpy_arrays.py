@@ -1,0 +1,196 @@
+"""Arrays that numpy saved: .npy, and .npz archives of them. Nothing is unpickled.
+
+Arrays are read in place with pread. Those of a compressed archive are unpacked when their first row is read and then
+kept; the cap is on all of them together.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import struct
+import threading
+import zipfile
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.errors import DataError
+from headrace.formats.byte_file import ByteFile, FileObject, Undecodable, first_line, most_decoded
+from headrace.formats.rows import Column, Ragged, chosen, common_rows
+
+__all__ = ["NpyRows", "NpzRows"]
+
+_MAX_UNPACKED = 1 << 30
+"""Bytes that the compressed arrays of an archive may have together: they stay in memory as long as the file is open."""
+_MAX_ROW = 1 << 40
+_HEAD = 1 << 16
+_NPY_HEADER = re.compile(
+    rb"\{'descr': '([<>|=][a-zA-Z]\d*)', 'fortran_order': (True|False), 'shape': \(((?:\d{1,19},? ?)*)\), \}\s*"
+)
+_parsing = threading.Lock()
+
+
+def _npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """(shape, is Fortran order, dtype, where the data begins) of a .npy; ValueError if it is none.
+
+    numpy's own parser goes through `ast`, which two threads may not do at once in Python 3.11: one of them gets a
+    SystemError. (A sweep of 900 resumes met it.) Plain dtypes are read here, structured ones by numpy under a lock.
+    """
+    if head[:6] != b"\x93NUMPY" or len(head) < 12:
+        raise ValueError(f"it begins with {head[:6]!r}. Give files that numpy.save wrote")
+    wide = head[6] >= 2
+    length = int.from_bytes(head[8 : 12 if wide else 10], "little")
+    began = (12 if wide else 10) + length
+    plain = _NPY_HEADER.fullmatch(head[began - length : began])
+    if plain is not None:
+        shape = tuple(int(n) for n in plain[3].decode().replace(",", " ").split())
+        return shape, plain[2] == b"True", np.dtype(plain[1].decode()), began
+    stream = io.BytesIO(head)
+    version = np.lib.format.read_magic(stream)
+    if version not in ((1, 0), (2, 0), (3, 0)):
+        raise ValueError(f"version {version}")
+    with _parsing:
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(stream)
+    return shape, fortran, dtype, stream.tell()
+
+
+class _Array:
+    """Dtype, shape and place of one array. `what` begins errors ("is an array", "holds an array 'x'"), `head` is its first
+    64 KiB, `limit` its bytes."""
+
+    def __init__(self, path: object, what: str, head: bytes, offset: int, limit: int) -> None:
+        try:
+            shape, fortran, dtype, began = _npy_header(head)
+        except Exception as error:  # numpy hands the header to Python's own parser, which raises whatever it meets
+            raise Undecodable(path, f"{what} that is no numpy array: {first_line(error)}") from error
+        if dtype.hasobject:
+            raise DataError(
+                f"{path} cannot be read as .npy: it {what} of Python objects, which only unpickling could read. Save it with a "
+                "numeric dtype."
+            )
+        if not shape or (fortran and sum(n > 1 for n in shape) > 1):
+            raise DataError(
+                f"{path} {what} of shape {shape}{' and is stored by columns, in Fortran order' if fortran else ''}; expected "
+                "one row a cell, in C order. Save np.ascontiguousarray of it."
+            )
+        self.dtype, self.shape = dtype, shape
+        self.row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        self.offset = offset + began
+        self.nbytes = shape[0] * self.row_bytes
+        if self.nbytes > limit - began or max(self.row_bytes, *shape) > _MAX_ROW:
+            raise Undecodable(
+                path, f"is cut short: it {what} that claims {self.nbytes:,} bytes, {max(limit - began, 0):,} are there"
+            )
+
+    def read(self, file: ByteFile, start: int, stop: int) -> np.ndarray:
+        out = np.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        if out.nbytes:  # straight into the array: a bytearray would be cleared first
+            file.read_into(out.reshape(-1).view(np.uint8).data, self.offset + start * self.row_bytes)
+        return out
+
+
+class NpyRows:
+    """One array: the column `x`, or a column for each field of a structured one."""
+
+    def __init__(self, file: ByteFile, columns: Sequence[str] | None = None) -> None:
+        self._file = file
+        self._array = _Array(file.path, "is an array", bytes(file.read(0, min(_HEAD, file.size))), 0, file.size)
+        dtype, (rows, *shape) = self._array.dtype, self._array.shape
+        self.rows = rows
+        self.schema: dict[str, Column] = {}
+        for name in chosen(file.path, dtype.names or ("x",), columns):
+            inner = dtype[name] if dtype.names else dtype
+            self.schema[name] = Column(dtype=inner.base, shape=(*shape, *inner.shape), rows=rows)
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> dict[str, np.ndarray | Ragged]:
+        array = self._array.read(self._file, start, stop)
+        return {name: np.ascontiguousarray(array[name]) if array.dtype.names else array for name in columns}
+
+
+class NpzRows:
+    """An archive of arrays. Stored ones are read in place, deflated ones are unpacked under the cap."""
+
+    def __init__(self, file: ByteFile, columns: Sequence[str] | None = None) -> None:
+        self._file = file
+        self._arrays: dict[str, _Array] = {}
+        self._deflated: dict[str, zipfile.ZipInfo] = {}
+        self._unpacked: dict[str, np.ndarray] = {}
+        self._archive = _archive(file)
+        members = {i.filename.removesuffix(".npy"): i for i in self._archive.infolist() if i.filename.endswith(".npy")}
+        if not members:
+            raise DataError(f"{file.path} holds no array; expected names such as x and group_id")
+        names = chosen(file.path, list(members), columns)
+        total = 0
+        for name in names:
+            info = members[name]
+            if info.compress_type == zipfile.ZIP_DEFLATED and not info.flag_bits & 1:
+                total += info.file_size
+                most = min(_MAX_UNPACKED, most_decoded(file.size))
+                if total > most:
+                    raise Undecodable(
+                        file.path,
+                        f"has too much to unpack: with array {name!r} it unpacks to {total:,} bytes, more than {most:,}",
+                        "Save it uncompressed",
+                    )
+                self._deflated[name] = info
+                head = self._inflated(name, min(_HEAD, info.file_size))
+                self._arrays[name] = _Array(file.path, f"holds an array {name!r}", head, 0, info.file_size)
+            elif info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
+                self._arrays[name] = self._stored(name, info)
+            else:
+                raise Undecodable(
+                    file.path, f"has an array {name!r} that is encrypted or packed in another way than numpy does"
+                )
+        self.schema = {n: Column(dtype=a.dtype, shape=a.shape[1:], rows=a.shape[0]) for n, a in self._arrays.items()}
+
+    def _stored(self, name: str, info: zipfile.ZipInfo) -> _Array:
+        file, begin = self._file, info.header_offset
+        if not 0 <= begin <= file.size - 30:
+            raise Undecodable(file.path, f"is damaged: array {name!r} should begin at byte {begin:,} of {file.size:,}")
+        at = begin + 30 + sum(struct.unpack_from("<2H", file.read(begin, 30), 26))
+        size = max(min(info.file_size, file.size - at), 0)
+        head = bytes(file.read(min(at, file.size), min(_HEAD, size)))
+        return _Array(file.path, f"holds an array {name!r}", head, at, size)
+
+    def _inflated(self, name: str, size: int) -> bytes:
+        try:
+            with self._archive.open(self._deflated[name]) as packed:
+                return packed.read(size)
+        except _ZIP_ERRORS as error:
+            raise Undecodable(self._file.path, f"array {name!r} cannot be unpacked: {first_line(error)}") from error
+
+    @property
+    def rows(self) -> int:
+        return common_rows(self._file.path, self.schema)
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> dict[str, np.ndarray | Ragged]:
+        return {name: self._read(name, start, stop) for name in columns}
+
+    def _read(self, name: str, start: int, stop: int) -> np.ndarray:
+        array = self._arrays[name]
+        if name not in self._deflated:
+            return array.read(self._file, start, stop)
+        if name not in self._unpacked:
+            data = self._inflated(name, self._deflated[name].file_size + 1)
+            if len(data) < array.offset + array.nbytes:
+                raise Undecodable(self._file.path, f"is cut short: array {name!r} unpacks to {len(data):,} bytes")
+            values = np.frombuffer(data, array.dtype, math.prod(array.shape), array.offset)
+            self._unpacked[name] = values.reshape(array.shape)
+        return self._unpacked[name][start:stop]
+
+
+_ZIP_ERRORS = (
+    zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, ValueError, OverflowError, struct.error, zlib.error,
+)  # fmt: skip
+"""What zipfile raises for archives that are damaged."""
+
+
+def _archive(file: ByteFile) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(FileObject(lambda offset, length: bytes(file.read(offset, length)), file.size))
+    except _ZIP_ERRORS as error:
+        raise Undecodable(file.path, f"is no .npz archive: {first_line(error)}") from error

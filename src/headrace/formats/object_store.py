@@ -1,0 +1,379 @@
+"""Objects of a store: which of them a URL names, and how their bytes are read.
+
+    s3://bucket/web/*.jsonl    gs://    az://        a prefix, a glob or one object      listed in bytewise order
+    https://host/web.jsonl                           one object: the web has no listings
+
+Through obstore (extra [s3]): one small package for all stores. Its settings come from the environment, as those of each
+store's own tools do (AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT_URL, AWS_SKIP_SIGNATURE for public buckets, ...).
+
+An object is read by ranges: a chunk's bytes, or a parquet column's, and no more; while rows are counted, 8 MiB at a time.
+Each answer must carry the entity tag the object had when it was listed, so one that is replaced under the run is refused.
+Errors that pass (no connection, 5xx, 429, a time-out) are tried again until a deadline; wrong names, credentials and
+regions are a sentence at once. obstore's own retries are off: they would wait without a name.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import unquote
+
+from headrace.errors import ConfigError, DataChanged, DataError
+from headrace.metrics import Wait
+from headrace.runtime.retry import retry
+
+__all__ = [
+    "DEADLINE",
+    "MAX_FILES",
+    "STORES",
+    "FoundObject",
+    "Store",
+    "StoredObject",
+    "find_objects",
+    "fits",
+    "open_object",
+    "pinned_tag",
+    "store_of",
+]
+
+T = TypeVar("T")
+
+STORES: dict[str, str] = {
+    "s3": "Amazon S3 and what speaks its protocol",
+    "gs": "Google Cloud Storage",
+    "az": "Azure Blob Storage",
+    "http": "the web",
+    "https": "the web",
+}
+MAX_FILES = 1_000_000
+"""Files or objects that one listing may hold."""
+DEADLINE = 60.0
+"""Seconds that a store may stay out of reach before a read gives up."""
+_AHEAD = 8 << 20
+_PINNED = "pinned "
+"""Begins the tag of an object whose URL names its content: the tags of answers, which differ between servers, say nothing."""
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
+_METADATA_SERVICE = ("169.254.169.254", "metadata.google.internal", "169.254.170.2")
+_PASSES = frozenset({"408", "425", "429", "500", "502", "503", "504"})
+
+
+class Store:
+    """One bucket, container or web host. Safe to share between threads; not to be carried over a fork."""
+
+    def __init__(self, root: str, *, deadline: float = DEADLINE, on_retry: Callable[[], object] = lambda: None) -> None:
+        """`root` is `s3://bucket` or `https://host`. `on_retry` is called before every request that is tried again."""
+        self.root = root
+        self._deadline = deadline
+        self._on_retry = on_retry
+        try:
+            import obstore
+            import obstore.exceptions
+            import obstore.store
+        except ImportError as error:
+            raise ConfigError(
+                f"reading {root} needs obstore, which is not installed: pip install 'headrace[s3]', or copy the files to a disk"
+            ) from error
+        self._obstore: Any = obstore
+        self._errors: Any = obstore.exceptions
+        client = {"timeout": f"{max(deadline, 1):.0f}s", "connect_timeout": f"{min(max(deadline, 1), 10):.0f}s"}
+        try:
+            self._store: Any = obstore.store.from_url(
+                root,
+                client_options={**client, "allow_http": True},
+                retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
+            )
+        except (obstore.exceptions.BaseError, ValueError) as error:
+            raise DataError(f"opening {root}: {_said(error)}") from error
+
+    def below(self, prefix: str, what: str) -> list[Mapping[str, Any]]:
+        """Every object below a prefix (whole path parts), as the store lists them."""
+
+        def call() -> list[Mapping[str, Any]]:
+            listed: list[Mapping[str, Any]] = []
+            for batch in self._obstore.list(self._store, prefix=prefix or None, chunk_size=1000):
+                listed += batch
+                if len(listed) > MAX_FILES:
+                    raise DataError(f"{what} lies among more than {MAX_FILES:,} objects; name a narrower place")
+            return listed
+
+        return self._patiently(f"{what}: listing {self.root}/{prefix}", call)
+
+    def head(self, key: str, what: str) -> Mapping[str, Any] | None:
+        """Size, tag and time of one object; None if there is none."""
+
+        def call() -> Mapping[str, Any] | None:
+            try:
+                return self._obstore.head(self._store, key)
+            except FileNotFoundError:
+                return None
+
+        return self._patiently(f"{what}: looking at {self.root}/{key}", call)
+
+    def read(self, key: str, start: int, end: int, tag: str) -> Any:
+        """Bytes [start, end) of an object that must still carry its tag."""
+        url = f"{self.root}/{key}"
+
+        def call() -> Any:
+            options: dict[str, Any] = {"range": (start, end)}
+            if tag.startswith('"'):  # a weak tag never matches by the rules of HTTP, so it is compared below only
+                options["if_match"] = tag
+            try:
+                result = self._obstore.get(self._store, key, options=options)
+                found = _tag(result.meta)
+                data = result.bytes()
+            except self._errors.PreconditionError as error:
+                raise _replaced(url) from error
+            if found != tag and not tag.startswith(_PINNED):
+                raise _replaced(url)
+            if len(data) != end - start:
+                raise DataChanged(
+                    f"{url} gave {len(data):,} bytes for bytes {start:,} to {end:,}: it is shorter than it was when it was "
+                    "listed. Restore it and run again."
+                )
+            return data
+
+        return self._patiently(f"reading {url} at byte {start:,}", call)
+
+    def _patiently(self, doing: str, call: Callable[[], T]) -> T:
+        """`call()`, again while the error is one that passes, until the deadline; a DataError with a sentence otherwise."""
+        _require_own_process(doing)
+
+        def timed() -> T:
+            with Wait("source.remote", hidden=True):
+                return call()
+
+        def gave_up(error: Exception, tries: int, seconds: float) -> DataError:
+            return DataError(
+                f"{doing}: {_said(error)}, {tries} times in {seconds:.0f} s. Check that the store can be reached and run again."
+            )
+
+        try:
+            return retry(
+                timed, passes=self._passes, wait_name="source.retry", deadline=self._deadline, doing=doing,
+                first_pause=0.05, longest_pause=2.0, on_retry=self._on_retry, gave_up=gave_up,
+            )  # fmt: skip
+        except (self._errors.BaseError, OSError) as error:
+            raise DataError(f"{doing}: {self._reason(error)}") from error
+
+    def _passes(self, error: BaseException) -> bool:
+        text = str(error)
+        if not isinstance(error, self._errors.GenericError) or any(host in text for host in _METADATA_SERVICE):
+            return False
+        status = _STATUS.search(text)
+        return status[1] in _PASSES if status else "HTTP error" in text or "timed out" in text or "timeout" in text
+
+    def _reason(self, error: BaseException) -> str:
+        text = str(error)
+        status, code = _STATUS.search(text), _CODE.search(text)
+        if any(host in text for host in _METADATA_SERVICE):
+            return (
+                "there are no credentials for it. Set the store's own variables (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+                "say), or AWS_SKIP_SIGNATURE=true for a public bucket"
+            )
+        if code is not None and code[1] == "NoSuchBucket":
+            return "there is no such bucket. Check its name and the store's endpoint"
+        if isinstance(error, FileNotFoundError):
+            return "the object is gone. Restore it, or take it out of the source"
+        if status is not None and status[1] in ("401", "403"):
+            return f"access is denied ({code[1] if code else status[1]}). Check the credentials, and that they may list and read it"
+        if status is not None and (status[1] in ("301", "307") or (code is not None and "Region" in code[1])):
+            return f"it lies in another region or at another endpoint ({code[1] if code else status[1]}). Set AWS_REGION or AWS_ENDPOINT_URL"
+        return _said(error)
+
+
+_threads_of: int | None = None
+"""The process in which obstore has started its threads: one for all stores, and only there."""
+
+
+def _require_own_process(doing: str) -> None:
+    global _threads_of
+    if _threads_of is None:
+        _threads_of = os.getpid()
+    elif _threads_of != os.getpid():
+        # Its threads did not come along over the fork: the call would wait for them for ever.
+        raise DataError(
+            f"{doing}: this process was forked from one that had read a store, which obstore does not survive. Start worker "
+            'processes with the method "spawn" or "forkserver".'
+        )
+
+
+class StoredObject:
+    """One object of a store, as a ByteFile. Not to be shared between threads: it remembers what it read last."""
+
+    def __init__(self, store: Store, key: str, *, size: int, tag: str) -> None:
+        self.path: Path | str = f"{store.root}/{key}"
+        self.size = size
+        self.version: int | str = tag
+        self._store = store
+        self._key = key
+        self._window: tuple[int, Any] = (0, b"")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._window = (0, b"")
+
+    def read(self, offset: int, length: int) -> bytearray:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise DataError(
+                f"{self.path} has {self.size:,} bytes; bytes {offset:,} to {offset + length:,} were asked of it. It is cut short "
+                "or damaged; restore it."
+            )
+        buffer = bytearray(length)
+        self.read_into(memoryview(buffer), offset)
+        return buffer
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """From the last answer if it holds the bytes. Who goes on where that ended is walking, and is read ahead for."""
+        if not len(view):
+            return
+        start, held = self._window
+        if not start <= offset <= offset + len(view) <= start + len(held):
+            walking = len(held) > 0 and start <= offset <= start + len(held)
+            end = min(self.size, offset + max(len(view), _AHEAD if walking else 0))
+            start, held = offset, memoryview(self._store.read(self._key, offset, end, str(self.version)))
+            self._window = (start, held)
+        view[:] = held[offset - start : offset - start + len(view)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundObject:
+    """An object as it was when it was listed."""
+
+    path: str
+    """Its key below the place that was listed, with slashes."""
+    key: str
+    size: int
+    tag: str
+    """Its entity tag; where the store gives none, its time of modification."""
+
+
+def store_of(place: str) -> str | None:
+    """`s3` of `s3://bucket/web/*.jsonl`; None for a path, of which `file://` is a long form."""
+    scheme, separator, _ = place.partition("://")
+    return scheme if separator and scheme != "file" and re.fullmatch(r"[A-Za-z][\w+.-]*", scheme) else None
+
+
+def open_object(url: str) -> StoredObject:
+    """One object, as it is now."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    store = Store(f"{scheme}://{bucket}")
+    meta = store.head(key, f"opening {url}")
+    if meta is None:
+        raise DataError(f"opening {url}: the object is gone. Restore it, or take it out of the list")
+    return StoredObject(store, key, size=int(meta["size"]), tag=_tag(meta))
+
+
+def find_objects(
+    place: str,
+    *,
+    suffixes: Sequence[str],
+    packings: Sequence[str] = (),
+    what: str,
+    deadline: float = DEADLINE,
+    on_retry: Callable[[], object] = lambda: None,
+) -> tuple[Store, str, list[FoundObject]]:
+    """The store of a URL, the URL of the place that was listed, and the objects it names, in bytewise order.
+
+    A prefix gives the objects below it whose names end in one of `suffixes`, or in one of them and one of `packings`; names that
+    start with a dot are left out. `what` opens every sentence, such as "source 'jsonl:s3://b/web'".
+    """
+    scheme, _, rest = place.partition("://")
+    bucket, _, path = rest.partition("/")
+    store = Store(f"{scheme}://{bucket}", deadline=deadline, on_retry=on_retry)
+    web = scheme in ("http", "https")
+    parts = [unquote(part) if web else part for part in path.split("/") if part]
+    patterns = [i for i, part in enumerate(parts) if any(c in part for c in "*?[")]
+    if web and (patterns or path.endswith("/")):
+        raise ConfigError(f"{what}: the web cannot be listed, so {place!r} must be one file; give a source for each")
+    if not patterns:
+        meta = store.head("/".join(parts), what) if parts and not path.endswith("/") else None
+        if meta is not None:
+            return _listed(store, parts[:-1], [(parts[-1], meta)])
+        if web:
+            raise DataError(f"{what}: there is nothing at {place}")
+        taken = tuple(suffixes) + tuple(own + packed for own in suffixes for packed in packings)
+        listed = [
+            (relative, meta)
+            for relative, meta in _below(store, parts, what)
+            if relative.endswith(taken) and not any(part.startswith(".") for part in relative.split("/"))
+        ]
+        if not listed:
+            raise DataError(
+                f"{what}: no object ends in {' or '.join(suffixes)} below {place}. Name the objects with a glob such as "
+                f"{place.rstrip('/')}/*"
+            )
+        return _listed(store, parts, listed)
+    literal, pattern = parts[: patterns[0]], parts[patterns[0] :]
+    listed = [(r, meta) for r, meta in _below(store, literal, what) if fits(r.split("/"), pattern)]
+    if not listed:
+        raise DataError(f"{what}: no object matches {place!r}. Check the bucket, the prefix and the pattern.")
+    return _listed(store, literal, listed)
+
+
+def pinned_tag(version: str) -> str:
+    """The tag of objects whose URL names their content, `version`, so that they never change."""
+    return f'{_PINNED}"{version}"'
+
+
+def _below(store: Store, parts: Sequence[str], what: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    prefix = "/".join(parts)
+    for meta in store.below(prefix, what):
+        relative = str(meta["path"]).removeprefix(f"{prefix}/") if prefix else str(meta["path"])
+        if relative and not (int(meta["size"]) == 0 and "." not in relative.rpartition("/")[2]):  # a folder's marker
+            yield relative, meta
+
+
+def _listed(
+    store: Store, parts: Sequence[str], found: Sequence[tuple[str, Mapping[str, Any]]]
+) -> tuple[Store, str, list[FoundObject]]:
+    objects = [
+        FoundObject(path=relative, key="/".join([*parts, relative]), size=int(meta["size"]), tag=_tag(meta))
+        for relative, meta in sorted(found, key=lambda item: item[0].encode())
+    ]
+    return store, "/".join([store.root, *parts]), objects
+
+
+def fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether the parts of a path match those of a glob: `**` is any number of folders, a leading dot must be asked for."""
+    if not pattern or not names:
+        return not pattern and not names
+    head, rest = pattern[0], pattern[1:]
+    if head == "**":
+        deeper = len(names) > 1 and not names[0].startswith(".") and fits(names[1:], pattern)
+        return deeper or fits(names, rest or ("*",))
+    if names[0].startswith(".") and not head.startswith("."):
+        return False
+    return fnmatch.fnmatchcase(names[0], head) and fits(names[1:], rest)
+
+
+def _tag(meta: Mapping[str, Any]) -> str:
+    """The entity tag, or the time of modification where the store gives none."""
+    return str(meta.get("e_tag") or meta.get("last_modified") or "")
+
+
+def _replaced(url: str) -> DataChanged:
+    return DataChanged(
+        f"{url} was replaced since it was listed: its entity tag is another. Restore the object, or start again with the "
+        "new one."
+    )
+
+
+def _said(error: BaseException) -> str:
+    """The first line, without the tree of debugging output that obstore appends."""
+    text = str(error).split("\n\nDebug source")[0]
+    code = _CODE.search(text)
+    line = text.splitlines()[0].split(": <?xml")[0] if text else type(error).__name__
+    return f"{line[:300]} ({code[1]})" if code else line[:300]

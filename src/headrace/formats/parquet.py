@@ -1,0 +1,256 @@
+"""Parquet: the row groups of a file, of which the wanted columns are loaded and decoded.
+
+    columns = ParquetColumns(ParquetFile(file), ["text"])
+    pages = columns.load(file, group)          bytes of the pages of these columns
+    columns.decode(group, pages)               a pyarrow table of them
+
+    ParquetRows(file).read(start, stop, names)     the same as numpy arrays, by row
+
+Text, labelled rows, cells and Gram shards are read through this one class. Pages are found from the footer, read with
+pread and handed to pyarrow as the only bytes it can see: what is decoded is what was hashed, and a file that is cut short
+during the read is an error, not a signal.
+
+Sizes in the footer and in the headers of pages are claims. They are compared with the size of the file and with caps
+before memory is taken for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.errors import DataError, nearest
+from headrace.formats.arrow_columns import PiecedRows
+from headrace.formats.byte_file import MAX_DECODED, ByteFile, FileObject, Undecodable, first_line, most_decoded
+from headrace.formats.parquet_footer import ColumnPages, parse_footer, parse_page_header
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+__all__ = ["Pages", "ParquetColumns", "ParquetFile", "ParquetRows", "no_such_column"]
+
+_MAX_COLUMN_BYTES = MAX_DECODED
+_MAX_GROUP_ROWS = 1 << 26
+_MAX_FOOTER = 64 << 20
+_MAX_GAP = 64 << 10
+"""Bytes between two wanted columns up to which one read takes both."""
+
+Pages = list[tuple[int, bytearray | memoryview]]
+"""Stretches of a file: where each begins, and its bytes."""
+
+
+class ParquetFile:
+    """The footer of one file. Holds no descriptor: `file` is given again to whatever reads."""
+
+    def __init__(self, file: ByteFile) -> None:
+        self.path, self.size = file.path, file.size
+        raw = _footer_bytes(file)
+        try:
+            self.footer = parse_footer(raw)
+        except ValueError as error:
+            raise _damaged(file.path, error) from error
+        self.metadata = _for_pyarrow(file, raw)
+
+    def schema(self) -> pa.Schema:
+        import pyarrow as pa
+
+        try:
+            return self.metadata.schema.to_arrow_schema()
+        except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+            raise _damaged(self.path, error) from error
+
+
+class ParquetColumns:
+    """Columns of one file as its footer describes them, every claim compared with the file and the caps."""
+
+    def __init__(self, parquet: ParquetFile, names: Sequence[str], *, text: bool = False) -> None:
+        """`names`: the columns; `a.b` is field b of a struct. `text`: there is one name, and it must be a column of one
+        text a row."""
+        footer = parquet.footer
+        self._parquet = parquet
+        paths = [".".join(leaf.path) for leaf in footer.leaves]
+        self._chosen: list[int] = []
+        for name in names:
+            found = [i for i, path in enumerate(paths) if path == name or (not text and path.startswith(f"{name}."))]
+            if not found:
+                present = paths if text else {leaf.path[0] for leaf in footer.leaves}
+                raise no_such_column(parquet.path, name, present, text=text)
+            if len({paths[i] for i in found}) < len(found):
+                raise Undecodable(parquet.path, f"has several columns called {name!r}", "Write it with one")
+            self._chosen += found
+        if text and footer.leaves[self._chosen[0]].holds != "text":
+            raise DataError(
+                f"column {names[0]!r} of {parquet.path} holds {footer.leaves[self._chosen[0]].holds}, expected one text a "
+                "row. Set text_key to a column of strings."
+            )
+        self.depth = len(footer.leaves[self._chosen[0]].path) if self._chosen else 0
+        """How many names lead to the first column: 2 for a field of a struct."""
+        self._paths = [paths[i] for i in self._chosen]
+        self.group_rows = footer.group_rows
+        self._pages = [[group[i] for i in self._chosen] for group in footer.pages]
+        self.pages = tuple(_together(pages) for pages in self._pages)
+        """By row group: the stretch of the file from the first page of these columns to the last."""
+        for group in range(len(self.pages)):
+            self._check(", ".join(names), group)
+
+    def load(self, file: ByteFile, group: int) -> Pages:
+        """The pages of these columns, from the file. Columns that lie far apart are read one by one."""
+        stretches: list[tuple[int, int]] = []
+        for pages in sorted(self._pages[group], key=lambda p: p.offset):
+            end = pages.offset + pages.compressed
+            if stretches and pages.offset - stretches[-1][1] <= _MAX_GAP:
+                stretches[-1] = (stretches[-1][0], max(stretches[-1][1], end))
+            else:
+                stretches.append((pages.offset, end))
+        buffers = [(start, np.empty(end - start, np.uint8).data) for start, end in stretches]  # not cleared first
+        for start, buffer in buffers:
+            file.read_into(buffer, start)
+        return list(buffers)
+
+    def decode(self, group: int, pages: Pages) -> pa.Table:
+        """The rows of a group, from bytes that hold its pages. ValueError or an error of pyarrow's says what is wrong.
+
+        A column with a dictionary stays one: half a megabyte of file can stand for terabytes of repeated text, which
+        then exist once.
+        """
+        import pyarrow.parquet as pq
+
+        def held(offset: int, length: int) -> memoryview:
+            for start, data in pages:
+                if start <= offset < start + len(data):
+                    return memoryview(data)[offset - start : offset - start + length]
+            return memoryview(b"")
+
+        own = self._pages[group]
+        decoded = sum(self._decoded(leaf, p, held) for leaf, p in zip(self._chosen, own, strict=True))
+        if decoded > most_decoded(sum(p.compressed for p in own)):
+            raise ValueError(f"its pages claim to hold {decoded:,} bytes, more than is decoded from so few")
+        # Pages are checked against their own CRC where the writer left one.
+        parquet = pq.ParquetFile(
+            FileObject(held, self._parquet.size),
+            metadata=self._parquet.metadata,
+            pre_buffer=False,
+            page_checksum_verification=True,
+            read_dictionary=[
+                path
+                for path, leaf, p in zip(self._paths, self._chosen, own, strict=True)
+                if p.has_dictionary and self._parquet.footer.leaves[leaf].is_bytes
+            ],
+        )
+        return parquet.read_row_group(group, columns=self._paths, use_threads=False)
+
+    def _decoded(self, leaf: int, pages: ColumnPages, held: Any) -> int:
+        """Bytes that the pages of one column claim to decode to, from their own headers."""
+        at, end, values, total = pages.offset, pages.offset + pages.compressed, 0, 0
+        column = held(at, pages.compressed)
+        while values < pages.values and at < end:  # pyarrow stops there too
+            header = parse_page_header(column, at - pages.offset)
+            values += header.values
+            total += header.uncompressed
+            at = pages.offset + header.end + header.compressed
+        return total + values * (self._parquet.footer.leaves[leaf].width + 8)
+
+    def _check(self, names: str, group: int) -> None:
+        path, size, rows, pages = self._parquet.path, self._parquet.size, self.group_rows[group], self.pages[group]
+        if not 0 <= rows <= _MAX_GROUP_ROWS:
+            raise Undecodable(
+                path,
+                f"has a row group {group} that claims {rows:,} rows; between 0 and {_MAX_GROUP_ROWS:,} are accepted",
+                "It is damaged, or should be written with smaller row groups",
+            )
+        if rows == 0:
+            return  # has no pages, and writers leave anything as their place
+        for p in (*self._pages[group], pages):
+            if p.offset < 4 or p.compressed < 0 or p.offset + p.compressed > size:
+                raise Undecodable(
+                    path,
+                    f"is cut short or damaged: column {names!r} of row group {group} should lie at bytes {p.offset:,} to "
+                    f"{p.offset + p.compressed:,}, the file has {size:,}",
+                )
+        if max(pages.uncompressed, pages.compressed) > _MAX_COLUMN_BYTES:
+            raise Undecodable(
+                path,
+                f"has a row group {group} whose column {names!r} unpacks to {pages.uncompressed:,} bytes, more than the "
+                f"{_MAX_COLUMN_BYTES:,} a chunk may have",
+                "Write it with smaller row groups",
+            )
+
+
+class ParquetRows(PiecedRows):
+    """Columns of a parquet file by row. A row group is decoded when its first row is asked for, and kept."""
+
+    piece_name = "row group"
+
+    def __init__(self, file: ByteFile, columns: Sequence[str] | None = None) -> None:
+        self._parquet = ParquetFile(file)
+        self._columns: dict[tuple[str, ...], ParquetColumns] = {}
+        super().__init__(file, self._parquet.schema(), columns, self._parquet.footer.group_rows)
+        self._of(tuple(self.schema))  # claims are checked now, not when a row is read
+
+    def decode(self, piece: int, names: tuple[str, ...]) -> pa.Table:
+        columns = self._of(names)
+        return columns.decode(piece, columns.load(self.file, piece))
+
+    def _of(self, names: tuple[str, ...]) -> ParquetColumns:
+        if names not in self._columns:
+            self._columns[names] = ParquetColumns(self._parquet, names)
+        return self._columns[names]
+
+
+def _together(pages: list[ColumnPages]) -> ColumnPages:
+    """The pages of several columns as one stretch of the file."""
+    if len(pages) == 1:
+        return pages[0]
+    offset = min((p.offset for p in pages), default=4)
+    whole = min((p.compressed for p in pages), default=0) >= 0
+    return ColumnPages(
+        offset=offset,
+        compressed=max((p.offset + p.compressed for p in pages), default=offset) - offset if whole else -1,
+        uncompressed=sum(p.uncompressed for p in pages),
+        values=sum(p.values for p in pages),
+        has_dictionary=any(p.has_dictionary for p in pages),
+    )
+
+
+def no_such_column(path: object, name: str, present: Iterable[str], *, text: bool) -> DataError:
+    """Names what the file has in place of a column, the likeliest meant first."""
+    listed = ", ".join(repr(p) for p in nearest(name, present)[:8]) or "none at all"
+    remedy = (
+        "Set text_key to the one that holds the text"
+        if text
+        else "Set text_key and label_key to those that hold text and labels"
+    )
+    return DataError(f"{path} has no column {name!r}; it has {listed}. {remedy}.")
+
+
+def _footer_bytes(file: ByteFile) -> bytes:
+    tail = 8
+    if file.size < 4 + tail:
+        raise Undecodable(file.path, f"is not a parquet file: it has {file.size:,} bytes")
+    trailer = bytes(file.read(file.size - tail, tail))
+    if trailer[4:] == b"PARE":
+        raise Undecodable(file.path, "is an encrypted parquet file, which cannot be read", "Write it unencrypted")
+    if trailer[4:] != b"PAR1" or file.read(0, 4) != b"PAR1":
+        raise Undecodable(file.path, "is not a parquet file, or was cut short: it does not begin and end with PAR1")
+    length = int.from_bytes(trailer[:4], "little")
+    if length > min(file.size - 4 - tail, _MAX_FOOTER):
+        raise Undecodable(file.path, f"is damaged: its footer claims {length:,} bytes, the file has {file.size:,}")
+    return bytes(file.read(file.size - tail - length, length))
+
+
+def _for_pyarrow(file: ByteFile, raw: bytes) -> pq.FileMetaData:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        alone = b"PAR1" + raw + len(raw).to_bytes(4, "little") + b"PAR1"
+        return pq.read_metadata(pa.BufferReader(alone))
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        raise _damaged(file.path, error) from error
+
+
+def _damaged(path: object, error: BaseException) -> Undecodable:
+    return Undecodable(path, f"is damaged: its footer does not parse ({first_line(error)})")

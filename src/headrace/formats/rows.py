@@ -1,0 +1,112 @@
+"""Rows [a, b) of named columns: the one way to read a file of numbers, whatever its format.
+
+    with open_rows(RawFile("a.parquet")) as rows:
+        rows.schema                        {"x": Column(dtype=float32, shape=(200,), rows=4000), ...}
+        rows.read(64, 128, ["x"])          {"x": float32[64, 200]}
+
+Cells and Gram shards are views of this. `FORMATS` is the registry: a new format is a module with a class that has `schema`
+and `read`, and a line here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace.errors import DataError, nearest
+from headrace.formats.byte_file import ByteFile
+
+__all__ = ["FORMATS", "Column", "Ragged", "RowFile", "chosen", "common_rows", "open_rows"]
+
+FORMATS: dict[str, str] = {
+    ".parquet": "headrace.formats.parquet:ParquetRows",
+    ".pq": "headrace.formats.parquet:ParquetRows",
+    ".arrow": "headrace.formats.arrow:ArrowRows",
+    ".npy": "headrace.formats.numpy_arrays:NpyRows",
+    ".npz": "headrace.formats.numpy_arrays:NpzRows",
+    ".safetensors": "headrace.formats.safetensors:SafetensorsRows",
+    ".jsonl": "headrace.formats.json_rows:JsonRows",
+    ".ndjson": "headrace.formats.json_rows:JsonRows",
+}
+"""Suffix of a file → module and class that read it. Imported on first use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """What a column holds."""
+
+    dtype: np.dtype
+    """Of its numbers; object for strings, and for what cannot be read."""
+    shape: tuple[int, ...] | None
+    """Of one row; None for lists of any length."""
+    rows: int
+    stored_as: str = ""
+    """The file's own name of the dtype, where it has one: "BF16", which is uint16 to numpy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ragged:
+    """Lists of any length: row i is values[offsets[i]:offsets[i + 1]]."""
+
+    values: np.ndarray
+    offsets: np.ndarray
+
+    def __getitem__(self, rows: slice) -> Ragged:
+        """The lists of some consecutive rows; their values are a view."""
+        start, stop, _ = rows.indices(len(self.offsets) - 1)
+        offsets = self.offsets[start : stop + 1]
+        return Ragged(values=self.values[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
+
+
+class RowFile(Protocol):
+    """An open file of rows. Used by one thread at a time."""
+
+    @property
+    def schema(self) -> Mapping[str, Column]: ...
+
+    @property
+    def rows(self) -> int:
+        """Rows of every column. DataError where columns have different numbers."""
+        ...
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> dict[str, np.ndarray | Ragged]:
+        """Rows [start, stop) of these columns, of the dtype and shape in the schema; the caller stays within their rows."""
+        ...
+
+
+def open_rows(file: ByteFile, columns: Sequence[str] | None = None) -> RowFile:
+    """Open a file by its suffix. `columns` leaves out the others. The file must stay usable as long as rows are read."""
+    suffix = PurePath(str(file.path)).suffix
+    if suffix not in FORMATS:
+        raise DataError(f"{file.path} ends in none of {', '.join(FORMATS)}. Rename it, or convert it.")
+    module, _, name = FORMATS[suffix].partition(":")
+    return getattr(importlib.import_module(module), name)(file, columns)
+
+
+def chosen(path: object, names: Sequence[str], columns: Sequence[str] | None) -> list[str]:
+    """The wanted names, all unless given. DataError names one that is missing, and one that several columns have."""
+    missing = [name for name in columns or () if name not in names]
+    if missing:
+        raise DataError(
+            f"{path} has no column {missing[0]!r}; it has {', '.join(nearest(missing[0], names)[:8]) or 'none at all'}. Change "
+            "columns, or the file."
+        )
+    wanted = list(names if columns is None else dict.fromkeys(columns))
+    if len(set(wanted)) < len(wanted) or any(names.count(name) > 1 for name in wanted if len(names) > len(set(names))):
+        double = next(name for name in wanted if names.count(name) > 1)
+        raise DataError(f"{path} has several columns called {double!r}. Write it with one.")
+    return wanted
+
+
+def common_rows(path: object, schema: Mapping[str, Any]) -> int:
+    """How many rows all columns have. DataError if they have different numbers."""
+    lengths = {name: column.rows for name, column in schema.items()}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} {n:,}" for name, n in list(lengths.items())[:8])
+        raise DataError(f"{path}: its arrays have different numbers of rows ({told}). A row of each is one cell.")
+    return next(iter(lengths.values()), 0)

@@ -1,0 +1,125 @@
+"""Which rollouts a step of an RL run learnt from, read out of its arrival logs.
+
+read_step(run, 20)            the groups of step 20: every rollout, its reward, its turns, and what failed
+read_task(run, 640)           every rollout of a task, training and refills
+diff_rollouts(run_a, run_b)   the first rollout that differs, and whether weights, sampling or the environment made the difference
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import DataError
+from headrace.rollouts.arrival_log import Arrival, arrival_path, read_arrivals
+
+__all__ = ["RolloutDifference", "diff_rollouts", "has_rollouts", "read_step", "read_task"]
+
+
+def has_rollouts(run: Path) -> bool:
+    """Whether a folder is that of an RL run."""
+    return (run / "arrivals").is_dir()
+
+
+def _steps(run: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step_")) for path in (run / "arrivals").glob("step_*.log"))
+
+
+def _ordered(run: Path, batch: int) -> list[Arrival]:
+    """The records of a batch by task, member and attempt, whatever order they came in. A failure that a rollout of the same request followed is kept too."""
+    return sorted(read_arrivals(arrival_path(run / "arrivals", batch)), key=lambda a: (*a.key, bool(a.failed)))
+
+
+def read_step(run: Path, step: int) -> list[Arrival]:
+    """The rollouts and failures of a step, counted from 1; DataError if the run has no record of it."""
+    known = _steps(run)
+    if step - 1 not in known:
+        there = f"it has those of steps {known[0] + 1} to {known[-1] + 1}" if known else "it has none"
+        raise DataError(
+            f"{run} has no rollouts of step {step}: {there} (rollouts.keep = false drops those that a checkpoint covers)"
+        )
+    return _ordered(run, step - 1)
+
+
+def read_task(run: Path, task: int) -> list[Arrival]:
+    """Every record of a task; DataError if there is none."""
+    found = [arrival for batch in _steps(run) for arrival in _ordered(run, batch) if arrival.task == task]
+    if not found:
+        raise DataError(
+            f"{run} has no rollout of task {task}: a task is the number of a group, counted from 0 over the run"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutDifference:
+    """Where two runs part."""
+
+    same: bool
+    compared: int
+    """Rollouts that are equal in both."""
+    step: int | None = None
+    """Of the first that differs, from 1."""
+    task: int | None = None
+    member: int | None = None
+    attempt: int | None = None
+    cause: str = ""
+    """missing, weights, sampling, environment or failure."""
+    told: str = ""
+    """One sentence."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def diff_rollouts(run_a: Path, run_b: Path) -> RolloutDifference:
+    """Compare the rollouts of the steps that both runs have, in the order of steps, tasks and members."""
+    compared = 0
+    for batch in sorted(set(_steps(run_a)) & set(_steps(run_b))):
+        for a, b in zip_longest(_ordered(run_a, batch), _ordered(run_b, batch)):
+            cause, told = _difference(a, b)
+            if cause:
+                one = a or b
+                assert one is not None
+                return RolloutDifference(
+                    same=False, compared=compared, step=batch + 1, task=one.task, member=one.member, attempt=one.attempt, cause=cause, told=told
+                )  # fmt: skip
+            compared += 1
+    return RolloutDifference(same=True, compared=compared)
+
+
+def _difference(a: Arrival | None, b: Arrival | None) -> tuple[str, str]:
+    """Why two records differ, and in which words; empty if they do not."""
+    if a is None or b is None or a.key != b.key:
+        return "missing", "one run has a record of this request and the other has none"
+    if a.failed != b.failed:
+        return "failure", f"A: {a.failed or 'answered'}, B: {b.failed or 'answered'}"
+    for number, (x, y) in enumerate(zip_longest(a.turns, b.turns)):
+        if x is None or y is None:
+            return "environment", f"A has {len(a.turns)} turns, B has {len(b.turns)}"
+        if x.prompt_ids != y.prompt_ids:
+            return "environment", f"turn {number + 1}: the prompt was {x.prompt!r} in A and {y.prompt!r} in B"
+        if x.ids != y.ids and a.sampling == b.sampling and x.logprobs[:4] == y.logprobs[:4]:
+            return (
+                "sampling",
+                f"turn {number + 1}: A answered {x.completion!r}, B {y.completion!r}, from equal log-probs of the first token",
+            )
+        if x.ids != y.ids or x.logprobs != y.logprobs:
+            cause = "sampling" if a.sampling != b.sampling else "weights"
+            return (
+                cause,
+                f"turn {number + 1}: A answered {x.completion!r} (version {a.version}), B {y.completion!r} (version {b.version})",
+            )
+    if a.reward != b.reward:
+        return "environment", f"equal answers were rewarded with {a.reward:g} in A and {b.reward:g} in B"
+    return "", ""
+
+
+def shown_turns(arrival: Arrival) -> Iterator[tuple[str, str]]:
+    """Who said what: ("env", text) and ("policy", text) by turns."""
+    for turn in arrival.turns:
+        yield "env", turn.prompt
+        yield "policy", turn.completion

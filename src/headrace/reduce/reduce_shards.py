@@ -1,0 +1,537 @@
+"""The Gram matrix of rows in shards, by any number of workers, whatever dies on the way.
+
+    shards ──► partition ──► engine: processes here │ ranks of torchrun │ Ray actors │ a spool ──► one fold ──► OUT.safetensors
+
+Beside the result stands OUT.work/ while a pass is under way: the lock of whoever coordinates, and two generations of what was
+received. The same command goes on from there, on as many workers as it is given now; when the result is published the folder
+goes. What the sum depends on (the files, the columns, the chunk size) is compared first: anything else is refused by name. So is a
+file that was written since the pass was begun, by its size and time: a fingerprint looks at samples only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from headrace.errors import ConfigError, CursorMismatch, DataChanged, DeadlineExceeded, FileCorrupt, WorkerDied
+from headrace.files import sweep_temporaries
+from headrace.metrics import Wait
+from headrace.order import fingerprint_json
+from headrace.reduce.checkpoints import CheckpointFiles
+from headrace.reduce.columns import Columns
+from headrace.reduce.coordinator import DEFAULT_WINDOW, CrossNodeCheckpoint, CrossNodeGramReduction
+from headrace.reduce.orders import WorkOrder
+from headrace.reduce.partition import CrossNodePartition, Provenance, default_chunk_size
+from headrace.reduce.result import GramResult, facts_path, require_free
+from headrace.reduce.shards import (
+    RowShards,
+    first_written,
+    require_unchanged,
+    require_unwritten,
+    save_stamps,
+    saved_stamps,
+)
+from headrace.reduce.transports.crew import Crew, FoldProgress, drive
+from headrace.runtime.locks import ExclusiveLock
+from headrace.runtime.processors import usable_processors
+from headrace.runtime.signals import signal_asked
+
+if TYPE_CHECKING:
+    from headrace.reduce.transports.folder import SpoolCrew
+
+__all__ = ["ENGINES", "GramPlan", "GramSummary", "GramWatcher", "JoinSummary", "join_spool", "reduce_shards"]
+
+ENGINES = ("local", "torchrun", "ray", "spool")
+_COORDINATOR = "coordinator"
+_RECORD = "shards.json"
+"""Size and time of writing of the shards when the pass was begun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GramPlan:
+    """What is asked for."""
+
+    shards: Sequence[str]
+    out: Path
+    field: str | None = None
+    targets: str | None = None
+    weights: str | None = None
+    rows: str | None = None
+    shift: Path | None = None
+    """A .npy vector that is subtracted from every row."""
+    chunk: int | None = None
+    span: int = 1
+    workers: int | None = None
+    threads: int = 1
+    engine: str | None = None
+    """local, torchrun, ray or spool; torchrun where its environment is found, spool where one is named, else local."""
+    spool: Path | None = None
+    """Folder that partials go through, for workers on other machines too; OUT.work/spool unless given."""
+    window: int = DEFAULT_WINDOW
+    save_every: float = 30.0
+    deadline: float = 600.0
+    replace: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"--{name} must be between 1 and {most:,}, got {value}"
+            for name, value, most in (
+                ("chunk", self.chunk, 1 << 40), ("workers", self.workers, 65536), ("threads", self.threads, 1024), ("window", self.window, 1 << 20),
+            )
+            if value is not None and not 1 <= value <= most and not (name == "workers" and value == 0 and self.spooled)
+        ]  # fmt: skip
+        if not 0 <= self.save_every < 1e9 or not 0 < self.deadline < 1e9:
+            problems.append(f"--save-every and --deadline are seconds, got {self.save_every} and {self.deadline}")
+        if self.engine is not None and self.engine not in ENGINES:
+            problems.append(f"--engine must be one of {', '.join(ENGINES)}, got {self.engine!r}")
+        if self.spool is not None and not self.spooled:
+            problems.append(f"--spool is for --engine spool, not for {self.engine}")
+        try:
+            str(self.out).encode()
+        except UnicodeEncodeError:
+            problems.append(f"--out must be a name in UTF-8, got {str(self.out)!r}")
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def spooled(self) -> bool:
+        return self.engine == "spool" or (self.engine is None and self.spool is not None)
+
+    @property
+    def work(self) -> Path:
+        """What stands beside the result while a pass is under way."""
+        return self.out.with_name(self.out.name + ".work")
+
+    @property
+    def spool_folder(self) -> Path:
+        return self.spool if self.spool is not None else self.work / "spool"
+
+
+@dataclass(slots=True, kw_only=True)
+class GramSummary:
+    """How a pass ended."""
+
+    out: str
+    state: str
+    """reduced, complete (there was nothing to do), stopped, or worker (a rank that only sent)."""
+    sha256: str = ""
+    n_rows: int = 0
+    width: int = 0
+    rows: str = ""
+    chunk_size: int = 0
+    n_chunks: int = 0
+    workers: int = 0
+    engine: str = ""
+    resumed_at: int = 0
+    """Chunks that were folded already."""
+    folded: int = 0
+    """Chunks that are folded now."""
+    duplicates: int = 0
+    most_pending: int = 0
+    replaced: int = 0
+    seconds: float = 0.0
+    signal: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class GramWatcher(Protocol):
+    """Whoever looks on."""
+
+    def began(self, order: WorkOrder, shards: RowShards, engine: str, workers: int, resumed_at: int) -> None: ...
+    def progress(self, progress: FoldProgress) -> None: ...
+    def notice(self, sentence: str) -> None: ...
+
+
+def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
+    """Reduce, or go on reducing. Returns early, and cleanly, on SIGINT and SIGTERM."""
+    began = time.perf_counter()
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if not ranks.strip().isdecimal():
+        raise ConfigError(f"WORLD_SIZE must be a whole number, got {ranks!r}: torchrun sets it, unset it without one")
+    engine = plan.engine or ("spool" if plan.spooled else "torchrun" if int(ranks) > 1 else "local")
+    with contextlib.ExitStack() as stack:
+        group = _Group.join(stack, plan.deadline) if engine == "torchrun" else None
+        shards = RowShards.open(
+            plan.shards, field=plan.field, targets=plan.targets, weights=plan.weights, rows=plan.rows, out=plan.out
+        )
+        stamps = shards.stamps()  # before anything is read: what is written from now on is noticed
+        columns = Columns(
+            width=shards.width,
+            targets=shards.n_targets,
+            weighted=shards.weighted,
+            shift=_shift(plan.shift, shards.width),
+        )
+        data = shards.fingerprint()
+        chunk = plan.chunk or default_chunk_size(columns.k)
+        if group is not None:
+            workers = group.size
+        else:  # more workers than there is to do would only start and end
+            units = -(-shards.n_rows // (chunk * plan.span))
+            workers = min(usable_processors() if plan.workers is None else plan.workers, max(units, 1))
+        partition = CrossNodePartition(
+            k=columns.k,
+            n_rows=shards.n_rows,
+            chunk_size=chunk,
+            n_ranks=1 if engine == "spool" else workers,
+            span=plan.span,
+        )
+        provenance = Provenance(
+            job=plan.out.name[-200:], data=fingerprint_json([data, columns.fingerprint]), rows=shards.dtype
+        )
+        work = plan.work
+        order = WorkOrder(
+            partition=partition, provenance=provenance, columns=columns, shards=shards.spec, data=data, threads=plan.threads,
+            folder=str(work.absolute()) if plan.span > 1 else None,
+        )  # fmt: skip
+        summary = GramSummary(
+            out=str(plan.out), state="reduced", n_rows=shards.n_rows, width=shards.width, rows=shards.dtype,
+            chunk_size=partition.chunk_size, n_chunks=partition.n_chunks, workers=workers, engine=engine,
+        )  # fmt: skip
+        if group is not None and group.rank > 0:
+            return _send(order, group, summary)
+        stopped = stack.enter_context(signal_asked())
+        done = _finished(plan, partition, provenance, stamps)
+        if done is not None:
+            if group is not None:
+                from headrace.reduce.transports.gloo import nothing_to_do
+
+                nothing_to_do(partition)
+            if not facts_path(plan.out).exists():
+                done.save_facts(plan.out)
+            summary.state, summary.sha256 = "complete", done.sha256
+            summary.resumed_at = summary.folded = partition.n_chunks
+            if work.is_dir():  # it was killed after the result was published
+                _claim(work, stack)
+                shutil.rmtree(work, ignore_errors=True)
+            if plan.spooled:
+                from headrace.reduce.transports.folder import dissolve
+
+                dissolve(plan.spool_folder, order)
+            return summary
+        _claim(work, stack)
+        files = CheckpointFiles(work, _COORDINATOR, report=watcher.notice)
+        reduction = _begun(plan, files, partition, provenance, stamps)
+        summary.resumed_at = reduction.frontier
+        watcher.began(order, shards, engine, workers, reduction.frontier)
+        seen = FoldProgress(frontier=0, n_chunks=0, pending=0, replaced=0, seconds=0.0)
+
+        def progress(now: FoldProgress) -> None:
+            nonlocal seen
+            seen = now
+            watcher.progress(now)
+
+        whole, release = _fold(plan, order, reduction, group, files, watcher, progress, stopped, stack, workers, stamps)
+        summary.duplicates, summary.most_pending, summary.replaced = (
+            reduction.duplicates,
+            reduction.most_pending,
+            seen.replaced,
+        )
+        summary.folded = reduction.frontier
+        if not whole:
+            summary.state, summary.signal = "stopped", stopped()
+        else:
+            require_unwritten(stamps, shards.stamps(), work)
+            about = _about(partition, provenance)
+            result = GramResult.of(reduction.finish(), columns, shards.n_rows, about, stamps)
+            result.save(plan.out, replace=plan.replace)
+            summary.sha256 = result.sha256
+            release()
+            shutil.rmtree(work, ignore_errors=True)
+        summary.seconds = time.perf_counter() - began
+        return summary
+
+
+def _fold(
+    plan: GramPlan,
+    order: WorkOrder,
+    reduction: CrossNodeGramReduction,
+    group: _Group | None,
+    files: CheckpointFiles,
+    watcher: GramWatcher,
+    progress: Callable[[FoldProgress], None],
+    stopped: Callable[[], int],
+    stack: contextlib.ExitStack,
+    workers: int,
+    stamps: Mapping[str, Sequence[int | str]],
+) -> tuple[bool, Callable[[], None]]:
+    """Whether everything is folded; and what to call once the result is safe."""
+    spool: SpoolCrew | None = None
+
+    def save() -> None:
+        reduction.checkpoint().save(files)
+        if spool is not None:
+            spool.saved(reduction.received_per_rank[0])
+
+    def asked_to_stop() -> bool:
+        return stopped() != 0
+
+    if group is not None:
+        from headrace.reduce.transports.gloo import coordinate_group
+
+        whole = coordinate_group(
+            reduction, order, save=save, save_every=plan.save_every, progress=progress, stop=asked_to_stop
+        )
+        return whole, lambda: None
+    crew: Crew
+    if plan.spooled:
+        from headrace.reduce.transports import folder as gram_spool
+
+        crew = spool = gram_spool.SpoolCrew(
+            plan.spool_folder, order, workers=workers, first_unit=reduction.received_per_rank[0], window=plan.window,
+            patience=plan.deadline, notice=watcher.notice, stamps=stamps, anew=plan.replace,
+        )  # fmt: skip
+    elif plan.engine == "ray":
+        from headrace.reduce.transports.ray import RayCrew
+
+        crew = RayCrew(order, address=os.environ.get("RAY_ADDRESS"))
+    else:
+        from headrace.reduce.transports.processes import ProcessCrew
+
+        crew = ProcessCrew(order)
+    stack.callback(crew.close)
+    due, release = (spool.due, spool.finish) if spool is not None else (lambda: False, lambda: None)
+    try:
+        whole = drive(
+            reduction, crew, save=save, save_every=plan.save_every, due=due, progress=progress, notice=watcher.notice,
+            stop=asked_to_stop, deadline=plan.deadline,
+        )  # fmt: skip
+    except DeadlineExceeded:
+        save()
+        if spool is None:
+            raise
+        raise DeadlineExceeded(
+            f"nothing came for {plan.deadline:g} s: {spool.awaited()}. The same command goes on"
+        ) from None
+    return whole, release
+
+
+@dataclass(slots=True, kw_only=True)
+class JoinSummary:
+    """What workers that joined a pass did."""
+
+    spool: str
+    state: str
+    """finished (the pass is over) or stopped."""
+    workers: int
+    partials: int = 0
+    replaced: int = 0
+    seconds: float = 0.0
+    signal: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def join_spool(
+    spool: Path,
+    *,
+    shards: Sequence[str] = (),
+    workers: int | None = None,
+    threads: int | None = None,
+    deadline: float = 600.0,
+    began: Callable[[WorkOrder, int], None] = lambda _, __: None,
+    progress: Callable[[int], None] = lambda _: None,
+    notice: Callable[[str], None] = lambda _: None,
+) -> JoinSummary:
+    """Work for the pass in a folder until it is over. `shards`: where the same files lie on this machine, if elsewhere."""
+    from headrace.reduce.transports.folder import LocalWorkers, order_in
+
+    start = time.perf_counter()
+    if workers is not None and not 1 <= workers <= 65536:
+        raise ConfigError(f"--workers must be between 1 and 65,536, got {workers}")
+    with signal_asked() as stopped, contextlib.ExitStack() as stack:
+        order, _ = order_in(spool, patience=deadline)
+        told = order.shards
+        # Opened here once, so that what is wrong is told once and not by every process.
+        if shards:
+            here = RowShards.open(shards, field=told.field, targets=told.targets, weights=told.weights, rows=told.rows)
+        else:
+            here = RowShards.of(told)
+        require_unchanged(here, order.data)
+        count = usable_processors() if workers is None else workers
+        summary = JoinSummary(spool=str(spool), state="finished", workers=count)
+        began(order, count)
+        crew = LocalWorkers(
+            spool, count, threads=threads if threads is not None else order.threads, shards=here.spec, patience=deadline
+        )
+        stack.callback(crew.close)
+        deaths = made = 0
+        with Wait("gram.spool.join"):
+            while not crew.finished():
+                time.sleep(0.05)
+                if crew.count() > made:
+                    made, deaths = crew.made, 0
+                    progress(made)
+                if stopped():
+                    summary.state, summary.signal = "stopped", stopped()
+                    break
+                if (lost := crew.dead()) is not None:
+                    deaths += 1
+                    if deaths > 5:
+                        raise WorkerDied(
+                            f"workers of {spool} died {deaths} times without making anything, the last one: {lost}"
+                        )
+                    notice(f"{lost}; a new one takes its place")
+                    summary.replaced += 1
+                    crew.replace()
+        summary.partials = crew.count()
+        summary.seconds = time.perf_counter() - start
+        return summary
+
+
+def _send(order: WorkOrder, group: _Group, summary: GramSummary) -> GramSummary:
+    from headrace.reduce.transports.gloo import work_in_group
+
+    work_in_group(order, group.rank)
+    summary.state = "worker"
+    return summary
+
+
+class _Group:
+    """This process's place among the ranks that torchrun started."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    @classmethod
+    def join(cls, stack: contextlib.ExitStack, deadline: float) -> _Group:
+        if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+            raise ConfigError(
+                "--engine torchrun is for ranks that torchrun started: torchrun --nproc-per-node 2 -m headrace gram SHARDS... "
+                "(or leave --engine out for processes of this machine)"
+            )
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            # The timeout is what ends a receive from a rank that is stopped; one that is dead is noticed at once.
+            dist.init_process_group("gloo", timeout=timedelta(seconds=deadline))
+            stack.callback(dist.destroy_process_group)
+        return cls(dist.get_rank(), dist.get_world_size())
+
+
+# ------------------------------------------------------------------------------------------------ state
+
+
+def _about(partition: CrossNodePartition, provenance: Provenance) -> dict[str, Any]:
+    """What the bits depend on, as the result tells it."""
+    return partition.order | {"rows": provenance.rows, "data": provenance.data, "arithmetic": provenance.arithmetic}
+
+
+def _finished(
+    plan: GramPlan, partition: CrossNodePartition, provenance: Provenance, stamps: Mapping[str, Sequence[int | str]]
+) -> GramResult | None:
+    """The result, if it is there already; a result of something else is not touched."""
+    if not plan.out.exists():
+        if not plan.out.absolute().parent.is_dir():
+            raise ConfigError(
+                f"there is no folder {plan.out.absolute().parent} to write the result to; make it, or give another --out"
+            )
+        if not plan.replace:
+            require_free(plan.out)
+        return None
+    if plan.replace:
+        return None
+    done = GramResult.load(plan.out)
+    now = _about(partition, provenance)
+    differing = [
+        f"{name} was {done.about.get(name)}, is {now[name]}" for name in now if done.about.get(name) != now[name]
+    ]
+    if differing:
+        raise ConfigError(
+            f"{plan.out} holds the sum of something else ({'; '.join(differing)}): give another --out, or --replace to overwrite it"
+        )
+    if (path := first_written(done.files, stamps)) is not None:
+        raise DataChanged(
+            f"{path} was written since {plan.out} was summed, so the sum may be of other rows: give --replace to sum again, or another --out"
+        )
+    return done
+
+
+def _begun(
+    plan: GramPlan,
+    files: CheckpointFiles,
+    partition: CrossNodePartition,
+    provenance: Provenance,
+    stamps: Mapping[str, Sequence[int | str]],
+) -> CrossNodeGramReduction:
+    """What is folded already of this very pass, or nothing. Whatever else is found is refused; with --replace it goes."""
+    work, record = plan.work, plan.work / _RECORD
+    try:
+        then = saved_stamps(record)
+        # Where nothing was kept there is nothing to mix: a pass that ended at a bad row begins with the mended one.
+        if any(p.name not in ("lock", _RECORD) for p in work.iterdir()):
+            require_unwritten(then, stamps, work)
+        reduction = _resumed(files, partition, provenance, plan.window)
+    except (DataChanged, CursorMismatch, FileCorrupt):
+        if not plan.replace:
+            raise
+        for path in work.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != "lock":
+                path.unlink()
+        then = {}
+        reduction = _resumed(files, partition, provenance, plan.window)
+    if then != stamps:
+        save_stamps(record, stamps)
+    return reduction
+
+
+def _resumed(
+    files: CheckpointFiles, partition: CrossNodePartition, provenance: Provenance, window: int
+) -> CrossNodeGramReduction:
+    saved = CrossNodeCheckpoint.load(files)
+    if saved is None:
+        return CrossNodeGramReduction(partition, provenance=provenance, window=window)
+    then, now = saved.partition.order | {"span": saved.partition.span}, partition.order | {"span": partition.span}
+    differing = {name: (then[name], now[name]) for name in now if then[name] != now[name]}
+    if differing:
+        listed = "; ".join(f"{name} was {a}, is {b}" for name, (a, b) in differing.items())
+        raise CursorMismatch(
+            f"{files.folder} holds a pass that was cut otherwise ({listed}). Restore that, remove the folder or give --replace to begin "
+            "again, or give another --out",
+            differing,
+        )
+    if differences := provenance.differences(saved.provenance):
+        listed = "; ".join(f"{name} was {a}, is {b}" for name, (a, b) in differences.items())
+        raise CursorMismatch(
+            f"{files.folder} holds a pass over something else ({listed}). Restore that, remove the folder or give --replace to begin again, "
+            "or give another --out",
+            differences,
+        )
+    return CrossNodeGramReduction.resume(saved, provenance=provenance, window=window, n_ranks=partition.n_ranks)
+
+
+def _claim(work: Path, stack: contextlib.ExitStack) -> None:
+    """Be the only coordinator of this result."""
+    try:
+        work.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{work} cannot be written: {error.strerror or error}. Give another --out") from error
+    in_use, advice = f"{work} is being written by", "wait for it, or stop it first"
+    lock = ExclusiveLock.acquire(work / "lock", in_use=in_use, advice=advice, inside=work.parent)
+    stack.callback(lock.release)
+    sweep_temporaries(work)
+
+
+def _shift(path: Path | None, width: int) -> np.ndarray | None:
+    if path is None:
+        return None
+    try:
+        shift = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"--shift {path} cannot be read as .npy: {error}") from error
+    if shift.shape != (width,):
+        raise ConfigError(f"--shift {path} has shape {shift.shape}; rows have {width} columns")
+    return shift

@@ -1,0 +1,143 @@
+"""Who computes the partials, seen from the coordinator; and the loop that asks for them.
+
+    crew.ask(rank, ordinal)       begin on that unit
+    crew.answer(timeout)          the next answer of anybody: a message, an error, or a rank that is gone
+    crew.replace(rank)            a new worker for a rank that is gone
+
+This is the whole seam between the reduction and a transport: processes on this machine, Ray actors, or something else with
+these four calls. The coordinator asks for what it can take, so memory is bounded by its window; a rank that died is replaced
+and asked again from what was received of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.errors import DataError, WorkerDied
+from headrace.metrics import Wait
+from headrace.reduce.coordinator import CrossNodeGramReduction, Receipt
+from headrace.reduce.partial import NodePartial
+
+__all__ = ["Answer", "Crew", "FoldProgress", "drive"]
+
+_AHEAD = 2
+"""Units a rank is asked for at once, so that it has the next one while the last travels."""
+_REPLACEMENTS = 5
+"""Times a rank may die without having sent anything in between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came of a rank: one of the three."""
+
+    rank: int
+    message: bytes | memoryview | None = None
+    error: Exception | None = None
+    lost: str | None = None
+    """How it ended."""
+
+
+class Crew(Protocol):
+    """A transport."""
+
+    def ask(self, rank: int, ordinal: int) -> None: ...
+    def answer(self, timeout: float) -> Answer | None: ...
+    def replace(self, rank: int) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldProgress:
+    """How far a reduction is."""
+
+    frontier: int
+    n_chunks: int
+    pending: int
+    replaced: int
+    """Workers that died and were replaced."""
+    seconds: float
+
+
+def drive(
+    reduction: CrossNodeGramReduction,
+    crew: Crew,
+    *,
+    save: Callable[[], object] = lambda: None,
+    save_every: float = 30.0,
+    due: Callable[[], bool] = lambda: False,
+    progress: Callable[[FoldProgress], None] = lambda _: None,
+    notice: Callable[[str], None] = lambda _: None,
+    stop: Callable[[], bool] = lambda: False,
+    deadline: float = 600.0,
+) -> bool:
+    """Ask, receive and fold until everything is there (True), or until `stop` says so (False). Saves on the way and when
+    stopped; also when the crew has to hold so much that it is `due`. `deadline`: seconds without any answer after which it is
+    an error."""
+    partition = reduction.partition
+    ranks = range(partition.n_ranks)
+    asked = list(reduction.received_per_rank)
+    deaths = [0] * partition.n_ranks
+    replaced = 0
+    began = saved = time.monotonic()
+    unsaved = False
+    while not reduction.complete:
+        for rank in ranks:
+            received = reduction.received_per_rank[rank]
+            allowed = received + min(_AHEAD, reduction.credit(rank))
+            while asked[rank] < allowed:
+                crew.ask(rank, asked[rank])
+                asked[rank] += 1
+        with Wait("reduce.partial", deadline=deadline, remedy=_remedy(reduction, asked)) as wait:
+            while (answer := crew.answer(min(0.2, wait.remaining()))) is None:
+                if stop():
+                    break
+                wait.check()
+        if stop():
+            if unsaved:
+                save()
+            return False
+        assert answer is not None
+        if answer.error is not None:
+            raise answer.error
+        if answer.lost is not None:
+            deaths[answer.rank] += 1
+            if deaths[answer.rank] > _REPLACEMENTS:
+                raise WorkerDied(
+                    f"the worker of rank {answer.rank} died {deaths[answer.rank]} times in a row without an answer ({answer.lost}). Look at "
+                    "its memory and its disk; what was received is kept, and the same command goes on"
+                )
+            notice(f"the worker of rank {answer.rank} is gone ({answer.lost}); a new one goes on where it was")
+            replaced += 1
+            crew.replace(answer.rank)
+            asked[answer.rank] = reduction.received_per_rank[answer.rank]
+            continue
+        assert answer.message is not None
+        partial = NodePartial.from_bytes(answer.message, sender=f"rank {answer.rank}")
+        if partial.rank != answer.rank:
+            raise DataError(f"the worker of rank {answer.rank} sent a partial of rank {partial.rank}")
+        if reduction.receive(partial) is Receipt.WAIT:
+            raise AssertionError("a rank was asked for more than the window holds")
+        deaths[answer.rank] = 0
+        unsaved = True
+        now = time.monotonic()
+        if now - saved >= save_every or due():
+            save()
+            saved, unsaved = time.monotonic(), False
+        progress(
+            FoldProgress(
+                frontier=reduction.frontier,
+                n_chunks=partition.n_chunks,
+                pending=reduction.pending,
+                replaced=replaced,
+                seconds=now - began,
+            )
+        )
+    return True
+
+
+def _remedy(reduction: CrossNodeGramReduction, asked: list[int]) -> str:
+    slow = [rank for rank, count in enumerate(reduction.received_per_rank) if asked[rank] > count]
+    return f"Ranks {', '.join(map(str, slow[:8]))} have not answered: are they alive, and can they read their shards?"

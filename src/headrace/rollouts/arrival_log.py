@@ -1,0 +1,261 @@
+"""Arrival log: every finished rollout as it came, so that a restarted run asks for none of them again.
+
+    log = ArrivalLog(folder, first_step=12)           reads what is there of step 12 and later
+    log.answer(request)                               the recorded rollout of a request, or None
+    log.append(request, rollout)                      one write; whole or not there at all after a kill
+    log.append_failure(fact)                          a request that came to nothing, as the GroupBook journals it
+    log.drop_below(12)                                those steps are in a checkpoint
+
+    arrivals/step_000000000012.log = records:  u32 length | u64 xxh3 of the payload | payload (msgpack), little-endian
+
+A payload is an `Arrival`. Ids and log-probs are raw little-endian bytes (int32, float32). A turn's `prompt_ids` are those after the first `kept`
+tokens of the context, which are the turns before. A record that a kill cut short is removed when the log is opened; a record before the
+last that fails its sum is damage, and raised. Writes are not synced: a power cut costs rollouts that can be made again, never a wrong one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from headrace.errors import FileCorrupt, StorageError
+from headrace.files import make_inside
+from headrace.rollouts.groups import Request
+from headrace.rollouts.records import Rollout, Step, StepTokens, VersionSpan
+
+__all__ = ["Arrival", "ArrivalLog", "Turn", "arrival_path", "read_arrivals"]
+
+_HEAD = struct.Struct("<IQ")
+_LARGEST = 1 << 30
+Key = tuple[int, int, int]
+"""(task, member, attempt)."""
+
+
+class Turn(msgspec.Struct, frozen=True, gc=False):
+    """One turn of a rollout."""
+
+    prompt: str
+    completion: str
+    kept: int
+    """Tokens of the context that are those of the turns before."""
+    prompt_ids: bytes
+    """int32, the context after the first `kept` tokens."""
+    ids: bytes
+    """int32, what the policy answered."""
+    logprobs: bytes
+    """float32, one for each of `ids`."""
+    spans: tuple[tuple[str, int, int], ...] = ()
+    """(version, start, end): which weights sampled which ids."""
+
+
+class Arrival(msgspec.Struct, frozen=True, gc=False):
+    """One record of the log: a rollout that finished, or a request that failed."""
+
+    task: int
+    member: int
+    attempt: int
+    step: int
+    """Number of the batch, from 0: batch n makes the run's step n + 1."""
+    env: str
+    version: int
+    """Version of the policy that sampled it, the oldest if there were several: how many steps it had learnt from."""
+    time: float
+    """Unix seconds when it arrived."""
+    failed: str = ""
+    """Why the request failed; empty for a rollout."""
+    reward: float = 0.0
+    metrics: dict[str, float] = {}
+    turns: tuple[Turn, ...] = ()
+    timing: dict[str, float] = {}
+    """Seconds by name: total, model, env."""
+    sampling: dict[str, Any] = {}
+
+    @property
+    def key(self) -> Key:
+        return self.task, self.member, self.attempt
+
+    def rollout(self) -> Rollout:
+        """The rollout as it was before it was written."""
+        context = np.empty(0, np.int32)
+        steps = []
+        for turn in self.turns:
+            prompt = np.concatenate([context[: turn.kept], np.frombuffer(turn.prompt_ids, "<i4")]).astype(
+                np.int32, copy=False
+            )
+            ids = np.frombuffer(turn.ids, "<i4").astype(np.int32, copy=False)
+            tokens = StepTokens(
+                prompt_ids=prompt, prompt_mask=np.zeros(len(prompt), np.uint8), completion_ids=ids, completion_mask=np.ones(len(ids), np.uint8),
+                completion_logprobs=np.frombuffer(turn.logprobs, "<f4").astype(np.float32, copy=False),
+                version_spans=tuple(VersionSpan(*span) for span in turn.spans),
+            )  # fmt: skip
+            steps.append(Step(prompt=turn.prompt, completion=turn.completion, tokens=tokens))
+            context = np.concatenate([prompt, ids])
+        return Rollout(
+            example_id=self.task, env_name=self.env, reward=self.reward, metrics=self.metrics, trajectory=tuple(steps), timing=self.timing,
+            policy_version=self.version, sampling_args=self.sampling,
+        )  # fmt: skip
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Arrival).decode
+
+
+def arrival_path(folder: Path | str, step: int) -> Path:
+    """Where the arrivals of a batch lie."""
+    return Path(folder) / f"step_{step:012d}.log"
+
+
+def read_arrivals(path: Path | str) -> Iterator[Arrival]:
+    """The records of one log, in the order of their arrival. FileCorrupt if a record other than the last is damaged."""
+    for arrival, _ in _records(Path(path)):
+        yield arrival
+
+
+def _records(path: Path) -> Iterator[tuple[Arrival, int]]:
+    """Every whole record, and where it ends."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+    at = 0
+    while at + _HEAD.size <= len(data):
+        length, total = _HEAD.unpack_from(data, at)
+        end = at + _HEAD.size + length
+        payload = data[at + _HEAD.size : end]
+        if length > _LARGEST or len(payload) < length or xxhash.xxh3_64_intdigest(payload) != total:
+            if end < len(data) and length <= _LARGEST:
+                raise FileCorrupt(
+                    f"{path} is damaged: the record at byte {at:,} fails its checksum. Move the file away; its rollouts are made again"
+                )
+            return
+        try:
+            yield _decode(payload), end
+        except msgspec.DecodeError as error:
+            raise FileCorrupt(f"{path} is damaged: the record at byte {at:,} does not parse ({error})") from error
+        at = end
+
+
+class ArrivalLog:
+    """The arrivals of the steps that no checkpoint covers yet. Used on one event loop."""
+
+    def __init__(self, folder: Path, *, first_step: int = 0, clock: Callable[[], float] = time.time) -> None:
+        """Open the log in `folder` and read what is there of `first_step` and later."""
+        self.folder = make_inside(folder.parent, folder.name)
+        self._clock = clock
+        self._files: dict[int, int] = {}
+        self._known: dict[Key, Arrival] = {}
+        self.written = 0
+        """Records written by this process."""
+        self.torn = 0
+        """Records that a kill had cut short, removed when the log was opened."""
+        for path in sorted(self.folder.glob("step_*.log")):
+            if int(path.stem.removeprefix("step_")) >= first_step:
+                self._read(path)
+
+    def _read(self, path: Path) -> None:
+        end = 0
+        for arrival, end in _records(path):  # noqa: B007
+            if not arrival.failed or arrival.key not in self._known:
+                self._known[arrival.key] = arrival
+        if path.stat().st_size > end:
+            os.truncate(path, end)
+            self.torn += 1
+
+    @property
+    def known(self) -> Mapping[Key, Arrival]:
+        """The records that were there when the log was opened, by task, member and attempt."""
+        return self._known
+
+    def failures(self) -> dict[Key, str]:
+        """Why requests failed in the processes before this one."""
+        return {key: arrival.failed for key, arrival in self._known.items() if arrival.failed}
+
+    def answer(self, request: Request) -> Rollout | None:
+        """The rollout that a request was answered with before; None if it has to be asked for."""
+        arrival = self._known.get((request.task, request.member, request.attempt))
+        return None if arrival is None or arrival.failed else arrival.rollout()
+
+    def append(self, request: Request, rollout: Rollout) -> None:
+        """Write a finished rollout down. StorageError if the disk refuses; nothing of the record is left in the file then."""
+        turns, context = [], 0
+        for step in rollout.trajectory:
+            tokens = step.tokens
+            assert tokens is not None
+            turns.append(
+                Turn(
+                    str(step.prompt), str(step.completion), context, tokens.prompt_ids[context:].tobytes(), tokens.completion_ids.tobytes(),
+                    tokens.completion_logprobs.tobytes(), tuple(tuple(span) for span in tokens.version_spans),
+                )
+            )  # fmt: skip
+            context = tokens.length
+        self._write(
+            Arrival(
+                request.task, request.member, request.attempt, request.step, request.env_name, rollout.policy_version, self._clock(), "",
+                rollout.reward, dict(rollout.metrics), tuple(turns), dict(rollout.timing), dict(rollout.sampling_args),
+            )
+        )  # fmt: skip
+
+    def append_failure(self, fact: Mapping[str, Any]) -> None:
+        """Write down a request that failed, from the fact that a GroupBook journals; what the log knows already is left alone."""
+        key = fact["task"], fact["member"], fact["attempt"]
+        if key not in self._known:
+            self._write(Arrival(*key, fact["step"], fact.get("env", ""), 0, self._clock(), fact["reason"]))
+
+    def _write(self, arrival: Arrival) -> None:
+        payload = _encode(arrival)
+        record = _HEAD.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
+        fd = self._file(arrival.step)
+        written = 0
+        try:
+            while written < len(record):
+                written += os.write(fd, record[written:])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, os.fstat(fd).st_size - written)
+            full = " (the disk is full)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            raise StorageError(
+                f"a finished rollout could not be written to {arrival_path(self.folder, arrival.step)}: {error.strerror or error}{full}. Make room and "
+                "resume the run: everything that was written is kept"
+            ) from error
+        self.written += 1
+
+    def _file(self, step: int) -> int:
+        fd = self._files.get(step)
+        if fd is None:
+            path = arrival_path(self.folder, step)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            try:
+                fd = self._files[step] = os.open(path, flags, 0o666)
+            except OSError as error:
+                raise StorageError(f"{path} cannot be opened: {error.strerror or error}") from error
+        return fd
+
+    def finish(self, step: int) -> None:
+        """The step takes no more rollouts: let go of its file and of what was known of it."""
+        if (fd := self._files.pop(step, None)) is not None:
+            os.close(fd)
+        for key in [key for key, arrival in self._known.items() if arrival.step <= step]:
+            del self._known[key]
+
+    def drop_below(self, step: int) -> None:
+        """Delete the logs of earlier steps."""
+        for path in self.folder.glob("step_*.log"):
+            if int(path.stem.removeprefix("step_")) < step:
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()

@@ -1,0 +1,286 @@
+"""Environments as functions: a task and a way to ask the policy in, a reward out.
+
+    async def play(task, say):
+        digits = task.rng.integers(0, 10, 4)
+        answer = await say("".join(map(str, digits)) + ">", max_tokens=4)     several calls are several turns
+        return float(answer == "".join(map(str, sorted(digits))))             or Result(reward, metrics={...})
+
+    spec                              what it names
+    python:sort.py:play               the function `play` of a file; a relative path starts at the config's folder
+    python:package.module:play        the function `play` of an importable module
+    reasoning-gym:number_sorting      a procedural dataset of reasoning-gym
+
+A task is keyed by its number: every member of a group, and every re-run, gets the same `task.rng`. Evaluation tasks are keyed apart from training. Each turn's
+prompt is the context before it, token for token, and the ids of the new text, so a rollout of several turns is one sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import ConfigError, RolloutRefused
+from headrace.order import derive, key
+from headrace.rollouts.engine import Codec, Engine
+from headrace.rollouts.records import Rollout, Step, StepTokens
+
+__all__ = ["EnvFunction", "Environment", "Result", "Say", "Task", "load_environment", "play_rollout"]
+
+
+@dataclass(slots=True, frozen=True)
+class Result:
+    """What an environment may return in place of a bare reward."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """More numbers about the rollout; saved with it."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem to solve. Members of a group are given equal tasks."""
+
+    index: int
+    """Number of the task within its split and environment's run."""
+    env: str
+    key: int
+    """64 bits that depend on the run's seed, the environment, the split and the index."""
+    split: str = "train"
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        """A generator seeded with the task's key: a fresh one for every rollout, with equal draws in equal tasks."""
+        return np.random.default_rng(self.key)
+
+
+EnvFunction = Callable[[Task, Any], Awaitable[Any]]
+"""`play(task, say)`: returns a reward or a Result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """An environment that a run can play."""
+
+    name: str
+    spec: str
+    play: EnvFunction
+    max_tokens: int = 32
+    temperature: float = 1.0
+    seed: int = 0
+    fingerprint: str = ""
+    """Of the file it was loaded from; empty where there is none."""
+
+    def task(self, index: int, split: str = "train") -> Task:
+        """The task of a number."""
+        return Task(index, self.name, derive(self._split_key(split), index), split)
+
+    def _split_key(self, split: str) -> int:
+        return _split_key("rollouts.task", self.name, split, self.seed)
+
+    def sampling_key(self, split: str, index: int, member: int, attempt: int) -> int:
+        """What the completions of one rollout are sampled with."""
+        return derive(
+            derive(derive(_split_key("rollouts.sample", self.name, split, self.seed), index), member), attempt
+        )
+
+
+@lru_cache
+def _split_key(purpose: str, env: str, split: str, seed: int) -> int:
+    return key(f"{purpose}:{env}:{split}", seed=seed)
+
+
+class Say:
+    """How an environment asks the policy: call it with the next text; the answer is text. Keeps ids, log-probs and versions of every turn."""
+
+    __slots__ = (
+        "_codec",
+        "_context",
+        "_engine",
+        "_key",
+        "_max_tokens",
+        "_temperature",
+        "_version",
+        "seconds",
+        "session",
+        "turns",
+    )
+
+    def __init__(
+        self, engine: Engine, codec: Codec, *, key: int, version: int, max_tokens: int, temperature: float, session: str = ""
+    ) -> None:  # fmt: skip
+        self._engine, self._codec, self._key, self._version = engine, codec, key, version
+        self._max_tokens, self._temperature, self.session = max_tokens, temperature, session
+        self._context = np.empty(0, np.int32)
+        self.turns: list[Step] = []
+        self.seconds = 0.0
+        """Time spent waiting for the engine."""
+
+    async def __call__(self, text: str, *, max_tokens: int | None = None) -> str:
+        """Append `text` to the context and let the policy answer.
+
+        Args:
+            text: what is said to the policy; its ids follow the ids of all turns before.
+            max_tokens: the longest answer; the environment's own setting unless given.
+        """
+        prompt = np.concatenate([self._context, self._codec.encode(text)])
+        started = time.perf_counter()
+        completion = await self._engine.complete(
+            prompt, max_tokens=max_tokens or self._max_tokens, temperature=self._temperature, seed=derive(self._key, len(self.turns)),
+            version=self._version, session=self.session,
+        )  # fmt: skip
+        self.seconds += time.perf_counter() - started
+        answer = self._codec.decode(completion.ids) if completion.text is None else completion.text
+        tokens = StepTokens.of_columns(
+            prompt_ids=prompt, prompt_mask=np.zeros(len(prompt), np.uint8), completion_ids=completion.ids,
+            completion_mask=np.ones(len(completion.ids), np.uint8), completion_logprobs=completion.logprobs, version_spans=completion.spans,
+        )  # fmt: skip
+        self.turns.append(Step(prompt=text, completion=answer, tokens=tokens))
+        self._context = np.concatenate([prompt, completion.ids])
+        return answer
+
+
+async def play_rollout(
+    environment: Environment, engine: Engine, codec: Codec, *, index: int, member: int = 0, attempt: int = 0, version: int, split: str = "train",
+    greedy: bool = False,
+) -> Rollout:  # fmt: skip
+    """Play one rollout to its end. Whatever the environment raises passes through; RolloutRefused if its result is no reward."""
+    started = time.perf_counter()
+    say = Say(
+        engine, codec, key=environment.sampling_key(split, index, member, attempt), version=version, max_tokens=environment.max_tokens,
+        temperature=0.0 if greedy else environment.temperature, session=f"{environment.name}-{split}-{index}-{member}-{attempt}",
+    )  # fmt: skip
+    result = await environment.play(environment.task(index, split), say)
+    reward, metrics = (result.reward, result.metrics) if isinstance(result, Result) else (result, {})
+    return finished_rollout(
+        environment, say, reward, metrics, index=index, version=version, seconds=time.perf_counter() - started
+    )
+
+
+def finished_rollout(
+    environment: Environment, say: Say, reward: Any, metrics: Any, *, index: int, version: int, seconds: float
+) -> Rollout:
+    """The record of a rollout whose environment has returned; RolloutRefused if what it returned cannot be used."""
+    try:
+        reward = float(reward)
+        metrics = {str(name): float(value) for name, value in dict(metrics).items()}
+    except (TypeError, ValueError) as error:
+        raise RolloutRefused(
+            "nonsense", f"environment {environment.name} returned {reward!r:.60} with metrics {metrics!r:.60}: expected a number, or a Result"
+        ) from error  # fmt: skip
+    if not math.isfinite(reward):
+        raise RolloutRefused("not_finite", f"environment {environment.name} returned the reward {reward}")
+    if not say.turns:
+        raise RolloutRefused("no_turns", f"environment {environment.name} returned without asking the policy anything")
+    return Rollout(
+        example_id=index, env_name=environment.name, reward=reward, metrics=metrics, trajectory=tuple(say.turns), policy_version=_oldest_version(say.turns, version),
+        sampling_args={"temperature": environment.temperature}, timing={"total": seconds, "model": say.seconds, "env": seconds - say.seconds},
+    )  # fmt: skip
+
+
+def _oldest_version(turns: Sequence[Step], asked: int) -> int:
+    """The oldest version of the weights that sampled any token, as the engine told it; `asked` where it told none."""
+    told = [span.version for turn in turns if turn.tokens is not None for span in turn.tokens.version_spans]
+    return min(map(int, told)) if told and all(version.isdecimal() for version in told) else asked
+
+
+# ------------------------------------------------------------------------------------------------------ specs
+
+
+def load_environment(
+    spec: str, *, name: str, base: Path, seed: int, max_tokens: int = 32, temperature: float = 1.0, options: Mapping[str, Any] | None = None
+) -> Environment:  # fmt: skip
+    """The environment that a spec names; ConfigError says what is wrong with it.
+
+    Args:
+        spec: see the module's table.
+        name: what the environment is called in metrics.
+        base: where relative paths start.
+        seed: of the run; tasks and samples are keyed by it.
+        options: given to the environment's own constructor (reasoning-gym).
+    """
+    kind, _, rest = spec.partition(":")
+    fingerprint = ""
+    if kind == "python":
+        path, _, function = rest.rpartition(":")
+        play = _python_function(path, function, base, spec)
+        if path.endswith(".py"):
+            fingerprint = hashlib.sha256((base / path).read_bytes()).hexdigest()[:16]
+        if options:
+            play = _with_options(play, options)
+    elif kind == "reasoning-gym":
+        play = _reasoning_gym(rest, options or {}, spec)
+    else:
+        raise ConfigError(
+            f'env.spec {spec!r}: expected "python:FILE.py:FUNCTION", "python:MODULE:FUNCTION" or "reasoning-gym:DATASET"'
+        )
+    return Environment(
+        name=name, spec=spec, play=play, max_tokens=max_tokens, temperature=temperature, seed=seed, fingerprint=fingerprint
+    )  # fmt: skip
+
+
+def _with_options(play: EnvFunction, options: Mapping[str, Any]) -> EnvFunction:
+    async def with_options(task: Task, say: Say) -> Any:
+        return await play(task, say, **options)
+
+    return with_options
+
+
+def _python_function(path: str, function: str, base: Path, spec: str) -> EnvFunction:
+    if not path or not function:
+        raise ConfigError(f'env.spec {spec!r}: expected "python:FILE.py:FUNCTION" or "python:MODULE:FUNCTION"')
+    try:
+        if path.endswith(".py"):
+            file = base / path
+            if not file.is_file():
+                raise ConfigError(f"env.spec {spec!r}: there is no file {file}")
+            name = "headrace_env_" + hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
+            found = importlib.util.spec_from_file_location(name, file)
+            assert found is not None
+            assert found.loader is not None
+            module = sys.modules[name] = importlib.util.module_from_spec(found)
+            found.loader.exec_module(module)
+        else:
+            module = importlib.import_module(path)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a user's module raises
+        raise ConfigError(f"env.spec {spec!r}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    play = getattr(module, function, None)
+    if not inspect.iscoroutinefunction(play):
+        raise ConfigError(
+            f"env.spec {spec!r}: expected `async def {function}(task, say)` in {path}, found {type(play).__name__}"
+        )
+    return play
+
+
+def _reasoning_gym(name: str, options: Mapping[str, Any], spec: str) -> EnvFunction:
+    try:
+        gym = importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise ConfigError(f"env.spec {spec!r} needs reasoning-gym: pip install reasoning-gym") from error
+    try:
+        gym.create_dataset(name, seed=0, size=1, **options)
+    except Exception as error:
+        raise ConfigError(
+            f"env.spec {spec!r}: reasoning-gym does not make it: {type(error).__name__}: {error}"
+        ) from error
+
+    async def play(task: Task, say: Say) -> float:
+        dataset = gym.create_dataset(name, seed=task.key % (1 << 31), size=1, **options)
+        item = dataset[0]
+        answer = await say(item["question"])
+        return float(dataset.score_answer(answer, item))
+
+    return play

@@ -1,0 +1,141 @@
+"""Inference servers by URL: anything that completes token ids and returns ids and log-probs (vLLM with `return_token_ids`).
+
+    engine = OpenAIEngine(["http://gpu1:8000/v1", "http://gpu2:8000/v1"], model="policy")
+    completion = await engine.complete(ids, max_tokens=64, temperature=1.0, seed=7, version=12, session="sort-640-3")
+    await engine.take_weights(12, Path("weights/v000012"), tolerance=1e-4)      on every server, then the probe; WeightsNotTaken
+
+Requests of one session go to one server, which has their context cached. A connection that is reset, refused or answers 5xx is tried again, on the next
+server from the second time on, without using up a refill of the group. The version of a completion is the one the server took last, or what its reply says
+(`weight_versions`). While weights are taken, requests wait: a server answers with one version only.
+
+Weights are taken with `POST /collective_rpc` {"method": "load_weights_from_folder"}, which vllm_worker.py gives a vLLM server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from headrace.errors import ConfigError, WorkerDied
+from headrace.rollouts.engine import Completion
+from headrace.rollouts.ingest import step_from_reply
+from headrace.rollouts.records import VersionSpan
+from headrace.rollouts.weights import check_probe, read_probe
+
+__all__ = ["OpenAIEngine"]
+
+_RETRY_SECONDS = 0.05
+_SEED_BITS = 63
+
+
+class OpenAIEngine:
+    """Asks servers by URL. Used on one event loop."""
+
+    def __init__(
+        self, urls: Sequence[str], *, model: str = "policy", deadline: float = 120.0, retries: int = 5
+    ) -> None:
+        """`deadline`: seconds that one reply may take. `retries`: how often a request is tried again after the connection failed."""
+        try:
+            self._httpx = importlib.import_module("httpx")
+        except ImportError as error:
+            raise ConfigError('engine.kind = "openai" needs httpx: pip install "headrace[rl]"') from error
+        if not urls:
+            raise ConfigError("an OpenAI-compatible engine needs at least one URL")
+        self.urls, self.model, self.retries = [url.rstrip("/") for url in urls], model, retries
+        limits = self._httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._client = self._httpx.AsyncClient(timeout=deadline, limits=limits, trust_env=False)
+        self.version = -1
+        """The version that all servers took last."""
+        self._open = asyncio.Event()
+        self._open.set()
+        self.retried: Counter[str] = Counter()
+        """Requests that were tried again, by cause."""
+
+    def _server(self, session: str, attempt: int) -> str:
+        """The server of a session; the next one from the second try on."""
+        return self.urls[(xxhash.xxh3_64_intdigest(session.encode()) + max(0, attempt - 1)) % len(self.urls)]
+
+    async def _post(self, path: str, body: Mapping[str, Any], *, session: str = "", url: str = "") -> Any:
+        """The JSON reply of a server, tried again while the connection fails. WorkerDied when it does not come back."""
+        error: Exception | None = None
+        for attempt in range(self.retries + 1):
+            where = url or self._server(session, attempt)
+            try:
+                reply = await self._client.post(f"{where}{path}", json=body)
+                if reply.status_code < 500:
+                    if reply.status_code >= 400:
+                        raise ConfigError(
+                            f"{where}{path} refused a request with {reply.status_code}: {reply.text[:300]}"
+                        )
+                    return reply.json()
+                error = RuntimeError(f"{reply.status_code}: {reply.text[:200]}")
+                self.retried[f"status_{reply.status_code}"] += 1
+            except (self._httpx.TransportError, ValueError) as failed:  # ValueError: a reply that was cut short
+                error = failed
+                self.retried[type(failed).__name__] += 1
+            if attempt < self.retries:
+                await asyncio.sleep(_RETRY_SECONDS * 2**attempt)
+        raise WorkerDied(
+            f"the engine {url or ', '.join(self.urls)} did not answer after {self.retries + 1} tries ({type(error).__name__}: {error}): look at its log and "
+            "start it again"
+        ) from error
+
+    async def complete(
+        self, ids: np.ndarray, *, max_tokens: int, temperature: float, seed: int, version: int, session: str = ""
+    ) -> Completion:
+        await self._open.wait()
+        body = {
+            "model": self.model, "prompt": [int(i) for i in ids], "max_tokens": max_tokens, "temperature": temperature, "seed": seed >> (64 - _SEED_BITS),
+            "logprobs": 1, "return_token_ids": True,
+        }  # fmt: skip
+        taken = self.version
+        reply = await self._post("/completions", body, session=session)
+        step = step_from_reply(reply, prompt_ids=ids)
+        tokens = step.tokens
+        if tokens is None:
+            raise ConfigError(
+                f"{', '.join(self.urls)} returns no token ids: start it so that `return_token_ids` is honoured (vLLM 0.10 and later)"
+            )
+        spans = tokens.version_spans or (VersionSpan(str(taken), 0, len(tokens.completion_ids)),)
+        text = step.completion if isinstance(step.completion, str) else None
+        return Completion(tokens.completion_ids, tokens.completion_logprobs, spans, text)
+
+    async def take_weights(self, version: int, folder: Path, *, tolerance: float) -> None:
+        """Let every server load a version and prove it. Requests wait meanwhile."""
+        self._open.clear()
+        try:
+            await asyncio.gather(*(self._take(url, version, folder, tolerance) for url in self.urls))
+            self.version = version
+        finally:
+            self._open.set()
+
+    async def _take(self, url: str, version: int, folder: Path, tolerance: float) -> None:
+        body = {"method": "load_weights_from_folder", "args": [str(folder.resolve())]}
+        await self._post("/collective_rpc", body, url=url.removesuffix("/v1"))
+        await self.prove(url, version, folder, tolerance)
+
+    async def prove(self, url: str, version: int, folder: Path, tolerance: float) -> None:
+        """Compare a server's log-probs of the probe with the trainer's."""
+        ids, expected = read_probe(folder)
+        body = {"model": self.model, "prompt": ids.tolist(), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        reply = await self._post("/completions", body, url=url)
+        check_probe(version, url, expected, _prompt_logprobs(reply, ids), tolerance=tolerance)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _prompt_logprobs(reply: Any, ids: np.ndarray) -> list[float]:
+    """The log-prob of every id of a prompt after the first, from vLLM's `prompt_logprobs`: one {id: {"logprob": …}} a position."""
+    try:
+        said = reply["choices"][0].get("prompt_logprobs") or reply["prompt_logprobs"]
+        return [float(said[at][str(token)]["logprob"]) for at, token in enumerate(ids.tolist()) if at]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return []

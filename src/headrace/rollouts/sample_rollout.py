@@ -1,0 +1,81 @@
+"""From a rollout as it arrived to training samples: `process_rollout`, in the pipeline's thread or in a worker process.
+
+raw ──► decode (wire.py) ──► check (ingest.py) ──► pretokenize, if the engine returned no tokens ──► interleave ──► samples of at most seq_len
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.rollouts.checks import Limits
+from headrace.rollouts.ingest import rollout_from_verifiers
+from headrace.rollouts.interleave import interleave_rollout
+from headrace.rollouts.loop_yield import LoopYield
+from headrace.rollouts.pretokenize import Render, needs_tokens, pretokenize
+from headrace.rollouts.records import Rollout, TrainingSample
+from headrace.rollouts.wire import decode_rollout
+
+__all__ = ["ENCODED", "Processed", "ingest_rollout", "process_rollout"]
+
+ENCODED = (bytes, bytearray, memoryview, str)
+"""Types of rollouts that arrive as msgpack or JSON text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processed:
+    """A rollout that became samples."""
+
+    rollout: Rollout
+    """Without its contexts and experts."""
+    samples: list[TrainingSample]
+    """At most seq_len tokens each."""
+    truncated: int
+    """Samples that lost their end."""
+
+
+def process_rollout(
+    raw: Any, about: Mapping[str, Any], *, seq_len: int, limits: Limits, render: Render | None = None,
+    measure: Callable[[str], AbstractContextManager[None]] | None = None, pause: LoopYield | None = None,
+) -> Processed:  # fmt: skip
+    """A rollout, checked and made samples in the calling thread. Raises RolloutRefused, or TokenizerError from `render`.
+
+    `raw` is a record, JSON text, msgpack or a Rollout; `about` goes to `rollout_from_verifiers`. `render` tokenises turns without tokens, and `measure`
+    times it as the phase pretokenize. With `pause` the event loop runs between turns.
+    """
+    if pause is not None:
+        raw = _with_pauses(raw, pause)
+    rollout = ingest_rollout(raw, about, limits=limits, render=render, measure=measure)
+    whole = interleave_rollout(rollout)
+    return Processed(
+        rollout=rollout.slim(),
+        samples=[s.truncated(seq_len) for s in whole],
+        truncated=sum(len(s) > seq_len for s in whole),
+    )
+
+
+def _with_pauses(raw: Any, pause: LoopYield) -> Any:
+    """The record, with a trajectory that lets the loop run between turns."""
+    record = decode_rollout(raw) if isinstance(raw, ENCODED) else raw
+    if not isinstance(record, dict) or not isinstance(record.get("trajectory"), list):
+        return record
+    return {**record, "trajectory": pause.between(record["trajectory"])}
+
+
+def ingest_rollout(
+    raw: Any, about: Mapping[str, Any], *, limits: Limits, render: Render | None = None,
+    measure: Callable[[str], AbstractContextManager[None]] | None = None,
+) -> Rollout:  # fmt: skip
+    """The checked rollout, with tokens in every turn if `render` is given."""
+    if isinstance(raw, Rollout):
+        rollout = raw
+    else:
+        record = decode_rollout(raw) if isinstance(raw, ENCODED) else raw
+        rollout = rollout_from_verifiers(record, limits=limits, **about)
+    if render is not None and needs_tokens((rollout,)):
+        with measure("pretokenize") if measure is not None else contextlib.nullcontext():
+            rollout = pretokenize(rollout, render)
+    return rollout

@@ -1,0 +1,212 @@
+"""What a run leaves on disk, and who may write it.
+
+    runs/quickstart/
+      config.toml         every key with the value that held
+      run.json            what the run was made with: config hash, versions, where relative paths start
+      journal.jsonl       facts, appended: started, resumed, saved, stopped, accepted
+      metrics.jsonl       one line an interval, reduced over ranks
+      digests.jsonl       the digest of every step, summed over ranks
+      flight.jsonl        which source and window every sample came from (headrace step, find, diff)
+      records/            a content hash of every chunk that was read
+      checkpoints/        two generations, checksummed
+      summary.json        how it ended; written last
+      run.lock            held by the process that writes; the kernel lets go of it when that process dies
+
+No symbolic link inside the folder is followed when a file is written: a run changes nothing outside it.
+The folder is claimed before anything heavy is imported, so a run that is killed in its first second can be resumed too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError, FileCorrupt
+from headrace.files import (
+    decode_json,
+    make_inside,
+    publish,
+    publish_json,
+    read_lines,
+    read_regular,
+    read_tail,
+    sweep_temporaries,
+)
+from headrace.runs.config.loading import AnyConfig, load_any_config
+from headrace.runs.config.schema import RunConfig
+from headrace.runtime.locks import ExclusiveLock
+
+__all__ = ["RunFolder", "describe_run", "read_jsonl"]
+
+_MAX_JSON = 16 << 20
+
+
+class RunFolder:
+    """One run's folder. Made by `create` or `reopen`; every rank holds one, rank 0 writes."""
+
+    def __init__(self, path: Path, config: AnyConfig, about: Mapping[str, Any]) -> None:
+        self.path = path
+        self.config = config
+        self.about = dict(about)
+        self._lock: ExclusiveLock | None = None
+
+    @classmethod
+    def create(cls, config: AnyConfig, *, version: str) -> RunFolder:
+        """Claim the folder of a new run. A folder that holds a run already is refused."""
+        path = Path(config.run.dir)
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"run.dir {path} is a file: give a folder with --run.dir")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir {path} cannot be made: {error.strerror or error}. Give another with --run.dir"
+            ) from error
+        about = {
+            "config_hash": config.hash,
+            "base": os.getcwd(),
+            "headrace": version,
+            "python": platform.python_version(),
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        folder = cls(path, config, about)
+        folder.lock()
+        try:
+            if (path / "config.toml").exists() and any((path / "checkpoints").glob("step-*")):
+                raise ConfigError(
+                    f"{path} already holds a run: continue it with `headrace run --resume {path}`, or give this one another "
+                    "folder with --run.dir"
+                )
+            shutil.rmtree(
+                folder.records, ignore_errors=True
+            )  # of a run that never saved a step: its files may be mended now
+            publish_json(path / "run.json", about, replace=True)
+            folder.keep_config()  # last: from here on the folder is a run
+        except BaseException:
+            folder.release()
+            raise
+        return folder
+
+    def keep_config(self) -> None:
+        """Write down what holds from now on, also what was overridden at a resume. Where to stop is for one call only."""
+        lasting = self.config.model_copy(update={"run": self.config.run.model_copy(update={"stop_after": None})})
+        text = lasting.to_toml().encode()
+        path = self.path / "config.toml"
+        try:
+            kept = read_regular(path, _MAX_JSON)
+        except (FileNotFoundError, FileCorrupt):
+            kept = b""
+        if kept != text:
+            publish(path, text, replace=True)
+
+    @classmethod
+    def reopen(cls, path: Path, overrides: tuple[str, ...] = ()) -> RunFolder:
+        """An existing run, with its own config and what is overridden now."""
+        if not path.is_dir():
+            raise ConfigError(f"there is no run folder {path}: give the --run.dir of a run that was started")
+        if not (path / "config.toml").is_file():
+            raise ConfigError(
+                f"{path} holds no run (it has no config.toml): it was stopped before it began. Start it again with `headrace "
+                f"run CONFIG --run.dir {path}`"
+            )
+        if any(o.removeprefix("--").partition("=")[0] == "run.dir" for o in overrides):
+            raise ConfigError(
+                f"--run.dir cannot be changed at a resume: {path} is the run's folder. Copy it first, or leave that out"
+            )
+        about = read_json(path / "run.json")
+        config = load_any_config(path / "config.toml", (*overrides, "--run.dir", str(path)), env={})
+        return cls(path, config, about)
+
+    def lock(self) -> None:
+        """Be the one who writes. A second one is refused at once, naming the first."""
+        in_use, advice = f"{self.path} is being written by", "stop that run first, or wait for it"
+        self._lock = ExclusiveLock.acquire(self.path / "run.lock", in_use=in_use, advice=advice, inside=self.path)
+        sweep_temporaries(self.path)
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    @property
+    def text_config(self) -> RunConfig:
+        """The config of a text run; another kind of run is refused."""
+        if not isinstance(self.config, RunConfig):
+            raise ConfigError(f"{self.path} holds a run of kind {self.config.kind!r}; this works on text runs only")
+        return self.config
+
+    @property
+    def base(self) -> Path:
+        """Where the run's relative paths start."""
+        return Path(str(self.about.get("base", ".")))
+
+    @property
+    def records(self) -> Path:
+        return self.path / "records"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def make_folder(self, name: str) -> Path:
+        """A folder inside the run's folder, made if it is missing. A symbolic link in its place is refused: a run writes nothing outside."""
+        return make_inside(self.path, name)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        publish_json(self.path / "summary.json", summary, replace=True)
+
+
+def describe_run(path: Path) -> dict[str, Any]:
+    """What a run folder says about itself, from small files only."""
+    about = read_json(path / "run.json")
+    summary = read_json(path / "summary.json") if (path / "summary.json").exists() else None
+    checkpoints = sorted(p.name for p in (path / "checkpoints").glob("step-*.safetensors"))
+    metrics, events = _last_objects(path / "metrics.jsonl"), _last_objects(path / "journal.jsonl")
+    return {
+        "about": about,
+        "summary": summary,
+        "checkpoints": checkpoints,
+        "last_metrics": metrics[-1] if metrics else None,
+        "journal": events[-20:],
+    }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = decode_json(read_regular(path, _MAX_JSON), path)
+    except FileNotFoundError:
+        raise FileCorrupt(f"{path} is missing: the folder is not a whole run") from None
+    if not isinstance(value, dict):
+        raise FileCorrupt(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of an append-only file; a line that a kill cut short is left out, and a file that is not there has none."""
+    with contextlib.suppress(FileNotFoundError):
+        for line in read_lines(path):
+            yield from _objects_in((line or b"",))
+
+
+def _last_objects(path: Path) -> list[dict[str, Any]]:
+    """The objects in the last MiB of an append-only file."""
+    with contextlib.suppress(FileNotFoundError):
+        return list(_objects_in(read_tail(path)))
+    return []
+
+
+def _objects_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            yield value

@@ -1,0 +1,218 @@
+"""What does this path hold? A run folder, a container (checkpoint, manifest), or a saved cursor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import CursorMismatch, DataError, FileCorrupt
+from headrace.files import Container, open_container
+from headrace.order import Cursor
+from headrace.runs.folder import describe_run
+
+__all__ = ["inspect_path"]
+
+_MAX_CURSOR = 64 << 20
+
+
+def inspect_path(path: Path) -> dict[str, Any]:
+    """A JSON-able description; always has `kind`. Anything damaged or foreign is an error with a sentence."""
+    if path.is_dir():
+        if (path / "config.toml").exists():
+            return _run(path)
+        if (path / "queue" / "rollouts").is_dir():
+            return _rollouts(path)
+        if (path / "queue").is_dir():
+            raise DataError(f"{path} is a spool: see `headrace spool stat {path}`, or give one of its files")
+        raise DataError(
+            f"{path} is a folder without a run in it (no config.toml): give a run folder or one of its files"
+        )
+    if not path.exists():
+        raise DataError(f"{path} does not exist")
+    if not path.is_file():
+        raise DataError(f"{path} is not a regular file")
+    with open(path, "rb") as handle:
+        head = handle.read(16)
+    if head.lstrip()[:1] == b"{" and head[:1] in b" \n\t{":
+        return _cursor(path)
+    if head[:4] == b"PK\x03\x04":  # an archive of torch's
+        return _torch_file(path)
+    return _container(open_container(path))
+
+
+def _run(path: Path) -> dict[str, Any]:
+    from headrace.train.checkpoint import CheckpointStore
+
+    described = describe_run(path)
+    store = CheckpointStore(path / "checkpoints", writer=False, report=lambda _: None)
+    found = store.latest()
+    meta = found[1].meta if found is not None else {}
+    summary = described["summary"] or {}
+    # The newest checkpoint is the truth; a summary is left over from an earlier stop when the run was resumed and killed.
+    current = summary if summary.get("step") == (found[0] if found else None) else {}
+    return {
+        "kind": "run",
+        "state": current.get("state", "interrupted" if found else "started"),
+        "step": found[0] if found else 0,
+        "digest": meta.get("digest"),
+        "model_sha256": meta.get("model_sha256"),
+        "config_hash": meta.get("config_hash", described["about"].get("config_hash")),
+        "world_size": meta.get("world_size"),
+        "loss_first": meta.get("loss_first"),
+        "loss_last": _mean(meta.get("losses", [])),
+        "checkpoints": described["checkpoints"],
+        "delivered": meta.get("data", {}).get("body", {}).get("delivered", {}),
+        "fingerprint": meta.get("data", {}).get("fingerprint", {}),
+        "about": described["about"],
+        "journal": [{k: v for k, v in e.items() if k != "time"} for e in described["journal"]],
+    }
+
+
+def _rollouts(path: Path) -> dict[str, Any]:
+    """A folder through which rollouts go to a trainer: the batches in it, and the first step that each rank has not acknowledged."""
+    from headrace.rollouts import open_training_batch
+    from headrace.spool.folder import read_sealed
+
+    batches = []
+    for file in sorted((path / "queue" / "rollouts").glob("step_*.safetensors")):
+        if not file.name.endswith(".experts.safetensors"):
+            batch = open_training_batch(file)
+            batches.append(
+                {"step": batch.step, "policy_version": batch.policy_version, "samples": batch.samples, "tokens": batch.tokens}
+            )  # fmt: skip
+    read = [read_sealed(file) for file in sorted((path / "state").glob("rollouts-read-*.json"))]
+    end = read_sealed(path / "state" / "rollouts-end.json")
+    return {
+        "kind": "rollouts",
+        "next_step": {str(value["rank"]): value["next"] for value in read if value is not None},
+        "last_step": None if end is None else end["last"],
+        "batches": batches,
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _container(container: Container) -> dict[str, Any]:
+    arrays = {
+        name: f"{container.dtypes[name]} {list(array.shape)} {array.nbytes:,} bytes"
+        for name, array in sorted(container.arrays.items())
+    }
+    meta = container.meta if isinstance(container.meta, dict) else {"value": container.meta}
+    if meta.get("kind") == "headrace-spool":
+        return _batch_file(container.path)
+    if "recipe" in meta and "chunk_rows" in container.arrays:
+        return _manifest(container)
+    return {
+        "kind": f"container ({meta.get('kind', 'no kind')})",
+        "bytes": container.path.stat().st_size,
+        "verified": True,
+        "meta": _abridged(meta),
+        "arrays": arrays,
+    }
+
+
+def _torch_file(path: Path) -> dict[str, Any]:
+    """A batch file that torch.save wrote: one of a queue, or one from before there were queues, with x and y."""
+    from headrace.spool.batch_file import load_pt, pt_array
+
+    size = path.stat().st_size
+    loaded = load_pt(path, size)
+    if "metadata" in loaded and "tensors" in loaded:
+        return _batch_file(path)
+    try:
+        arrays = {str(name): pt_array(value, size) for name, value in loaded.items()}
+    except ValueError as error:
+        raise DataError(f"{path} is no file of batches: {error}") from error
+    return {
+        "kind": "torch file (tensors by name)",
+        "bytes": size,
+        "arrays": {name: f"{array.dtype} {list(array.shape)}" for name, array in arrays.items()},
+        "first_rows": [
+            {name: _head(array[row]) for name, array in arrays.items() if row < len(array)} for row in range(3)
+        ],
+    }
+
+
+def _batch_file(path: Path) -> dict[str, Any]:
+    """A file of a spool: which rows it holds, its fields, and the first of them."""
+    from headrace.spool import open_batch_file
+
+    file = open_batch_file(path)
+    file.check()
+    header = file.header
+    rows = range(min(3, header.rows))
+    return {
+        "kind": f"batch file ({header.split}, file {header.seq})",
+        "bytes": path.stat().st_size,
+        "verified": True,
+        "rows": header.rows,
+        "first_row": header.first,
+        "part": f"{header.part} of {header.parts}",
+        "batches": header.num_batches,
+        "batch_size": header.batch_size,
+        "job": header.job,
+        "last": header.last,
+        "schema": [field.to_json() for field in header.schema],
+        "first_rows": [
+            {
+                field.name: _head(
+                    file.arrays[field.name][row] if not field.ragged else _ragged(file.arrays, field.name, row)
+                )
+                for field in header.schema
+            }
+            for row in rows
+        ],
+    }
+
+
+def _ragged(arrays: Any, name: str, row: int) -> Any:
+    offsets = arrays[f"{name}_offsets"]
+    return arrays[name][offsets[row] : offsets[row + 1]]
+
+
+def _head(value: Any) -> Any:
+    """The first numbers of a row."""
+    flat = value.reshape(-1)
+    return flat.tolist()[0] if value.ndim == 0 else [*flat[:8].tolist(), *(["…"] if flat.size > 8 else [])]
+
+
+def _manifest(container: Container) -> dict[str, Any]:
+    """A cached manifest: the files of a source, with their rows and fingerprints."""
+    meta = container.meta
+    return {
+        "kind": f"manifest ({meta['recipe'].get('format')})",
+        "verified": True,
+        "rows": int(container.arrays["chunk_rows"].sum()),
+        "chunks": len(container.arrays["chunk_rows"]),
+        "blank_lines": meta.get("blank_lines", 0),
+        "recipe": meta["recipe"],
+        "files": [{"path": p, "bytes": s, "rows": r, "fingerprint": f} for p, s, r, f in meta["files"]],
+    }
+
+
+def _abridged(meta: dict[str, Any]) -> dict[str, Any]:
+    """Long lists of lanes are counted rather than listed."""
+    return json.loads(
+        json.dumps(meta), object_hook=lambda d: {k: (f"{len(v)} lanes" if k == "entries" else v) for k, v in d.items()}
+    )
+
+
+def _cursor(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > _MAX_CURSOR:
+        raise DataError(f"{path} has {path.stat().st_size:,} bytes; a cursor has at most {_MAX_CURSOR:,}")
+    try:
+        cursor = Cursor.from_json(path.read_bytes(), what=str(path))
+    except CursorMismatch as error:
+        raise FileCorrupt(str(error)) from error
+    body = dict(cursor.body)
+    lanes = body.pop("entries", {})
+    return {
+        "kind": f"cursor ({cursor.kind})",
+        "version": cursor.version,
+        "lanes_saved": len(lanes),
+        **{k: v for k, v in body.items() if k != "pass"},
+        "fingerprint": dict(cursor.fingerprint),
+    }

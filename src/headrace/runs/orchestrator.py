@@ -1,0 +1,357 @@
+"""The event loop of an RL run, in a thread beside the trainer: environments, engine, arrival log, batches, evaluation.
+
+    with Orchestrator(config, run, environments=…, codec=…, batches=folder, first=0, models={0: model}) as orchestrator:
+        asked = orchestrator.ask_for_batch()          the next step's batch is being collected
+        report = asked.result()                       it is published
+        orchestrator.publish(1, model)                version 1 of the policy: rollouts of later steps are sampled with it
+        orchestrator.evaluate(1)                      held-out tasks, beside the rollouts that are under way
+
+The trainer's thread calls these methods; everything else runs on the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from headrace.metrics import JsonlSink, Wait
+from headrace.mix import LaneMix, fixed_point, starting_credits
+from headrace.rollouts.advantages import AdvantageConfig
+from headrace.rollouts.arrival_log import ArrivalLog
+from headrace.rollouts.engine import Codec
+from headrace.rollouts.environment_processes import EnvironmentProcesses
+from headrace.rollouts.environments import Environment, play_rollout
+from headrace.rollouts.filters import ZeroAdvantageFilter
+from headrace.rollouts.groups import EnvPolicy, GroupBook, Recorded, Request
+from headrace.rollouts.openai_engine import OpenAIEngine
+from headrace.rollouts.pipeline import RolloutPipeline, StepReport
+from headrace.rollouts.records import Rollout
+from headrace.rollouts.scheduler import RolloutScheduler
+from headrace.rollouts.weights import drop_weights_below, probe_ids, publish_weights
+from headrace.runs.config.rl import RLConfig
+from headrace.runs.folder import read_jsonl
+from headrace.runs.run_loop import Run
+
+__all__ = ["Orchestrator", "environment_of_task"]
+
+_ANSWERS = 3
+"""Held-out answers that are shown, before and after."""
+_T = TypeVar("_T")
+
+
+def environment_of_task(weights: Sequence[float], seed: int) -> Callable[[int], int]:
+    """Which environment a task belongs to, by the mix rule: after n tasks every environment has had its share of n, give or take about one."""
+    shares = fixed_point(weights)
+    mix = LaneMix(shares, starting_credits(shares, block=1, lane=0, lanes=1, seed=seed), block=1)
+    chosen: list[int] = []
+
+    def environment(task: int) -> int:
+        while len(chosen) <= task:
+            source = mix.next_source()
+            mix.deliver(source, 1)
+            chosen.append(source)
+        return chosen[task]
+
+    return environment
+
+
+class Asked:
+    """A batch that was asked for."""
+
+    def __init__(self, future: Future[StepReport]) -> None:
+        self._future = future
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is there, or has failed, within so many seconds."""
+        with contextlib.suppress(NotYet):
+            self._future.exception(seconds)
+            return True
+        return False
+
+    def result(self) -> StepReport:
+        return self._future.result()
+
+    def cancel(self) -> None:
+        self._future.cancel()
+
+
+class Orchestrator:
+    """Runs the event loop while it is entered. One thread, the trainer's, calls its methods."""
+
+    def __init__(
+        self, config: RLConfig, run: Run, *, environments: Mapping[str, Environment], codec: Codec, batches: Path, first: int,
+        models: Mapping[int, Any],
+    ) -> None:  # fmt: skip
+        """`first`: the first batch to make. `models`: the versions of the policy that it may need, by version."""
+        self.config, self.run, self.environments, self.codec = config, run, dict(environments), codec
+        self.batches, self.first, self._models = batches, first, dict(models)
+        self.log = ArrivalLog(run.folder.path / "arrivals", first_step=first)
+        self.recorded = 0
+        """Rollouts that were taken from the arrival log."""
+        self._recorded_told = 0
+        self._failed_told: Counter[str] = Counter()
+        self._environment_of = environment_of_task([env.weight for env in config.env], config.run.seed)
+        self._before: dict[tuple[str, int], str] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="headrace-orchestrator", daemon=True)
+        self._opened = contextlib.AsyncExitStack()
+        self.engine: Any = None
+        self._steps: AsyncGenerator[StepReport] | None = None
+
+    # ------------------------------------------------------------------------------------ trainer's thread
+
+    def __enter__(self) -> Self:
+        if answered := len(self.log.known) - len(self.log.failures()):
+            self.run.watcher.notice(
+                f"the arrival log has {answered:,} rollouts of steps that are not saved; they are not asked for again"
+            )
+        for line in read_jsonl(self.run.folder.path / "answers.jsonl"):
+            if line.get("step") == 0:
+                self._before[line["env"], line["task"]] = line["answer"]
+        self._thread.start()
+        try:
+            self._call(self._open())
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._call(self._close())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            self.log.close()
+
+    def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on the loop and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def ask_for_batch(self) -> Asked:
+        """Collect the next step's rollouts into a batch."""
+        assert self._steps is not None
+        return Asked(asyncio.run_coroutine_threadsafe(_next(self._steps), self._loop))
+
+    def publish(self, version: int, model: Any) -> tuple[Counter[str], int]:
+        """Let rollouts be sampled with this version of the policy from now on. Returns what failed, by reason, and how many rollouts came out of the arrival
+        log since the last call."""
+        return self._call(self._published(version, copy.deepcopy(model)))
+
+    def evaluate(self, version: int) -> dict[str, float]:
+        """Play the held-out tasks with one version of the policy; {} if there are none."""
+        with Wait("rollouts.evaluation"):
+            return self._call(self._evaluated(version))
+
+    # --------------------------------------------------------------------------------------- loop's thread
+
+    async def _open(self) -> None:
+        config, rollouts = self.config, self.config.rollouts
+        await self._open_workers()
+        await self._open_engine()
+        self.book = GroupBook(
+            [
+                EnvPolicy(env_name=env.name, group_size=env.group_size, on_failure=rollouts.on_failure, max_refills=rollouts.max_refills)
+                for env in config.env
+            ],
+            groups_per_step=rollouts.groups_per_step, lag=rollouts.lag, journal=self._journalled, recorded=Recorded(failures=self.log.failures()),
+        )  # fmt: skip
+        pipeline = await self._opened.enter_async_context(
+            RolloutPipeline(
+                self.batches, seq_len=config.policy.micro_tokens, ranks=self.run.world_size, advantage=_advantage(config.policy.advantage),
+                filters=[ZeroAdvantageFilter()] if rollouts.drop_equal else [], first_step=self.first,
+                warn_of_lag=False,
+            )
+        )  # fmt: skip
+        self.scheduler = RolloutScheduler(
+            self.book, pipeline, environments={env.name: self._answer for env in config.env},
+            env_of=lambda task: config.env[self._environment_of(task)].name, concurrency=rollouts.concurrency, step_deadline=rollouts.step_deadline,
+            request_deadline=rollouts.deadline, policy_deadline=config.run.deadline,
+        )  # fmt: skip
+        self.scheduler.policy_is(self.first)
+        self._steps = self.scheduler.run(config.run.steps, first=self.first)
+
+    async def _open_workers(self) -> None:
+        """Start the processes of environments that have some; their rollouts are played there."""
+        for env in self.config.env:
+            if env.workers:
+                workers = EnvironmentProcesses(
+                    env.spec, workers=env.workers, name=env.name, base=self.run.folder.base, seed=self.config.run.seed, options=env.options,
+                    memory_mb=env.memory_mb,
+                )  # fmt: skip
+                self._opened.push_async_callback(workers.close)
+                await workers.start()
+                self.environments[env.name] = dataclasses.replace(self.environments[env.name], play=workers.play)
+
+    async def _open_engine(self) -> None:
+        config = self.config
+        if config.engine.kind == "openai":
+            self.engine = OpenAIEngine(config.engine.url, model=config.engine.model, deadline=config.engine.deadline)
+            self._opened.push_async_callback(self.engine.close)
+            await self._send_weights(self.first, self._models[self.first])
+            return
+        from headrace.train.embedded_engine import EmbeddedEngine
+
+        self.engine = EmbeddedEngine(
+            end_id=self.codec.end_id,
+            context=config.policy.context,
+            slots=config.engine.slots,
+            versions=config.rollouts.lag + 1,
+        )
+        self._opened.push_async_callback(self.engine.close)
+        for version, model in self._models.items():
+            self.engine.take(version, model)
+
+    async def _send_weights(self, version: int, model: Any) -> None:
+        """Publish a version as files, and let the servers take it and prove it."""
+        from headrace.train.policy import logprobs_of
+
+        if self.config.engine.weights == "none":
+            return
+        folder = self.run.folder.make_folder("weights")
+        ids = probe_ids(self.codec.vocab_size, self.config.policy.context)
+        arrays = {name: parameter.detach().cpu().numpy() for name, parameter in model.named_parameters()}
+        where = await asyncio.to_thread(publish_weights, folder, version, arrays, ids, logprobs_of(model, ids))
+        await self.engine.take_weights(version, where, tolerance=self.config.engine.tolerance)
+        drop_weights_below(folder, version)
+        self.run.note("weights", version=version, where=str(where.relative_to(self.run.folder.path)))
+
+    async def _close(self) -> None:
+        if self._steps is not None:
+            with contextlib.suppress(RuntimeError):  # it was stopped in the middle of a step, and has ended itself
+                await self._steps.aclose()
+        await self._opened.aclose()
+
+    async def _published(self, version: int, model: Any) -> tuple[Counter[str], int]:
+        if isinstance(self.engine, OpenAIEngine):
+            await self._send_weights(version, model)
+        else:
+            self.engine.take(version, model)
+        self.log.finish(version - 1)
+        self.scheduler.policy_is(version)
+        failed = self.book.counts.failed - self._failed_told
+        self._failed_told = Counter(self.book.counts.failed)
+        recorded, self._recorded_told = self.recorded - self._recorded_told, self.recorded
+        return failed, recorded
+
+    async def _answer(self, request: Request) -> Rollout:
+        """The rollout of a request: from the arrival log if it finished before, else played and written there."""
+        if (recorded := self.log.answer(request)) is not None:
+            self.recorded += 1
+            return recorded
+        rollout = await play_rollout(
+            self.environments[request.env_name], self.engine, self.codec, index=request.task, member=request.member, attempt=request.attempt,
+            version=request.policy_version,
+        )  # fmt: skip
+        self.log.append(request, rollout)
+        return rollout
+
+    def _journalled(self, fact: Mapping[str, Any]) -> None:
+        if fact["fact"] == "failed":
+            self.log.append_failure(fact)
+
+    # ----------------------------------------------------------------------------------------- evaluation
+
+    async def _evaluated(self, version: int) -> dict[str, float]:
+        config = self.config.eval
+        if not config.tasks:
+            return {}
+        cases = [
+            (name, task, k)
+            for name in self.environments
+            for task in range(config.tasks)
+            for k in range(config.samples + 1)
+        ]
+        calls = [_bound(self._held_out, name, task, k, version) for name, task, k in cases]
+        with self._kept(version):
+            answers = await self.scheduler.evaluate(calls)
+        rewards: dict[str, dict[int, list[float]]] = {name: {} for name in self.environments}
+        shown: list[tuple[str, int, Rollout]] = []
+        failed = 0
+        for (name, task, k), rollout in zip(cases, answers, strict=True):
+            failed += isinstance(rollout, BaseException)
+            rewards[name].setdefault(task, []).append(0.0 if isinstance(rollout, BaseException) else rollout.reward)
+            if not isinstance(rollout, BaseException) and k == 0 and len(shown) < _ANSWERS:
+                shown.append((name, task, rollout))
+        self._show(version, shown)
+        found = {"eval/failed": float(failed)}
+        by_env = {name: list(of_env.values()) for name, of_env in rewards.items()}
+        by_env["all"] = [task for of_env in by_env.values() for task in of_env]
+        for name, tasks in by_env.items():
+            found[f"eval/{name}/greedy"] = float(np.mean([t[0] >= 1.0 for t in tasks]))
+            found[f"eval/{name}/reward"] = float(np.mean([t[0] for t in tasks]))
+            if config.samples:
+                found[f"eval/{name}/pass_at_k"] = float(np.mean([max(t[1:]) >= 1.0 for t in tasks]))
+        return found
+
+    @contextlib.contextmanager
+    def _kept(self, version: int) -> Generator[None]:
+        """Keep a version of the embedded engine; servers have the newest version only."""
+        if isinstance(self.engine, OpenAIEngine):
+            yield
+            return
+        self.engine.hold(version)
+        try:
+            yield
+        finally:
+            self.engine.let_go(version)
+
+    async def _held_out(self, name: str, task: int, k: int, version: int) -> Rollout:
+        return await play_rollout(
+            self.environments[name],
+            self.engine,
+            self.codec,
+            index=task,
+            member=k,
+            version=version,
+            split="eval",
+            greedy=k == 0,
+        )
+
+    def _show(self, version: int, shown: Sequence[tuple[str, int, Rollout]]) -> None:
+        """Write the first few answers down, and show them beside those of the policy that had learnt nothing."""
+        with JsonlSink(self.run.folder.path / "answers.jsonl") as sink:
+            for name, task, rollout in shown:
+                prompt = str(rollout.trajectory[0].prompt)
+                answer = " | ".join(str(turn.completion) for turn in rollout.trajectory)
+                sink.write(
+                    {
+                        "step": version,
+                        "env": name,
+                        "task": task,
+                        "prompt": prompt,
+                        "answer": answer,
+                        "reward": rollout.reward,
+                    }
+                )
+                if version == 0:
+                    self._before[name, task] = answer
+                else:
+                    before = self._before.get((name, task), "")
+                    self.run.watcher.info(f"{prompt}  before {before!r}  now {answer!r}  reward {rollout.reward:.2f}")
+
+
+async def _next(steps: AsyncGenerator[StepReport]) -> StepReport:
+    return await anext(steps)
+
+
+def _bound(function: Callable[..., Awaitable[_T]], *arguments: Any) -> Callable[[], Awaitable[_T]]:
+    return lambda: function(*arguments)
+
+
+def _advantage(name: str) -> AdvantageConfig:
+    if ":" in name:
+        return AdvantageConfig(kind="custom", import_path=name)
+    return AdvantageConfig(kind="default" if name == "mean" else name)  # ty: ignore[invalid-argument-type]

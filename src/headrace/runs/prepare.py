@@ -1,0 +1,545 @@
+"""Tokenise every document of a config's sources once, into shards that are mapped ever after.
+
+    rows ──► chunks, read and tokenised by threads ──► one shard after the other, in row order ──► index ──► manifest
+
+The bytes depend on the documents, the tokenizer and the size of a shard, never on the number of threads. A shard appears
+whole or not at all, so a job that was killed goes on by itself: the shards that are there are verified and kept, the one
+that was being made is made again, and the folder ends up as if nobody had touched it. What may not change in between is
+written down first (prepare.json) and compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from headrace.errors import ConfigError, DataChanged, FileCorrupt, HeadraceError, StorageError, TokenizerError
+from headrace.files import TEMP_PREFIX, make_inside, publish_json, quarantine, sweep_temporaries
+from headrace.loader import TextDataset
+from headrace.loader.windows import leave_out_too_long
+from headrace.metrics import Wait
+from headrace.runs.config.schema import RunConfig
+from headrace.runs.folder import read_json
+from headrace.runs.job import Job
+from headrace.runtime.locks import ExclusiveLock
+from headrace.runtime.processors import usable_processors
+from headrace.runtime.signals import signal_asked
+from headrace.sources import OpenSource
+from headrace.text import LONGEST_PIECE, TokenBatch
+from headrace.text.shards import (
+    MANIFEST,
+    SHARD_FOLDER,
+    PreparedManifest,
+    PreparedSource,
+    ShardEntry,
+    lay_documents,
+    open_packed,
+    open_shard,
+    pack_shard,
+    packed_name,
+    shard_name,
+    token_dtype,
+    write_packed,
+    write_packed_counts,
+    write_shard,
+)
+
+__all__ = ["PrepareProgress", "PrepareSummary", "PrepareWatcher", "prepare"]
+
+_PLAN, _LOCK = "prepare.json", "prepare.lock"
+_DOCUMENTS_AT_ONCE = 1024
+_DEADLINE = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareProgress:
+    """How far it is."""
+
+    source: str
+    rows: int
+    total_rows: int
+    tokens: int
+    """Of this source; `kept` of them were there before."""
+    kept: int
+    all_rows: int
+    all_total_rows: int
+    seconds: float
+
+
+@dataclass(slots=True, kw_only=True)
+class PrepareSummary:
+    """What the folder holds when the job leaves it."""
+
+    folder: str
+    state: str = "prepared"
+    """prepared, complete (there was nothing to do), or stopped."""
+    sources: dict[str, dict[str, int]] = field(default_factory=dict)
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    shards: int = 0
+    kept: int = 0
+    """Shards that were there already and verified."""
+    remade: int = 0
+    """Shards that were there, failed their check and were set aside."""
+    new_tokens: int = 0
+    bad_rows: int = 0
+    seconds: float = 0.0
+    signal: int = 0
+    """What asked the job to stop, if something did."""
+
+    def to_dict(self) -> dict[str, Any]:
+        speed = self.new_tokens / self.seconds if self.seconds else 0.0
+        return asdict(self) | {"tokens_per_second": round(speed, 1)}
+
+
+class PrepareWatcher(Protocol):
+    """Whoever looks on."""
+
+    def began(self, data: TextDataset, workers: int, resumed: bool) -> None: ...
+    def progress(self, progress: PrepareProgress) -> None: ...
+    def notice(self, sentence: str) -> None: ...
+
+
+class _Documents(NamedTuple):
+    """Consecutive rows of a source, tokenised."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    bad: np.ndarray
+    """Which rows were left out."""
+
+
+def prepare(
+    config: RunConfig,
+    folder: Path,
+    watcher: PrepareWatcher,
+    *,
+    base: Path | None = None,
+    workers: int | None = None,
+    shard_bytes: int = 128 << 20,
+) -> PrepareSummary:
+    """Write the prepared folder of a config, or go on with it. Returns early, and cleanly, on SIGINT and SIGTERM."""
+    workers = usable_processors() if workers is None else workers
+    if not 1 <= workers <= 1024:
+        raise ConfigError(f"--workers must be between 1 and 1,024, got {workers}")
+    if not 1 << 10 <= shard_bytes <= 1 << 40:
+        raise ConfigError(f"a shard must have between 1 KiB and 1 TiB, got {shard_bytes:,} bytes")
+    with contextlib.ExitStack() as stack:
+        resumed = _claim(folder, stack)
+        data = Job(config, base).dataset(records=folder / "records")
+        stack.callback(data.close)
+        dtype = token_dtype(data.vocab_size)
+        plan = _plan(data, dtype, shard_bytes // dtype.itemsize)
+        _compare(folder, plan, data, resumed)
+        watcher.began(data, workers, resumed)
+        stop = stack.enter_context(signal_asked())
+        work = _Work(folder, data, config, dtype, plan["shard_tokens"], workers, watcher, stop)
+        return work.run()
+
+
+class _Work:
+    """One call of `prepare`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        data: TextDataset,
+        config: RunConfig,
+        dtype: np.dtype,
+        shard_tokens: int,
+        workers: int,
+        watcher: PrepareWatcher,
+        stop: Callable[[], int],
+    ) -> None:
+        self._folder, self._data, self._config = folder, data, config
+        self._dtype, self._shard_tokens, self._workers = dtype, shard_tokens, workers
+        self._watcher, self._stop = watcher, stop
+        self._summary = PrepareSummary(folder=str(folder))
+        self._began = time.perf_counter()
+        self._rows = [int(deal.rows) for deal in data.deals]
+        self._rows_before = 0
+
+    def run(self) -> PrepareSummary:
+        summary, text = self._summary, self._config.text
+        prepared: list[PreparedSource] = []
+        counts: dict[str, list[int]] = {}
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="headrace-prepare") as pool:
+            for index, source in enumerate(self._data.sources):
+                shards, blocks = self._source(index, source, pool)
+                prepared.append(self._described(source, shards))
+                counts[source.name] = blocks
+                if summary.signal:
+                    summary.state = "stopped"
+                    break
+                self._rows_before += self._rows[index]
+        summary.seconds = time.perf_counter() - self._began
+        summary.sources = {
+            s.name: {"documents": s.documents, "tokens": s.tokens, "shards": len(s.shards)} for s in prepared
+        }
+        if summary.signal:
+            return summary
+        manifest = PreparedManifest(
+            tokenizer=self._data.tokenizer.fingerprint,
+            vocab_size=self._data.vocab_size,
+            dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
+            bos_id=self._data.packing.bos_id,
+            eos_id=self._data.packing.eos_id,
+            pad_id=self._data.packing.pad_id,
+            seq_len=text.seq_len,
+            pack=text.pack,
+            sources=tuple(prepared),
+        )
+        if text.pack == "best_fit":
+            write_packed_counts(self._folder, text.seq_len, manifest.data, counts)
+        if not self._is_there(manifest):
+            manifest.write(self._folder)  # last: from here on the folder is prepared
+        elif summary.kept == summary.shards:
+            summary.state = "complete"
+        return summary
+
+    def _is_there(self, manifest: PreparedManifest) -> bool:
+        try:
+            return (self._folder / MANIFEST).exists() and PreparedManifest.read(self._folder) == manifest
+        except FileCorrupt as error:
+            self._watcher.notice(f"{error} It is written anew.")
+            return False
+
+    def _described(self, source: OpenSource, shards: list[ShardEntry]) -> PreparedSource:
+        limits, manifest = source.source, source.manifest
+        return PreparedSource(
+            name=source.name,
+            spec=limits.spec,
+            weight=limits.weight,
+            max_epochs=limits.max_epochs,
+            max_tokens=limits.max_tokens,
+            data=source.fingerprint()[f"data:{source.name}"],
+            files=tuple((file.path, file.rows) for file in manifest.files),
+            shards=tuple(shards),
+        )
+
+    # ------------------------------------------------------------------------------------- one source
+
+    def _source(self, index: int, source: OpenSource, pool: ThreadPoolExecutor) -> tuple[list[ShardEntry], list[int]]:
+        """Every shard of a source: kept if it is there and whole, else made."""
+        folder = make_inside(self._folder, f"{SHARD_FOLDER}/{source.name}")
+        sweep_temporaries(folder)
+        shards: list[ShardEntry] = []
+        blocks: list[int] = []
+        row, tokens, kept_tokens = 0, 0, 0
+        incoming: Iterator[_Documents] | None = None
+        left: _Documents | None = None
+        while row < self._rows[index]:
+            number = len(shards)
+            entry = self._kept(folder / shard_name(number), row, self._rows[index])
+            if entry is not None:
+                incoming = None
+                kept_tokens += entry.tokens
+                self._summary.kept += 1
+            else:
+                if incoming is None:
+                    incoming, left = self._documents(source, row, self._rows[index], pool), None
+                gathered, left = self._gather(incoming, left, tokens, kept_tokens, row, index)
+                if gathered is None:
+                    break
+                entry = self._write(folder / shard_name(number), source.name, row, gathered)
+                self._summary.new_tokens += entry.tokens
+            shards.append(entry)
+            blocks.append(self._packed(folder, number, entry))
+            row += entry.rows
+            tokens += entry.tokens
+            self._count(entry)
+            self._report(index, row, tokens, kept_tokens)
+            if self._stop():
+                break
+        if row < self._rows[index]:
+            self._summary.signal = self._stop()
+        else:
+            self._refuse_leftovers(folder, len(shards))
+        return shards, blocks
+
+    def _count(self, entry: ShardEntry) -> None:
+        summary = self._summary
+        summary.shards += 1
+        summary.documents += entry.documents
+        summary.tokens += entry.tokens
+        summary.bytes += entry.size
+        summary.bad_rows += entry.bad
+
+    def _report(self, index: int, row: int, tokens: int, kept: int) -> None:
+        self._watcher.progress(
+            PrepareProgress(
+                source=self._data.sources[index].name,
+                rows=row,
+                total_rows=self._rows[index],
+                tokens=tokens,
+                kept=kept,
+                all_rows=self._rows_before + row,
+                all_total_rows=sum(self._rows),
+                seconds=time.perf_counter() - self._began,
+            )
+        )
+
+    def _kept(self, path: Path, row: int, total: int) -> ShardEntry | None:
+        """A shard that is there, read as a whole and compared; None if it has to be made."""
+        if not path.exists():
+            return None
+        try:
+            shard = open_shard(path, full=True)
+            entry = shard.entry
+            if entry.first_row != row or not 0 < entry.rows <= total - row or shard.tokens.dtype != self._dtype:
+                raise FileCorrupt(f"{path} begins at row {entry.first_row:,}, expected {row:,}")
+        except FileCorrupt as error:
+            where = quarantine(path, str(error), self._folder / "quarantine")
+            self._watcher.notice(f"{error}. Set aside as {where}; made again.")
+            self._summary.remade += 1
+            return None
+        return entry
+
+    def _gather(
+        self,
+        incoming: Iterator[_Documents],
+        left: _Documents | None,
+        tokens: int,
+        kept: int,
+        row: int,
+        index: int,
+    ) -> tuple[_Documents | None, _Documents | None]:
+        """Documents up to the size of a shard, and what came beyond them; (None, None) when asked to stop."""
+        parts: list[_Documents] = []
+        held = rows = 0
+        while True:
+            part = left if left is not None else next(incoming, None)
+            left = None
+            if self._stop():
+                return None, None
+            if part is None:
+                break
+            ends = np.cumsum(part.lengths)
+            room = self._shard_tokens - held
+            if len(ends) and int(ends[-1]) >= room:
+                # The shard closes with the document that fills it: where it ends depends on the documents alone.
+                count = int(np.searchsorted(ends, room, side="left")) + 1
+                cut = int(ends[count - 1])
+                parts.append(_Documents(part.tokens[:cut], part.lengths[:count], part.bad[:count]))
+                if count < len(ends):
+                    left = _Documents(part.tokens[cut:], part.lengths[count:], part.bad[count:])
+                break
+            parts.append(part)
+            held += len(part.tokens)
+            rows += len(part.lengths)
+            self._report(index, row + rows, tokens + held, kept)
+        return _joined(parts), left
+
+    def _write(self, path: Path, name: str, row: int, documents: _Documents) -> ShardEntry:
+        about = {"source": name, "tokenizer": self._data.tokenizer.fingerprint}
+        try:
+            with Wait("prepare.write", meter=self._data.meter, deadline=_DEADLINE):
+                return write_shard(
+                    path,
+                    documents.tokens,
+                    documents.lengths,
+                    first_row=row,
+                    bad=int(documents.bad.sum()),
+                    about=about,
+                )
+        except StorageError as error:
+            raise StorageError(
+                f"{error} {self._summary.shards:,} finished shards in {self._folder} are kept: the same command goes on from there."
+            ) from error
+
+    def _packed(self, folder: Path, number: int, entry: ShardEntry) -> int:
+        """The index of a shard for the config's seq_len, if it packs; how many blocks."""
+        seq_len = self._config.text.seq_len
+        if self._config.text.pack == "concat":
+            return -(-entry.tokens // seq_len)
+        path = folder / packed_name(seq_len, number)
+        if path.exists():
+            try:
+                return len(open_packed(path, seq_len=seq_len, of=entry))
+            except FileCorrupt as error:
+                self._watcher.notice(f"{error}. Made again.")
+        packed = pack_shard(open_shard(folder / entry.file, entry).offsets, seq_len)
+        write_packed(path, packed, seq_len=seq_len, of=entry)
+        return len(packed)
+
+    def _refuse_leftovers(self, folder: Path, count: int) -> None:
+        """Shards beyond the last row can only come from another source: nobody may take them for part of this one."""
+        extra = folder / shard_name(count)
+        if extra.exists():
+            where = quarantine(extra, "beyond the last row of its source", self._folder / "quarantine")
+            self._watcher.notice(f"{extra} lies beyond the last row of its source. Set aside as {where}.")
+
+    # ------------------------------------------------------------------------------------ tokenising
+
+    def _documents(self, source: OpenSource, row: int, total: int, pool: ThreadPoolExecutor) -> Iterator[_Documents]:
+        """The rows from `row` on, tokenised by threads, handed over in order. Reads at most 2 chunks a thread ahead."""
+        manifest = source.manifest
+        first = int(np.searchsorted(manifest.first_row, row, side="right")) - 1
+        waiting: deque[Future[list[_Documents]]] = deque()
+        chunk = first
+        try:
+            while True:
+                while len(waiting) < 2 * self._workers and chunk < manifest.chunks:
+                    begin = int(manifest.first_row[chunk])
+                    if begin >= total:
+                        break
+                    skip = max(row - begin, 0)
+                    keep = min(int(manifest.chunk_rows[chunk]), total - begin)
+                    waiting.append(pool.submit(self._chunk, source, chunk, skip, keep))
+                    chunk += 1
+                if not waiting:
+                    return
+                with Wait("prepare.tokens", meter=self._data.meter, deadline=_DEADLINE) as wait:
+                    done = waiting.popleft().result(timeout=wait.remaining())
+                yield from done
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def _chunk(self, source: OpenSource, chunk: int, skip: int, keep: int) -> list[_Documents]:
+        texts = source.read(chunk)[skip:keep]
+        first = int(source.manifest.first_row[chunk]) + skip
+        found = []
+        for at in range(0, len(texts), _DOCUMENTS_AT_ONCE):
+            if self._stop():
+                return found
+            part = texts[at : at + _DOCUMENTS_AT_ONCE]
+            holes, given = np.array([t is None for t in part], bool), [t or "" for t in part]
+            if max(map(len, given)) > LONGEST_PIECE:
+                rows = range(first + at, first + at + len(part))
+                holes[leave_out_too_long(source, self._data.tokenizer, given, rows)] = True
+            batch = self._encode(source, given, first + at)
+            tokens, lengths = lay_documents(batch, self._data.packing, self._dtype)
+            found.append(_Documents(tokens, lengths, holes))
+        return found
+
+    def _encode(self, source: OpenSource, texts: list[str], row: int) -> TokenBatch:
+        tokenizer = self._data.tokenizer
+        try:
+            batch = tokenizer.encode(texts)
+        except Exception as error:
+            raise self._culprit(source, texts, row, error) from error
+        ids, offsets = batch.ids, batch.offsets
+        if len(batch) != len(texts) or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
+            raise TokenizerError(
+                f"tokenizer {tokenizer.name} gave {len(batch)} documents for {len(texts)} texts, or offsets that do not cover its ids"
+            )
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= tokenizer.vocab_size):
+            wrong = int(np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))[0])
+            document = int(np.searchsorted(offsets, wrong, side="right")) - 1
+            raise TokenizerError(
+                f"tokenizer {tokenizer.name} gave id {int(ids[wrong])} for {_place(source, row + document)}, outside its vocabulary "
+                f"of {tokenizer.vocab_size:,}. Use the tokenizer that belongs to this vocabulary."
+            )
+        return batch
+
+    def _culprit(self, source: OpenSource, texts: list[str], row: int, error: Exception) -> HeadraceError:
+        """The error with the document's name: the tokenizer only says that one of a batch failed."""
+        name = self._data.tokenizer.name
+        for number, text in enumerate(texts):
+            try:
+                self._data.tokenizer.encode([text])
+            except Exception as alone:
+                return TokenizerError(
+                    f"tokenizer {name} failed on {_place(source, row + number)}: {alone}. Remove the row, or use another tokenizer."
+                )
+        return TokenizerError(f"tokenizer {name} failed on a batch of source {source.name}: {error}")
+
+
+def _place(source: OpenSource, row: int) -> str:
+    file, local = source.manifest.locate(row)
+    return f"row {local} of {source.manifest.files[file].path} (source {source.name})"
+
+
+def _joined(parts: list[_Documents]) -> _Documents:
+    if len(parts) == 1:
+        return parts[0]
+    return _Documents(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+# ------------------------------------------------------------------------------------------------- folder
+
+
+def _claim(folder: Path, stack: contextlib.ExitStack) -> bool:
+    """Be the only one who writes the folder; whether it was begun before. A folder of something else is refused."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: give a folder with --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = sorted(p.name for p in folder.iterdir() if not p.name.startswith(TEMP_PREFIX))
+        if _PLAN not in held and held not in ([], [_LOCK]):
+            raise ConfigError(
+                f"{folder} holds {held[0]!r} and no prepared data: give an empty or a new folder with --out, so that nothing of "
+                "yours is mixed with it"
+            )
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written: {error.strerror or error}. Give another folder with --out"
+        ) from error
+    in_use, advice = f"{folder} is being written by", "wait for it, or stop it first"
+    lock = ExclusiveLock.acquire(folder / _LOCK, in_use=in_use, advice=advice, inside=folder)
+    stack.callback(lock.release)
+    sweep_temporaries(folder)
+    return (folder / _PLAN).exists()
+
+
+def _plan(data: TextDataset, dtype: np.dtype, shard_tokens: int) -> dict[str, Any]:
+    """What the bytes of the shards depend on."""
+    return {
+        "kind": "headrace-prepare",
+        "version": 1,
+        "tokenizer": data.tokenizer.fingerprint,
+        "dtype": dtype.name,
+        "bos_id": data.packing.bos_id,
+        "eos_id": data.packing.eos_id,
+        "shard_tokens": shard_tokens,
+        "sources": {
+            s.name: {"max_rows": s.source.max_rows, "on_bad": s.source.on_bad, "fingerprint": s.fingerprint()}
+            for s in data.sources
+        },
+    }
+
+
+def _compare(folder: Path, plan: dict[str, Any], data: TextDataset, resumed: bool) -> None:
+    """Write down what the folder is made of; or refuse to go on with something else, naming it."""
+    if not resumed:
+        publish_json(folder / _PLAN, plan)
+        return
+    saved = read_json(folder / _PLAN)
+    if saved == plan:
+        return
+    changes = [
+        f"{name} was {saved.get(name)}, is {plan[name]}"
+        for name in plan
+        if name != "sources" and saved.get(name) != plan[name]
+    ]
+    before = saved.get("sources")
+    before = before if isinstance(before, Mapping) else {}
+    changes += [f"source {name} is gone" for name in before if name not in plan["sources"]]
+    for source in data.sources:
+        then, now = before.get(source.name), plan["sources"][source.name]
+        if not isinstance(then, Mapping):
+            changes.append(f"source {source.name} is new")
+            continue
+        changes += [
+            f"{key} of source {source.name} was {then.get(key)}, is {now[key]}"
+            for key in ("max_rows", "on_bad")
+            if then.get(key) != now[key]
+        ]
+        if then.get("fingerprint") != now["fingerprint"]:
+            changes += [
+                f"source {source.name}: {phrase}" for phrase in source.describe_change(then.get("fingerprint") or {})
+            ]
+    raise DataChanged(
+        f"{folder} was begun with something else: {'; '.join(changes) or 'the order of the sources'}. Going on would mix two data sets; "
+        "restore what changed, or prepare into another folder with --out."
+    )

@@ -1,0 +1,152 @@
+"""From a config to the provider that fills its spool.
+
+provider_of(job, data)      the provider that makes what [spool] asks for
+provide_text(config)        headrace provide CONFIG, here and in every actor of a fleet
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headrace.loader import TextDataset
+from headrace.loader.dataset import sample_tokenizer
+from headrace.metrics import default_meter
+from headrace.order import fingerprint_json
+from headrace.runs.config.schema import RunConfig
+from headrace.runs.job import Job
+from headrace.sources import Source, cache_folder
+from headrace.spool import DataProviderBase
+from headrace.spool.providers.examples import Examples, ExampleSettings, read_examples
+from headrace.spool.providers.labelled import LabelledTextProvider
+from headrace.spool.providers.lm import TextProvider
+from headrace.spool.providers.mlm import MaskedTextProvider
+from headrace.text import Tokenizer, load_tokenizer
+
+__all__ = ["batch_recipe", "examples_of", "provide_text", "provider_of", "stopped_by_signals"]
+
+_IDLE = 86_400.0
+"""Seconds for which a provider waits for a consumer before it gives up: a day."""
+_log = logging.getLogger("headrace.spool.provider")
+
+
+def batch_recipe(config: RunConfig) -> str:
+    """Fingerprint of what decides the batches, so that a trainer knows a spool without opening the sources."""
+    tables = config.model_dump(mode="json", exclude_none=True)
+    loader = {key: tables["loader"][key] for key in ("global_batch_size", "lanes", "exhausted")}
+    text = {key: value for key, value in tables["text"].items() if key != "engine"}
+    sources = [{key: value for key, value in source.items() if key != "cache"} for source in tables["source"]]
+    spool = {key: tables["spool"].get(key) for key in ("task", "mask_probability", "mask_id")}
+    return fingerprint_json(
+        {
+            "source": sources,
+            "mix": tables["mix"],
+            "text": text,
+            "loader": loader,
+            "seed": config.run.seed,
+            "spool": spool,
+        }
+    )
+
+
+def provider_of(job: Job, data: TextDataset | None = None, **more: Any) -> DataProviderBase:
+    """The provider that makes what a config's [spool] asks for.
+
+    Args:
+        job: The config.
+        data: The packed text of a language model, masked or not; a new dataset unless given.
+        more: Options of `DataProviderBase` and, for packed text, of `SequentialProvider`; they win over the config.
+    """
+    config = job.config
+    spool, folder = config.spool, (job.base or Path()) / config.spool_dir
+    options: dict[str, Any] = {
+        "batch_size": config.loader.global_batch_size, "batches_per_file": spool.batches_per_file, "durable": spool.durable,
+        "max_backlog_files": spool.max_backlog_files, "seed": config.run.seed, "sleep_seconds": 0.05, "deadline": _IDLE,
+    } | more  # fmt: skip
+    if spool.labelled:
+        options.pop(
+            "take", None
+        )  # there are no parts to take: a provider that joins makes the next file that is missing
+        examples, tokenizer = examples_of(job, options.get("report") or _log.info)
+        return LabelledTextProvider(
+            folder, examples, tokenizer, sources=[s.name for s in config.source], seq_len=config.text.seq_len, balance=spool.balance,
+            val_fraction=spool.val_fraction, **options,
+        )  # fmt: skip
+    data = data if data is not None else job.dataset(meter=default_meter())
+    options = {"parts": spool.parts, "recipe": batch_recipe(config), "segment_ids": config.text.segment_ids} | options
+    open_loader = partial(job.loader, data, skip=())
+    if spool.task == "mlm":
+        masking = {"mask_id": spool.mask_id, "mask_probability": spool.mask_probability}
+        return MaskedTextProvider(folder, data, open_loader, **masking, **options)
+    return TextProvider(folder, data, open_loader, **options)
+
+
+def examples_of(job: Job, report: Callable[[str], None] = lambda _: None) -> tuple[Examples, Tokenizer]:
+    """The labelled rows of a config and the tokenizer that made their ids."""
+    text, spool = job.config.text, job.config.spool
+    if text.tokenizer == "sample":
+        tokenizer: Tokenizer = sample_tokenizer(cache_folder().absolute(), text.engine)
+    else:
+        tokenizer = load_tokenizer(job.tokenizer, eos=text.eos_token, bos=text.bos_token, engine=text.engine)
+    settings = ExampleSettings(
+        task="tag" if spool.task == "tag" else "classify", labels=spool.labels, seq_len=text.seq_len, bos=text.bos, eos=text.eos
+    )  # fmt: skip
+    sources = [Source(**section.model_dump()) for section in job.config.source]
+    return read_examples(sources, tokenizer, settings, base=job.base, report=report), tokenizer
+
+
+def provide_text(
+    config: RunConfig,
+    *,
+    base: Path | None = None,
+    join: bool = False,
+    force_regenerate: bool = False,
+    take: int | None = None,
+    max_files: int | None = None,
+    until_eof: bool = False,
+    report: Callable[[str], None] | None = None,
+    ready: Callable[[DataProviderBase], None] | None = None,
+) -> int:
+    """Fill the spool of a config until asked to stop (SIGINT, SIGTERM), or until its sources end; how many files were made.
+
+    `until_eof`: also stop when standard input ends, as it does when the process that holds its other end is killed.
+    """
+    job = Job(config, base)
+    provider = provider_of(job, join=join, force_regenerate=force_regenerate, take=take, report=report)
+    if until_eof:
+        threading.Thread(target=_stop_at_eof, args=(provider.stop,), daemon=True, name="headrace-parent").start()
+    splits = provider.splits if isinstance(provider, LabelledTextProvider) else ("train",)
+    with stopped_by_signals(provider.stop):
+        provider.open(splits)
+        if ready is not None:
+            ready(provider)
+        return provider.run(splits, max_files=max_files)
+
+
+@contextlib.contextmanager
+def stopped_by_signals(stop: Callable[[], None]) -> Generator[None]:
+    """SIGINT and SIGTERM call `stop` while the body runs."""
+    before: dict[int, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, lambda *_: stop())
+    except ValueError:  # not the main thread: whoever runs us there handles signals
+        before.clear()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop_at_eof(stop: Callable[[], None]) -> None:
+    while os.read(0, 4096):
+        continue
+    stop()

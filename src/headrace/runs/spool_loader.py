@@ -1,0 +1,353 @@
+"""The batches of a run out of a spool, in place of its own `Loader`.
+
+    headrace provide run.toml --spool.dir S        TextProvider (spool/providers/lm.py): the run's loader, batch by batch, into files
+    headrace run run.toml --spool.dir S            SpoolLoader: the same batches out of the files, for any number of ranks
+
+Steps are passed over (`run.skip`) where they are read: what a spool holds does not depend on it. A spool holds no step in which there was
+nothing to learn on any rank: the numbers of its samples say which steps those were.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from headrace.errors import ConfigError, CursorMismatch, EndOfData
+from headrace.loader import LoaderReport, MixChange
+from headrace.metrics import Meter, Wait, default_meter
+from headrace.order import Cursor, Digest
+from headrace.runs.config.schema import RunConfig
+from headrace.runs.provide import batch_recipe
+from headrace.spool import DatasetConsumer, read_meta
+from headrace.spool.providers.lm import COUNTS, ORIGIN
+
+__all__ = ["SpoolData", "SpoolLoader"]
+
+_KIND, _VERSION = "spooled-text", 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpoolData:
+    """What a trainer asks of a dataset, answered from the spool's meta: no source is opened."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    vocab_size: int
+    seq_len: int
+    mix_changes: tuple[MixChange, ...]
+    made_of: Mapping[str, str]
+    """The fingerprint of the provider's dataset."""
+    tokenizer: None = None
+
+    @classmethod
+    def open(
+        cls, config: RunConfig, base: Path, *, deadline: float, check: Callable[[], None] = lambda: None
+    ) -> SpoolData:
+        """Wait for the spool's meta, and see that it was made for this config."""
+        folder = base / config.spool_dir
+        remedy = f"Is a provider of {folder} running? Start one with `headrace provide CONFIG --spool.dir {config.spool_dir}`"
+        with Wait("spool.meta", deadline=deadline, remedy=f"{remedy}.") as wait:
+            while not (folder / "meta.json").exists():
+                check()
+                wait.check()
+                time.sleep(min(0.02, wait.remaining()))
+        meta = read_meta(folder)
+        if meta.get("recipe") != batch_recipe(config):
+            raise ConfigError(
+                f"the spool {folder} was made for other batches than this config describes (sources, mix, text, seed, batch or lanes differ). Give "
+                "another --spool.dir, or fill it anew with `headrace provide CONFIG --force-regenerate`"
+            )
+        info = meta["split_info"]["train"]
+        changes = tuple(MixChange(c.step, c.weights) for c in config.mix.change)
+        return cls(
+            names=tuple(info["sources"]), weights=tuple(info["weights"]), vocab_size=meta["vocab_size"], seq_len=meta["block_size"], mix_changes=changes,
+            made_of={str(k): str(v) for k, v in meta["data"].items()},
+        )  # fmt: skip
+
+    def holes(self) -> list[dict[str, Any]]:
+        """Rows that could not be used are the provider's to tell."""
+        return []
+
+    def mean_weights(self, steps: int) -> tuple[float, ...]:
+        """What the weights add up to over the first `steps` steps."""
+        cuts = sorted({0, *(min(c.steps_before, steps) for c in self.mix_changes), max(steps, 1)})
+        total = np.zeros(len(self.names))
+        for a, b in itertools.pairwise(cuts):
+            at = dict(zip(self.names, self.weights, strict=True))
+            for change in self.mix_changes:
+                if change.steps_before <= a:
+                    at |= change.weights
+            share = np.array([at[name] for name in self.names], np.float64)
+            total += share / share.sum() * (b - a)
+        return tuple(float(w) for w in total / max(steps, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Flown:
+    """Where the samples of one step came from."""
+
+    trained: int
+    """Number of the training step, from 1; 0 if it was passed over."""
+    step: int
+    """Steps before it, those that were passed over included."""
+    samples: np.ndarray
+    origin: np.ndarray
+
+
+def _picks(flown: Sequence[_Flown]) -> str:
+    return base64.b64encode(np.concatenate([f.origin[:, 0] for f in flown]).astype("<i2").tobytes()).decode()
+
+
+class SpoolLoader:
+    """A spool with the face of a `Loader`: batches, digest, state, report."""
+
+    def __init__(
+        self, config: RunConfig, data: SpoolData, base: Path, *, rank: int, world_size: int, device: Any = None, meter: Meter | None = None,
+        check: Callable[[], None] | None = None, record: bool = False,
+    ) -> None:  # fmt: skip
+        """`check` is called about once a second while there is no batch, and raises when there will be none. `record` keeps what `drain_flight` tells."""
+        self.data, self.rank, self.world_size = data, rank, world_size
+        self.meter = meter if meter is not None else default_meter()
+        self._device, self._deadline, self._check = device, config.run.deadline, check
+        self.consumer = DatasetConsumer(
+            base / config.spool_dir, "cpu" if device is None else "cuda", ack="commit", dp_rank=rank, dp_world_size=world_size,
+            deadline=config.run.deadline, meter=self.meter,
+        )  # fmt: skip
+        self._kept: deque[dict[str, Any]] = deque(maxlen=config.run.keep_checkpoints)
+        self._size, self._lanes = config.loader.global_batch_size, config.loader.lanes
+        self._skip = tuple((a - 1, b - 1) for a, b in config.run.skips)
+        self._record = record
+        self._flight: list[_Flown] = []
+        self._skipped: list[list[int]] = []
+        """Ranges of steps, counted from 0, as in the state."""
+        self.step = self.empty_steps = 0
+        self.ended = False
+        self._digest, self._step_digest = Digest(), Digest()
+        self._delivered = dict.fromkeys(COUNTS, 0)
+        self._source_tokens = [0] * len(data.names)
+        self._drained: dict[str, int] = {}
+        self._started: float | None = None
+        self._begun_tokens = 0
+
+    # -------------------------------------------------------------------------------------- iteration
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self.ended:
+            raise StopIteration
+        if self._started is None:
+            self._started, self._begun_tokens = time.perf_counter(), self._delivered["tokens"]
+        while True:
+            batch = self._next_batch()
+            # The spool holds delivered steps only; the number of a step follows from its samples.
+            for _ in range(self.step, int(batch["sample_index"][0]) // self._size):
+                self._pass_over(None)
+            if not any(a <= self.step < b for a, b in self._skip):
+                break
+            self._pass_over(batch)
+        digests, counts = batch.pop("digest").numpy(), batch.pop("counts").numpy()
+        term = sum((int(high) << 64) + int(low) for high, low in digests[digests.any(axis=1)])
+        self._step_digest = Digest(term)
+        self._digest.add(term)
+        totals = counts.sum(axis=0).tolist()
+        for name, value in zip(COUNTS, totals, strict=False):
+            self._delivered[name] += value
+        self._source_tokens = [a + b for a, b in zip(self._source_tokens, totals[len(COUNTS) :], strict=True)]
+        self.step += 1
+        origin = batch.pop("origin").numpy()
+        if self._record:
+            samples = batch["sample_index"].numpy().copy()
+            self._flight.append(_Flown(self.delivered_steps, self.step - 1, samples, origin.copy()))
+        return self._whole(batch)
+
+    def _next_batch(self) -> dict[str, Any]:
+        with Wait("loader.next", meter=self.meter, deadline=self._deadline) as wait:
+            try:
+                while self._check is not None and not self.consumer.wait_for_data("train", 1.0):
+                    if self.consumer.has_ended("train"):
+                        break  # get_batch raises EndOfData
+                    self._check()
+                    wait.check()
+                return self.consumer.get_batch("train")
+            except EndOfData:
+                self.ended = True
+                raise StopIteration from None
+
+    def _pass_over(self, batch: Mapping[str, Any] | None) -> None:
+        """A step the run was asked to leave out: its documents count as read. None: a step in which no rank had anything to learn."""
+        rows = self._size // self.world_size
+        samples, origin = np.zeros(0, np.int64), np.full((rows, len(ORIGIN)), -1)
+        if batch is not None:
+            samples, origin = batch["sample_index"].numpy().copy(), batch["origin"].numpy().copy()
+        if any(a <= self.step < b for a, b in self._skip):
+            self._delivered["skipped"] += rows
+            if self._skipped and self._skipped[-1][1] == self.step:
+                self._skipped[-1][1] += 1
+            else:
+                self._skipped.append([self.step, self.step + 1])
+        else:
+            self.empty_steps += 1
+        if self._record:
+            self._flight.append(_Flown(0, self.step, samples, origin))
+        self.step += 1
+
+    def _whole(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The contract's own types, and the borders of the pieces: a piece begins wherever a position is 0."""
+        import torch
+
+        whole = {name: tensor.to(torch.int64) for name, tensor in batch.items()}
+        positions = whole["position_ids"].reshape(-1)
+        begins = torch.nonzero(positions == 0).reshape(-1)
+        borders = torch.cat([begins, torch.tensor([len(positions)])]).to(torch.int32)
+        whole["cu_seqlens"] = borders
+        if self._device is not None:
+            whole = {name: t.pin_memory().to(self._device, non_blocking=True) for name, t in whole.items()}
+        whole["max_seqlen"] = int(torch.diff(borders).max()) if len(borders) > 1 else 0
+        return whole
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        spool = self.consumer.state_dict()
+        body = {
+            "step": self.step, "ended": self.ended, "skipped": [list(pair) for pair in self._skipped], "digest": str(self._digest), "delivered": dict(self._delivered),
+            "source_tokens": list(self._source_tokens), "sources": list(self.data.names), "spool": spool, "data": dict(self.data.made_of),
+        }  # fmt: skip
+        if self.empty_steps:
+            body["empty_steps"] = self.empty_steps
+        return Cursor(kind=_KIND, version=_VERSION, fingerprint=spool["fingerprint"], body=body).to_dict()
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, accept: Collection[str] = (), fixed: Mapping[str, str] | None = None
+    ) -> None:
+        cursor = Cursor.from_dict(state)
+        if cursor.kind == "text":
+            raise CursorMismatch(
+                "the checkpoint was saved by a run without a spool; resume it with --spool.enabled false"
+            )
+        cursor.require(
+            kind=_KIND, version=_VERSION, fingerprint=self.consumer._fingerprint(), accept=accept, fixed=fixed
+        )
+        body = cursor.body
+        self.consumer.load_state_dict(body["spool"])
+        self.step, self.ended = int(body["step"]), bool(body["ended"])
+        self.empty_steps = int(body.get("empty_steps", 0))
+        self._skipped, self._flight = [list(map(int, pair)) for pair in body["skipped"]], []
+        if self.rank == 0:  # what earlier ranks delivered is added up once
+            self._digest = Digest(body["digest"])
+            self._delivered |= {k: int(v) for k, v in body["delivered"].items()}
+            self._source_tokens = [int(t) for t in body["source_tokens"]]
+        self._drained = self._totals()
+        self._kept.append(dict(state))
+
+    def gather_state(self) -> dict[str, Any]:
+        """The states of all ranks as one. Collective where there are several."""
+        own = self.state_dict()
+        if self.world_size == 1:
+            return own
+        from headrace.loader.exchange import gather_json
+
+        bodies = [state["body"] for state in gather_json(own)]
+        body = own["body"] | {
+            "digest": str(Digest(sum(int(b["digest"], 16) for b in bodies))),
+            "delivered": {k: sum(b["delivered"][k] for b in bodies) for k in COUNTS},
+            "source_tokens": [sum(t) for t in zip(*(b["source_tokens"] for b in bodies), strict=True)],
+            "ended": all(b["ended"] for b in bodies),
+        }
+        return own | {"body": body}
+
+    def saved(self, state: Mapping[str, Any]) -> None:
+        """A checkpoint with this state is on disk: files that no kept checkpoint needs may go. Rank 0."""
+        self._kept.append(dict(state))
+        if len(self._kept) == self._kept.maxlen:
+            self.consumer.commit(self._kept[0]["body"]["spool"])
+
+    # ---------------------------------------------------------------------------------------- insight
+
+    @property
+    def skipped(self) -> list[list[int]]:
+        """Ranges [from, to) of steps that were passed over on request, counted from 1."""
+        return [[a + 1, b + 1] for a, b in self._skipped]
+
+    @property
+    def skipped_steps(self) -> int:
+        return sum(b - a for a, b in self._skipped)
+
+    @property
+    def delivered_steps(self) -> int:
+        """How many steps were delivered: `step` without those that were passed over."""
+        return self.step - self.skipped_steps - self.empty_steps
+
+    @property
+    def digest(self) -> str:
+        return str(self._digest)
+
+    @property
+    def step_digest(self) -> str:
+        return str(self._step_digest)
+
+    def drain_flight(self) -> dict[str, Any] | None:
+        """What was delivered since the last call, as `Loader.drain_flight` tells it; None if nothing was."""
+        flown = self._flight
+        while flown and not flown[-1].trained:  # passed over, and nothing delivered after them yet
+            flown = flown[:-1]
+        self._flight = self._flight[len(flown) :]
+        if not flown:
+            return None
+        delivered, skipped = [f for f in flown if f.trained], [f for f in flown if not f.trained]
+        opened = [
+            [int(g), int(g) % self._lanes, int(row[0]), *map(int, row[2:])]
+            for f in flown
+            for g, row in zip(f.samples, f.origin, strict=False)  # an empty step has no samples here
+            if row[1] > 0
+        ]
+        size = self._size
+        line: dict[str, Any] = {
+            "first": delivered[0].trained,
+            "sources": list(self.data.names),
+            "samples": [*(f.step * size for f in delivered), (delivered[-1].step + 1) * size],
+            "picks": _picks(delivered),
+            "opened": sorted(opened),
+        }
+        if skipped:
+            line["skipped"] = [[f.step * size, (f.step + 1) * size] for f in skipped]
+            line["skipped_picks"] = _picks(skipped)
+        return line
+
+    def drain_metrics(self) -> dict[str, int | float]:
+        totals = self._totals()
+        changed: dict[str, int | float] = {k: v - self._drained.get(k, 0) for k, v in totals.items()}
+        self._drained = totals
+        return changed if any(changed.values()) else {}
+
+    def _totals(self) -> dict[str, int]:
+        totals = {f"data/{k}": v for k, v in self._delivered.items()}
+        return totals | {
+            f"data/source_tokens/{n}": t for n, t in zip(self.data.names, self._source_tokens, strict=True)
+        }
+
+    def report(self) -> LoaderReport:
+        seconds = time.perf_counter() - self._started if self._started is not None else 0.0
+        return LoaderReport.of(
+            names=self.data.names, targets=self.data.mean_weights(self.step), source_tokens=self._source_tokens, delivered=self._delivered,
+            new_tokens=self._delivered["tokens"] - self._begun_tokens, seconds=seconds, waits=self.meter.totals(), digest=self.digest, steps=self.delivered_steps,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.consumer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

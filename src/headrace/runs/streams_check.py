@@ -1,0 +1,230 @@
+"""What would a stream run do? Plays its plan through, reads no row, trains nothing, and warns.
+
+A plan needs row counts only, so the whole run can be seen before it starts: how often each modality is drawn, when slices
+run dry, how long the unluckiest of them waits. Three things go wrong in such runs, and each shows here first:
+
+    starving    a modality is not in the pool for long, or gets nearly no picks
+    spiking     slices run dry at nearly every step: the run opens files instead of reading them
+    evicting    a ledger of recurrent state forgets groups that the pool still reads: its threshold is below the longest wait
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from headrace.mix import MixPlan, MixSettings, StreamTable
+from headrace.runs.config.streams import StreamsConfig
+from headrace.runs.streams import list_of, sizes_of
+
+__all__ = ["ModalityPlan", "StreamPlan", "check_streams"]
+
+_MAX_DRAWS = 200_000
+"""Draws that are played: some seconds. A longer run is seen up to there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModalityPlan:
+    """One modality in the plan."""
+
+    name: str
+    files: int
+    rows: int
+    batch_size: int
+    picks: int
+    """Batches drawn from it in the steps that were played."""
+    share: float
+    """Of all picks."""
+    absent: float
+    """Share of the steps in which no pool held a file of it."""
+    longest_absence: int
+    """Steps in a row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPlan:
+    """A stream run on paper."""
+
+    kind: str
+    config_hash: str
+    steps: int
+    played: int
+    """Steps that were played through."""
+    files: int
+    rows: int
+    picks_an_epoch: int
+    epochs: float
+    pool: int
+    lanes: int
+    exhaust_rate: float
+    """Share of the steps at which at least one slice runs dry."""
+    exhausts_a_step: float
+    spread_mean: float
+    """Mean of remaining_fraction_max - remaining_fraction_min."""
+    worst_pick_gap: int
+    """The most steps that a slice waits from one pick to the next."""
+    worst_gap_stream: str
+    overdue_max: float
+    modalities: tuple[ModalityPlan, ...]
+    warnings: tuple[str, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_streams(
+    config: StreamsConfig, *, ranks: int = 1, stale_threshold: int | None = None, ledger_capacity: int | None = None
+) -> StreamPlan:
+    """List the stream files and play the plan. `stale_threshold` and `ledger_capacity` are those of a ledger beside it; of the
+    config's own, unless they are given. A ledger that protects what is read cannot sweep it falsely."""
+    began = time.perf_counter()
+    if config.ledger is not None:
+        if stale_threshold is None and not config.ledger.protect_active:
+            stale_threshold = config.ledger.stale_threshold
+        if ledger_capacity is None and config.ledger.mode == "lru":
+            ledger_capacity = config.ledger.capacity
+    config.check_world_size(ranks)
+    listing = list_of(config)
+    table = StreamTable(
+        paths=tuple(f.name for f in listing.files),
+        rows=tuple(f.rows for f in listing.files),
+        modalities=tuple(f.modality for f in listing.files),
+    )
+    section = config.streams
+    settings = MixSettings(
+        batch_size=sizes_of(config, table.kinds), slots=section.num_streams_mixed, seed=config.run.seed, queue=section.queue, pick_mode=section.pick_mode,
+        batching_mode=section.batching_mode, global_ranks=section.global_ranks, lanes=section.lane_count,
+    )  # fmt: skip
+    plan = MixPlan(table, settings)
+    steps = max(min(config.run.steps, _MAX_DRAWS // len(plan.lanes)), 1)
+    seen = _play(plan, steps)
+    picks = sum(seen.picks) or 1
+    modalities = tuple(
+        ModalityPlan(
+            name=kind, files=sum(m == kind for m in table.modalities), rows=sum(n for n, m in zip(table.rows, table.modalities, strict=True) if m == kind),
+            batch_size=settings.batch_size[kind], picks=seen.picks[i], share=seen.picks[i] / picks, absent=seen.absent[i] / steps, longest_absence=seen.longest[i],
+        )
+        for i, kind in enumerate(table.kinds)
+    )  # fmt: skip
+    an_epoch = sum(plan.picks)
+    result = StreamPlan(
+        kind=config.kind,
+        config_hash=config.hash,
+        steps=config.run.steps,
+        played=steps,
+        files=len(table),
+        rows=sum(table.rows),
+        picks_an_epoch=an_epoch,
+        epochs=config.run.steps * len(plan.lanes) / an_epoch,
+        pool=settings.slots,
+        lanes=len(plan.lanes),
+        exhaust_rate=seen.dry_steps / steps,
+        exhausts_a_step=seen.dry / steps,
+        spread_mean=seen.spread / steps,
+        worst_pick_gap=seen.gap,
+        worst_gap_stream=table.paths[seen.gap_stream] if seen.gap_stream >= 0 else "",
+        overdue_max=seen.overdue,
+        modalities=modalities,
+        warnings=(),
+        seconds=0.0,
+    )
+    warnings = _warnings(config, plan, result, stale_threshold, ledger_capacity)
+    return replace(result, warnings=tuple(warnings), seconds=time.perf_counter() - began)
+
+
+@dataclass(slots=True)
+class _Seen:
+    picks: list[int]
+    absent: list[int]
+    longest: list[int]
+    dry: int = 0
+    dry_steps: int = 0
+    spread: float = 0.0
+    gap: int = 0
+    gap_stream: int = -1
+    overdue: float = 0.0
+
+
+def _play(plan: MixPlan, steps: int) -> _Seen:
+    kinds = len(plan.table.kinds)
+    seen = _Seen([0] * kinds, [0] * kinds, [0] * kinds)
+    away = [0] * kinds
+    last: dict[int, int] = {}
+    """Step of the last pick of each slice in a pool."""
+    for step in range(steps):
+        if plan.over:
+            plan.next_epoch()
+        dry = 0
+        for _ in plan.lanes:
+            draw = plan.next()
+            if draw.stream < 0:
+                continue
+            seen.picks[plan.table.kind_of[draw.stream]] += 1
+            if draw.start and draw.stream in last and step - last[draw.stream] > seen.gap:
+                seen.gap, seen.gap_stream = step - last[draw.stream], draw.stream
+            last[draw.stream] = step
+            dry += draw.dry
+        seen.dry += dry
+        seen.dry_steps += dry > 0
+        shots = [pool.snapshot for pool in plan.lanes if pool.snapshot is not None]
+        seen.spread += max(s.fraction_max for s in shots) - min(s.fraction_min for s in shots)
+        seen.overdue = max(seen.overdue, *(s.overdue_max for s in shots))
+        for kind in range(kinds):
+            away[kind] = 0 if any(s.kinds[kind] for s in shots) else away[kind] + 1
+            seen.absent[kind] += away[kind] > 0
+            seen.longest[kind] = max(seen.longest[kind], away[kind])
+    return seen
+
+
+def _warnings(
+    config: StreamsConfig, plan: MixPlan, found: StreamPlan, stale_threshold: int | None, ledger_capacity: int | None
+) -> list[str]:
+    section = config.streams
+    told = []
+    for m in found.modalities:
+        if m.picks == 0:
+            told.append(
+                f'starves: no batch of {m.name} in {found.played:,} steps; raise num_streams_mixed or use queue = "stratified"'
+            )
+        elif m.longest_absence > max(0.25 * found.played, 4 * found.pool):
+            told.append(
+                f"starves: no file of {m.name} is in the pool for {m.longest_absence:,} steps in a row; raise num_streams_mixed above "
+                f'{found.pool} or use queue = "stratified"'
+            )
+        elif len(found.modalities) > 1 and m.share < 0.1 / len(found.modalities):
+            told.append(f"lopsided: {m.name} gets {m.share:.1%} of the batches, {m.picks:,} of {sum(o.picks for o in found.modalities):,}; its batch_size of {m.batch_size} is large beside the others")  # fmt: skip
+    if found.exhaust_rate > 0.5:
+        told.append(
+            f"spikes: slices run dry at {found.exhaust_rate:.0%} of the steps ({found.exhausts_a_step:.2f} a step); a file lasts too few "
+            "batches, so the run opens files instead of reading them: lower batch_size, or join files"
+        )
+    elif found.spread_mean > 0.3 and section.pick_mode != "sequential":  # of slices of a batch or two it says nothing
+        told.append(
+            f"drains unevenly: what is left of the slices differs by {found.spread_mean:.2f} on average; "
+            + ('queue = "banded" puts files of a size together' if section.pick_mode == "proportional" else 'pick_mode = "proportional" drains evenly')
+        )  # fmt: skip
+    if section.pick_mode in ("weighted", "uniform") and found.worst_pick_gap > 5 * found.pool:
+        told.append(
+            f"waits: {found.worst_gap_stream} is not picked for {found.worst_pick_gap:,} steps, {found.worst_pick_gap / found.pool:.0f} times the pool; "
+            'pick_mode = "proportional" spaces picks evenly'
+        )
+    empty = sum(not streams for streams in plan.dealt)
+    if empty:
+        told.append(
+            f"{empty} of {found.lanes} lanes have no stream, and deliver batches without rows: there are {found.files} files; use fewer lanes"
+        )
+    if found.epochs > 4:
+        told.append(f"every file is read {found.epochs:.1f} times: more than 4 epochs teach little")
+    if stale_threshold is not None and stale_threshold < found.worst_pick_gap:
+        told.append(
+            f"evicts falsely: a ledger with stale_threshold = {stale_threshold} forgets groups of {found.worst_gap_stream}, which is not "
+            f"picked for {found.worst_pick_gap:,} steps; set it to {found.worst_pick_gap} or more"
+        )
+    needed = found.pool * found.lanes * max(plan.per_pick)
+    if ledger_capacity is not None and ledger_capacity < needed:
+        told.append(
+            f"may evict falsely: a ledger of {ledger_capacity:,} groups is smaller than a pool's batches can hold together, {needed:,}"
+        )
+    return told

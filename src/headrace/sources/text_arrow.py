@@ -1,0 +1,383 @@
+"""Text and labelled rows of Arrow IPC files and streams. A chunk is a record batch.
+
+Of a batch only the buffers of the text column are read and hashed; for labelled rows whole batches, because a batch is
+one piece to pyarrow. Dictionary-encoded columns would need batches that lie elsewhere, and are refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from headrace.errors import DataChanged, DataError, nearest
+from headrace.formats.arrow import bad_batch, batch_of, messages_of, read_batch, read_schema, schema_message
+from headrace.formats.arrow_messages import BATCH, SCHEMA, Batch, is_big_endian
+from headrace.formats.byte_file import ACCEPT_DATA, ByteFile, Undecodable, first_line, most_decoded
+from headrace.formats.chunks import BadRow, FileScan, Loaded, all_bad
+from headrace.formats.parquet import no_such_column
+from headrace.order import chunk_hash
+from headrace.sources.rows import RowShape, row_objects, texts_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["ArrowLabelled", "ArrowTexts"]
+
+_MAX_COLUMN_BYTES = 4 << 30
+_MAX_BATCH_BYTES = 1 << 30
+_SCHEMAS_KEPT = 64
+
+
+class ArrowTexts:
+    """One text column of Arrow IPC files. pyarrow is imported on first use."""
+
+    format = "arrow"
+    suffixes: tuple[str, ...] = (".arrow", ".ipc", ".feather")
+    packings: tuple[str, ...] = ()
+    unit = "row"
+    span = "record batch at bytes"
+
+    def __init__(self, *, text_key: str) -> None:
+        self.text_key = text_key
+        self._kept: OrderedDict[tuple[str, int, int | str], _Column] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def parameters(self) -> dict[str, Any]:
+        return {"column": self.text_key}
+
+    def chunk_bytes(self, total: int) -> int:
+        return 0
+
+    def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan:
+        found: list[tuple[int, int, int, int, int]] = []
+        row = 0
+        column: _Column | None = None
+        for at, end, body, kind, metadata in messages_of(file):
+            if kind == SCHEMA:
+                column = _Column.of(file, metadata, self.text_key)
+            elif kind == BATCH:
+                if column is None:
+                    raise Undecodable(file.path, "is damaged: a record batch comes before any schema")
+                batch = batch_of(file, at, metadata)
+                size = sum(length for _, length in column.buffers(file, at, batch, end - body, end))
+                if batch.rows:
+                    found.append((at, end, batch.rows, row, size))
+                row += batch.rows
+        if column is None:
+            raise Undecodable(file.path, "is no Arrow file or stream: it holds no schema")
+        start, stop, rows, line, sizes = (np.array([f[i] for f in found], dtype=np.int64) for i in range(5))
+        return FileScan(start=start, end=stop, rows=rows, line=line, size=sizes)
+
+    def load(self, file: ByteFile, start: int, end: int) -> Loaded:
+        column = self._column(file)
+        try:
+            at, stop, body, kind, metadata = next(messages_of(file, start, end))
+            if kind != BATCH or (at, stop) != (start, end):
+                raise ValueError("no record batch")
+            batch = batch_of(file, start, metadata)
+            places = column.buffers(file, start, batch, stop - body, stop)
+        except (StopIteration, ValueError, Undecodable) as error:
+            raise DataChanged(
+                f"{file.path} no longer holds a record batch at bytes {start:,} to {end:,}: it was written to since its rows were "
+                f"counted. Restore it, or {ACCEPT_DATA}."
+            ) from error
+        first = min((offset for offset, length in places if length), default=0)
+        last = max((offset + length for offset, length in places if length), default=0)
+        data = file.read(first, last - first)
+        hasher = xxhash.xxh3_64(metadata)
+        view = memoryview(data)
+        buffers = [view[offset - first : offset - first + length] if length else None for offset, length in places]
+        for buffer in buffers:
+            hasher.update(b"" if buffer is None else buffer)
+        return Loaded(hash=hasher.intdigest(), size=len(data), payload=(batch, buffers))
+
+    def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
+        import pyarrow as pa
+
+        batch, buffers = loaded.payload
+        column = self._column(file)
+        try:
+            plain = [None if b is None else _plain(b, batch.codec) for b in buffers]
+            parents, own = plain[: len(column.parents)], plain[len(column.parents) :]
+            length, nulls = batch.nodes[column.node]
+            array = pa.Array.from_buffers(
+                column.read_as, length, [b and pa.py_buffer(b) for b in own], null_count=nulls
+            )
+            array.validate(full=True)
+            texts, why = texts_of(array)
+            for bits in parents:
+                _hide(texts, why, bits)
+        except (pa.ArrowException, OSError, ValueError, IndexError, MemoryError) as error:
+            return all_bad(rows, f"the record batch cannot be decoded ({first_line(error)})")
+        if len(texts) != rows:
+            return all_bad(rows, f"the record batch says {rows:,} rows and its text column holds {len(texts):,}")
+        return texts, [BadRow(row=row, line=row, reason=why[row]) for row in sorted(why)]
+
+    def _column(self, file: ByteFile) -> _Column:
+        """What the schema says; that of the last 64 files is kept, because consecutive chunks come from few files."""
+        key = (str(file.path), file.size, file.version)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        column = _Column.of(file, schema_message(file), self.text_key)
+        with self._lock:
+            self._kept[key] = column
+            while len(self._kept) > _SCHEMAS_KEPT:
+                self._kept.popitem(last=False)
+        return column
+
+
+class ArrowLabelled(ArrowTexts):
+    """Several columns of Arrow IPC files."""
+
+    def __init__(self, *, shape: RowShape) -> None:
+        super().__init__(text_key=shape.columns[0])
+        self._shape = shape
+
+    def parameters(self) -> dict[str, Any]:
+        return {"columns": list(self._shape.columns)}
+
+    def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan:
+        self._schema_of(file)
+        found: list[tuple[int, int, int, int, int]] = []
+        row = 0
+        for at, end, body, kind, metadata in messages_of(file):
+            if kind == BATCH:
+                rows = batch_of(file, at, metadata).rows
+                if body > _MAX_BATCH_BYTES:
+                    raise Undecodable(
+                        file.path, f"has a record batch of {body:,} bytes at byte {at:,}", "Write smaller ones"
+                    )
+                if rows:
+                    found.append((at, end, rows, row, body))
+                row += rows
+        start, stop, rows_, line, sizes = (np.array([f[i] for f in found], dtype=np.int64) for i in range(5))
+        return FileScan(start=start, end=stop, rows=rows_, line=line, size=sizes)
+
+    def load(self, file: ByteFile, start: int, end: int) -> Loaded:
+        if not 0 <= start < end <= file.size:
+            raise DataChanged(
+                f"{file.path} has {file.size:,} bytes and no longer holds a record batch at bytes {start:,} to {end:,}. Restore it, or "
+                f"{ACCEPT_DATA}."
+            )
+        data = file.read(start, end - start)
+        return Loaded(hash=chunk_hash(memoryview(data)), size=len(data), payload=data)
+
+    def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
+        import pyarrow as pa
+
+        schema = self._schema_of(file)
+        try:
+            batch = read_batch(file, schema, loaded.payload)
+            wanted = [c if c in schema.names else c.split(".")[0] for c in self._shape.columns]
+            texts, bad = self._shape.rows(row_objects(batch.select(list(dict.fromkeys(wanted)))))
+        except (pa.ArrowException, OSError, ValueError, IndexError, MemoryError, Undecodable) as error:
+            return all_bad(rows, f"the record batch cannot be decoded ({first_line(error)})")
+        if len(texts) != rows:
+            return all_bad(rows, f"the record batch says {rows:,} rows and holds {len(texts):,}")
+        return texts, bad
+
+    def _schema_of(self, file: ByteFile) -> pa.Schema:
+        import pyarrow as pa
+
+        schema = read_schema(file, schema_message(file))
+        for column in self._shape.columns:
+            name = column if column in schema.names else column.split(".")[0]
+            if name not in schema.names:
+                raise no_such_column(file.path, column, schema.names, text=False)
+            if pa.types.is_dictionary(schema.field(name).type):
+                raise DataError(
+                    f"column {name!r} of {file.path} is dictionary-encoded, which is not read; write it as plain values."
+                )
+        return schema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    """Where the text column stands among the arrays and buffers of a batch."""
+
+    node: int
+    first_buffer: int
+    buffer_count: int
+    views_before: int
+    """Arrays of views before it; each has as many more buffers as the batch says."""
+    parents: tuple[tuple[int, int], ...]
+    """(buffer, views before it) of the validity of each struct around it, outermost first."""
+    read_as: pa.DataType
+    """The bytes of its type: whether a row is UTF-8 is judged row by row."""
+
+    @classmethod
+    def of(cls, file: ByteFile, metadata: bytes, text_key: str) -> _Column:
+        schema = read_schema(file, metadata)
+        try:
+            if is_big_endian(metadata):
+                raise Undecodable(file.path, "was written on a big-endian machine", "Write it again on another")
+            names = text_key.split(".") if text_key not in schema.names else [text_key]
+            return cls._named(file, list(schema), names, text_key)
+        except (ValueError, MemoryError) as error:  # a name within a struct that is not UTF-8
+            raise Undecodable(file.path, f"is damaged: its schema does not parse ({first_line(error)})") from error
+
+    @classmethod
+    def _named(cls, file: ByteFile, fields: list[pa.Field], names: list[str], text_key: str) -> _Column:
+        import pyarrow as pa
+
+        place = np.zeros(3, dtype=np.int64)  # arrays, buffers and arrays of views that come before
+        parents: list[tuple[int, int]] = []
+        for depth, name in enumerate(names):
+            present = [field.name for field in fields]
+            if name not in present:
+                listed = ", ".join(map(repr, nearest(name, present)[:8])) or "none at all"
+                raise DataError(
+                    f"{file.path} has no column {text_key!r}; it has {listed}. Set text_key to the one that holds the text."
+                )
+            index = present.index(name)
+            for before in fields[:index]:
+                place += _layout(before.type)
+            kind = fields[index].type
+            if depth < len(names) - 1:
+                if not pa.types.is_struct(kind):
+                    raise DataError(
+                        f"column {name!r} of {file.path} holds {kind}, expected a struct with {names[depth + 1]!r} in it"
+                    )
+                parents.append((int(place[1]), int(place[2])))
+                place += (1, 1, 0)
+                fields = [kind.field(i) for i in range(kind.num_fields)]
+        read_as = _as_bytes(kind)
+        if read_as is None:
+            raise DataError(
+                f"column {text_key!r} of {file.path} holds {kind}, expected one text a row. Set text_key to a column of strings"
+                f"{', or write it without a dictionary' if pa.types.is_dictionary(kind) else ''}."
+            )
+        nodes, buffers, views = map(int, place)
+        return cls(
+            node=nodes,
+            first_buffer=buffers,
+            buffer_count=_layout(kind)[1],
+            views_before=views,
+            parents=tuple(parents),
+            read_as=read_as,
+        )
+
+    def buffers(self, file: ByteFile, at: int, batch: Batch, start: int, end: int) -> list[tuple[int, int]]:
+        """(offset in the file, length) of the parents' validities and of the column's own buffers, held against the body."""
+        first = self.first_buffer + sum(batch.views[: self.views_before])
+        count = self.buffer_count
+        if _has_views(self.read_as):
+            if self.views_before >= len(batch.views):
+                raise bad_batch(file, at, "it does not say how many buffers its views have")
+            count += batch.views[self.views_before]
+        # Claims first: parents come before the column, so its end bounds all of them.
+        if (
+            self.node >= len(batch.nodes)
+            or not 0 <= first <= first + count <= len(batch.buffers)
+            or min(batch.views, default=0) < 0
+        ):
+            raise bad_batch(
+                file, at, f"it has {len(batch.nodes)} arrays and {len(batch.buffers)} buffers, fewer than its schema"
+            )
+        numbers = [buffer + sum(batch.views[:views]) for buffer, views in self.parents]
+        numbers += range(first, first + count)
+        places = [batch.buffers[number] for number in numbers]
+        for offset, length in places:
+            if offset < 0 or length < 0 or start + offset + length > end:
+                raise bad_batch(
+                    file,
+                    at,
+                    f"a buffer should lie at bytes {offset:,} to {offset + length:,} of a body of {end - start:,}",
+                )
+        if sum(length for _, length in places) > _MAX_COLUMN_BYTES:
+            raise bad_batch(file, at, f"its text has more than the {_MAX_COLUMN_BYTES:,} bytes a chunk may have")
+        width = 16 if _has_views(self.read_as) else 4
+        if not batch.codec and batch.rows * width > places[len(self.parents) + 1][1]:
+            raise bad_batch(file, at, f"it claims {batch.rows:,} rows, more than its buffers can hold")
+        return [(start + offset, length) for offset, length in places]
+
+
+def _layout(kind: pa.DataType) -> tuple[int, int, int]:
+    """(arrays, buffers, arrays of views) that a type takes in a batch, itself and all that is in it."""
+    import pyarrow.types as t
+
+    while isinstance(kind, _extension()):
+        kind = kind.storage_type
+    views = 0
+    if t.is_null(kind) or t.is_run_end_encoded(kind):
+        buffers = 0
+    elif t.is_struct(kind) or t.is_fixed_size_list(kind):
+        buffers = 1
+    elif t.is_union(kind):
+        buffers = 1 if kind.mode == "sparse" else 2
+    elif _has_views(kind):
+        buffers, views = 2, 1
+    elif _is_text(kind) or t.is_list_view(kind) or t.is_large_list_view(kind):
+        buffers = 3
+    else:  # numbers, times, lists, maps, dictionaries' indices
+        buffers = 2
+    nodes = 1
+    if not t.is_dictionary(kind):
+        for child in range(kind.num_fields):
+            more = _layout(kind.field(child).type)
+            nodes, buffers, views = nodes + more[0], buffers + more[1], views + more[2]
+    return nodes, buffers, views
+
+
+def _extension() -> type:
+    import pyarrow as pa
+
+    return pa.BaseExtensionType
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    import pyarrow.types as t
+
+    return t.is_string(kind) or t.is_binary(kind) or t.is_large_string(kind) or t.is_large_binary(kind)
+
+
+def _has_views(kind: pa.DataType) -> bool:
+    import pyarrow.types as t
+
+    return t.is_string_view(kind) or t.is_binary_view(kind)
+
+
+def _as_bytes(kind: pa.DataType) -> pa.DataType | None:
+    import pyarrow as pa
+    import pyarrow.types as t
+
+    if _has_views(kind):
+        return pa.binary_view()
+    if t.is_string(kind) or t.is_binary(kind):
+        return pa.binary()
+    return pa.large_binary() if _is_text(kind) else None
+
+
+def _plain(buffer: memoryview, codec: str) -> Any:
+    """A buffer as it was before it was packed: 8 bytes say how long that is, -1 that it was left as it is."""
+    if not codec:
+        return buffer
+    import pyarrow as pa
+
+    if len(buffer) < 8:
+        raise ValueError("a packed buffer of less than 8 bytes")
+    size = int.from_bytes(buffer[:8], "little", signed=True)
+    if size == -1:
+        return buffer[8:]
+    if not 0 <= size <= most_decoded(len(buffer)):
+        raise ValueError(f"a buffer claims to unpack to {size:,} bytes")
+    return pa.Codec(codec).decompress(buffer[8:], decompressed_size=size)
+
+
+def _hide(texts: list[str | None], why: dict[int, str], validity: Any) -> None:
+    """A struct that is null has no text in it."""
+    if validity is None:
+        return
+    bits = np.unpackbits(np.frombuffer(validity, dtype=np.uint8), bitorder="little")
+    if len(bits) < len(texts):
+        raise ValueError("a validity buffer is too short")
+    for row in np.flatnonzero(bits[: len(texts)] == 0).tolist():
+        texts[row] = None
+        why[row] = "its text is null"

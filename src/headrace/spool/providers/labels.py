@@ -1,0 +1,86 @@
+"""Label rules: which labels a row may have, and the class that each label names.
+
+A label is a name or a number. Names are numbered in the order of `spool.labels`, or sorted where none are given (numbers by value); a number
+is the place in `spool.labels` where that is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from headrace.errors import nearest
+from headrace.spool.providers.sampling import IGNORED
+
+__all__ = ["LabelRules", "Task"]
+
+Task = Literal["classify", "tag"]
+_MAX_NAME = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelRules:
+    """What the label of a row may be: judges rows and names their labels."""
+
+    task: Task
+    """classify: one label for each text. tag: one for each word."""
+    text_key: str
+    label_key: str
+    names: tuple[str, ...]
+    """The classes, in the order of their numbers; empty: those that occur."""
+
+    def judge(self, row: Mapping[str, Any]) -> str:
+        """Why a row cannot be used; nothing if it can."""
+        text, label = row[self.text_key], row[self.label_key]
+        if self.task == "classify":
+            if not isinstance(text, str):
+                return f"{self.text_key!r} is {_kind(text)}, expected text (set text_key to the one that holds it)"
+            return self._wrong(label)
+        for name, value in ((self.text_key, text), (self.label_key, label)):
+            if not isinstance(value, list):
+                return f"{name!r} is {_kind(value)}, expected a list with one entry a word"
+        if len(text) != len(label):
+            return f"it has {len(text):,} words in {self.text_key!r} and {len(label):,} labels in {self.label_key!r}"
+        if not all(isinstance(word, str) for word in text):
+            return f"{self.text_key!r} holds something that is no word"
+        return next((why for one in label if one is not None and (why := self._wrong(one))), "")
+
+    def name_of(self, label: Any) -> str:
+        """The name of a label that was judged; that of no label is empty."""
+        if label is None or label == IGNORED:
+            return ""
+        if isinstance(label, bool):
+            return "true" if label else "false"
+        if isinstance(label, int) and self.names and str(label) not in self.names:
+            return self.names[label]
+        return str(label)
+
+    def _wrong(self, label: Any) -> str:
+        if self.task == "tag" and label == IGNORED:
+            return ""
+        if isinstance(label, bool | str) and (self.names or isinstance(label, bool) or label):
+            name = self.name_of(label)
+            if self.names and name not in self.names:
+                near = nearest(name, self.names)
+                return f"its label {name[:40]!r} is none of spool.labels; did you mean {near[0]!r}? There are {', '.join(near[:8])}"
+            return (
+                ""
+                if len(name) <= _MAX_NAME
+                else f"its label has {len(name):,} characters, at most {_MAX_NAME} are taken"
+            )
+        if isinstance(label, int) and not isinstance(label, bool):
+            if self.names and str(label) not in self.names and not 0 <= label < len(self.names):
+                return f"its label is {label}, spool.labels has the numbers 0 to {len(self.names) - 1}"
+            return ""
+        return f"{self.label_key!r} is {_kind(label)}, expected a name or a whole number"
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, float):
+        return f"the fraction {value}"
+    return {str: "an empty text" if value == "" else "text", list: "a list", dict: "an object"}.get(
+        type(value), f"{value!r:.40}"
+    )

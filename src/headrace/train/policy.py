@@ -1,0 +1,268 @@
+"""GRPO in plain torch: a policy learns from one training batch of rollouts a step.
+
+    trainer = PolicyTrainer(settings, config, rank=0, world_size=1)
+    result = trainer.step(open_training_batch(path))           loss, gradient norm, entropy, mismatch KL by environment
+    arrays, dtypes, meta = trainer.state_arrays()              model + optimiser + step, bit for bit
+
+One optimiser step a batch. The loss is the sum over learnt tokens of all ranks divided by their number, so a token's weight does not depend on which rank
+has it. Gradients of all micro batches are added up in order, then over ranks with one all-reduce. With a fixed number of
+threads a step is deterministic on a CPU. Who trains with FSDP takes `SpoolReceiver` and `policy_terms` instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from headrace.errors import ConfigError
+from headrace.metrics import Wait, phase
+from headrace.rollouts.batch_files import TrainingBatch
+from headrace.train.gpt import GPT, GPTConfig, init_parameters
+from headrace.train.lm import _described, _not_finite, _require, _to_array, _to_tensor, naming_lost_peers
+from headrace.train.rl import EnvWatch, policy_terms
+
+__all__ = ["PolicySettings", "PolicyStep", "PolicyTrainer", "logprobs_of"]
+
+_KIND, _VERSION = "headrace.policy", 1
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings:
+    """Everything the trainer is told apart from the rollouts."""
+
+    steps: int = 1
+    """Length of the run; the learning rate falls towards its end."""
+    lr: float = 1e-3
+    warmup_steps: int = 0
+    decay: float = 0.0
+    """Last share of the steps over which the learning rate falls to 0 in a line."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    """Largest norm of the gradient."""
+    clip: tuple[float, float] = (0.2, 0.2)
+    """The ratio of probabilities counts within [1 − low, 1 + high]."""
+    importance_cap: float = 0.0
+    """Above 0: truncated importance sampling at this ratio, in place of the clip."""
+    kl: float = 0.0
+    """Weight of the KL divergence to the initial policy."""
+    entropy: float = 0.0
+    """Weight of the entropy bonus."""
+    threads: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"policy.{name} is {getattr(self, name)}"
+            for name in ("warmup_steps", "decay", "weight_decay", "importance_cap", "kl", "entropy")
+            if not 0 <= getattr(self, name) < math.inf
+        ]
+        if not 0 < self.lr < math.inf or self.grad_clip <= 0 or min(self.clip) < 0 or self.threads < 1:
+            wrong.append(f"policy.lr {self.lr}, grad_clip {self.grad_clip}, clip {self.clip}, threads {self.threads}")
+        if wrong:
+            raise ConfigError([f"{what}: expected a finite number of the right sign" for what in wrong])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyStep:
+    """What one step did."""
+
+    loss: float
+    """Mean over the learnt tokens of all ranks."""
+    tokens: int
+    grad_norm: float
+    lr: float
+    metrics: Mapping[str, float]
+    """entropy/…, mismatch_kl/… of this rank's tokens."""
+
+
+class PolicyTrainer:
+    """A GPT that is a policy, its optimiser and the number of steps it has taken. Every rank makes one and steps at the same time."""
+
+    def __init__(self, settings: PolicySettings, config: GPTConfig, *, rank: int = 0, world_size: int = 1) -> None:
+        self.settings, self.rank, self.world_size = settings, rank, world_size
+        torch.set_num_threads(settings.threads)
+        torch.set_deterministic_debug_mode("error")
+        torch.utils.deterministic.fill_uninitialized_memory = False  # ty: ignore[missing-attribute]
+        self.model = GPT(config)
+        init_parameters(self.model, settings.seed)
+        self._reference: GPT | None = None
+        self.optimizer = self._made_optimizer()
+        self.steps_taken = 0
+
+    def _made_optimizer(self) -> torch.optim.AdamW:
+        s = self.settings
+        return torch.optim.AdamW(
+            self.model.parameters(), lr=s.lr, betas=s.betas, weight_decay=s.weight_decay, fused=True
+        )
+
+    def start_from(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Begin with these parameters, by name, in place of random ones. CursorMismatch if they are those of another model."""
+        own = dict(self.model.named_parameters())
+        _require(
+            "the policy's checkpoint",
+            {n: _described(a, None) for n, a in weights.items()},
+            {n: _described(_to_array(p.detach()), None) for n, p in own.items()},
+        )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(_to_tensor(weights[name], parameter))
+
+    def model_with(self, weights: Mapping[str, np.ndarray]) -> GPT:
+        """A model of the policy's shape with other parameters."""
+        model = GPT(self.model.config)
+        model.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in weights.items()})
+        return model
+
+    def freeze_reference(self) -> None:
+        """Make the policy as it is now the reference of the KL term. Needed before the first step if `kl` is above 0."""
+        self._reference = GPT(self.model.config)
+        self._reference.load_state_dict(self.model.state_dict())
+        self._reference.requires_grad_(False)
+
+    # ------------------------------------------------------------------------------------------------ step
+
+    def step(self, batch: TrainingBatch) -> PolicyStep:
+        """Learn from this rank's micro batches of a batch. A collective."""
+        s, watch = self.settings, EnvWatch()
+        micros = list(batch.micro_batches(self.rank))
+        counts = torch.tensor([0.0, float(sum(int(m["mask"].sum()) for m in micros))], dtype=torch.float64)
+        tokens = self._summed(counts.clone())[1].clamp(min=1.0)
+        self.optimizer.zero_grad(set_to_none=False)
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for micro in micros:
+            with phase("train.forward"):
+                logprobs, entropy = _logprobs(self.model, micro)
+                reference = None
+                if self._reference is not None and s.kl:
+                    with torch.no_grad():
+                        reference, _ = _logprobs(self._reference, micro)
+                terms = policy_terms(
+                    logprobs, micro, clip_low=s.clip[0], clip_high=s.clip[1], importance_cap=s.importance_cap, reference=reference, kl=s.kl,
+                    entropy=entropy, entropy_bonus=s.entropy,
+                )  # fmt: skip
+            with phase("train.backward"):
+                (terms.loss_sum / tokens).backward()
+            counts[0] += terms.loss_sum.detach().double()
+            watch.add(micro, terms, entropy)
+        return self._applied(counts, watch)
+
+    def _applied(self, counts: Tensor, watch: EnvWatch) -> PolicyStep:
+        s = self.settings
+        loss_sum, tokens = self._summed(counts).tolist()
+        self._sum_gradients()
+        with phase("train.optimizer"):
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
+            if not (math.isfinite(loss_sum) and torch.isfinite(norm)):
+                raise _not_finite(self.steps_taken, f"loss {loss_sum}, gradient norm {float(norm)}")
+            lr = self.learning_rate()
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.steps_taken += 1
+        return PolicyStep(
+            loss=loss_sum / max(1.0, tokens), tokens=int(tokens), grad_norm=float(norm), lr=lr, metrics=watch.metrics()
+        )
+
+    def learning_rate(self) -> float:
+        """The rate of the next step."""
+        s = self.settings
+        up = min(1.0, (self.steps_taken + 1) / max(1, s.warmup_steps))
+        down = min(1.0, max(0, s.steps - self.steps_taken) / (s.decay * s.steps)) if s.decay else 1.0
+        return s.lr * min(up, down)
+
+    def skip(self) -> None:
+        """Count a step whose batch had nothing to learn from: the next version equals this one."""
+        self.steps_taken += 1
+
+    def _summed(self, values: Tensor) -> Tensor:
+        if self.world_size > 1:
+            with Wait("train.reduce"), naming_lost_peers(f"step {self.steps_taken}"):
+                dist.all_reduce(values)
+        return values
+
+    def _sum_gradients(self) -> None:
+        if self.world_size == 1:
+            return
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        flat = self._summed(torch.cat([g.reshape(-1) for g in gradients]))
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    # ----------------------------------------------------------------------------------------------- state
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Copies of the parameters by name."""
+        return {name: _to_array(p.detach()) for name, p in self.model.named_parameters()}
+
+    def state_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
+        """Copies of everything the next step depends on: (arrays, stored dtypes where numpy has none, meta)."""
+        arrays = {f"model/{name}": array for name, array in self.weights().items()}
+        count = 0
+        for name, parameter in self.model.named_parameters():
+            if state := self.optimizer.state.get(parameter):
+                arrays |= {f"optim/{moment}/{name}": _to_array(state[moment]) for moment in _MOMENTS}
+                count = int(state["step"])
+        meta = {"kind": _KIND, "version": _VERSION, "step": self.steps_taken, "optimizer_steps": count}
+        return arrays, {}, meta | {"model": self.model.config.to_json()}
+
+    @torch.no_grad()
+    def load_state_arrays(
+        self, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str], meta: Mapping[str, Any], /
+    ) -> None:
+        """Become the trainer that gave this state. CursorMismatch if it belongs to another model."""
+        found = {name: meta.get(name) for name in ("kind", "version", "model")}
+        _require("the saved state", found, {"kind": _KIND, "version": _VERSION, "model": self.model.config.to_json()})
+        self.optimizer.state.clear()
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(_to_tensor(arrays[f"model/{name}"], parameter))
+            if meta["optimizer_steps"]:
+                moments = {moment: _to_tensor(arrays[f"optim/{moment}/{name}"], parameter) for moment in _MOMENTS}
+                self.optimizer.state[parameter] = {"step": torch.tensor(float(meta["optimizer_steps"])), **moments}
+        self.steps_taken = int(meta["step"])
+
+    def model_sha256(self) -> str:
+        """One number for the model: names, dtypes, shapes and bytes of its parameters, in the order of their names."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.model.named_parameters()):
+            digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
+            digest.update(_to_array(parameter.detach()).tobytes())
+        return digest.hexdigest()
+
+
+@torch.no_grad()
+def logprobs_of(model: GPT, ids: np.ndarray) -> np.ndarray:
+    """The model's log-prob of every id after the first, given those before it."""
+    row = torch.from_numpy(ids.astype(np.int64))[None]
+    said = model(row, torch.arange(len(ids))[None])[0, :-1].log_softmax(-1)
+    return said.gather(1, row[0, 1:, None])[:, 0].numpy()
+
+
+def _logprobs(model: GPT, micro: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Log-prob of every token of a micro batch and the entropy it was chosen at; the first token of a sample has 0 of both.
+
+    Samples are rows padded to the longest, not one packed row: attention over a packed row costs its length squared.
+    """
+    borders = np.asarray(micro["cu_seqlens"])
+    lengths = np.diff(borders)
+    rows, width = len(lengths), int(lengths.max())
+    inside = torch.from_numpy(np.arange(width) < lengths[:, None])
+    ids = torch.zeros(rows, width, dtype=torch.long)
+    ids[inside] = torch.from_numpy(np.asarray(micro["ids"]).astype(np.int64))
+    temperature = torch.ones(rows, width)
+    temperature[inside] = torch.from_numpy(np.asarray(micro["temperatures"], np.float32))
+    said = (model(ids, torch.arange(width).expand(rows, width))[:, :-1] / temperature[:, 1:, None]).log_softmax(-1)
+    own = said.gather(2, ids[:, 1:, None])[..., 0]
+    spread = -(said.exp() * said).sum(-1)
+    return nn.functional.pad(own, (1, 0))[inside], nn.functional.pad(spread, (1, 0))[inside]

@@ -1,0 +1,19 @@
+"""The live page of runs, and the static report: the same pages from the same code.
+
+metrics_index  metrics.jsonl by key: bounded memory, spikes kept, follows a growing file
+run_view       a run folder as the pages see it: state, config, journal, metrics
+findings       what is wrong with a run, the worst first, each with a remedy
+pages          what each page shows, as JSON
+questions      documents of a step, find, diff: answered by headrace.provenance in a worker process
+server         the live page (Starlette, uvicorn): who may ask, and what
+static_page    the report: one HTML file with the data inside
+picture        panels as a PNG, for documents
+assets/        the page itself: HTML, CSS, JavaScript; no build step, no library
+"""
+
+from headrace.ui.findings import Finding, find_problems
+from headrace.ui.picture import write_picture
+from headrace.ui.run_view import RunView, find_runs
+from headrace.ui.static_page import page_html, read_run, write_page
+
+__all__ = ["Finding", "RunView", "find_problems", "find_runs", "page_html", "read_run", "write_page", "write_picture"]

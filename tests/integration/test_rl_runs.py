@@ -1,0 +1,243 @@
+"""RL runs from the command: what a person sees, resume to the bit, stops, failures, engines by URL, ranks, and the verbs that read a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.openai_server import ServedPolicy, openai_server
+
+from headrace.rollouts.arrival_log import read_arrivals
+from headrace.rollouts.engine import CharacterCodec
+from headrace.train.gpt import GPT, GPTConfig, init_parameters
+
+ROOT = Path(__file__).resolve().parents[2]
+SORT = str(ROOT / "examples" / "rl" / "sort.toml")
+SMALL = [
+    "--rollouts.groups_per_step", "4", "--env.0.group_size", "4", "--engine.slots", "16", "--eval.tasks", "6", "--eval.every", "4",
+    "--run.checkpoint_every", "4", "--policy.decay", "0",
+]  # fmt: skip
+BAD = """
+import asyncio
+
+async def play(task, say):
+    answer = await say("1>", max_tokens=2)
+    kind = task.index % 4
+    if kind == 1:
+        raise OSError("the judge is out of reach")
+    if kind == 2 and answer[:1] != "9":
+        return None
+    if kind == 3 and task.split == "train" and task.index == 3:
+        await asyncio.sleep(60)
+    return float(len(answer)) / 2 if answer[:1] < "5" else 0.0
+"""
+
+
+def headrace(*words: str) -> list[str]:
+    return [sys.executable, "-m", "headrace", *words]
+
+
+def done(warm, *words: str, ok: bool = True, timeout: float = 100):
+    found = warm.run(headrace(*words), cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    assert (found.returncode == 0) == ok, found.stdout + found.stderr
+    return found
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+def metrics(run: Path) -> dict[int, dict]:
+    return {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
+
+
+def test_a_run_shows_its_steps_and_answers_and_can_be_read_afterwards(warm, tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    words = ["run", SORT, "--run.steps", "6", "--rollouts.lag", "2", "--eval.samples", "2", *SMALL]
+    shown = done(warm, *words, "--run.dir", str(a)).stdout
+    assert "4 groups of 4 a step, lag 2, 6 steps" in shown
+    assert sum(line.startswith("step ") and "held out" in line for line in shown.splitlines()) == 6
+    assert shown.count("  before ") == 2 * 3, "three answers at steps 4 and 6"
+    assert "completed at step 6 of 6" in shown
+    assert f"headrace run --resume {a} --run.steps 12" in shown.replace("\n", "")
+    lines = metrics(a)
+    assert [lines[n]["staleness/max"] for n in range(1, 7)] == [0, 1, 2, 2, 2, 2]
+    wanted = {
+        "reward/all/mean", "reward/sort/mean", "event_loop_lag/max", "rollouts/late", "rollouts/split_samples", "entropy/sort/mean",
+        "mismatch_kl/all/mean", "wait/rollouts.batch/seconds", "phase/rollouts.pack/seconds", "eval/sort/greedy", "eval/all/pass_at_k",
+    }  # fmt: skip
+    assert wanted <= lines[6].keys(), wanted - lines[6].keys()
+    # Versions are facts: batch n was sampled by version max(0, n - lag), and engine and trainer agree on its log-probs.
+    for batch in range(6):
+        for arrival in read_arrivals(a / "arrivals" / f"step_{batch:012d}.log"):
+            assert arrival.version == max(0, batch - 2)
+            assert arrival.turns[0].spans == ((str(arrival.version), 0, len(arrival.turns[0].ids) // 4),)
+    assert lines[1]["mismatch_kl/all/max"] < 1e-9
+    # The same run once more, stopped in the middle and resumed: the same bits.
+    stopped = done(warm, *words, "--run.dir", str(b), "--run.stop_after", "3", "--quiet")
+    assert stopped.stdout == ""
+    done(warm, "run", "--resume", str(b))
+    assert summary(a)["model_sha256"] == summary(b)["model_sha256"]
+    assert summary(a)["digest"] == summary(b)["digest"]
+    assert summary(b)["state"] == "completed"
+    assert "the same rollouts, 96 of them" in done(warm, "diff", str(a), str(b)).stdout
+    step = done(warm, "step", str(a), "3").stdout
+    assert "step 3 of" in step
+    assert "task 8 (sort, step 3, version 0)" in step
+    assert "policy  " in step
+    assert len(json.loads(done(warm, "find", str(a), "--task", "8", "--format", "json").stdout)["rollouts"]) == 4
+    assert "reward/sort" in json.dumps(json.loads(done(warm, "report", str(a), "--format", "json").stdout))
+    assert json.loads(done(warm, "inspect", str(a), "--format", "json").stdout)["step"] == 6
+    c = tmp_path / "c"
+    done(warm, *words, "--run.dir", str(c), "--policy.lr", "0.01", "--run.stop_after", "4", "--quiet")
+    parted = done(warm, "diff", str(a), str(c), ok=False).stdout
+    assert "the runs part at step 4" in parted
+    assert "weights" in parted
+    changed = done(warm, "run", "--resume", str(c), "--policy.kl", "0.1", ok=False)
+    assert "--accept config" in changed.stderr
+
+
+def test_bad_environments_cost_their_own_rollouts_and_counts_add_up(warm, tmp_path):
+    (tmp_path / "bad.py").write_text(BAD)
+    run = tmp_path / "run"
+    words = [
+        "--env.0.spec",
+        f"python:{tmp_path / 'bad.py'}:play",
+        "--rollouts.deadline",
+        "1",
+        "--rollouts.max_refills",
+        "1",
+        "--run.steps",
+        "2",
+    ]
+    done(warm, "run", SORT, "--run.dir", str(run), *SMALL, *words, "--run.log_every", "1")
+    lines = metrics(run)
+    failed = {
+        k.removeprefix("rollouts/failed/"): n
+        for line in lines.values()
+        for k, n in line.items()
+        if k.startswith("rollouts/failed/")
+    }
+    assert {"OSError", "refused_nonsense"} <= failed.keys()
+    assert lines[1]["rollouts/failed/timeout"] == 8
+    records = [a for path in (run / "arrivals").glob("*.log") for a in read_arrivals(path)]
+    answered, refused = [a for a in records if not a.failed], [a for a in records if a.failed]
+    assert len(answered) == sum(line.get("rollouts/count", 0) for line in lines.values())
+    assert len(refused) == sum(summary(run)["failed"].values())
+    # Every request ended once, and each failure that could be refilled was asked for again.
+    assert len({a.key for a in records}) == len(records)
+    every = tmp_path / "every"
+    broken = tmp_path / "broken.py"
+    broken.write_text("async def play(task, say):\n    raise OSError('gone')\n")
+    found = done(
+        warm,
+        "run",
+        SORT,
+        "--run.dir",
+        str(every),
+        *SMALL,
+        "--env.0.spec",
+        f"python:{broken}:play",
+        "--eval.tasks",
+        "0",
+        ok=False,
+    )
+    assert "every rollout of step 0 failed" in found.stderr
+    assert "OSError" in found.stderr
+
+
+def test_an_interrupt_ends_a_run_within_seconds_and_it_goes_on(warm, tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import asyncio\n\nasync def play(task, say):\n    await asyncio.sleep(0 if task.index < 8 else 60)\n"
+        "    answer = await say('1>', max_tokens=2)\n    return float(answer[:1] < '5')\n"
+    )
+    run = tmp_path / "run"
+    words = [
+        "--env.0.spec",
+        f"python:{tmp_path / 'slow.py'}:play",
+        "--eval.tasks",
+        "0",
+        "--run.steps",
+        "5",
+        "--run.checkpoint_every",
+        "9",
+    ]
+    process = warm.Popen(
+        headrace("run", SORT, "--run.dir", str(run), *SMALL, *words),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGINT)
+        asked = time.monotonic()
+        shown = process.communicate(timeout=60)[0]
+        took = time.monotonic() - asked
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, shown
+    assert took < 10, "5 s on a machine that is not busy"
+    assert "stopped at step 2 of 5" in shown
+    assert f"headrace run --resume {run}" in shown.replace("\n", "")
+    assert summary(run)["step"] == 2
+    assert (run / "checkpoints" / "step-00000002.safetensors").exists()
+
+
+@pytest.mark.parametrize("takes_weights", [True, False])
+def test_a_server_is_asked_only_after_it_proved_its_weights(warm, tmp_path, takes_weights):
+    codec = CharacterCodec("0123456789>")
+    model = GPT(GPTConfig.preset("gpt-digits", vocab_size=codec.vocab_size, seq_len=16))
+    init_parameters(model, 99)
+    served = ServedPolicy(model, codec, takes_weights=takes_weights)
+    run = tmp_path / "run"
+    with openai_server(served) as url:
+        words = [
+            "--engine.kind",
+            "openai",
+            "--engine.url",
+            f"{url}/v1",
+            "--run.steps",
+            "2",
+            "--eval.tasks",
+            "2",
+            "--rollouts.groups_per_step",
+            "2",
+            "--rollouts.lag",
+            "0",
+        ]
+        found = done(warm, "run", SORT, "--run.dir", str(run), *SMALL, *words, "--env.0.workers", "1", ok=takes_weights)
+    if not takes_weights:
+        assert "does not have version 0 of the weights" in found.stderr
+        assert served.asked == ["/collective_rpc", "probe"], "no rollout was asked for"
+        return
+    assert summary(run)["state"] == "completed"
+    assert served.asked.count("/collective_rpc") == served.asked.count("probe") == 3, "versions 0, 1 and 2"
+    for line in metrics(run).values():
+        assert line.get("mismatch_kl/all/max", 0) < 1e-6
+    assert sorted(p.name for p in (run / "weights").iterdir()) == ["v000002"]
+
+
+def test_two_ranks_learn_from_the_rollouts_of_one(warm, tmp_path):
+    run = tmp_path / "run"
+    words = headrace("run", SORT, "--run.dir", str(run), *SMALL, "--run.steps", "5", "--policy.micro_tokens", "64")
+    both = warm.ranks(2, words, cwd=ROOT, timeout=110)
+    assert both.returncode == 0, both.stderr
+    found = summary(run)
+    assert (found["state"], found["step"], found["world_size"]) == ("completed", 5, 2)
+    alone = tmp_path / "alone"
+    done(warm, "run", SORT, "--run.dir", str(alone), *SMALL, "--run.steps", "5", "--policy.micro_tokens", "64")
+    ours, theirs = metrics(alone), metrics(run)
+    assert ours[1]["train/loss"] == pytest.approx(theirs[1]["train/loss"], abs=1e-6)
+    assert ours[1]["train/grad_norm"] == pytest.approx(theirs[1]["train/grad_norm"], rel=1e-4)

@@ -1,0 +1,177 @@
+"""Anything in the place of a file: a pipe, a device, a folder, a link out, gigabytes, nesting without end. The answer comes
+at once, is right or an error that names the file, and what a link leads to is not written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import HeadraceError
+from headrace.files import (  # fmt: skip
+    decode_json,
+    decode_msgpack,
+    decode_toml,
+    open_regular,
+    read_json,
+    read_lines,
+    read_regular,
+    read_tail,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fuzz"))
+from targets import CONFIG, read_config, read_episodes, read_run, read_tokenizer, run_folder
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def device(path):
+    path.symlink_to("/dev/zero")
+
+
+def folder(path):
+    path.mkdir()
+
+
+def link_out(path):
+    (path.parent.parent / "outside").write_text('{"event": "outside", "step": 1}\n')
+    path.symlink_to(path.parent.parent / "outside")
+
+
+def gigabytes(path):
+    path.touch()
+    os.truncate(path, 8 << 30)
+
+
+def deep(path):
+    path.write_text("[" * 1_000_000)
+
+
+def deep_keys(path):
+    path.write_text("[" + ".".join("a" * 100_000) + "]\n" + "k = 1\n" * 1)
+
+
+def binary(path):
+    path.write_bytes(b"\xff\xfe\x00" * 1000)
+
+
+KINDS = [pipe, device, folder, link_out, gigabytes, deep, deep_keys, binary]
+
+
+@pytest.fixture(autouse=True)
+def soon():
+    """Every answer within 5 s, also on a loaded machine; a call that waits for a pipe would never return."""
+
+    def late(*_):
+        raise TimeoutError("it waits, or works without end")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(5)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def spool_stat(path):
+    from headrace.spool.survey import survey
+
+    return survey(path.parents[3])
+
+
+def gram_folder(path):
+    from headrace.reduce.shards import RowShards
+
+    return RowShards.open([path.parent])
+
+
+def gram_stamps(path):
+    from headrace.reduce.shards import saved_stamps
+
+    return saved_stamps(path)
+
+
+def gram_result(path):
+    from headrace.reduce.result import require_free
+
+    return require_free(path.with_suffix(""))
+
+
+def hub_folder(path):
+    from headrace.sources import Source, open_source
+
+    return open_source(Source(f"hf:{path.parent}"), cache=path.parent.parent / "cache")
+
+
+READERS = {
+    "run.json": read_run, "summary.json": read_run, "metrics.jsonl": read_run, "journal.jsonl": read_run, "config.toml": read_run,
+    "run.toml": read_config, "tokenizer.json": read_tokenizer, "a.jsonl": read_episodes, "a.msgpack": read_episodes,
+    "a.safetensors": gram_folder, "a.npy": gram_folder, "a.parquet": gram_folder, "stamps.json": gram_stamps, "gram.safetensors.json": gram_result,
+    "README.md": hub_folder, "state.json": hub_folder,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", READERS)
+def test_what_lies_in_the_place_of_a_file_is_refused_by_name_or_passed_over(tmp_path, name, kind):
+    place = tmp_path / "foreign"
+    place.mkdir()
+    path = place / name
+    run_folder(path)
+    (place / "train.jsonl").write_text('{"text": "a"}\n')
+    if os.path.lexists(path):
+        path.unlink()
+    kind(path)
+    try:
+        READERS[name](path)
+    except HeadraceError as error:
+        assert str(place) in str(error) or name in str(error)  # noqa: PT017
+    if kind is link_out:
+        assert (tmp_path / "outside").read_text() == '{"event": "outside", "step": 1}\n'
+
+
+@pytest.mark.parametrize("kind", [pipe, device, folder, link_out])
+def test_only_a_regular_file_is_opened(tmp_path, kind):
+    place = tmp_path / "f"
+    place.mkdir()
+    path = place / "a.json"
+    kind(path)
+    for read in (lambda: open_regular(path), lambda: read_regular(path, 10), lambda: list(read_lines(path)), lambda: read_tail(path)):  # fmt: skip
+        with pytest.raises(HeadraceError, match=r"a\.json is (not a regular file|a symbolic link)"):
+            read()
+    if kind is link_out:
+        assert read_json(path, follow=True)["event"] == "outside"
+
+
+def test_sizes_lines_and_tails_are_bounded(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"one\n" + b"x" * 5000 + b"\nthree")
+    with pytest.raises(HeadraceError, match=r"has 5,010 bytes; at most 10 are read"):
+        read_regular(path, 10)
+    assert list(read_lines(path, 100)) == [b"one\n", None, b"three"]
+    assert read_tail(path, 10) == [b"three"]
+    assert read_tail(path)[0] == b"one"
+    with pytest.raises(FileNotFoundError):
+        read_regular(tmp_path / "none", 10)
+
+
+def test_values_nested_too_deeply_are_refused_by_name():
+    with pytest.raises(HeadraceError, match="w is damaged: its JSON is nested too deeply"):
+        decode_json("[" * 1_000_000, "w")
+    with pytest.raises(HeadraceError, match="w is damaged: it is not JSON"):
+        decode_json(b"\xff", "w")
+    with pytest.raises(HeadraceError, match="w is damaged: its values are nested too deeply"):
+        decode_msgpack(b"\x91" * 1_000_000 + b"\x01", "w")
+    with pytest.raises(HeadraceError, match="w cannot be decoded"):
+        decode_msgpack(b"\xc1", "w")
+    with pytest.raises(HeadraceError, match="w:2: a key of more than 33 parts"):
+        decode_toml("a = 1\n" + "b." * 40 + "c = 1", "w")
+    with pytest.raises(HeadraceError, match="w: values are nested too deeply"):
+        decode_toml("a = " + "[" * 100_000, "w")
+    assert decode_toml(CONFIG, "w")["text"] == {"seq_len": 16}
+    assert decode_json(json.dumps({"n": 1 << 200}), "w") == {"n": 1 << 200}
