@@ -532,9 +532,15 @@ class _Pass:
         self._inline = self._processes is None and not data._prefetch
         """Batches are made when they are asked for: what was drawn before has been delivered when more is drawn."""
         self._thread = BackgroundThread("streams", on_error=_log.error, meter=data._meter)
+        # Files read in this process are read in the background thread only: a read that hangs there still has a deadline here.
         self._batches = Prefetch(
-            self._thread, self._make_one, depth=data._prefetch, wait_name="streams.batch", take_makes=True, meter=data._meter
-        )  # fmt: skip
+            self._thread,
+            self._make_one,
+            depth=data._prefetch,
+            wait_name="streams.batch",
+            take_makes=self._processes is not None,
+            meter=data._meter,
+        )
         self._wait = Wait("streams.next", meter=data._meter, deadline=data._deadline)
         self._closed = False
 

@@ -20,7 +20,7 @@ has a cache name of its own.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import hashlib
 import importlib
 import os
@@ -239,38 +239,56 @@ def warm_kernels(*kernels: Compilable) -> None:
                 one._requested = True
             _queue.append(one)
         if _thread is None:
-            # Not a daemon: a process must not end inside LLVM. `_abandon_queue` ends it when the process exits.
+            # Not a daemon: a process must not end inside LLVM. `_exiting` ends it between two passes of the compiler.
             _thread = threading.Thread(target=_compile_queue, name="headrace-kernels")
             _thread.start()
 
 
 def _compile_queue() -> None:
     global _thread
-    while True:
-        with _queue_lock:
-            if not _queue:
-                _thread = None
-                return
-            following = _queue[0]
-        with contextlib.suppress(Exception):  # the next call of the kernel raises it
-            following.compile()
-        with _queue_lock:
-            _queue.popleft()
+    with contextlib.suppress(_Abandoned):
+        _stop_between_passes()
+        while True:
+            with _queue_lock:
+                if not _queue or _exiting.is_set():
+                    _thread = None
+                    return
+                following = _queue[0]
+            with contextlib.suppress(Exception):  # the next call of the kernel raises it
+                following.compile()
+            with _queue_lock:
+                _queue.popleft()
 
 
-def _abandon_queue() -> None:
-    """End the background thread, also in the middle of a kernel: a process that exits, or was interrupted, needs no more of them.
+class _Abandoned(BaseException):
+    """Ends the background thread. Not an `Exception`: numba must not take it for a mistake in a kernel."""
 
-    The exception is raised at the thread's next bytecode. Only a call into LLVM, a fraction of a second, is waited for.
+
+_exiting = threading.Event()
+
+
+@functools.cache
+def _stop_between_passes() -> None:
+    """Have numba look at `_exiting` before each of its passes: a process that exits, or was interrupted, needs no more kernels.
+
+    A pass takes a fraction of a second. An exception raised inside one, by `PyThreadState_SetAsyncExc`, left LLVM's objects freed twice.
     """
-    thread = _thread
-    while thread is not None and thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
-        thread.join(0.05)
+    with _compiler:
+        event: Any = importlib.import_module("numba.core.event")
+
+    class Stop(event.Listener):
+        def on_start(self, event: object) -> None:
+            if _exiting.is_set() and threading.current_thread() is _thread:
+                raise _Abandoned
+
+        def on_end(self, event: object) -> None:
+            pass
+
+    event.register("numba:run_pass", Stop())
 
 
 # Runs before the interpreter joins its threads; `atexit` would run after that.
-threading._register_atexit(_abandon_queue)  # ty: ignore[missing-attribute]
+threading._register_atexit(_exiting.set)  # ty: ignore[missing-attribute]
 
 
 def wait_for_kernels(*kernels: Compilable) -> None:

@@ -8,6 +8,7 @@ cannot be made: then it is called again at the next poll. Any other error reache
 
 With `take_makes=True` a `take` that finds nothing ready calls `make_next` itself: to hand an item from thread to thread costs 60 us, as much as
 to make a batch. A lock lets one thread make items at a time, so the order is the same whichever thread makes them.
+No deadline holds for `make_next` itself then: whatever it may wait for needs a `Wait` of its own.
 """
 
 from __future__ import annotations

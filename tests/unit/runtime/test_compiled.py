@@ -177,19 +177,31 @@ def test_a_process_that_ends_leaves_the_rest_of_the_queue_uncompiled(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["", "raise KeyboardInterrupt"], ids=["exit", "ctrl-c"])
-def test_a_process_ends_in_the_middle_of_a_compile(ending):
-    done = run(f"""
+@pytest.mark.parametrize("passes", [1, 9, 30])
+def test_a_process_ends_in_the_middle_of_a_compile(tmp_path, passes, ending):
+    done = run(
+        f"""
         import threading
         from headrace.runtime.compiled import warm_kernels
-        began = threading.Event()
-        class Endless:
-            def compile(self):
-                began.set()
-                while True:
-                    pass
-        warm_kernels(Endless())
-        began.wait(60)
+        from headrace.text.block_layout import best_fit
+        import numba.core.event
+
+        begun = threading.Semaphore(0)
+
+        class Count(numba.core.event.Listener):
+            def on_start(self, event): begun.release()
+            def on_end(self, event): pass
+
+        numba.core.event.register("numba:run_pass", Count())
+        warm_kernels(best_fit)
+        for _ in range({passes}):
+            assert begun.acquire(timeout=60)
+        print("compiled:", best_fit.is_compiled)
         {ending}
-        """)
+        """,
+        NUMBA_CACHE_DIR=str(tmp_path),
+    )
     assert done.returncode in ((0,) if not ending else (-2, 130)), done.stderr
+    assert "compiled: False" in done.stdout
+    assert not list(tmp_path.rglob("*.nbc")), "the compile went on to its end"
     assert "headrace-kernels" not in done.stderr

@@ -22,11 +22,9 @@ from headrace.text.shards import read_checked
 
 @contextlib.contextmanager
 def no_descriptors():
-    """Every open fails meanwhile."""
+    """Every open fails meanwhile: 0, 1 and 2 are taken, and whatever another thread closes has a higher number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.open("/dev/null", os.O_RDONLY)  # the lowest number that is free
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
         yield
     finally:
@@ -101,6 +99,9 @@ def test_a_consumer_without_descriptors_says_so_and_quarantines_nothing(counted,
     reader.get_batch("train")
     commit = tmp_path / "spool" / "state" / "commit"
     before = commit.read_bytes()
+    (part,), background = reader._queue._readers["train"].parts, reader._queue.background
+    with background.changed:  # the two files ahead are open
+        assert background.changed.wait_for(lambda: len(part._files._ready) == 2, timeout=60)
     with no_descriptors(), pytest.raises(StorageError, match="Too many open files"):
         reader._queue.retention.move_commit({"train": {"g": 8, "at": [[1, 0]], "start": [8]}}, patience=0.0)
     assert commit.read_bytes() == before
