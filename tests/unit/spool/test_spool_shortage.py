@@ -101,7 +101,7 @@ def test_a_consumer_without_descriptors_says_so_and_quarantines_nothing(counted,
     before = commit.read_bytes()
     (part,), background = reader._queue._readers["train"].parts, reader._queue.background
     with background.changed:  # the two files ahead are open
-        assert background.changed.wait_for(lambda: len(part._files._ready) == 2, timeout=60)
+        assert background.changed.wait_for(lambda: len(part.files._ready) == 2, timeout=60)
     with no_descriptors(), pytest.raises(StorageError, match="Too many open files"):
         reader._queue.retention.move_commit({"train": {"g": 8, "at": [[1, 0]], "start": [8]}}, patience=0.0)
     assert commit.read_bytes() == before
