@@ -36,47 +36,16 @@ import secrets
 import stat
 import time
 import tomllib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 import xxhash
 
 from headrace.errors import FileCorrupt, StorageError
-
-__all__ = [
-    "SEGMENT_SUMS",
-    "TEMP_PREFIX",
-    "Container",
-    "Durability",
-    "container_bytes",
-    "decode_json",
-    "decode_msgpack",
-    "decode_toml",
-    "deep_key_line",
-    "make_inside",
-    "open_container",
-    "open_inside",
-    "open_regular",
-    "process_start",
-    "publish",
-    "publish_json",
-    "quarantine",
-    "read_container",
-    "read_json",
-    "read_lines",
-    "read_regular",
-    "read_tail",
-    "sweep_temporaries",
-    "sync_folder",
-    "temporary_name",
-    "unreadable",
-    "write_container",
-]
 
 TEMP_PREFIX = ".tmp-"
 SEGMENT_SUMS = "!sums"
@@ -85,15 +54,15 @@ _MAX_HEADER = 64 << 20
 _BLANK = "0" * 32
 _SUM = re.compile(r"(?:rows:([0-9]{1,15}):)?([0-9a-f]{32})")
 _ALIGN = 64
-_THREAD_FROM = 4 << 20
 _UNBROKEN = 1 << 20
 """Bytes that are summed in small pieces before other threads get their turn."""
 
-_NUMPY_OF = {
+SAFETENSORS_DTYPES = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
 }  # fmt: skip
-_NAME_OF = {np.dtype(v).str: k for k, v in _NUMPY_OF.items() if k != "BF16"}
+"""numpy's types by safetensors' names. BF16 appears as uint16, because numpy has no bfloat16."""
+_NAME_OF = {np.dtype(v).str: k for k, v in SAFETENSORS_DTYPES.items() if k != "BF16"}
 Layout = tuple[tuple[str, int, int, str, tuple[int, ...]], ...]
 """Name, first byte, end, dtype and shape of each tensor."""
 
@@ -121,15 +90,13 @@ def publish(
     path: Path,
     parts: bytes | Iterable[bytes | memoryview],
     *,
-    lead: tuple[int, Callable[[], bytes]] | None = None,
     replace: bool = False,
     durable: Durability | bool = True,
 ) -> None:
     """Make `path` appear with all of `parts` in it.
 
     Exclusive by default: a path that exists raises FileExistsError, whoever came first. `replace=True` takes its place
-    in one step. Unless `durable` is True or SYNCED, the fsyncs are left to the caller or the kernel. `lead` is the size of bytes that stand before the
-    parts, and what makes them once the parts are written.
+    in one step. Unless `durable` is True or SYNCED, the fsyncs are left to the caller or the kernel.
     """
     durable = Durability.of(durable) is Durability.SYNCED
     folder = path.parent
@@ -138,15 +105,8 @@ def publish(
     try:
         fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
-            if lead is not None:
-                os.lseek(fd, lead[0], os.SEEK_SET)
             for part in (parts,) if isinstance(parts, bytes) else parts:
                 _write_all(fd, memoryview(part).cast("B"))
-            if lead is not None:
-                first = lead[1]()
-                assert len(first) == lead[0]
-                os.lseek(fd, 0, os.SEEK_SET)
-                _write_all(fd, memoryview(first))
             if durable:
                 os.fsync(fd)
         finally:
@@ -389,15 +349,44 @@ def read_json(path: Path | str, most: int = 16 << 20, *, follow: bool = False) -
     return decode_json(read_regular(path, most, follow=follow), path)
 
 
-def read_lines(path: Path | str, longest: int = 1 << 20, *, follow: bool = False) -> Iterator[bytes | None]:
-    """The lines of a regular file; None for one of more than `longest` bytes, of which no more are held at once."""
+class Line(NamedTuple):
+    """A line of an append-only file."""
+
+    number: int
+    """From 1."""
+    offset: int
+    text: bytes | None
+    """None: it is longer than a line may be."""
+
+
+def read_lines(path: Path | str, longest: int = 1 << 20, *, follow: bool = False) -> Iterator[Line]:
+    """The lines of a regular file, of which no more than `longest` bytes are held at once."""
     with open(open_regular(path, follow=follow), "rb") as handle:
-        while line := handle.readline(longest + 1):
-            whole = len(line) <= longest or line.endswith(b"\n")
-            yield line if whole else None
+        number = offset = 0
+        while text := handle.readline(longest + 1):
+            number += 1
+            begin, offset = offset, offset + len(text)
+            whole = len(text) <= longest or text.endswith(b"\n")
+            yield Line(number, begin, text if whole else None)
             while not whole:
                 rest = handle.readline(longest)
+                offset += len(rest)
                 whole = rest.endswith(b"\n") or not rest
+
+
+def json_objects(lines: Iterable[bytes | None]) -> Iterator[dict[str, Any]]:
+    """The JSON objects in some lines; what is torn, too long or another value is passed over."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(line or b"")
+            if isinstance(value, dict):
+                yield value
+
+
+def read_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
+    """The objects of an append-only file. A file that is not there has none."""
+    with contextlib.suppress(FileNotFoundError):
+        yield from json_objects(line.text for line in read_lines(path, follow=True))
 
 
 def read_tail(path: Path | str, most: int = 1 << 20, *, follow: bool = False) -> list[bytes]:
@@ -526,14 +515,12 @@ def write_container(
     `dtypes` overrides the stored dtype name of an array of the same item size (BF16 for uint16). `segments` gives the rows
     per checksum of the arrays that are summed by segments.
     """
-    with _container_parts(arrays, meta, dtypes or {}, segments or {}) as (lead, parts):
-        publish(path, parts, lead=lead, replace=replace, durable=durable)
+    publish(path, _container_parts(arrays, meta, dtypes or {}, segments or {}), replace=replace, durable=durable)
 
 
 def container_bytes(arrays: Mapping[str, np.ndarray], meta: Any) -> bytes:
     """The bytes of the file that `write_container` would publish."""
-    with _container_parts(arrays, meta, {}, {}) as ((_, header), parts):
-        return header() + b"".join(parts)
+    return b"".join(_container_parts(arrays, meta, {}, {}))
 
 
 def read_container(data: bytes | bytearray | memoryview, what: str) -> Container:
@@ -541,15 +528,14 @@ def read_container(data: bytes | bytearray | memoryview, what: str) -> Container
     return _container(Path(what), memoryview(data).cast("B"), verify=True)
 
 
-@contextlib.contextmanager
 def _container_parts(
     arrays: Mapping[str, np.ndarray], meta: Any, dtypes: Mapping[str, str], by_rows: Mapping[str, int]
-) -> Generator[tuple[tuple[int, Callable[[], bytes]], list[memoryview]]]:
-    """The header of a container, as its size and a function that gives it once the sums are made, and what follows it."""
+) -> list[bytes | memoryview]:
+    """The header of a container, and what follows it."""
     little = {name: _little_endian(array) for name, array in arrays.items()}
-    summed = {name + SEGMENT_SUMS: np.zeros(-(-len(little[name]) // rows), np.uint64) for name, rows in by_rows.items()}
+    summed = {name + SEGMENT_SUMS: _segment_sums(little[name], rows) for name, rows in by_rows.items()}
     little |= summed
-    # Large items first keeps every tensor aligned to its item size. Sums of segments stand before all: they and the header are written last.
+    # Large items first keeps every tensor aligned to its item size; sums of segments stand before all.
     names = sorted(little, key=lambda n: (n not in summed, -little[n].dtype.itemsize, n))
     entries: dict[str, Any] = {}
     sums: dict[str, str] = {}
@@ -557,32 +543,16 @@ def _container_parts(
     for name in names:
         array = little[name]
         stored = dtypes.get(name) or _NAME_OF.get(array.dtype.str)
-        if stored is None or np.dtype(_NUMPY_OF[stored]).itemsize != array.dtype.itemsize:
+        if stored is None or np.dtype(SAFETENSORS_DTYPES[stored]).itemsize != array.dtype.itemsize:
             raise TypeError(f"array {name!r} has dtype {array.dtype}, which a container cannot hold as {stored}")
         entries[name] = {"dtype": stored, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
-        sums[name] = f"rows:{by_rows[name]}:{_BLANK}" if name in by_rows else _BLANK
+        whole = xxhash.xxh3_128_hexdigest(_bytes_of(array))
+        sums[name] = f"rows:{by_rows[name]}:{whole}" if name in by_rows else whole
         offset += array.nbytes
     ours = {"version": 1, "sums": sums, "header": _BLANK, "meta": meta}
-
-    def sum_all() -> None:
-        for name, rows in by_rows.items():
-            summed[name + SEGMENT_SUMS][:] = _segment_sums(little[name], rows)
-        for name in names:
-            sums[name] = sums[name][:-32] + xxhash.xxh3_128_hexdigest(_bytes_of(little[name]))
-
-    def lead() -> bytes:
-        summing.result()
-        ours["header"] = _BLANK
-        ours["header"] = xxhash.xxh3_128_hexdigest(_header_bytes(entries, ours))
-        header = _header_bytes(entries, ours)
-        return b"".join(
-            [len(header).to_bytes(8, "little"), header, *(_bytes_of(summed[n]) for n in names if n in summed)]
-        )
-
-    size = 8 + len(_header_bytes(entries, ours)) + sum(s.nbytes for s in summed.values())
-    with _summer(offset) as summer:
-        summing = summer.submit(sum_all)
-        yield (size, lead), [_bytes_of(little[n]) for n in names if n not in summed]
+    ours["header"] = xxhash.xxh3_128_hexdigest(_header_bytes(entries, ours))
+    header = _header_bytes(entries, ours)
+    return [len(header).to_bytes(8, "little"), header, *(_bytes_of(little[name]) for name in names)]
 
 
 def open_container(path: Path, *, verify: bool = True, private: bool = False, follow: bool = True) -> Container:
@@ -607,7 +577,9 @@ def _container(path: Path, buffer: memoryview, *, verify: bool) -> Container:
     arrays: dict[str, np.ndarray] = {}
     dtypes: dict[str, str] = {}
     for name, start, end, dtype, shape in _layout(path, entries, size - begin):
-        arrays[name] = np.frombuffer(buffer[begin + start : begin + end], dtype=_NUMPY_OF[dtype]).reshape(shape)
+        arrays[name] = np.frombuffer(buffer[begin + start : begin + end], dtype=SAFETENSORS_DTYPES[dtype]).reshape(
+            shape
+        )
         dtypes[name] = dtype
     container = Container(path, arrays, dtypes, ours["meta"], ours["sums"])
     segmented = any(name.endswith(SEGMENT_SUMS) for name in arrays)
@@ -686,25 +658,11 @@ def _tiles(entries: bytes) -> Layout:
         shape = tuple(int(n) for n in entry["shape"])
         if type(start) is not int or type(end) is not int or start != expected or min(shape, default=0) < 0:
             raise ValueError(name)
-        if end - start != math.prod(shape) * np.dtype(_NUMPY_OF[entry["dtype"]]).itemsize:
+        if end - start != math.prod(shape) * np.dtype(SAFETENSORS_DTYPES[entry["dtype"]]).itemsize:
             raise ValueError(name)
         expected = end
         found.append((name, start, end, entry["dtype"], shape))
     return tuple(found)
-
-
-class _Inline(Executor):
-    """Does it at once."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(fn(*args, **kwargs))
-        return done
-
-
-def _summer(size: int) -> Executor:
-    """Who sums: for large files a thread while the kernel takes the bytes, because reading 50 MiB a second time costs 4 ms of 36."""
-    return ThreadPoolExecutor(1, "headrace-sums") if size >= _THREAD_FROM else _Inline()
 
 
 def _recorded(text: str) -> tuple[int | None, str]:

@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.files import open_container
-from headrace.runs.folder import read_jsonl
+from headrace.files import open_container, read_jsonl
 
 LONG = os.environ.get("HEADRACE_FAULTS", "short") == "long"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "stream_mixing"

@@ -9,7 +9,7 @@ from headrace.formats.byte_file import RawFile
 from headrace.reduce.shards import RowShards
 from headrace.sources import RowShape
 from headrace.sources.cells import open_cells
-from headrace.sources.text_parquet import ParquetLabelled, ParquetTexts
+from headrace.sources.text_parquet import ParquetTexts
 
 FLIPS = (0x01, 0x04, 0x10, 0x80, 0xFF)
 
@@ -28,9 +28,7 @@ def text(path):
 
 
 def labelled(path):
-    chunks(
-        path, ParquetLabelled(shape=RowShape(columns=("text", "n"), judge=lambda row: "" if row["text"] else "null"))
-    )
+    chunks(path, ParquetTexts(shape=RowShape(columns=("text", "n"), judge=lambda row: "" if row["text"] else "null")))
 
 
 def cells(path):

@@ -25,7 +25,7 @@ from headrace.files import TEMP_PREFIX, temporary_name
 from headrace.metrics import Meter
 from headrace.order import derive, key
 from headrace.spool import DatasetConsumer, FieldSpec, FileHeader, SequentialProvider, open_batch_file, write_batch_file
-from headrace.spool.folder import seal
+from headrace.spool.records import seal
 from headrace.spool.survey import verify
 
 LONG = os.environ.get("HEADRACE_FAULTS", "long") == "long"

@@ -34,10 +34,9 @@ DEFECTS: dict[str, tuple[tuple[str, str, str], ...]] = {
          "        if 0 <= place < len(found):\n            return found[place]\n"),
     ),
     "number = max(names) + 1": (
-        ("spool/provider.py", "        commit = self._channel(split, part).commit_point()\n        return range(commit,",
-         "        commit = max(self._channel(split, part).present(), default=-1) + 1\n        return range(commit,"),
+        ("spool/provider.py", "        return range(channel.commit_point(),", "        return range(max(channel.present(), default=-1) + 1,"),
         ("spool/provider.py", "commit = channel.commit_point() if missing else 0", "commit = 0"),
-        ("spool/provider.py", "        return max(commit, min(read, default=0))", "        return max(self._channel(split, part).present(), default=-1) + 1"),
+        ("spool/channel.py", "        return max(self.commit_point(), min(", "        return max(*(n + 1 for n in self.present()), 0, 0 * min("),
         ("spool/channel.py", "        if not ring and seq < self.commit_point():\n            return \"late\"\n        try:", "        try:"),
         ("spool/channel.py", "        if not ring and seq < self.commit_point():\n            # It is never read.", "        if False:\n            # It is never read."),
     ),

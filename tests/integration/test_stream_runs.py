@@ -18,10 +18,11 @@ import pytest
 
 from headrace.cli.terminal import Silent
 from headrace.errors import ConfigError, CursorMismatch, DataChanged
+from headrace.files import read_jsonl
 from headrace.order.fingerprint import sampled_offsets
 from headrace.runs.config.loading import load_any_config, load_config
 from headrace.runs.config.streams import StreamsConfig
-from headrace.runs.folder import RunFolder, read_jsonl
+from headrace.runs.folder import RunFolder
 from headrace.ui import find_problems, read_run
 
 HERE = Path(__file__).resolve()

@@ -168,19 +168,13 @@ fragments = st.sampled_from(
 
 
 @settings(SOURCES, max_examples=200)
-@given(
-    parts=st.lists(fragments, max_size=30),
-    chunk_bytes=chunk_sizes,
-    block=st.integers(1, 80),
-    few=st.sampled_from([0, 20, 1 << 30]),
-)
+@given(parts=st.lists(fragments, max_size=30), chunk_bytes=chunk_sizes, block=st.integers(1, 80))
 def test_any_bytes_give_the_rows_a_line_by_line_reader_gives_whatever_the_size_of_chunks_and_blocks(
-    parts, chunk_bytes, block, few
+    parts, chunk_bytes, block
 ):
     data = b"".join(parts)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines, "_BLOCK", block)
-        patch.setattr(lines, "_FEW", few)
         folder = Path(name)
         (folder / "d.jsonl").write_bytes(data)
         source = Source("jsonl:d.jsonl", on_bad="skip")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -378,11 +378,5 @@ def test_noise_and_torn_files_are_refused_with_a_sentence(noise, suffix, keep):
         path.write_bytes(torn)
         if torn[: len(whole)] == whole:
             return
-        said, file = os.fspath(path), None
-        try:
-            file = open_batch_file(path)
-            file.check()
-        except (FileCorrupt, DataError) as error:
-            file, said = None, str(error)
-        assert os.fspath(path) in said
-        assert file is None or np.array_equal(file.arrays["a"], np.arange(36).reshape(9, 4))
+        with pytest.raises((FileCorrupt, DataError), match=re.escape(str(path))):
+            open_batch_file(path).check()

@@ -18,8 +18,6 @@ from headrace.formats.byte_file import MAX_DECODED, ByteFile, Undecodable, first
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["ArrowRows", "bad_batch", "batch_of", "messages_of", "read_batch", "read_schema", "schema_message"]
-
 _MAGIC = b"ARROW1"
 _CONTINUED = 0xFFFFFFFF
 _MAX_METADATA = 64 << 20

@@ -16,8 +16,6 @@ from headrace.formats.rows import Column, Ragged, chosen
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["PiecedRows"]
-
 
 class PiecedRows:
     """Rows in pieces of which each is decoded whole. The piece in use is kept."""

@@ -15,8 +15,6 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-__all__ = ["Batch", "Message", "is_big_endian", "parse_batch", "parse_message"]
-
 SCHEMA, DICTIONARY, BATCH = 1, 2, 3
 _MAX_ITEMS = 1 << 20
 

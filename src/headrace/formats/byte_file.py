@@ -20,23 +20,10 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from headrace.errors import DataChanged, DataError
 from headrace.runtime.retry import retry
-
-__all__ = [
-    "ACCEPT_DATA",
-    "ByteFile",
-    "FileObject",
-    "RawFile",
-    "Tally",
-    "Undecodable",
-    "first_line",
-    "most_decoded",
-    "patiently",
-]
 
 T = TypeVar("T")
 
@@ -50,7 +37,7 @@ _DEADLINE = 60.0
 """Seconds after which a read that fails is not tried again."""
 _TRANSIENT = frozenset(
     code
-    for name in (
+    for name in [
         "EINTR",
         "EIO",
         "EAGAIN",
@@ -61,7 +48,7 @@ _TRANSIENT = frozenset(
         "EREMOTEIO",
         "ENETDOWN",
         "ENETUNREACH",
-    )
+    ]
     if (code := getattr(errno, name, None)) is not None
 )
 
@@ -140,9 +127,7 @@ class ByteFile(Protocol):
 
     def __enter__(self) -> ByteFile: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
     def read(self, offset: int, length: int) -> bytearray:
         """Exactly these bytes. Memory is taken only for what the file can hold."""
@@ -153,7 +138,31 @@ class ByteFile(Protocol):
         ...
 
 
-class RawFile:
+class WholeReads:
+    """`read` of a ByteFile, in terms of its `read_into`."""
+
+    path: Path | str
+    size: int
+
+    def read(self, offset: int, length: int) -> bytearray:
+        """Exactly these bytes. Memory is taken only for what the file can hold."""
+        self._require_within(offset, length)
+        buffer = bytearray(length)
+        self.read_into(memoryview(buffer), offset)
+        return buffer
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        raise NotImplementedError
+
+    def _require_within(self, offset: int, length: int) -> None:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise DataError(
+                f"{self.path} has {self.size:,} bytes; bytes {offset:,} to {offset + length:,} were asked of it. It is cut "
+                "short or damaged; restore the file."
+            )
+
+
+class RawFile(WholeReads):
     """One regular file, read at any offset. Safe to share between threads.
 
     Within `with` it stays open. Outside, every read opens and closes it: thousands of shards then hold no descriptor.
@@ -193,9 +202,7 @@ class RawFile:
             raise
         return fd
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -204,16 +211,9 @@ class RawFile:
             os.close(self._fd)
         self._fd = -1
 
-    def read(self, offset: int, length: int) -> bytearray:
-        """Exactly these bytes. Memory is taken only for what the file can hold."""
-        self._within(offset, length)
-        buffer = bytearray(length)
-        self.read_into(memoryview(buffer), offset)
-        return buffer
-
     def read_into(self, view: memoryview, offset: int) -> None:
         """Fill `view` from `offset` on."""
-        self._within(offset, len(view))
+        self._require_within(offset, len(view))
         fd = self._fd if self._fd >= 0 else self._opened()
         try:
             while len(view):
@@ -231,13 +231,6 @@ class RawFile:
         finally:
             if fd != self._fd:
                 os.close(fd)
-
-    def _within(self, offset: int, length: int) -> None:
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise DataError(
-                f"{self.path} has {self.size:,} bytes; bytes {offset:,} to {offset + length:,} were asked of it. It is cut "
-                "short or damaged; restore the file."
-            )
 
     def _open(self) -> int:
         status = os.stat(self.path, follow_symlinks=self.follow)  # noqa: PTH116 (a read is too short for a Path)
@@ -283,16 +276,23 @@ class FileObject(io.RawIOBase):
         return data
 
 
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def file_kind(mode: int) -> str:
+    """What a file that is no regular one is, for messages."""
+    return _KINDS.get(stat.S_IFMT(mode), "no regular file")
+
+
 def _not_regular(path: Path | str, mode: int) -> str:
-    kinds = (
-        (stat.S_ISLNK, "a symbolic link"),
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISFIFO, "a named pipe"),
-        (stat.S_ISSOCK, "a socket"),
-        (stat.S_ISCHR, "a device"),
-        (stat.S_ISBLK, "a device"),
-    )
-    kind = next((name for test, name in kinds if test(mode)), "no regular file")
+    kind = file_kind(mode)
     remedy = "allow_symlinks = true lets it through" if kind == "a symbolic link" else "name regular files only"
     return f"{path} is {kind}; a source reads regular files ({remedy})"
 

@@ -20,8 +20,6 @@ import numpy as np
 
 from headrace.formats.byte_file import ByteFile
 
-__all__ = ["BadRow", "FileScan", "Loaded", "Reader", "all_bad", "not_utf8"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileScan:

@@ -28,7 +28,6 @@ from collections import OrderedDict
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -45,12 +44,11 @@ from headrace.formats.byte_file import (
     RawFile,
     Tally,
     Undecodable,
+    WholeReads,
     first_line,
 )
 from headrace.metrics import Wait
 from headrace.order import chunk_hash, fingerprint_json
-
-__all__ = ["PACKINGS", "UnpackedFile", "Unpacker"]
 
 PACKINGS = (".gz", ".zst")
 _VERSION = 1
@@ -264,7 +262,7 @@ class Unpacker:
         )
 
 
-class UnpackedFile:
+class UnpackedFile(WholeReads):
     """The text of a compressed shard, as a ByteFile."""
 
     def __init__(self, unpacker: Unpacker, shard: ByteFile, *, identity: Sequence[object]) -> None:
@@ -289,19 +287,8 @@ class UnpackedFile:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    def read(self, offset: int, length: int) -> bytearray:
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise DataError(
-                f"{self.path} unpacks to {self.size:,} bytes; bytes {offset:,} to {offset + length:,} were asked of it"
-            )
-        buffer = bytearray(length)
-        self.read_into(memoryview(buffer), offset)
-        return buffer
 
     def read_into(self, view: memoryview, offset: int) -> None:
         text_at = self._index.text_at

@@ -12,8 +12,6 @@ from headrace.errors import DataError
 from headrace.formats.byte_file import ByteFile, Undecodable, first_line
 from headrace.formats.rows import Column, Ragged, chosen
 
-__all__ = ["JsonRows"]
-
 _MAX_LINE = 16 << 20
 
 

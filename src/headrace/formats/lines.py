@@ -28,8 +28,6 @@ from headrace.formats.chunks import BadRow, FileScan, Loaded, not_utf8
 from headrace.formats.compressed import PACKINGS
 from headrace.order import chunk_hash
 
-__all__ = ["JsonLines", "TextLines", "default_chunk_bytes"]
-
 _BLOCK = 256 << 10
 _BOM = b"\xef\xbb\xbf"
 _NEWLINE, _RETURN, _OPEN, _CLOSE = 10, 13, 123, 125
@@ -37,8 +35,6 @@ _BLANKS = b" \t\r"
 _IS_BLANK = np.zeros(256, dtype=bool)
 _IS_BLANK[list(b" \t\r\n")] = True
 _ZERO = np.zeros(1, dtype=np.int64)
-_FEW = 1024
-"""Bytes a line from which on looking for line ends one by one is faster than all at once."""
 
 
 def default_chunk_bytes(total: int) -> int:
@@ -202,8 +198,7 @@ class JsonLines(TextLines):
     def _decode_all(self, data: bytearray, rows: int) -> list[str | None] | None:
         if len(data) > self.max_line_bytes:
             return None
-        look = _braces_of_few if rows * _FEW < len(data) else _braces_of_many
-        if not look(data, rows):
+        if not _is_objects(data, rows):
             return None
         try:
             values = self._decoder.decode_lines(data)
@@ -258,24 +253,8 @@ def _split(data: bytearray) -> Iterator[bytes]:
         start = end + 1
 
 
-def _braces_of_few(data: bytearray, rows: int) -> bool:
-    """Whether the chunk is `rows` lines, each from { to }. Line by line: .1 ns a byte where lines have 2 KB."""
-    start, size = 0, len(data)
-    for _ in range(rows):
-        if start >= size or data[start] != _OPEN:
-            return False
-        end = data.find(_NEWLINE, start)
-        if end < 0:
-            end = size
-        last = end - 2 if data[end - 1] == _RETURN else end - 1
-        if data[last] != _CLOSE:
-            return False
-        start = end + 1
-    return start >= size
-
-
-def _braces_of_many(data: bytearray, rows: int) -> bool:
-    """The same with numpy, all lines at once: .25 ns a byte, whatever their length."""
+def _is_objects(data: bytearray, rows: int) -> bool:
+    """Whether the chunk is `rows` lines, each from { to }. 0.25 ns a byte."""
     array = np.frombuffer(data, dtype=np.uint8)
     newlines = (array == _NEWLINE).nonzero()[0]
     count, ended = len(newlines), data[-1] == _NEWLINE

@@ -19,9 +19,7 @@ import numpy as np
 
 from headrace.errors import DataError
 from headrace.formats.byte_file import ByteFile, FileObject, Undecodable, first_line, most_decoded
-from headrace.formats.rows import Column, Ragged, chosen, common_rows
-
-__all__ = ["NpyRows", "NpzRows"]
+from headrace.formats.rows import Column, Ragged, chosen, common_rows, read_array
 
 _MAX_UNPACKED = 1 << 30
 """Bytes that the compressed arrays of an archive may have together: they stay in memory as long as the file is open."""
@@ -87,10 +85,7 @@ class _Array:
             )
 
     def read(self, file: ByteFile, start: int, stop: int) -> np.ndarray:
-        out = np.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
-        if out.nbytes:  # straight into the array: a bytearray would be cleared first
-            file.read_into(out.reshape(-1).view(np.uint8).data, self.offset + start * self.row_bytes)
-        return out
+        return read_array(file, self.offset, self.dtype, self.shape[1:], start, stop)
 
 
 class NpyRows:

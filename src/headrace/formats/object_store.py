@@ -21,27 +21,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import unquote
 
 from headrace.errors import ConfigError, DataChanged, DataError
+from headrace.formats.byte_file import WholeReads
 from headrace.metrics import Wait
 from headrace.runtime.retry import retry
-
-__all__ = [
-    "DEADLINE",
-    "MAX_FILES",
-    "STORES",
-    "FoundObject",
-    "Store",
-    "StoredObject",
-    "find_objects",
-    "fits",
-    "open_object",
-    "pinned_tag",
-    "store_of",
-]
 
 T = TypeVar("T")
 
@@ -205,7 +191,7 @@ def _require_own_process(doing: str) -> None:
         )
 
 
-class StoredObject:
+class StoredObject(WholeReads):
     """One object of a store, as a ByteFile. Not to be shared between threads: it remembers what it read last."""
 
     def __init__(self, store: Store, key: str, *, size: int, tag: str) -> None:
@@ -219,20 +205,8 @@ class StoredObject:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._window = (0, b"")
-
-    def read(self, offset: int, length: int) -> bytearray:
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise DataError(
-                f"{self.path} has {self.size:,} bytes; bytes {offset:,} to {offset + length:,} were asked of it. It is cut short "
-                "or damaged; restore it."
-            )
-        buffer = bytearray(length)
-        self.read_into(memoryview(buffer), offset)
-        return buffer
 
     def read_into(self, view: memoryview, offset: int) -> None:
         """From the last answer if it holds the bytes. Who goes on where that ended is walking, and is read ahead for."""

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-__all__ = ["Pages", "ParquetColumns", "ParquetFile", "ParquetRows", "no_such_column"]
-
 _MAX_COLUMN_BYTES = MAX_DECODED
 _MAX_GROUP_ROWS = 1 << 26
 _MAX_FOOTER = 64 << 20

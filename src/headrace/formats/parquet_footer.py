@@ -16,8 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ColumnPages", "Footer", "Leaf", "PageHeader", "parse_footer", "parse_page_header"]
-
 _BYTE_ARRAY, _FIXED = 6, 7
 _WIDTHS = (1, 4, 8, 12, 4, 8, 16)
 """Bytes that a decoded value takes, by physical type; of a BYTE_ARRAY besides its text."""

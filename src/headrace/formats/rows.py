@@ -21,8 +21,6 @@ import numpy as np
 from headrace.errors import DataError, nearest
 from headrace.formats.byte_file import ByteFile
 
-__all__ = ["FORMATS", "Column", "Ragged", "RowFile", "chosen", "common_rows", "open_rows"]
-
 FORMATS: dict[str, str] = {
     ".parquet": "headrace.formats.parquet:ParquetRows",
     ".pq": "headrace.formats.parquet:ParquetRows",
@@ -86,6 +84,14 @@ def open_rows(file: ByteFile, columns: Sequence[str] | None = None) -> RowFile:
         raise DataError(f"{file.path} ends in none of {', '.join(FORMATS)}. Rename it, or convert it.")
     module, _, name = FORMATS[suffix].partition(":")
     return getattr(importlib.import_module(module), name)(file, columns)
+
+
+def read_array(file: ByteFile, offset: int, dtype: np.dtype, shape: Sequence[int], start: int, stop: int) -> np.ndarray:
+    """Rows [start, stop) of an array whose first row lies at byte `offset`; `shape` is that of a row."""
+    out = np.empty((stop - start, *shape), dtype)
+    if out.nbytes:  # straight into the array: a bytearray would be cleared first
+        file.read_into(out.reshape(-1).view(np.uint8).data, offset + start * (out.nbytes // len(out)))
+    return out
 
 
 def chosen(path: object, names: Sequence[str], columns: Sequence[str] | None) -> list[str]:

@@ -9,17 +9,11 @@ from typing import Any
 import numpy as np
 import orjson
 
+from headrace.files import SAFETENSORS_DTYPES
 from headrace.formats.byte_file import ByteFile, Undecodable, first_line
-from headrace.formats.rows import Column, Ragged, chosen, common_rows
-
-__all__ = ["SafetensorsRows"]
+from headrace.formats.rows import Column, Ragged, chosen, common_rows, read_array
 
 _MAX_HEADER = 8 << 20
-_DTYPES = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
-    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
-}  # fmt: skip
-"""BF16 appears as uint16, because numpy has no bfloat16."""
 
 
 class SafetensorsRows:
@@ -36,7 +30,11 @@ class SafetensorsRows:
         try:
             entries = orjson.loads(file.read(8, length))
             entries.pop("__metadata__", None)
-            read = {n: _placed(e, 8 + length, size) for n, e in entries.items() if e["dtype"] in _DTYPES and e["shape"]}
+            read = {
+                n: _placed(e, 8 + length, size)
+                for n, e in entries.items()
+                if e["dtype"] in SAFETENSORS_DTYPES and e["shape"]
+            }
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise Undecodable(file.path, f"has a damaged header: {first_line(error)}") from error
         names = chosen(file.path, list(read), columns)
@@ -48,15 +46,11 @@ class SafetensorsRows:
         return common_rows(self._file.path, self.schema)
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> dict[str, np.ndarray | Ragged]:
-        return {name: self._read(name, start, stop) for name in columns}
-
-    def _read(self, name: str, start: int, stop: int) -> np.ndarray:
-        column = self.schema[name]
-        out = np.empty((stop - start, *(column.shape or ())), column.dtype)
-        if out.nbytes:
-            row = out.nbytes // len(out)
-            self._file.read_into(out.reshape(-1).view(np.uint8).data, self._places[name] + start * row)
-        return out
+        chosen = [(name, self.schema[name], self._places[name]) for name in columns]
+        return {
+            name: read_array(self._file, place, column.dtype, column.shape or (), start, stop)
+            for name, column, place in chosen
+        }
 
 
 def _placed(entry: Mapping[str, Any], base: int, size: int) -> tuple[Column, int]:
@@ -65,7 +59,7 @@ def _placed(entry: Mapping[str, Any], base: int, size: int) -> tuple[Column, int
     shape = tuple(entry["shape"])
     if not all(type(n) is int for n in (start, end, *shape)):
         raise ValueError("a shape or an offset is no whole number")
-    dtype = np.dtype(_DTYPES[entry["dtype"]])
+    dtype = np.dtype(SAFETENSORS_DTYPES[entry["dtype"]])
     if min((start, *shape)) < 0 or end - start != math.prod(shape) * dtype.itemsize or base + end > size:
         raise ValueError("a tensor lies outside the file")
     if max(shape) > 1 << 40:

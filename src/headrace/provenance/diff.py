@@ -21,8 +21,6 @@ from headrace.loader.weight_text import shown_weights
 from headrace.order import Digest, sample_term
 from headrace.provenance.steps import RebuiltSample, RecordedRun, RunProvenance
 
-__all__ = ["Difference", "SeenSample", "diff_runs"]
-
 _NAMES_ONLY = ("run.dir", "run.name")
 
 

@@ -35,10 +35,8 @@ import numpy as np
 import orjson
 
 from headrace.errors import ConfigError, FileCorrupt
-from headrace.files import open_regular, unreadable
+from headrace.files import Line, read_lines, unreadable
 from headrace.loader.windows import WindowStart
-
-__all__ = ["FILLER", "OpenedWindow", "SamplePlace", "SampleRecord", "bounded_lines", "merge_rank_records"]
 
 FILLER = 0xFFFF
 _MAX_LINE = 64 << 20
@@ -122,12 +120,7 @@ class SampleRecord:
         """(line, why) of the lines that cannot be used."""
         self._picks: OrderedDict[tuple[int, bool], np.ndarray] = OrderedDict()
         lines: list[_RecordLine] = []
-        for line in bounded_lines(path, _MAX_LINE):
-            try:
-                recorded = self._parse(line)
-            except (ValueError, TypeError, KeyError, OverflowError) as error:
-                self.damaged.append((line.number, str(error) or type(error).__name__))
-                continue
+        for recorded in self._recorded_lines():
             while lines and (lines[-1].first >= recorded.first or lines[-1].begin >= recorded.begin):
                 lines.pop()
             if lines and (lines[-1].end > recorded.begin or lines[-1].first + len(lines[-1].starts) > recorded.first):
@@ -291,6 +284,19 @@ class SampleRecord:
 
     # ----------------------------------------------------------------------------------------- parsing
 
+    def _recorded_lines(self) -> Iterator[_RecordLine]:
+        """The lines that can be used, as they stand in the file."""
+        try:
+            for line in read_lines(self.path, _MAX_LINE, follow=True):
+                try:
+                    recorded = self._parse(line)
+                except (ValueError, TypeError, KeyError, OverflowError) as error:
+                    self.damaged.append((line.number, str(error) or type(error).__name__))
+                    continue
+                yield recorded
+        except FileNotFoundError:
+            raise FileCorrupt(f"{self.path} is missing: the run did not record it") from None
+
     def _parse(self, line: Line) -> _RecordLine:
         """A checked line; ValueError says what is wrong with it."""
         if line.text is None:
@@ -357,34 +363,6 @@ def merge_rank_records(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             merged[name] = base64.b64encode(picks.tobytes()).decode()
     merged["opened"] = sorted(window for line in lines for window in line["opened"])
     return merged
-
-
-class Line(NamedTuple):
-    """A line of an append-only file."""
-
-    number: int
-    offset: int
-    text: bytes | None
-    """None: it is longer than a line may be."""
-
-
-def bounded_lines(path: Path, limit: int = 1 << 20) -> Iterator[Line]:
-    """The lines of a regular file, however hostile: nothing blocks, and no more than `limit` bytes are held at once."""
-    try:
-        fd = open_regular(path, follow=True)
-    except FileNotFoundError:
-        raise FileCorrupt(f"{path} is missing: the run did not record it") from None
-    with open(fd, "rb") as handle:
-        number = offset = 0
-        while text := handle.readline(limit + 1):
-            number += 1
-            begin, offset = offset, offset + len(text)
-            whole = text.endswith(b"\n") or len(text) <= limit
-            yield Line(number, begin, text if whole else None)
-            while not whole:
-                rest = handle.readline(limit)
-                offset += len(rest)
-                whole = rest.endswith(b"\n") or not rest
 
 
 def _window(row: Sequence[int]) -> OpenedWindow:

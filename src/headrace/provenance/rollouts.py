@@ -7,7 +7,6 @@ diff_rollouts(run_a, run_b)   the first rollout that differs, and whether weight
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -15,8 +14,6 @@ from typing import Any
 
 from headrace.errors import DataError
 from headrace.rollouts.arrival_log import Arrival, arrival_path, read_arrivals
-
-__all__ = ["RolloutDifference", "diff_rollouts", "has_rollouts", "read_step", "read_task"]
 
 
 def has_rollouts(run: Path) -> bool:
@@ -116,10 +113,3 @@ def _difference(a: Arrival | None, b: Arrival | None) -> tuple[str, str]:
     if a.reward != b.reward:
         return "environment", f"equal answers were rewarded with {a.reward:g} in A and {b.reward:g} in B"
     return "", ""
-
-
-def shown_turns(arrival: Arrival) -> Iterator[tuple[str, str]]:
-    """Who said what: ("env", text) and ("policy", text) by turns."""
-    for turn in arrival.turns:
-        yield "env", turn.prompt
-        yield "policy", turn.completion

@@ -31,27 +31,15 @@ import numpy as np
 import orjson
 
 from headrace.errors import ConfigError, DataChanged, FileCorrupt, found_text, number_text
-from headrace.files import open_container
+from headrace.files import open_container, read_jsonl, read_lines
 from headrace.loader import Piece, TextDataset
 from headrace.loader.lanes import FILLER_HASH
 from headrace.loader.pool import WindowKey
 from headrace.loader.windows import Window
 from headrace.metrics import Wait
 from headrace.order import Digest, sample_term
-from headrace.provenance.record import OpenedWindow, SamplePlace, SampleRecord, bounded_lines
+from headrace.provenance.record import OpenedWindow, SamplePlace, SampleRecord
 from headrace.train import CheckpointStore
-
-__all__ = [
-    "Document",
-    "DocumentHistory",
-    "NextOccurrence",
-    "Occurrence",
-    "RebuiltSample",
-    "RecordedRun",
-    "RunProvenance",
-    "SourceShare",
-    "StepDocuments",
-]
 
 _THREADS = 4
 _MAX_RECORDS = 4 << 30
@@ -347,7 +335,7 @@ class RunProvenance:
         found: dict[int, int] = {}
         self._damaged_digests: list[int] = []
         path = self.path / "digests.jsonl"
-        for line in bounded_lines(path) if os.path.lexists(path) else ():
+        for line in read_lines(path, follow=True) if os.path.lexists(path) else ():
             try:
                 value = orjson.loads(line.text or b"")
                 first, digests = int(value["first"]), [int(d, 16) for d in value["digests"]]
@@ -366,7 +354,7 @@ class RunProvenance:
     def worlds(self) -> list[tuple[int, int]]:
         """(step, ranks) whenever the run was begun or taken up again after `step`; of those before a step the last holds."""
         found: list[tuple[int, int]] = []
-        for value in _objects(self.path / "journal.jsonl"):
+        for value in read_jsonl(self.path / "journal.jsonl"):
             step, ranks = value.get("step"), value.get("world_size")
             if value.get("event") in ("started", "resumed") and isinstance(step, int) and isinstance(ranks, int):
                 found.append((step, ranks))
@@ -590,19 +578,6 @@ def _row(sample: int, first: int, world: int) -> tuple[int, int]:
     """(rank, row of its batch) of a sample of the step that begins at `first`."""
     rank = sample % world
     return rank, (sample - first - (rank - first) % world) // world
-
-
-def _objects(path: Path) -> Iterable[dict[str, Any]]:
-    """The objects of an append-only file; torn lines are passed over, and a file that is not there has none."""
-    if not os.path.lexists(path):
-        return
-    for line in bounded_lines(path):
-        try:
-            value = orjson.loads(line.text or b"")
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value
 
 
 def _copy_records(source: Path, target: Path) -> None:

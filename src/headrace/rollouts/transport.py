@@ -32,7 +32,8 @@ from headrace.metrics import Wait
 from headrace.rollouts.batch_files import TrainingBatch, batch_path, open_training_batch, sidecar_path
 from headrace.rollouts.pipeline import StepReport
 from headrace.runtime.locks import lock_holder
-from headrace.spool.folder import SpoolFolder, read_sealed, seal, sweep_dead_temporaries
+from headrace.spool.folder import SpoolFolder, sweep_dead_temporaries
+from headrace.spool.records import read_sealed, seal
 
 __all__ = ["SpoolReceiver", "SpoolSender", "TrainingBatchReceiver", "TrainingBatchSender"]
 

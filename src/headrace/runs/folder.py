@@ -19,22 +19,21 @@ The folder is claimed before anything heavy is imported, so a run that is killed
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, FileCorrupt
 from headrace.files import (
     decode_json,
+    json_objects,
     make_inside,
     publish,
     publish_json,
-    read_lines,
     read_regular,
     read_tail,
     sweep_temporaries,
@@ -42,8 +41,6 @@ from headrace.files import (
 from headrace.runs.config.loading import AnyConfig, load_any_config
 from headrace.runs.config.schema import RunConfig
 from headrace.runtime.locks import ExclusiveLock
-
-__all__ = ["RunFolder", "describe_run", "read_jsonl"]
 
 _MAX_JSON = 16 << 20
 
@@ -165,15 +162,14 @@ class RunFolder:
 
 def describe_run(path: Path) -> dict[str, Any]:
     """What a run folder says about itself, from small files only."""
-    about = read_json(path / "run.json")
-    summary = read_json(path / "summary.json") if (path / "summary.json").exists() else None
-    checkpoints = sorted(p.name for p in (path / "checkpoints").glob("step-*.safetensors"))
-    metrics, events = _last_objects(path / "metrics.jsonl"), _last_objects(path / "journal.jsonl")
+    summary = path / "summary.json"
+    events: list[dict[str, Any]] = []
+    with contextlib.suppress(FileNotFoundError):
+        events = list(json_objects(read_tail(path / "journal.jsonl")))
     return {
-        "about": about,
-        "summary": summary,
-        "checkpoints": checkpoints,
-        "last_metrics": metrics[-1] if metrics else None,
+        "about": read_json(path / "run.json"),
+        "summary": read_json(summary) if summary.exists() else None,
+        "checkpoints": sorted(p.name for p in (path / "checkpoints").glob("step-*.safetensors")),
         "journal": events[-20:],
     }
 
@@ -186,27 +182,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FileCorrupt(f"{path} holds a {type(value).__name__}, expected an object")
     return value
-
-
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of an append-only file; a line that a kill cut short is left out, and a file that is not there has none."""
-    with contextlib.suppress(FileNotFoundError):
-        for line in read_lines(path):
-            yield from _objects_in((line or b"",))
-
-
-def _last_objects(path: Path) -> list[dict[str, Any]]:
-    """The objects in the last MiB of an append-only file."""
-    with contextlib.suppress(FileNotFoundError):
-        return list(_objects_in(read_tail(path)))
-    return []
-
-
-def _objects_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            yield value

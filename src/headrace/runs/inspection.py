@@ -11,8 +11,6 @@ from headrace.files import Container, open_container
 from headrace.order import Cursor
 from headrace.runs.folder import describe_run
 
-__all__ = ["inspect_path"]
-
 _MAX_CURSOR = 64 << 20
 
 
@@ -72,7 +70,7 @@ def _run(path: Path) -> dict[str, Any]:
 def _rollouts(path: Path) -> dict[str, Any]:
     """A folder through which rollouts go to a trainer: the batches in it, and the first step that each rank has not acknowledged."""
     from headrace.rollouts import open_training_batch
-    from headrace.spool.folder import read_sealed
+    from headrace.spool.records import read_sealed
 
     batches = []
     for file in sorted((path / "queue" / "rollouts").glob("step_*.safetensors")):

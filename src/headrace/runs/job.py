@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from headrace.loader.streams import StreamMixingDataset
     from headrace.train import TrainSettings
 
-__all__ = ["Job", "StreamJob", "load"]
-
 
 @dataclass(frozen=True, slots=True)
 class Job:

@@ -7,7 +7,6 @@ what changed the order of its data: other weights, skipped steps, rows that coul
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError, CursorMismatch, HeadraceError
-from headrace.files import Container, read_lines
+from headrace.files import Container, read_jsonl
 from headrace.loader import TextDataset, merge_states
 from headrace.loader.state import joined_ranges
 from headrace.loader.weight_text import read_weights, weights_in_force
@@ -30,8 +29,6 @@ from headrace.runs.spool_loader import SpoolData, SpoolLoader
 
 if TYPE_CHECKING:
     from headrace.train import CheckpointStore, LMTrainer
-
-__all__ = ["Summary", "run_lm"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -316,14 +313,10 @@ def _place(hole: Mapping[str, Any]) -> tuple[str, str, int]:
 def _holes_in(journal: Path) -> set[tuple[str, str, int]]:
     """Places of the holes that are in a journal."""
     found = set()
-    with contextlib.suppress(FileNotFoundError):
-        for line in read_lines(journal):
-            if line is None or b'"hole"' not in line:
-                continue
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # a line that a kill cut short
-                event = json.loads(line)
-                if event["event"] == "hole":
-                    found.add(_place(event))
+    for event in read_jsonl(journal):
+        with contextlib.suppress(KeyError, TypeError):
+            if event["event"] == "hole":
+                found.add(_place(event))
     return found
 
 

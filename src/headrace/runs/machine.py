@@ -14,8 +14,6 @@ from headrace.errors import StorageError
 from headrace.files import publish
 from headrace.sources import cache_folder
 
-__all__ = ["describe_machine"]
-
 _PACKAGES = (
     "headrace",
     "torch",

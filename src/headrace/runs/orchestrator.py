@@ -25,6 +25,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from headrace.files import read_jsonl
 from headrace.metrics import JsonlSink, Wait
 from headrace.mix import LaneMix, fixed_point, starting_credits
 from headrace.rollouts.advantages import AdvantageConfig
@@ -40,7 +41,6 @@ from headrace.rollouts.records import Rollout
 from headrace.rollouts.scheduler import RolloutScheduler
 from headrace.rollouts.weights import drop_weights_below, probe_ids, publish_weights
 from headrace.runs.config.rl import RLConfig
-from headrace.runs.folder import read_jsonl
 from headrace.runs.run_loop import Run
 
 __all__ = ["Orchestrator", "environment_of_task"]

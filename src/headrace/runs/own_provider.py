@@ -13,8 +13,6 @@ from headrace.metrics import Wait
 from headrace.runs.config.schema import RunConfig
 from headrace.spool.folder import SpoolFolder
 
-__all__ = ["OwnProvider"]
-
 
 class OwnProvider:
     """A provider in a process of its own while the body runs, unless one is at work already.

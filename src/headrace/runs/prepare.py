@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from headrace.errors import ConfigError, DataChanged, FileCorrupt, HeadraceError, StorageError, TokenizerError
+from headrace.errors import ConfigError, DataChanged, FileCorrupt, StorageError
 from headrace.files import TEMP_PREFIX, make_inside, publish_json, quarantine, sweep_temporaries
 from headrace.loader import TextDataset
 from headrace.loader.windows import leave_out_too_long
@@ -33,7 +33,7 @@ from headrace.runtime.locks import ExclusiveLock
 from headrace.runtime.processors import usable_processors
 from headrace.runtime.signals import signal_asked
 from headrace.sources import OpenSource
-from headrace.text import LONGEST_PIECE, TokenBatch
+from headrace.text import LONGEST_PIECE, encode_named
 from headrace.text.shards import (
     MANIFEST,
     SHARD_FOLDER,
@@ -51,8 +51,6 @@ from headrace.text.shards import (
     write_packed_counts,
     write_shard,
 )
-
-__all__ = ["PrepareProgress", "PrepareSummary", "PrepareWatcher", "prepare"]
 
 _PLAN, _LOCK = "prepare.json", "prepare.lock"
 _DOCUMENTS_AT_ONCE = 1024
@@ -417,42 +415,11 @@ class _Work:
             if max(map(len, given)) > LONGEST_PIECE:
                 rows = range(first + at, first + at + len(part))
                 holes[leave_out_too_long(source, self._data.tokenizer, given, rows)] = True
-            batch = self._encode(source, given, first + at)
+            begin = first + at
+            batch = encode_named(self._data.tokenizer, given, lambda i, begin=begin: _place(source, begin + i))
             tokens, lengths = lay_documents(batch, self._data.packing, self._dtype)
             found.append(_Documents(tokens, lengths, holes))
         return found
-
-    def _encode(self, source: OpenSource, texts: list[str], row: int) -> TokenBatch:
-        tokenizer = self._data.tokenizer
-        try:
-            batch = tokenizer.encode(texts)
-        except Exception as error:
-            raise self._culprit(source, texts, row, error) from error
-        ids, offsets = batch.ids, batch.offsets
-        if len(batch) != len(texts) or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
-            raise TokenizerError(
-                f"tokenizer {tokenizer.name} gave {len(batch)} documents for {len(texts)} texts, or offsets that do not cover its ids"
-            )
-        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= tokenizer.vocab_size):
-            wrong = int(np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))[0])
-            document = int(np.searchsorted(offsets, wrong, side="right")) - 1
-            raise TokenizerError(
-                f"tokenizer {tokenizer.name} gave id {int(ids[wrong])} for {_place(source, row + document)}, outside its vocabulary "
-                f"of {tokenizer.vocab_size:,}. Use the tokenizer that belongs to this vocabulary."
-            )
-        return batch
-
-    def _culprit(self, source: OpenSource, texts: list[str], row: int, error: Exception) -> HeadraceError:
-        """The error with the document's name: the tokenizer only says that one of a batch failed."""
-        name = self._data.tokenizer.name
-        for number, text in enumerate(texts):
-            try:
-                self._data.tokenizer.encode([text])
-            except Exception as alone:
-                return TokenizerError(
-                    f"tokenizer {name} failed on {_place(source, row + number)}: {alone}. Remove the row, or use another tokenizer."
-                )
-        return TokenizerError(f"tokenizer {name} failed on a batch of source {source.name}: {error}")
 
 
 def _place(source: OpenSource, row: int) -> str:

@@ -6,12 +6,10 @@ provide_text(config)        headrace provide CONFIG, here and in every actor of 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import signal
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from headrace.metrics import default_meter
 from headrace.order import fingerprint_json
 from headrace.runs.config.schema import RunConfig
 from headrace.runs.job import Job
+from headrace.runtime.signals import stop_signals
 from headrace.sources import Source, cache_folder
 from headrace.spool import DataProviderBase
 from headrace.spool.providers.examples import Examples, ExampleSettings, read_examples
@@ -29,8 +28,6 @@ from headrace.spool.providers.labelled import LabelledTextProvider
 from headrace.spool.providers.lm import TextProvider
 from headrace.spool.providers.mlm import MaskedTextProvider
 from headrace.text import Tokenizer, load_tokenizer
-
-__all__ = ["batch_recipe", "examples_of", "provide_text", "provider_of", "stopped_by_signals"]
 
 _IDLE = 86_400.0
 """Seconds for which a provider waits for a consumer before it gives up: a day."""
@@ -123,27 +120,11 @@ def provide_text(
     if until_eof:
         threading.Thread(target=_stop_at_eof, args=(provider.stop,), daemon=True, name="headrace-parent").start()
     splits = provider.splits if isinstance(provider, LabelledTextProvider) else ("train",)
-    with stopped_by_signals(provider.stop):
+    with stop_signals(lambda _: provider.stop()):
         provider.open(splits)
         if ready is not None:
             ready(provider)
         return provider.run(splits, max_files=max_files)
-
-
-@contextlib.contextmanager
-def stopped_by_signals(stop: Callable[[], None]) -> Generator[None]:
-    """SIGINT and SIGTERM call `stop` while the body runs."""
-    before: dict[int, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, lambda *_: stop())
-    except ValueError:  # not the main thread: whoever runs us there handles signals
-        before.clear()
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _stop_at_eof(stop: Callable[[], None]) -> None:

@@ -19,9 +19,8 @@ from headrace.errors import ConfigError, HeadraceError, WorkerDied
 from headrace.metrics import Wait
 from headrace.runs.config.schema import RunConfig
 from headrace.runs.job import Job
-from headrace.runs.provide import provide_text, provider_of, stopped_by_signals
-
-__all__ = ["provide_on_ray"]
+from headrace.runs.provide import provide_text, provider_of
+from headrace.runtime.signals import stop_signals
 
 
 def provide_on_ray(
@@ -67,7 +66,7 @@ def provide_on_ray(
     remote = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(Provider)
     stopping = []
     try:
-        with stopped_by_signals(lambda: stopping.append(1)):
+        with stop_signals(stopping.append):
             actors = [remote.remote() for _ in range(config.spool.parts)]
             waiting = [actor.fill.remote(config, str(where), max_files) for actor in actors]
             report(f"{len(actors)} provider actors on {len(ray.nodes())} node{'s' if len(ray.nodes()) > 1 else ''}")

@@ -44,25 +44,12 @@ from headrace.metrics import (
     registered_specs,
 )
 from headrace.runs.folder import RunFolder
+from headrace.runtime.signals import stop_signals
 
 if TYPE_CHECKING:
     import numpy as np
 
     from headrace.train import CheckpointStore
-
-__all__ = [
-    "Progress",
-    "Run",
-    "RunSummary",
-    "StepOutcome",
-    "Task",
-    "TaskState",
-    "Trainer",
-    "Watcher",
-    "cpu_group",
-    "run_task",
-    "stop_on_signal",
-]
 
 S = TypeVar("S", bound="RunSummary")
 _LOSSES_KEPT = 10
@@ -584,9 +571,9 @@ def _naming_waits(watcher: Watcher, after: float = 1.0) -> Generator[None]:
 def stop_on_signal(run: Run) -> Generator[None]:
     """Stop after a step, with a checkpoint, at the first SIGINT or SIGTERM; the second has its usual effect."""
 
-    def ask(number: int, _: Any) -> None:
+    def ask(number: int) -> None:
         run.stop_signal = number
-        signal.signal(number, before[number])
+        restore()
         if run.is_lead:
             when = "after this step" if run.world_size == 1 else "at the next line, when all ranks know"
             sentence = f"{signal.Signals(number).name}: stopping {when} (again: at once, without saving)"
@@ -595,16 +582,9 @@ def stop_on_signal(run: Run) -> Generator[None]:
             threads[-1].start()
 
     threads: list[threading.Thread] = []
-    before: dict[int, Any] = {}
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, ask)
-    except ValueError:  # not the main thread, which handles the signals of this process
-        before.clear()
-    try:
-        yield
+        with stop_signals(ask) as restore:
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for thread in threads:
             thread.join()

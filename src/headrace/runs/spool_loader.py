@@ -29,8 +29,6 @@ from headrace.runs.provide import batch_recipe
 from headrace.spool import DatasetConsumer, read_meta
 from headrace.spool.providers.lm import COUNTS, ORIGIN
 
-__all__ = ["SpoolData", "SpoolLoader"]
-
 _KIND, _VERSION = "spooled-text", 1
 
 

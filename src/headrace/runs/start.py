@@ -21,8 +21,6 @@ from headrace.runs.folder import RunFolder
 if TYPE_CHECKING:
     from headrace.runs.run_loop import RunSummary, Watcher
 
-__all__ = ["ACCEPTED", "claim_folder", "train"]
-
 ACCEPTED = ("data", "weights", "tokenizer", "config", "sources")
 """Kinds of changes since the checkpoint that a resume can accept."""
 _TASKS = {

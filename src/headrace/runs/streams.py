@@ -26,8 +26,6 @@ from headrace.runs.folder import RunFolder
 from headrace.runs.run_loop import Run, RunSummary, StepOutcome, Task, TaskState, Watcher, cpu_group, run_task
 from headrace.sources.stream_files import StreamListing, list_streams
 
-__all__ = ["StreamSummary", "list_of", "open_dataset", "run_streams", "sizes_of"]
-
 
 @dataclass(slots=True, kw_only=True)
 class StreamSummary(RunSummary):

@@ -18,8 +18,6 @@ from headrace.mix import MixPlan, MixSettings, StreamTable
 from headrace.runs.config.streams import StreamsConfig
 from headrace.runs.streams import list_of, sizes_of
 
-__all__ = ["ModalityPlan", "StreamPlan", "check_streams"]
-
 _MAX_DRAWS = 200_000
 """Draws that are played: some seconds. A longer run is seen up to there."""
 

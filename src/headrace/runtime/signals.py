@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM for work without steps: remembered, and asked for between pieces of work."""
+"""SIGINT and SIGTERM as a request to stop, for the time of one block."""
 
 from __future__ import annotations
 
@@ -7,30 +7,40 @@ import signal
 from collections.abc import Callable, Generator
 from typing import Any
 
-__all__ = ["signal_asked"]
+__all__ = ["signal_asked", "stop_signals"]
+
+
+@contextlib.contextmanager
+def stop_signals(handler: Callable[[int], None]) -> Generator[Callable[[], None]]:
+    """SIGINT and SIGTERM call `handler(number)` while the body runs. Yields a function that gives them their usual effect back.
+
+    Outside the main thread signals keep their handlers: whatever runs the main thread takes care of them.
+    """
+    before: dict[int, Any] = {}
+
+    def restore() -> None:
+        for number, usual in before.items():
+            signal.signal(number, usual)
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, lambda number, _: handler(number))
+    except ValueError:  # not the main thread
+        before.clear()
+    try:
+        yield restore
+    finally:
+        restore()
 
 
 @contextlib.contextmanager
 def signal_asked() -> Generator[Callable[[], int]]:
-    """Yield a function that returns the number of the first SIGINT or SIGTERM received, or 0.
-
-    A second signal ends the process as usual. Outside the main thread signals keep their handlers.
-    """
+    """Yield a function that returns the number of the first SIGINT or SIGTERM received, or 0. A second signal ends the process as usual."""
     asked = [0]
 
-    def remember(number: int, _: object) -> None:
+    def remember(number: int) -> None:
         asked[0] = number
-        for n in before:
-            signal.signal(n, before[n])
+        restore()
 
-    before: dict[int, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, remember)
-    except ValueError:
-        before = {}
-    try:
+    with stop_signals(remember) as restore:
         yield lambda: asked[0]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

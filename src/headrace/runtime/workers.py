@@ -9,8 +9,8 @@
 A worker that dies closes its pipe, so the parent learns of it at the next message. A worker whose parent dies reads the end of its pipe and
 ends. Errors travel by name (`wire_errors`). Which worker gets which question is for the room to decide.
 
-The pools of `concurrent.futures`, loky and pebble do not fit: they pickle answers, choose the worker themselves and, when one process
-dies, cannot say over which question. Every room here sends a question to one chosen worker and its arrays as raw bytes.
+The pools of `concurrent.futures`, loky and pebble do not fit: they choose the worker themselves and, when one process dies, cannot say
+over which question. Every room here sends a question to one chosen worker.
 """
 
 from __future__ import annotations

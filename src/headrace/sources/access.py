@@ -20,8 +20,6 @@ from headrace.order import file_fingerprint
 from headrace.order.fingerprint import SAMPLED_BLOCK, sampled_offsets
 from headrace.sources.matching import Found, FoundFile
 
-__all__ = ["Access"]
-
 
 class Access:
     """The way to the found files. Every method may be called from many threads."""

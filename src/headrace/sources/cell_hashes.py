@@ -23,8 +23,6 @@ from headrace.sources.cells import Cells
 from headrace.sources.records import ChunkRecords
 from headrace.sources.stream_files import StreamFile
 
-__all__ = ["CellHashes", "cells_hash", "record_name"]
-
 UNIT_BYTES = 64 << 10
 _MAX_UNITS = 1 << 20
 """Larger listings have larger units: every reader holds 17 bytes for each unit, and a million records load in 0.7 s."""

@@ -18,9 +18,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import orjson
-
 from headrace import errors
 from headrace.errors import DataError, HeadraceError, WorkerDied
 from headrace.metrics import Meter, Wait, default_meter
@@ -28,8 +25,6 @@ from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess
 from headrace.sources.cell_hashes import CellHashes
 from headrace.sources.cells import CellFile, CellOpener, Cells, open_cells
-
-__all__ = ["CellProcesses", "CellReaders", "pack_cells", "rows_text", "unpack_cells"]
 
 _QUICK = (".npy",)
 """Not opened ahead: that is 100 us of Python, and a thread would hold the interpreter's lock for as long at a worse moment."""
@@ -169,54 +164,6 @@ class CellReaders:
         return file
 
 
-# ------------------------------------------------------------------------------------------------- on the wire
-
-
-def pack_cells(cells: Cells) -> list[bytes | memoryview]:
-    """A header and the columns' bytes. Strings and ragged lists travel as lengths and one run of values."""
-    header: list[Any] = []
-    parts: list[bytes | memoryview] = []
-
-    def put(array: np.ndarray) -> None:
-        parts.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.nbytes else b"")
-
-    for name, column in cells.items():
-        if column.dtype != object:
-            header.append([name, "plain", column.dtype.str, list(column.shape)])
-            put(column)
-            continue
-        items = column.tolist()
-        kind = "bytes" if items and isinstance(items[0], bytes) else "text"
-        if items and isinstance(items[0], np.ndarray):
-            header.append([name, "ragged", items[0].dtype.str, [len(item) for item in items]])
-            put(np.concatenate(items))
-            continue
-        raw = [item if isinstance(item, bytes) else str(item).encode("utf-8", "surrogatepass") for item in items]
-        header.append([name, kind, "", [len(item) for item in raw]])
-        parts.append(b"".join(raw))
-    return [orjson.dumps(header), *parts]
-
-
-def unpack_cells(header: bytes, parts: Sequence[bytes]) -> Cells:
-    """The columns again, each in memory of its own that may be written to."""
-    cells: Cells = {}
-    for (name, kind, dtype, shape), data in zip(orjson.loads(header), parts, strict=True):
-        if kind == "plain":
-            cells[name] = np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-            continue
-        items = np.empty(len(shape), dtype=object)
-        ends = np.cumsum(shape, dtype=np.int64).tolist()
-        flat = np.frombuffer(bytearray(data), dtype=dtype) if kind == "ragged" else None
-        for i, (length, end) in enumerate(zip(shape, ends, strict=True)):
-            if flat is not None:
-                items[i] = flat[end - length : end]
-            else:
-                raw = data[end - length : end]
-                items[i] = raw if kind == "bytes" else raw.decode("utf-8", "surrogatepass")
-        cells[name] = items
-    return cells
-
-
 class CellProcesses:
     """Worker processes that read rows. `ask` and `answer` are called by one thread, answers come in the order asked."""
 
@@ -253,7 +200,7 @@ class CellProcesses:
         """Ask for rows. `dry`: they are the last, so the file may be closed; `expect`: files to open ahead."""
         self._asked.append(_Request(worker, stream, start, stop))
         try:
-            self._workers[worker].pipe.send_bytes(orjson.dumps([stream, start, stop, dry, list(expect)]))
+            self._workers[worker].pipe.send((stream, start, stop, dry, tuple(expect)))
         except OSError as error:
             raise self._lost(worker) from error
 
@@ -270,16 +217,14 @@ class CellProcesses:
                             "a longer deadline."
                         )
                     wait.check()
-                header = pipe.recv_bytes()
-                failed = header[:1] != b"["
-                parts = [] if failed else [pipe.recv_bytes() for _ in orjson.loads(header)]
+                cells, failure = pipe.recv()
             except (EOFError, ConnectionError) as error:
                 raise self._lost(worker) from error
         # Only now: the answer to a request that was given up at its deadline must not be taken for that of the next one.
         self._asked.popleft()
-        if failed:
-            raise decode_error(orjson.loads(header[1:]))
-        return unpack_cells(header, parts)
+        if failure is not None:
+            raise decode_error(failure)
+        return cells
 
     def forget(self) -> None:
         """Take in and throw away what was asked for and is no longer wanted."""
@@ -317,15 +262,14 @@ def _serve(pipe: Connection, recipe: Mapping[str, Any], recorded: Mapping[str, A
     readers = CellReaders(**recipe, hashes=hashes)
     try:
         while True:
-            stream, start, stop, dry, expect = orjson.loads(pipe.recv_bytes())
+            stream, start, stop, dry, expect = pipe.recv()
             readers.expect(expect)
             try:
-                packed = pack_cells(readers.read(stream, start, stop))
+                cells = readers.read(stream, start, stop)
             except HeadraceError as error:
-                pipe.send_bytes(b"!" + orjson.dumps(encode_error(error)))
+                pipe.send((None, encode_error(error)))
                 continue
-            for part in packed:
-                pipe.send_bytes(part)
+            pipe.send((cells, None))
             if dry:
                 readers.release(stream)
     finally:

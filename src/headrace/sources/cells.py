@@ -24,8 +24,6 @@ from headrace.errors import ConfigError, DataError
 from headrace.formats.byte_file import RawFile
 from headrace.formats.rows import FORMATS, Ragged, open_rows
 
-__all__ = ["CellFile", "CellOpener", "Cells", "cell_suffixes", "open_cells", "register_cells", "registered_cells"]
-
 Cells = dict[str, np.ndarray]
 
 _MAX_ROWS = 1 << 40

@@ -39,12 +39,10 @@ from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError, n
 from headrace.files import publish, publish_json, read_json, read_regular, sync_folder
 from headrace.formats.byte_file import first_line
 from headrace.formats.compressed import PACKINGS
+from headrace.formats.object_store import fits
 from headrace.metrics import Wait
 from headrace.order import fingerprint_json
 from headrace.runtime.locks import ExclusiveLock, lock_holder
-from headrace.sources.matching import fits
-
-__all__ = ["Dataset", "find_dataset"]
 
 _FORMATS = {
     ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",

@@ -34,8 +34,6 @@ from headrace.order import fingerprint_json
 from headrace.sources.access import Access
 from headrace.sources.matching import Found, FoundFile
 
-__all__ = ["FileEntry", "Manifest", "make_manifest"]
-
 _VERSION = 2
 _COLUMNS = {
     "chunk_file": np.int32,

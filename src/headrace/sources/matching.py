@@ -18,20 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from headrace.errors import ConfigError, DataError, nearest
-from headrace.formats.byte_file import Tally, patiently
-from headrace.formats.object_store import MAX_FILES, Store, find_objects, fits, pinned_tag
-
-__all__ = [
-    "COMPRESSED",
-    "MAX_FILES",
-    "Found",
-    "FoundFile",
-    "fits",
-    "matches",
-    "named_files",
-    "pinned_objects",
-    "stored_matches",
-]
+from headrace.formats.byte_file import Tally, file_kind, patiently
+from headrace.formats.object_store import MAX_FILES, Store, find_objects, pinned_tag
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".br", ".zip")
 
@@ -189,7 +177,7 @@ class _Walk:
             )
         if not stat.S_ISREG(status.st_mode):
             raise DataError(
-                f"{self.what}: {path} is {_kind(status.st_mode)}; a source reads regular files only. Take it out of the "
+                f"{self.what}: {path} is {file_kind(status.st_mode)}; a source reads regular files only. Take it out of the "
                 "folder, or name the files with a narrower glob."
             )
         if relative.endswith(COMPRESSED) and not relative.endswith(self.packings):
@@ -288,16 +276,6 @@ def _scandir(folder: Path) -> list[os.DirEntry[str]]:
 
 def _is_pattern(text: str) -> bool:
     return any(c in text for c in "*?[")
-
-
-def _kind(mode: int) -> str:
-    if stat.S_ISDIR(mode):
-        return "a folder"
-    if stat.S_ISFIFO(mode):
-        return "a named pipe"
-    if stat.S_ISSOCK(mode):
-        return "a socket"
-    return "a device" if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) else "no regular file"
 
 
 def _nothing(what: str, place: str, wanted: Path) -> str:

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -40,8 +39,6 @@ from headrace.sources.rows import RowShape
 from headrace.sources.samples import sample_folder
 from headrace.sources.spec import Source
 from headrace.sources.text_formats import text_reader
-
-__all__ = ["MAX_LINE_BYTES", "OpenSource", "cache_folder", "open_source"]
 
 _log = logging.getLogger("headrace.sources")
 MAX_LINE_BYTES = 256 << 20
@@ -233,9 +230,7 @@ class OpenSource:
     def __enter__(self) -> OpenSource:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def read(self, chunk: int) -> list[str | None]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -27,13 +28,8 @@ from headrace.formats.byte_file import Tally
 from headrace.order import mix64_array
 from headrace.sources.manifest import Manifest
 
-__all__ = ["ChunkRecords", "chunk_ids"]
-
 _log = logging.getLogger("headrace.sources")
-_WIDTH = 16 + 1 + 16 + 1 + 8
-_HEX = np.full(256, 255, dtype=np.uint8)
-for _digit, _char in enumerate(b"0123456789abcdef"):
-    _HEX[_char] = _digit
+_RECORD = re.compile(rb"(?:\A|\n)([0-9a-f]{16}) ([0-9a-f]{16}) ([0-9a-f]{8})(?=\n|\Z)")
 _MAX_RECORD_FILE = 4 << 30
 
 
@@ -139,24 +135,11 @@ def _record(chunk_id: int, value: int) -> bytes:
 
 
 def _parse(data: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, hashes) of all whole records, in file order; a million take .7 s."""
-    array = np.frombuffer(data, dtype=np.uint8)
-    newlines = np.flatnonzero(array == 10)
-    starts = np.concatenate(([0], newlines + 1))
-    ends = np.append(newlines, array.size)
-    starts = starts[ends - starts == _WIDTH]
-    if not starts.size:
-        return np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.uint64)
-    lines = np.lib.stride_tricks.sliding_window_view(array, _WIDTH)[starts]
-    digits = _HEX[lines]
-    sound = (lines[:, 16] == 32) & (lines[:, 33] == 32)
-    fields = []
-    for start, stop in ((0, 16), (17, 33), (34, 42)):
-        field = digits[:, start:stop]
-        sound &= (field < 16).all(axis=1)
-        value = np.zeros(len(field), dtype=np.uint64)
-        for column in range(stop - start):
-            value = (value << np.uint64(4)) | (field[:, column] & np.uint8(15)).astype(np.uint64)
-        fields.append(value)
-    sound &= _check(fields[0], fields[1]) == fields[2]
-    return fields[0][sound], fields[1][sound]
+    """(ids, hashes) of all whole records, in file order; a million take 0.7 s."""
+    columns = [b"".join(column) for column in zip(*_RECORD.findall(data), strict=True)] or [b""] * 3
+    ids, values, checks = (
+        np.frombuffer(bytes.fromhex(column.decode()), dtype).astype(np.uint64)
+        for column, dtype in zip(columns, (">u8", ">u8", ">u4"), strict=True)
+    )
+    sound = _check(ids, values) == checks
+    return ids[sound], values[sound]

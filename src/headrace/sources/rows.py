@@ -13,23 +13,25 @@ one piece to pyarrow. Dictionary-encoded Arrow columns lie elsewhere and are ref
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import orjson
 
 from headrace.errors import nearest
-from headrace.formats.byte_file import first_line
-from headrace.formats.chunks import BadRow, not_utf8
+from headrace.formats.byte_file import ByteFile, Undecodable, first_line
+from headrace.formats.chunks import BadRow, all_bad, not_utf8
 from headrace.formats.lines import JsonLines
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["JsonLabelled", "RowShape", "row_objects", "texts_of"]
-
+T = TypeVar("T")
+_HEADS_KEPT = 64
 _MAX_CHUNK_TEXT = 1 << 30
 """Bytes of JSON that a chunk may become: half a megabyte of parquet can stand for terabytes of repeated text."""
 _MAX_VALUES = 1 << 26
@@ -77,6 +79,60 @@ class RowShape:
             if size > _MAX_CHUNK_TEXT:
                 raise ValueError(f"its rows unpack to more than {_MAX_CHUNK_TEXT:,} bytes")
             texts.append(text)
+        return texts, bad
+
+
+class ColumnReader(Generic[T]):
+    """What the readers of parquet and Arrow share: one text column, or several columns with `shape`. pyarrow is imported on first use.
+
+    `T`: what the head of a file says about these columns.
+    """
+
+    packings: tuple[str, ...] = ()
+    unit = "row"
+
+    def __init__(self, *, text_key: str = "", shape: RowShape | None = None) -> None:
+        self.text_key, self._shape = text_key, shape
+        self._kept: OrderedDict[tuple[str, int, int | str], T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def parameters(self) -> dict[str, Any]:
+        return {"column": self.text_key} if self._shape is None else {"columns": list(self._shape.columns)}
+
+    def chunk_bytes(self, total: int) -> int:
+        return 0
+
+    def describe(self, file: ByteFile) -> T:
+        """Read the head of a file."""
+        raise NotImplementedError
+
+    def described(self, file: ByteFile) -> T:
+        """The same; that of the last 64 files is kept, because consecutive chunks come from few files."""
+        key = (str(file.path), file.size, file.version)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        found = self.describe(file)
+        with self._lock:
+            self._kept[key] = found
+            while len(self._kept) > _HEADS_KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+    @staticmethod
+    def checked(
+        what: str, rows: int, decode: Callable[[], tuple[list[str | None], list[BadRow]]]
+    ) -> tuple[list[str | None], list[BadRow]]:
+        """`decode()`; if it fails, or gives another number of rows, all rows are bad. `what`: the chunk, for messages."""
+        import pyarrow as pa
+
+        try:
+            texts, bad = decode()
+        except (pa.ArrowException, OSError, ValueError, IndexError, MemoryError, Undecodable) as error:
+            return all_bad(rows, f"{what} cannot be decoded ({first_line(error)})")
+        if len(texts) != rows:
+            return all_bad(rows, f"{what} holds {len(texts):,} rows, {rows:,} were announced")
         return texts, bad
 
 

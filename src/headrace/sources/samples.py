@@ -31,8 +31,6 @@ from headrace.files import TEMP_PREFIX, publish, publish_json, sync_folder
 from headrace.order import full_fingerprint
 from headrace.sources.spec import SAMPLES
 
-__all__ = ["sample_folder", "sample_names"]
-
 _SHARDS = 4
 _LEAST, _MOST = 300, 8_000
 _LEAST_DOCUMENT = 60

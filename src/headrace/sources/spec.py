@@ -22,8 +22,6 @@ from headrace.errors import ConfigError, nearest
 from headrace.formats.object_store import STORES, store_of
 from headrace.sources.text_formats import TEXT_FORMATS
 
-__all__ = ["SAMPLES", "SCHEMES", "Source"]
-
 SCHEMES: dict[str, str] = {
     **{name: text_format.holds for name, text_format in TEXT_FORMATS.items()},
     "hf": "a dataset of the Hugging Face hub, or a folder laid out like one",
@@ -95,7 +93,7 @@ class Source:
         match = _QUERY.match(line.strip())
         if match is None:
             return cls(line.strip())
-        valid = tuple(field.name for field in fields(cls) if field.name != "spec")
+        valid = {field.name: str(field.type) for field in fields(cls) if field.name != "spec"}
         problems: list[str] = []
         options: dict[str, Any] = {}
         for pair in match["query"].split("&"):
@@ -112,7 +110,7 @@ class Source:
                 problems.append(f"source {line!r}: option {key!r} is given twice")
             else:
                 try:
-                    options[key] = _OPTION_TYPES[key](value)
+                    options[key] = _read_option(valid[key], value)
                 except ValueError as error:
                     problems.append(f"source {line!r}: option {key!r} needs {error}, got {value!r}")
         if problems:
@@ -211,37 +209,17 @@ def _derived_name(scheme: str, place: str) -> str:
     return name[:80] or scheme
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("a number") from None
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError("a whole number") from None
-
-
-def _boolean(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError("true or false")
-    return text == "true"
-
-
-_OPTION_TYPES: dict[str, Any] = {
-    "weight": _number,
-    "name": str,
-    "text_key": str,
-    "label_key": str,
-    "max_rows": _whole,
-    "max_tokens": _whole,
-    "max_epochs": _whole,
-    "on_bad": str,
-    "allow_symlinks": _boolean,
-    "split": str,
-    "config": str,
-    "cache": str,
+_KINDS: dict[str, tuple[str, Any]] = {
+    "float": ("a number", float),
+    "int | None": ("a whole number", int),
+    "bool": ("true or false", {"true": True, "false": False}.__getitem__),
 }
+"""How an option is read, by the type of its field; any other is text."""
+
+
+def _read_option(kind: str, text: str) -> Any:
+    wanted, read = _KINDS.get(kind, ("a text", str))
+    try:
+        return read(text)
+    except (ValueError, KeyError):
+        raise ValueError(wanted) from None

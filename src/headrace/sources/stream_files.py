@@ -28,8 +28,6 @@ from headrace.sources.cells import CellOpener, cell_suffixes, open_cells
 from headrace.sources.matching import FoundFile, matches
 from headrace.sources.opened import cache_folder
 
-__all__ = ["LAYOUTS", "Layout", "StreamFile", "StreamListing", "kept_listing", "list_streams"]
-
 Layout = Literal["nested", "direct"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 

@@ -6,8 +6,6 @@ one piece to pyarrow. Dictionary-encoded columns would need batches that lie els
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,40 +16,27 @@ from headrace.errors import DataChanged, DataError, nearest
 from headrace.formats.arrow import bad_batch, batch_of, messages_of, read_batch, read_schema, schema_message
 from headrace.formats.arrow_messages import BATCH, SCHEMA, Batch, is_big_endian
 from headrace.formats.byte_file import ACCEPT_DATA, ByteFile, Undecodable, first_line, most_decoded
-from headrace.formats.chunks import BadRow, FileScan, Loaded, all_bad
+from headrace.formats.chunks import BadRow, FileScan, Loaded
 from headrace.formats.parquet import no_such_column
 from headrace.order import chunk_hash
-from headrace.sources.rows import RowShape, row_objects, texts_of
+from headrace.sources.rows import ColumnReader, RowShape, row_objects, texts_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["ArrowLabelled", "ArrowTexts"]
-
 _MAX_COLUMN_BYTES = 4 << 30
 _MAX_BATCH_BYTES = 1 << 30
-_SCHEMAS_KEPT = 64
 
 
-class ArrowTexts:
-    """One text column of Arrow IPC files. pyarrow is imported on first use."""
+class ArrowTexts(ColumnReader["_Column"]):
+    """One text column of Arrow IPC files."""
 
     format = "arrow"
     suffixes: tuple[str, ...] = (".arrow", ".ipc", ".feather")
-    packings: tuple[str, ...] = ()
-    unit = "row"
     span = "record batch at bytes"
 
-    def __init__(self, *, text_key: str) -> None:
-        self.text_key = text_key
-        self._kept: OrderedDict[tuple[str, int, int | str], _Column] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def parameters(self) -> dict[str, Any]:
-        return {"column": self.text_key}
-
-    def chunk_bytes(self, total: int) -> int:
-        return 0
+    def describe(self, file: ByteFile) -> _Column:
+        return _Column.of(file, schema_message(file), self.text_key)
 
     def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan:
         found: list[tuple[int, int, int, int, int]] = []
@@ -70,11 +55,10 @@ class ArrowTexts:
                 row += batch.rows
         if column is None:
             raise Undecodable(file.path, "is no Arrow file or stream: it holds no schema")
-        start, stop, rows, line, sizes = (np.array([f[i] for f in found], dtype=np.int64) for i in range(5))
-        return FileScan(start=start, end=stop, rows=rows, line=line, size=sizes)
+        return _scan_of(found)
 
     def load(self, file: ByteFile, start: int, end: int) -> Loaded:
-        column = self._column(file)
+        column = self.described(file)
         try:
             at, stop, body, kind, metadata = next(messages_of(file, start, end))
             if kind != BATCH or (at, stop) != (start, end):
@@ -100,8 +84,9 @@ class ArrowTexts:
         import pyarrow as pa
 
         batch, buffers = loaded.payload
-        column = self._column(file)
-        try:
+        column = self.described(file)
+
+        def decode() -> tuple[list[str | None], list[BadRow]]:
             plain = [None if b is None else _plain(b, batch.codec) for b in buffers]
             parents, own = plain[: len(column.parents)], plain[len(column.parents) :]
             length, nulls = batch.nodes[column.node]
@@ -112,36 +97,18 @@ class ArrowTexts:
             texts, why = texts_of(array)
             for bits in parents:
                 _hide(texts, why, bits)
-        except (pa.ArrowException, OSError, ValueError, IndexError, MemoryError) as error:
-            return all_bad(rows, f"the record batch cannot be decoded ({first_line(error)})")
-        if len(texts) != rows:
-            return all_bad(rows, f"the record batch says {rows:,} rows and its text column holds {len(texts):,}")
-        return texts, [BadRow(row=row, line=row, reason=why[row]) for row in sorted(why)]
+            return texts, [BadRow(row=row, line=row, reason=why[row]) for row in sorted(why)]
 
-    def _column(self, file: ByteFile) -> _Column:
-        """What the schema says; that of the last 64 files is kept, because consecutive chunks come from few files."""
-        key = (str(file.path), file.size, file.version)
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        column = _Column.of(file, schema_message(file), self.text_key)
-        with self._lock:
-            self._kept[key] = column
-            while len(self._kept) > _SCHEMAS_KEPT:
-                self._kept.popitem(last=False)
-        return column
+        return self.checked("the record batch", rows, decode)
 
 
 class ArrowLabelled(ArrowTexts):
     """Several columns of Arrow IPC files."""
 
     def __init__(self, *, shape: RowShape) -> None:
-        super().__init__(text_key=shape.columns[0])
-        self._shape = shape
-
-    def parameters(self) -> dict[str, Any]:
-        return {"columns": list(self._shape.columns)}
+        super().__init__(shape=shape)
+        self._columns = shape.columns
+        self._rows = shape.rows
 
     def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan:
         self._schema_of(file)
@@ -157,8 +124,7 @@ class ArrowLabelled(ArrowTexts):
                 if rows:
                     found.append((at, end, rows, row, body))
                 row += rows
-        start, stop, rows_, line, sizes = (np.array([f[i] for f in found], dtype=np.int64) for i in range(5))
-        return FileScan(start=start, end=stop, rows=rows_, line=line, size=sizes)
+        return _scan_of(found)
 
     def load(self, file: ByteFile, start: int, end: int) -> Loaded:
         if not 0 <= start < end <= file.size:
@@ -170,24 +136,20 @@ class ArrowLabelled(ArrowTexts):
         return Loaded(hash=chunk_hash(memoryview(data)), size=len(data), payload=data)
 
     def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
-        import pyarrow as pa
-
         schema = self._schema_of(file)
-        try:
+
+        def decode() -> tuple[list[str | None], list[BadRow]]:
             batch = read_batch(file, schema, loaded.payload)
-            wanted = [c if c in schema.names else c.split(".")[0] for c in self._shape.columns]
-            texts, bad = self._shape.rows(row_objects(batch.select(list(dict.fromkeys(wanted)))))
-        except (pa.ArrowException, OSError, ValueError, IndexError, MemoryError, Undecodable) as error:
-            return all_bad(rows, f"the record batch cannot be decoded ({first_line(error)})")
-        if len(texts) != rows:
-            return all_bad(rows, f"the record batch says {rows:,} rows and holds {len(texts):,}")
-        return texts, bad
+            wanted = [c if c in schema.names else c.split(".")[0] for c in self._columns]
+            return self._rows(row_objects(batch.select(list(dict.fromkeys(wanted)))))
+
+        return self.checked("the record batch", rows, decode)
 
     def _schema_of(self, file: ByteFile) -> pa.Schema:
         import pyarrow as pa
 
         schema = read_schema(file, schema_message(file))
-        for column in self._shape.columns:
+        for column in self._columns:
             name = column if column in schema.names else column.split(".")[0]
             if name not in schema.names:
                 raise no_such_column(file.path, column, schema.names, text=False)
@@ -299,11 +261,18 @@ class _Column:
         return [(start + offset, length) for offset, length in places]
 
 
+def _scan_of(batches: list[tuple[int, int, int, int, int]]) -> FileScan:
+    """From (start, end, rows, first row, size) of every batch."""
+    start, end, rows, line, size = np.array(batches, dtype=np.int64).reshape(-1, 5).T.copy()
+    return FileScan(start=start, end=end, rows=rows, line=line, size=size)
+
+
 def _layout(kind: pa.DataType) -> tuple[int, int, int]:
     """(arrays, buffers, arrays of views) that a type takes in a batch, itself and all that is in it."""
+    import pyarrow as pa
     import pyarrow.types as t
 
-    while isinstance(kind, _extension()):
+    while isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     views = 0
     if t.is_null(kind) or t.is_run_end_encoded(kind):
@@ -324,12 +293,6 @@ def _layout(kind: pa.DataType) -> tuple[int, int, int]:
             more = _layout(kind.field(child).type)
             nodes, buffers, views = nodes + more[0], buffers + more[1], views + more[2]
     return nodes, buffers, views
-
-
-def _extension() -> type:
-    import pyarrow as pa
-
-    return pa.BaseExtensionType
 
 
 def _is_text(kind: pa.DataType) -> bool:

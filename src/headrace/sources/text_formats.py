@@ -13,8 +13,6 @@ from headrace.errors import ConfigError
 from headrace.formats.chunks import Reader
 from headrace.sources.rows import RowShape
 
-__all__ = ["TEXT_FORMATS", "TextFormat", "text_reader"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFormat:
@@ -53,7 +51,7 @@ TEXT_FORMATS: dict[str, TextFormat] = {
         holds="one document per row",
         suffixes=(".parquet", ".pq"),
         texts="headrace.sources.text_parquet:ParquetTexts",
-        labelled="headrace.sources.text_parquet:ParquetLabelled",
+        labelled="headrace.sources.text_parquet:ParquetTexts",
     ),
     "arrow": TextFormat(
         holds="Arrow IPC files or streams, one document per row",

@@ -16,7 +16,6 @@
     provider
       provider.py    makes files, and keeps so many ahead: DataProviderBase
       sequential.py  producers whose next file depends on all before: SequentialProvider
-      row_buffer.py  collects batches into the arrays of one file
       providers/     language model, masked, labelled, and the usual draws
     consumer, from the trainer inward
       consumer.py    the trainer's end: DatasetConsumer

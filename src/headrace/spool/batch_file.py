@@ -25,25 +25,18 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import orjson
 import xxhash
 
-from headrace.batch import DTYPES, OFFSETS, BatchSpec
+from headrace.batch import DTYPES, OFFSETS, BatchSpec, numpy_dtype
 from headrace.errors import DataError, FileCorrupt
 from headrace.files import Container, Durability, open_container, publish, unreadable, write_container
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "BatchFile",
-    "FileHeader",
-    "open_batch_file",
-    "write_batch_file",
-]
 
 SEGMENT_BYTES = 8 << 10
 _KIND, _VERSION = "headrace-spool", 1
@@ -161,9 +154,12 @@ def write_batch_file(
 ) -> None:
     """Publish a file; FileExistsError if it is there already. The suffix of the path says which format."""
     header.schema.check(arrays, header.rows)
-    if path.suffix == ".pt":
-        _write_pt(path, header, arrays, durable)
-        return
+    _format_of(path).write(path, header, arrays, durable)
+
+
+def _write_safetensors(
+    path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], durable: Durability | bool
+) -> None:
     dtypes = {f.name: DTYPES[f.dtype] for f in header.schema}
     segments = {
         f.name: max(1, SEGMENT_BYTES // max(1, arrays[f.name].nbytes // header.rows))
@@ -198,6 +194,51 @@ def _write_pt(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], 
     publish(path, [buffer.getbuffer()], durable=durable)
 
 
+class RowBuffer:
+    """The rows of one file while it is made: each field is one array, filled from the front."""
+
+    def __init__(self, schema: BatchSpec, rows: int) -> None:
+        self._schema, self._rows = schema, 0
+        self._fixed = {f.name: np.empty((rows, *f.shape), numpy_dtype(f.dtype)) for f in schema if not f.ragged}
+        self._ragged: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {
+            f.name: ([], []) for f in schema if f.ragged
+        }
+
+    def add(self, batch: Mapping[str, Any]) -> int:
+        """Take a batch over; how many rows it has. DataError if it does not fit the schema."""
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"a batch is {type(batch).__name__}, expected a dict with an array or tensor for every field"
+            )
+        arrays = {
+            name: np.asarray(v) if isinstance(v, (np.ndarray, list)) else tensor_array(v) for name, v in batch.items()
+        }
+        rows = self._schema.check(arrays)
+        for name, array in self._fixed.items():
+            array[self._rows : self._rows + rows] = arrays[name]
+        for name, (values, lengths) in self._ragged.items():
+            values.append(arrays[name].copy())
+            lengths.append(np.diff(arrays[name + OFFSETS]))
+        self._rows += rows
+        return rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Everything added so far."""
+        whole = {name: array[: self._rows] for name, array in self._fixed.items()}
+        for field in self._schema:
+            if field.ragged:
+                values, lengths = self._ragged[field.name]
+                offsets = np.zeros(self._rows + 1, np.int64)
+                if lengths:
+                    np.cumsum(np.concatenate(lengths), out=offsets[1:])
+                whole[field.name] = np.concatenate(values) if values else np.empty(0, numpy_dtype(field.dtype))
+                whole[field.name + OFFSETS] = offsets
+        return whole
+
+
 # --------------------------------------------------------------------------------------------------- read
 
 
@@ -206,8 +247,10 @@ def open_batch_file(path: Path, *, split: str = "", seq: int | None = None, priv
 
     `split`, `seq`: what a `.pt` file of another program is taken for. `private`: the arrays may be written to; the file stays as it is.
     """
-    if path.name.endswith(".pt"):
-        return _open_pt(path, split, seq)
+    return _format_of(path).open(path, split, seq, private)
+
+
+def _open_safetensors(path: Path, split: str, seq: int | None, private: bool) -> BatchFile:
     container = open_container(path, verify=False, private=private, follow=False)
     try:
         header = FileHeader.from_json(container.meta)
@@ -233,15 +276,8 @@ def _schema(fields: bytes) -> BatchSpec:
     return BatchSpec.from_json(orjson.loads(fields))
 
 
-def _open_pt(path: Path, split: str, seq: int | None) -> BatchFile:
-    try:
-        status = os.lstat(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if not stat.S_ISREG(status.st_mode):
-        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
-        raise FileCorrupt(f"{path} is {kind}; a spool holds files of its own only")
-    size = status.st_size
+def _open_pt(path: Path, split: str, seq: int | None, private: bool) -> BatchFile:
+    size = pt_size(path)
     loaded = load_pt(path, size)
     metadata, tensors = loaded.get("metadata"), loaded.get("tensors")
     try:
@@ -275,6 +311,18 @@ def _open_pt(path: Path, split: str, seq: int | None) -> BatchFile:
             raise FileCorrupt(f"{path} is damaged: tensor {name!r} fails its checksum")
 
     return BatchFile(path, header, arrays, check)
+
+
+def pt_size(path: Path) -> int:
+    """Bytes of a regular file."""
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+        raise FileCorrupt(f"{path} is {kind}; a spool holds files of its own only")
+    return status.st_size
 
 
 def load_pt(path: Path, size: int) -> dict[str, Any]:
@@ -341,3 +389,22 @@ def tensor_array(tensor: torch.Tensor) -> np.ndarray:
 
 def tensor_dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+class FileFormat(NamedTuple):
+    """How files of one suffix are written and opened."""
+
+    write: Callable[[Path, FileHeader, Mapping[str, np.ndarray], Durability | bool], None]
+    open: Callable[[Path, str, int | None, bool], BatchFile]
+
+
+FORMATS = {
+    "safetensors": FileFormat(_write_safetensors, _open_safetensors),
+    "pt": FileFormat(_write_pt, _open_pt),
+}
+"""Formats of batch files by suffix. A new one is a line here."""
+
+
+def _format_of(path: Path) -> FileFormat:
+    """The format that a suffix names; safetensors, which says so itself, for any other."""
+    return FORMATS.get(path.suffix.removeprefix("."), FORMATS["safetensors"])

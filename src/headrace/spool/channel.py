@@ -27,12 +27,12 @@ from typing import Literal
 from headrace.errors import FileCorrupt, StorageError
 from headrace.files import publish, quarantine, read_json, read_regular
 from headrace.runtime.locks import ExclusiveLock
+from headrace.spool.batch_file import FORMATS
 from headrace.spool.durability import BAD_VERDICT, GOOD_VERDICT
-from headrace.spool.folder import SpoolFolder, names_in, read_sealed, seal
+from headrace.spool.folder import SpoolFolder, names_in
+from headrace.spool.records import read_sealed, seal
 
-__all__ = ["Channel", "Verdict"]
-
-_OURS = re.compile(r"(\d{12,18})\.(safetensors|pt)")
+_OURS = re.compile(rf"(\d{{12,18}})\.({'|'.join(FORMATS)})")
 _TIMESTAMPED = re.compile(r"\d{1,20}-(\d{1,18})-\d{1,12}\.pt")
 Published = Literal["published", "exists", "late"]
 
@@ -96,6 +96,10 @@ class Channel:
         """The numbers of all files, sorted. Lists the folder: for starts and for people."""
         return sorted(self.names().values())
 
+    def files_from(self, seq: int) -> int:
+        """How many files there are from number `seq` on."""
+        return sum(number >= seq for number in self.names().values())
+
     def names(self) -> dict[str, int]:
         """The number of every file, by its name."""
         found = {}
@@ -129,6 +133,11 @@ class Channel:
     def commit_point(self) -> int:
         point = self.folder.commit_points().get(self.split)
         return int(point["at"][self.part][0]) if point else 0
+
+    def read_position(self) -> int:
+        """The file the slowest rank is reading; what lies before it is read."""
+        read = [v["done"].get(self.split, ()) for v in self.folder.read_positions()]
+        return max(self.commit_point(), min((done[self.part] for done in read if self.part < len(done)), default=0))
 
     # ------------------------------------------------------------------------------------------- claims
 

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["DatasetConsumer"]
-
 _KIND, _VERSION = "spool", 1
 
 register(

@@ -19,8 +19,6 @@ from headrace.files import Durability, sync_folder
 from headrace.metrics import Meter, MetricSpec, Reduction, register
 from headrace.runtime.background import BackgroundThread
 
-__all__ = ["BAD_VERDICT", "BEGUN_FILES", "COMMIT_POINT", "GOOD_VERDICT", "META", "READ_POSITION", "BackgroundSync", "batch_files"]  # fmt: skip
-
 META = COMMIT_POINT = BAD_VERDICT = Durability.SYNCED
 GOOD_VERDICT = READ_POSITION = BEGUN_FILES = Durability.UNSYNCED
 

@@ -18,8 +18,6 @@ from typing import Self
 
 from headrace.errors import StorageError
 
-__all__ = ["FileSystem", "Room", "room"]
-
 _SHARED = {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2", "orangefs", "smb3", "virtiofs", "wekafs"}  # fmt: skip
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _LOCKS_OF_ONE_MACHINE = {"9p", "cifs", "smb3"}

@@ -35,17 +35,7 @@ from headrace.files import TEMP_PREFIX, process_start, temporary_name
 from headrace.runtime.locks import ExclusiveLock, lock_holder
 from headrace.runtime.retry import retry as _retry
 from headrace.spool.durability import COMMIT_POINT, READ_POSITION
-from headrace.spool.records import read_record, read_sealed, reserve_record, seal, write_record
-
-__all__ = [
-    "SpoolFolder",
-    "names_in",
-    "patiently",
-    "purge_spool",
-    "read_sealed",
-    "seal",
-    "sweep_dead_temporaries",
-]
+from headrace.spool.records import read_record, read_sealed, reserve_record, write_record
 
 _FOLDERS = ("queue", "claims", "verdicts", "quarantine")
 _BYTES_PER_PART = 96

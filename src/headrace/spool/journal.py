@@ -12,8 +12,6 @@ from pathlib import Path
 
 from headrace.metrics import Meter, MetricSpec, Reduction, register
 
-__all__ = ["FileJournal"]
-
 _log = logging.getLogger("headrace.spool")
 
 register(

@@ -6,9 +6,7 @@ filled by repeating its own samples, as those who wrote such loops expect.
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,12 +16,9 @@ import numpy as np
 
 from headrace.batch import BatchSpec, FieldSpec
 from headrace.errors import ConfigError, DataError, FileCorrupt
-from headrace.files import unreadable
 from headrace.order import fingerprint_json
-from headrace.spool.batch_file import check_pt_records, load_pt, pt_array, tensor_dtype_name
+from headrace.spool.batch_file import check_pt_records, load_pt, pt_array, pt_size, tensor_dtype_name
 from headrace.spool.rows import Stripe
-
-__all__ = ["LegacyReader", "legacy_batch_size", "legacy_files", "legacy_fingerprint"]
 
 
 def legacy_files(folder: Path, split: str) -> list[Path]:
@@ -41,20 +36,9 @@ def legacy_fingerprint(folder: Path) -> str:
 def legacy_batch_size(folder: Path) -> int | None:
     """The batch size that the first file's own metadata names; None if it names none."""
     path = min(folder.glob("*_batches_*.pt"))
-    about = load_pt(path, _size_of(path)).get("metadata")
+    about = load_pt(path, pt_size(path)).get("metadata")
     size = about.get("batch_size") if isinstance(about, dict) else None
     return size if type(size) is int and size > 0 else None
-
-
-def _size_of(path: Path) -> int:
-    """Bytes of a regular file."""
-    try:
-        status = os.lstat(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if not stat.S_ISREG(status.st_mode):
-        raise FileCorrupt(f"{path} is not a regular file; a spool follows no links")
-    return status.st_size
 
 
 class LegacyReader:
@@ -108,7 +92,7 @@ class LegacyReader:
         return self._kept[seq]
 
     def _load(self, path: Path) -> dict[str, np.ndarray]:
-        size = _size_of(path)
+        size = pt_size(path)
         loaded = load_pt(path, size)
         check_pt_records(path)
         try:

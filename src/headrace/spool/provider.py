@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from headrace.files import Durability
 from headrace.metrics import Meter, MetricSpec, Reduction, Wait, default_meter, register
 from headrace.order import key
 from headrace.runtime.locks import ExclusiveLock
-from headrace.spool.batch_file import FileHeader, write_batch_file
+from headrace.spool.batch_file import FileHeader, RowBuffer, write_batch_file
 from headrace.spool.channel import Channel, Published
 from headrace.spool.durability import BackgroundSync, batch_files
 from headrace.spool.file_system import FileSystem, room
@@ -50,13 +50,10 @@ from headrace.spool.meta import (
     with_job,
     write_meta,
 )
-from headrace.spool.row_buffer import RowBuffer
 from headrace.spool.settings import ProviderSettings
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["DataProviderBase"]
 
 _log = logging.getLogger("headrace.spool.provider")
 
@@ -98,7 +95,7 @@ class DataProviderBase:
         join: bool = False,
         force_regenerate: bool = False,
         durable: bool = ProviderSettings.durable,
-        file_format: Literal["safetensors", "pt"] = ProviderSettings.file_format,
+        file_format: str = ProviderSettings.file_format,
         max_retained: int = ProviderSettings.max_retained,
         val_files: int = ProviderSettings.val_files,
         lease_seconds: float = ProviderSettings.lease_seconds,
@@ -333,21 +330,13 @@ class DataProviderBase:
 
     def backlog_size(self, split: str) -> int:
         """Files that are there and not read yet."""
-        return sum(
-            sum(1 for seq in c.present() if seq >= self._read_position(split, c.part)) for c in self.channels(split)
-        )
-
-    def _read_position(self, split: str, part: int) -> int:
-        """The file the slowest rank is reading; what lies before it is read."""
-        commit = self._channel(split, part).commit_point()
-        read = [v["done"][split][part] for v in self.folder.read_positions() if part < len(v["done"].get(split, ()))]
-        return max(commit, min(read, default=0))
+        return sum(channel.files_from(channel.read_position()) for channel in self.channels(split))
 
     def _wanted(self, split: str, part: int) -> range:
         if split in CIRCULAR_SPLITS:
             return range(self.val_files)
-        commit = self._channel(split, part).commit_point()
-        return range(commit, self._read_position(split, part) + self.settings.max_backlog_files)
+        channel = self._channel(split, part)
+        return range(channel.commit_point(), channel.read_position() + self.settings.max_backlog_files)
 
     def _missing(self, splits: Sequence[str]) -> list[tuple[int, Channel, int]]:
         """(how far ahead it is wanted, channel, file) of what is wanted and not there, the most urgent first."""
@@ -473,7 +462,7 @@ class DataProviderBase:
         single = any(v["world_size"] == 1 for v in self.folder.read_positions())
         verdicts = 0 if single else sum(c.unjudged() for c in self._channels.values()) + 1
         # What a consumer waits for comes first: without it the consumer frees nothing either.
-        waited_for = channel.split in CIRCULAR_SPLITS or seq <= self._read_position(channel.split, channel.part)
+        waited_for = channel.split in CIRCULAR_SPLITS or seq <= channel.read_position()
         left.require(size, verdicts, waited_for, f"no room for file {channel.path(seq).name} in {self.data_dir}")
 
     def _tell(self, sentence: str) -> None:

@@ -16,7 +16,6 @@ from headrace.metrics import Meter, Wait
 from headrace.runtime.locks import ExclusiveLock, lock_holder
 from headrace.spool.folder import SpoolFolder
 
-__all__ = ["RankLock"]
 _QUICK_LOOK = 0.0005
 """Seconds within which no other consumer can have taken a lock and read a batch: that takes 1.2 ms at least."""
 _LOOKS = 3

@@ -30,8 +30,6 @@ from headrace.spool.rows import Stripe
 from headrace.spool.settings import ConsumerSettings
 from headrace.spool.verdicts import FileChecker
 
-__all__ = ["RankQueue"]
-
 _TIMESTAMPED_JOB = "document"
 """The job of a queue in the timestamped `.pt` layout, as saved states name it."""
 _FILES_AHEAD = 2
@@ -97,8 +95,7 @@ class RankQueue:
 
     def files_ahead(self, split: str) -> int:
         """Files from the one that is read on, over all parts."""
-        parts = self._readers[split].parts
-        return sum(seq >= part.seq for part in parts for seq in self.channel(split, part.number).present())
+        return sum(self.channel(split, part.number).files_from(part.seq) for part in self._readers[split].parts)
 
     def require_position(self, split: str, position: Mapping[str, Any], *, rewind: bool) -> None:
         """CursorMismatch if files from the position on were deleted. `rewind`: they are made again, so rank 0 moves the commit point back."""

@@ -32,8 +32,6 @@ from headrace.spool.channel import Channel
 from headrace.spool.rows import Rows, Stripe, gather_rows, merge_rows, rows_before, slice_rows
 from headrace.spool.verdicts import FileChecker
 
-__all__ = ["OpenFile", "PartFiles", "PartReader", "SplitReader", "checked_position"]
-
 
 @dataclass(slots=True, eq=False)
 class OpenFile:

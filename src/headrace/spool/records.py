@@ -26,9 +26,7 @@ from typing import Any
 import xxhash
 
 from headrace.errors import FileCorrupt, StorageError
-from headrace.files import Durability, publish, unreadable
-
-__all__ = ["read_record", "read_sealed", "reserve_record", "seal", "write_record"]
+from headrace.files import Durability, publish, read_regular
 
 _MAX_SEALED = 4 << 20
 _BLOCK = 4096
@@ -68,18 +66,9 @@ def read_sealed(path: Path | str) -> Any:
 
 
 def _read(path: Path | str) -> bytes | None:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise unreadable(path, error) from error
-    try:
-        return os.read(fd, min(os.fstat(fd).st_size, _MAX_SEALED))
-    except OSError as error:
-        raise unreadable(path, error, f"{path} cannot be read: {error.strerror or error}") from error
-    finally:
-        os.close(fd)
+    with contextlib.suppress(FileNotFoundError):
+        return read_regular(path, _MAX_SEALED)
+    return None
 
 
 # ------------------------------------------------------------------------------------------------ records

@@ -32,8 +32,6 @@ from headrace.spool.folder import SpoolFolder, names_in, patiently
 from headrace.spool.rank_lock import RankLock
 from headrace.spool.records import read_record, reserve_record, write_record
 
-__all__ = ["Retention"]
-
 _SHORTEST, _LONGEST = 0.005, 0.1
 """Seconds between two positions told to the provider: 50 times what it took to write the last one (1 to 2 ms on ext4, where a file of small
 batches lasts less, and as long a trainer stands still), within these bounds. Where a file is missed it is told at once."""

@@ -19,8 +19,6 @@ import numpy as np
 
 from headrace.batch import OFFSETS, BatchSpec, FieldSpec, numpy_dtype
 
-__all__ = ["NewArray", "Rows", "Stripe", "gather_rows", "merge_rows", "rows_before", "slice_rows"]
-
 Rows = Mapping[str, np.ndarray]
 """Arrays by field. A ragged field has its values, and under `<name>_offsets` where each row begins and the last one ends."""
 NewArray = Callable[[tuple[int, ...], np.dtype], np.ndarray]

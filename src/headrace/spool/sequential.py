@@ -25,12 +25,9 @@ import numpy as np
 from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError
 from headrace.order import fingerprint_json
 from headrace.runtime.locks import ExclusiveLock
-from headrace.spool.batch_file import BatchFile, FileHeader, open_batch_file
+from headrace.spool.batch_file import BatchFile, FileHeader, RowBuffer, open_batch_file
 from headrace.spool.channel import Channel
 from headrace.spool.provider import DataProviderBase
-from headrace.spool.row_buffer import RowBuffer
-
-__all__ = ["SequentialProvider"]
 
 
 class SequentialProvider(DataProviderBase):

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.errors import ConfigError
-
-__all__ = ["ConsumerSettings", "ProviderSettings"]
+from headrace.spool.batch_file import FORMATS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class ProviderSettings:
     """Empty the queue first."""
     durable: bool = True
     """Sync each file before it appears. False: a thread syncs files behind, for data that can be made again (durability.py)."""
-    file_format: Literal["safetensors", "pt"] = "safetensors"
+    file_format: str = "safetensors"
     """"pt": for scripts that torch.load."""
     max_retained: int = 1000
     """Files that may wait for a commit before the provider gives up."""
@@ -59,8 +58,8 @@ class ProviderSettings:
         ]  # fmt: skip
         if type(self.seed) is not int:
             problems.append(f"seed is {self.seed!r}, expected a whole number")
-        if self.file_format not in ("safetensors", "pt"):
-            problems.append(f"file_format is {self.file_format!r}; it is safetensors or pt")
+        if self.file_format not in FORMATS:
+            problems.append(f"file_format is {self.file_format!r}; it is {' or '.join(FORMATS)}")
         for name in ("sleep_seconds", "lease_seconds", "deadline"):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and value > 0):

@@ -26,8 +26,6 @@ from headrace.spool.file_system import FileSystem, room
 from headrace.spool.folder import SpoolFolder
 from headrace.spool.meta import CIRCULAR_SPLITS, read_meta
 
-__all__ = ["Finding", "ListedFile", "describe", "list_files", "quarantined", "set_aside", "verify"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedFile:
@@ -112,16 +110,12 @@ def describe(path: Path) -> dict[str, Any]:
     """Where a spool stands."""
     meta = read_meta(path)
     folder = SpoolFolder(path)
-    points, read = folder.commit_points(), folder.read_positions()
+    points = folder.commit_points()
     splits: dict[str, Any] = {}
     for channel in _channels(path):
         present = channel.present()
         circular = channel.split in CIRCULAR_SPLITS
-        commit = 0 if circular else channel.commit_point()
-        positions = [
-            v["done"][channel.split][channel.part] for v in read if channel.part < len(v["done"].get(channel.split, ()))
-        ]
-        position = max(commit, min(positions, default=0))
+        commit, position = (0, 0) if circular else (channel.commit_point(), channel.read_position())
         aside = [int(match[0]) for e in channel.quarantined() if (match := re.match(r"\d{12}(?=\.)", e["file"]))]
         top = max([*present, *aside], default=commit - 1)
         there = set(present)

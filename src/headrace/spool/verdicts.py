@@ -31,8 +31,6 @@ from headrace.spool.meta import CIRCULAR_SPLITS
 from headrace.spool.rank_lock import RankLock
 from headrace.spool.rows import Stripe
 
-__all__ = ["FileChecker"]
-
 
 class FileChecker:
     """Opens, checks and judges files for one rank. Used by the background thread."""

@@ -21,8 +21,6 @@ from pathlib import Path
 from headrace.metrics import Wait
 from headrace.order import derive, key
 
-__all__ = ["KillSweep", "kill_sweep"]
-
 
 @dataclass(frozen=True, slots=True)
 class KillSweep:

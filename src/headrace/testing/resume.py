@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ResumeReport", "assert_exact_resume", "first_difference", "frozen"]
-
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport:

@@ -4,12 +4,14 @@ tokenizer  text → flat int32 ids; any tokenizer.json, or bytes
 ranks      .tiktoken vocabularies as a tokenizer.json
 pieces     very long documents, encoded in pieces with the ids of the whole
 engines    which library encodes, and the proof that it agrees with the reference
+named_encode  tokens of texts; errors name the document
 pack       documents → blocks of seq_len tokens with their pieces; pure in the token counts
 block_layout  the compiled loops behind pack: best fit, joining documents, laying blocks
 shards     tokens at rest: shards, packed index, manifest
 """
 
 from headrace.text.engines import ENGINES, SPOT_CHECK_EVERY, Encode, EngineChoice, EngineName
+from headrace.text.named_encode import encode_named
 from headrace.text.pack import PACK_KERNELS, Blocks, Packed, Packing, Unsound, pack
 from headrace.text.pieces import LONGEST_PIECE
 from headrace.text.token_batch import TokenBatch, join_batches
@@ -31,6 +33,7 @@ __all__ = [
     "TokenBatch",
     "Tokenizer",
     "Unsound",
+    "encode_named",
     "join_batches",
     "load_tokenizer",
     "pack",

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headrace.errors import ConfigError, CursorMismatch, DataError, HeadraceError
+from headrace.errors import CursorMismatch, DataError, HeadraceError
 from headrace.metrics import Wait, phase
 from headrace.order import draws, key
 from headrace.order.keys import mix64_array
-from headrace.train.lm import TrainSettings, learning_rate, naming_lost_peers
+from headrace.train.lm import TrainSettings, learning_rate, naming_lost_peers, require_group
 from headrace.train.lm import _device as device_for
 
 __all__ = ["CellModel", "CellStep", "CellTrainer", "hidden_features"]
@@ -106,11 +106,7 @@ class CellTrainer:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if world_size > 1 and not dist.is_initialized():
-            raise ConfigError(
-                f"a trainer for rank {rank} of {world_size} needs a process group and there is none; call "
-                "init_distributed() first, under torchrun"
-            )
+        require_group(rank, world_size)
         self.settings = settings
         self.rank, self.world_size = rank, world_size
         self.device = device_for(settings.device)

@@ -19,8 +19,6 @@ import numpy as np
 from headrace.files import Container, open_container
 from headrace.runtime.generations import Generations
 
-__all__ = ["CheckpointStore"]
-
 
 def _warn(sentence: str) -> None:
     warnings.warn(sentence, stacklevel=4)

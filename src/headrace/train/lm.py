@@ -45,26 +45,10 @@ from headrace.runtime.processors import usable_processors
 from headrace.train.gpt import GPT, IGNORED, GPTConfig, init_parameters
 from headrace.train.settings import TrainSettings
 
-__all__ = [
-    "LMTrainer",
-    "Ranks",
-    "StepResult",
-    "TokenLoss",
-    "TrainSettings",
-    "cpu_threads",
-    "global_token_mean",
-    "init_distributed",
-    "learning_rate",
-    "shutdown_distributed",
-]
-
 _KIND, _VERSION = "headrace.lm", 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _in_a_group: weakref.WeakSet[LMTrainer] = weakref.WeakSet()
 """Trainers whose DDP holds the process group."""
-
-
-# --------------------------------------------------------------------------------------------- settings
 
 
 def learning_rate(step: int, settings: TrainSettings) -> float:
@@ -169,11 +153,7 @@ class LMTrainer:
     def __init__(
         self, settings: TrainSettings, *, vocab_size: int, seq_len: int, rank: int = 0, world_size: int = 1
     ) -> None:
-        if world_size > 1 and not dist.is_initialized():
-            raise ConfigError(
-                f"a trainer for rank {rank} of {world_size} needs a process group and there is none; call "
-                "init_distributed() first, under torchrun"
-            )
+        require_group(rank, world_size)
         self.settings = settings
         self.rank, self.world_size = rank, world_size
         self.device = _device(settings.device)
@@ -327,12 +307,25 @@ class LMTrainer:
         self._first_bad_step.fill_(-1)
 
     def model_sha256(self) -> str:
-        """One number for the model: names, dtypes, shapes and bytes of its parameters, in the order of their names."""
-        digest = hashlib.sha256()
-        for name, parameter in sorted(self.model.named_parameters()):
-            digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
-            digest.update(_to_array(parameter.detach()).tobytes())
-        return digest.hexdigest()
+        return model_sha256(self.model)
+
+
+def model_sha256(model: nn.Module) -> str:
+    """One number for a model: names, dtypes, shapes and bytes of its parameters, in the order of their names."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
+        digest.update(_to_array(parameter.detach()).tobytes())
+    return digest.hexdigest()
+
+
+def require_group(rank: int, world_size: int) -> None:
+    """ConfigError if several ranks have no process group."""
+    if world_size > 1 and not dist.is_initialized():
+        raise ConfigError(
+            f"a trainer for rank {rank} of {world_size} needs a process group and there is none; call "
+            "init_distributed() first, under torchrun"
+        )
 
 
 def _to_array(tensor: Tensor) -> np.ndarray:

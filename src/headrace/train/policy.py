@@ -11,7 +11,6 @@ threads a step is deterministic on a CPU. Who trains with FSDP takes `SpoolRecei
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from headrace.errors import ConfigError
 from headrace.metrics import Wait, phase
 from headrace.rollouts.batch_files import TrainingBatch
 from headrace.train.gpt import GPT, GPTConfig, init_parameters
-from headrace.train.lm import _described, _not_finite, _require, _to_array, _to_tensor, naming_lost_peers
+from headrace.train.lm import _described, _not_finite, _require, _to_array, _to_tensor, model_sha256, naming_lost_peers
 from headrace.train.rl import EnvWatch, policy_terms
 
 __all__ = ["PolicySettings", "PolicyStep", "PolicyTrainer", "logprobs_of"]
@@ -233,12 +232,7 @@ class PolicyTrainer:
         self.steps_taken = int(meta["step"])
 
     def model_sha256(self) -> str:
-        """One number for the model: names, dtypes, shapes and bytes of its parameters, in the order of their names."""
-        digest = hashlib.sha256()
-        for name, parameter in sorted(self.model.named_parameters()):
-            digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
-            digest.update(_to_array(parameter.detach()).tobytes())
-        return digest.hexdigest()
+        return model_sha256(self.model)
 
 
 @torch.no_grad()

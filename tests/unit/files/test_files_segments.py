@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from headrace.errors import FileCorrupt, StorageError
-from headrace.files import SEGMENT_SUMS, open_container, publish, write_container
+from headrace.errors import FileCorrupt
+from headrace.files import SEGMENT_SUMS, open_container, write_container
 
 
 @pytest.fixture
@@ -53,37 +51,3 @@ def test_other_tools_see_the_sums_as_a_tensor(container):
     assert set(found) == {"rows", "rows" + SEGMENT_SUMS, "small"}
     assert found["rows"].tolist() == np.arange(24).reshape(12, 2).tolist()
     assert found["rows" + SEGMENT_SUMS].shape == (4,)
-
-
-def test_large_containers_summed_by_a_thread_have_the_bytes_of_those_summed_at_once(tmp_path, monkeypatch):
-    arrays = {"x": np.arange(1 << 20), "y": np.ones((7, 1 << 16), np.float32)}
-    write_container(tmp_path / "thread", arrays, None, segments={"x": 2048})
-    monkeypatch.setattr("headrace.files._THREAD_FROM", 1 << 40)
-    write_container(tmp_path / "once", arrays, None, segments={"x": 2048})
-    assert (tmp_path / "thread").read_bytes() == (tmp_path / "once").read_bytes()
-    assert np.array_equal(open_container(tmp_path / "thread").arrays["y"], arrays["y"])
-
-
-def test_a_lead_is_made_after_the_parts_and_stands_before_them(tmp_path):
-    order = []
-
-    def parts():
-        order.append("part")
-        yield b"tail"
-
-    def lead():
-        order.append("lead")
-        return b"head"
-
-    publish(tmp_path / "a", parts(), lead=(4, lead))
-    assert (tmp_path / "a").read_bytes() == b"headtail"
-    assert order == ["part", "lead"]
-
-
-def test_a_lead_that_fails_publishes_nothing(tmp_path):
-    def lead():
-        raise OSError(5, "Input/output error")
-
-    with pytest.raises(StorageError, match="Nothing was published"):
-        publish(tmp_path / "a", b"tail", lead=(4, lead))
-    assert os.listdir(tmp_path) == []

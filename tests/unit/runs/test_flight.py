@@ -18,7 +18,7 @@ from headrace.errors import ConfigError, DataChanged, FileCorrupt
 from headrace.files import write_container
 from headrace.loader.windows import WindowStart
 from headrace.provenance.diff import diff_runs
-from headrace.provenance.record import SampleRecord, bounded_lines, merge_rank_records
+from headrace.provenance.record import SampleRecord, merge_rank_records
 from headrace.provenance.steps import RunProvenance
 from headrace.runs.config.loading import load_config
 from headrace.runs.folder import RunFolder
@@ -161,15 +161,12 @@ def test_picks_that_make_no_sense_are_named_when_they_are_needed(record, picks):
             found.place(sample)
 
 
-def test_reading_lines_neither_blocks_nor_holds_more_than_a_line_may_have(tmp_path):
-    (tmp_path / "f").write_bytes(b"ab\n" + b"x" * 100 + b"\ncd\n" + b"y" * 50)
-    got = [(ln.number, ln.offset, ln.text) for ln in bounded_lines(tmp_path / "f", limit=10)]
-    assert got == [(1, 0, b"ab\n"), (2, 3, None), (3, 104, b"cd\n"), (4, 107, None)]
+def test_a_record_that_is_missing_or_a_pipe_is_refused_by_name(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(FileCorrupt, match="not a regular file"):
-        list(bounded_lines(tmp_path / "pipe"))
-    with pytest.raises(FileCorrupt, match="is missing"):
-        list(bounded_lines(tmp_path / "nothing"))
+        SampleRecord(tmp_path / "pipe", lanes=2, names=["a"])
+    with pytest.raises(FileCorrupt, match="is missing: the run did not record it"):
+        SampleRecord(tmp_path / "nothing", lanes=2, names=["a"])
 
 
 def test_lines_of_ranks_are_put_together_by_their_samples():
@@ -310,7 +307,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, fly):
         provenance.step(1)
     (run / "run.json").unlink()
     os.mkfifo(run / "run.json")
-    with pytest.raises(FileCorrupt, match="is not a small file"):
+    with pytest.raises(FileCorrupt, match=r"run\.json is not a regular file"):
         RunProvenance(recorded_run(run))
 
 

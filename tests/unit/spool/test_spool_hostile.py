@@ -18,8 +18,8 @@ import torch
 
 from headrace.errors import ConfigError, FileCorrupt
 from headrace.spool import open_batch_file, purge_spool, read_meta
-from headrace.spool.folder import seal
 from headrace.spool.meta import with_job, write_meta
+from headrace.spool.records import seal
 
 META = {
     "dataset_name": "d",

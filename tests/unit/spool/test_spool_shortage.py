@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from headrace.errors import FileCorrupt, StorageError
-from headrace.files import open_container, unreadable, write_container
-from headrace.provenance.record import bounded_lines
+from headrace.files import open_container, read_lines, unreadable, write_container
 from headrace.runs.folder import read_json
 from headrace.spool import read_meta
 from headrace.spool.batch_file import check_pt_records, load_pt
-from headrace.spool.folder import read_sealed
-from headrace.spool.records import read_record, reserve_record
+from headrace.spool.records import read_record, read_sealed, reserve_record
 from headrace.text.shards import read_checked
 
 
@@ -33,7 +31,7 @@ def no_descriptors():
 
 @pytest.mark.parametrize(
     "read",
-    [open_container, read_sealed, read_record, read_json, lambda path: read_checked(path, "x"), lambda path: list(bounded_lines(path)),
+    [open_container, read_sealed, read_record, read_json, lambda path: read_checked(path, "x"), lambda path: list(read_lines(path)),
      lambda path: load_pt(path, 2), check_pt_records],
     ids=["container", "sealed", "record", "json", "checked", "lines", "pt", "pt records"],
 )  # fmt: skip

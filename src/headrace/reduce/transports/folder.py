@@ -48,12 +48,8 @@ from headrace.runtime.locks import ExclusiveLock, lock_holder
 from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess
 from headrace.spool.channel import Channel
-from headrace.spool.folder import (
-    SpoolFolder,
-    patiently,
-    read_sealed,
-    seal,
-)
+from headrace.spool.folder import SpoolFolder, patiently
+from headrace.spool.records import read_sealed, seal
 
 __all__ = ["LocalWorkers", "PartialSpool", "SpoolCrew", "SpoolWorker", "Wanted", "dissolve", "order_in"]
 

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from headrace.runs.config.rl import RLConfig
     from headrace.runs.config.streams import StreamsConfig
 
-__all__ = ["AnyConfig", "load_any_config", "load_config"]
-
 AnyConfig: TypeAlias = "RunConfig | StreamsConfig | RLConfig"
 
 _MAX_FILE = 1 << 20

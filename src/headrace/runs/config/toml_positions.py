@@ -19,8 +19,6 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["KeyPath", "TomlError", "TomlSource", "parse_toml"]
-
 KeyPath = tuple[str | int, ...]
 """Names of tables and keys, and indices of arrays: ("source", 0, "weight")."""
 

@@ -22,9 +22,7 @@ from headrace.order import fingerprint_json
 from headrace.sources import OpenSource, RowShape, Source, cache_folder, open_source
 from headrace.spool.providers.labels import LabelRules, Task
 from headrace.spool.providers.sampling import IGNORED
-from headrace.text import Tokenizer
-
-__all__ = ["ExampleSettings", "Examples", "read_examples"]
+from headrace.text import Tokenizer, encode_named
 
 _VERSION = 1
 _MAX_CLASSES = 1 << 16
@@ -193,11 +191,14 @@ class _RowReader:
         self._bad = 0
         self._files: list[int] = []
         self._told = time.monotonic()
+        self._reading = ""
+        """The source that is read now."""
 
     def add(self, number: int, source: OpenSource, labels: LabelRules) -> None:
         """All rows of a source, or as many as it may give."""
         manifest = source.manifest
         self._files.append(len(manifest.files))
+        self._reading = source.name
         most = source.source.max_rows if source.source.max_rows is not None else manifest.rows
         for chunk in range(manifest.chunks):
             first = int(manifest.first_row[chunk])
@@ -216,7 +217,7 @@ class _RowReader:
                 self._report(f"{source.name}: {first + len(rows):,} of {min(most, manifest.rows):,} rows read")
 
     def _add_texts(self, texts: list[str], marks: list[Any], labels: LabelRules) -> None:
-        batch = self._encode(texts)
+        batch = encode_named(self._tokenizer, texts, self._row)
         self._lay(batch.ids, batch.offsets)
         self._labels.append(np.array([self._number(labels.name_of(m)) for m in marks], np.int64))
 
@@ -224,7 +225,7 @@ class _RowReader:
         # A word after another begins with the blank between them, as it would in running text.
         words = [word if i == 0 else f" {word}" for text in texts for i, word in enumerate(text)]
         counts = np.array([len(text) for text in texts], np.int64)
-        batch = self._encode(words)
+        batch = encode_named(self._tokenizer, words, self._row)
         numbers = np.array([self._number(labels.name_of(m)) for mark in marks for m in mark], np.int64)
         tags = np.full(len(batch.ids), IGNORED, np.int64)
         spoken = np.flatnonzero(batch.counts() > 0)
@@ -252,15 +253,8 @@ class _RowReader:
         self._lengths.append(whole)
         return marks
 
-    def _encode(self, texts: Sequence[str]) -> Any:
-        batch = self._tokenizer.encode(texts)
-        if len(batch) != len(texts) or (
-            batch.ids.size and not 0 <= batch.ids.min() <= batch.ids.max() < self._tokenizer.vocab_size
-        ):
-            raise TokenizerError(
-                f"tokenizer {self._tokenizer.name} gave ids outside its vocabulary of {self._tokenizer.vocab_size:,}, or too few texts"
-            )
-        return batch
+    def _row(self, _: int) -> str:
+        return f"a row of source {self._reading}"
 
     def _number(self, name: str) -> int:
         if not name:

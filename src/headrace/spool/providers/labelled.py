@@ -26,10 +26,8 @@ from headrace.mix import Strata, held_out
 from headrace.order import key
 from headrace.spool import DataProviderBase, FieldSpec
 from headrace.spool.providers.examples import Examples
-from headrace.spool.providers.sampling import IGNORED
+from headrace.spool.providers.sampling import IGNORED, token_fields
 from headrace.text import Tokenizer
-
-__all__ = ["LabelledTextProvider"]
 
 
 class LabelledTextProvider(DataProviderBase):
@@ -87,13 +85,12 @@ class LabelledTextProvider(DataProviderBase):
             )
 
     def build_meta(self) -> dict[str, Any]:
-        examples, width, names = self.examples, (self._seq_len,), list(self._sources)
-        tag = examples.tagged
+        examples, names, tag = self.examples, list(self._sources), self.examples.tagged
         fields = [
-            FieldSpec("input_ids", "int64", width, "input"), FieldSpec("attention_mask", "int8", width, "mask"),
-            FieldSpec("labels", "int64", width if tag else (), "target"), FieldSpec("sample_index", "int64", (), "meta"),
+            *token_fields(self._seq_len, (self._seq_len,) if tag else ()),
+            FieldSpec("sample_index", "int64", (), "meta"),
             FieldSpec("origin", "int64", (2,), "meta"),
-        ]  # fmt: skip
+        ]
         return {
             "dataset_name": "+".join(names), "training_type": "TOKEN_CLASSIFICATION" if tag else "CLASSIFICATION",
             "vocab_size": self._tokenizer.vocab_size, "target_size": len(examples.names), "pad_token_id": self._pad, "batch_schema": fields,

@@ -13,8 +13,6 @@ from typing import Any, Literal
 from headrace.errors import nearest
 from headrace.spool.providers.sampling import IGNORED
 
-__all__ = ["LabelRules", "Task"]
-
 Task = Literal["classify", "tag"]
 _MAX_NAME = 200
 

@@ -21,8 +21,6 @@ from headrace.loader import Loader, TextDataset
 from headrace.order import Digest
 from headrace.spool import FieldSpec, SequentialProvider
 
-__all__ = ["COUNTS", "ORIGIN", "TextProvider"]
-
 COUNTS = ("tokens", "padding", "rows", "samples", "fillers", "skipped")
 """Leading columns of the field `counts`; tokens by source follow."""
 ORIGIN = ("source", "opens", "epoch", "position", "offset")

@@ -22,9 +22,7 @@ from headrace.loader import Loader, TextDataset
 from headrace.order import key
 from headrace.spool import FieldSpec
 from headrace.spool.providers.lm import TextProvider
-from headrace.spool.providers.sampling import mask_tokens
-
-__all__ = ["MaskedTextProvider"]
+from headrace.spool.providers.sampling import mask_tokens, token_fields
 
 
 class MaskedTextProvider(TextProvider):
@@ -56,12 +54,9 @@ class MaskedTextProvider(TextProvider):
         ]
 
     def build_meta(self) -> dict[str, Any]:
-        meta, width = super().build_meta(), (self._data.seq_len,)
-        fields = [
-            FieldSpec("input_ids", "int64", width, "input"), FieldSpec("attention_mask", "int8", width, "mask"),
-            FieldSpec("labels", "int64", width, "target"), FieldSpec("sample_index", "int64", (), "meta"),
-        ]  # fmt: skip
-        return meta | {
+        length = self._data.seq_len
+        fields = [*token_fields(length, (length,)), FieldSpec("sample_index", "int64", (), "meta")]
+        return super().build_meta() | {
             "training_type": "MLM", "vocab_size": self.vocab_size, "mask_token_id": self.mask_id, "pad_token_id": self._data.tokenizer.pad_id,
             "mask_probability": self.mask_probability, "batch_schema": fields,
         }  # fmt: skip

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace.batch import FieldSpec
 from headrace.errors import ConfigError
 from headrace.order import content_hash
 from headrace.spool.provider import DataProviderBase
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["ClassificationProvider", "MLMProvider", "NextTokenProvider", "mask_tokens", "next_span", "stratified"]
 
 IGNORED = -100
 """The label of a position that teaches nothing."""
@@ -78,6 +77,15 @@ def stratified(labels: np.ndarray, count: int, rng: torch.Generator) -> np.ndarr
     return rows[torch.randperm(count, generator=rng).numpy()]
 
 
+def token_fields(length: int, labels: tuple[int, ...]) -> list[FieldSpec]:
+    """The fields of tokens with attention and labels; `labels` is the shape of a sample's labels."""
+    return [
+        FieldSpec("input_ids", "int64", (length,), "input"),
+        FieldSpec("attention_mask", "int8", (length,), "mask"),
+        FieldSpec("labels", "int64", labels, "target"),
+    ]
+
+
 class _OverArrays(DataProviderBase):
     """A provider whose data are arrays in memory, by split."""
 
@@ -87,18 +95,16 @@ class _OverArrays(DataProviderBase):
         super().__init__(*args, **more)
         self.dataset_name = dataset_name
 
-    def _base_meta(self, schema: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-        return {
-            "dataset_name": self.dataset_name,
-            "training_type": self.training_type,
-            "batch_schema": list(schema),
-            **more,
+    def _meta_of(
+        self, arrays: Mapping[str, tuple[np.ndarray, ...]], unit: str, fields: list[FieldSpec], **more: Any
+    ) -> dict[str, Any]:
+        """A meta with the size of every split in `unit`s, and its fingerprint: a provider of other data cannot go on filling the spool."""
+        splits = {
+            split: {unit: len(held[0]), "fingerprint": content_hash(*map(np.ascontiguousarray, held)).hex()}
+            for split, held in arrays.items()
         }
-
-    def _needed_block_size(self) -> int:
-        if self.block_size is None:
-            raise ConfigError(f"{type(self).__name__}: block_size is missing; it says how many tokens a sample has")
-        return self.block_size
+        about = {"dataset_name": self.dataset_name, "training_type": self.training_type}
+        return {**about, "batch_schema": fields, **more, "split_info": splits}
 
 
 class NextTokenProvider(_OverArrays):
@@ -111,70 +117,59 @@ class NextTokenProvider(_OverArrays):
         super().__init__(*args, **more)
         self.tokens, self.vocab_size = tokens, vocab_size
 
+    @property
+    def _length(self) -> int:
+        if self.block_size is None:
+            raise ConfigError(f"{type(self).__name__}: block_size is missing; it says how many tokens a sample has")
+        return self.block_size
+
     def build_meta(self) -> dict[str, Any]:
-        shape = [self._needed_block_size()]
-        fields = [
-            {"name": "x", "dtype": "int64", "shape": shape, "role": "input"},
-            {"name": "y", "dtype": "int64", "shape": shape, "role": "target"},
-        ]
-        return self._base_meta(
-            fields,
-            vocab_size=self.vocab_size,
-            split_info={s: {"tokens": len(t), "fingerprint": _fingerprint(t)} for s, t in self.tokens.items()},
-        )
+        shape = (self._length,)
+        fields = [FieldSpec("x", "int64", shape, "input"), FieldSpec("y", "int64", shape, "target")]
+        return self._token_meta(fields)
+
+    def _token_meta(self, fields: list[FieldSpec], **more: Any) -> dict[str, Any]:
+        arrays = {split: (tokens,) for split, tokens in self.tokens.items()}
+        return self._meta_of(arrays, "tokens", fields, vocab_size=self.vocab_size, **more)
 
     def sample_batch(self, split: str, rng: torch.Generator) -> Mapping[str, torch.Tensor]:
-        x, y = next_span(self.tokens[split], self.batch_size, self._needed_block_size(), rng)
+        x, y = next_span(self.tokens[split], self.batch_size, self._length, rng)
         return {"x": x, "y": y}
 
 
-class MLMProvider(_OverArrays):
+class MLMProvider(NextTokenProvider):
     """Random spans with 15 % of the tokens to guess: input_ids, attention_mask, labels."""
 
     training_type = "MLM"
 
     def __init__(
-        self, *args: Any, tokens: Mapping[str, np.ndarray], vocab_size: int, mask_token_id: int, pad_token_id: int | None = None,
-        special_ids: Sequence[int] = (), probability: float = 0.15, **more: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *args: Any,
+        mask_token_id: int,
+        pad_token_id: int | None = None,
+        special_ids: Sequence[int] = (),
+        probability: float = 0.15,
+        **more: Any,
+    ) -> None:
         """`special_ids`: tokens that are never masked; `pad_token_id` is one of them, and has no attention."""
         super().__init__(*args, **more)
         if not 0 < probability < 1:
             raise ConfigError(f"MLMProvider: probability is {probability!r}, expected a share between 0 and 1")
-        self.tokens, self.vocab_size, self.mask_token_id, self.pad_token_id = (
-            tokens,
-            vocab_size,
-            mask_token_id,
-            pad_token_id,
-        )
+        self.mask_token_id, self.pad_token_id, self.probability = mask_token_id, pad_token_id, probability
         self.special_ids = (*special_ids, *(() if pad_token_id is None else (pad_token_id,)))
-        self.probability = probability
 
     def build_meta(self) -> dict[str, Any]:
-        shape = [self._needed_block_size()]
-        fields = [
-            {"name": "input_ids", "dtype": "int64", "shape": shape, "role": "input"},
-            {"name": "attention_mask", "dtype": "int8", "shape": shape, "role": "mask"},
-            {"name": "labels", "dtype": "int64", "shape": shape, "role": "target"},
-        ]
-        return self._base_meta(
-            fields, vocab_size=self.vocab_size, mask_token_id=self.mask_token_id, pad_token_id=self.pad_token_id,
-            mask_probability=self.probability, split_info={s: {"tokens": len(t), "fingerprint": _fingerprint(t)} for s, t in self.tokens.items()},
-        )  # fmt: skip
+        ids = {"mask_token_id": self.mask_token_id, "pad_token_id": self.pad_token_id}
+        fields = token_fields(self._length, (self._length,))
+        return self._token_meta(fields, **ids, mask_probability=self.probability)
 
     def sample_batch(self, split: str, rng: torch.Generator) -> Mapping[str, torch.Tensor]:
         import torch
 
-        ids, _ = next_span(self.tokens[split], self.batch_size, self._needed_block_size(), rng)
+        ids, _ = next_span(self.tokens[split], self.batch_size, self._length, rng)
         protected = torch.isin(ids, torch.tensor(self.special_ids, dtype=torch.int64))
-        inputs, labels = mask_tokens(
-            ids,
-            rng,
-            mask_id=self.mask_token_id,
-            vocab_size=self.vocab_size,
-            probability=self.probability,
-            protected=protected,
-        )
+        masking = {"mask_id": self.mask_token_id, "vocab_size": self.vocab_size, "probability": self.probability}
+        inputs, labels = mask_tokens(ids, rng, **masking, protected=protected)
         attended = torch.ones_like(ids) if self.pad_token_id is None else (ids != self.pad_token_id)
         return {"input_ids": inputs, "attention_mask": attended.to(torch.int8), "labels": labels}
 
@@ -183,9 +178,15 @@ class ClassificationProvider(_OverArrays):
     """Labelled sequences, every class equally often: one label a sample, or one a token."""
 
     def __init__(
-        self, *args: Any, examples: Mapping[str, tuple[np.ndarray, np.ndarray]], classes: int, vocab_size: int | None = None,
-        pad_token_id: int = 0, label_map: Mapping[str, int] | None = None, **more: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *args: Any,
+        examples: Mapping[str, tuple[np.ndarray, np.ndarray]],
+        classes: int,
+        vocab_size: int | None = None,
+        pad_token_id: int = 0,
+        label_map: Mapping[str, int] | None = None,
+        **more: Any,
+    ) -> None:
         """`examples`: for each split (ids [n, block_size], labels [n] or [n, block_size]). Labels of −100 teach nothing."""
         super().__init__(*args, **more)
         shapes = {labels.ndim for _, labels in examples.values()}
@@ -195,12 +196,8 @@ class ClassificationProvider(_OverArrays):
             )
         self.training_type = "CLASSIFICATION" if shapes == {1} else "TOKEN_CLASSIFICATION"
         for split, (ids, labels) in examples.items():
-            if (
-                ids.ndim != 2
-                or len(ids) != len(labels)
-                or not len(ids)
-                or (labels.ndim == 2 and labels.shape != ids.shape)
-            ):
+            fits = labels.shape == (ids.shape if shapes == {2} else ids.shape[:1])
+            if ids.ndim != 2 or not len(ids) or not fits:
                 raise ConfigError(
                     f"ClassificationProvider: {split} has ids {list(ids.shape)} and labels {list(labels.shape)}, which do not fit"
                 )
@@ -219,34 +216,19 @@ class ClassificationProvider(_OverArrays):
             raise ConfigError(
                 f"ClassificationProvider: block_size is {self.block_size}, the sequences have {length} tokens"
             )
-        per_token = self.training_type == "TOKEN_CLASSIFICATION"
-        fields = [
-            {"name": "input_ids", "dtype": "int64", "shape": [length], "role": "input"},
-            {"name": "attention_mask", "dtype": "int8", "shape": [length], "role": "mask"},
-            {"name": "labels", "dtype": "int64", "shape": [length] if per_token else [], "role": "target"},
-        ]
-        sizes = {} if self.vocab_size is None else {"vocab_size": self.vocab_size}
-        return self._base_meta(
-            fields, **sizes, block_size=length, target_size=self.target_size or self.classes, pad_token_id=self.pad_token_id, label_map=self.label_map,
-            split_info={
-                split: {"samples": len(ids), "fingerprint": _fingerprint(ids, labels)} for split, (ids, labels) in self.examples.items()
-            },
-        )  # fmt: skip
+        fields = token_fields(length, (length,) if self.training_type == "TOKEN_CLASSIFICATION" else ())
+        sizes = {"block_size": length, "target_size": self.target_size or self.classes}
+        if self.vocab_size is not None:
+            sizes["vocab_size"] = self.vocab_size
+        named = {"pad_token_id": self.pad_token_id, "label_map": self.label_map}
+        return self._meta_of(self.examples, "samples", fields, **sizes, **named)
 
     def sample_batch(self, split: str, rng: torch.Generator) -> Mapping[str, Any]:
         ids, labels = self.examples[split]
         rows = stratified(self._strata[split], self.batch_size, rng)
         chosen = ids[rows].astype(np.int64)
-        return {
-            "input_ids": chosen,
-            "attention_mask": (chosen != self.pad_token_id).astype(np.int8),
-            "labels": labels[rows].astype(np.int64),
-        }
-
-
-def _fingerprint(*arrays: np.ndarray) -> str:
-    """Part of the meta, so that a provider of other data cannot go on filling the same spool."""
-    return content_hash(*(np.ascontiguousarray(a) for a in arrays)).hex()
+        attended = (chosen != self.pad_token_id).astype(np.int8)
+        return {"input_ids": chosen, "attention_mask": attended, "labels": labels[rows].astype(np.int64)}
 
 
 def _strata(labels: np.ndarray) -> np.ndarray:
