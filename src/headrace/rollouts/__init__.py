@@ -39,7 +39,7 @@ from headrace.rollouts.batch_files import BatchWriter, TrainingBatch, batch_path
 from headrace.rollouts.dumps import dump_raw_rollouts
 from headrace.rollouts.episodes import episode_from_deltas, read_episodes, rollouts_from_episode
 from headrace.rollouts.filters import Filtered, GibberishFilter, RepetitionFilter, ZeroAdvantageFilter, apply_filters
-from headrace.rollouts.groups import EnvPolicy, GroupBook, GroupCounts, Recorded, Request, StepGroups, solve_rates
+from headrace.rollouts.groups import EnvPolicy, GroupBook, GroupCounts, Request, StepGroups, solve_rates
 from headrace.rollouts.ingest import (
     Limits,
     rollout_from_json,
@@ -80,7 +80,6 @@ __all__ = [
     "Limits",
     "MicroBatch",
     "Packed",
-    "Recorded",
     "RepetitionFilter",
     "Request",
     "Rollout",
