@@ -13,7 +13,7 @@ raises RolloutRefused, which carries the cause it is counted under; nothing is h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -213,11 +213,3 @@ def rollout_from_json(raw: bytes | str, **more: Any) -> Rollout:
 def rollout_from_msgpack(raw: bytes | bytearray | memoryview, **more: Any) -> Rollout:
     """A `verifiers` rollout from msgpack. Its experts are views of these bytes: do not write over them."""
     return rollout_from_verifiers(decode_rollout(raw), **more)
-
-
-def refused_counts(refusals: Sequence[RolloutRefused]) -> dict[str, int]:
-    """How many rollouts were refused, by cause."""
-    counts = dict.fromkeys(CAUSES, 0)
-    for refusal in refusals:
-        counts[refusal.cause] += 1
-    return counts
