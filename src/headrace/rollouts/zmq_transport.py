@@ -22,23 +22,22 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from headrace.errors import ConfigError, EndOfData, FileCorrupt, StorageError, WorkerDied
 from headrace.files import TEMP_PREFIX
 from headrace.metrics import Wait
-from headrace.rollouts.batch_files import TrainingBatch, batch_path, open_training_batch, sidecar_path
+from headrace.rollouts.batch_files import batch_path, sidecar_path
 from headrace.rollouts.pipeline import StepReport
-from headrace.rollouts.transport import TrainingBatchReceiver, TrainingBatchSender
+from headrace.rollouts.transport import POLL_SECONDS, TrainingBatchReceiver, TrainingBatchSender, unlink_batch
 
 __all__ = ["ZmqReceiver", "ZmqSender"]
 
 _PART = 4 << 20
 _AHEAD = 4
 _MAX_QUESTION = 4096
-_POLL = 0.005
 
 
 class _Question(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
@@ -75,14 +74,15 @@ def _zmq() -> Any:
 class ZmqSender(TrainingBatchSender):
     """Answers the receivers' questions about the batches in a local folder."""
 
+    _wait_name, _remedy = "rollouts.ack", "a rank of the trainer acknowledges nothing; is it alive?"
+
     def __init__(
         self, address: str, queue: Path, *, ranks: int = 1, max_unread: int = 2, first_step: int = 0, deadline: float = 3600.0,
         linger: float = 5.0,
     ) -> None:  # fmt: skip
-        if ranks < 1 or max_unread < 1:
-            raise ConfigError(f"ranks is {ranks} and max_unread is {max_unread}, both must be at least 1")
         zmq = _zmq()
-        self.queue, self._ranks, self._max_unread, self._deadline = Path(queue), ranks, max_unread, deadline
+        super().__init__(Path(queue), ranks=ranks, max_unread=max_unread, deadline=deadline, sent=first_step - 1)
+        self._ranks = ranks
         self.queue.mkdir(parents=True, exist_ok=True)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -97,7 +97,6 @@ class ZmqSender(TrainingBatchSender):
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._lock = threading.Lock()
         self._have: dict[int, Path | None] = {}
-        self._sent = first_step - 1
         self._needed = [first_step] * ranks
         self._end: int | None = None
         self._told_end: set[int] = set()
@@ -110,28 +109,15 @@ class ZmqSender(TrainingBatchSender):
         self._thread = threading.Thread(target=self._serve, name="headrace-rollouts-zmq", daemon=True)
         self._thread.start()
 
-    async def send(self, report: StepReport) -> None:
-        if report.step != self._sent + 1:
-            raise ConfigError(
-                f"step {report.step} was sent after step {self._sent}: steps are sent in order and each once"
-            )
+    async def _hand_over(self, report: StepReport) -> None:
         with self._lock:
             self._have[report.step] = report.path
-            self._sent = report.step
-        await self._until_unread_below(self._max_unread)
 
-    async def _until_unread_below(self, count: int) -> None:
-        with Wait(
-            "rollouts.ack", deadline=self._deadline, remedy="a rank of the trainer acknowledges nothing; is it alive?"
-        ) as wait:
-            while True:
-                if self._broken is not None:
-                    raise WorkerDied(f"the thread that sends batches ended: {self._broken}") from self._broken
-                with self._lock:
-                    if self._sent - min(self._needed) < count:
-                        return
-                wait.check()
-                await asyncio.sleep(min(_POLL, wait.remaining()))
+    def _first_needed(self) -> int:
+        if self._broken is not None:
+            raise WorkerDied(f"the thread that sends batches ended: {self._broken}") from self._broken
+        with self._lock:
+            return min(self._needed)
 
     async def close(self, *, last: bool = True) -> None:
         """Let go. With `last`, only after every rank has acknowledged everything, and was told that nothing comes any more or did not
@@ -143,7 +129,7 @@ class ZmqSender(TrainingBatchSender):
                 await self._until_unread_below(0)
                 with Wait("rollouts.end", deadline=self._linger) as wait:
                     while len(self._told_end) < self._ranks and not wait.expired():
-                        await asyncio.sleep(min(_POLL, wait.remaining()))
+                        await asyncio.sleep(min(POLL_SECONDS, wait.remaining()))
         finally:
             self._closing = True
             await asyncio.to_thread(self._thread.join)
@@ -233,9 +219,8 @@ class ZmqSender(TrainingBatchSender):
             for file in (0, 1):
                 if (fd := self._files.pop((old, file), None)) is not None:
                     os.close(fd)
-            for name in (path, sidecar_path(path)) if path is not None else ():
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name)
+            if path is not None:
+                unlink_batch(path)
 
 
 def _packed(answer: _Answer) -> list[bytes]:
@@ -249,10 +234,10 @@ class ZmqReceiver(TrainingBatchReceiver):
         self, address: str, folder: Path, *, rank: int = 0, ranks: int = 1, max_lag: int | None = None, first_step: int = 0,
         max_bytes: int = 1 << 40, deadline: float = 3600.0, heartbeat: float = 5.0,
     ) -> None:  # fmt: skip
-        super().__init__(rank=rank, ranks=ranks, max_lag=max_lag)
+        super().__init__(rank=rank, ranks=ranks, max_lag=max_lag, deadline=deadline, heartbeat=heartbeat)
         self._zmq = _zmq()
         self.address, self.folder, self._max_bytes = address, Path(folder), max_bytes
-        self._deadline, self._heartbeat, self._next = deadline, heartbeat, first_step
+        self.next_step = first_step
         self.folder.mkdir(parents=True, exist_ok=True)
         self._context = self._zmq.Context()
         self._socket = self._context.socket(self._zmq.DEALER)
@@ -300,33 +285,20 @@ class ZmqReceiver(TrainingBatchReceiver):
             "log, start it again and resume the trainer"
         )
 
-    def _next_batch(self) -> TrainingBatch:
-        with Wait(
-            "rollouts.batch", deadline=self._deadline, remedy="the orchestrator publishes no batches; is it alive?"
-        ) as wait:
-            while True:
-                step = self._next
-                told = self._answer_to("want", step, ("have", "skip", "none", "gone", "end"))
-                if told.verb == "have":
-                    path = self._fetched(step, told.sizes)
-                    self._next += 1
-                    batch = open_training_batch(path)
-                    if batch.step != step:
-                        raise FileCorrupt(f"{self.address} sent step {batch.step} as step {step}")
-                    return batch
-                if told.verb == "skip":
-                    self.refused["nothing_to_train_on"] += 1
-                    self._next += 1
-                    self.ack(step)
-                elif told.verb == "gone":
-                    raise ConfigError(
-                        f"step {step} was acknowledged by all ranks before and is deleted at {self.address}; resume from a later checkpoint"
-                    )
-                elif told.verb == "end":
-                    raise EndOfData(f"the orchestrator at {self.address} ended after step {told.step}")
-                else:
-                    wait.check()
-                    time.sleep(min(_POLL, wait.remaining()))
+    def _look_for(self, step: int) -> Path | Literal["skip"] | None:
+        told = self._answer_to("want", step, ("have", "skip", "none", "gone", "end"))
+        if told.verb == "have":
+            return self._fetched(step, told.sizes)
+        if told.verb == "gone":
+            raise ConfigError(
+                f"step {step} was acknowledged by all ranks before and is deleted at {self.address}; resume from a later checkpoint"
+            )
+        if told.verb == "end":
+            raise EndOfData(f"the orchestrator at {self.address} ended after step {told.step}")
+        if told.verb == "skip":
+            self._answer_to("ack", step, ("acked",))
+            return "skip"
+        return None
 
     def _fetched(self, step: int, sizes: tuple[int, int]) -> Path:
         if min(sizes) < 0 or sum(sizes) > self._max_bytes:
@@ -386,13 +358,6 @@ class ZmqReceiver(TrainingBatchReceiver):
             del wanted[answer.offset]
             ahead.discard(answer.offset)
 
-    def ack(self, step: int) -> None:
-        if step >= self._next:
-            raise ConfigError(
-                f"step {step} cannot be acknowledged: step {self._next - 1} was the last that was received"
-            )
-        path = batch_path(self.folder, step)
-        for name in (path, sidecar_path(path)):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
+    def _acknowledge(self, step: int) -> None:
+        unlink_batch(batch_path(self.folder, step))
         self._answer_to("ack", step, ("acked",))
