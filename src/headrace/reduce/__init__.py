@@ -16,8 +16,8 @@
     stream        one process, rows in hand
     hooks         the activations of a module, while a model runs
     shards        rows at rest: npy, safetensors, parquet
-    orders, crew  what a worker needs to know; the seam to a transport, and the loop that asks
-    processes, gloo, ray_actors     the transports
+    orders        what a worker needs to know
+    transports/   the seam to a transport and the loop that asks (transport.py); processes, gloo, Ray, a folder
 
 G = Σ xₙ xₙᵀ depends on the rows and on (n_rows, chunk_size) alone: not on nodes, threads, processors, arrival or crashes. The
 core does no networking; `headrace.reduce.reduce_shards` wires it to shards and engines.
