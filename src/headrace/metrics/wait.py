@@ -124,19 +124,6 @@ class Meter:
 
     # ------------------------------------------------------------------------------------------ adding
 
-    def add_both(self, key: str, value: Number, other: str, more: Number) -> None:
-        """Add to two counters: for what happens every few microseconds."""
-        try:
-            counts = self._local.thread.counts
-            if key in counts and other in counts:
-                counts[key] += value
-                counts[other] += more
-                return
-        except AttributeError:
-            pass
-        self.add(key, value)
-        self.add(other, more)
-
     def add(self, key: str, value: Number = 1) -> None:
         """Add to the counter `key` (a whole metric key, declared by its owner as a SUM)."""
         try:

@@ -42,8 +42,6 @@ from headrace.rollouts.filters import Filtered, GibberishFilter, RepetitionFilte
 from headrace.rollouts.groups import EnvPolicy, GroupBook, GroupCounts, Request, StepGroups, solve_rates
 from headrace.rollouts.ingest import (
     Limits,
-    rollout_from_json,
-    rollout_from_msgpack,
     rollout_from_verifiers,
     step_from_reply,
 )
@@ -114,8 +112,6 @@ __all__ = [
     "pack_samples",
     "pretokenize",
     "read_episodes",
-    "rollout_from_json",
-    "rollout_from_msgpack",
     "rollout_from_verifiers",
     "rollout_metrics",
     "rollouts_from_episode",

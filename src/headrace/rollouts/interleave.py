@@ -28,12 +28,6 @@ from headrace.rollouts.records import ExpertRows, Rollout, StepTokens, TrainingS
 __all__ = ["interleave_rollout"]
 
 
-def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two rows, equally long, are equal. Two copies and a memcmp take 2.9 us for 7,000 ids, array_equal 7.4, to ask whether both are the same memory 6.4;
-    above 64,000 ids a copy would keep the interpreter for too long."""
-    return a.tobytes() == b.tobytes() if a.nbytes <= 1 << 18 else np.array_equal(a, b)
-
-
 @dataclass(slots=True)
 class _Growing:
     """A sample whose turns are still being found."""
@@ -52,7 +46,7 @@ class _Growing:
         middle, end = len(last.prompt_ids), last.length
         if len(ids) < end:
             return False
-        return _equal(ids[middle:end], last.completion_ids) and _equal(ids[:middle], last.prompt_ids)
+        return np.array_equal(ids[middle:end], last.completion_ids) and np.array_equal(ids[:middle], last.prompt_ids)
 
     def add(self, tokens: StepTokens, number: int, where: str) -> None:
         self.turns.append(tokens)

@@ -35,9 +35,10 @@ import numpy as np
 from headrace.errors import ConfigError, RolloutRefused, WorkerDied
 from headrace.metrics import Wait
 from headrace.rollouts.checks import Limits
+from headrace.rollouts.ingest import ENCODED
 from headrace.rollouts.pretokenize import Render
 from headrace.rollouts.records import ExpertRows, Rollout, Step, StepTokens, TrainingSample, VersionSpan
-from headrace.rollouts.sample_rollout import ENCODED, Processed, process_rollout
+from headrace.rollouts.sample_rollout import Processed, process_rollout
 from headrace.rollouts.values import decode_value, encode_value
 from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess

@@ -38,7 +38,6 @@ from headrace.rollouts import (
     interleave_rollout,
     needs_tokens,
     pack_samples,
-    rollout_from_msgpack,
     rollout_from_verifiers,
     rollout_metrics,
     save_rollouts,
@@ -316,9 +315,8 @@ def _ingested(raws: Iterable[Any]) -> list[Rollout]:
     """Those that can be taken; a step with others in it has phases too."""
     taken = []
     for number, raw in enumerate(raws):
-        take = rollout_from_msgpack if isinstance(raw, bytes) else rollout_from_verifiers
         try:
-            taken.append(take(raw))
+            taken.append(rollout_from_verifiers(raw))
         except RolloutRefused as error:
             _log.warning("rollout %d of the dump is left out: %s", number, error)
     return taken

@@ -12,17 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.rollouts.checks import Limits
-from headrace.rollouts.ingest import rollout_from_verifiers
+from headrace.rollouts.ingest import ENCODED, rollout_from_verifiers
 from headrace.rollouts.interleave import interleave_rollout
 from headrace.rollouts.loop_yield import LoopYield
 from headrace.rollouts.pretokenize import Render, needs_tokens, pretokenize
 from headrace.rollouts.records import Rollout, TrainingSample
 from headrace.rollouts.wire import decode_rollout
 
-__all__ = ["ENCODED", "Processed", "process_rollout"]
-
-ENCODED = (bytes, bytearray, memoryview, str)
-"""Types of rollouts that arrive as msgpack or JSON text."""
+__all__ = ["Processed", "process_rollout"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,17 +17,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from headrace.errors import ConfigError, EndOfData, FileCorrupt, StorageError, WorkerDied
-from headrace.files import TEMP_PREFIX
+from headrace.errors import ConfigError, EndOfData, FileCorrupt, WorkerDied
+from headrace.files import publish
 from headrace.metrics import Wait
 from headrace.rollouts.batch_files import batch_path, sidecar_path
 from headrace.rollouts.pipeline import StepReport
@@ -308,55 +308,32 @@ class ZmqReceiver(TrainingBatchReceiver):
         path = batch_path(self.folder, step)
         for file in (1, 0) if sizes[1] else (0,):
             target = path if file == 0 else sidecar_path(path)
-            temp = self.folder / f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
-            try:
-                fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-                try:
-                    self._fetch(fd, step, file, sizes[file])
-                finally:
-                    os.close(fd)
-                os.replace(temp, target)
-            except OSError as error:
-                raise StorageError(
-                    f"step {step} could not be written to {self.folder}: {error.strerror or error}"
-                ) from error
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(temp)
+            publish(target, self._parts(step, file, sizes[file]), replace=True, durable=False)
         return path
 
-    def _fetch(self, fd: int, step: int, file: int, size: int) -> None:
-        wanted = dict.fromkeys(range(0, size, _PART))
-        ahead: set[int] = set()
-        while wanted:
-            for offset in wanted:
-                if len(ahead) >= _AHEAD:
-                    break
-                if offset not in ahead:
-                    ahead.add(offset)
-                    self._ask("part", step, file, offset)
-            heard = self._hear(time.monotonic() + self._heartbeat)
-            if heard is None:
-                raise WorkerDied(
-                    f"{self.address} stopped in the middle of step {step}, {len(wanted)} parts are missing; resume the trainer"
-                )
+    def _parts(self, step: int, file: int, size: int) -> Iterator[memoryview]:
+        """The parts of a file, in order. The sender answers in the order of the questions."""
+        offsets = range(0, size, _PART)
+        for offset in offsets[:_AHEAD]:
+            self._ask("part", step, file, offset)
+        for at, offset in enumerate(offsets):
+            yield self._part(step, file, offset, size)
+            for later in offsets[at + _AHEAD : at + _AHEAD + 1]:
+                self._ask("part", step, file, later)
+
+    def _part(self, step: int, file: int, offset: int, size: int) -> memoryview:
+        while (heard := self._hear(time.monotonic() + self._heartbeat)) is not None:
             answer, data = heard
-            if (
-                answer.verb != "part"
-                or (answer.step, answer.file) != (step, file)
-                or answer.offset not in wanted
-                or data is None
-            ):
-                continue
-            if len(data) != min(_PART, size - answer.offset):
+            if (answer.verb, answer.step, answer.file, answer.offset) != ("part", step, file, offset) or data is None:
+                continue  # the answer to a question that was given up
+            if len(data) != min(_PART, size - offset):
                 raise FileCorrupt(
-                    f"{self.address} sent {len(data)} bytes of step {step} from {answer.offset} on, the file has {size}"
+                    f"{self.address} sent {len(data)} bytes of step {step} from {offset} on, the file has {size}"
                 )
-            done = 0
-            while done < len(data):
-                done += os.pwrite(fd, data[done:], answer.offset + done)
-            del wanted[answer.offset]
-            ahead.discard(answer.offset)
+            return data
+        raise WorkerDied(
+            f"{self.address} stopped in the middle of step {step}, {size - offset:,} bytes are missing; resume the trainer"
+        )
 
     def _acknowledge(self, step: int) -> None:
         unlink_batch(batch_path(self.folder, step))

@@ -47,14 +47,6 @@ def test_draining_clears_and_totals_remain(meter: Meter) -> None:
     assert meter.totals()["wait/a/count"] == 1
 
 
-def test_two_counters_are_added_to_at_once_from_the_first_time_on():
-    meter = Meter()
-    meter.add("rows", 2)
-    for _ in range(3):  # the second is new the first time
-        meter.add_both("rows", 1, "bytes", 10)
-    assert meter.drain() == {"rows": 5, "bytes": 30}
-
-
 def test_every_drained_key_of_waits_phases_and_steps_is_declared(meter: Meter) -> None:
     with meter.step(), phase("p", meter=meter), Wait("w", meter=meter), Wait("h", meter=meter, hidden=True):
         spend(0.0)
