@@ -143,11 +143,11 @@ def workers() -> None:
     from headrace.reduce import Columns, CrossNodeGramReduction, CrossNodePartition, Provenance, default_chunk_size
     from headrace.reduce.orders import WorkOrder
     from headrace.reduce.shards import RowShards
-    from headrace.reduce.transports.crew import Crew, FoldProgress, drive
-    from headrace.reduce.transports.folder import SpoolCrew
-    from headrace.reduce.transports.processes import ProcessCrew
+    from headrace.reduce.transports.folder import FolderTransport
+    from headrace.reduce.transports.processes import ProcessTransport
+    from headrace.reduce.transports.transport import FoldProgress, Transport, drive
 
-    def rate(hire: Callable[[], Crew], order: WorkOrder) -> float:
+    def rate(hire: Callable[[], Transport], order: WorkOrder) -> float:
         """Rows a second once everybody is under way: the first chunks pay for starting and compiling. Hired here, because workers of
         a spool begin at once."""
         crew = hire()
@@ -189,14 +189,14 @@ def workers() -> None:
                     columns.gram(shards.read(at, at + chunk), 2)
 
             two, one = order(2), order(1)
-            hired = {"sockets": (lambda two=two: ProcessCrew(two), two)}
+            hired = {"sockets": (lambda two=two: ProcessTransport(two), two)}
             rounds: dict[str, list[tuple[float, float]]] = {"sockets": [], "spool": []}
             alone()
             before = steady(alone, 16 * chunk)
             for turn in range(ROUNDS):
                 spool = Path(folder) / f"spool{turn}"
                 hired["spool"] = (
-                    lambda one=one, spool=spool: SpoolCrew(spool, one, workers=2, first_unit=0, window=4),
+                    lambda one=one, spool=spool: FolderTransport(spool, one, workers=2, first_unit=0, window=4),
                     one,
                 )
                 for name, (hire, wanted) in hired.items():

@@ -19,16 +19,16 @@ CHUNK = 10
 KILLING = """
 import sys, ray
 from headrace.reduce import Columns, CrossNodeGramReduction, CrossNodePartition, GramResult, Provenance
-from headrace.reduce.transports.crew import drive
+from headrace.reduce.transports.transport import drive
 from headrace.reduce.orders import WorkOrder
-from headrace.reduce.transports.ray import RayCrew
+from headrace.reduce.transports.ray import RayTransport
 from headrace.reduce.shards import RowShards
 
 shards = RowShards.open([sys.argv[1]])
 columns = Columns(width=shards.width)
 partition = CrossNodePartition(k=columns.k, n_rows=shards.n_rows, chunk_size=10, n_ranks=2)
 order = WorkOrder(partition=partition, provenance=Provenance(rows=shards.dtype), columns=columns, shards=shards.spec, data=shards.fingerprint())
-reduction, crew, told, left = CrossNodeGramReduction(partition, provenance=order.provenance), RayCrew(order), [], [60, 20]
+reduction, crew, told, left = CrossNodeGramReduction(partition, provenance=order.provenance), RayTransport(order), [], [60, 20]
 
 def kill(progress):
     if left and progress.frontier >= left[-1]:

@@ -15,8 +15,8 @@ from headrace.errors import DataError, WorkerDied
 from headrace.reduce import Columns, CrossNodeGramReduction, CrossNodePartition, GramResult, Provenance, gram
 from headrace.reduce.orders import WorkOrder
 from headrace.reduce.shards import RowShards
-from headrace.reduce.transports.crew import drive
-from headrace.reduce.transports.processes import ProcessCrew
+from headrace.reduce.transports.processes import ProcessTransport
+from headrace.reduce.transports.transport import drive
 
 ENV = os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
 CHUNK = 10
@@ -48,7 +48,7 @@ def test_workers_that_are_killed_are_replaced_and_the_sum_has_the_same_bits(rows
     folder, expected = rows
     order = order_for(folder, 2)
     reduction = CrossNodeGramReduction(order.partition, provenance=order.provenance)
-    crew, told, kill_at = ProcessCrew(order), [], [5, 60]
+    crew, told, kill_at = ProcessTransport(order), [], [5, 60]
 
     def kill(progress):
         if kill_at and progress.frontier >= kill_at[0]:
@@ -70,7 +70,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_pass_with_its_name(rows):
         def replace(self, rank): ...
         def close(self): ...
         def answer(self, timeout):
-            from headrace.reduce.transports.crew import Answer
+            from headrace.reduce.transports.transport import Answer
 
             return Answer(rank=1, lost="exit code 137")
 
@@ -84,7 +84,7 @@ def test_a_row_that_is_not_finite_is_named_by_the_worker_that_read_it(tmp_path):
     bad[57, 1] = np.inf
     np.save(tmp_path / "a.npy", bad)
     order = order_for(tmp_path, 1)
-    crew = ProcessCrew(order)
+    crew = ProcessTransport(order)
     try:
         with pytest.raises(
             DataError,

@@ -30,8 +30,8 @@ from headrace.reduce import (
 from headrace.reduce.orders import WorkOrder
 from headrace.reduce.reduce_shards import GramPlan, join_spool, reduce_shards
 from headrace.reduce.shards import RowShards
-from headrace.reduce.transports.crew import drive
-from headrace.reduce.transports.folder import SpoolCrew, SpoolWorker, Wanted, order_in
+from headrace.reduce.transports.folder import FolderTransport, SpoolWorker, Wanted, order_in
+from headrace.reduce.transports.transport import drive
 
 CHUNK = 10
 ENV = os.environ | {"NO_COLOR": "1"}
@@ -55,8 +55,8 @@ def order_for(folder, *, span=1, job="t", threads=1) -> WorkOrder:
     )  # fmt: skip
 
 
-def begun(path, order, *, workers=0, first_unit=0, lease=30.0, notice=lambda _: None) -> SpoolCrew:
-    return SpoolCrew(
+def begun(path, order, *, workers=0, first_unit=0, lease=30.0, notice=lambda _: None) -> FolderTransport:
+    return FolderTransport(
         path, order, workers=workers, first_unit=first_unit, window=4, lease=lease, notice=notice, patience=30
     )
 

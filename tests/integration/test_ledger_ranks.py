@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.ledger import LEDGER_SUM_KEYS, Ledger, LedgerSettings, owner_of
+from headrace.ledger import LEDGER_SUM_KEYS, Ledger, LedgerSettings, LedgerShard, owner_of
 from headrace.metrics import reduce_loss_metrics
 
 HERE = Path(__file__).resolve()
@@ -134,7 +134,7 @@ def not_the_owner(rank: int, world: int) -> Any:
     ledger = Ledger(LedgerSettings(width=1), deadline=60.0)
     gid = next(g for g in range(100) if owner_of(np.array([g]), world)[0] == (rank + 1) % world)
     try:
-        ledger.shard.store(np.array([gid]), torch.zeros(1, 1), step=0)
+        LedgerShard.store(ledger, np.array([gid]), torch.zeros(1, 1), step=0)
     finally:
         ledger.route(np.arange(8))  # nobody leaves while another is still joining
 

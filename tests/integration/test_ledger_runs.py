@@ -58,7 +58,7 @@ def reloaded(rank: int, world: int, folder: str, width: int) -> Any:
     ledger = Ledger(LedgerSettings(width=width, mode="periodic_stale", stale_threshold=5), deadline=60.0)
     arrays, meta = newest(Path(folder))
     ledger.load_state_arrays([(arrays, meta["ledger"])])
-    told = {"held": len(ledger), "ghosts": ledger.shard.ghosts}
+    told = {"held": len(ledger), "ghosts": ledger.ghosts}
     state = ledger.gather_state()
     if state is not None:
         told |= {"meta": state[2] == meta["ledger"], "equal": by_group(state[0]) == by_group(arrays)}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headrace.reduce.orders import WorkOrder
     from headrace.reduce.reduce_shards import GramSummary
     from headrace.reduce.shards import RowShards
-    from headrace.reduce.transports.crew import FoldProgress
+    from headrace.reduce.transports.transport import FoldProgress
 
 __all__ = ["gram"]
 

@@ -75,12 +75,11 @@ def replay(
     from headrace.rollouts.replay import ALONE, PhaseCost, replay_phase
     from headrace.rollouts.replay import replay as run
 
-    header = f"{'phase':<22} {'wall s':>8} {'CPU s':>8}   loop lag, ms: {'mean':>7} {'p99':>7} {'max':>7}   with a core: {'p99':>7} {'max':>7}"
+    header = f"{'phase':<22} {'wall s':>8} {'CPU s':>8}   loop lag, ms: {'mean':>7} {'p99':>7} {'max':>7}"
 
     def line(cost: PhaseCost) -> str:
         lags = "".join(f" {1e3 * lag:>7.2f}" for lag in (cost.lag_mean, cost.lag_p99, cost.lag_max))
-        own = "".join(f" {1e3 * lag:>7.2f}" for lag in (cost.blocked_p99, cost.blocked_max))
-        return f"{cost.phase:<22} {cost.wall:>8.3f} {cost.cpu:>8.3f}                {lags}               {own}"
+        return f"{cost.phase:<22} {cost.wall:>8.3f} {cost.cpu:>8.3f}                {lags}"
 
     if alone:
         told_phases = []

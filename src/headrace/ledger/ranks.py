@@ -6,7 +6,7 @@
     ledger.store(route, states, step=step)              and one
     ledger.end_step(step)
 
-`lookup` and `store` also take plain gids, and then make the route themselves. With more than one rank all of these but end_step are
+`lookup` and `store` take a route, or gids and make the route themselves. With more than one rank all of these but end_step are
 collectives: every rank calls them the same number of times, with whatever rows it has, none included. On one rank nothing is sent.
 
 Rows reach their owner in the order of (rank, row), so of two states of a group the last by that order stays. Rows travel through CPU
@@ -16,7 +16,7 @@ counts do not. A rank that is lost or stopped ends the exchange on the others wi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.ledger.owners import owner_of
 from headrace.ledger.settings import LedgerSettings
 from headrace.ledger.shard import LedgerShard, as_gids, as_tags
-from headrace.metrics import Meter, MetricSpec, Wait
+from headrace.metrics import Meter, Wait
 from headrace.metrics.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -55,8 +55,12 @@ class Route:
     epochs: np.ndarray
 
 
-class Ledger:
-    """A ledger over all ranks: each owns the groups of its buckets."""
+class Ledger(LedgerShard):
+    """A ledger over all ranks: the shard of the groups that this rank owns, and the exchange of rows with the other ranks.
+
+    `lookup`, `store`, `route` and `gather_state` are collectives; what the shard does alone (`end_step`, `set_active`, `wipe`, metrics, state) is not,
+    and every rank does it at the same step.
+    """
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class Ledger:
             raise ConfigError(f"a ledger needs a deadline above 0 seconds for its exchanges, got {deadline!r}")
         joined = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if joined else (0, 1)
-        self.shard = LedgerShard(settings, rank=rank, world_size=world_size)
+        super().__init__(settings, rank=rank, world_size=world_size)
         self._ranks = (
             Ranks(group, doing="ledger exchange", asker="the Ledger", device="cpu") if world_size > 1 else None
         )
@@ -80,24 +84,11 @@ class Ledger:
         if device_group is not None and world_size > 1:
             if dist.get_process_group_ranks(device_group) != (self._ranks.names if self._ranks else []):
                 raise ConfigError("a ledger's device_group must have the ranks of its group, in the same order")
-            self._wire = self.shard.device
+            self._wire = self.device
             self._carriers = Ranks(
                 device_group, doing="ledger exchange", asker="the Ledger", device=self._wire, asks=True
             )
         self._deadline, self._meter = deadline, meter
-
-    @property
-    def settings(self) -> LedgerSettings:
-        return self.shard.settings
-
-    @property
-    def step(self) -> int:
-        """The last step that was stored or ended; -1 before the first."""
-        return self.shard.step
-
-    def __len__(self) -> int:
-        """Groups that this rank holds."""
-        return len(self.shard)
 
     # ------------------------------------------------------------------------------------------------- rows
 
@@ -115,14 +106,14 @@ class Ledger:
             return Route(
                 rows=len(here), order=np.arange(len(here)), sent=everything, received=everything, gids=here, streams=stream, epochs=epoch
             )  # fmt: skip
-        world = self.shard.world_size
+        world = self.world_size
         owner = owner_of(here, world)
         order = np.argsort(owner, kind="stable")
         sent = np.bincount(owner, minlength=world)
         told = np.stack([here, stream.astype(np.int64), epoch.astype(np.int64)], axis=1)[order]
         with Wait("ledger.exchange", meter=self._meter, deadline=self._deadline) as wait:
             self._ranks.begin()
-            received = self._ranks.gather(sent.astype(np.int64), wait)[:, self.shard.rank]
+            received = self._ranks.gather(sent.astype(np.int64), wait)[:, self.rank]
             came = self._exchange(torch.from_numpy(told), sent.tolist(), received.tolist(), wait).cpu().numpy()
         return Route(
             rows=len(here),
@@ -138,10 +129,10 @@ class Ledger:
         assert self._carriers is not None
         return self._carriers.all_to_all(rows.to(self._wire), sent, received, wait)
 
-    def lookup(self, rows: Route | Tensor | np.ndarray) -> tuple[Tensor, Tensor]:
+    def lookup(self, gids: Route | Tensor | np.ndarray) -> tuple[Tensor, Tensor]:
         """(states [n, width], found bool [n]) for this rank's rows; zeros where the owner has none."""
-        route = rows if isinstance(rows, Route) else self.route(rows)
-        states, found = self.shard.lookup(route.gids)
+        route = gids if isinstance(gids, Route) else self.route(gids)
+        states, found = super().lookup(route.gids)
         if self._ranks is None:
             return states, found
         # The flag rides along as one more number of the state: one exchange less.
@@ -151,12 +142,12 @@ class Ledger:
             self._ranks.begin()
             came = self._exchange(packed, route.received, route.sent, wait)
             back[torch.from_numpy(route.order).to(self._wire)] = came
-        back = back.to(self.shard.device)
+        back = back.to(self.device)
         return back[:, :-1].contiguous(), back[:, -1] != 0
 
     def store(
         self,
-        rows: Route | Tensor | np.ndarray,
+        gids: Route | Tensor | np.ndarray,
         states: Tensor,
         *,
         step: int,
@@ -164,53 +155,27 @@ class Ledger:
         epochs: Tensor | np.ndarray | int = 0,
     ) -> None:
         """Keep the states of this rank's rows, each at its owner. A Route brings streams and epochs of its own."""
-        route = rows if isinstance(rows, Route) else self.route(rows, streams, epochs)
+        route = gids if isinstance(gids, Route) else self.route(gids, streams, epochs)
         states = states.detach()
         if states.shape != (route.rows, self.settings.width):
             raise ConfigError(
                 f"store at step {step} needs states of shape [{route.rows}, {self.settings.width}], one for each row; got {list(states.shape)}"
             )
         if self._ranks is not None:
-            given = states.to(self._wire, self.shard.dtype)[torch.from_numpy(route.order).to(self._wire)]
+            given = states.to(self._wire, self.dtype)[torch.from_numpy(route.order).to(self._wire)]
             with Wait("ledger.exchange", meter=self._meter, deadline=self._deadline) as wait:
                 self._ranks.begin()
                 states = self._exchange(given, route.sent, route.received, wait)
-        self.shard.store(route.gids, states, step=step, streams=route.streams, epochs=route.epochs)
-
-    def set_active(self, streams: Collection[int] | np.ndarray) -> None:
-        """Which streams are still read, by any rank, from here on. Every rank says the same."""
-        self.shard.set_active(streams)
-
-    def end_step(self, step: int) -> None:
-        """Sweep and wipe, if it is their time. Not a collective."""
-        self.shard.end_step(step)
-
-    def wipe(self) -> None:
-        """Forget all groups and all ghosts of this rank; every rank does it at the same step. Not a collective."""
-        self.shard.wipe()
-
-    # ---------------------------------------------------------------------------------------------- metrics
-
-    def metric_specs(self) -> tuple[MetricSpec, ...]:
-        """Every key of `drain_metrics`."""
-        return self.shard.metric_specs()
-
-    def drain_metrics(self) -> dict[str, int]:
-        """What happened to this rank's groups since the last drain; {} if nothing did."""
-        return self.shard.drain_metrics()
+        super().store(route.gids, states, step=step, streams=route.streams, epochs=route.epochs)
 
     # ------------------------------------------------------------------------------------------------ state
 
-    def state_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
-        """This rank's part: (arrays, stored dtypes, meta). Not a collective."""
-        return self.shard.state_arrays()
-
     def gather_state(self) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]] | None:
         """The whole ledger, on rank 0; None on the others. Collective."""
-        arrays, dtypes, meta = self.shard.state_arrays()
+        arrays, dtypes, meta = self.state_arrays()
         if self._ranks is None:
             return arrays, dtypes, meta
-        lead, world = self.shard.rank == 0, self.shard.world_size
+        lead, world = self.rank == 0, self.world_size
         with Wait("ledger.exchange", meter=self._meter, deadline=self._deadline) as wait:
             self._ranks.begin()
             lengths = self._ranks.gather(
@@ -229,7 +194,3 @@ class Ledger:
                 came = self._ranks.all_to_all(flat, sent, counts if lead else [0] * world, wait).numpy()
                 whole[name] = came if rows.ndim > 1 else came[:, 0].copy()
         return (whole, dtypes, meta) if lead else None
-
-    def load_state_arrays(self, parts: Sequence[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]) -> None:
-        """Go on from a gathered state, or from the parts of any number of ranks. Not a collective."""
-        self.shard.load_state_arrays(parts)

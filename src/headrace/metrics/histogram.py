@@ -82,28 +82,6 @@ class Histogram:
             self.min = min(self.min, float(array.min()))
             self.max = max(self.max, float(array.max()))
 
-    def merge(self, other: Histogram) -> None:
-        """Add what another one has counted: as if both streams had been recorded here."""
-        if (self.lo, self.hi, self.error) != (other.lo, other.hi, other.error):
-            raise ValueError(
-                f"histogram {self.key!r} has buckets (lo={self.lo}, hi={self.hi}, error={self.error}); {other.key!r} has "
-                f"(lo={other.lo}, hi={other.hi}, error={other.error}). Only equal buckets can be merged."
-            )
-        with other._lock:
-            counts, count, low, high = other._counts.copy(), other.count, other.min, other.max
-        with self._lock:
-            self._counts += counts
-            self.count += count
-            self.min = min(self.min, low)
-            self.max = max(self.max, high)
-
-    def percentile(self, q: float) -> float:
-        """The value below or at which q percent of all values lie, within `error`; NaN if there are none."""
-        if not 0 <= q <= 100:
-            raise ValueError(f"a percentile lies between 0 and 100, got {q}")
-        with self._lock:
-            return self._percentile(q)
-
     def _percentile(self, q: float) -> float:
         if not self.count:
             return math.nan

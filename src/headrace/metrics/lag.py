@@ -14,7 +14,6 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -80,9 +79,7 @@ class EventLoopLagMonitor:
         self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.stop()
 
     async def _sample(self) -> None:
@@ -113,7 +110,3 @@ class EventLoopLagMonitor:
         return {f"event_loop_lag/{name}": float(value) for name, value in found.items()}
 
     drain_metrics = drain
-
-    def discard(self) -> None:
-        """Forget what was sampled since the last drain."""
-        self._samples = []

@@ -20,7 +20,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
 import orjson
@@ -60,9 +59,7 @@ class _Closing:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -215,35 +212,35 @@ class BackgroundSinks(_Closing):
         if capacity < 1 or max_failures < 1:
             raise ValueError(f"needs capacity and max_failures of at least 1, got {capacity} and {max_failures}")
         self._meter = meter if meter is not None else default_meter()
-        self._lanes = [_Lane(sink, capacity, max_failures, self._meter) for sink in sinks]
+        self._threads = [_SinkThread(sink, capacity, max_failures, self._meter) for sink in sinks]
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Queue a record for every sink. Never blocks and never raises for what a sink does."""
         copied = dict(record)
-        for lane in self._lanes:
-            lane.offer(copied)
+        for thread in self._threads:
+            thread.offer(copied)
 
     def close(self, deadline: float = 10.0) -> None:
         """Let the sinks finish what is queued, for at most `deadline` seconds together; the rest is dropped and counted."""
-        for lane in self._lanes:
-            lane.finish()
+        for thread in self._threads:
+            thread.finish()
         with Wait("sink.close", meter=self._meter, deadline=deadline) as wait:
-            for lane in self._lanes:
-                lane.join(wait.remaining())
-        for lane in self._lanes:
-            lane.abandon()
+            for thread in self._threads:
+                thread.join(wait.remaining())
+        for thread in self._threads:
+            thread.abandon()
 
     @property
     def disabled(self) -> tuple[str, ...]:
         """The sinks that were given up, by class name."""
-        return tuple(lane.name for lane in self._lanes if lane.disabled)
+        return tuple(thread.name for thread in self._threads if thread.disabled)
 
     def metric_specs(self) -> tuple[MetricSpec, ...]:
         """`sink/dropped` and `sink/failed`; their values are in the meter."""
         return _SPECS
 
 
-class _Lane:
+class _SinkThread:
     """One sink, its queue and its thread."""
 
     def __init__(self, sink: Sink, capacity: int, max_failures: int, meter: Meter) -> None:
@@ -306,7 +303,7 @@ class _Lane:
             self._failed(error, "close")
 
     def _next(self) -> dict[str, Any] | None:
-        """The next record, None once the lane is finishing and nothing is left."""
+        """The next record, None once the sink is finishing and nothing is left."""
         while not (self._finishing.is_set() and self._queue.empty()):
             with Wait("sink.idle", meter=self._meter, deadline=3600.0, hidden=True) as wait:
                 try:

@@ -32,7 +32,6 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from headrace.errors import DeadlineExceeded
@@ -124,19 +123,6 @@ class Meter:
         self._last_step: StepTimes | None = None
 
     # ------------------------------------------------------------------------------------------ adding
-
-    def add_both(self, key: str, value: Number, other: str, more: Number) -> None:
-        """Add to two counters: for what happens every few microseconds."""
-        try:
-            counts = self._local.thread.counts
-            if key in counts and other in counts:
-                counts[key] += value
-                counts[other] += more
-                return
-        except AttributeError:
-            pass
-        self.add(key, value)
-        self.add(other, more)
 
     def add(self, key: str, value: Number = 1) -> None:
         """Add to the counter `key` (a whole metric key, declared by its owner as a SUM)."""
@@ -319,18 +305,10 @@ class _Frame:
         self.start = _clock()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         seconds = self.seconds = _clock() - self.start
-        thread = self.thread
-        if thread is None:
-            raise RuntimeError(f"{self.key!r} is left without having been entered")
+        self._leave()
         parent = self.parent
-        if thread.top is self:
-            thread.top = parent
-        else:
-            _unlink(thread, self)
         if parent is not None:
             parent.inner += seconds
         own = seconds - self.inner
@@ -344,14 +322,20 @@ class _Frame:
             step.parts[key] = step.parts.get(key, 0.0) + own
         self.thread = self.parent = self.step = None
 
-
-def _unlink(thread: _Thread, frame: _Frame) -> None:
-    """Take a frame that is left out of order out of its thread's chain."""
-    above = thread.top
-    while above is not None and above.parent is not frame:
-        above = above.parent
-    if above is not None:
-        above.parent = frame.parent
+    def _leave(self) -> _Thread:
+        """Take the frame out of its thread's chain, also where it is left out of order."""
+        thread = self.thread
+        if thread is None:
+            raise RuntimeError(f"{self.key!r} is left without having been entered")
+        above = thread.top
+        if above is self:
+            thread.top = self.parent
+            return thread
+        while above is not None and above.parent is not self:
+            above = above.parent
+        if above is not None:
+            above.parent = self.parent
+        return thread
 
 
 class Wait(_Frame):
@@ -400,33 +384,6 @@ class Wait(_Frame):
         """Seconds left before the deadline, never below 0: the timeout of whatever blocks inside."""
         left = self.deadline - self.elapsed
         return left if left > 0.0 else 0.0
-
-    def over(self, start: float) -> float:
-        """Count a wait that began at `start` (`time.perf_counter`) and ends now, without having been entered; its seconds.
-
-        The same is counted as by `with`, at half the price: for what is nearly always there when it is asked for.
-        """
-        meter = self.meter
-        try:
-            thread = meter._local.thread
-        except AttributeError:
-            thread = meter._join()
-        try:
-            cell = thread.cells[self.key]
-        except KeyError:
-            cell = meter._open_cell(thread, self.key)
-        seconds = self.seconds = _clock() - start
-        parent, hidden = thread.top, self.hidden
-        if parent is not None:
-            hidden = hidden and parent.unseen
-            parent.inner += seconds
-            if parent.step is not None:
-                cell[3] += seconds
-                parts = parent.step.parts
-                parts[cell[4]] = parts.get(cell[4], 0.0) + seconds
-        cell[1 if hidden else 0] += seconds
-        cell[2] += 1
-        return seconds
 
     def expired(self) -> bool:
         """Whether the deadline has passed."""
@@ -489,17 +446,9 @@ class _Step(_Frame):
         self.start = _clock()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         seconds = self.seconds = _clock() - self.start
-        thread = self.thread
-        if thread is None:
-            raise RuntimeError("a step is left without having been entered")
-        if thread.top is self:
-            thread.top = None
-        else:
-            _unlink(thread, self)
+        thread = self._leave()
         other = seconds - self.inner
         thread.steps[0] += seconds
         thread.steps[1] += other

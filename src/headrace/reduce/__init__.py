@@ -4,7 +4,7 @@
              [j·c, …)    fused multiply-adds, base 128                     keyed by chunk index, never by arrival
 
     partition     which rows form a chunk, and who computes it
-    kernel        the Gram of one chunk (tiles: its compiled loops; reference: what it means, slowly)
+    kernel        the Gram of one chunk (tiles: its compiled loops)
     tree          in which order chunk Grams are added
     worker        one rank: which rows next, and what is shipped for them
     partial       what crosses the wire
@@ -16,8 +16,8 @@
     stream        one process, rows in hand
     hooks         the activations of a module, while a model runs
     shards        rows at rest: npy, safetensors, parquet
-    orders, crew  what a worker needs to know; the seam to a transport, and the loop that asks
-    processes, gloo, ray_actors     the transports
+    orders        what a worker needs to know
+    transports/   the seam to a transport and the loop that asks (transport.py); processes, gloo, Ray, a folder
 
 G = Σ xₙ xₙᵀ depends on the rows and on (n_rows, chunk_size) alone: not on nodes, threads, processors, arrival or crashes. The
 core does no networking; `headrace.reduce.reduce_shards` wires it to shards and engines.
@@ -28,12 +28,12 @@ from headrace.reduce.checkpoints import CheckpointFiles
 from headrace.reduce.columns import Columns, RowBatch
 from headrace.reduce.coordinator import CrossNodeCheckpoint, CrossNodeGramReduction, Receipt
 from headrace.reduce.hooks import activations
-from headrace.reduce.kernel import chunk_gram, chunk_gram_packed, warm_gram_kernel
+from headrace.reduce.kernel import chunk_gram, chunk_gram_packed, unpack_upper
 from headrace.reduce.partial import NodePartial
 from headrace.reduce.partition import CROSS_CHUNK_BASE, CrossNodePartition, Provenance, default_chunk_size
 from headrace.reduce.result import GramResult, Pca, Ridge
 from headrace.reduce.stream import GramStream, gram
-from headrace.reduce.tree import BorderState, StreamingBorderGram, pack_upper, pairwise_sum, unpack_upper
+from headrace.reduce.tree import BorderState, StreamingBorderGram, pairwise_sum
 from headrace.reduce.worker import NodeWorker, NodeWorkerCheckpoint
 
 __all__ = [
@@ -61,8 +61,6 @@ __all__ = [
     "chunk_gram_packed",
     "default_chunk_size",
     "gram",
-    "pack_upper",
     "pairwise_sum",
     "unpack_upper",
-    "warm_gram_kernel",
 ]

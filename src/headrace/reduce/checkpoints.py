@@ -1,59 +1,77 @@
 """Saved states of a reduction: the newest one that verifies is resumed from.
 
     files = CheckpointFiles(folder, "coordinator")
-    files.save(arrays, meta)         coordinator-000000000007.safetensors, whole, durable, checked; the one before it is kept
-    files.newest(read)               what `read` makes of the newest generation that verifies; None if there never was one
+    checkpoint.save(files)           coordinator-000000000007.safetensors, whole, durable, checked; the one before it is kept
+    type(checkpoint).load(files)     the newest generation that verifies; None if there never was one
 
 How files appear, are kept and are set aside: `headrace.runtime.generations`. A state whose numbers do not add up counts as damaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import abc
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import numpy as np
 
 from headrace.errors import ConfigError, DataError, FileCorrupt
-from headrace.files import Container
+from headrace.files import Container, container_bytes, read_container
 from headrace.reduce.tree import BorderState
 from headrace.runtime.generations import Generations
 
-__all__ = ["CHECKPOINT_BYTES", "CheckpointFiles", "state_arrays", "state_from"]
-
-T = TypeVar("T")
-CHECKPOINT_BYTES = "the bytes of a checkpoint"
-"""What sentences call a checkpoint that came as bytes and not as a file."""
+__all__ = ["CheckpointFiles", "SavedState", "state_arrays", "state_from"]
 
 
-class CheckpointFiles:
+class CheckpointFiles(Generations):
     """Two generations of one writer's state."""
 
     def __init__(self, folder: Path, name: str, *, report: Callable[[str], None] = lambda _: None) -> None:
         """`report`: called with a sentence for every file that was set aside."""
-        self.folder = folder
-        self._files = Generations(
-            folder, name, digits=12, report=report, resumes="the sum goes on from generation", remedy="Remove the folder to begin again"
-        )  # fmt: skip
+        super().__init__(
+            folder,
+            name,
+            digits=12,
+            resumes="the sum goes on from generation",
+            remedy="Remove the folder to begin again",
+            report=report,
+        )
 
-    def generations(self) -> list[Path]:
-        """Oldest first; none of them is verified yet."""
-        return [self._files.path(number) for number in self._files.numbers()]
 
-    def save(self, arrays: Mapping[str, np.ndarray], meta: Any) -> Path:
-        """Make this the newest generation, durably; then remove what is more than one back."""
-        return self._files.save(max(self._files.numbers(), default=0) + 1, arrays, meta)
+class SavedState(abc.ABC):
+    """A state that is saved in a folder, or travels as bytes. Both forms carry checksums."""
 
-    def remove(self) -> None:
-        """Remove all generations."""
-        self._files.remove()
+    __slots__ = ()
 
-    def newest(self, read: Callable[[Container], T]) -> T | None:
-        """`read` of the newest generation that verifies and that `read` accepts."""
+    def save(self, files: CheckpointFiles) -> Path:
+        """Make it the newest generation of a folder, durably."""
+        return files.save(max(files.numbers(), default=0) + 1, *self._content())
+
+    @classmethod
+    def load(cls, files: CheckpointFiles) -> Self | None:
+        """The newest generation that verifies and adds up; None if there is none."""
         # ConfigError: a partition or a pass that cannot be
-        found = self._files.newest(read, damage=(FileCorrupt, DataError, ConfigError))
+        found = files.newest(cls._read, damage=(FileCorrupt, DataError, ConfigError))
         return None if found is None else found[1]
+
+    def to_bytes(self) -> bytes:
+        """The bytes of the file that `save` writes, for a transport or a store of the caller's."""
+        return container_bytes(*self._content())
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> Self:
+        """What `to_bytes` gave. FileCorrupt or DataError if the bytes changed, or do not add up."""
+        return cls._read(read_container(data, "the bytes of a checkpoint"))
+
+    @abc.abstractmethod
+    def _content(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Arrays, and JSON beside them."""
+
+    @classmethod
+    @abc.abstractmethod
+    def _read(cls, container: Container) -> Self:
+        """The state in a verified file."""
 
 
 def state_arrays(state: BorderState) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from headrace.errors import ConfigError, CursorMismatch, DataError, FileCorrupt
-from headrace.files import Container, container_bytes, read_container
+from headrace.errors import ConfigError, DataError, FileCorrupt
+from headrace.files import Container
 from headrace.metrics import MetricSpec, Reduction, default_meter, register
-from headrace.reduce.checkpoints import CHECKPOINT_BYTES, CheckpointFiles, state_arrays, state_from
+from headrace.reduce.checkpoints import SavedState, state_arrays, state_from
 from headrace.reduce.partial import NodePartial
 from headrace.reduce.partition import CrossNodePartition, Provenance
 from headrace.reduce.tree import BorderState, StreamingBorderGram
@@ -56,8 +55,11 @@ class Receipt(enum.Enum):
     """Its rank is a whole window ahead of the slowest: send it again once the fold has moved."""
 
 
+_COUNTERS = {Receipt.TAKEN: "reduce/partials", Receipt.DUPLICATE: "reduce/duplicates", Receipt.WAIT: "reduce/waits"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrossNodeCheckpoint:
+class CrossNodeCheckpoint(SavedState):
     """The coordinator's whole state, as it was when it was asked for."""
 
     partition: CrossNodePartition
@@ -69,19 +71,6 @@ class CrossNodeCheckpoint:
     entries: tuple[int, int]
     """The part of the triangle that this coordinator folds."""
 
-    def save(self, files: CheckpointFiles) -> Path:
-        """Make it the newest generation of a folder, durably."""
-        return files.save(*self._content())
-
-    def to_bytes(self) -> bytes:
-        """The whole state with its checksums, for a transport or a store of the caller's; the same bytes as the file of `save`."""
-        return container_bytes(*self._content())
-
-    @classmethod
-    def from_bytes(cls, data: bytes | bytearray | memoryview) -> CrossNodeCheckpoint:
-        """What `to_bytes` gave. FileCorrupt or DataError if the bytes changed, or do not add up."""
-        return cls._read(read_container(data, CHECKPOINT_BYTES))
-
     def _content(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         arrays, fold = state_arrays(self.fold)
         arrays["digests"] = np.concatenate(self.digests)
@@ -89,11 +78,6 @@ class CrossNodeCheckpoint:
             "kind": _KIND, "version": 1, "partition": self.partition.to_dict(), "pass": self.provenance.to_dict(),
             "received_per_rank": list(self.received_per_rank), "entries": list(self.entries), "fold": fold,
         }  # fmt: skip
-
-    @classmethod
-    def load(cls, files: CheckpointFiles) -> CrossNodeCheckpoint | None:
-        """The newest generation that verifies and adds up; None if there is none."""
-        return files.newest(cls._read)
 
     @classmethod
     def _read(cls, container: Container) -> CrossNodeCheckpoint:
@@ -147,9 +131,7 @@ class CrossNodeGramReduction:
         self._fold = StreamingBorderGram(entries=end - start, n_chunks=partition.n_chunks, span=partition.span)
         self._received = [0] * partition.n_ranks
         self._digests: list[list[int]] = [[] for _ in range(partition.n_ranks)]
-        self.duplicates = 0
-        self.waits = 0
-        self.most_pending = 0
+        self.duplicates = self.most_pending = 0
 
     # ------------------------------------------------------------------------------------------ receive
 
@@ -180,14 +162,8 @@ class CrossNodeGramReduction:
         except DataError:
             default_meter().add("reduce/refused")
             raise
-        if receipt is Receipt.TAKEN:
-            default_meter().add("reduce/partials")
-        elif receipt is Receipt.DUPLICATE:
-            self.duplicates += 1
-            default_meter().add("reduce/duplicates")
-        else:
-            self.waits += 1
-            default_meter().add("reduce/waits")
+        self.duplicates += receipt is Receipt.DUPLICATE
+        default_meter().add(_COUNTERS[receipt])
         return receipt
 
     def _receive(self, partial: NodePartial) -> Receipt:
@@ -284,13 +260,8 @@ class CrossNodeGramReduction:
         n_ranks: int | None = None,
     ) -> CrossNodeGramReduction:
         """Go on from a checkpoint, on the same number of ranks or on another: then what was parked is computed again."""
-        if provenance is not None and (differences := provenance.differences(saved.provenance)):
-            listed = "; ".join(f"{n}: saved {theirs}, now {ours}" for n, (theirs, ours) in differences.items())
-            raise CursorMismatch(
-                f"the reduction was saved for another pass ({listed}). Going on would mix two sums; restore what changed, or begin "
-                "again in a new folder",
-                differences,
-            )
+        if provenance is not None:
+            provenance.require_same_as(saved.provenance, "the reduction")
         partition = saved.partition
         reduction = cls(partition, provenance=saved.provenance, window=window, entries=saved.entries)
         _check_cursors(saved)
@@ -308,14 +279,7 @@ class CrossNodeGramReduction:
         old = self.partition
         new = CrossNodePartition(**(old.to_dict() | {"n_ranks": n_ranks}))
         other = CrossNodeGramReduction(new, provenance=self.provenance, window=self.window, entries=self.entries)
-        state = self._fold.state()
-        kept = BorderState(
-            frontier=state.frontier,
-            block_len=state.block_len,
-            block_partial=state.block_partial,
-            forest=state.forest,
-            tail=state.tail,
-        )
+        kept = replace(self._fold.state(), pending=())
         width = self.entries[1] - self.entries[0]
         other._fold = StreamingBorderGram.resume(kept, entries=width, n_chunks=new.n_chunks, span=new.span)
         other._received = [new.owned_below(rank, self.frontier) for rank in range(n_ranks)]

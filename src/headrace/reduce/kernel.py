@@ -23,16 +23,15 @@ import numpy as np
 from headrace.errors import ConfigError, DataError
 from headrace.metrics import Wait
 from headrace.reduce.partition import CROSS_CHUNK_BASE
-from headrace.runtime.compiled import KernelModule, wait_for_kernels
+from headrace.runtime.compiled import KernelModule
 
 __all__ = [
     "as_rows",
     "chunk_gram",
     "chunk_gram_packed",
     "dtype_name",
-    "mirrored",
     "row_dtype_name",
-    "warm_gram_kernel",
+    "unpack_upper",
 ]
 
 T = TypeVar("T")
@@ -81,21 +80,16 @@ def as_rows(value: Any) -> np.ndarray:
 _tiles = KernelModule("headrace.reduce.tiles")
 
 
-def warm_gram_kernel() -> None:
-    """Compile all that a Gram of float64 rows needs, or load it: some seconds the first time, a moment after that. Called or not, a Gram
-    compiles what it needs."""
-    tiles = _tiles()
-    wait_for_kernels(tiles.narrow, tiles.pack, tiles.blank, tiles.multiply, tiles.fold, tiles.write, tiles.mirror)
-
-
 def chunk_gram(rows: Any, *, threads: int = 1) -> np.ndarray:
     """The k x k Gram matrix of a chunk of rows, f64, symmetric."""
     rows = as_rows(rows)
-    return mirrored(chunk_gram_packed(rows, threads=threads), rows.shape[1], threads=threads)
+    return unpack_upper(chunk_gram_packed(rows, threads=threads), rows.shape[1], threads=threads)
 
 
-def mirrored(packed: np.ndarray, k: int, *, threads: int = 1) -> np.ndarray:
-    """The full matrix of a packed triangle."""
+def unpack_upper(packed: np.ndarray, k: int, *, threads: int = 1) -> np.ndarray:
+    """The full k x k matrix of a packed upper triangle."""
+    if packed.shape != (k * (k + 1) // 2,):
+        raise DataError(f"a packed Gram of {k} columns has {k * (k + 1) // 2:,} entries, got shape {packed.shape}")
     full, packed, tiles = np.empty((k, k)), np.ascontiguousarray(packed), _tiles()
     step = k if threads == 1 or k < 512 else 64  # shared out only where it takes a millisecond
     _share(range(0, k, step), lambda at: tiles.mirror(packed, k, full, at, min(at + step, k)), threads)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headrace.errors import ConfigError, DataError
+from headrace.errors import ConfigError, CursorMismatch, DataError
 from headrace.order import fingerprint_json
 
 __all__ = ["ARITHMETIC", "CROSS_CHUNK_BASE", "ROW_DTYPES", "CrossNodePartition", "Provenance", "default_chunk_size"]
@@ -169,6 +169,16 @@ class Provenance:
             for name, theirs in asdict(other).items()
             if theirs != getattr(self, name)
         }
+
+    def require_same_as(self, saved: Provenance, what: str) -> None:
+        """CursorMismatch if `what` was saved for another pass."""
+        if differences := self.differences(saved):
+            listed = "; ".join(f"{name}: saved {theirs}, now {ours}" for name, (theirs, ours) in differences.items())
+            raise CursorMismatch(
+                f"{what} was saved for another pass ({listed}). Going on would mix two sums; restore what changed, or begin again in "
+                "a new folder",
+                differences,
+            )
 
     def to_dict(self) -> dict[str, str]:
         return asdict(self)

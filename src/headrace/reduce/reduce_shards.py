@@ -40,13 +40,13 @@ from headrace.reduce.shards import (
     save_stamps,
     saved_stamps,
 )
-from headrace.reduce.transports.crew import Crew, FoldProgress, drive
+from headrace.reduce.transports.transport import FoldProgress, Transport, drive
 from headrace.runtime.locks import ExclusiveLock
 from headrace.runtime.processors import usable_processors
 from headrace.runtime.signals import signal_asked
 
 if TYPE_CHECKING:
-    from headrace.reduce.transports.folder import SpoolCrew
+    from headrace.reduce.transports.folder import FolderTransport
 
 __all__ = ["ENGINES", "GramPlan", "GramSummary", "GramWatcher", "JoinSummary", "join_spool", "reduce_shards"]
 
@@ -199,7 +199,11 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
             chunk_size=partition.chunk_size, n_chunks=partition.n_chunks, workers=workers, engine=engine,
         )  # fmt: skip
         if group is not None and group.rank > 0:
-            return _send(order, group, summary)
+            from headrace.reduce.transports.gloo import work_in_group
+
+            work_in_group(order, group.rank)
+            summary.state = "worker"
+            return summary
         stopped = stack.enter_context(signal_asked())
         done = _finished(plan, partition, provenance, stamps)
         if done is not None:
@@ -224,19 +228,15 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
         reduction = _begun(plan, files, partition, provenance, stamps)
         summary.resumed_at = reduction.frontier
         watcher.began(order, shards, engine, workers, reduction.frontier)
-        seen = FoldProgress(frontier=0, n_chunks=0, pending=0, replaced=0, seconds=0.0)
+        seen: list[FoldProgress] = []
 
         def progress(now: FoldProgress) -> None:
-            nonlocal seen
-            seen = now
+            seen[:] = [now]
             watcher.progress(now)
 
         whole, release = _fold(plan, order, reduction, group, files, watcher, progress, stopped, stack, workers, stamps)
-        summary.duplicates, summary.most_pending, summary.replaced = (
-            reduction.duplicates,
-            reduction.most_pending,
-            seen.replaced,
-        )
+        summary.duplicates, summary.most_pending = reduction.duplicates, reduction.most_pending
+        summary.replaced = seen[-1].replaced if seen else 0
         summary.folded = reduction.frontier
         if not whole:
             summary.state, summary.signal = "stopped", stopped()
@@ -266,7 +266,7 @@ def _fold(
     stamps: Mapping[str, Sequence[int | str]],
 ) -> tuple[bool, Callable[[], None]]:
     """Whether everything is folded; and what to call once the result is safe."""
-    spool: SpoolCrew | None = None
+    spool: FolderTransport | None = None
 
     def save() -> None:
         reduction.checkpoint().save(files)
@@ -283,27 +283,27 @@ def _fold(
             reduction, order, save=save, save_every=plan.save_every, progress=progress, stop=asked_to_stop
         )
         return whole, lambda: None
-    crew: Crew
+    transport: Transport
     if plan.spooled:
         from headrace.reduce.transports import folder as gram_spool
 
-        crew = spool = gram_spool.SpoolCrew(
+        transport = spool = gram_spool.FolderTransport(
             plan.spool_folder, order, workers=workers, first_unit=reduction.received_per_rank[0], window=plan.window,
             patience=plan.deadline, notice=watcher.notice, stamps=stamps, anew=plan.replace,
         )  # fmt: skip
     elif plan.engine == "ray":
-        from headrace.reduce.transports.ray import RayCrew
+        from headrace.reduce.transports.ray import RayTransport
 
-        crew = RayCrew(order, address=os.environ.get("RAY_ADDRESS"))
+        transport = RayTransport(order, address=os.environ.get("RAY_ADDRESS"))
     else:
-        from headrace.reduce.transports.processes import ProcessCrew
+        from headrace.reduce.transports.processes import ProcessTransport
 
-        crew = ProcessCrew(order)
-    stack.callback(crew.close)
+        transport = ProcessTransport(order)
+    stack.callback(transport.close)
     due, release = (spool.due, spool.finish) if spool is not None else (lambda: False, lambda: None)
     try:
         whole = drive(
-            reduction, crew, save=save, save_every=plan.save_every, due=due, progress=progress, notice=watcher.notice,
+            reduction, transport, save=save, save_every=plan.save_every, due=due, progress=progress, notice=watcher.notice,
             stop=asked_to_stop, deadline=plan.deadline,
         )  # fmt: skip
     except DeadlineExceeded:
@@ -362,21 +362,21 @@ def join_spool(
         count = usable_processors() if workers is None else workers
         summary = JoinSummary(spool=str(spool), state="finished", workers=count)
         began(order, count)
-        crew = LocalWorkers(
+        transport = LocalWorkers(
             spool, count, threads=threads if threads is not None else order.threads, shards=here.spec, patience=deadline
         )
-        stack.callback(crew.close)
+        stack.callback(transport.close)
         deaths = made = 0
         with Wait("gram.spool.join"):
-            while not crew.finished():
+            while not transport.finished():
                 time.sleep(0.05)
-                if crew.count() > made:
-                    made, deaths = crew.made, 0
+                if transport.count() > made:
+                    made, deaths = transport.made, 0
                     progress(made)
                 if stopped():
                     summary.state, summary.signal = "stopped", stopped()
                     break
-                if (lost := crew.dead()) is not None:
+                if (lost := transport.dead()) is not None:
                     deaths += 1
                     if deaths > 5:
                         raise WorkerDied(
@@ -384,18 +384,10 @@ def join_spool(
                         )
                     notice(f"{lost}; a new one takes its place")
                     summary.replaced += 1
-                    crew.replace()
-        summary.partials = crew.count()
+                    transport.replace()
+        summary.partials = transport.count()
         summary.seconds = time.perf_counter() - start
         return summary
-
-
-def _send(order: WorkOrder, group: _Group, summary: GramSummary) -> GramSummary:
-    from headrace.reduce.transports.gloo import work_in_group
-
-    work_in_group(order, group.rank)
-    summary.state = "worker"
-    return summary
 
 
 class _Group:
@@ -497,20 +489,18 @@ def _resumed(
     then, now = saved.partition.order | {"span": saved.partition.span}, partition.order | {"span": partition.span}
     differing = {name: (then[name], now[name]) for name in now if then[name] != now[name]}
     if differing:
-        listed = "; ".join(f"{name} was {a}, is {b}" for name, (a, b) in differing.items())
-        raise CursorMismatch(
-            f"{files.folder} holds a pass that was cut otherwise ({listed}). Restore that, remove the folder or give --replace to begin "
-            "again, or give another --out",
-            differing,
-        )
+        raise _other_pass(f"{files.folder} holds a pass that was cut otherwise", differing)
     if differences := provenance.differences(saved.provenance):
-        listed = "; ".join(f"{name} was {a}, is {b}" for name, (a, b) in differences.items())
-        raise CursorMismatch(
-            f"{files.folder} holds a pass over something else ({listed}). Restore that, remove the folder or give --replace to begin again, "
-            "or give another --out",
-            differences,
-        )
+        raise _other_pass(f"{files.folder} holds a pass over something else", differences)
     return CrossNodeGramReduction.resume(saved, provenance=provenance, window=window, n_ranks=partition.n_ranks)
+
+
+def _other_pass(found: str, differences: dict[str, tuple[Any, Any]]) -> CursorMismatch:
+    listed = "; ".join(f"{name} was {a}, is {b}" for name, (a, b) in differences.items())
+    return CursorMismatch(
+        f"{found} ({listed}). Restore that, remove the folder or give --replace to begin again, or give another --out",
+        differences,
+    )
 
 
 def _claim(work: Path, stack: contextlib.ExitStack) -> None:

@@ -25,7 +25,7 @@ from headrace.errors import ConfigError, DataError, FileCorrupt
 from headrace.files import open_container, open_regular, publish_json, read_json, write_container
 from headrace.order import fingerprint_json
 from headrace.reduce.columns import Columns
-from headrace.reduce.kernel import mirrored
+from headrace.reduce.kernel import unpack_upper
 
 __all__ = ["GramResult", "Pca", "Ridge", "facts_path", "is_result", "is_result_header", "require_free"]
 
@@ -89,7 +89,7 @@ class GramResult:
         files: Mapping[str, Any] | None = None,
     ) -> GramResult:
         """From the packed sum that a reduction finishes with."""
-        full = mirrored(packed, columns.k)
+        full = unpack_upper(packed, columns.k)
         return cls(columns=columns, n_rows=n_rows, full=full, about=dict(about), files=dict(files or {}))
 
     # --------------------------------------------------------------------------------------------- sums

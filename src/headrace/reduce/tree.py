@@ -21,9 +21,10 @@ from typing import NoReturn
 import numpy as np
 
 from headrace.errors import DataError, FileCorrupt
+from headrace.reduce.kernel import unpack_upper
 from headrace.reduce.partition import CROSS_CHUNK_BASE
 
-__all__ = ["BorderState", "StreamingBorderGram", "all_finite", "pack_upper", "pairwise_sum", "unpack_upper"]
+__all__ = ["BorderState", "StreamingBorderGram", "all_finite", "pairwise_sum"]
 
 _CHECKED_AT_ONCE = 1 << 16
 _NAMED_MISSING = 8
@@ -44,34 +45,6 @@ def pairwise_sum(items: Sequence[np.ndarray] | np.ndarray) -> np.ndarray | float
     while half * 2 < count:
         half *= 2
     return pairwise_sum(items[:half]) + pairwise_sum(items[half:])
-
-
-def pack_upper(gram: np.ndarray) -> np.ndarray:
-    """The upper triangle of a square matrix as one vector, row by row."""
-    if gram.ndim != 2 or gram.shape[0] != gram.shape[1]:
-        raise DataError(f"a Gram matrix is square, got shape {gram.shape}")
-    return gram[np.triu_indices(len(gram))]
-
-
-def unpack_upper(packed: np.ndarray, k: int) -> np.ndarray:
-    """The full symmetric matrix of a packed triangle."""
-    if packed.shape != (k * (k + 1) // 2,):
-        raise DataError(f"a packed Gram of {k} columns has {k * (k + 1) // 2:,} entries, got shape {packed.shape}")
-    gram = np.empty((k, k))
-    start = 0
-    for i in range(k):
-        gram[i, i:] = packed[start : start + k - i]
-        start += k - i
-    step = 256  # blocks: a whole column at once would miss the cache at every entry
-    for i in range(0, k, step):
-        for j in range(i, k, step):
-            block = gram[i : i + step, j : j + step]
-            if i == j:
-                low = np.tril_indices(len(block), -1)
-                block[low] = block.T[low]
-            else:
-                gram[j : j + step, i : i + step] = block.T
-    return gram
 
 
 def all_finite(values: np.ndarray) -> bool:

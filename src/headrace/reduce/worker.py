@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headrace.errors import ConfigError, CursorMismatch, DataError
-from headrace.files import Container, container_bytes, read_container
-from headrace.reduce.checkpoints import CHECKPOINT_BYTES, CheckpointFiles, state_arrays, state_from
+from headrace.errors import ConfigError, DataError
+from headrace.files import Container
+from headrace.reduce.checkpoints import SavedState, state_arrays, state_from
 from headrace.reduce.kernel import as_rows, chunk_gram_packed, row_dtype_name
 from headrace.reduce.partial import NodePartial
 from headrace.reduce.partition import CrossNodePartition, Provenance
@@ -33,7 +32,7 @@ _KIND = "reduce-worker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeWorkerCheckpoint:
+class NodeWorkerCheckpoint(SavedState):
     """Where a rank stands: what was received of it, and the sum of the span it is in."""
 
     partition: CrossNodePartition
@@ -42,30 +41,12 @@ class NodeWorkerCheckpoint:
     next_ordinal: int
     open_span: BorderState | None = None
 
-    def save(self, files: CheckpointFiles) -> Path:
-        """Make it the newest generation of a folder, durably."""
-        return files.save(*self._content())
-
-    def to_bytes(self) -> bytes:
-        """The whole state with its checksums, for a transport or a store of the caller's; the same bytes as the file of `save`."""
-        return container_bytes(*self._content())
-
-    @classmethod
-    def from_bytes(cls, data: bytes | bytearray | memoryview) -> NodeWorkerCheckpoint:
-        """What `to_bytes` gave. FileCorrupt or DataError if the bytes changed, or do not add up."""
-        return cls._read(read_container(data, CHECKPOINT_BYTES))
-
     def _content(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         arrays, span = state_arrays(self.open_span) if self.open_span is not None else ({}, None)
         return arrays, {
             "kind": _KIND, "version": 1, "partition": self.partition.to_dict(), "pass": self.provenance.to_dict(),
             "rank": self.rank, "next_ordinal": self.next_ordinal, "span": span,
         }  # fmt: skip
-
-    @classmethod
-    def load(cls, files: CheckpointFiles) -> NodeWorkerCheckpoint | None:
-        """The newest generation that verifies; None if there is none."""
-        return files.newest(cls._read)
 
     @classmethod
     def _read(cls, container: Container) -> NodeWorkerCheckpoint:
@@ -212,13 +193,8 @@ class NodeWorker:
         compute: Callable[[Any, int], np.ndarray] | None = None,
     ) -> NodeWorker:
         """Go on where receipts stopped."""
-        if provenance is not None and (differences := provenance.differences(saved.provenance)):
-            listed = "; ".join(f"{n}: saved {theirs}, now {ours}" for n, (theirs, ours) in differences.items())
-            raise CursorMismatch(
-                f"the state of rank {saved.rank} was saved for another pass ({listed}). Going on would mix two sums; restore what "
-                "changed, or begin again in a new folder",
-                differences,
-            )
+        if provenance is not None:
+            provenance.require_same_as(saved.provenance, f"the state of rank {saved.rank}")
         worker = cls(
             saved.partition, rank=saved.rank, provenance=saved.provenance, threads=threads,
             next_ordinal=saved.next_ordinal, compute=compute,

@@ -39,11 +39,9 @@ from headrace.rollouts.batch_files import BatchWriter, TrainingBatch, batch_path
 from headrace.rollouts.dumps import dump_raw_rollouts
 from headrace.rollouts.episodes import episode_from_deltas, read_episodes, rollouts_from_episode
 from headrace.rollouts.filters import Filtered, GibberishFilter, RepetitionFilter, ZeroAdvantageFilter, apply_filters
-from headrace.rollouts.groups import EnvPolicy, GroupBook, GroupCounts, Recorded, Request, StepGroups, solve_rates
+from headrace.rollouts.groups import EnvPolicy, GroupBook, GroupCounts, Request, StepGroups, solve_rates
 from headrace.rollouts.ingest import (
     Limits,
-    rollout_from_json,
-    rollout_from_msgpack,
     rollout_from_verifiers,
     step_from_reply,
 )
@@ -80,7 +78,6 @@ __all__ = [
     "Limits",
     "MicroBatch",
     "Packed",
-    "Recorded",
     "RepetitionFilter",
     "Request",
     "Rollout",
@@ -115,8 +112,6 @@ __all__ = [
     "pack_samples",
     "pretokenize",
     "read_episodes",
-    "rollout_from_json",
-    "rollout_from_msgpack",
     "rollout_from_verifiers",
     "rollout_metrics",
     "rollouts_from_episode",

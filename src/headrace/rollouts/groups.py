@@ -5,26 +5,26 @@
 With membership="index" (the default) the step of a group follows from its number alone, so slow rollouts are not left out and two
 runs train on the same groups; a step's rollouts come in the order of their tasks, not of their arrival. With
 membership="completion" the first groups that close make the next step; what the clock decided then (which groups, which policy versions, which
-failures) is in the journal, and a book that is given it (`Recorded`) makes the same steps again.
+failures) is in the journal.
 
 Every request ends exactly once, as arrived or as failed for a reason, and `counts` adds up at any moment:
 
     requested = arrived + failed + outstanding            arrived = delivered + dropped + discarded + held
 
-What arrives after its request ended is late: counted, and in no step. Reads no clock; whoever has one calls `expire`.
+What arrives after its request ended is late: counted, and in no step. The book reads no clock; its caller calls `expire`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from headrace.errors import ConfigError
 from headrace.rollouts.records import check_env_name
 
-__all__ = ["EnvPolicy", "GroupBook", "GroupCounts", "Recorded", "Request", "StepGroups", "solve_rates"]
+__all__ = ["EnvPolicy", "GroupBook", "GroupCounts", "Request", "StepGroups", "solve_rates"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,33 +74,6 @@ class Request:
     step: int
     """-1 where membership is by completion and no step has it yet."""
     policy_version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """What the clock decided in a run whose membership was by completion."""
-
-    steps: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """The tasks of each step, those included that were dropped before it was full."""
-    versions: Mapping[int, int] = field(default_factory=dict)
-    """The policy version that each task was opened with."""
-    failures: Mapping[tuple[int, int, int], str] = field(default_factory=dict)
-    """Why a request failed, by task, member and attempt."""
-
-    @classmethod
-    def from_journal(cls, facts: Iterable[Mapping[str, Any]]) -> Self:
-        """From the facts that a book handed to its journal, in their order. A step that was asked for again counts as it was in the end."""
-        steps: dict[int, tuple[int, ...]] = {}
-        versions: dict[int, int] = {}
-        failures: dict[tuple[int, int, int], str] = {}
-        for fact in facts:
-            if fact["fact"] == "step":
-                steps[fact["step"]] = tuple(fact["tasks"])
-            elif fact["fact"] == "opened":
-                versions[fact["task"]] = fact["policy_version"]
-            elif fact["fact"] == "failed":
-                failures[fact["task"], fact["member"], fact["attempt"]] = fact["reason"]
-        return cls(steps=steps, versions=versions, failures=failures)
 
 
 @dataclass(slots=True)
@@ -161,21 +134,21 @@ class GroupBook:
     """Keeps the groups that are under way."""
 
     def __init__(
-        self, envs: Sequence[EnvPolicy], *, groups_per_step: int, lag: int = 0,
-        membership: Literal["index", "completion"] = "index", journal: Callable[[Mapping[str, Any]], None] | None = None,
-        recorded: Recorded | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        envs: Sequence[EnvPolicy],
+        *,
+        groups_per_step: int,
+        lag: int = 0,
+        membership: Literal["index", "completion"] = "index",
+        journal: Callable[[Mapping[str, Any]], None] | None = None,
+        failures: Mapping[tuple[int, int, int], str] | None = None,
+    ) -> None:
+        """`journal` is called with every fact. `failures`: why requests failed in a run that is resumed, by task, member and attempt."""
         if groups_per_step < 1 or lag < 0 or membership not in ("index", "completion"):
             raise ConfigError(
                 f"groups_per_step is {groups_per_step} (at least 1), lag is {lag} (0 or more), membership is {membership!r} ('index' or 'completion')"
             )
-        if recorded is not None and (recorded.steps or recorded.versions) and membership != "completion":
-            raise ConfigError(
-                "recorded steps are for membership='completion'; by index a step follows from its number alone"
-            )
-        self._recorded = recorded or Recorded()
-        self._steps = dict(self._recorded.steps)
-        self._step_of = {task: step for step, tasks in self._steps.items() for task in tasks}
+        self._failures = failures or {}
         self._envs = {e.env_name: e for e in envs}
         if len(self._envs) != len(envs):
             raise ConfigError(f"environments must have different names, got {[e.env_name for e in envs]}")
@@ -202,30 +175,11 @@ class GroupBook:
         """Begin with this step: a restarted orchestrator goes on after those that were sent."""
         if self._opened or self._next_step:
             raise RuntimeError("a book begins at a step before anything is opened in it")
-        # By completion a task's number says nothing about its step: go on after all that were opened.
-        after = max(self._recorded.versions, default=-1) + 1 if self.membership == "completion" else 0
-        self._opened, self._next_step = max(after, step * self.groups_per_step), step
-
-    def step_of(self, task: int) -> int | None:
-        """The step of a task's group; None where membership is by completion and nothing has decided it yet."""
-        return task // self.groups_per_step if self.membership == "index" else self._step_of.get(task)
-
-    def is_decided(self, step: int) -> bool:
-        """Whether the tasks of a step are known beforehand."""
-        return self.membership == "index" or step in self._steps
-
-    def recorded_version(self, task: int) -> int | None:
-        """The policy version that a task was opened with in the run that is made again."""
-        return self._recorded.versions.get(task)
+        self._opened, self._next_step = step * self.groups_per_step, step
 
     def recorded_failure(self, request: Request) -> str | None:
-        """Why a request failed in the run that is made again; None if it did not."""
-        return self._recorded.failures.get((request.task, request.member, request.attempt))
-
-    def waiting(self, task: int) -> frozenset[Request]:
-        """The requests of a task's group that have not ended."""
-        group = self._groups.get(task)
-        return frozenset() if group is None else frozenset(group.waiting)
+        """Why a request failed in the run that is resumed; None if it did not."""
+        return self._failures.get((request.task, request.member, request.attempt))
 
     @property
     def open_tasks(self) -> tuple[int, ...]:
@@ -286,13 +240,7 @@ class GroupBook:
         if group is None or request not in group.waiting:
             return []
         group.waiting.remove(request)
-        self.counts.failed[reason] += 1
-        self._journal(
-            {
-                "fact": "failed", "task": request.task, "member": request.member, "attempt": request.attempt, "step": group.step, "reason": reason,
-                "env": group.policy.env_name,
-            }
-        )  # fmt: skip
+        self._journal_failure(group, request, reason)
         policy = group.policy
         may_refill = policy.failure == "refill" and request.attempt - group.first_attempt < policy.max_refills
         if policy.scoring == "group":
@@ -312,21 +260,19 @@ class GroupBook:
         self._close_if_done(group)
         return []
 
-    def expire(self, step: int, reason: str = "deadline", *, answered: Collection[Request] = ()) -> int:
-        """End every request of a step that is still out, without refills; how many. The step can be taken afterwards. `answered`: requests that
-        are not out any more, although nobody has called `arrive` for them yet."""
+    def expire(self, step: int, reason: str = "deadline") -> int:
+        """End every request of a step that is still out, without refills; how many. The step can be taken afterwards."""
         mine = [g for g in self._groups.values() if not g.closed and (g.step == step or self.membership != "index")]
-        return sum(self._end(group, reason, answered) for group in mine)
+        return sum(self._end(group, reason) for group in mine)
 
-    def cancel_older(self, policy_version: int, reason: str = "stale", *, answered: Collection[Request] = ()) -> int:
-        """End what is still out in groups generated with an older policy than this; how many. Finished groups stay."""
-        stale = [
-            g for g in self._groups.values() if not g.closed and g.policy_version < policy_version and g.task not in self._step_of
-        ]  # fmt: skip
-        return sum(self._end(group, reason, answered) for group in stale)
+    def cancel_older(self, policy_version: int, reason: str = "stale") -> int:
+        """End what is still out in groups generated with an older policy than this; how many. Finished groups stay, and so do groups that were asked
+        for again."""
+        live = [g for g in self._groups.values() if not g.closed and not g.first_attempt]
+        return sum(self._end(group, reason) for group in live if group.policy_version < policy_version)
 
-    def _end(self, group: _Group, reason: str, answered: Collection[Request]) -> int:
-        ended = self._abandon(group, reason, answered)
+    def _end(self, group: _Group, reason: str) -> int:
+        ended = self._abandon(group, reason)
         if ended and (group.policy.scoring == "group" or group.policy.failure == "drop"):
             ended += self._abandon(group, "group_dropped")
             self._drop(group)
@@ -334,15 +280,21 @@ class GroupBook:
             self._close_if_done(group)
         return ended
 
-    def _abandon(self, group: _Group, reason: str, answered: Collection[Request] = ()) -> int:
-        ended = sorted(group.waiting.difference(answered), key=lambda r: (r.member, r.attempt))
-        group.waiting.difference_update(ended)
-        self.counts.failed[reason] += len(ended)
-        for r in ended:
-            self._journal(
-                {"fact": "failed", "task": r.task, "member": r.member, "attempt": r.attempt, "step": group.step, "reason": reason, "env": r.env_name}
-            )  # fmt: skip
+    def _abandon(self, group: _Group, reason: str) -> int:
+        ended = sorted(group.waiting, key=lambda r: (r.member, r.attempt))
+        group.waiting.clear()
+        for request in ended:
+            self._journal_failure(group, request, reason)
         return len(ended)
+
+    def _journal_failure(self, group: _Group, request: Request, reason: str) -> None:
+        self.counts.failed[reason] += 1
+        self._journal(
+            {
+                "fact": "failed", "task": request.task, "member": request.member, "attempt": request.attempt, "step": group.step,
+                "reason": reason, "env": group.policy.env_name,
+            }
+        )  # fmt: skip
 
     def _drop(self, group: _Group) -> list[Request]:
         self.counts.dropped += len(group.arrived)
@@ -363,17 +315,21 @@ class GroupBook:
     def _members_of(self, step: int) -> list[int] | None:
         """The tasks of a step, None while it is not complete."""
         if self.membership == "index":
-            tasks = range(step * self.groups_per_step, (step + 1) * self.groups_per_step)
-            return list(tasks) if all(t in self._groups and self._groups[t].closed for t in tasks) else None
-        if (known := self._steps.get(step)) is not None:
-            return list(known) if all(t in self._groups and self._groups[t].closed for t in known) else None
-        full: list[int] = []
-        closing = [t for t in self._closing_order if t not in self._step_of]
-        for at, task in enumerate(closing):
-            full += [task] if self._groups[task].arrived else []
-            if len(full) == self.groups_per_step:
-                return closing[: at + 1]
+            tasks = list(range(step * self.groups_per_step, (step + 1) * self.groups_per_step))
+        else:
+            tasks = self._asked_again(step)
+        if tasks:
+            return tasks if all(t in self._groups and self._groups[t].closed for t in tasks) else None
+        full = 0
+        for at, task in enumerate(self._closing_order):
+            full += bool(self._groups[task].arrived)
+            if full == self.groups_per_step:
+                return self._closing_order[: at + 1]
         return None
+
+    def _asked_again(self, step: int) -> list[int]:
+        """By completion: the tasks of a step that was asked for again. They make the step, however many others have closed meanwhile."""
+        return [task for task, group in self._groups.items() if group.step == step]
 
     def ready(self) -> bool:
         """Whether the next step can be taken."""
@@ -383,8 +339,8 @@ class GroupBook:
         """The next step. Its rollouts leave the book. `short`: by completion, with fewer groups than a step has, if no more have closed."""
         step, tasks = self._next_step, self._members_of(self._next_step)
         if tasks is None and short and self.membership == "completion":
-            mine = self._steps.get(step)
-            tasks = [t for t in self._closing_order if (t not in self._step_of if mine is None else t in mine)]
+            again = self._asked_again(step)
+            tasks = [t for t in self._closing_order if not again or t in again]
         if tasks is None:
             raise RuntimeError(f"step {step} is not complete; wait for it, or expire({step})")
         self._next_step += 1
@@ -407,21 +363,19 @@ class GroupBook:
         if not self._last:
             raise RuntimeError("no step was taken that could be asked for again")
         self._next_step -= 1
-        if self.membership == "completion":  # whoever asks again asks for this step, however many have closed meanwhile
-            self._steps[self._next_step] = tuple(self._last)
-            self._step_of.update(dict.fromkeys(self._last, self._next_step))
         requests: list[Request] = []
         for task, old in self._last.items():
-            attempt = max(old.attempts) + 1
-            group = self._groups[task] = _Group(
+            attempt, size = max(old.attempts) + 1, old.policy.group_size
+            group = _Group(
                 old.policy,
                 task,
-                old.step,
+                self._next_step,
                 old.policy_version,
-                attempts=[attempt] * old.policy.group_size,
+                attempts=[attempt] * size,
                 first_attempt=attempt,
             )
-            requests += self._ask(group, range(old.policy.group_size))
+            self._groups[task] = group
+            requests += self._ask(group, range(size))
         self._last = {}
         return requests
 

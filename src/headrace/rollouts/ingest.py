@@ -3,8 +3,7 @@
     step_from_reply(reply, prompt=messages)     an OpenAI-style reply (chat or completion) with vLLM's token ids
     step_from_reply(reply, prompt_ids=ids)      a reply of vLLM's /inference/v1/generate, which repeats no prompt and has no text
     rollout_from_verifiers(output)              a rollout of a `verifiers` environment: a v0 dict, or an episode or trace of 0.4 and later
-    rollout_from_json(raw)                      the same as JSON text
-    rollout_from_msgpack(raw)                   the same in msgpack, as environments in other processes send it
+    rollout_from_verifiers(raw)                 the same as JSON text or msgpack, as environments in other processes send it
 
 Nothing here trusts its input. A missing field, a wrong type or length, a NaN, text that is no Unicode or that has 50 MB
 raises RolloutRefused, which carries the cause it is counted under; nothing is half taken. The checks are in `checks.py`, episodes and traces in
@@ -13,7 +12,7 @@ raises RolloutRefused, which carries the cause it is counted under; nothing is h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -39,14 +38,15 @@ from headrace.rollouts.wire import decode_rollout, ids_column, logprobs_column, 
 
 __all__ = [
     "CAUSES",
+    "ENCODED",
     "Limits",
     "experts_from",
-    "rollout_from_json",
-    "rollout_from_msgpack",
     "rollout_from_verifiers",
     "step_from_reply",
 ]
 
+ENCODED = (bytes, bytearray, memoryview, str)
+"""Types of rollouts that arrive as msgpack or JSON text."""
 _MULTIMODAL = ("pixel_values", "image_grid_thw", "mm_kwargs", "multimodal")
 _KNOWN = frozenset(
     ("example_id", "env_name", "task", "reward", "metrics", "error", "is_truncated", "stop_condition", "sampling_args", "timing", "trajectory", "draw")
@@ -135,11 +135,12 @@ def rollout_from_verifiers(
     limits: Limits | None = None,
 ) -> Rollout:  # fmt: skip
     """A rollout from what a `verifiers` environment returns: a v0 dict, or a trace or an episode with one trace to train on, as a record or as the live object.
+    JSON text and msgpack are decoded; experts of msgpack are views of its bytes: do not write over them.
 
     `env_name` stands in for its own name of the task; `draw` for the draw that it does not tell.
     """
     limits = limits or Limits()
-    output = model_values(output)
+    output = decode_rollout(output) if isinstance(output, ENCODED) else model_values(output)
     if not isinstance(output, Mapping):
         raise RolloutRefused("wrong_type", f"the rollout is a {type(output).__name__}, expected names and values")
     if "traces" in output or ("nodes" in output and "trajectory" not in output):
@@ -203,21 +204,3 @@ def _verifiers_step(step: Any, number: int, limits: Limits) -> Step:
         completion=plain_values(step.get("completion", ()), f"the completion of {name}", limits),
         tokens=columns, is_truncated=bool(step.get("is_truncated", False)),
     )  # fmt: skip
-
-
-def rollout_from_json(raw: bytes | str, **more: Any) -> Rollout:
-    """A `verifiers` rollout from JSON text. Experts are base64 there."""
-    return rollout_from_verifiers(decode_rollout(raw), **more)
-
-
-def rollout_from_msgpack(raw: bytes | bytearray | memoryview, **more: Any) -> Rollout:
-    """A `verifiers` rollout from msgpack. Its experts are views of these bytes: do not write over them."""
-    return rollout_from_verifiers(decode_rollout(raw), **more)
-
-
-def refused_counts(refusals: Sequence[RolloutRefused]) -> dict[str, int]:
-    """How many rollouts were refused, by cause."""
-    counts = dict.fromkeys(CAUSES, 0)
-    for refusal in refusals:
-        counts[refusal.cause] += 1
-    return counts

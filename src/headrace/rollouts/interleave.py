@@ -18,26 +18,14 @@ refused by name, unless it is the last token, whose row is zeros. Chunks are vie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
 from headrace.errors import RolloutRefused
-from headrace.rollouts.records import ExpertRows, Rollout, RoutedExperts, StepTokens, TrainingSample
+from headrace.rollouts.records import ExpertRows, Rollout, StepTokens, TrainingSample
 
-__all__ = ["Piece", "expert_rows", "interleave_planned", "interleave_rollout"]
-
-
-Piece = tuple[int, int, int]
-"""Tokens [first, stop) of a sample that have their experts from one turn: (turn, first, stop)."""
-
-
-def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two rows, equally long, are equal. Two copies and a memcmp take 2.9 us for 7,000 ids, array_equal 7.4, to ask whether both are the same memory 6.4;
-    above 64,000 ids a copy would keep the interpreter for too long."""
-    return a.tobytes() == b.tobytes() if a.nbytes <= 1 << 18 else np.array_equal(a, b)
+__all__ = ["interleave_rollout"]
 
 
 @dataclass(slots=True)
@@ -45,23 +33,20 @@ class _Growing:
     """A sample whose turns are still being found."""
 
     turns: list[StepTokens] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    chunks: list[np.ndarray] = field(default_factory=list)
+    rows: int = 0
+    """Tokens from the start on that have their experts."""
 
     @property
     def length(self) -> int:
         return self.turns[-1].length
-
-    @property
-    def rows(self) -> int:
-        """Tokens from the start on that have their experts."""
-        return self.pieces[-1][2] if self.pieces else 0
 
     def is_start_of(self, ids: np.ndarray) -> bool:
         last = self.turns[-1]
         middle, end = len(last.prompt_ids), last.length
         if len(ids) < end:
             return False
-        return _equal(ids[middle:end], last.completion_ids) and _equal(ids[:middle], last.prompt_ids)
+        return np.array_equal(ids[middle:end], last.completion_ids) and np.array_equal(ids[:middle], last.prompt_ids)
 
     def add(self, tokens: StepTokens, number: int, where: str) -> None:
         self.turns.append(tokens)
@@ -73,48 +58,24 @@ class _Growing:
                 "routing",
                 f"{where}, turn {number}: routed experts begin at token {routed.start}, those before end at {self.rows}; the tokens between have none",
             )
-        self.pieces.append((number, self.rows, routed.end))
+        self.chunks.append(routed.rows(self.rows, routed.end))
+        self.rows = routed.end
 
-    def check_rows(self, where: str) -> None:
-        if self.rows < self.length - 1:
+    def experts(self, kind: tuple[int, int], where: str) -> ExpertRows:
+        """The chunks of all its tokens; zeros for a last token that has none."""
+        missing = self.length - self.rows
+        if missing > 1:
             raise RolloutRefused(
                 "routing",
                 f"{where}: a sample of {self.length} tokens has routed experts for its first {self.rows} only, at least {self.length - 1} are needed; "
                 "the engine cut them short or left a turn out. Let it return them for every turn, or for none",
             )
-
-
-def expert_rows(
-    pieces: Sequence[Piece], routed: Sequence[RoutedExperts | None], kind: tuple[int, int], length: int
-) -> ExpertRows:
-    """The chunks of a sample of `length` tokens from what its turns brought: views of raw bytes, and zeros for a last token that has none."""
-    chunks = []
-    for turn, first, stop in pieces:
-        source = routed[turn]
-        assert source is not None
-        chunks.append(source.rows(first, stop))
-    missing = length - (pieces[-1][2] if pieces else 0)
-    if missing or not chunks:
-        chunks.append(np.zeros((missing, *kind), np.uint8))
-    return ExpertRows(chunks=tuple(chunks))
+        rest = [np.zeros((missing, *kind), np.uint8)] if missing or not self.chunks else []
+        return ExpertRows(chunks=(*self.chunks, *rest))
 
 
 def interleave_rollout(rollout: Rollout, *, advantage: float = 0.0) -> list[TrainingSample]:
     """The samples of a rollout, in the order of their first turns. RolloutRefused if its experts do not fit its tokens."""
-    samples, pieces, kind = interleave_planned(rollout, advantage=advantage)
-    if kind is None:
-        return samples
-    routed = [None if s.tokens is None else s.tokens.routed_experts for s in rollout.trajectory]
-    return [
-        msgspec.structs.replace(sample, experts=expert_rows(own, routed, kind, len(sample)))
-        for sample, own in zip(samples, pieces, strict=True)
-    ]
-
-
-def interleave_planned(
-    rollout: Rollout, *, advantage: float = 0.0
-) -> tuple[list[TrainingSample], list[list[Piece]], tuple[int, int] | None]:
-    """The samples without their experts, which pieces of which turns those are, and their layers and experts a token (None without any)."""
     where = f"rollout of example {rollout.example_id!r} in {rollout.env_name}"
     kinds = {s.tokens.routed_experts.shape[1:] for s in rollout.trajectory if s.tokens and s.tokens.routed_experts}
     if len(kinds) > 1:
@@ -134,13 +95,11 @@ def interleave_planned(
             best = _Growing()
             growing.append(best)
         best.add(tokens, number, where)
-    if kinds:
-        for sample in growing:
-            sample.check_rows(where)
-    return [_finished(g, rollout, advantage) for g in growing], [g.pieces for g in growing], next(iter(kinds), None)
+    kind = next(iter(kinds), None)
+    return [_finished(g, rollout, advantage, None if kind is None else g.experts(kind, where)) for g in growing]
 
 
-def _finished(sample: _Growing, rollout: Rollout, advantage: float) -> TrainingSample:
+def _finished(sample: _Growing, rollout: Rollout, advantage: float, experts: ExpertRows | None) -> TrainingSample:
     last, first = sample.turns[-1], sample.turns[0]
     n, learnt = sample.length, rollout.error is None
     ids = np.concatenate([last.prompt_ids, last.completion_ids])
@@ -156,5 +115,5 @@ def _finished(sample: _Growing, rollout: Rollout, advantage: float) -> TrainingS
     return TrainingSample(
         env_name=rollout.env_name, example_id=rollout.example_id, draw=rollout.draw, ids=ids, mask=mask, logprobs=logprobs,
         prompt_length=len(first.prompt_ids), reward=rollout.reward, advantage=advantage, temperature=rollout.temperature,
-        policy_version=rollout.policy_version, run=rollout.run, mode=rollout.mode, multimodal=multimodal,
+        policy_version=rollout.policy_version, run=rollout.run, mode=rollout.mode, multimodal=multimodal, experts=experts,
     )  # fmt: skip

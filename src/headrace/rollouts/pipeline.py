@@ -36,7 +36,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import msgspec
@@ -195,6 +194,8 @@ class RolloutPipeline:
         self._pause: LoopYield
         """Made when the pipeline opens, for the loop it is opened on."""
         self._restarts_told = self._late_told = 0
+        self._refused: Counter[str] = Counter()
+        """Rollouts that were refused by `prepare`: they count for the next step."""
 
     # ------------------------------------------------------------------------------------------ lifetime
 
@@ -216,9 +217,7 @@ class RolloutPipeline:
         self._lag.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._lag.stop()
         if self._frozen:
             gc.unfreeze()
@@ -261,14 +260,32 @@ class RolloutPipeline:
         future = self._arrived(raw, step, key, policy_version, about, until)
         return "late" if future is None else await asyncio.shield(future)
 
+    async def prepare(
+        self, raw: Any, *, policy_version: int = 0, until: float = math.inf, **about: Any
+    ) -> Processed | str:
+        """Make samples of a rollout whose step is not known yet, for `add`; or the cause it was refused under. Arguments as of `settle`."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._askers or self._worker, self._samples, [raw], {"policy_version": policy_version, **about}, until
+            )
+        except (RolloutRefused, TokenizerError) as error:
+            cause = error.cause if isinstance(error, RolloutRefused) else "tokenizer"
+            self._refused[cause] += 1
+            return cause
+
+    async def add(self, step: int, prepared: Sequence[tuple[Key, Processed]]) -> None:
+        """Write prepared rollouts into a step."""
+        states = [self._open_step(step, key) for key, _ in prepared]
+        for state, (key, made) in zip(states, prepared, strict=True):
+            if state is not None:
+                await asyncio.get_running_loop().run_in_executor(self._worker, self._write, state, key, made)
+
     def _process_small(self, state: _OpenStep, key: Key, rollout: Rollout) -> str | None:
         """A checked rollout of a few tokens, here and now: two thread switches would cost more than its work. The cause it was refused under, if it was."""
         try:
             with state.phases.measure("process_rollout"):
                 made = process_rollout(rollout, {}, seq_len=self.seq_len, limits=self._limits, render=self._render)
-                with state.lock:
-                    state.done[key] = (made.rollout, state.writer.add(made.samples))
-                    state.truncated += made.truncated
+                self._write(state, key, made)
         except (RolloutRefused, TokenizerError) as error:
             return self._refuse(state, key, error)
         return None
@@ -310,24 +327,34 @@ class RolloutPipeline:
 
     def _process(self, state: _OpenStep, key: Key, box: list[Any], about: dict[str, Any], until: float) -> str | None:
         """One rollout, in a thread: checked, made samples, written. The cause it was refused under, if it was."""
-        raw, cause = box.pop(), None
+        cause = None
         try:
             if not state.ended:
-                self._written(state, key, raw, about, until)
+                with state.phases.measure("process_rollout"):
+                    made = self._samples(box, about, until, state.phases)
+                with state.phases.measure("write_experts"):
+                    self._write(state, key, made)
+                del made  # freed before the loop runs
         except (RolloutRefused, TokenizerError) as error:
             if not state.ended:
                 cause = self._refuse(state, key, error)
-        del raw  # freed before the loop runs
-        self._pause()
+        if self.mode == "arrival":
+            self._pause()
         return "late" if state.ended else cause
 
-    def _written(self, state: _OpenStep, key: Key, raw: Any, about: dict[str, Any], until: float) -> None:
-        with state.phases.measure("process_rollout"):
-            if self.processes is not None:
-                made = self.processes.process(raw, about, until=until)
-            else:
-                made = self._made(state, raw, about)
-        with state.lock, state.phases.measure("write_experts"):
+    def _samples(
+        self, box: list[Any], about: dict[str, Any], until: float, phases: StepPhases | None = None
+    ) -> Processed:
+        """Samples of one rollout, in a thread. The rollout comes in a list, which is emptied."""
+        if self.processes is not None:
+            return self.processes.process(box.pop(), about, until=until)
+        return process_rollout(
+            box.pop(), about, seq_len=self.seq_len, limits=self._limits, render=self._render,
+            measure=None if phases is None else phases.measure, pause=self._pause if self.mode == "arrival" else None,
+        )  # fmt: skip
+
+    def _write(self, state: _OpenStep, key: Key, made: Processed) -> None:
+        with state.lock:
             if not state.ended:
                 state.done[key] = (made.rollout, state.writer.add(made.samples))
                 state.truncated += made.truncated
@@ -339,19 +366,11 @@ class RolloutPipeline:
         _log.warning("step %d: rollout %s was refused: %s", state.writer.step, key, error)
         return cause
 
-    def _made(self, state: _OpenStep, raw: Any, about: dict[str, Any]) -> Processed:
-        return process_rollout(
-            raw, about, seq_len=self.seq_len, limits=self._limits, render=self._render, measure=state.phases.measure,
-            pause=self._pause if self.mode == "arrival" else None,
-        )  # fmt: skip
-
     # ------------------------------------------------------------------------------------------ boundary
 
-    async def finish(
-        self, step: int, *, policy_version: int = 0, only: Collection[Key] | None = None, again: Collection[Key] = ()
-    ) -> StepReport:
+    async def finish(self, step: int, *, policy_version: int = 0, only: Collection[Key] | None = None) -> StepReport:
         """End a step and publish its batch. Whatever arrives for it afterwards is late. `only`: rollouts with other keys are left out, and those of
-        them that are not samples yet are not waited for: they are late, unless they come `again` for another step."""
+        them that are not samples yet are not waited for: they are late."""
         worker = self._worker
         if worker is None:
             raise RuntimeError("the pipeline is not open; use it as `async with`")
@@ -365,7 +384,9 @@ class RolloutPipeline:
                 await self._gather(state)
             await self._drained(state, only)
             state.ended = True
-            self.late += sum(key not in again for key in state.pending.values())
+            self.late += len(state.pending)
+            state.refused.update(self._refused)
+            self._refused.clear()
             report = await loop.run_in_executor(
                 worker, self._finish, state, step, policy_version, only, self._lag.drain()
             )
@@ -408,35 +429,18 @@ class RolloutPipeline:
             future.result()
 
     async def _gather(self, state: _OpenStep) -> None:
-        """Process a step at its boundary: a thread for every rollout, some at a time, then one thread writes the results."""
+        """Process a step at its boundary: a thread for every rollout, some at a time."""
         items = sorted(state.raw.items())
         state.raw.clear()
         size = self._chunk or max(1, len(items))
-        made: dict[Key, Processed | RolloutRefused | TokenizerError] = {}
         with state.phases.measure("process_rollout_gather"):
             for at in range(0, len(items), size):
-                some = items[at : at + size]
-                made |= zip(
-                    (key for key, _ in some),
-                    await asyncio.gather(*(asyncio.to_thread(self._interleaved, state, *item) for _, item in some)),
-                    strict=True,
-                )
+                some = [
+                    asyncio.to_thread(self._process, state, key, [raw], about, math.inf)
+                    for key, (raw, about) in items[at : at + size]
+                ]
+                await asyncio.gather(*some)
                 await asyncio.sleep(0)
-        with state.phases.measure("write_experts"):
-            for key, result in made.items():
-                if not isinstance(result, Processed):
-                    self._refuse(state, key, result)
-                    continue
-                state.truncated += result.truncated
-                state.done[key] = (result.rollout, await asyncio.to_thread(state.writer.add, result.samples))
-
-    def _interleaved(
-        self, state: _OpenStep, raw: Any, about: dict[str, Any]
-    ) -> Processed | RolloutRefused | TokenizerError:
-        try:
-            return self._made(state, raw, about)
-        except (RolloutRefused, TokenizerError) as error:
-            return error
 
     def _finish(
         self, state: _OpenStep, step: int, policy_version: int, only: Collection[Key] | None, lag: dict[str, float]

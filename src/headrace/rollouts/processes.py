@@ -1,10 +1,9 @@
 """Rollouts made samples in processes of their own: `RolloutProcesses`, what `use_process_pool` turns on.
 
-    a rollout's lists, a turn at a time ──► process: checked, made columns, interleaved ──► columns, and which rows of experts go where
-    its experts stay here, and are written from the chunks they came in
+    a rollout, a turn at a time ──► process: `process_rollout` ──► the rollout without its contexts, and its samples
 
 A thread shares the GIL with the event loop; a process does not. Processes pay where rollouts come as lists in JSON text or msgpack, which is then not
-decoded here, and cost a copy of every number where rollouts come as dicts of lists: measure before you turn them on (`headrace replay --processes`).
+decoded here, and cost a copy of every number where rollouts come as dicts: measure before you turn them on (`headrace replay --processes`).
 
 Every process is asked one rollout at a time, so when one dies it is known over which. That rollout is asked again, of a new process,
 `retries` times at most, and then refused under the cause `worker`; no other is touched by it. Nothing is written before an answer is whole,
@@ -35,13 +34,12 @@ import numpy as np
 
 from headrace.errors import ConfigError, RolloutRefused, WorkerDied
 from headrace.metrics import Wait
-from headrace.rollouts.checks import Limits, experts_from
-from headrace.rollouts.interleave import Piece, expert_rows, interleave_planned
+from headrace.rollouts.checks import Limits
+from headrace.rollouts.ingest import ENCODED
 from headrace.rollouts.pretokenize import Render
-from headrace.rollouts.records import Rollout, Step, StepTokens, TrainingSample, VersionSpan
-from headrace.rollouts.sample_rollout import ENCODED, Processed, ingest_rollout, process_rollout
+from headrace.rollouts.records import ExpertRows, Rollout, Step, StepTokens, TrainingSample, VersionSpan
+from headrace.rollouts.sample_rollout import Processed, process_rollout
 from headrace.rollouts.values import decode_value, encode_value
-from headrace.rollouts.wire import check_count
 from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess
 
@@ -54,9 +52,7 @@ _PATIENCE = 0.25
 """Share of the time left that a process may use no CPU for before it counts as hung."""
 _LEAST_PATIENCE = 0.5
 _STEP_FIELDS = ("prompt", "completion", "tokens", "is_truncated")
-_COLUMNS = (("completion_ids", np.int32), ("completion_mask", np.uint8), ("completion_logprobs", np.float32))
-_SAMPLE_COLUMNS = (("ids", np.int32), ("mask", np.uint8), ("logprobs", np.float32))
-_BULK = (bytes, bytearray, memoryview, str, np.ndarray)
+_COLUMNS = ("completion_ids", "completion_mask", "completion_logprobs")
 
 
 class _Worker:
@@ -129,13 +125,7 @@ class RolloutProcesses:
             raise ConfigError(
                 f"worker processes: {workers} (at least 1), retries {retries} (0 or more), deadline {deadline} s (above 0)"
             )
-        self.workers, self.seq_len, self.limits, self.retries, self.deadline = (
-            workers,
-            seq_len,
-            limits,
-            retries,
-            deadline,
-        )
+        self.workers, self.retries, self.deadline = workers, retries, deadline
         self._settings: dict[str, Any] = {"seq_len": seq_len, "limits": limits, "render": render}
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._all: dict[int, _Worker] = {}
@@ -216,7 +206,6 @@ class RolloutProcesses:
         ends)."""
         if isinstance(raw, Rollout):
             return process_rollout(raw, about, **self._settings)
-        _refuse_oversize(raw, self.limits)
         try:
             frames = _question(raw, about)
         except ValueError:
@@ -238,7 +227,7 @@ class RolloutProcesses:
                 self._idle.put(worker)
                 raise
             self._idle.put(worker)
-            return _answered(answer, raw, self.seq_len)
+            return _answered(answer)
         if attempt <= self.retries:
             raise RolloutRefused("worker", "a rollout was given up at the end of its step")
         raise RolloutRefused(
@@ -287,105 +276,44 @@ def _question(raw: Any, about: Mapping[str, Any]) -> list[bytes | memoryview]:
         return [encode_value({"about": about, "encoded": True, "frames": 1}), whole]
     if not isinstance(raw, Mapping) or not isinstance(raw.get("trajectory"), (list, tuple)):
         return [encode_value({"about": about, "frames": 1}), encode_value(raw)]
-    turns = [encode_value(_without_bulk(step)) for step in raw["trajectory"]]
+    turns = [encode_value(_turn(step)) for step in raw["trajectory"]]
     head = encode_value({k: v for k, v in raw.items() if k != "trajectory"})
     return [encode_value({"about": about, "turns": True, "frames": 1 + len(turns)}), head, *turns]
 
 
-def _refuse_oversize(raw: Any, limits: Limits) -> None:
-    """Refuse what is plainly too large before it is copied into a pipe; the process checks the rest."""
-    if not isinstance(raw, Mapping):
-        return
-    for name, value in raw.items():
-        if isinstance(value, str) and len(value) > limits.text:
-            raise RolloutRefused("oversize", f"{name} holds more than {limits.text:,} characters")
-    turns = raw.get("trajectory")
-    for turn in turns if isinstance(turns, (list, tuple)) else ():
-        tokens = turn.get("tokens") if isinstance(turn, Mapping) else None
-        for name, value in tokens.items() if isinstance(tokens, Mapping) else ():
-            if isinstance(value, (list, tuple)):
-                check_count(len(value), name, limits.tokens)
+def _turn(step: Any) -> Any:
+    """What ingest reads of a turn."""
+    return {k: step[k] for k in _STEP_FIELDS if k in step} if isinstance(step, Mapping) else step
 
 
-def _without_bulk(step: Any) -> Any:
-    """What ingest reads of a turn; experts stand there with their size only."""
-    if not isinstance(step, Mapping):
-        return step
-    kept = {k: step[k] for k in _STEP_FIELDS if k in step}
-    routed = _routed(step)
-    data = routed.get("data") if isinstance(routed, Mapping) else routed
-    if isinstance(data, _BULK):
-        stand_in = _size_of(data)
-        kept["tokens"] = dict(step["tokens"]) | {
-            "routed_experts": {**routed, "data": stand_in} if isinstance(routed, Mapping) else stand_in
-        }
-    return kept
-
-
-def _routed(step: Any) -> Any:
-    tokens = step.get("tokens") if isinstance(step, Mapping) else None
-    return tokens.get("routed_experts") if isinstance(tokens, Mapping) else None
-
-
-def _size_of(data: Any) -> dict[str, Any]:
-    if isinstance(data, np.ndarray):
-        return {"bulk": "array", "dtype": data.dtype.str, "shape": data.shape}
-    if isinstance(data, str):
-        return {"bulk": "text", "ascii": data.isascii(), "size": len(data)}
-    return {"bulk": "bytes", "size": memoryview(data).nbytes}
-
-
-def _answered(frames: list[bytes], raw: Any, seq_len: int) -> Processed:
-    """What a process made of a rollout, put together with the experts that stayed here."""
+def _answered(frames: list[bytes]) -> Processed:
+    """What a process made of a rollout."""
     head = decode_value(frames[0])
     if "error" in head:
         raise decode_error(head["error"], otherwise=RuntimeError)
-    columns: dict[str, Any] = {n: np.frombuffer(f, t) for (n, t), f in zip(_COLUMNS, frames[1:4], strict=True)}
-    steps, at = [], 0
-    for told in head["steps"]:
-        tokens = None
-        if told["said"] is not None:
-            part = slice(at, at := at + told["said"])
-            nothing = (np.empty(0, np.int32), np.empty(0, np.uint8))
-            tokens = StepTokens(
-                prompt_ids=nothing[0], prompt_mask=nothing[1], **{n: c[part] for n, c in columns.items()},
-                version_spans=tuple(VersionSpan(*span) for span in told["versions"]),
-            )  # fmt: skip
-            tokens = tokens.slim(context=told["context"])
-        steps.append(
-            Step(prompt=told["prompt"], completion=told["completion"], tokens=tokens, is_truncated=told["cut"])
-        )
     fields = head["rollout"]
     if fields["error"] is not None:
         fields["error"] = tuple(fields["error"])
-    rollout = Rollout(**fields, trajectory=tuple(steps))
-    own: dict[str, Any] = {n: np.frombuffer(f, t) for (n, t), f in zip(_SAMPLE_COLUMNS, frames[4:7], strict=True)}
-    rows = _rows_of(head, frames[7:], raw)
-    samples, at, lost = [], 0, 0
-    for told in head["samples"]:
-        part = slice(at, at := at + told["length"])
-        sample = TrainingSample(
-            **{n: c[part] for n, c in own.items()}, prompt_length=told["prompt_length"], multimodal=told["multimodal"],
-            env_name=rollout.env_name, example_id=rollout.example_id, draw=rollout.draw, reward=rollout.reward,
-            temperature=rollout.temperature, policy_version=rollout.policy_version, run=rollout.run, mode=rollout.mode,
-            experts=None if rows is None else expert_rows(told["pieces"], rows, head["kind"], told["length"]),
-        )  # fmt: skip
-        lost += told["length"] > seq_len
-        samples.append(sample.truncated(seq_len))
-    return Processed(rollout=rollout, samples=samples, truncated=lost)
+    samples = []
+    for sample, rows in zip(head["samples"], frames[1:] or [None] * len(head["samples"]), strict=True):
+        if rows is not None:
+            chunk = np.frombuffer(rows, np.uint8).reshape(-1, *head["experts"])
+            sample["experts"] = ExpertRows(chunks=(chunk,))
+        samples.append(TrainingSample(**sample))
+    steps = tuple(_step(told) for told in head["steps"])
+    return Processed(rollout=Rollout(**fields, trajectory=steps), samples=samples, truncated=head["truncated"])
 
 
-def _rows_of(head: Mapping[str, Any], frames: list[bytes], raw: Any) -> list[Any] | None:
-    """By turn: its routed experts. Those of rollouts that went whole came back; others never left."""
-    if head["kind"] is None:
-        return None
-    if head["starts"] is not None:
-        layers, topk = head["kind"]
-        return [
-            None if start is None else experts_from({"data": f, "shape": [len(f) // (layers * topk), layers, topk], "start": start})
-            for start, f in zip(head["starts"], frames, strict=True)
-        ]  # fmt: skip
-    return [experts_from(_routed(step)) for step in raw["trajectory"]]
+def _step(told: dict[str, Any]) -> Step:
+    tokens = told.pop("tokens")
+    if tokens is not None:
+        tokens = StepTokens(
+            prompt_ids=np.empty(0, np.int32),
+            prompt_mask=np.empty(0, np.uint8),
+            version_spans=tuple(VersionSpan(*span) for span in tokens["version_spans"]),
+            **{name: tokens[name] for name in _COLUMNS},
+        ).slim(context=tokens["context"])
+    return Step(**told, tokens=tokens)
 
 
 # ------------------------------------------------------------------------------------------- in the process
@@ -398,7 +326,7 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
         head = decode_value(pipe.recv_bytes())
         frames = [pipe.recv_bytes() for _ in range(head["frames"])]
         try:
-            answer = _made(head, frames, **settings)
+            answer = _answer(process_rollout(_raw(head, frames), head["about"], **settings))
         except Exception as error:  # a bug must reach the caller and not end the process
             answer = [encode_value({"error": encode_error(error)})]
         pipe.send_bytes(msgspec.msgpack.encode(len(answer)))
@@ -406,74 +334,39 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
             pipe.send_bytes(frame)
 
 
-def _made(
-    head: Mapping[str, Any], frames: list[bytes], *, seq_len: int, limits: Limits, render: Render | None
-) -> list[bytes | memoryview]:
+def _raw(head: Mapping[str, Any], frames: list[bytes]) -> Any:
     if head.get("encoded"):
-        raw: Any = frames[0]
-    elif head.get("turns"):
-        raw = {**decode_value(frames[0]), "trajectory": [_with_stand_in(decode_value(f)) for f in frames[1:]]}
-    else:
-        raw = decode_value(frames[0])
-    rollout = ingest_rollout(raw, head["about"], limits=limits, render=render)
-    samples, pieces, kind = interleave_planned(rollout)
-    columns = [s.tokens for s in rollout.trajectory if s.tokens is not None]
-    starts, bulk = (None, [])
-    if kind is not None and not head.get("turns"):
-        starts, bulk = _needed_rows(rollout, pieces)
+        return frames[0]
+    record = decode_value(frames[0])
+    return {**record, "trajectory": [decode_value(f) for f in frames[1:]]} if head.get("turns") else record
+
+
+def _answer(made: Processed) -> list[bytes | memoryview]:
+    """Everything but the experts in one frame, and the experts of each sample in a frame of their own."""
+    shapes = [sample.experts.shape[1:] for sample in made.samples if sample.experts is not None]
     told = {
-        "rollout": {n: getattr(rollout, n) for n in Rollout.__struct_fields__ if n != "trajectory"},
+        "rollout": {n: getattr(made.rollout, n) for n in Rollout.__struct_fields__ if n != "trajectory"},
         "steps": [
             {
-                "prompt": s.prompt, "completion": s.completion, "cut": s.is_truncated,
-                "said": None if s.tokens is None else len(s.tokens.completion_ids),
-                "context": 0 if s.tokens is None else len(s.tokens.prompt_ids),
-                "versions": () if s.tokens is None else s.tokens.version_spans,
+                "prompt": s.prompt,
+                "completion": s.completion,
+                "is_truncated": s.is_truncated,
+                "tokens": _tokens(s.tokens),
             }
-            for s in rollout.trajectory
+            for s in made.rollout.trajectory
         ],
         "samples": [
-            {"length": len(s), "prompt_length": s.prompt_length, "pieces": p, "multimodal": s.multimodal}
-            for s, p in zip(samples, pieces, strict=True)
+            {n: getattr(s, n) for n in TrainingSample.__struct_fields__ if n != "experts"} for s in made.samples
         ],
-        "kind": kind, "starts": starts,
-    }  # fmt: skip
-    return [
-        encode_value(told),
-        *(_joined([getattr(c, n) for c in columns], t) for n, t in _COLUMNS),
-        *(_joined([getattr(s, n) for s in samples], t) for n, t in _SAMPLE_COLUMNS),
-        *bulk,
-    ]
+        "experts": shapes[0] if shapes else None,
+        "truncated": made.truncated,
+    }
+    joined = [sample.experts.joined() for sample in made.samples if sample.experts is not None]
+    return [encode_value(told), *(rows.reshape(-1).data for rows in joined)]
 
 
-def _with_stand_in(step: Any) -> Any:
-    """A turn whose experts are zeros of the size that they have: enough to check and to plan with. The zeros are never touched."""
-    routed = _routed(step)
-    data = routed.get("data") if isinstance(routed, dict) and "bulk" not in routed else routed
-    if not isinstance(data, dict) or "bulk" not in data:
-        return step
-    if data["bulk"] == "array":
-        value: Any = np.zeros(data["shape"], np.dtype(data["dtype"]))
-    elif data["bulk"] == "text":
-        value = ("A" if data["ascii"] else "é") * data["size"]
-    else:
-        value = np.zeros(data["size"], np.uint8).data
-    step["tokens"]["routed_experts"] = value if data is routed else {**routed, "data": value}
-    return step
-
-
-def _needed_rows(rollout: Rollout, pieces: list[list[Piece]]) -> tuple[list[int | None], list[bytes | memoryview]]:
-    """By turn: the first token whose row is needed, and its rows from there on, decoded."""
-    spans = {turn: (first, stop) for own in pieces for turn, first, stop in own}  # a turn is of one sample
-    starts: list[int | None] = []
-    rows: list[bytes | memoryview] = []
-    for turn, step in enumerate(rollout.trajectory):
-        routed = None if step.tokens is None else step.tokens.routed_experts
-        starts.append(None if turn not in spans else spans[turn][0])
-        rows.append(b"" if turn not in spans or routed is None else routed.rows(*spans[turn]).reshape(-1).data)
-    return starts, rows
-
-
-def _joined(columns: list[np.ndarray], dtype: Any) -> bytes | memoryview:
-    whole = np.concatenate(columns) if columns else np.empty(0, dtype)
-    return whole.view(np.uint8).data if whole.size else b""
+def _tokens(tokens: StepTokens | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    columns = {name: getattr(tokens, name) for name in _COLUMNS}
+    return {**columns, "context": len(tokens.prompt_ids), "version_spans": tokens.version_spans}

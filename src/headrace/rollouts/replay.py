@@ -13,7 +13,6 @@ import contextlib
 import functools
 import gc
 import logging
-import math
 import os
 import tempfile
 import time
@@ -23,10 +22,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
-import numpy as np
 
 from headrace.errors import ConfigError, RolloutRefused
-from headrace.metrics import JsonlSink
+from headrace.metrics import EventLoopLagMonitor, JsonlSink
 from headrace.rollouts import (
     AdvantageConfig,
     BatchWriter,
@@ -40,7 +38,6 @@ from headrace.rollouts import (
     interleave_rollout,
     needs_tokens,
     pack_samples,
-    rollout_from_msgpack,
     rollout_from_verifiers,
     rollout_metrics,
     save_rollouts,
@@ -77,11 +74,6 @@ class PhaseCost:
     lag_mean: float
     lag_p99: float
     lag_max: float
-    blocked_p99: float = 0.0
-    """Lag without the time for which the loop's thread was ready and had no core: what this process did to it. The same as lag where /proc does not tell."""
-    blocked_max: float = 0.0
-    stolen: float = 0.0
-    """CPU seconds that a virtual machine's host gave to others meanwhile: lag that is nobody's here. 0 where /proc does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +91,6 @@ class Replay:
     phases: tuple[PhaseCost, ...]
     breakdown: str
     """Where the worker's time went, the costliest first."""
-    rss_before: int
-    """Resident bytes when all rollouts lay in memory and none had arrived."""
-    rss_peak: int
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -207,80 +196,25 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-class _CoreWaits:
-    """A lag monitor that also notes, sample by sample, for how long its thread was ready to run and had no core."""
-
-    def __init__(self) -> None:
-        self._samples: list[tuple[float, float]] = []
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._sample())
-
-    async def __aexit__(self, *error: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _sample(self) -> None:
-        with contextlib.ExitStack() as stack:
-            try:
-                fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-                stack.callback(os.close, fd)
-            except OSError:
-                fd = -1
-            while True:
-                ready, due = _queued(fd), time.perf_counter() + _LOOK
-                await asyncio.sleep(_LOOK)
-                lag = max(0.0, time.perf_counter() - due)
-                self._samples.append((lag, max(0.0, lag - (_queued(fd) - ready))))
-
-    def discard(self) -> None:
-        """Forget what was sampled so far."""
-        self._samples = []
-
-    def drain(self) -> dict[str, float]:
-        """What the lags were since the last call; zeros if nothing was sampled."""
-        samples, self._samples = np.sort(np.array(self._samples or [(0.0, 0.0)]), axis=0), []
-        at = math.ceil(0.99 * len(samples)) - 1  # by rank: the first np.quantile of a process takes 15 ms
-        return {
-            "lag_mean": float(samples[:, 0].mean()), "lag_p99": float(samples[at, 0]), "lag_max": float(samples[-1, 0]),
-            "blocked_p99": float(samples[at, 1]), "blocked_max": float(samples[-1, 1]),
-        }  # fmt: skip
-
-
-def _queued(fd: int) -> float:
-    """Seconds for which the thread that a schedstat is of was ready and had no core."""
-    return 1e-9 * int(os.pread(fd, 100, 0).split()[1]) if fd >= 0 else 0.0
-
-
 class _Costs:
     """Measures phases on the running loop."""
 
     def __init__(self) -> None:
         self.found: list[PhaseCost] = []
-        self.monitor = _CoreWaits()
+        self.monitor = EventLoopLagMonitor(interval=_LOOK, warn_above={})
 
     @contextlib.asynccontextmanager
     async def measured(self, name: str) -> AsyncGenerator[None]:
         await asyncio.sleep(0.005)  # the sample during which the last phase was summed up is none of this one's
-        self.monitor.discard()
+        self.monitor.drain()
         clocks = (time.perf_counter, time.process_time, time.thread_time)
-        stolen, before = _stolen(), [clock() for clock in clocks]
+        before = [clock() for clock in clocks]
         yield
         wall, cpu, loop = (clock() - start for clock, start in zip(clocks, before, strict=True))
         await asyncio.sleep(0.002)  # so that a stall at the very end is sampled too
-        lag = self.monitor.drain()
-        self.found.append(
-            PhaseCost(
-                phase=name,
-                wall=wall,
-                cpu=cpu,
-                loop=loop,
-                stolen=_stolen() - stolen,
-                **lag,
-            )
-        )
+        found = self.monitor.drain()
+        lag = {f"lag_{which}": found.get(f"event_loop_lag/{which}", 0.0) for which in ("mean", "p99", "max")}
+        self.found.append(PhaseCost(phase=name, wall=wall, cpu=cpu, loop=loop, **lag))
 
 
 async def _replay(
@@ -297,7 +231,6 @@ async def _replay(
         async with _traffic(traffic), costs.monitor, pipeline:
             async with costs.measured("idle"):
                 await asyncio.sleep(idle)
-            before = _resident(reset_peak=True)
             async with costs.measured("arrival"):
                 rollouts.reverse()
                 for number in range(total):
@@ -308,12 +241,11 @@ async def _replay(
                 await pipeline.settled(0)
             async with costs.measured("boundary"):
                 report = await pipeline.finish(0)
-            peak = _resident()
     with os.scandir(folder) as entries:
         size = sum(e.stat().st_size for e in entries if e.is_file())
     return Replay(
         mode=pipeline.mode, rollouts=report.rollouts, samples=report.samples, tokens=report.tokens, bytes=size, refused=dict(report.refused),
-        synthetic_traffic=traffic, phases=tuple(costs.found), breakdown=report.phases.line(0), rss_before=before, rss_peak=peak,
+        synthetic_traffic=traffic, phases=tuple(costs.found), breakdown=report.phases.line(0),
     )  # fmt: skip
 
 
@@ -383,29 +315,8 @@ def _ingested(raws: Iterable[Any]) -> list[Rollout]:
     """Those that can be taken; a step with others in it has phases too."""
     taken = []
     for number, raw in enumerate(raws):
-        take = rollout_from_msgpack if isinstance(raw, bytes) else rollout_from_verifiers
         try:
-            taken.append(take(raw))
+            taken.append(rollout_from_verifiers(raw))
         except RolloutRefused as error:
             _log.warning("rollout %d of the dump is left out: %s", number, error)
     return taken
-
-
-def _stolen() -> float:
-    try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-    except OSError:
-        return 0.0
-    return int(fields[8]) / os.sysconf("SC_CLK_TCK") if len(fields) > 8 else 0.0
-
-
-def _resident(*, reset_peak: bool = False) -> int:
-    """Resident bytes of this process: now, having begun to note the peak anew, or at the peak. 0 where /proc does not tell."""
-    try:
-        if reset_peak:
-            Path("/proc/self/clear_refs").write_text("5")
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    name = "VmRSS:" if reset_peak else "VmHWM:"
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), 0)

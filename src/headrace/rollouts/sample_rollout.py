@@ -12,17 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.rollouts.checks import Limits
-from headrace.rollouts.ingest import rollout_from_verifiers
+from headrace.rollouts.ingest import ENCODED, rollout_from_verifiers
 from headrace.rollouts.interleave import interleave_rollout
 from headrace.rollouts.loop_yield import LoopYield
 from headrace.rollouts.pretokenize import Render, needs_tokens, pretokenize
 from headrace.rollouts.records import Rollout, TrainingSample
 from headrace.rollouts.wire import decode_rollout
 
-__all__ = ["ENCODED", "Processed", "ingest_rollout", "process_rollout"]
-
-ENCODED = (bytes, bytearray, memoryview, str)
-"""Types of rollouts that arrive as msgpack or JSON text."""
+__all__ = ["Processed", "process_rollout"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,36 +43,19 @@ def process_rollout(
     `raw` is a record, JSON text, msgpack or a Rollout; `about` goes to `rollout_from_verifiers`. `render` tokenises turns without tokens, and `measure`
     times it as the phase pretokenize. With `pause` the event loop runs between turns.
     """
-    if pause is not None:
-        raw = _with_pauses(raw, pause)
-    rollout = ingest_rollout(raw, about, limits=limits, render=render, measure=measure)
+    if isinstance(raw, Rollout):
+        rollout = raw
+    else:
+        record = decode_rollout(raw) if isinstance(raw, ENCODED) else raw
+        if pause is not None and isinstance(record, dict) and isinstance(record.get("trajectory"), list):
+            record = {**record, "trajectory": pause.between(record["trajectory"])}
+        rollout = rollout_from_verifiers(record, limits=limits, **about)
+    if render is not None and needs_tokens((rollout,)):
+        with measure("pretokenize") if measure is not None else contextlib.nullcontext():
+            rollout = pretokenize(rollout, render)
     whole = interleave_rollout(rollout)
     return Processed(
         rollout=rollout.slim(),
         samples=[s.truncated(seq_len) for s in whole],
         truncated=sum(len(s) > seq_len for s in whole),
     )
-
-
-def _with_pauses(raw: Any, pause: LoopYield) -> Any:
-    """The record, with a trajectory that lets the loop run between turns."""
-    record = decode_rollout(raw) if isinstance(raw, ENCODED) else raw
-    if not isinstance(record, dict) or not isinstance(record.get("trajectory"), list):
-        return record
-    return {**record, "trajectory": pause.between(record["trajectory"])}
-
-
-def ingest_rollout(
-    raw: Any, about: Mapping[str, Any], *, limits: Limits, render: Render | None = None,
-    measure: Callable[[str], AbstractContextManager[None]] | None = None,
-) -> Rollout:  # fmt: skip
-    """The checked rollout, with tokens in every turn if `render` is given."""
-    if isinstance(raw, Rollout):
-        rollout = raw
-    else:
-        record = decode_rollout(raw) if isinstance(raw, ENCODED) else raw
-        rollout = rollout_from_verifiers(record, limits=limits, **about)
-    if render is not None and needs_tokens((rollout,)):
-        with measure("pretokenize") if measure is not None else contextlib.nullcontext():
-            rollout = pretokenize(rollout, render)
-    return rollout

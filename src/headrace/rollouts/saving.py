@@ -17,7 +17,6 @@ import orjson
 
 from headrace.errors import ConfigError
 from headrace.files import publish
-from headrace.rollouts.packing import MicroBatch
 from headrace.rollouts.records import Rollout, Step
 
 __all__ = ["ALWAYS_SAVED", "export_tokens", "save_rollouts", "saved_columns"]
@@ -118,19 +117,18 @@ def _told(value: Any) -> Any:
 
 
 def export_tokens(
-    path: Path | str, batches: Sequence[MicroBatch | Mapping[str, Any]], *, logprobs: Sequence[np.ndarray], entropy: Sequence[np.ndarray],
+    path: Path | str, batches: Sequence[Mapping[str, Any]], *, logprobs: Sequence[np.ndarray], entropy: Sequence[np.ndarray],
     durable: bool = True,
 ) -> int:  # fmt: skip
     """One line a packed sequence: what the trainer saw and what it made of it, token by token; how many lines.
 
-    `batches` are micro batches as `pack_samples` or as a receiver's `batch.micro_batches(rank)` gives them. `logprobs` and `entropy` are the trainer's own,
+    `batches` are micro batches as a receiver's `batch.micro_batches(rank)` gives them. `logprobs` and `entropy` are the trainer's own,
     one row a micro batch. What is not finite becomes null.
     """
     path = Path(path)
 
     def lines() -> Iterator[bytes]:
-        for batch, ours, spread in zip(batches, logprobs, entropy, strict=True):
-            micro = _received(batch) if isinstance(batch, MicroBatch) else batch
+        for micro, ours, spread in zip(batches, logprobs, entropy, strict=True):
             tokens = len(micro["ids"])
             if len(ours) != tokens or len(spread) != tokens:
                 raise ConfigError(
@@ -151,14 +149,3 @@ def export_tokens(
     path.parent.mkdir(parents=True, exist_ok=True)
     publish(path, lines(), replace=True, durable=durable)
     return len(batches)
-
-
-def _received(batch: MicroBatch) -> dict[str, Any]:
-    """A packed micro batch with the fields that a receiver's has."""
-    columns = batch.columns()
-    sizes = np.diff(columns["cu_seqlens"])
-    return {
-        "run": batch.run, "mode": batch.mode, "env": [s.env_name for s in batch.samples], "ids": columns["ids"], "mask": columns["mask"],
-        "logprobs": columns["logprobs"], "positions": np.concatenate([np.arange(n, dtype=np.int32) for n in sizes]),
-        "advantages": np.repeat(columns["advantage"], sizes),
-    }  # fmt: skip

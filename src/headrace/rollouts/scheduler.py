@@ -12,19 +12,20 @@ up, and what it says later is late and enters nothing. A step of which every rol
 `empty_retries` times at most. If rollouts came and all were filtered, it is then sent as nothing to train on; if every request failed, `StepFailed` is raised.
 
 With a book whose membership is "completion" the first groups that close make the next step, and as many are under way as `lag` + 1 steps have.
-A group is then made samples of when all its answers are there, because its step is known only then; one whose policy is more than `lag`
-versions old is cancelled. The book's journal says what the clock decided; a book that is given it (`Recorded`) makes the same steps again.
+Samples are made when an answer comes, and written when its step is taken, because its step is known only then. A group whose policy is more than
+`lag` versions old is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from headrace.errors import ConfigError, EnvironmentFailed, RolloutRefused, StepFailed, StorageError
@@ -73,16 +74,10 @@ class RolloutScheduler:
         self._queue: deque[Request] = deque()
         """Requests that no task has been started for."""
         self._pump: asyncio.Task[None] | None = None
-        self._running: dict[int, set[asyncio.Task[None]]] = {}
+        self._running: dict[Request, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._begun: dict[int, float] = {}
         self._by_index = book.membership == "index"
-        # By completion: answers whose group waits for others, the step each was made samples for, groups that are being closed, and the step
-        # that the next group to close is of, with how many it has.
-        self._held: dict[int, dict[Request, Any]] = {}
-        self._made: dict[Request, int] = {}
-        self._closing: set[int] = set()
-        self._collecting, self._collected = 0, 0
         self._last_step = 0
         self._broken: StorageError | None = None
         """Why the run cannot go on."""
@@ -100,9 +95,8 @@ class RolloutScheduler:
         if version < self._version:
             raise ConfigError(f"the policy is version {self._version} and cannot go back to {version}")
         self._version = version
-        if not self._by_index and self.book.cancel_older(version - self.book.lag, answered=self._answered()):
+        if not self._by_index and self.book.cancel_older(version - self.book.lag):
             self._stop_ended()
-            self._close_all()
         self._wake()
 
     def _wake(self) -> None:
@@ -117,9 +111,6 @@ class RolloutScheduler:
             self.book.start_at(first)
         opened = first
         self._last_step = steps
-        if not self._by_index:
-            self._collecting = first
-            self._skip_decided()
         try:
             for step in range(first, steps):
                 if not self._by_index:
@@ -172,11 +163,7 @@ class RolloutScheduler:
         needed = (self._last_step - book.next_step) * book.groups_per_step
         # The step that one more group would be of is at most the lag ahead of the trainer.
         while book.live < needed and book.next_step + book.live // book.groups_per_step <= self._version + book.lag:
-            version = book.recorded_version(book.next_task)
-            version = self._version if version is None else version
-            if version > self._version:
-                return  # it was opened later than this, and is again
-            self._ask(book.open(self._env_of(book.next_task), policy_version=version))
+            self._ask(book.open(self._env_of(book.next_task), policy_version=self._version))
 
     def _ask(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -203,33 +190,27 @@ class RolloutScheduler:
             if not self.book.is_waiting(request):  # ended before it was begun, at a deadline or with its group
                 self._limit.release()
                 continue
-            tasks = self._running.setdefault(request.step, set())  # -1 by completion
-            self._start(
-                self._one(request),
-                tasks,
-                self._tasks,
-                name=f"rollout-{request.task}-{request.member}-{request.attempt}",
-            )
+            name = f"rollout-{request.task}-{request.member}-{request.attempt}"
+            task = self._running[request] = loop.create_task(self._one(request), name=name)
+            self._tasks.add(task)
+            task.add_done_callback(functools.partial(self._ended, request))
             if loop.time() > until:
                 await asyncio.sleep(0)
                 until = loop.time() + _SLICE
 
     async def _one(self, request: Request) -> None:
         """One request to its end: arrived, or failed for a reason. Started with the limit acquired, which it releases when the environment has answered."""
-        patience = asyncio.timeout(self._request_deadline)
+        patience, made = asyncio.timeout(self._request_deadline), None
         try:
             try:
                 if (reason := self.book.recorded_failure(request)) is not None:
-                    self._failed(request, reason, "as in the run that is made again")
+                    self._failed(request, reason, "as in the run that is resumed")
                     return
                 async with patience:
                     raw = await self._environments[request.env_name](request)
             finally:
                 self._limit.release()
-            if not self._by_index:
-                await self._answer(request, raw)
-                return
-            cause = await self._settled(request, raw, request.step)
+            made, cause = await self._made(request, raw)
             reason = None if cause is None else f"refused_{cause}"
             told: object = cause
         except StorageError as error:  # the disk is no environment's fault: the run ends with it
@@ -247,120 +228,45 @@ class RolloutScheduler:
             ):  # an environment may raise a TimeoutError of its own
                 reason, told = "timeout", f"no answer for {self._request_deadline:g} s"
         if reason is None or reason == "refused_late":
-            if self.book.arrive(request, _key(request)):  # a late one is counted as such there
+            if self.book.arrive(request, made):  # a late one is counted as such there
+                self._fill()
                 self._wake()
         else:
             self._failed(request, reason, told)
 
-    async def _settled(self, request: Request, raw: Any, step: int) -> str | None:
-        """Make samples of an answer for a step: None, or the cause it was refused under."""
-        left = math.inf
-        if step in self._begun:
-            left = self._begun[step] + self._deadline - asyncio.get_running_loop().time()
-        return await self.pipeline.settle(
-            raw, step=step, key=_key(request), policy_version=request.policy_version, env_name=request.env_name, until=time.monotonic() + left
-        )  # fmt: skip
+    async def _made(self, request: Request, raw: Any) -> tuple[Any, str | None]:
+        """Make samples of an answer: what the book keeps of it, and the cause it was refused under, if it was."""
+        now = asyncio.get_running_loop().time()
+        begun = (
+            self._begun.get(request.step, math.inf) if self._by_index else min(self._begun.values(), default=math.inf)
+        )
+        about = {
+            "policy_version": request.policy_version,
+            "env_name": request.env_name,
+            "until": time.monotonic() + begun + self._deadline - now,
+        }
+        key = _key(request)
+        if self._by_index:
+            return key, await self.pipeline.settle(raw, step=request.step, key=key, **about)
+        made = await self.pipeline.prepare(raw, **about)
+        return (None, made) if isinstance(made, str) else ((key, made), None)
 
     def _failed(self, request: Request, reason: str, told: object) -> None:
         _log.warning(
             "task %d, member %d in %s failed (%s): %s", request.task, request.member, request.env_name, reason, told
         )
         self._ask(self.book.fail(request, reason))
-        if not self._by_index:
-            self._close_all()
-            self._fill()
+        self._fill()
         self._wake()
 
-    # ----------------------------------------------------------------------------------------- completion
-
-    async def _answer(self, request: Request, raw: Any) -> None:
-        """An answer whose step is not known yet: kept until its group can be closed."""
-        if request not in self.book.waiting(request.task):
-            self.book.arrive(request, _key(request))  # late, and counted as such there
-            return
-        self._held.setdefault(request.task, {})[request] = raw
-        await self._close(request.task)
-
-    def _answered(self) -> set[Request]:
-        return {request for held in self._held.values() for request in held}
-
-    def _close_all(self) -> None:
-        """Close every group that waits for nobody any more, in tasks of their own."""
-        for task in list(self._held):
-            self._start(self._close(task), self._tasks, name=f"close-{task}")
-
-    async def _close(self, task: int) -> None:
-        """Make samples of a group whose answers are all there, and close it in the step that is collecting then. One that finds its step
-        full when it is done is made samples of again for the next; a step takes only what was closed in it."""
-        if task in self._closing:
-            return
-        self._closing.add(task)
-        try:
-            while waiting := self._ready_to_close(task):
-                step = self._step_for(task)
-                todo = [r for r in waiting if self._made.get(r) != step]
-                held = self._held[task]
-                causes = await asyncio.gather(*(self._settled(r, held[r], step) for r in todo))
-                for request, cause in zip(todo, causes, strict=True):
-                    if cause is None:
-                        self._made[request] = step
-                    elif cause != "late" or step == self._step_for(
-                        task
-                    ):  # late for a step that took others: once more, for the next
-                        held.pop(request)
-                        self._failed(request, f"refused_{cause}", cause)
-                if any(causes) or step != self._step_for(task) or waiting != self._ready_to_close(task):
-                    continue
-                for request in waiting:
-                    self.book.arrive(request, _key(request))
-                    self._made.pop(request)
-                if self.book.step_of(task) is None:
-                    self._collected += 1
-                    if self._collected == self.book.groups_per_step:
-                        self._next_collected()
-        except Exception as error:  # what a full disk raises, say: the group's answers could not be made samples of
-            for request in self._held.pop(task, ()):
-                self._failed(request, type(error).__name__, error)
-        finally:
-            self._closing.discard(task)
-            if not self.book.waiting(task):
-                for request in self._held.pop(task, ()):
-                    self._made.pop(request, None)
-            self._fill()
-            self._wake()
-
-    def _ready_to_close(self, task: int) -> list[Request]:
-        """The requests of a group whose answers are all there; [] if one is missing."""
-        waiting, held = self.book.waiting(task), self._held.get(task, {})
-        for request in [r for r in held if r not in waiting]:
-            del held[request]  # ended by somebody else: a deadline, a group that was dropped
-        return sorted(waiting, key=_key) if len(held) == len(waiting) else []
-
-    def _step_for(self, task: int) -> int:
-        decided = self.book.step_of(task)
-        return self._collecting if decided is None else decided
-
-    def _next_collected(self) -> None:
-        self._collecting, self._collected = self._collecting + 1, 0
-        self._skip_decided()
-
-    def _skip_decided(self) -> None:
-        while self.book.is_decided(self._collecting):
-            self._collecting += 1
-
-    def _start(self, work: Coroutine[Any, Any, None], *where: set[asyncio.Task[None]], name: str) -> None:
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        for tasks in where:
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+    def _ended(self, request: Request, task: asyncio.Task[None]) -> None:
+        del self._running[request]
+        self._tasks.discard(task)
 
     def _stop_ended(self) -> None:
-        """Stop whoever works on requests that nobody waits for any more."""
-        wanted = {
-            f"rollout-{r.task}-{r.member}-{r.attempt}" for t in self.book.open_tasks for r in self.book.waiting(t)
-        }
-        for task in self._running.get(-1, ()):
-            if task.get_name() not in wanted:
+        """Stop the environments of requests that have ended, at a deadline or for their age."""
+        for request, task in self._running.items():
+            if not self.book.is_waiting(request):
                 task.cancel()
 
     # ----------------------------------------------------------------------------------------------- step
@@ -371,13 +277,13 @@ class RolloutScheduler:
             tries += 1
             await self._complete(step)
             groups = self.book.take(short=not self._by_index)
-            if not self._by_index and self._collecting == step:
-                self._next_collected()  # it was ended at its deadline
             self._fill()
-            version = max(0, step - self.book.lag) if self._by_index else groups.policy_version
-            report = await self.pipeline.finish(
-                step, policy_version=version, only=set(groups.rollouts), again={_key(r) for r in self._answered()}
-            )
+            if self._by_index:
+                version, keys = max(0, step - self.book.lag), set(groups.rollouts)
+            else:
+                version, keys = groups.policy_version, {key for key, _ in groups.rollouts}
+                await self.pipeline.add(step, groups.rollouts)
+            report = await self.pipeline.finish(step, policy_version=version, only=keys)
             if not report.all_filtered:
                 break
             _log.warning(
@@ -396,7 +302,6 @@ class RolloutScheduler:
                 "this, mend the environments or the engine, and start again; steps that were sent are kept"
             )
         self.empty_steps += report.all_filtered
-        self._running.pop(step, None)
         del self._begun[step]
         if self.sender is not None:
             await self.sender.send(report)
@@ -415,17 +320,11 @@ class RolloutScheduler:
                     break
                 remaining = until - asyncio.get_running_loop().time()
                 if remaining <= 0:
-                    ended = self.book.expire(step, answered=self._answered())
+                    ended = self.book.expire(step)
                     _log.warning(
                         "step %d was ended at its deadline of %g s with %d requests out", step, self._deadline, ended
                     )
-                    if self._by_index:
-                        for task in list(self._running.get(step, ())):
-                            task.cancel()
-                    else:
-                        self._stop_ended()
-                        for task in list(self._held):
-                            await self._closed(task)
+                    self._stop_ended()
                     break
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), min(1.0, remaining))
@@ -438,13 +337,7 @@ class RolloutScheduler:
         """By completion: whether as many groups as all tries of a step have, from task `first` on, ended without a rollout. Others would take their
         places and fail, until the deadline."""
         tried = self.book.groups_per_step * (self._empty_retries + 1)
-        return not self._held and not self.book.held and self._oldest_open() - first >= tried
-
-    async def _closed(self, task: int) -> None:
-        """Until a group whose answers are there is closed, by this or by whoever is at it."""
-        while self._ready_to_close(task) or task in self._closing:
-            await self._close(task)
-            await asyncio.sleep(0)
+        return not self.book.held and self._oldest_open() - first >= tried
 
     # -------------------------------------------------------------------------------------------- evaluation
 

@@ -20,11 +20,12 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from headrace.errors import ConfigError, EndOfData, FileCorrupt, WorkerDied
 from headrace.files import publish
@@ -37,31 +38,69 @@ from headrace.spool.records import read_sealed, seal
 
 __all__ = ["SpoolReceiver", "SpoolSender", "TrainingBatchReceiver", "TrainingBatchSender"]
 
-_POLL = 0.005
+POLL_SECONDS = 0.005
 
 
 class TrainingBatchSender(abc.ABC):
     """The orchestrator's end. `send` is awaited on its event loop and blocks nothing."""
 
-    queue: Path
-    """Where the pipeline publishes."""
+    _wait_name: str
+    _remedy: str
+    """Name of the wait for the trainer, and what to look at when it takes too long."""
 
-    @abc.abstractmethod
+    def __init__(self, queue: Path, *, ranks: int, max_unread: int, deadline: float, sent: int) -> None:
+        if ranks < 1 or max_unread < 1:
+            raise ConfigError(
+                f"ranks is {ranks} and max_unread is {max_unread}: a trainer has at least one rank, and one batch to read"
+            )
+        self.queue, self._max_unread, self._deadline, self._sent = queue, max_unread, deadline, sent
+        """`queue`: where the pipeline publishes."""
+
     async def send(self, report: StepReport) -> None:
         """Make a finished step the trainer's; waits while the trainer is too far behind."""
+        if report.step != self._sent + 1:
+            raise ConfigError(
+                f"step {report.step} was sent after step {self._sent}: steps are sent in order and each once"
+            )
+        await self._hand_over(report)
+        self._sent = report.step
+        await self._until_unread_below(self._max_unread)
+
+    async def _until_unread_below(self, count: int) -> None:
+        with Wait(self._wait_name, deadline=self._deadline, remedy=self._remedy) as wait:
+            while self._sent - await asyncio.to_thread(self._first_needed) >= count:
+                wait.check()
+                await asyncio.sleep(min(POLL_SECONDS, wait.remaining()))
+
+    @abc.abstractmethod
+    async def _hand_over(self, report: StepReport) -> None:
+        """Let receivers see a step."""
+
+    @abc.abstractmethod
+    def _first_needed(self) -> int:
+        """The first step that a rank still needs; steps before it are deleted."""
 
     @abc.abstractmethod
     async def close(self, *, last: bool = True) -> None:
         """Let go. `last`: no step comes after those that were sent."""
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        await self.close(last=kind is None)
+
 
 class TrainingBatchReceiver(abc.ABC):
-    """The trainer's end, one for each rank."""
+    """The trainer's end, one for each rank. Steps are received in their order and each once."""
 
-    def __init__(self, *, rank: int, ranks: int, max_lag: int | None) -> None:
+    def __init__(self, *, rank: int, ranks: int, max_lag: int | None, deadline: float, heartbeat: float) -> None:
         if not 0 <= rank < ranks:
             raise ConfigError(f"rank {rank} of {ranks} ranks cannot be")
         self.rank, self.ranks, self.max_lag = rank, ranks, max_lag
+        self._deadline, self._heartbeat = deadline, heartbeat
+        self.next_step = 0
+        """The step that `receive` asks for next."""
         self.refused: Counter[str] = Counter()
         """Batches that were not delivered, by cause."""
 
@@ -71,7 +110,10 @@ class TrainingBatchReceiver(abc.ABC):
         EndOfData after the last; WorkerDied if the sender is gone; DeadlineExceeded if nothing comes.
         """
         while True:
-            batch = self._next_batch()
+            path = self._next_path()
+            batch = open_training_batch(path)
+            if batch.step != self.next_step - 1:
+                raise FileCorrupt(f"{path} holds step {batch.step}: it was renamed. Make the step again")
             if batch.ranks != self.ranks:
                 raise ConfigError(
                     f"{batch.path} was packed for {batch.ranks} ranks, this trainer has {self.ranks}; tell the pipeline the trainer's ranks"
@@ -82,12 +124,34 @@ class TrainingBatchReceiver(abc.ABC):
             self.refused["stale"] += 1
             self.ack(batch.step)
 
-    @abc.abstractmethod
-    def _next_batch(self) -> TrainingBatch: ...
+    def _next_path(self) -> Path:
+        remedy = "the orchestrator publishes no batches; is it alive?"
+        with Wait("rollouts.batch", deadline=self._deadline, remedy=remedy) as wait:
+            while True:
+                found = self._look_for(self.next_step)
+                if found is None:
+                    wait.check()
+                    time.sleep(min(POLL_SECONDS, wait.remaining()))
+                    continue
+                self.next_step += 1
+                if isinstance(found, Path):
+                    return found
+                self.refused["nothing_to_train_on"] += 1
 
-    @abc.abstractmethod
     def ack(self, step: int) -> None:
         """This rank needs nothing up to and including this step any more."""
+        if step >= self.next_step:
+            raise ConfigError(
+                f"step {step} cannot be acknowledged: step {self.next_step - 1} was the last that was received"
+            )
+        self._acknowledge(step)
+
+    @abc.abstractmethod
+    def _look_for(self, step: int) -> Path | Literal["skip"] | None:
+        """The file of a step; "skip" if it gave nothing to train on, None while it was not sent. EndOfData or WorkerDied if it never comes."""
+
+    @abc.abstractmethod
+    def _acknowledge(self, step: int) -> None: ...
 
     @abc.abstractmethod
     def close(self) -> None: ...
@@ -99,6 +163,12 @@ class TrainingBatchReceiver(abc.ABC):
         self.close()
 
 
+def unlink_batch(path: Path) -> None:
+    """Remove a batch and its sidecar, as far as they are there."""
+    for name in (path, sidecar_path(path)):
+        name.unlink(missing_ok=True)
+
+
 def _skip_path(queue: Path, step: int) -> Path:
     return queue / f"step_{step:012d}.skip"
 
@@ -107,8 +177,6 @@ class _Folder:
     """What both ends know about the folder."""
 
     def __init__(self, folder: Path | str, ranks: int) -> None:
-        if ranks < 1:
-            raise ConfigError(f"a trainer has at least one rank, got {ranks}")
         self.spool, self.ranks = SpoolFolder(Path(folder)), ranks
         self.queue = self.spool.path / "queue" / "rollouts"
         self.spool.prepare()
@@ -134,11 +202,11 @@ class _Folder:
 class SpoolSender(TrainingBatchSender):
     """Hands batches over in a folder that both ends see."""
 
+    _wait_name, _remedy = "rollouts.trainer", "the trainer reads no batches; is it alive?"
+
     def __init__(self, folder: Path | str, *, ranks: int = 1, max_unread: int = 2, deadline: float = 3600.0) -> None:
-        if max_unread < 1:
-            raise ConfigError(f"max_unread is {max_unread}, a trainer needs at least one batch to read")
         self._folder = _Folder(folder, ranks)
-        self.queue, self._max_unread, self._deadline = self._folder.queue, max_unread, deadline
+        super().__init__(self._folder.queue, ranks=ranks, max_unread=max_unread, deadline=deadline, sent=-1)
         self._lock = self._folder.spool.take_lock(
             "rollouts-sender", "an orchestrator", "stop that first, or give this run its own folder"
         )
@@ -151,11 +219,7 @@ class SpoolSender(TrainingBatchSender):
         self.next_step = self._sent + 1
         """The step a restarted orchestrator goes on with."""
 
-    async def send(self, report: StepReport) -> None:
-        if report.step != self._sent + 1:
-            raise ConfigError(
-                f"step {report.step} was sent after step {self._sent}: steps are sent in order and each once"
-            )
+    async def _hand_over(self, report: StepReport) -> None:
         if report.path is None:
             await asyncio.to_thread(
                 publish, _skip_path(self.queue, report.step), seal({"step": report.step}), durable=False
@@ -164,38 +228,20 @@ class SpoolSender(TrainingBatchSender):
             raise ConfigError(
                 f"{report.path} does not lie in {self.queue}: give the pipeline the sender's queue as its folder"
             )
-        self._sent = report.step
-        with Wait(
-            "rollouts.trainer", deadline=self._deadline, remedy="the trainer reads no batches; is it alive?"
-        ) as wait:
-            while True:
-                needed = min(await asyncio.to_thread(self._folder.acknowledged))
-                await asyncio.to_thread(self._delete_below, needed)
-                if self._sent - needed < self._max_unread:
-                    return
-                wait.check()
-                await asyncio.sleep(min(_POLL, wait.remaining()))
 
-    def _delete_below(self, step: int) -> None:
-        if step - 1 <= self._deleted:
-            return
-        for name in os.listdir(self.queue):
-            if 0 <= _step_of(name) < step:
-                for path in (self.queue / name, sidecar_path(self.queue / name)):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(path)
-        self._deleted = step - 1
+    def _first_needed(self) -> int:
+        needed = min(self._folder.acknowledged())
+        if needed - 1 > self._deleted:
+            for name in os.listdir(self.queue):
+                if 0 <= _step_of(name) < needed:
+                    unlink_batch(self.queue / name)
+            self._deleted = needed - 1
+        return needed
 
     async def close(self, *, last: bool = True) -> None:
         if last:
             publish(self._folder.state("end"), seal({"last": self._sent}), replace=True, durable=False)
         self._lock.release()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        await self.close(last=kind is None)
 
 
 class SpoolReceiver(TrainingBatchReceiver):
@@ -205,56 +251,34 @@ class SpoolReceiver(TrainingBatchReceiver):
         self, folder: Path | str, *, rank: int = 0, ranks: int = 1, max_lag: int | None = None, deadline: float = 3600.0,
         heartbeat: float = 1.0,
     ) -> None:  # fmt: skip
-        super().__init__(rank=rank, ranks=ranks, max_lag=max_lag)
-        self._folder, self._deadline, self._heartbeat = _Folder(folder, ranks), deadline, heartbeat
+        super().__init__(rank=rank, ranks=ranks, max_lag=max_lag, deadline=deadline, heartbeat=heartbeat)
+        self._folder = _Folder(folder, ranks)
         self._lock = self._folder.spool.take_lock(
             f"rollouts-receiver-{rank}", f"rank {rank} of a trainer", "stop that first, or give this run its own folder"
         )
-        self._next = self._folder.acknowledged()[rank]
+        self.next_step = self._folder.acknowledged()[rank]
+        self._sender_seen = math.inf
+        """When the sender was alive last (monotonic); infinite before it was seen for the first time."""
 
-    @property
-    def next_step(self) -> int:
-        """The step that `receive` asks for next."""
-        return self._next
-
-    def _next_batch(self) -> TrainingBatch:
-        gone_since = None
-        seen = False
-        with Wait(
-            "rollouts.batch", deadline=self._deadline, remedy="the orchestrator publishes no batches; is it alive?"
-        ) as wait:
-            while True:
-                step = self._next
-                path = batch_path(self._folder.queue, step)
-                if path.exists():
-                    batch = open_training_batch(path)
-                    if batch.step != step:
-                        raise FileCorrupt(f"{path} holds step {batch.step}: somebody renamed it. Make the step again")
-                    self._next += 1
-                    return batch
-                if _skip_path(self._folder.queue, step).exists():
-                    self.refused["nothing_to_train_on"] += 1
-                    self._next += 1
-                    continue
-                end = read_sealed(self._folder.state("end"))
-                if end is not None and end["last"] < step:
-                    raise EndOfData(f"the orchestrator of {self._folder.spool.path} ended after step {end['last']}")
-                alive = lock_holder(self._folder.spool.state / "rollouts-sender.lock") is not None
-                seen |= alive
-                gone_since = None if alive or not seen else gone_since or time.monotonic()
-                if gone_since is not None and time.monotonic() - gone_since > self._heartbeat:
-                    raise WorkerDied(
-                        f"the orchestrator of {self._folder.spool.path} is gone and step {step} was not sent: look at its log, start it again and "
-                        "resume the trainer"
-                    )
-                wait.check()
-                time.sleep(min(_POLL, wait.remaining()))
-
-    def ack(self, step: int) -> None:
-        if step >= self._next:
-            raise ConfigError(
-                f"step {step} cannot be acknowledged: step {self._next - 1} was the last that was received"
+    def _look_for(self, step: int) -> Path | Literal["skip"] | None:
+        path = batch_path(self._folder.queue, step)
+        if path.exists():
+            return path
+        if _skip_path(self._folder.queue, step).exists():
+            return "skip"
+        end = read_sealed(self._folder.state("end"))
+        if end is not None and end["last"] < step:
+            raise EndOfData(f"the orchestrator of {self._folder.spool.path} ended after step {end['last']}")
+        if lock_holder(self._folder.spool.state / "rollouts-sender.lock") is not None:
+            self._sender_seen = time.monotonic()
+        if time.monotonic() - self._sender_seen > self._heartbeat:
+            raise WorkerDied(
+                f"the orchestrator of {self._folder.spool.path} is gone and step {step} was not sent: look at its log, start it again and "
+                "resume the trainer"
             )
+        return None
+
+    def _acknowledge(self, step: int) -> None:
         value = {"rank": self.rank, "ranks": self._folder.ranks, "next": step + 1}
         publish(self._folder.state(f"read-{self.rank}"), seal(value), replace=True, durable=False)
 

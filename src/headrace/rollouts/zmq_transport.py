@@ -17,28 +17,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from headrace.errors import ConfigError, EndOfData, FileCorrupt, StorageError, WorkerDied
-from headrace.files import TEMP_PREFIX
+from headrace.errors import ConfigError, EndOfData, FileCorrupt, WorkerDied
+from headrace.files import publish
 from headrace.metrics import Wait
-from headrace.rollouts.batch_files import TrainingBatch, batch_path, open_training_batch, sidecar_path
+from headrace.rollouts.batch_files import batch_path, sidecar_path
 from headrace.rollouts.pipeline import StepReport
-from headrace.rollouts.transport import TrainingBatchReceiver, TrainingBatchSender
+from headrace.rollouts.transport import POLL_SECONDS, TrainingBatchReceiver, TrainingBatchSender, unlink_batch
 
 __all__ = ["ZmqReceiver", "ZmqSender"]
 
 _PART = 4 << 20
 _AHEAD = 4
 _MAX_QUESTION = 4096
-_POLL = 0.005
 
 
 class _Question(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
@@ -75,14 +74,15 @@ def _zmq() -> Any:
 class ZmqSender(TrainingBatchSender):
     """Answers the receivers' questions about the batches in a local folder."""
 
+    _wait_name, _remedy = "rollouts.ack", "a rank of the trainer acknowledges nothing; is it alive?"
+
     def __init__(
         self, address: str, queue: Path, *, ranks: int = 1, max_unread: int = 2, first_step: int = 0, deadline: float = 3600.0,
         linger: float = 5.0,
     ) -> None:  # fmt: skip
-        if ranks < 1 or max_unread < 1:
-            raise ConfigError(f"ranks is {ranks} and max_unread is {max_unread}, both must be at least 1")
         zmq = _zmq()
-        self.queue, self._ranks, self._max_unread, self._deadline = Path(queue), ranks, max_unread, deadline
+        super().__init__(Path(queue), ranks=ranks, max_unread=max_unread, deadline=deadline, sent=first_step - 1)
+        self._ranks = ranks
         self.queue.mkdir(parents=True, exist_ok=True)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -97,7 +97,6 @@ class ZmqSender(TrainingBatchSender):
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._lock = threading.Lock()
         self._have: dict[int, Path | None] = {}
-        self._sent = first_step - 1
         self._needed = [first_step] * ranks
         self._end: int | None = None
         self._told_end: set[int] = set()
@@ -110,28 +109,15 @@ class ZmqSender(TrainingBatchSender):
         self._thread = threading.Thread(target=self._serve, name="headrace-rollouts-zmq", daemon=True)
         self._thread.start()
 
-    async def send(self, report: StepReport) -> None:
-        if report.step != self._sent + 1:
-            raise ConfigError(
-                f"step {report.step} was sent after step {self._sent}: steps are sent in order and each once"
-            )
+    async def _hand_over(self, report: StepReport) -> None:
         with self._lock:
             self._have[report.step] = report.path
-            self._sent = report.step
-        await self._until_unread_below(self._max_unread)
 
-    async def _until_unread_below(self, count: int) -> None:
-        with Wait(
-            "rollouts.ack", deadline=self._deadline, remedy="a rank of the trainer acknowledges nothing; is it alive?"
-        ) as wait:
-            while True:
-                if self._broken is not None:
-                    raise WorkerDied(f"the thread that sends batches ended: {self._broken}") from self._broken
-                with self._lock:
-                    if self._sent - min(self._needed) < count:
-                        return
-                wait.check()
-                await asyncio.sleep(min(_POLL, wait.remaining()))
+    def _first_needed(self) -> int:
+        if self._broken is not None:
+            raise WorkerDied(f"the thread that sends batches ended: {self._broken}") from self._broken
+        with self._lock:
+            return min(self._needed)
 
     async def close(self, *, last: bool = True) -> None:
         """Let go. With `last`, only after every rank has acknowledged everything, and was told that nothing comes any more or did not
@@ -143,7 +129,7 @@ class ZmqSender(TrainingBatchSender):
                 await self._until_unread_below(0)
                 with Wait("rollouts.end", deadline=self._linger) as wait:
                     while len(self._told_end) < self._ranks and not wait.expired():
-                        await asyncio.sleep(min(_POLL, wait.remaining()))
+                        await asyncio.sleep(min(POLL_SECONDS, wait.remaining()))
         finally:
             self._closing = True
             await asyncio.to_thread(self._thread.join)
@@ -233,9 +219,8 @@ class ZmqSender(TrainingBatchSender):
             for file in (0, 1):
                 if (fd := self._files.pop((old, file), None)) is not None:
                     os.close(fd)
-            for name in (path, sidecar_path(path)) if path is not None else ():
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name)
+            if path is not None:
+                unlink_batch(path)
 
 
 def _packed(answer: _Answer) -> list[bytes]:
@@ -249,10 +234,10 @@ class ZmqReceiver(TrainingBatchReceiver):
         self, address: str, folder: Path, *, rank: int = 0, ranks: int = 1, max_lag: int | None = None, first_step: int = 0,
         max_bytes: int = 1 << 40, deadline: float = 3600.0, heartbeat: float = 5.0,
     ) -> None:  # fmt: skip
-        super().__init__(rank=rank, ranks=ranks, max_lag=max_lag)
+        super().__init__(rank=rank, ranks=ranks, max_lag=max_lag, deadline=deadline, heartbeat=heartbeat)
         self._zmq = _zmq()
         self.address, self.folder, self._max_bytes = address, Path(folder), max_bytes
-        self._deadline, self._heartbeat, self._next = deadline, heartbeat, first_step
+        self.next_step = first_step
         self.folder.mkdir(parents=True, exist_ok=True)
         self._context = self._zmq.Context()
         self._socket = self._context.socket(self._zmq.DEALER)
@@ -300,33 +285,20 @@ class ZmqReceiver(TrainingBatchReceiver):
             "log, start it again and resume the trainer"
         )
 
-    def _next_batch(self) -> TrainingBatch:
-        with Wait(
-            "rollouts.batch", deadline=self._deadline, remedy="the orchestrator publishes no batches; is it alive?"
-        ) as wait:
-            while True:
-                step = self._next
-                told = self._answer_to("want", step, ("have", "skip", "none", "gone", "end"))
-                if told.verb == "have":
-                    path = self._fetched(step, told.sizes)
-                    self._next += 1
-                    batch = open_training_batch(path)
-                    if batch.step != step:
-                        raise FileCorrupt(f"{self.address} sent step {batch.step} as step {step}")
-                    return batch
-                if told.verb == "skip":
-                    self.refused["nothing_to_train_on"] += 1
-                    self._next += 1
-                    self.ack(step)
-                elif told.verb == "gone":
-                    raise ConfigError(
-                        f"step {step} was acknowledged by all ranks before and is deleted at {self.address}; resume from a later checkpoint"
-                    )
-                elif told.verb == "end":
-                    raise EndOfData(f"the orchestrator at {self.address} ended after step {told.step}")
-                else:
-                    wait.check()
-                    time.sleep(min(_POLL, wait.remaining()))
+    def _look_for(self, step: int) -> Path | Literal["skip"] | None:
+        told = self._answer_to("want", step, ("have", "skip", "none", "gone", "end"))
+        if told.verb == "have":
+            return self._fetched(step, told.sizes)
+        if told.verb == "gone":
+            raise ConfigError(
+                f"step {step} was acknowledged by all ranks before and is deleted at {self.address}; resume from a later checkpoint"
+            )
+        if told.verb == "end":
+            raise EndOfData(f"the orchestrator at {self.address} ended after step {told.step}")
+        if told.verb == "skip":
+            self._answer_to("ack", step, ("acked",))
+            return "skip"
+        return None
 
     def _fetched(self, step: int, sizes: tuple[int, int]) -> Path:
         if min(sizes) < 0 or sum(sizes) > self._max_bytes:
@@ -336,63 +308,33 @@ class ZmqReceiver(TrainingBatchReceiver):
         path = batch_path(self.folder, step)
         for file in (1, 0) if sizes[1] else (0,):
             target = path if file == 0 else sidecar_path(path)
-            temp = self.folder / f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
-            try:
-                fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-                try:
-                    self._fetch(fd, step, file, sizes[file])
-                finally:
-                    os.close(fd)
-                os.replace(temp, target)
-            except OSError as error:
-                raise StorageError(
-                    f"step {step} could not be written to {self.folder}: {error.strerror or error}"
-                ) from error
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(temp)
+            publish(target, self._parts(step, file, sizes[file]), replace=True, durable=False)
         return path
 
-    def _fetch(self, fd: int, step: int, file: int, size: int) -> None:
-        wanted = dict.fromkeys(range(0, size, _PART))
-        ahead: set[int] = set()
-        while wanted:
-            for offset in wanted:
-                if len(ahead) >= _AHEAD:
-                    break
-                if offset not in ahead:
-                    ahead.add(offset)
-                    self._ask("part", step, file, offset)
-            heard = self._hear(time.monotonic() + self._heartbeat)
-            if heard is None:
-                raise WorkerDied(
-                    f"{self.address} stopped in the middle of step {step}, {len(wanted)} parts are missing; resume the trainer"
-                )
-            answer, data = heard
-            if (
-                answer.verb != "part"
-                or (answer.step, answer.file) != (step, file)
-                or answer.offset not in wanted
-                or data is None
-            ):
-                continue
-            if len(data) != min(_PART, size - answer.offset):
-                raise FileCorrupt(
-                    f"{self.address} sent {len(data)} bytes of step {step} from {answer.offset} on, the file has {size}"
-                )
-            done = 0
-            while done < len(data):
-                done += os.pwrite(fd, data[done:], answer.offset + done)
-            del wanted[answer.offset]
-            ahead.discard(answer.offset)
+    def _parts(self, step: int, file: int, size: int) -> Iterator[memoryview]:
+        """The parts of a file, in order. The sender answers in the order of the questions."""
+        offsets = range(0, size, _PART)
+        for offset in offsets[:_AHEAD]:
+            self._ask("part", step, file, offset)
+        for at, offset in enumerate(offsets):
+            yield self._part(step, file, offset, size)
+            for later in offsets[at + _AHEAD : at + _AHEAD + 1]:
+                self._ask("part", step, file, later)
 
-    def ack(self, step: int) -> None:
-        if step >= self._next:
-            raise ConfigError(
-                f"step {step} cannot be acknowledged: step {self._next - 1} was the last that was received"
-            )
-        path = batch_path(self.folder, step)
-        for name in (path, sidecar_path(path)):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
+    def _part(self, step: int, file: int, offset: int, size: int) -> memoryview:
+        while (heard := self._hear(time.monotonic() + self._heartbeat)) is not None:
+            answer, data = heard
+            if (answer.verb, answer.step, answer.file, answer.offset) != ("part", step, file, offset) or data is None:
+                continue  # the answer to a question that was given up
+            if len(data) != min(_PART, size - offset):
+                raise FileCorrupt(
+                    f"{self.address} sent {len(data)} bytes of step {step} from {offset} on, the file has {size}"
+                )
+            return data
+        raise WorkerDied(
+            f"{self.address} stopped in the middle of step {step}, {size - offset:,} bytes are missing; resume the trainer"
+        )
+
+    def _acknowledge(self, step: int) -> None:
+        unlink_batch(batch_path(self.folder, step))
         self._answer_to("ack", step, ("acked",))

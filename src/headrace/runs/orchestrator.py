@@ -34,7 +34,7 @@ from headrace.rollouts.engine import Codec
 from headrace.rollouts.environment_processes import EnvironmentProcesses
 from headrace.rollouts.environments import Environment, play_rollout
 from headrace.rollouts.filters import ZeroAdvantageFilter
-from headrace.rollouts.groups import EnvPolicy, GroupBook, Recorded, Request
+from headrace.rollouts.groups import EnvPolicy, GroupBook, Request
 from headrace.rollouts.openai_engine import OpenAIEngine
 from headrace.rollouts.pipeline import RolloutPipeline, StepReport
 from headrace.rollouts.records import Rollout
@@ -166,7 +166,7 @@ class Orchestrator:
                 EnvPolicy(env_name=env.name, group_size=env.group_size, on_failure=rollouts.on_failure, max_refills=rollouts.max_refills)
                 for env in config.env
             ],
-            groups_per_step=rollouts.groups_per_step, lag=rollouts.lag, journal=self._journalled, recorded=Recorded(failures=self.log.failures()),
+            groups_per_step=rollouts.groups_per_step, lag=rollouts.lag, journal=self._journalled, failures=self.log.failures(),
         )  # fmt: skip
         pipeline = await self._opened.enter_async_context(
             RolloutPipeline(

@@ -126,7 +126,8 @@ class DatasetConsumer:
         arrays = reader.read(self.batch_size)
         tensors = self._tensors(reader.schema, arrays, device)
         batch = (tensors["x"], tensors["y"]) if tensors.keys() == {"x", "y"} else tensors
-        self._meter.add_both("spool/batches", 1, "spool/bytes", sum(array.nbytes for array in arrays.values()))
+        self._meter.add("spool/batches")
+        self._meter.add("spool/bytes", sum(array.nbytes for array in arrays.values()))
         # Last of all: a process that was stopped, while another consumer took its lock, finds out here. The state counts only what is handed out.
         if self._queue is not None:
             self._queue.lock.require()

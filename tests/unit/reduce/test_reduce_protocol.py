@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from gram_reference import unfused_gram
 from headrace.errors import ConfigError, CursorMismatch, DataError, FileCorrupt
 from headrace.files import open_container
 from headrace.reduce import (
@@ -29,7 +30,6 @@ from headrace.reduce import (
     default_chunk_size,
     kernel,
 )
-from headrace.reduce.reference import unfused_gram
 
 PARTITION = CrossNodePartition(k=3, n_rows=70, chunk_size=10, n_ranks=3)
 PASS = Provenance(job="j", data="d", rows="f64")
@@ -283,8 +283,8 @@ def saved(tmp_path, chunks) -> CheckpointFiles:
 
 def test_a_torn_checkpoint_is_set_aside_and_the_one_before_it_is_used(tmp_path):
     files = saved(tmp_path, [0, 1, 3])
-    newest = files.generations()[-1]
-    assert len(files.generations()) == 2
+    newest = files.path(files.numbers()[-1])
+    assert len(files.numbers()) == 2
     newest.write_bytes(newest.read_bytes()[:-30])
     told: list[str] = []
     files = CheckpointFiles(tmp_path, "coordinator", report=told.append)
@@ -302,7 +302,7 @@ def test_a_checkpoint_that_does_not_add_up_is_refused_with_its_numbers(tmp_path)
     replace(good, received_per_rank=(1, 1, 0), digests=(good.digests[0], good.digests[2], good.digests[1])).save(files)
     with pytest.raises(FileCorrupt, match="1 partials received of rank 1, but 0 are folded and none parked"):
         CrossNodeCheckpoint.load(files)
-    assert len(files.generations()) == 1, "nothing is moved when nothing is left to go on from"
+    assert len(files.numbers()) == 1, "nothing is moved when nothing is left to go on from"
 
 
 def test_a_parked_partial_right_at_the_frontier_is_folded_at_a_resume():
@@ -397,9 +397,9 @@ def test_what_is_parked_or_saved_does_not_change_with_what_comes_after():
 )
 def test_a_checkpoint_with_impossible_numbers_is_set_aside_like_a_torn_one(nonsense, tmp_path):
     files = saved(tmp_path, [0, 1])
-    newest = open_container(files.generations()[-1])
+    newest = open_container(files.path(files.numbers()[-1]))
     arrays = {**newest.arrays} | {n: v for n, v in nonsense.items() if n == "digests"}
-    files.save(arrays, newest.meta | {n: v for n, v in nonsense.items() if n != "digests"})
+    files.save(files.numbers()[-1] + 1, arrays, newest.meta | {n: v for n, v in nonsense.items() if n != "digests"})
     assert CrossNodeCheckpoint.load(files).received_per_rank == (1, 1, 0)
 
 

@@ -16,11 +16,10 @@ from headrace.rollouts import (
     RoutedExperts,
     needs_tokens,
     pretokenize,
-    rollout_from_json,
     rollout_from_verifiers,
     step_from_reply,
 )
-from headrace.rollouts.ingest import CAUSES, refused_counts
+from headrace.rollouts.ingest import CAUSES
 
 
 def output(**more):
@@ -115,7 +114,6 @@ def test_a_malformed_rollout_is_refused_under_its_cause(bad, cause, told):
     with pytest.raises(RolloutRefused, match=told) as refused:
         rollout_from_verifiers(bad, limits=Limits(tokens=64, text=2000))
     assert refused.value.cause == cause
-    assert refused_counts([refused.value])[cause] == 1
     assert cause in CAUSES
 
 
@@ -155,7 +153,7 @@ def test_a_50_mb_string_is_refused_by_default():
 @pytest.mark.parametrize("raw", [b"{", b"[1]", b'{"answer": "\\ud800"}', b"\xff", b"[" * 100_000])
 def test_what_is_no_json_rollout_is_refused(raw):
     with pytest.raises(RolloutRefused):
-        rollout_from_json(raw)
+        rollout_from_verifiers(raw)
 
 
 def test_base64_that_is_none_is_refused_when_its_rows_are_needed():
@@ -172,7 +170,7 @@ def test_json_and_dict_give_the_same_rollout():
     del value["trajectory"][0]["response"]
     import json
 
-    one, two = rollout_from_verifiers(value), rollout_from_json(json.dumps(value))
+    one, two = rollout_from_verifiers(value), rollout_from_verifiers(json.dumps(value))
     assert one.trajectory[0].tokens is not None
     assert two.trajectory[0].tokens is not None
     assert one.trajectory[0].tokens.routed_experts is not None

@@ -22,8 +22,6 @@ from headrace.rollouts import (
     interleave_rollout,
     open_training_batch,
     read_episodes,
-    rollout_from_json,
-    rollout_from_msgpack,
     rollout_from_verifiers,
     rollouts_from_episode,
     step_from_reply,
@@ -85,8 +83,8 @@ def test_every_form_of_a_real_episode_is_the_same_rollout(at):
     assert rollout.timing["model"] == pytest.approx(trace["timing"]["agent"]["model"]["duration"])
     assert rollout.timing["total"] > rollout.timing["generation"] > rollout.timing["model"] > 0
     forms = [
-        rollout_from_json(json.dumps(episode)),
-        rollout_from_msgpack(framed()[at]),
+        rollout_from_verifiers(json.dumps(episode)),
+        rollout_from_verifiers(framed()[at]),
         rollout_from_verifiers(trace, env_name="sortdigits"),
         rollout_from_verifiers(episode_from_deltas(deltas_of(episode), episode)),
     ]
@@ -104,9 +102,9 @@ def test_a_long_episode_is_the_same_from_bytes_as_from_its_values():
             if each.get(name) is not None:
                 each[name] = np.array(each[name], dtype).tobytes()
     forms = [
-        rollout_from_json(json.dumps(episode)),
-        rollout_from_msgpack(msgspec.msgpack.encode(episode)),
-        rollout_from_msgpack(msgspec.msgpack.encode(binary)),
+        rollout_from_verifiers(json.dumps(episode)),
+        rollout_from_verifiers(msgspec.msgpack.encode(episode)),
+        rollout_from_verifiers(msgspec.msgpack.encode(binary)),
     ]
     for form in forms:
         assert told(form) == told(expected)
@@ -189,7 +187,7 @@ def test_experts_of_nodes_are_those_of_their_tokens_along_every_path():
     for at, node in enumerate(nodes):
         rows = np.full((len(node["token_ids"]), 2, 3), at, np.uint8)
         node["routed_experts"] = {"__nd__": True, "dtype": "uint8", "shape": list(rows.shape), "data": rows.tobytes()}
-    whole, other, second = interleave_rollout(rollout_from_msgpack(msgspec.msgpack.encode(episode), env_name="e"))
+    whole, other, second = interleave_rollout(rollout_from_verifiers(msgspec.msgpack.encode(episode), env_name="e"))
     assert whole.experts.joined()[:, 0, 0].tolist() == [0] * 14 + [1] * 16 + [2] * 3 + [3] * 3
     assert other.experts.joined()[:, 0, 0].tolist() == [0] * 14 + [4] * 4
     assert second.experts.joined()[:, 0, 0].tolist() == [0] * 14 + [1] * 16 + [2] * 3 + [5] * 2

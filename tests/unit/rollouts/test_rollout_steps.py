@@ -206,18 +206,16 @@ def test_first_fit_decreasing_fills_holes_before_it_opens_a_bin():
 def test_no_samples_still_give_every_rank_a_micro_batch_that_teaches_nothing():
     packed = pack_samples([], seq_len=8, ranks=3)
     assert packed.micro_batches == 1
-    assert all(not m.columns()["mask"].any() for r in packed.ranks for m in r)
+    assert all(not s.mask.any() for r in packed.ranks for m in r for s in m.samples)
 
 
-def test_columns_lie_one_after_the_other_and_experts_stay_with_their_tokens():
+def test_a_long_sample_is_cut_with_its_experts_and_kinds_of_experts_are_never_mixed():
     packed = pack_samples([sample(3, experts=(2, 1)), sample(9, experts=(2, 1), advantage=0.5)], seq_len=8, ranks=2)
     assert packed.truncated == 1
     for rank in packed.ranks:
         for micro in rank:
-            assert sum(len(c) for c in micro.expert_chunks) == micro.tokens
-    columns = packed.ranks[0][0].columns()
-    assert columns["cu_seqlens"].tolist() == [0, 8]
-    assert columns["advantage"].tolist() == [0.5]
+            assert sum(s.experts.shape[0] for s in micro.samples) == micro.tokens
+    assert [(len(s), s.advantage) for s in packed.ranks[0][0].samples] == [(8, 0.5)]
     with pytest.raises(ConfigError, match="different kinds"):
         pack_samples([sample(3, experts=(2, 1)), sample(3)], seq_len=8)
 
@@ -255,9 +253,19 @@ def test_more_than_a_megabyte_is_saved_whole(tmp_path):
     assert [json.loads(line)["example_id"] for line in lines] == list(range(20))
 
 
+def received(folder, samples):
+    """The micro batches of a trainer of one rank."""
+    writer = BatchWriter(str(folder), step=0)
+    writer.publish(pack_samples(samples, seq_len=8), writer.add(samples), seq_len=8, policy_version=0)
+    return list(open_training_batch(str(batch_path(str(folder), 0))).micro_batches(0))
+
+
+def test_paths_may_be_texts(tmp_path):
+    assert save_rollouts(str(tmp_path / "saved.jsonl"), [rollout()]) == (tmp_path / "saved.jsonl").stat().st_size
+
+
 def test_exported_tokens_name_every_token_and_turn_what_is_not_finite_into_null(tmp_path):
-    packed = pack_samples(interleave_rollout(rollout(turns=[turn([-1.0, -2.0], ids=[5, 6])]), advantage=0.5), seq_len=8)
-    batches = packed.ranks[0]
+    batches = received(tmp_path, interleave_rollout(rollout(turns=[turn([-1.0, -2.0], ids=[5, 6])]), advantage=0.5))
     trainer = [np.array([0.0, -1.0, -np.inf], np.float32)]
     assert export_tokens(tmp_path / "t.jsonl", batches, logprobs=trainer, entropy=[np.full(3, np.nan, np.float32)]) == 1
     line = json.loads((tmp_path / "t.jsonl").read_text())
@@ -268,23 +276,6 @@ def test_exported_tokens_name_every_token_and_turn_what_is_not_finite_into_null(
     with pytest.raises(ConfigError, match="3 tokens has 1 logprobs"):
         export_tokens(tmp_path / "u.jsonl", batches, logprobs=[trainer[0][:1]], entropy=[trainer[0]])
     assert not (tmp_path / "u.jsonl").exists()
-
-
-def test_tokens_of_a_receivers_micro_batches_are_exported_as_those_that_were_packed(tmp_path):
-    writer = BatchWriter(str(tmp_path), step=0)
-    samples = [
-        s
-        for r in (0.0, 1.0)
-        for s in interleave_rollout(rollout(r, turns=[turn([-1.0, -2.0], ids=[5, 6])]), advantage=r)
-    ]
-    packed = pack_samples(samples, seq_len=8)
-    writer.publish(packed, writer.add(samples), seq_len=8, policy_version=0)
-    received = list(open_training_batch(str(batch_path(str(tmp_path), 0))).micro_batches(0))
-    trainer = {"logprobs": [np.full(6, -1.5, np.float32)], "entropy": [np.zeros(6, np.float32)]}
-    assert export_tokens(str(tmp_path / "received.jsonl"), received, **trainer) == 1
-    assert export_tokens(str(tmp_path / "packed.jsonl"), packed.ranks[0], **trainer) == 1
-    assert (tmp_path / "received.jsonl").read_bytes() == (tmp_path / "packed.jsonl").read_bytes()
-    assert save_rollouts(str(tmp_path / "saved.jsonl"), [rollout()]) > 0
 
 
 @pytest.mark.parametrize("size", [1e-7, 1e-4, 1e-2, 3.0])

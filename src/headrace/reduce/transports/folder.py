@@ -43,7 +43,7 @@ from headrace.metrics import Wait
 from headrace.reduce.orders import PartialMaker, WorkOrder
 from headrace.reduce.partial import NodePartial
 from headrace.reduce.shards import ShardSpec, require_unwritten, save_stamps, saved_stamps
-from headrace.reduce.transports.crew import Answer
+from headrace.reduce.transports.transport import Answer
 from headrace.runtime.locks import ExclusiveLock, lock_holder
 from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess
@@ -51,7 +51,7 @@ from headrace.spool.channel import Channel
 from headrace.spool.folder import SpoolFolder, patiently
 from headrace.spool.records import read_sealed, seal
 
-__all__ = ["LocalWorkers", "PartialSpool", "SpoolCrew", "SpoolWorker", "Wanted", "dissolve", "order_in"]
+__all__ = ["FolderTransport", "LocalWorkers", "PartialSpool", "SpoolWorker", "Wanted", "dissolve", "order_in"]
 
 _SPLIT = "partials"
 _AHEAD_BYTES, _AHEAD_UNITS = 1 << 30, 256
@@ -513,7 +513,7 @@ def _end_with_parent(pipe: Connection) -> None:
 # ---------------------------------------------------------------------------------------------- coordinator
 
 
-class SpoolCrew:
+class FolderTransport:
     """The coordinator's end of the folder. One logical rank: units are dealt by claims, not by number."""
 
     def __init__(

@@ -23,7 +23,7 @@ from headrace.reduce.partial import NodePartial
 from headrace.reduce.partition import ROW_DTYPES, CrossNodePartition
 from headrace.reduce.result import GramResult
 from headrace.reduce.stream import GramStream, streams_result
-from headrace.reduce.transports.crew import FoldProgress
+from headrace.reduce.transports.transport import FoldProgress
 from headrace.runtime.wire_errors import decode_error, encode_error
 
 __all__ = ["coordinate_group", "nothing_to_do", "summed_over_ranks", "work_in_group"]
@@ -64,22 +64,13 @@ def coordinate_group(
             raise
         cursors[rank] += 1
         reduction.receive(NodePartial.from_bytes(message, sender=f"rank {rank}"))
-        now = time.monotonic()
         if stop():
             save()
             return False
-        if now - saved >= save_every:
+        if time.monotonic() - saved >= save_every:
             save()
             saved = time.monotonic()
-        progress(
-            FoldProgress(
-                frontier=reduction.frontier,
-                n_chunks=partition.n_chunks,
-                pending=reduction.pending,
-                replaced=0,
-                seconds=now - began,
-            )
-        )
+        progress(FoldProgress.of(reduction, began))
     return True
 
 

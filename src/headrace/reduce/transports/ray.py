@@ -16,10 +16,10 @@ import numpy as np
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.reduce.orders import PartialMaker, WorkOrder
-from headrace.reduce.transports.crew import Answer
+from headrace.reduce.transports.transport import Answer
 from headrace.runtime.wire_errors import decode_error, encode_error
 
-__all__ = ["RayCrew"]
+__all__ = ["RayTransport"]
 
 
 class _Rank:
@@ -38,7 +38,7 @@ class _Rank:
             return None, encode_error(error)
 
 
-class RayCrew:
+class RayTransport:
     """One actor a rank. Uses the cluster that Ray is connected to, and starts one on this machine if there is none."""
 
     def __init__(

@@ -1,8 +1,8 @@
 """Who computes the partials, seen from the coordinator; and the loop that asks for them.
 
-    crew.ask(rank, ordinal)       begin on that unit
-    crew.answer(timeout)          the next answer of anybody: a message, an error, or a rank that is gone
-    crew.replace(rank)            a new worker for a rank that is gone
+    transport.ask(rank, ordinal)       begin on that unit
+    transport.answer(timeout)          the next answer of anybody: a message, an error, or a rank that is gone
+    transport.replace(rank)            a new worker for a rank that is gone
 
 This is the whole seam between the reduction and a transport: processes on this machine, Ray actors, or something else with
 these four calls. The coordinator asks for what it can take, so memory is bounded by its window; a rank that died is replaced
@@ -21,7 +21,7 @@ from headrace.metrics import Wait
 from headrace.reduce.coordinator import CrossNodeGramReduction, Receipt
 from headrace.reduce.partial import NodePartial
 
-__all__ = ["Answer", "Crew", "FoldProgress", "drive"]
+__all__ = ["Answer", "FoldProgress", "Transport", "drive"]
 
 _AHEAD = 2
 """Units a rank is asked for at once, so that it has the next one while the last travels."""
@@ -40,7 +40,7 @@ class Answer:
     """How it ended."""
 
 
-class Crew(Protocol):
+class Transport(Protocol):
     """A transport."""
 
     def ask(self, rank: int, ordinal: int) -> None: ...
@@ -56,14 +56,25 @@ class FoldProgress:
     frontier: int
     n_chunks: int
     pending: int
-    replaced: int
+    replaced: int = 0
     """Workers that died and were replaced."""
-    seconds: float
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, reduction: CrossNodeGramReduction, began: float, replaced: int = 0) -> FoldProgress:
+        """The progress of a reduction that began at a moment of time.monotonic."""
+        return cls(
+            frontier=reduction.frontier,
+            n_chunks=reduction.partition.n_chunks,
+            pending=reduction.pending,
+            replaced=replaced,
+            seconds=time.monotonic() - began,
+        )
 
 
 def drive(
     reduction: CrossNodeGramReduction,
-    crew: Crew,
+    transport: Transport,
     *,
     save: Callable[[], object] = lambda: None,
     save_every: float = 30.0,
@@ -74,7 +85,7 @@ def drive(
     deadline: float = 600.0,
 ) -> bool:
     """Ask, receive and fold until everything is there (True), or until `stop` says so (False). Saves on the way and when
-    stopped; also when the crew has to hold so much that it is `due`. `deadline`: seconds without any answer after which it is
+    stopped; also when the transport has to hold so much that it is `due`. `deadline`: seconds without any answer after which it is
     an error."""
     partition = reduction.partition
     ranks = range(partition.n_ranks)
@@ -88,10 +99,10 @@ def drive(
             received = reduction.received_per_rank[rank]
             allowed = received + min(_AHEAD, reduction.credit(rank))
             while asked[rank] < allowed:
-                crew.ask(rank, asked[rank])
+                transport.ask(rank, asked[rank])
                 asked[rank] += 1
         with Wait("reduce.partial", deadline=deadline, remedy=_remedy(reduction, asked)) as wait:
-            while (answer := crew.answer(min(0.2, wait.remaining()))) is None:
+            while (answer := transport.answer(min(0.2, wait.remaining()))) is None:
                 if stop():
                     break
                 wait.check()
@@ -111,7 +122,7 @@ def drive(
                 )
             notice(f"the worker of rank {answer.rank} is gone ({answer.lost}); a new one goes on where it was")
             replaced += 1
-            crew.replace(answer.rank)
+            transport.replace(answer.rank)
             asked[answer.rank] = reduction.received_per_rank[answer.rank]
             continue
         assert answer.message is not None
@@ -122,19 +133,10 @@ def drive(
             raise AssertionError("a rank was asked for more than the window holds")
         deaths[answer.rank] = 0
         unsaved = True
-        now = time.monotonic()
-        if now - saved >= save_every or due():
+        if time.monotonic() - saved >= save_every or due():
             save()
             saved, unsaved = time.monotonic(), False
-        progress(
-            FoldProgress(
-                frontier=reduction.frontier,
-                n_chunks=partition.n_chunks,
-                pending=reduction.pending,
-                replaced=replaced,
-                seconds=now - began,
-            )
-        )
+        progress(FoldProgress.of(reduction, began, replaced))
     return True
 
 

@@ -17,8 +17,6 @@ import numpy as np
 from headrace.reduce.partition import CROSS_CHUNK_BASE
 from headrace.reduce.tree import pairwise_sum
 
-__all__ = ["fused_gram", "unfused_gram"]
-
 
 def unfused_gram(rows: np.ndarray) -> np.ndarray:
     """pairwise_sum over the rows' outer products, each rounded, then added."""
