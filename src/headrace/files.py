@@ -49,6 +49,7 @@ import xxhash
 from headrace.errors import FileCorrupt, StorageError
 
 __all__ = [
+    "MOST_PASSED",
     "SEGMENT_SUMS",
     "TEMP_PREFIX",
     "Container",
@@ -389,14 +390,22 @@ def read_json(path: Path | str, most: int = 16 << 20, *, follow: bool = False) -
     return decode_json(read_regular(path, most, follow=follow), path)
 
 
+MOST_PASSED = 1 << 28
+"""Bytes of one line that is too long that are passed over to find its end. Behind a longer one nothing is read."""
+
+
 def read_lines(path: Path | str, longest: int = 1 << 20, *, follow: bool = False) -> Iterator[bytes | None]:
     """The lines of a regular file; None for one of more than `longest` bytes, of which no more are held at once."""
     with open(open_regular(path, follow=follow), "rb") as handle:
         while line := handle.readline(longest + 1):
             whole = len(line) <= longest or line.endswith(b"\n")
             yield line if whole else None
+            passed = 0
             while not whole:
-                rest = handle.readline(longest)
+                rest = handle.readline(1 << 20)
+                passed += len(rest)
+                if passed > MOST_PASSED:
+                    return
                 whole = rest.endswith(b"\n") or not rest
 
 

@@ -35,7 +35,7 @@ import numpy as np
 import orjson
 
 from headrace.errors import ConfigError, FileCorrupt
-from headrace.files import open_regular, unreadable
+from headrace.files import MOST_PASSED, open_regular, unreadable
 from headrace.loader.windows import WindowStart
 
 __all__ = ["FILLER", "OpenedWindow", "SamplePlace", "SampleRecord", "bounded_lines", "merge_rank_records"]
@@ -249,7 +249,7 @@ class SampleRecord:
             self._picks.move_to_end(key)
             return found
         try:
-            with open(self.path, "rb") as handle:
+            with open(open_regular(self.path, follow=True), "rb") as handle:
                 handle.seek(recorded.offset)
                 value = orjson.loads(handle.read(recorded.length))
             picks = _decoded(value.get("skipped_picks" if skipped else "picks", ""))
@@ -374,7 +374,7 @@ def bounded_lines(path: Path, limit: int = 1 << 20) -> Iterator[Line]:
         fd = open_regular(path, follow=True)
     except FileNotFoundError:
         raise FileCorrupt(f"{path} is missing: the run did not record it") from None
-    with open(fd, "rb") as handle:
+    with open(fd, "rb", buffering=1 << 20) as handle:
         number = offset = 0
         while text := handle.readline(limit + 1):
             number += 1
@@ -382,8 +382,10 @@ def bounded_lines(path: Path, limit: int = 1 << 20) -> Iterator[Line]:
             whole = text.endswith(b"\n") or len(text) <= limit
             yield Line(number, begin, text if whole else None)
             while not whole:
-                rest = handle.readline(limit)
+                rest = handle.readline(1 << 20)
                 offset += len(rest)
+                if offset - begin > MOST_PASSED:
+                    return
                 whole = rest.endswith(b"\n") or not rest
 
 

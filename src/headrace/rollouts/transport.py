@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.errors import ConfigError, EndOfData, FileCorrupt, WorkerDied
-from headrace.files import publish
+from headrace.files import make_inside, publish
 from headrace.metrics import Wait
 from headrace.rollouts.batch_files import TrainingBatch, batch_path, open_training_batch, sidecar_path
 from headrace.rollouts.pipeline import StepReport
@@ -109,9 +109,8 @@ class _Folder:
         if ranks < 1:
             raise ConfigError(f"a trainer has at least one rank, got {ranks}")
         self.spool, self.ranks = SpoolFolder(Path(folder)), ranks
-        self.queue = self.spool.path / "queue" / "rollouts"
         self.spool.prepare()
-        self.queue.mkdir(exist_ok=True)
+        self.queue = make_inside(self.spool.path, "queue/rollouts")
 
     def state(self, name: str) -> Path:
         return self.spool.state / f"rollouts-{name}.json"

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import ConfigError, EndOfData, FileCorrupt, StorageError, WorkerDied
-from headrace.files import TEMP_PREFIX
+from headrace.files import TEMP_PREFIX, open_regular
 from headrace.metrics import Wait
 from headrace.rollouts.batch_files import TrainingBatch, batch_path, open_training_batch, sidecar_path
 from headrace.rollouts.pipeline import StepReport
@@ -217,7 +217,7 @@ class ZmqSender(TrainingBatchSender):
             return None
         fd = self._files.get((asked.step, asked.file))
         if fd is None:
-            fd = os.open(path if asked.file == 0 else sidecar_path(path), os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(path if asked.file == 0 else sidecar_path(path))
             self._files[asked.step, asked.file] = fd
         data = os.pread(fd, _PART, asked.offset)
         return [*_packed(_Answer(verb="part", step=asked.step, file=asked.file, offset=asked.offset)), data]

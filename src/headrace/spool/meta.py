@@ -17,7 +17,6 @@ import json
 import os
 import pickle
 import pickletools
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import xxhash
 
 from headrace.batch import BatchSpec, FieldSpec
 from headrace.errors import ConfigError, FileCorrupt, StorageError
-from headrace.files import publish, unreadable
+from headrace.files import publish, read_regular
 from headrace.order import fingerprint_json
 from headrace.spool.durability import META
 
@@ -123,7 +122,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
             f"{folder} has neither meta.json nor meta.pkl, so nobody knows what it holds: start its provider first, or give "
             "the folder of one that ran"
         )
-    raw = _read_small(path)
+    raw = read_regular(path, _MAX_META)
     if path.suffix == ".json":
         return check_meta(_parse_json(path, raw), str(path))
     legacy = not os.path.lexists(folder / "queue") and any(folder.glob("*_batches_*.pt"))
@@ -206,25 +205,6 @@ def _unkeyed(value: Any) -> Any:
 
 def _sum(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
-
-
-def _read_small(path: Path) -> bytes:
-    if path.is_symlink():
-        raise FileCorrupt(f"{path} is a symbolic link; a spool follows none. Put the file itself there")
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise FileCorrupt(f"{path} is not a regular file")
-        if status.st_size > _MAX_META:
-            raise FileCorrupt(f"{path} has {status.st_size:,} bytes; a meta has at most {_MAX_META:,}")
-        with open(fd, "rb", closefd=False) as handle:
-            return handle.read(_MAX_META)
-    finally:
-        os.close(fd)
 
 
 def _parse_json(path: Path, raw: bytes) -> Any:

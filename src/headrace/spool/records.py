@@ -26,7 +26,7 @@ from typing import Any
 import xxhash
 
 from headrace.errors import FileCorrupt, StorageError
-from headrace.files import Durability, publish, unreadable
+from headrace.files import Durability, publish, read_regular
 
 __all__ = ["read_record", "read_sealed", "reserve_record", "seal", "write_record"]
 
@@ -60,26 +60,12 @@ def read_sealed(path: Path | str) -> Any:
         FileCorrupt: The file is not what was written.
         StorageError: The system could not read it: out of descriptors or memory, or a failing disk.
     """
-    raw = _read(path)
     try:
-        return None if raw is None else _unsealed(raw)
-    except ValueError as error:
-        raise FileCorrupt(f"{path} is damaged: {error}") from error
-
-
-def _read(path: Path | str) -> bytes | None:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return _unsealed(read_regular(path, _MAX_SEALED))
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise unreadable(path, error) from error
-    try:
-        return os.read(fd, min(os.fstat(fd).st_size, _MAX_SEALED))
-    except OSError as error:
-        raise unreadable(path, error, f"{path} cannot be read: {error.strerror or error}") from error
-    finally:
-        os.close(fd)
+    except ValueError as error:
+        raise FileCorrupt(f"{path} is damaged: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------ records
@@ -97,8 +83,9 @@ def read_record(path: Path) -> dict[str, Any] | None:
     """
     before = None
     while True:
-        raw = _read(path)
-        if raw is None:
+        try:
+            raw = read_regular(path, _MAX_SEALED)
+        except FileNotFoundError:
             return None
         found = _whole(raw)
         if len(found) == 2 or raw == before:

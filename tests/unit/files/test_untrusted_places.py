@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401 (here, because the first import takes longer than an answer may)
 
 from headrace.errors import HeadraceError
 from headrace.files import (  # fmt: skip
@@ -22,9 +23,30 @@ from headrace.files import (  # fmt: skip
     read_regular,
     read_tail,
 )
+from headrace.rollouts.arrival_log import ArrivalLog, read_arrivals
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fuzz"))
-from targets import CONFIG, read_config, read_episodes, read_run, read_tokenizer, run_folder
+from targets import (  # fmt: skip
+    CONFIG,
+    TARGETS,
+    arrivals,
+    read_chunk_hashes,
+    read_config,
+    read_cursor,
+    read_dump,
+    read_episodes,
+    read_flight,
+    read_legacy,
+    read_manifest,
+    read_run,
+    read_shift,
+    read_spool_record,
+    read_tiktoken,
+    read_tokenizer,
+    read_verdict,
+    read_weights,
+    run_folder,
+)
 
 
 def pipe(path):
@@ -112,7 +134,10 @@ READERS = {
     "run.json": read_run, "summary.json": read_run, "metrics.jsonl": read_run, "journal.jsonl": read_run, "config.toml": read_run,
     "run.toml": read_config, "tokenizer.json": read_tokenizer, "a.jsonl": read_episodes, "a.msgpack": read_episodes,
     "a.safetensors": gram_folder, "a.npy": gram_folder, "a.parquet": gram_folder, "stamps.json": gram_stamps, "gram.safetensors.json": gram_result,
-    "README.md": hub_folder, "state.json": hub_folder,
+    "README.md": hub_folder, "state.json": hub_folder, "meta.json": TARGETS["spool meta.json"].read, "meta.pkl": TARGETS["spool meta.pkl"].read,
+    "commit": read_spool_record, "verdict": read_verdict, "train_batches_0.pt": read_legacy, "manifest.json": read_manifest,
+    "shift.npy": read_shift, "gpt2.tiktoken": read_tiktoken, "a.chunks": read_chunk_hashes, "cursor.json": read_cursor,
+    "probe.json": read_weights, "flight.jsonl": read_flight, "step_000000000003.log": lambda path: list(read_arrivals(path)), "a.dump": read_dump,
 }  # fmt: skip
 
 
@@ -175,3 +200,57 @@ def test_values_nested_too_deeply_are_refused_by_name():
         decode_toml("a = " + "[" * 100_000, "w")
     assert decode_toml(CONFIG, "w")["text"] == {"seq_len": 16}
     assert decode_json(json.dumps({"n": 1 << 200}), "w") == {"n": 1 << 200}
+
+
+# ----------------------------------------------------------------------------------------------- writing
+
+
+def outside_of(tmp_path):
+    return {
+        str(p.relative_to(tmp_path)): p.read_bytes() if p.is_file() else None for p in (tmp_path / "outside").rglob("*")
+    }
+
+
+def test_an_arrival_log_is_not_cut_or_appended_through_a_link(tmp_path):
+    (tmp_path / "outside").mkdir()
+    real, log = tmp_path / "outside" / "log", tmp_path / "arrivals" / "step_000000000003.log"
+    log.parent.mkdir()
+    arrivals(log)
+    log.rename(real)
+    real.write_bytes(real.read_bytes() + b"torn")
+    log.symlink_to(real)
+    (log.parent / "step_of_mine.log").write_text("a file of another name")
+    before = outside_of(tmp_path)
+    with pytest.raises(HeadraceError, match=r"step_000000000003\.log is a symbolic link"):
+        ArrivalLog(log.parent)
+    log.unlink()
+    opened = ArrivalLog(log.parent)
+    (log.parent / "step_000000000004.log").symlink_to(tmp_path / "outside" / "new")
+    with pytest.raises(HeadraceError, match=r"step_000000000004\.log: it is a symbolic link"):
+        opened.append_failure({"task": 1, "member": 0, "attempt": 0, "step": 4, "reason": "late"})
+    opened.drop_below(9)
+    assert outside_of(tmp_path) == before
+    assert (log.parent / "step_of_mine.log").exists()
+
+
+@pytest.mark.parametrize("name", ["queue/train", "claims/train", "verdicts/train", "quarantine/train", "archives", "queue/rollouts"])  # fmt: skip
+def test_no_folder_of_a_spool_is_a_link_out_of_it(tmp_path, name):
+    from headrace.rollouts.transport import SpoolReceiver
+    from headrace.spool.channel import Channel
+    from headrace.spool.folder import SpoolFolder
+
+    folder = SpoolFolder(tmp_path / "spool")
+    folder.prepare()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "spool" / name).symlink_to(tmp_path / "outside")
+    channel = Channel(folder, "train")
+
+    def write():
+        SpoolReceiver(tmp_path / "spool")
+        channel.prepare()
+        channel.path(0).write_bytes(b"a batch")
+        channel.delete(0, archive=2)
+
+    with pytest.raises(HeadraceError, match=rf"spool/{name}: it is a symbolic link"):
+        write()
+    assert outside_of(tmp_path) == {}
