@@ -5,24 +5,30 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch  # noqa: F401 (here, because the first import takes longer than an answer may)
+import torch  # noqa: F401 (here, and not while an answer is waited for)
 
 from headrace.errors import HeadraceError
 from headrace.files import (  # fmt: skip
     decode_json,
     decode_msgpack,
     decode_toml,
+    open_container,
     open_regular,
     read_json,
     read_lines,
     read_regular,
     read_tail,
+    write_container,
 )
+from headrace.rollouts import open_training_batch
 from headrace.rollouts.arrival_log import ArrivalLog, read_arrivals
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fuzz"))
@@ -45,6 +51,7 @@ from targets import (  # fmt: skip
     read_tokenizer,
     read_verdict,
     read_weights,
+    rollout_batch,
     run_folder,
 )
 
@@ -86,18 +93,31 @@ def binary(path):
 KINDS = [pipe, device, folder, link_out, gigabytes, deep, deep_keys, binary]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported(tmp_path_factory):
+    """Everything is imported once, before answers are waited for."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_folder(folder / "run.json")
+    read_run(folder / "run.json")
+    (folder / "train.jsonl").write_text('{"text": "a"}\n')
+    hub_folder(folder / "train.jsonl").close()
+
+
 @pytest.fixture(autouse=True)
-def soon():
-    """Every answer within 5 s, also on a loaded machine; a call that waits for a pipe would never return."""
+def soon(imported):
+    """Every answer within 5 s of processor time; a call that waits for a pipe would never return, and is ended after a minute."""
 
     def late(*_):
         raise TimeoutError("it waits, or works without end")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(5)
+    before = [signal.signal(number, late) for number in (signal.SIGALRM, signal.SIGVTALRM)]
+    signal.alarm(60)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 5.0)
     yield
     signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+    for number, handler in zip((signal.SIGALRM, signal.SIGVTALRM), before, strict=True):
+        signal.signal(number, handler)
 
 
 def spool_stat(path):
@@ -254,3 +274,55 @@ def test_no_folder_of_a_spool_is_a_link_out_of_it(tmp_path, name):
     with pytest.raises(HeadraceError, match=rf"spool/{name}: it is a symbolic link"):
         write()
     assert outside_of(tmp_path) == {}
+
+
+# ------------------------------------------------------------------------------------- right sums, slow refusals
+
+
+def keys_without_end(path):
+    path.write_text(json.dumps({f"key{i}": 1 for i in range(300_000)}) + "\n")
+
+
+def sources_without_end(path):
+    path.write_text("[run]\nsteps = 8\n" + '[[source]]\nspec = "jsonl:rows.jsonl"\n' * 20_000)
+
+
+def pickle_without_end(path):
+    path.write_bytes(b"\x80\x04" + b"]" * 1_000_000 + b"a" * 999_999 + b".")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "read"),
+    [("a.jsonl", keys_without_end, TARGETS["text: jsonl"].read), ("a.toml", sources_without_end, read_config),
+     ("meta.pkl", pickle_without_end, TARGETS["spool meta.pkl"].read)],
+)  # fmt: skip
+def test_what_is_refused_is_refused_soon(tmp_path, name, make, read):
+    make(tmp_path / name)
+    began = time.process_time()
+    with pytest.raises(HeadraceError, match=name):
+        read(tmp_path / name)
+    assert time.process_time() - began < 2.0
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory):
+    path = tmp_path_factory.mktemp("batch") / "batch.safetensors"
+    rollout_batch(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("logprobs", lambda a: a[:-1]), ("mask_bits", lambda a: a[:-1]), ("ids", lambda a: a.reshape(1, -1)), ("ids", lambda a: a.astype(np.float32)),
+     ("ids", lambda a: -1 - a), ("env", lambda a: a + 9), ("micro_samples", lambda a: a + 1000), ("micro_class", lambda a: a - 5),
+     ("sample_start", lambda a: a[::-1].copy()), ("micro_start", lambda a: a + 1), ("prompt_length", lambda a: a + 10_000),
+     ("expert_row", lambda a: np.full_like(a, (1 << 63) - 1)), ("expert_row", lambda a: a - (1 << 40))],
+)  # fmt: skip
+def test_a_rollout_batch_with_right_sums_and_wrong_content_is_refused(batch, tmp_path, name, change):
+    whole = open_container(batch)
+    arrays = {n: np.array(a) for n, a in whole.arrays.items()}
+    arrays[name] = change(arrays[name])
+    shutil.copytree(batch.parent, tmp_path, dirs_exist_ok=True)
+    write_container(tmp_path / batch.name, arrays, whole.meta, replace=True)
+    with pytest.raises(HeadraceError, match=r"batch\.safetensors"):
+        open_training_batch(tmp_path / batch.name)
