@@ -80,7 +80,7 @@ test-bounds: $(VENV)/.dev
 
 test-faults: $(VENV)/.dev
 	@echo "==> fault sweeps ($(FAULTS))"
-	@HEADRACE_FAULTS=$(FAULTS) $(BIN)/python -m pytest -q tests/faults
+	@HEADRACE_FAULTS=$(FAULTS) $(BIN)/python -m pytest -q $(if $(filter short,$(FAULTS)),-n 2 --dist loadfile) tests/faults
 	@test $(FAULTS) != long || { echo "==> property tests with new random examples"; HEADRACE_HYPOTHESIS=long $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile tests/property; }
 
 test-rl-real: $(VENV)/.dev

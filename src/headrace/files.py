@@ -349,6 +349,10 @@ def read_json(path: Path | str, most: int = 16 << 20, *, follow: bool = False) -
     return decode_json(read_regular(path, most, follow=follow), path)
 
 
+MOST_PASSED = 1 << 28
+"""Bytes of one line that is too long that are passed over to find its end. Behind a longer one nothing is read."""
+
+
 class Line(NamedTuple):
     """A line of an append-only file."""
 
@@ -369,8 +373,10 @@ def read_lines(path: Path | str, longest: int = 1 << 20, *, follow: bool = False
             whole = len(text) <= longest or text.endswith(b"\n")
             yield Line(number, begin, text if whole else None)
             while not whole:
-                rest = handle.readline(longest)
+                rest = handle.readline(1 << 20)
                 offset += len(rest)
+                if offset - begin > MOST_PASSED:
+                    return
                 whole = rest.endswith(b"\n") or not rest
 
 

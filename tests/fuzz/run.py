@@ -59,6 +59,7 @@ def fuzz(folder: Path, seed: int, first: int, count: int, titles: list[str], out
                     last = value
                 elif kind == "bad":
                     outcome.bad.append(value)
+                    print(line, end="", file=sys.stderr, flush=True)
                 else:
                     told.append(value)
             code = child.wait()
@@ -98,7 +99,7 @@ def main() -> int:
     parser.add_argument("targets", nargs="*")
     told = parser.parse_args()
     titles = told.targets or list(TARGETS)
-    each, piece = -(-told.inputs // len(titles)), 500
+    each, piece = -(-told.inputs // len(titles)), 5000
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="headrace-fuzz-") as folder, ThreadPoolExecutor(told.jobs) as pool:
         for at in range(told.first, told.first + each, piece):

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import pickle
+import random
 import shutil
 import sys
 from collections.abc import Callable
@@ -329,3 +330,451 @@ def read_run(path: Path) -> Any:
 
 for name in ("run.json", "summary.json", "metrics.jsonl", "journal.jsonl", "config.toml"):
     target(f"run folder: {name}", f"run-{name.partition('.')[0]}/{name}", run_folder)(read_run)
+
+
+# ------------------------------------------------------------------------------------------ more readers of ours
+
+
+def legacy_pt(path: Path) -> None:
+    import torch
+
+    torch.save({"x": torch.arange(24).reshape(8, 3), "y": torch.ones(8)}, path)
+
+
+@target("spool legacy .pt", "train_batches_0.pt", legacy_pt)
+def read_legacy(path: Path) -> Any:
+    from headrace.spool.legacy import LegacyReader
+    from headrace.spool.rows import Stripe
+
+    reader = LegacyReader(path.parent, "train", Stripe(), 1)
+    return {name: array.tobytes() for name, array in reader.read(4).items()}
+
+
+def spool_record(path: Path) -> None:
+    from headrace.spool.records import reserve_record, write_record
+
+    reserve_record(path, {"splits": {"train": [[0, 4]]}})
+    write_record(path, {"splits": {"train": [[0, 5]]}}, durable=False)
+
+
+@target("spool record", "commit", spool_record)
+def read_spool_record(path: Path) -> Any:
+    from headrace.spool.records import read_record
+
+    return read_record(path)
+
+
+def sealed(path: Path) -> None:
+    from headrace.spool.records import seal
+
+    path.write_bytes(seal({"use": True, "reason": "é", "n": [1, 2.5, None]}))
+
+
+@target("spool verdict", "verdict", sealed, exact=True)
+def read_verdict(path: Path) -> Any:
+    from headrace.spool.records import read_sealed
+
+    return read_sealed(path)
+
+
+def spool_folder(path: Path) -> None:
+    from headrace.spool.folder import SpoolFolder
+    from headrace.spool.meta import write_meta
+
+    folder = path.parents[2]
+    SpoolFolder(folder).prepare()
+    write_meta(folder, META)
+    for name in ("queue", "claims"):
+        (folder / name / "train").mkdir(exist_ok=True)
+    batch_file(folder / "queue" / "train" / "000000000001.safetensors")
+    path.write_text("provider 1 on a machine\n")
+
+
+@target("spool claim", "claims/train/000000000000", spool_folder)
+def read_claims(path: Path) -> Any:
+    from headrace.spool.survey import describe, list_files
+
+    folder = path.parents[2]
+    return describe(folder), list_files(folder)
+
+
+def spool_reason(path: Path) -> None:
+    spool_folder(path.parents[2] / "claims" / "train" / "000000000000")
+    path.write_text(json.dumps({"file": "000000000000.safetensors", "reason": "it was damaged"}))
+    path.with_name("000000000000.safetensors").write_bytes(b"damaged")
+
+
+@target("spool reason", "quarantine/train/000000000000.safetensors.reason.json", spool_reason)
+def read_reason(path: Path) -> Any:
+    from headrace.spool.survey import quarantined
+
+    return quarantined(path.parents[2])
+
+
+def checked(path: Path) -> None:
+    from headrace.text.shards import publish_checked
+
+    publish_checked(path, {"kind": "headrace-prepared", "version": 2, "sources": [{"name": "a", "shards": []}]})
+
+
+@target("prepared manifest", "manifest.json", checked, exact=True)
+def read_manifest(path: Path) -> Any:
+    from headrace.text.shards import read_checked
+
+    return read_checked(path, "headrace-prepared")
+
+
+def gram_result(path: Path) -> None:
+    from headrace.reduce import Columns, GramResult
+
+    rows = np.hstack([X, np.ones((20, 1))]).astype(np.float64)
+    GramResult(columns=Columns(width=4), n_rows=20, full=rows.T @ rows, about={"data": "d"}).save(path)
+
+
+@target("gram stamps", "stamps.json", lambda p: p.write_text(json.dumps({"a.npy": [1, 2], "b.npy": [3, 4]})))
+def read_stamps(path: Path) -> Any:
+    from headrace.reduce.shards import saved_stamps
+
+    return saved_stamps(path)
+
+
+@target("gram shift", "shift.npy", lambda p: np.save(p, X[0]))
+def read_shift(path: Path) -> Any:
+    from headrace.reduce.reduce_shards import _shift
+
+    return _shift(path, 4)
+
+
+def partial(path: Path) -> None:
+    from headrace.reduce import NodePartial, Provenance
+
+    made = NodePartial(
+        chunk=0,
+        chunks=1,
+        rank=0,
+        partition="p",
+        provenance=Provenance(job="j", data="d", rows="f64"),
+        gram=np.arange(6.0),
+    )
+    path.write_bytes(made.to_bytes())
+
+
+@target("gram partial", "000000000000", partial, exact=True)
+def read_partial(path: Path) -> Any:
+    from headrace.reduce.partial import NodePartial
+
+    found = NodePartial.from_bytes(path.read_bytes(), sender=path.name)
+    return found.gram.tobytes(), found.chunk
+
+
+def tiktoken(path: Path) -> None:
+    import base64
+
+    tokens = [bytes([b]) for b in range(256)] + [b"so", b"me", b"some", b" w"]
+    path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens)))
+
+
+@target("tiktoken", "gpt2.tiktoken", tiktoken)
+def read_tiktoken(path: Path) -> Any:
+    from headrace.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(path, engine="tokenizers").encode(["some words"]).ids.tolist()
+
+
+def hub(path: Path) -> Any:
+    from headrace.sources import Source, open_source
+
+    cache = path.parents[1] / "cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    with open_source(Source(f"hf:{path.parent}"), cache=cache) as source:
+        return source.read(0)
+
+
+def hub_readme(path: Path) -> None:
+    (path.parent / "train.jsonl").write_bytes(lines())
+    path.write_text("---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: train.jsonl\n---\n# Data\n")  # fmt: skip
+
+
+def hub_state(path: Path) -> None:
+    stream(path.parent / "data-00000-of-00001.arrow")
+    path.write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}))
+
+
+target("hub: README.md", "readme/README.md", hub_readme)(hub)
+target("hub: state.json", "saved/state.json", hub_state)(hub)
+
+
+def chunk_hashes(path: Path) -> None:
+    from headrace.formats.byte_file import Tally
+    from headrace.sources.records import ChunkRecords
+
+    records = ChunkRecords(path, np.arange(40, dtype=np.uint64), Tally())
+    for chunk in range(40):
+        records.add(chunk, chunk * 977)
+    records.close()
+
+
+@target("chunk hashes", "a.chunks", chunk_hashes)
+def read_chunk_hashes(path: Path) -> Any:
+    from headrace.formats.byte_file import Tally
+    from headrace.sources.records import ChunkRecords
+
+    return ChunkRecords(path, np.arange(40, dtype=np.uint64), Tally()).known().tolist()
+
+
+def cached_manifest(path: Path) -> None:
+    from headrace.sources import Source, open_source
+
+    (path.parent / "a.jsonl").write_bytes(lines())
+    with open_source(Source("jsonl:a.jsonl"), base=path.parent, cache=path.parent / "cache"):
+        pass
+    (made,) = (path.parent / "cache").rglob("*.manifest")
+    (path.parent / "where").write_text(str(made))
+    shutil.copyfile(made, path)
+
+
+@target("cached manifest", "manifest.safetensors", cached_manifest, exact=True)
+def read_cached_manifest(path: Path) -> Any:
+    from headrace.sources import Source, open_source
+
+    shutil.copyfile(path, (path.parent / "where").read_text())
+    with open_source(Source("jsonl:a.jsonl"), base=path.parent, cache=path.parent / "cache") as source:
+        return source.read(0), source.manifest.fingerprint
+
+
+def cursor(path: Path) -> None:
+    from headrace.order import Cursor
+
+    path.write_text(
+        Cursor(kind="loader", version=1, fingerprint={"data": "f"}, body={"entries": {"0": [1, 2]}}).to_json()
+    )
+
+
+@target("cursor", "state.json", cursor)
+def read_cursor(path: Path) -> Any:
+    from headrace.runs.inspection import inspect_path
+
+    return inspect_path(path)
+
+
+target("inspect: .pt", "a.pt", legacy_pt)(read_cursor)
+target("inspect: container", "a.safetensors", container, exact=True)(read_cursor)
+
+
+def weights(path: Path) -> None:
+    from headrace.rollouts.weights import publish_weights
+
+    publish_weights(path.parents[1], 1, {"w": X}, np.arange(9), np.linspace(-1, 0, 8))
+
+
+@target("weights probe", "v000001/probe.json", weights)
+def read_weights(path: Path) -> Any:
+    from headrace.rollouts.weights import read_probe
+
+    return read_probe(path.parent)
+
+
+FLIGHT = [
+    {"first": 1, "samples": [0, 4, 8], "picks": "AAAAAAAAAAAAAAAAAAAAAA==", "opened": [[n, n, 0, 0, 9 * n, 0] for n in range(4)]},
+    {"first": 3, "samples": [8, 12], "picks": "AAAAAAAAAAA=", "opened": [], "skipped": []},
+]  # fmt: skip
+
+
+@target("provenance: flight.jsonl", "flight.jsonl", lambda p: p.write_text("".join(json.dumps(f) + "\n" for f in FLIGHT)))  # fmt: skip
+def read_flight(path: Path) -> Any:
+    from headrace.provenance.record import SampleRecord
+
+    record = SampleRecord(path, lanes=4, names=["a"])
+    return record.last_step, [record.place(sample) for step in range(1, min(record.last_step, 9) + 1) for sample in record.span(step)[:20]]  # fmt: skip
+
+
+STREAMS = '[run]\nsteps = 8\n[streams]\nroots = ["data"]\nnum_streams_mixed = 2\nbatch_size = 4\n[train]\ndim = 8\n'
+RL_CONFIG = """
+[run]
+steps = 5
+[policy]
+model = "gpt-tiny"
+alphabet = "0123456789 abc"
+context = 64
+[[env]]
+spec = "python:game.py:play"
+group_size = 4
+[rollouts]
+groups_per_step = 2
+"""
+target("config: streams", "streams.toml", lambda p: p.write_text(STREAMS))(read_config)
+target("config: rl", "rl.toml", lambda p: p.write_text(RL_CONFIG))(read_config)
+
+
+def arrivals(path: Path) -> None:
+    from headrace.rollouts.arrival_log import ArrivalLog
+    from headrace.rollouts.groups import Request
+    from headrace.rollouts.records import Rollout, Step, StepTokens
+
+    ids, ones = np.arange(4, dtype=np.int32), np.ones(4, np.uint8)
+    tokens = StepTokens(prompt_ids=ids, prompt_mask=0 * ones, completion_ids=ids, completion_mask=ones, completion_logprobs=-np.ones(4, np.float32))  # fmt: skip
+    log = ArrivalLog(path.parent)
+    for member in range(3):
+        rollout = Rollout(example_id=7, env_name="game", reward=0.5, trajectory=(Step(prompt="p", completion="c", tokens=tokens),), policy_version=2)  # fmt: skip
+        log.append(Request(task=7, member=member, attempt=0, env_name="game", step=3, policy_version=2), rollout)
+    log.close()
+
+
+def read_arrival_log(path: Path) -> Any:
+    from headrace.rollouts.arrival_log import read_arrivals
+    from headrace.ui import pages
+    from headrace.ui import read_run as read_view
+
+    run_folder(path.parents[1] / "run.json")
+    rollouts = [arrival.rollout() for arrival in read_arrivals(path) if not arrival.failed]
+    return len(rollouts), len(pages.rollout(read_view(path.parents[1]), 4)["rollouts"])
+
+
+target("arrival log", "arrivals/step_000000000003.log", arrivals)(read_arrival_log)
+
+
+def sidecar(path: Path) -> None:
+    rollout_batch(path.parent / "batch.safetensors")
+
+
+def read_sidecar(path: Path) -> Any:
+    return read_rollouts(path.parent / "batch.safetensors")
+
+
+target("rollout experts", "batch.experts.safetensors", sidecar)(read_sidecar)
+
+
+# ------------------------------------------------------------------------------- right sums, wrong content
+
+ODD = (None, True, -1, 0, 1, 2**31, 2**53, 2**63, 2**64 - 1, 0.5, 1e300, "", "a", "é" * 50, [], [0], [[]], {}, {"a": 1}, "../../etc", "0" * 32)  # fmt: skip
+DTYPES = ("<i8", "<i4", "<u2", "u1", "?", "<f4", "<f8")
+
+
+def odd(value: Any, rng: random.Random) -> Any:
+    """A JSON value with one part of it replaced, left out or doubled."""
+    if isinstance(value, dict) and value and rng.random() < 0.85:
+        name = rng.choice(list(value))
+        if rng.random() < 0.15:
+            return {k: v for k, v in value.items() if k != name}
+        return value | {name: odd(value[name], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.85:
+        at = rng.randrange(len(value))
+        if rng.random() < 0.3:
+            return value[:at] + value[at + rng.randrange(3) :] + value[:1]
+        return [*value[:at], odd(value[at], rng), *value[at + 1 :]]
+    return rng.choice(ODD)
+
+
+def odd_array(array: np.ndarray, rng: random.Random) -> np.ndarray:
+    """An array with other values, another length, shape or dtype."""
+    array = array.copy()
+    match rng.randrange(5):
+        case 0:
+            return array.astype(rng.choice(DTYPES))
+        case 1:
+            return array[: rng.randrange(len(array) + 1)] if array.ndim else array
+        case 2:
+            return np.concatenate([array, array]) if array.ndim else array
+        case 3:
+            return array.reshape(rng.choice(((-1, 1), (1, -1), (-1,))))
+    if array.size:
+        kind = np.iinfo(array.dtype) if array.dtype.kind in "iu" else None
+        array.reshape(-1)[rng.randrange(array.size)] = rng.choice(
+            [kind.min, kind.max, 1, 0] if kind else [0, 1, 1e30, -1]
+        )
+    return array
+
+
+def resealed(title: str, name: str, make: Callable[[Path], None], read: Callable[[Path], Any]) -> None:
+    """A container whose content is changed under checksums that hold. The fuzzed bytes only choose the change."""
+
+    def read_changed(path: Path) -> Any:
+        from headrace.files import open_container, write_container
+
+        rng = random.Random(path.read_bytes())
+        file = path.parent / "sealed" / name
+        whole = path.parent / "whole" / name
+        if not whole.exists():
+            for folder in (file.parent, whole.parent):
+                folder.mkdir()
+            make(whole)
+            shutil.copytree(whole.parent, file.parent, dirs_exist_ok=True)
+        found = open_container(whole)
+        arrays, meta = {n: np.array(a) for n, a in found.arrays.items() if not n.endswith("!sums")}, found.meta
+        if path.read_bytes() != SEED:
+            for _ in range(rng.choice((1, 1, 2))):
+                if arrays and rng.random() < 0.6:
+                    changed = rng.choice(list(arrays))
+                    arrays[changed] = odd_array(arrays[changed], rng)
+                else:
+                    meta = odd(meta, rng)
+        write_container(file, arrays, meta, replace=True, durable=False)
+        return read(file)
+
+    target(title, "seed", lambda p: p.write_bytes(SEED))(read_changed)
+
+
+SEED = bytes(range(64))
+
+
+def packed_index(path: Path) -> None:
+    from headrace.text.shards import PackedShard, write_packed
+
+    shard(path.with_name("a.tokens"))
+    write_packed(path, PackedShard(np.array([1, 2]), np.array([0, 20]), np.array([20, 40], np.int32)), seq_len=64, of=entry(path))  # fmt: skip
+
+
+def entry(path: Path) -> Any:
+    from headrace.text.shards import open_shard
+
+    return open_shard(path.with_name("a.tokens")).entry
+
+
+def read_packed(path: Path) -> Any:
+    from headrace.text.shards import open_packed
+
+    return len(open_packed(path, seq_len=64, of=entry(path)).piece_at)
+
+
+def read_gram(path: Path) -> Any:
+    from headrace.reduce import GramResult
+
+    return GramResult.load(path).full.sum()
+
+
+target("gram result", "g.safetensors", gram_result, exact=True)(read_gram)
+resealed("resealed: rollout batch", "batch.safetensors", rollout_batch, read_rollouts)
+resealed("resealed: prepared shard", "a.tokens", shard, read_shard)
+resealed("resealed: packed index", "a.safetensors", packed_index, read_packed)
+resealed("resealed: spool file", "a.safetensors", batch_file, read_batch_file)
+resealed("resealed: gram result", "g.safetensors", gram_result, read_gram)
+resealed("resealed: inspect", "a.safetensors", container, read_cursor)
+
+
+@target("resealed: arrival log", "seed", lambda p: p.write_bytes(SEED))
+def read_resealed_arrivals(path: Path) -> Any:
+    import msgspec
+    import xxhash
+
+    rng = random.Random(path.read_bytes())
+    log = path.parent / "arrivals" / "step_000000000003.log"
+    log.parent.mkdir(exist_ok=True)
+    log.unlink(missing_ok=True)
+    arrivals(log)
+    raw = log.read_bytes()
+    size = int.from_bytes(raw[:4], "little")
+    record = msgspec.msgpack.decode(raw[12 : 12 + size])
+    changed = msgspec.msgpack.encode(record if path.read_bytes() == SEED else odd(record, rng), enc_hook=str)
+    log.write_bytes(len(changed).to_bytes(4, "little") + xxhash.xxh3_64_intdigest(changed).to_bytes(8, "little") + changed)  # fmt: skip
+    return read_arrival_log(log)
+
+
+@target("resealed: spool meta", "seed", lambda p: p.write_bytes(SEED))
+def read_resealed_meta(path: Path) -> Any:
+    from headrace.spool.meta import write_meta
+
+    try:
+        write_meta(path.parent, META if path.read_bytes() == SEED else odd(META, random.Random(path.read_bytes())))
+    except (OverflowError, ValueError):
+        return None
+    return read_meta(path)

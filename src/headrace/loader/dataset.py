@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from headrace.errors import ConfigError, DataError, HeadraceError, TokenizerError
-from headrace.files import publish
+from headrace.files import publish, read_regular
 from headrace.loader.batch_fill import FILL_KERNELS
 from headrace.loader.lanes import LanePlan
 from headrace.loader.pool import WindowKey
@@ -441,7 +441,7 @@ def sample_tokenizer(cache: Path, engine: EngineName = "auto") -> BpeTokenizer:
             FileExistsError
         ):  # another process trained it too: the file that came first is used by all
             publish(path, train_bpe(texts, SAMPLE_VOCAB))
-    return BpeTokenizer(path.read_bytes(), name="sample", engine=engine)
+    return BpeTokenizer(read_regular(path, 1 << 26), name="sample", engine=engine)
 
 
 def _described(sources: Any) -> list[Source]:

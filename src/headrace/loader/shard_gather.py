@@ -77,7 +77,9 @@ def _gather_packed(
             at, length = piece_at[p], abs(int(piece_len[p]))
             is_last = piece_len[p] < 0  # the sign says that the document ends with this piece
             end = at + length
-            if length == 0 or at < 0 or end > len(tokens) or column + length > width:
+            if (
+                length == 0 or at < 0 or at > len(tokens) - length or column + length > width
+            ):  # `end` may have overflowed
                 return -1 - r
             if not is_last and end >= len(tokens):
                 return -1 - r

@@ -60,7 +60,7 @@ class Cursor:
     def from_json(cls, text: str | bytes, *, what: str = "state") -> Cursor:
         try:
             state = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CursorMismatch(f"{what} is not JSON: {error}") from error
         return cls.from_dict(state, what=what)
 

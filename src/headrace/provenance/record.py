@@ -35,7 +35,7 @@ import numpy as np
 import orjson
 
 from headrace.errors import ConfigError, FileCorrupt
-from headrace.files import Line, read_lines, unreadable
+from headrace.files import Line, open_regular, read_lines, unreadable
 from headrace.loader.windows import WindowStart
 
 FILLER = 0xFFFF
@@ -242,7 +242,7 @@ class SampleRecord:
             self._picks.move_to_end(key)
             return found
         try:
-            with open(self.path, "rb") as handle:
+            with open(open_regular(self.path, follow=True), "rb") as handle:
                 handle.seek(recorded.offset)
                 value = orjson.loads(handle.read(recorded.length))
             picks = _decoded(value.get("skipped_picks" if skipped else "picks", ""))

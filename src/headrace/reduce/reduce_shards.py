@@ -22,8 +22,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from headrace.errors import ConfigError, CursorMismatch, DataChanged, DeadlineExceeded, FileCorrupt, WorkerDied
+from headrace.errors import (
+    ConfigError,
+    CursorMismatch,
+    DataChanged,
+    DataError,
+    DeadlineExceeded,
+    FileCorrupt,
+    WorkerDied,
+)
 from headrace.files import sweep_temporaries
+from headrace.formats.byte_file import RawFile
+from headrace.formats.numpy_arrays import NpyRows
 from headrace.metrics import Wait
 from headrace.order import fingerprint_json
 from headrace.reduce.checkpoints import CheckpointFiles
@@ -519,8 +529,10 @@ def _shift(path: Path | None, width: int) -> np.ndarray | None:
     if path is None:
         return None
     try:
-        shift = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        with RawFile(path, follow=True) as file:
+            array = NpyRows(file, ["x"])
+            shift = np.asarray(array.read(0, array.rows, ["x"])["x"])
+    except DataError as error:
         raise ConfigError(f"--shift {path} cannot be read as .npy: {error}") from error
     if shift.shape != (width,):
         raise ConfigError(f"--shift {path} has shape {shift.shape}; rows have {width} columns")

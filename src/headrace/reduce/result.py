@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.errors import ConfigError, DataError, FileCorrupt
+from headrace.errors import ConfigError, DataError, FileCorrupt, HeadraceError
 from headrace.files import open_container, open_regular, publish_json, read_json, write_container
 from headrace.order import fingerprint_json
 from headrace.reduce.columns import Columns
@@ -278,7 +278,7 @@ class GramResult:
             told = {name: value for name, value in result.to_dict().items() if name in facts}
             if told["sha256"] != facts["sha256"] or fingerprint_json(told) != facts["fingerprint"]:
                 raise ValueError("its matrix is not the one it describes")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, HeadraceError) as error:
             raise FileCorrupt(f"{path} is no saved Gram of headrace's: {error}") from error
         return result
 

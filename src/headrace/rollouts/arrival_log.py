@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,15 +29,15 @@ import msgspec
 import numpy as np
 import xxhash
 
-from headrace.errors import FileCorrupt, StorageError
-from headrace.files import make_inside
+from headrace.errors import ConfigError, FileCorrupt, StorageError
+from headrace.files import make_inside, open_inside, open_regular
 from headrace.rollouts.groups import Request
-from headrace.rollouts.records import Rollout, Step, StepTokens, VersionSpan
+from headrace.rollouts.records import Rollout, Step, StepTokens, VersionSpan, check_env_name
 
 __all__ = ["Arrival", "ArrivalLog", "Turn", "arrival_path", "read_arrivals"]
 
 _HEAD = struct.Struct("<IQ")
-_LARGEST = 1 << 30
+_LOG = re.compile(r"step_(\d{1,18})\.log", re.ASCII)
 Key = tuple[int, int, int]
 """(task, member, attempt)."""
 
@@ -124,27 +125,49 @@ def read_arrivals(path: Path | str) -> Iterator[Arrival]:
 def _records(path: Path) -> Iterator[tuple[Arrival, int]]:
     """Every whole record, and where it ends."""
     try:
-        data = path.read_bytes()
+        fd = open_regular(path)
     except FileNotFoundError:
         return
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
-    at = 0
-    while at + _HEAD.size <= len(data):
-        length, total = _HEAD.unpack_from(data, at)
-        end = at + _HEAD.size + length
-        payload = data[at + _HEAD.size : end]
-        if length > _LARGEST or len(payload) < length or xxhash.xxh3_64_intdigest(payload) != total:
-            if end < len(data) and length <= _LARGEST:
-                raise FileCorrupt(
-                    f"{path} is damaged: the record at byte {at:,} fails its checksum. Move the file away; its rollouts are made again"
-                )
-            return
-        try:
-            yield _decode(payload), end
-        except msgspec.DecodeError as error:
-            raise FileCorrupt(f"{path} is damaged: the record at byte {at:,} does not parse ({error})") from error
-        at = end
+    with open(fd, "rb") as log:
+        size, at = os.fstat(fd).st_size, 0
+        while at + _HEAD.size <= size:
+            length, total = _HEAD.unpack(log.read(_HEAD.size))
+            end = at + _HEAD.size + length
+            payload = log.read(length) if end <= size else b""
+            if end > size or xxhash.xxh3_64_intdigest(payload) != total:
+                if end < size:
+                    raise FileCorrupt(
+                        f"{path} is damaged: the record at byte {at:,} fails its checksum. Move the file away; its rollouts are made again"
+                    )
+                return
+            try:
+                arrival = _decode(payload)
+                _check(arrival)
+            except (ValueError, ConfigError, RecursionError) as error:  # msgspec's errors are ValueErrors
+                raise FileCorrupt(f"{path} is damaged: the record at byte {at:,} does not parse ({error})") from error
+            yield arrival, end
+            at = end
+
+
+def _check(arrival: Arrival) -> None:
+    """ValueError unless the record is a rollout's: a checksum holds over whatever was written."""
+    if not arrival.failed:
+        check_env_name(arrival.env)
+    context = 0
+    for turn in arrival.turns:
+        if len(turn.prompt_ids) % 4 or len(turn.ids) % 4 or len(turn.logprobs) != len(turn.ids):
+            raise ValueError("a turn has another number of log-probs than of ids, or a part of one")
+        if not 0 <= turn.kept <= context:
+            raise ValueError(f"a turn keeps {turn.kept} tokens of a context of {context}")
+        answered = len(turn.ids) // 4
+        if any(not 0 <= start <= end <= answered for _, start, end in turn.spans):
+            raise ValueError(f"a version is said to have sampled other tokens than the {answered} of its turn")
+        context = turn.kept + len(turn.prompt_ids) // 4 + answered
+
+
+def _logs(folder: Path) -> dict[int, Path]:
+    """The logs of a folder by their steps. Other names are passed over."""
+    return {int(m[1]): p for p in folder.iterdir() if (m := _LOG.fullmatch(p.name))}
 
 
 class ArrivalLog:
@@ -160,8 +183,8 @@ class ArrivalLog:
         """Records written by this process."""
         self.torn = 0
         """Records that a kill had cut short, removed when the log was opened."""
-        for path in sorted(self.folder.glob("step_*.log")):
-            if int(path.stem.removeprefix("step_")) >= first_step:
+        for step, path in sorted(_logs(self.folder).items()):
+            if step >= first_step:
                 self._read(path)
 
     def _read(self, path: Path) -> None:
@@ -170,7 +193,11 @@ class ArrivalLog:
             if not arrival.failed or arrival.key not in self._known:
                 self._known[arrival.key] = arrival
         if path.stat().st_size > end:
-            os.truncate(path, end)
+            fd = open_inside(path.parent, path.name)
+            try:
+                os.ftruncate(fd, end)
+            finally:
+                os.close(fd)
             self.torn += 1
 
     @property
@@ -234,12 +261,8 @@ class ArrivalLog:
     def _file(self, step: int) -> int:
         fd = self._files.get(step)
         if fd is None:
-            path = arrival_path(self.folder, step)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-            try:
-                fd = self._files[step] = os.open(path, flags, 0o666)
-            except OSError as error:
-                raise StorageError(f"{path} cannot be opened: {error.strerror or error}") from error
+            name = arrival_path(self.folder, step).name
+            fd = self._files[step] = open_inside(self.folder, name, os.O_WRONLY | os.O_APPEND)
         return fd
 
     def finish(self, step: int) -> None:
@@ -251,8 +274,8 @@ class ArrivalLog:
 
     def drop_below(self, step: int) -> None:
         """Delete the logs of earlier steps."""
-        for path in self.folder.glob("step_*.log"):
-            if int(path.stem.removeprefix("step_")) < step:
+        for other, path in _logs(self.folder).items():
+            if other < step:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:

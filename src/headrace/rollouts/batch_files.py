@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import secrets
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,13 @@ import numpy as np
 import xxhash
 
 from headrace.errors import ConfigError, FileCorrupt, RolloutRefused, StorageError
-from headrace.files import TEMP_PREFIX, Container, open_container, unreadable, write_container
+from headrace.files import (
+    TEMP_PREFIX,
+    Container,
+    open_container,
+    open_regular,
+    write_container,
+)
 from headrace.rollouts.packing import MicroBatch, Packed
 from headrace.rollouts.records import TrainingSample
 from headrace.rollouts.values import decode_value, encode_value
@@ -394,26 +401,27 @@ def _open_sidecar(path: Path, meta: dict[str, Any], arrays: dict[str, np.ndarray
     shape = (int(about["rows"]), int(about["layers"]), int(about["topk"]))
     size = _HEADER + shape[0] * shape[1] * shape[2]
     try:
-        fd = os.open(sidecar, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise unreadable(
-            sidecar,
-            error,
-            f"{path} has its routed experts in {sidecar.name}, which cannot be opened ({error.strerror}): a batch without them would train on "
-            "other experts than were used. Make the step again",
+        fd = open_regular(sidecar)
+    except (FileNotFoundError, FileCorrupt) as error:
+        raise FileCorrupt(
+            f"{path} has its routed experts in {sidecar.name}, which cannot be opened ({error}): a batch without them would train on "
+            "other experts than were used. Make the step again"
         ) from error
     try:
         if os.fstat(fd).st_size != size:
             raise FileCorrupt(f"{sidecar} has {os.fstat(fd).st_size:,} bytes, its batch says {size:,}")
         header = json.loads(os.pread(fd, _HEADER, 0)[8:])
         ours = json.loads(header["__metadata__"]["rollouts"])
-    except (ValueError, KeyError, TypeError, UnicodeError) as error:
+        if ours.get("pair") != about["pair"] or ours.get("step") != meta["step"]:
+            raise FileCorrupt(f"{sidecar} belongs to another batch than {path.name} (step {ours.get('step')})")
+        mapped = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileCorrupt(f"{sidecar} is damaged: {type(error).__name__} in its header") from error
     finally:
         os.close(fd)
-    if ours.get("pair") != about["pair"] or ours.get("step") != meta["step"]:
-        raise FileCorrupt(f"{sidecar} belongs to another batch than {path.name} (step {ours.get('step')})")
-    ends = arrays["expert_row"] + np.diff(arrays["sample_start"])
-    if len(ends) and (arrays["expert_row"].min() < 0 or ends.max() > shape[0]):
+    last = shape[0] - np.diff(
+        arrays["sample_start"]
+    )  # and not a sum with expert_row, which a hostile one could overflow
+    if ((arrays["expert_row"] < 0) | (arrays["expert_row"] > last)).any():
         raise FileCorrupt(f"{path} is damaged: its samples have rows that {sidecar.name} does not")
-    return np.memmap(sidecar, np.uint8, "r", offset=_HEADER, shape=shape) if shape[0] else np.zeros(shape, np.uint8)
+    return np.frombuffer(mapped, np.uint8, offset=_HEADER).reshape(shape)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import stat
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ import numpy as np
 import xxhash
 
 from headrace.errors import ConfigError, FileCorrupt, StorageError
-from headrace.files import publish
+from headrace.files import open_regular, publish
 from headrace.rollouts.values import model_values
 
 __all__ = ["DumpKind", "dump_raw_rollouts", "read_dump", "read_encoded", "synthetic_rollouts"]
@@ -84,12 +83,11 @@ def read_dump(path: Path | str) -> Iterator[Any]:
 def read_encoded(path: Path | str) -> Iterator[memoryview]:
     """The rollouts of a dump as the msgpack they are in it; views of the mapped file."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_regular(path, follow=True)
     except OSError as error:
         raise ConfigError(f"the dump {path} cannot be opened: {error.strerror}") from error
     try:
-        found = os.fstat(fd)
-        size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+        size = os.fstat(fd).st_size
         if size < len(_MAGIC) or os.pread(fd, len(_MAGIC), 0) != _MAGIC:
             raise FileCorrupt(
                 f"{path} is no dump of rollouts; `dump_raw_rollouts` or `headrace replay --make` writes one"

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import ConfigError, RolloutRefused
+from headrace.files import read_regular
 from headrace.order import derive, key
 from headrace.rollouts.engine import Codec, Engine
 from headrace.rollouts.records import Rollout, Step, StepTokens
@@ -216,7 +217,7 @@ def load_environment(
         path, _, function = rest.rpartition(":")
         play = _python_function(path, function, base, spec)
         if path.endswith(".py"):
-            fingerprint = hashlib.sha256((base / path).read_bytes()).hexdigest()[:16]
+            fingerprint = hashlib.sha256(read_regular(base / path, 16 << 20, follow=True)).hexdigest()[:16]
         if options:
             play = _with_options(play, options)
     elif kind == "reasoning-gym":

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from headrace.errors import ConfigError, EndOfData, FileCorrupt, WorkerDied
-from headrace.files import publish
+from headrace.files import make_inside, publish
 from headrace.metrics import Wait
 from headrace.rollouts.batch_files import TrainingBatch, batch_path, open_training_batch, sidecar_path
 from headrace.rollouts.pipeline import StepReport
@@ -178,9 +178,8 @@ class _Folder:
 
     def __init__(self, folder: Path | str, ranks: int) -> None:
         self.spool, self.ranks = SpoolFolder(Path(folder)), ranks
-        self.queue = self.spool.path / "queue" / "rollouts"
         self.spool.prepare()
-        self.queue.mkdir(exist_ok=True)
+        self.queue = make_inside(self.spool.path, "queue/rollouts")
 
     def state(self, name: str) -> Path:
         return self.spool.state / f"rollouts-{name}.json"

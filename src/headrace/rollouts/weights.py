@@ -12,7 +12,6 @@ the loop does not learn.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from headrace.errors import FileCorrupt, WeightsNotTaken
-from headrace.files import publish_json, write_container
+from headrace.files import make_inside, publish_json, read_json, write_container
 from headrace.order import draws, key
 
 __all__ = [
@@ -53,7 +52,7 @@ def publish_weights(
     """Write a version; its folder. The probe is written last: a folder with a probe is whole."""
     where = version_folder(folder, version)
     shutil.rmtree(where, ignore_errors=True)  # of a run that was killed over it
-    where.mkdir(parents=True)
+    make_inside(folder, where.name)
     write_container(where / "model.safetensors", arrays, {"version": version}, durable=False)
     publish_json(
         where / "probe.json",
@@ -65,9 +64,9 @@ def publish_weights(
 def read_probe(where: Path) -> tuple[np.ndarray, np.ndarray]:
     """The probe's ids and the trainer's log-probs of all but the first."""
     try:
-        value = json.loads((where / "probe.json").read_text())
+        value = read_json(where / "probe.json")
         return np.array(value["ids"], np.int32), np.array(value["logprobs"], np.float32)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise FileCorrupt(f"{where / 'probe.json'} cannot be read: {error}") from error
 
 

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.errors import ConfigError, EndOfData, FileCorrupt, WorkerDied
-from headrace.files import publish
+from headrace.files import open_regular, publish
 from headrace.metrics import Wait
 from headrace.rollouts.batch_files import batch_path, sidecar_path
 from headrace.rollouts.pipeline import StepReport
@@ -203,7 +203,7 @@ class ZmqSender(TrainingBatchSender):
             return None
         fd = self._files.get((asked.step, asked.file))
         if fd is None:
-            fd = os.open(path if asked.file == 0 else sidecar_path(path), os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(path if asked.file == 0 else sidecar_path(path))
             self._files[asked.step, asked.file] = fd
         data = os.pread(fd, _PART, asked.offset)
         return [*_packed(_Answer(verb="part", step=asked.step, file=asked.file, offset=asked.offset)), data]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import CursorMismatch, DataError, FileCorrupt
-from headrace.files import Container, open_container
+from headrace.files import Container, open_container, open_regular, read_json
 from headrace.order import Cursor
 from headrace.runs.folder import describe_run
 
@@ -30,7 +30,7 @@ def inspect_path(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} does not exist")
     if not path.is_file():
         raise DataError(f"{path} is not a regular file")
-    with open(path, "rb") as handle:
+    with open(open_regular(path, follow=True), "rb") as handle:
         head = handle.read(16)
     if head.lstrip()[:1] == b"{" and head[:1] in b" \n\t{":
         return _cursor(path)
@@ -199,10 +199,8 @@ def _abridged(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cursor(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > _MAX_CURSOR:
-        raise DataError(f"{path} has {path.stat().st_size:,} bytes; a cursor has at most {_MAX_CURSOR:,}")
     try:
-        cursor = Cursor.from_json(path.read_bytes(), what=str(path))
+        cursor = Cursor.from_dict(read_json(path, _MAX_CURSOR, follow=True), what=str(path))
     except CursorMismatch as error:
         raise FileCorrupt(str(error)) from error
     body = dict(cursor.body)

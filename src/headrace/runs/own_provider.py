@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from headrace.errors import WorkerDied
-from headrace.files import open_inside, publish
+from headrace.files import open_inside, publish, read_tail
 from headrace.metrics import Wait
 from headrace.runs.config.schema import RunConfig
 from headrace.spool.folder import SpoolFolder
@@ -65,7 +65,7 @@ class OwnProvider:
                 self._child = None
                 self.sentence = f"the spool {self._config.spool_dir} is filled by {holder}"
                 return
-            said = self._log.read_text(errors="replace").strip().splitlines()
+            said = [line for raw in read_tail(self._log) if (line := raw.decode(errors="replace").strip())]
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             last = f": {said[-1]}" if said else ""
             raise WorkerDied(

@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 from typing import Self
 
-from headrace.errors import ConfigError, StorageError
-from headrace.files import open_inside, unreadable
+from headrace.errors import ConfigError, FileCorrupt, StorageError
+from headrace.files import open_inside, open_regular
 from headrace.metrics import Wait
 
 __all__ = ["ExclusiveLock", "lock_holder"]
@@ -133,11 +133,8 @@ class ExclusiveLock:
 def lock_holder(path: Path) -> str | None:
     """The line that the holder of a lock wrote; None if no process holds it. StorageError if the system cannot tell."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        problem = unreadable(path, error)
-        if isinstance(problem, StorageError):
-            raise problem from error
+        fd = open_regular(path)
+    except (FileNotFoundError, FileCorrupt):
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

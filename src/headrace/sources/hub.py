@@ -36,7 +36,13 @@ from typing import Any
 import orjson
 
 from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError, nearest
-from headrace.files import publish, publish_json, read_json, read_regular, sync_folder
+from headrace.files import (
+    publish,
+    publish_json,
+    read_json,
+    read_regular,
+    sync_folder,
+)
 from headrace.formats.byte_file import first_line
 from headrace.formats.compressed import PACKINGS
 from headrace.formats.object_store import fits
@@ -199,10 +205,10 @@ class _Layout:
         """`configs:` of the README's header."""
         readme, text = f"{self.root}/README.md", self._remote_readme
         if text is None:
-            path = Path(readme)
-            if not path.is_file() or path.stat().st_size > _MAX_README:
+            try:
+                text = read_regular(readme, _MAX_README, follow=True).decode(errors="replace")
+            except (OSError, FileCorrupt):
                 return []
-            text = path.read_text(encoding="utf-8", errors="replace")
         header = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", text, re.DOTALL)
         if header is None or "configs:" not in header[1]:
             return []
@@ -317,6 +323,8 @@ def _format_of(path: str) -> str | None:
 
 
 def _format(files: Sequence[str], what: str) -> str:
+    if unknown := [path for path in files if _format_of(path) is None]:
+        raise DataError(f"{what}: {unknown[0]!r} belongs to the split and is in no format that is read")
     formats = sorted({str(_format_of(path)) for path in files})
     if len(formats) > 1:
         raise DataError(
@@ -494,7 +502,7 @@ def _write(stream: Any, folder: Path, place: str, kept: Mapping[str, str], max_r
     for shard in range(shards):
         done = aside / f"{shard:05}.done"
         if done.is_file():
-            total += int(json.loads(done.read_bytes())["rows"])
+            total += int(read_json(done)["rows"])
         else:
             for left in aside.glob(f"{shard:05}-*.jsonl"):
                 left.unlink()

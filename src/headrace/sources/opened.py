@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from headrace.errors import ConfigError, DataChanged, DataError, StorageError
-from headrace.files import make_inside, publish
+from headrace.errors import ConfigError, DataChanged, DataError, FileCorrupt, StorageError
+from headrace.files import make_inside, publish, read_json
 from headrace.formats.byte_file import ACCEPT_DATA, ByteFile, Tally
 from headrace.formats.chunks import BadRow, Reader
 from headrace.formats.compressed import UnpackedFile, Unpacker
@@ -43,6 +43,7 @@ from headrace.sources.text_formats import text_reader
 _log = logging.getLogger("headrace.sources")
 MAX_LINE_BYTES = 256 << 20
 _MAX_CHUNK_BYTES = 1 << 20
+_MAX_LISTING = 256 << 20
 _BAD_ROWS_KEPT = 1000
 _FILES_IN_CURSOR = 64
 _COMBINED = re.compile(r"([0-9a-f]{16}) \(")
@@ -454,7 +455,7 @@ class OpenSource:
         if match is None:
             return None
         try:
-            listing = orjson.loads((self._listings / f"{match[1]}.json").read_bytes())
-        except (OSError, ValueError):
+            listing = read_json(self._listings / f"{match[1]}.json", _MAX_LISTING)
+        except (OSError, FileCorrupt):
             return None
         return {str(k): str(v) for k, v in listing.items()} if isinstance(listing, dict) else None

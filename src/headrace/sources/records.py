@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from headrace.errors import DataError, StorageError
-from headrace.files import open_inside
+from headrace.errors import DataError, FileCorrupt, StorageError
+from headrace.files import open_inside, read_regular
 from headrace.formats.byte_file import Tally
 from headrace.order import mix64_array
 from headrace.sources.manifest import Manifest
@@ -93,19 +93,11 @@ class ChunkRecords:
 
     def _load(self) -> None:
         try:
-            size = os.lstat(self.path).st_size
+            ids, values = _parse(read_regular(self.path, _MAX_RECORD_FILE))
         except FileNotFoundError:
             return
-        except OSError as error:
-            raise DataError(f"reading the record {self.path}: {error.strerror or error}") from error
-        if size > _MAX_RECORD_FILE or not self.path.is_file():
-            raise DataError(
-                f"the record {self.path} is no file of chunk hashes ({size:,} bytes); move it aside and run again"
-            )
-        try:
-            ids, values = _parse(self.path.read_bytes())
-        except OSError as error:
-            raise DataError(f"reading the record {self.path}: {error.strerror or error}") from error
+        except FileCorrupt as error:
+            raise DataError(f"it is no file of chunk hashes: {error}; move it aside and run again") from error
         if not ids.size or not self._ids.size:
             return
         order = np.argsort(self._ids)

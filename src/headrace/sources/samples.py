@@ -14,7 +14,6 @@ import ast
 import gc
 import io
 import itertools
-import json
 import os
 import secrets
 import shutil
@@ -26,8 +25,14 @@ from pathlib import Path
 
 import orjson
 
-from headrace.errors import DataChanged, StorageError
-from headrace.files import TEMP_PREFIX, publish, publish_json, sync_folder
+from headrace.errors import DataChanged, FileCorrupt, StorageError
+from headrace.files import (
+    TEMP_PREFIX,
+    publish,
+    publish_json,
+    read_json,
+    sync_folder,
+)
 from headrace.order import full_fingerprint
 from headrace.sources.spec import SAMPLES
 
@@ -99,9 +104,9 @@ def _build(name: str, folder: Path) -> None:
 def _require_whole(folder: Path) -> None:
     """The shards that were sealed are there at their sizes; their content is checked like any source's."""
     try:
-        sealed = json.loads((folder / _SEAL).read_bytes())["files"]
+        sealed = read_json(folder / _SEAL)["files"]
         whole = all((folder / name).stat().st_size == entry["size"] for name, entry in sealed.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, FileCorrupt, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
         raise DataChanged(

@@ -20,8 +20,8 @@ from typing import Any, Literal, get_args
 
 import orjson
 
-from headrace.errors import ConfigError, DataError, StorageError
-from headrace.files import publish
+from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError
+from headrace.files import publish, read_json
 from headrace.formats.byte_file import patiently
 from headrace.order import file_fingerprint, fingerprint_json
 from headrace.sources.cells import CellOpener, cell_suffixes, open_cells
@@ -33,6 +33,7 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 _MODALITY = re.compile(r"[A-Za-z0-9_.\-]+")
 _VERSION = 2
+_MAX_LISTING = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +96,8 @@ class StreamListing:
 def kept_listing(fingerprint: str, cache: Path | None) -> list[dict[str, Any]]:
     """A listing that was kept, as `to_json` gives it; [] if it is not there."""
     try:
-        read = orjson.loads(_listing_path(fingerprint, cache).read_bytes())
-    except (OSError, ValueError):
+        read = read_json(_listing_path(fingerprint, cache), _MAX_LISTING)
+    except (OSError, FileCorrupt):
         return []
     return read if isinstance(read, list) else []
 
@@ -194,9 +195,9 @@ class _Kept:
         self._before: dict[str, Any] = {}
         self._now: dict[str, list[Any]] = {}
         try:
-            read = orjson.loads(self._path.read_bytes())
+            read = read_json(self._path, _MAX_LISTING)
             self._before = read if isinstance(read, dict) else {}
-        except (OSError, ValueError):
+        except (OSError, FileCorrupt):
             self._before = {}
 
     def of(self, file: FoundFile, changed: int) -> tuple[int, str] | None:

@@ -25,7 +25,13 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.errors import FileCorrupt, StorageError
-from headrace.files import publish, quarantine, read_json, read_regular
+from headrace.files import (
+    make_inside,
+    publish,
+    quarantine,
+    read_json,
+    read_regular,
+)
 from headrace.runtime.locks import ExclusiveLock
 from headrace.spool.batch_file import FORMATS
 from headrace.spool.durability import BAD_VERDICT, GOOD_VERDICT
@@ -73,7 +79,7 @@ class Channel:
 
     def prepare(self) -> None:
         for folder in (self.queue, self.claims, self.verdicts, self.bad):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_inside(self.folder.path, str(folder.relative_to(self.folder.path)))
 
     # -------------------------------------------------------------------------------------------- files
 
@@ -217,7 +223,7 @@ class Channel:
         """Remove file `seq` and what belongs to it. OSError if the system does not allow it: the caller tries again."""
         path = self.find(seq)
         if path is not None and archive:
-            self.archive.mkdir(parents=True, exist_ok=True)
+            make_inside(self.folder.path, str(self.archive.relative_to(self.folder.path)))
             os.replace(path, self.archive / path.name)
             kept = sorted(
                 p for p in self.archive.iterdir() if _OURS.fullmatch(p.name) or _TIMESTAMPED.fullmatch(p.name)

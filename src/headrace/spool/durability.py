@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from headrace.files import Durability, sync_folder
+from headrace.files import Durability, open_regular, sync_folder
 from headrace.metrics import Meter, MetricSpec, Reduction, register
 from headrace.runtime.background import BackgroundThread
 
@@ -57,7 +57,7 @@ class BackgroundSync:
 
     def _sync(self, path: Path) -> None:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = open_regular(path)
             try:
                 os.fsync(fd)
             finally:

@@ -35,7 +35,7 @@ TRAINING_TYPES = ("LM", "MLM", "CLASSIFICATION", "TOKEN_CLASSIFICATION", "SEQUEN
 _WITH_VOCABULARY = ("LM", "MLM", "TOKEN_CLASSIFICATION")
 _REQUIRED = ("dataset_name", "training_type", "batch_size", "batch_schema", "split_info")
 _MAX_META = 64 << 20
-_MAX_OPCODES = 8_000_000
+_MAX_OPCODES = 1_000_000
 
 
 # ------------------------------------------------------------------------------------------------- checks

@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.batch import BatchSpec
 from headrace.errors import ConfigError, CursorMismatch
+from headrace.files import make_inside
 from headrace.metrics import Meter
 from headrace.runtime.background import BackgroundThread
 from headrace.runtime.buffers import BufferPool
@@ -89,7 +90,7 @@ class RankQueue:
                 channel = Channel(self.folder, split, part, self.parts_of(split), suffix=suffix, foreign=not self._meta)
             except ValueError as error:
                 raise ConfigError(f"DatasetConsumer: {error}") from error
-            channel.verdicts.mkdir(parents=True, exist_ok=True)
+            make_inside(self.folder.path, str(channel.verdicts.relative_to(self.folder.path)))
             self._channels[split, part] = channel
         return self._channels[split, part]
 

@@ -58,17 +58,12 @@ def read_sealed(path: Path | str) -> Any:
         FileCorrupt: The file is not what was written.
         StorageError: The system could not read it: out of descriptors or memory, or a failing disk.
     """
-    raw = _read(path)
     try:
-        return None if raw is None else _unsealed(raw)
+        return _unsealed(read_regular(path, _MAX_SEALED))
+    except FileNotFoundError:
+        return None
     except ValueError as error:
         raise FileCorrupt(f"{path} is damaged: {error}") from error
-
-
-def _read(path: Path | str) -> bytes | None:
-    with contextlib.suppress(FileNotFoundError):
-        return read_regular(path, _MAX_SEALED)
-    return None
 
 
 # ------------------------------------------------------------------------------------------------ records
@@ -86,8 +81,9 @@ def read_record(path: Path) -> dict[str, Any] | None:
     """
     before = None
     while True:
-        raw = _read(path)
-        if raw is None:
+        try:
+            raw = read_regular(path, _MAX_SEALED)
+        except FileNotFoundError:
             return None
         found = _whole(raw)
         if len(found) == 2 or raw == before:

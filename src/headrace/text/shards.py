@@ -29,7 +29,12 @@ import numpy as np
 import xxhash
 
 from headrace.errors import DataError, FileCorrupt
-from headrace.files import open_container, publish, unreadable, write_container
+from headrace.files import (
+    open_container,
+    publish,
+    read_json,
+    write_container,
+)
 from headrace.order import fingerprint_json
 from headrace.runtime.compiled import wait_for_kernels
 from headrace.text.block_layout import best_fit
@@ -423,15 +428,11 @@ def publish_checked(path: Path, body: Mapping[str, Any]) -> None:
 def read_checked(path: Path, kind: str) -> dict[str, Any]:
     """The object that `publish_checked` wrote, without kind, version and checksum."""
     try:
-        if not path.is_file():
-            raise FileCorrupt(f"{path} is not a regular file")
-        if path.stat().st_size > _MAX_JSON:
-            raise FileCorrupt(f"{path} has {path.stat().st_size:,} bytes; at most {_MAX_JSON:,} are read")
-        body = json.loads(path.read_bytes())
-    except OSError as error:
-        raise unreadable(path, error, f"{path} cannot be read: {error}. {_REMEDY}.") from error
-    except (ValueError, RecursionError) as error:
+        body = read_json(path, _MAX_JSON, follow=True)
+    except FileNotFoundError as error:
         raise FileCorrupt(f"{path} cannot be read: {error}. {_REMEDY}.") from error
+    except FileCorrupt as error:
+        raise FileCorrupt(f"{error}. {_REMEDY}.") from error
     if not isinstance(body, dict) or body.get("kind") != kind:
         raise FileCorrupt(f"{path} is not a file of kind {kind!r}. {_REMEDY}.")
     if body.get("version") != _VERSION:

@@ -5,26 +5,55 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch  # noqa: F401 (here, and not while an answer is waited for)
 
 from headrace.errors import HeadraceError
 from headrace.files import (  # fmt: skip
     decode_json,
     decode_msgpack,
     decode_toml,
+    open_container,
     open_regular,
     read_json,
     read_lines,
     read_regular,
     read_tail,
+    write_container,
 )
+from headrace.rollouts import open_training_batch
+from headrace.rollouts.arrival_log import ArrivalLog, read_arrivals
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fuzz"))
-from targets import CONFIG, read_config, read_episodes, read_run, read_tokenizer, run_folder
+from targets import (  # fmt: skip
+    CONFIG,
+    TARGETS,
+    arrivals,
+    read_chunk_hashes,
+    read_config,
+    read_cursor,
+    read_dump,
+    read_episodes,
+    read_flight,
+    read_legacy,
+    read_manifest,
+    read_run,
+    read_shift,
+    read_spool_record,
+    read_tiktoken,
+    read_tokenizer,
+    read_verdict,
+    read_weights,
+    rollout_batch,
+    run_folder,
+)
 
 
 def pipe(path):
@@ -64,18 +93,31 @@ def binary(path):
 KINDS = [pipe, device, folder, link_out, gigabytes, deep, deep_keys, binary]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported(tmp_path_factory):
+    """Everything is imported once, before answers are waited for."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_folder(folder / "run.json")
+    read_run(folder / "run.json")
+    (folder / "train.jsonl").write_text('{"text": "a"}\n')
+    hub_folder(folder / "train.jsonl").close()
+
+
 @pytest.fixture(autouse=True)
-def soon():
-    """Every answer within 5 s, also on a loaded machine; a call that waits for a pipe would never return."""
+def soon(imported):
+    """Every answer within 5 s of processor time; a call that waits for a pipe would never return, and is ended after a minute."""
 
     def late(*_):
         raise TimeoutError("it waits, or works without end")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(5)
+    before = [signal.signal(number, late) for number in (signal.SIGALRM, signal.SIGVTALRM)]
+    signal.alarm(60)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 5.0)
     yield
     signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+    for number, handler in zip((signal.SIGALRM, signal.SIGVTALRM), before, strict=True):
+        signal.signal(number, handler)
 
 
 def spool_stat(path):
@@ -112,7 +154,10 @@ READERS = {
     "run.json": read_run, "summary.json": read_run, "metrics.jsonl": read_run, "journal.jsonl": read_run, "config.toml": read_run,
     "run.toml": read_config, "tokenizer.json": read_tokenizer, "a.jsonl": read_episodes, "a.msgpack": read_episodes,
     "a.safetensors": gram_folder, "a.npy": gram_folder, "a.parquet": gram_folder, "stamps.json": gram_stamps, "gram.safetensors.json": gram_result,
-    "README.md": hub_folder, "state.json": hub_folder,
+    "README.md": hub_folder, "state.json": hub_folder, "meta.json": TARGETS["spool meta.json"].read, "meta.pkl": TARGETS["spool meta.pkl"].read,
+    "commit": read_spool_record, "verdict": read_verdict, "train_batches_0.pt": read_legacy, "manifest.json": read_manifest,
+    "shift.npy": read_shift, "gpt2.tiktoken": read_tiktoken, "a.chunks": read_chunk_hashes, "cursor.json": read_cursor,
+    "probe.json": read_weights, "flight.jsonl": read_flight, "step_000000000003.log": lambda path: list(read_arrivals(path)), "a.dump": read_dump,
 }  # fmt: skip
 
 
@@ -175,3 +220,109 @@ def test_values_nested_too_deeply_are_refused_by_name():
         decode_toml("a = " + "[" * 100_000, "w")
     assert decode_toml(CONFIG, "w")["text"] == {"seq_len": 16}
     assert decode_json(json.dumps({"n": 1 << 200}), "w") == {"n": 1 << 200}
+
+
+# ----------------------------------------------------------------------------------------------- writing
+
+
+def outside_of(tmp_path):
+    return {
+        str(p.relative_to(tmp_path)): p.read_bytes() if p.is_file() else None for p in (tmp_path / "outside").rglob("*")
+    }
+
+
+def test_an_arrival_log_is_not_cut_or_appended_through_a_link(tmp_path):
+    (tmp_path / "outside").mkdir()
+    real, log = tmp_path / "outside" / "log", tmp_path / "arrivals" / "step_000000000003.log"
+    log.parent.mkdir()
+    arrivals(log)
+    log.rename(real)
+    real.write_bytes(real.read_bytes() + b"torn")
+    log.symlink_to(real)
+    (log.parent / "step_of_mine.log").write_text("a file of another name")
+    before = outside_of(tmp_path)
+    with pytest.raises(HeadraceError, match=r"step_000000000003\.log is a symbolic link"):
+        ArrivalLog(log.parent)
+    log.unlink()
+    opened = ArrivalLog(log.parent)
+    (log.parent / "step_000000000004.log").symlink_to(tmp_path / "outside" / "new")
+    with pytest.raises(HeadraceError, match=r"step_000000000004\.log: it is a symbolic link"):
+        opened.append_failure({"task": 1, "member": 0, "attempt": 0, "step": 4, "reason": "late"})
+    opened.drop_below(9)
+    assert outside_of(tmp_path) == before
+    assert (log.parent / "step_of_mine.log").exists()
+
+
+@pytest.mark.parametrize("name", ["queue/train", "claims/train", "verdicts/train", "quarantine/train", "archives", "queue/rollouts"])  # fmt: skip
+def test_no_folder_of_a_spool_is_a_link_out_of_it(tmp_path, name):
+    from headrace.rollouts.transport import SpoolReceiver
+    from headrace.spool.channel import Channel
+    from headrace.spool.folder import SpoolFolder
+
+    folder = SpoolFolder(tmp_path / "spool")
+    folder.prepare()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "spool" / name).symlink_to(tmp_path / "outside")
+    channel = Channel(folder, "train")
+
+    def write():
+        SpoolReceiver(tmp_path / "spool")
+        channel.prepare()
+        channel.path(0).write_bytes(b"a batch")
+        channel.delete(0, archive=2)
+
+    with pytest.raises(HeadraceError, match=rf"spool/{name}: it is a symbolic link"):
+        write()
+    assert outside_of(tmp_path) == {}
+
+
+# ------------------------------------------------------------------------------------- right sums, slow refusals
+
+
+def keys_without_end(path):
+    path.write_text(json.dumps({f"key{i}": 1 for i in range(300_000)}) + "\n")
+
+
+def sources_without_end(path):
+    path.write_text("[run]\nsteps = 8\n" + '[[source]]\nspec = "jsonl:rows.jsonl"\n' * 20_000)
+
+
+def pickle_without_end(path):
+    path.write_bytes(b"\x80\x04" + b"]" * 1_000_000 + b"a" * 999_999 + b".")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "read"),
+    [("a.jsonl", keys_without_end, TARGETS["text: jsonl"].read), ("a.toml", sources_without_end, read_config),
+     ("meta.pkl", pickle_without_end, TARGETS["spool meta.pkl"].read)],
+)  # fmt: skip
+def test_what_is_refused_is_refused_soon(tmp_path, name, make, read):
+    make(tmp_path / name)
+    began = time.process_time()
+    with pytest.raises(HeadraceError, match=name):
+        read(tmp_path / name)
+    assert time.process_time() - began < 2.0
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory):
+    path = tmp_path_factory.mktemp("batch") / "batch.safetensors"
+    rollout_batch(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("logprobs", lambda a: a[:-1]), ("mask_bits", lambda a: a[:-1]), ("ids", lambda a: a.reshape(1, -1)), ("ids", lambda a: a.astype(np.float32)),
+     ("ids", lambda a: -1 - a), ("env", lambda a: a + 9), ("micro_samples", lambda a: a + 1000), ("micro_class", lambda a: a - 5),
+     ("sample_start", lambda a: a[::-1].copy()), ("micro_start", lambda a: a + 1), ("prompt_length", lambda a: a + 10_000),
+     ("expert_row", lambda a: np.full_like(a, (1 << 63) - 1)), ("expert_row", lambda a: a - (1 << 40))],
+)  # fmt: skip
+def test_a_rollout_batch_with_right_sums_and_wrong_content_is_refused(batch, tmp_path, name, change):
+    whole = open_container(batch)
+    arrays = {n: np.array(a) for n, a in whole.arrays.items()}
+    arrays[name] = change(arrays[name])
+    shutil.copytree(batch.parent, tmp_path, dirs_exist_ok=True)
+    write_container(tmp_path / batch.name, arrays, whole.meta, replace=True)
+    with pytest.raises(HeadraceError, match=r"batch\.safetensors"):
+        open_training_batch(tmp_path / batch.name)

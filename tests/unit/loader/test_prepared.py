@@ -227,7 +227,13 @@ def test_a_damaged_index_is_refused_and_one_that_points_outside_is_no_wild_read(
     from headrace.files import open_container
 
     whole = open_container(path)
-    for name, value in (("piece_at", 1 << 40), ("piece_at", -9), ("piece_len", 1 << 30), ("block_ptr", 1 << 50)):
+    for name, value in (
+        ("piece_at", 1 << 40),
+        ("piece_at", (1 << 63) - 1),
+        ("piece_at", -9),
+        ("piece_len", 1 << 30),
+        ("block_ptr", 1 << 50),
+    ):
         arrays = {n: np.array(a) for n, a in whole.arrays.items()}
         arrays[name][1] = value
         write_container(path, arrays, whole.meta, replace=True)

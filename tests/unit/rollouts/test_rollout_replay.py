@@ -119,7 +119,7 @@ def test_the_verb_tells_one_phase_alone_or_a_part_of_the_whole(small, capsys):
 
 
 def test_a_folder_is_no_dump_and_a_dump_that_cannot_be_written_says_so(tmp_path):
-    with pytest.raises(FileCorrupt, match="is no dump"):
+    with pytest.raises(FileCorrupt, match="is not a regular file"):
         list(read_dump(tmp_path))
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"cannot be written: .*name another file"):

@@ -38,7 +38,7 @@ from headrace.errors import (
     HeadraceError,
     StorageError,
 )
-from headrace.files import publish
+from headrace.files import publish, read_regular
 from headrace.metrics import Wait
 from headrace.reduce.orders import PartialMaker, WorkOrder
 from headrace.reduce.partial import NodePartial
@@ -219,16 +219,11 @@ class PartialSpool:
     def message(self, unit: int, most: int) -> bytes | None:
         """The bytes of a unit, None while it is not there. What is larger than a partial can be is not read."""
         try:
-            fd = os.open(self.channel.path(unit), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            return read_regular(self.channel.path(unit), most)
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise DataError(f"{self.channel.path(unit)} cannot be opened: {error.strerror or error}") from error
-        with open(fd, "rb", buffering=0) as file:
-            size = os.fstat(fd).st_size
-            if size > most:
-                raise DataError(f"{self.channel.path(unit)} has {size:,} bytes; a partial has {most:,} at most")
-            return file.read()
+        except FileCorrupt as error:
+            raise DataError(str(error)) from error
 
 
 def _identity(order: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,6 @@ import difflib
 import json
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +40,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from headrace.errors import ConfigError, found_text, number_text, quoted, shortened
+from headrace.errors import ConfigError, FileCorrupt, StorageError, found_text, number_text, quoted, shortened
 from headrace.runs.config.schema import ALL_ZERO, NO_SOURCE, OneOf, RunConfig, SourceSection, toml_text
 from headrace.runs.config.toml_positions import KeyPath, TomlError, parse_toml
 
@@ -442,26 +441,15 @@ def _beside(config: RLConfig, folder: Path) -> RLConfig:
 
 def _file_text(path: Path) -> str:
     """The text of a config file. Nothing that could block or fill the memory is read."""
+    from headrace.files import read_regular  # not above: it brings numpy
+
     file = f"config file {_shown(path)}"
     try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        data = read_regular(path, _MAX_FILE, follow=True)
     except FileNotFoundError as error:
         raise ConfigError(f"{file} does not exist{_nearest_file(path)}") from error
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise ConfigError(f"{file} cannot be opened: {getattr(error, 'strerror', None) or error}") from error
-    try:
-        mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode):
-            what = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-            raise ConfigError(f"{file} is {what}; expected a TOML file")
-        with open(fd, "rb", closefd=False) as handle:
-            data = handle.read(_MAX_FILE + 1)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
-    finally:
-        os.close(fd)
-    if len(data) > _MAX_FILE:
-        raise ConfigError(f"{file} holds more than 1 MiB; expected a TOML file of a few hundred lines")
+    except (FileCorrupt, StorageError, ValueError) as error:  # ValueError: a NUL in the path
+        raise ConfigError(f"{file} cannot be read: {error}. A TOML file of a few hundred lines is expected") from error
     try:
         return data.decode("utf-8-sig")  # some editors begin a file with a mark that tomllib would refuse
     except UnicodeDecodeError as error:
