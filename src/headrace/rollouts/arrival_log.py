@@ -4,12 +4,14 @@
     log.answer(request)                               the recorded rollout of a request, or None
     log.append(request, rollout)                      one write; whole or not there at all after a kill
     log.append_failure(fact)                          a request that came to nothing, as the GroupBook journals it
+    log.forget_failures()                             after every request of a step failed: a resumed run asks for them again
     log.drop_below(12)                                those steps are in a checkpoint
 
     arrivals/step_000000000012.log = records:  u32 length | u64 xxh3 of the payload | payload (msgpack), little-endian
 
 A payload is an `Arrival`. Ids and log-probs are raw little-endian bytes (int32, float32). A turn's `prompt_ids` are those after the first `kept`
-tokens of the context, which are the turns before. A record that a kill cut short is removed when the log is opened; a record before the
+tokens of the context, which are the turns before. Where a request has both a rollout and a failure (it was refused, or came after its step's deadline), the
+failure holds. A record that a kill cut short is removed when the log is opened; a record before the
 last that fails its sum is damage, and raised. Writes are not synced: a power cut costs rollouts that can be made again, never a wrong one.
 """
 
@@ -29,7 +31,7 @@ import numpy as np
 import xxhash
 
 from headrace.errors import FileCorrupt, StorageError
-from headrace.files import make_inside
+from headrace.files import make_inside, publish
 from headrace.rollouts.groups import Request
 from headrace.rollouts.records import Rollout, Step, StepTokens, VersionSpan
 
@@ -115,6 +117,15 @@ def arrival_path(folder: Path | str, step: int) -> Path:
     return Path(folder) / f"step_{step:012d}.log"
 
 
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
+
+
+def _record(arrival: Arrival) -> bytes:
+    payload = _encode(arrival)
+    return _HEAD.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
+
+
 def read_arrivals(path: Path | str) -> Iterator[Arrival]:
     """The records of one log, in the order of their arrival. FileCorrupt if a record other than the last is damaged."""
     for arrival, _ in _records(Path(path)):
@@ -153,7 +164,7 @@ class ArrivalLog:
     def __init__(self, folder: Path, *, first_step: int = 0, clock: Callable[[], float] = time.time) -> None:
         """Open the log in `folder` and read what is there of `first_step` and later."""
         self.folder = make_inside(folder.parent, folder.name)
-        self._clock = clock
+        self._clock, self._first = clock, first_step
         self._files: dict[int, int] = {}
         self._known: dict[Key, Arrival] = {}
         self.written = 0
@@ -161,13 +172,13 @@ class ArrivalLog:
         self.torn = 0
         """Records that a kill had cut short, removed when the log was opened."""
         for path in sorted(self.folder.glob("step_*.log")):
-            if int(path.stem.removeprefix("step_")) >= first_step:
+            if _step_of(path) >= first_step:
                 self._read(path)
 
     def _read(self, path: Path) -> None:
         end = 0
         for arrival, end in _records(path):  # noqa: B007
-            if not arrival.failed or arrival.key not in self._known:
+            if arrival.failed or arrival.key not in self._known:
                 self._known[arrival.key] = arrival
         if path.stat().st_size > end:
             os.truncate(path, end)
@@ -208,14 +219,21 @@ class ArrivalLog:
         )  # fmt: skip
 
     def append_failure(self, fact: Mapping[str, Any]) -> None:
-        """Write down a request that failed, from the fact that a GroupBook journals; what the log knows already is left alone."""
+        """Write down a request that failed, from the fact that a GroupBook journals; a failure that the log knows already is left alone."""
         key = fact["task"], fact["member"], fact["attempt"]
-        if key not in self._known:
+        if key not in self._known or not self._known[key].failed:
             self._write(Arrival(*key, fact["step"], fact.get("env", ""), 0, self._clock(), fact["reason"]))
 
+    def forget_failures(self) -> None:
+        """Remove the failures of all steps that are not finished. Their causes may be mended before the run is resumed; without this the recorded failures
+        would fail it again."""
+        self.close()
+        for path in self.folder.glob("step_*.log"):
+            if _step_of(path) >= self._first:
+                publish(path, [_record(a) for a in read_arrivals(path) if not a.failed], replace=True, durable=False)
+
     def _write(self, arrival: Arrival) -> None:
-        payload = _encode(arrival)
-        record = _HEAD.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
+        record = _record(arrival)
         fd = self._file(arrival.step)
         written = 0
         try:
@@ -244,6 +262,7 @@ class ArrivalLog:
 
     def finish(self, step: int) -> None:
         """The step takes no more rollouts: let go of its file and of what was known of it."""
+        self._first = step + 1
         if (fd := self._files.pop(step, None)) is not None:
             os.close(fd)
         for key in [key for key, arrival in self._known.items() if arrival.step <= step]:
@@ -252,7 +271,7 @@ class ArrivalLog:
     def drop_below(self, step: int) -> None:
         """Delete the logs of earlier steps."""
         for path in self.folder.glob("step_*.log"):
-            if int(path.stem.removeprefix("step_")) < step:
+            if _step_of(path) < step:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:

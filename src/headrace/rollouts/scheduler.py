@@ -27,7 +27,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from headrace.errors import ConfigError, EnvironmentFailed, RolloutRefused, StepFailed, StorageError
+from headrace.errors import ConfigError, EngineDied, EnvironmentFailed, RolloutRefused, StepFailed, StorageError
 from headrace.metrics import Wait
 from headrace.rollouts.groups import GroupBook, Request
 from headrace.rollouts.pipeline import RolloutPipeline, StepReport
@@ -39,7 +39,7 @@ _log = logging.getLogger("headrace.rollouts")
 Environment = Callable[[Request], Awaitable[Any]]
 """Makes the rollout of a request: a `verifiers` dict, JSON text or a Rollout."""
 _Result = TypeVar("_Result")
-_GRACE = 5.0
+_GRACE = 2.0
 _SLICE = 0.0005
 """Seconds of opening groups or starting environments before the loop runs something else."""
 
@@ -84,7 +84,7 @@ class RolloutScheduler:
         self._closing: set[int] = set()
         self._collecting, self._collected = 0, 0
         self._last_step = 0
-        self._broken: StorageError | None = None
+        self._broken: StorageError | EngineDied | None = None
         """Why the run cannot go on."""
         self.empty_steps = 0
         """Steps that were sent with nothing to train on."""
@@ -215,7 +215,15 @@ class RolloutScheduler:
                 until = loop.time() + _SLICE
 
     async def _one(self, request: Request) -> None:
-        """One request to its end: arrived, or failed for a reason. Started with the limit acquired, which it releases when the environment has answered."""
+        """One request to its end. A full disk or a dead engine is no fault of the environment: the run ends with it."""
+        try:
+            await self._play(request)
+        except (StorageError, EngineDied) as error:
+            self._broken = error
+            self._wake()
+
+    async def _play(self, request: Request) -> None:
+        """Ask for a rollout: it arrives, or fails for a reason. Started with the limit acquired, which it releases when the environment has answered."""
         patience = asyncio.timeout(self._request_deadline)
         try:
             try:
@@ -232,10 +240,8 @@ class RolloutScheduler:
             cause = await self._settled(request, raw, request.step)
             reason = None if cause is None else f"refused_{cause}"
             told: object = cause
-        except StorageError as error:  # the disk is no environment's fault: the run ends with it
-            self._broken = error
-            self._wake()
-            return
+        except (StorageError, EngineDied):
+            raise
         except Exception as error:  # whatever an environment raises: it is a failure of one rollout
             reason, told = type(error).__name__, error
             if isinstance(error, RolloutRefused):

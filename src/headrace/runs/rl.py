@@ -241,18 +241,15 @@ class RLTask(Task[RLSummary]):
     def _next_report(self) -> StepReport | None:
         """Wait for the next batch; None if a signal asked to stop before it was there."""
         assert self.orchestrator is not None
-        asked = self.orchestrator.ask_for_batch()
         told = time.monotonic()
-        with Wait("rollouts.batch"):
-            while True:
-                if asked.wait(0.1):
-                    return asked.result()
-                if self.run.stop_signal:
-                    asked.cancel()
-                    return None
-                if self.run.world_size > 1 and time.monotonic() - told > _HEARTBEAT:
-                    self._broadcast(_WAIT)
-                    told = time.monotonic()
+
+        def heartbeat() -> None:
+            nonlocal told
+            if self.run.world_size > 1 and time.monotonic() - told > _HEARTBEAT:
+                self._broadcast(_WAIT)
+                told = time.monotonic()
+
+        return self.orchestrator.next_batch(heartbeat)
 
     def _command(self, code: int) -> int:
         """What rank 0 has to do next, on every rank. Collective."""
@@ -290,7 +287,7 @@ class RLTask(Task[RLSummary]):
         """Rank 0, after a step: give the engine the new version, evaluate, and note what the rollouts were like."""
         orchestrator, version = self.orchestrator, self.trainer.steps_taken
         assert orchestrator is not None
-        failed, recorded = orchestrator.publish(version, self.trainer.model)
+        failed, recorded = orchestrator.publish(version, self.trainer.model) or (Counter(), 0)
         self.failed += failed
         reward = report.metrics.get("reward/all/mean", math.nan)
         self.reward_first = reward if math.isnan(self.reward_first) else self.reward_first
@@ -302,7 +299,8 @@ class RLTask(Task[RLSummary]):
         }  # fmt: skip
         last = min(self.config.run.steps, self.config.run.stop_after or self.config.run.steps)
         if version % self.config.eval.every == 0 or version == last:
-            self._note_accuracy(found := orchestrator.evaluate(version))
+            found = orchestrator.evaluate(version) or {}
+            self._note_accuracy(found)
             self._metrics |= found
 
     def _note_accuracy(self, found: Mapping[str, float]) -> None:
