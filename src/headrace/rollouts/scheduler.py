@@ -40,6 +40,8 @@ Environment = Callable[[Request], Awaitable[Any]]
 """Makes the rollout of a request: a `verifiers` dict, JSON text or a Rollout."""
 _Result = TypeVar("_Result")
 _GRACE = 2.0
+_WARNINGS = 5
+"""Failures of one reason that are warned of."""
 _SLICE = 0.0005
 """Seconds of opening groups or starting environments before the loop runs something else."""
 
@@ -268,9 +270,11 @@ class RolloutScheduler:
         )  # fmt: skip
 
     def _failed(self, request: Request, reason: str, told: object) -> None:
-        _log.warning(
-            "task %d, member %d in %s failed (%s): %s", request.task, request.member, request.env_name, reason, told
-        )
+        seen = self.book.counts.failed[reason]
+        _log.log(
+            logging.WARNING if seen < _WARNINGS else logging.INFO, "task %d, member %d in %s failed (%s): %s%s", request.task, request.member,
+            request.env_name, reason, told, "; more of these are logged as INFO" if seen == _WARNINGS - 1 else "",
+        )  # fmt: skip
         self._ask(self.book.fail(request, reason))
         if not self._by_index:
             self._close_all()

@@ -28,6 +28,7 @@ from headrace.mix import LaneMix, fixed_point, starting_credits
 from headrace.rollouts.advantages import AdvantageConfig
 from headrace.rollouts.arrival_log import ArrivalLog
 from headrace.rollouts.engine import Codec
+from headrace.rollouts.environment_actors import EnvironmentActors
 from headrace.rollouts.environment_processes import EnvironmentProcesses
 from headrace.rollouts.environments import Environment, play_rollout
 from headrace.rollouts.filters import ZeroAdvantageFilter
@@ -177,13 +178,16 @@ class Orchestrator:
         self._steps = self.scheduler.run(config.run.steps, first=self.first)
 
     async def _open_workers(self) -> None:
-        """Start the processes of environments that have some; their rollouts are played there."""
+        """Start the processes or actors of environments that have some; their rollouts are played there."""
         for env in self.config.env:
             if env.workers:
-                workers = EnvironmentProcesses(
-                    env.spec, workers=env.workers, name=env.name, base=self.run.folder.base, seed=self.config.run.seed, options=env.options,
-                    memory_mb=env.memory_mb,
-                )  # fmt: skip
+                settings: dict[str, Any] = {
+                    "name": env.name, "base": self.run.folder.base, "seed": self.config.run.seed, "options": env.options, "memory_mb": env.memory_mb
+                }  # fmt: skip
+                if env.workers == "ray":
+                    workers = EnvironmentActors(env.spec, **settings)
+                else:
+                    workers = EnvironmentProcesses(env.spec, workers=env.workers, **settings)
                 self._opened.push_async_callback(workers.close)
                 await workers.start()
                 self.environments[env.name] = dataclasses.replace(self.environments[env.name], play=workers.play)
