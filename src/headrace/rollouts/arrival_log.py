@@ -7,6 +7,7 @@
     log.forget_failures()                             after every request of a step failed: a resumed run asks for them again
     log.drop_below(12)                                those steps are in a checkpoint
 
+    arrivals/made_with.json        = the settings that its rollouts depend on
     arrivals/step_000000000012.log = records:  u32 length | u64 xxh3 of the payload | payload (msgpack), little-endian
 
 A payload is an `Arrival`. Ids and log-probs are raw little-endian bytes (int32, float32). A turn's `prompt_ids` are those after the first `kept`
@@ -31,7 +32,7 @@ import numpy as np
 import xxhash
 
 from headrace.errors import FileCorrupt, StorageError
-from headrace.files import make_inside, publish
+from headrace.files import make_inside, publish, publish_json, read_json
 from headrace.rollouts.groups import Request
 from headrace.rollouts.records import Rollout, Step, StepTokens, VersionSpan
 
@@ -161,8 +162,11 @@ def _records(path: Path) -> Iterator[tuple[Arrival, int]]:
 class ArrivalLog:
     """The arrivals of the steps that no checkpoint covers yet. Used on one event loop."""
 
-    def __init__(self, folder: Path, *, first_step: int = 0, clock: Callable[[], float] = time.time) -> None:
-        """Open the log in `folder` and read what is there of `first_step` and later."""
+    def __init__(
+        self, folder: Path, *, first_step: int = 0, made_with: Mapping[str, Any] | None = None, clock: Callable[[], float] = time.time
+    ) -> None:  # fmt: skip
+        """Open the log in `folder` and read what is there of `first_step` and later. `made_with`: the settings that rollouts depend on; those of a log
+        that was made with others are dropped."""
         self.folder = make_inside(folder.parent, folder.name)
         self._clock, self._first = clock, first_step
         self._files: dict[int, int] = {}
@@ -171,9 +175,21 @@ class ArrivalLog:
         """Records written by this process."""
         self.torn = 0
         """Records that a kill had cut short, removed when the log was opened."""
+        self.dropped = made_with is not None and self._drop_if_made_with_others(made_with)
+        """Whether there were rollouts that had been made with other settings."""
         for path in sorted(self.folder.glob("step_*.log")):
             if _step_of(path) >= first_step:
                 self._read(path)
+
+    def _drop_if_made_with_others(self, made_with: Mapping[str, Any]) -> bool:
+        path = self.folder / "made_with.json"
+        if path.exists() and read_json(path) == made_with:
+            return False
+        open_steps = [log for log in self.folder.glob("step_*.log") if _step_of(log) >= self._first]
+        for log in open_steps:
+            log.unlink()
+        publish_json(path, dict(made_with), replace=True)
+        return bool(open_steps)
 
     def _read(self, path: Path) -> None:
         end = 0

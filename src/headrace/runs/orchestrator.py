@@ -77,7 +77,11 @@ class Orchestrator:
         """`first`: the first batch to make. `models`: the versions of the policy that it may need, by version."""
         self.config, self.run, self.environments, self.codec = config, run, dict(environments), codec
         self.batches, self.first, self._models = batches, first, dict(models)
-        self.log = ArrivalLog(run.folder.path / "arrivals", first_step=first)
+        made_with = {
+            "config": config.hash,
+            "environments": {name: env.fingerprint for name, env in environments.items()},
+        }
+        self.log = ArrivalLog(run.folder.path / "arrivals", first_step=first, made_with=made_with)
         self.recorded = 0
         """Rollouts that were taken from the arrival log."""
         self._recorded_told = 0
@@ -93,6 +97,10 @@ class Orchestrator:
     # ------------------------------------------------------------------------------------ trainer's thread
 
     def __enter__(self) -> Self:
+        if self.log.dropped:
+            self.run.watcher.notice(
+                "the arrival log was made with other settings or environments; its rollouts are made again"
+            )
         if answered := len(self.log.known) - len(self.log.failures()):
             self.run.watcher.notice(
                 f"the arrival log has {answered:,} rollouts of steps that are not saved; they are not asked for again"

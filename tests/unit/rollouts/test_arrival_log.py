@@ -88,6 +88,18 @@ def test_a_failure_holds_over_a_rollout_of_the_same_request_until_failures_are_f
     mended.close()
 
 
+def test_rollouts_that_were_made_with_other_settings_are_dropped(tmp_path):
+    for made_with, kept in (({"seed": 1}, 0), ({"seed": 1}, 1), ({"seed": 2}, 0)):
+        log = ArrivalLog(tmp_path / "arrivals", first_step=3, made_with=made_with)
+        assert len(log.known) == kept
+        assert log.dropped == (made_with["seed"] == 2)
+        if not kept:
+            for step in (2, 3):
+                log.append(request(0, step=step), made_rollout(0))
+        log.close()
+    assert len(list(read_arrivals(arrival_path(tmp_path / "arrivals", 2)))) == 2, "step 2 is in a checkpoint"
+
+
 @pytest.mark.parametrize("cut", [1, 9, 40])
 def test_a_record_that_a_kill_cut_short_is_removed(tmp_path, cut):
     log = ArrivalLog(tmp_path / "arrivals")
