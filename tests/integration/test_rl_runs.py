@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.openai_server import ServedPolicy, openai_server
 
+from headrace.files import open_container
 from headrace.rollouts.arrival_log import read_arrivals
 from headrace.rollouts.engine import CharacterCodec
+from headrace.text import train_bpe
 from headrace.train.gpt import GPT, GPTConfig, init_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -266,3 +270,33 @@ def test_two_ranks_learn_from_the_rollouts_of_one(warm, tmp_path):
     ours, theirs = metrics(alone), metrics(run)
     assert ours[1]["train/loss"] == pytest.approx(theirs[1]["train/loss"], abs=1e-6)
     assert ours[1]["train/grad_norm"] == pytest.approx(theirs[1]["train/grad_norm"], rel=1e-4)
+
+
+def test_a_policy_starts_from_an_earlier_run_or_from_a_model_of_transformers(warm, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    words = ["run", SORT, *SMALL, "--run.steps", "2", "--quiet"]
+    done(warm, *words, "--run.dir", str(first))
+    done(warm, *words, "--run.dir", str(second), "--policy.model", str(first), "--policy.kl", "0.1")
+    began = open_container(second / "initial_policy.safetensors").arrays
+    ended = open_container(first / "checkpoints" / "step-00000002.safetensors").arrays
+    assert sorted(began) == sorted(name[6:] for name in ended if name.startswith("model/"))
+    assert all(np.array_equal(array, ended[f"model/{name}"]) for name, array in began.items())
+    assert metrics(second)[1]["mismatch_kl/all/max"] < 1e-9
+    # The reference policy of a resumed run is the one it began with, whatever became of the earlier run.
+    shutil.rmtree(first / "checkpoints")
+    done(warm, "run", "--resume", str(second), "--run.steps", "3")
+    model = tmp_path / "model"
+    shape = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(shape).save_pretrained(model)
+    (model / "tokenizer.json").write_bytes(train_bpe(["0123456789> <|endoftext|>"] * 9, 300))
+    (tmp_path / "ord.py").write_text(
+        "async def play(task, say):\n    return float(sum(map(ord, await say('12>', max_tokens=4))) % 7)\n"
+    )
+    env = f"python:{tmp_path / 'ord.py'}:play"
+    done(warm, *words, "--run.dir", str(third), "--policy.model", f"hf:{model}", "--env.0.spec", env)
+    assert metrics(third)[1]["mismatch_kl/all/max"] < 1e-6, "engine and trainer agree"
+    missing = done(warm, *words, "--run.dir", str(tmp_path / "fourth"), "--policy.model", "gpt-huge", ok=False).stderr
+    assert "expected one of gpt-digits" in missing

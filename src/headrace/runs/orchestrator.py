@@ -222,12 +222,13 @@ class Orchestrator:
     async def _send_weights(self, version: int, model: Any) -> None:
         """Publish a version as files, and let the servers take it and prove it."""
         from headrace.train.policy import logprobs_of
+        from headrace.train.policy_models import parameters_of
 
         if self.config.engine.weights == "none":
             return
         folder = self.run.folder.make_folder("weights")
         ids = probe_ids(self.codec.vocab_size, self.config.policy.context)
-        arrays = {name: parameter.detach().cpu().numpy() for name, parameter in model.named_parameters()}
+        arrays = {name: parameter.detach().cpu().numpy() for name, parameter in parameters_of(model).items()}
         where = await asyncio.to_thread(publish_weights, folder, version, arrays, ids, logprobs_of(model, ids))
         await self.engine.take_weights(version, where, tolerance=self.config.engine.tolerance)
         drop_weights_below(folder, version)

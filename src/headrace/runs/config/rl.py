@@ -39,7 +39,7 @@ class PolicySection(_Section):
     """[policy]: the model and how it learns."""
 
     model: _Text = "gpt-digits"
-    """gpt-digits, gpt-tiny or gpt-small with random weights, or the folder of a `headrace run` whose newest checkpoint is the start."""
+    """gpt-digits, gpt-tiny or gpt-small with random weights; the folder of a `headrace run` whose newest checkpoint is the start; hf:FOLDER of transformers."""
     alphabet: _Text = "0123456789>=<+-* "
     """Characters of the built-in tokenizer, one id each."""
     context: int = Field(64, ge=2, le=1 << 20)
