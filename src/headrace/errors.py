@@ -107,6 +107,10 @@ class WorkerDied(HeadraceError):
     """A thread, process or rank is gone."""
 
 
+class EngineDied(WorkerDied):
+    """An inference engine does not answer: no fault of the rollouts that asked it, so the run ends and can be resumed."""
+
+
 class EnvironmentFailed(HeadraceError):
     """An environment raised in a process of its own. `cause` is the name of its error, under which the failure is counted."""
 

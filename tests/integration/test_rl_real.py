@@ -34,7 +34,8 @@ def test_reasoning_gym_tasks_are_played_in_processes(warm, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "gym" / "metrics.jsonl").read_text().splitlines()]
-    assert {"reward/number-sorting/mean", "reward/sort/mean"} <= lines[-1].keys()
+    assert {"reward/chain_sum/mean", "reward/sort/mean"} <= lines[-1].keys()
+    assert json.loads((tmp_path / "gym" / "summary.json").read_text())["failed"] == {}
 
 
 def test_a_vllm_server_takes_weights_and_proves_it():

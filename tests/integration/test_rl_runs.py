@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.openai_server import ServedPolicy, openai_server
 
+from headrace.files import open_container
 from headrace.rollouts.arrival_log import read_arrivals
 from headrace.rollouts.engine import CharacterCodec
+from headrace.text import train_bpe
 from headrace.train.gpt import GPT, GPTConfig, init_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,19 +154,42 @@ def test_bad_environments_cost_their_own_rollouts_and_counts_add_up(warm, tmp_pa
     )
     assert "every rollout of step 0 failed" in found.stderr
     assert "OSError" in found.stderr
+    # The environment is mended: what failed is asked for again, under the keys it had.
+    broken.write_text((ROOT / "examples" / "rl" / "sort.py").read_text())
+    done(warm, "run", "--resume", str(every), "--run.steps", "2")
+    assert summary(every)["failed"] == {}
+    assert {a.attempt for path in (every / "arrivals").glob("*.log") for a in read_arrivals(path)} == {0}
 
 
-def test_an_interrupt_ends_a_run_within_seconds_and_it_goes_on(warm, tmp_path):
-    (tmp_path / "slow.py").write_text(
-        "import asyncio\n\nasync def play(task, say):\n    await asyncio.sleep(0 if task.index < 8 else 60)\n"
-        "    answer = await say('1>', max_tokens=2)\n    return float(answer[:1] < '5')\n"
-    )
+STUCK = """
+import asyncio, time
+from pathlib import Path
+
+STUCK = {stuck!r}
+evaluated = 0
+
+async def play(task, say):
+    global evaluated
+    evaluated += task.split == "eval"
+    if evaluated > 6 if STUCK == "evaluation" else task.split == "train" and task.index >= 8:
+        Path({mark!r}).touch()
+        if STUCK == "loop":
+            time.sleep(60)
+        await asyncio.sleep(60)
+    return float((await say("1>", max_tokens=2))[:1] < "5")
+"""
+
+
+@pytest.mark.parametrize("stuck", ["rollout", "evaluation", "loop"])
+def test_an_interrupt_ends_a_run_within_seconds_whatever_hangs(warm, tmp_path, stuck):
+    mark = tmp_path / "stuck"
+    (tmp_path / "slow.py").write_text(STUCK.format(stuck=stuck, mark=str(mark)))
     run = tmp_path / "run"
     words = [
         "--env.0.spec",
         f"python:{tmp_path / 'slow.py'}:play",
-        "--eval.tasks",
-        "0",
+        "--eval.every",
+        "2",
         "--run.steps",
         "5",
         "--run.checkpoint_every",
@@ -177,7 +204,8 @@ def test_an_interrupt_ends_a_run_within_seconds_and_it_goes_on(warm, tmp_path):
     )
     try:
         deadline = time.monotonic() + 60
-        while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 2:
+        lines = 2 if stuck == "rollout" else 1
+        while not mark.exists() or len((run / "metrics.jsonl").read_text().splitlines()) < lines:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         os.kill(process.pid, signal.SIGINT)
@@ -189,10 +217,11 @@ def test_an_interrupt_ends_a_run_within_seconds_and_it_goes_on(warm, tmp_path):
         process.wait()
     assert process.returncode == 130, shown
     assert took < 10, "5 s on a machine that is not busy"
-    assert "stopped at step 2 of 5" in shown
+    step = summary(run)["step"]
+    assert step == 2 or (stuck == "loop" and step == 1)
+    assert f"stopped at step {step} of 5" in shown
     assert f"headrace run --resume {run}" in shown.replace("\n", "")
-    assert summary(run)["step"] == 2
-    assert (run / "checkpoints" / "step-00000002.safetensors").exists()
+    assert (run / "checkpoints" / f"step-{step:08d}.safetensors").exists()
 
 
 @pytest.mark.parametrize("takes_weights", [True, False])
@@ -241,3 +270,33 @@ def test_two_ranks_learn_from_the_rollouts_of_one(warm, tmp_path):
     ours, theirs = metrics(alone), metrics(run)
     assert ours[1]["train/loss"] == pytest.approx(theirs[1]["train/loss"], abs=1e-6)
     assert ours[1]["train/grad_norm"] == pytest.approx(theirs[1]["train/grad_norm"], rel=1e-4)
+
+
+def test_a_policy_starts_from_an_earlier_run_or_from_a_model_of_transformers(warm, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    words = ["run", SORT, *SMALL, "--run.steps", "2", "--quiet"]
+    done(warm, *words, "--run.dir", str(first))
+    done(warm, *words, "--run.dir", str(second), "--policy.model", str(first), "--policy.kl", "0.1")
+    began = open_container(second / "initial_policy.safetensors").arrays
+    ended = open_container(first / "checkpoints" / "step-00000002.safetensors").arrays
+    assert sorted(began) == sorted(name[6:] for name in ended if name.startswith("model/"))
+    assert all(np.array_equal(array, ended[f"model/{name}"]) for name, array in began.items())
+    assert metrics(second)[1]["mismatch_kl/all/max"] < 1e-9
+    # The reference policy of a resumed run is the one it began with, whatever became of the earlier run.
+    shutil.rmtree(first / "checkpoints")
+    done(warm, "run", "--resume", str(second), "--run.steps", "3")
+    model = tmp_path / "model"
+    shape = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(shape).save_pretrained(model)
+    (model / "tokenizer.json").write_bytes(train_bpe(["0123456789> <|endoftext|>"] * 9, 300))
+    (tmp_path / "ord.py").write_text(
+        "async def play(task, say):\n    return float(sum(map(ord, await say('12>', max_tokens=4))) % 7)\n"
+    )
+    env = f"python:{tmp_path / 'ord.py'}:play"
+    done(warm, *words, "--run.dir", str(third), "--policy.model", f"hf:{model}", "--env.0.spec", env)
+    assert metrics(third)[1]["mismatch_kl/all/max"] < 1e-6, "engine and trainer agree"
+    missing = done(warm, *words, "--run.dir", str(tmp_path / "fourth"), "--policy.model", "gpt-huge", ok=False).stderr
+    assert "expected one of gpt-digits" in missing

@@ -193,7 +193,9 @@ def closing_rl(console: Console, summary: RLSummary, folder: str) -> None:
         ("model", f"sha256 {summary.model_sha256[:16]}…"),
         ("folder", folder),
         ("look", f"headrace report {folder}   headrace step {folder} {max(summary.step, 1)}"),
-        ("resume" if summary.step < summary.steps else "extend", _go_on(summary)),
+        ("resume", _go_on(summary))
+        if summary.step < summary.steps
+        else ("extend", _go_on(summary) + (" --accept config" if summary.decays else "")),
     ]
     facts(console, rows)
 

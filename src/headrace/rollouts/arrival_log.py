@@ -4,12 +4,15 @@
     log.answer(request)                               the recorded rollout of a request, or None
     log.append(request, rollout)                      one write; whole or not there at all after a kill
     log.append_failure(fact)                          a request that came to nothing, as the GroupBook journals it
+    log.forget_failures()                             after every request of a step failed: a resumed run asks for them again
     log.drop_below(12)                                those steps are in a checkpoint
 
+    arrivals/made_with.json        = the settings that its rollouts depend on
     arrivals/step_000000000012.log = records:  u32 length | u64 xxh3 of the payload | payload (msgpack), little-endian
 
 A payload is an `Arrival`. Ids and log-probs are raw little-endian bytes (int32, float32). A turn's `prompt_ids` are those after the first `kept`
-tokens of the context, which are the turns before. A record that a kill cut short is removed when the log is opened; a record before the
+tokens of the context, which are the turns before. Where a request has both a rollout and a failure (it was refused, or came after its step's deadline), the
+failure holds. A record that a kill cut short is removed when the log is opened; a record before the
 last that fails its sum is damage, and raised. Writes are not synced: a power cut costs rollouts that can be made again, never a wrong one.
 """
 
@@ -30,7 +33,7 @@ import numpy as np
 import xxhash
 
 from headrace.errors import ConfigError, FileCorrupt, StorageError
-from headrace.files import make_inside, open_inside, open_regular
+from headrace.files import make_inside, open_inside, open_regular, publish, publish_json, read_json
 from headrace.rollouts.groups import Request
 from headrace.rollouts.records import Rollout, Step, StepTokens, VersionSpan, check_env_name
 
@@ -116,6 +119,11 @@ def arrival_path(folder: Path | str, step: int) -> Path:
     return Path(folder) / f"step_{step:012d}.log"
 
 
+def _record(arrival: Arrival) -> bytes:
+    payload = _encode(arrival)
+    return _HEAD.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
+
+
 def read_arrivals(path: Path | str) -> Iterator[Arrival]:
     """The records of one log, in the order of their arrival. FileCorrupt if a record other than the last is damaged."""
     for arrival, _ in _records(Path(path)):
@@ -173,24 +181,39 @@ def _logs(folder: Path) -> dict[int, Path]:
 class ArrivalLog:
     """The arrivals of the steps that no checkpoint covers yet. Used on one event loop."""
 
-    def __init__(self, folder: Path, *, first_step: int = 0, clock: Callable[[], float] = time.time) -> None:
-        """Open the log in `folder` and read what is there of `first_step` and later."""
+    def __init__(
+        self, folder: Path, *, first_step: int = 0, made_with: Mapping[str, Any] | None = None, clock: Callable[[], float] = time.time
+    ) -> None:  # fmt: skip
+        """Open the log in `folder` and read what is there of `first_step` and later. `made_with`: the settings that rollouts depend on; those of a log
+        that was made with others are dropped."""
         self.folder = make_inside(folder.parent, folder.name)
-        self._clock = clock
+        self._clock, self._first = clock, first_step
         self._files: dict[int, int] = {}
         self._known: dict[Key, Arrival] = {}
         self.written = 0
         """Records written by this process."""
         self.torn = 0
         """Records that a kill had cut short, removed when the log was opened."""
+        self.dropped = made_with is not None and self._drop_if_made_with_others(made_with)
+        """Whether there were rollouts that had been made with other settings."""
         for step, path in sorted(_logs(self.folder).items()):
             if step >= first_step:
                 self._read(path)
 
+    def _drop_if_made_with_others(self, made_with: Mapping[str, Any]) -> bool:
+        path = self.folder / "made_with.json"
+        if path.exists() and read_json(path) == made_with:
+            return False
+        open_steps = [log for step, log in _logs(self.folder).items() if step >= self._first]
+        for log in open_steps:
+            log.unlink()
+        publish_json(path, dict(made_with), replace=True)
+        return bool(open_steps)
+
     def _read(self, path: Path) -> None:
         end = 0
         for arrival, end in _records(path):  # noqa: B007
-            if not arrival.failed or arrival.key not in self._known:
+            if arrival.failed or arrival.key not in self._known:
                 self._known[arrival.key] = arrival
         if path.stat().st_size > end:
             fd = open_inside(path.parent, path.name)
@@ -235,14 +258,21 @@ class ArrivalLog:
         )  # fmt: skip
 
     def append_failure(self, fact: Mapping[str, Any]) -> None:
-        """Write down a request that failed, from the fact that a GroupBook journals; what the log knows already is left alone."""
+        """Write down a request that failed, from the fact that a GroupBook journals; a failure that the log knows already is left alone."""
         key = fact["task"], fact["member"], fact["attempt"]
-        if key not in self._known:
+        if key not in self._known or not self._known[key].failed:
             self._write(Arrival(*key, fact["step"], fact.get("env", ""), 0, self._clock(), fact["reason"]))
 
+    def forget_failures(self) -> None:
+        """Remove the failures of all steps that are not finished. Their causes may be mended before the run is resumed; without this the recorded failures
+        would fail it again."""
+        self.close()
+        for step, path in _logs(self.folder).items():
+            if step >= self._first:
+                publish(path, [_record(a) for a in read_arrivals(path) if not a.failed], replace=True, durable=False)
+
     def _write(self, arrival: Arrival) -> None:
-        payload = _encode(arrival)
-        record = _HEAD.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
+        record = _record(arrival)
         fd = self._file(arrival.step)
         written = 0
         try:
@@ -267,6 +297,7 @@ class ArrivalLog:
 
     def finish(self, step: int) -> None:
         """The step takes no more rollouts: let go of its file and of what was known of it."""
+        self._first = step + 1
         if (fd := self._files.pop(step, None)) is not None:
             os.close(fd)
         for key in [key for key, arrival in self._known.items() if arrival.step <= step]:

@@ -4,8 +4,8 @@
     await workers.start()
     await workers.play(task, say)             as the environment's own function, which runs in a process
 
-Each process plays many rollouts at a time on an event loop. What it says to the policy comes back here over a pipe and is answered here, so ids and log-probs never
-leave this process. Frames are a length and msgpack. A process that dies fails the rollouts it had with `WorkerDied`, and a new one takes its place. A rollout
+Each process plays many rollouts at a time on an event loop (`EnvironmentPlayer`). What it says to the policy comes back here over a pipe and is answered here, so
+ids and log-probs never leave this process. Frames are a length and msgpack. A process that dies fails the rollouts it had with `WorkerDied`, and a new one takes its place. A rollout
 that is cancelled at its deadline is cancelled there too; a process that does not confirm it is blocked, and is killed.
 """
 
@@ -18,7 +18,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import msgspec
 from headrace.errors import ConfigError, EnvironmentFailed, WorkerDied
 from headrace.rollouts.environments import Result, Say, Task, load_environment
 
-__all__ = ["EnvironmentProcesses"]
+__all__ = ["EnvironmentPlayer", "EnvironmentProcesses", "next_move"]
 
 _log = logging.getLogger("headrace.rollouts")
 _START_SECONDS = 120.0
@@ -105,13 +105,15 @@ class EnvironmentProcesses:
     async def _read_all(self, worker: _Process) -> None:
         """Hand out what a process says until it ends; then fail what it played, and start another."""
         assert worker.process.stdout is not None
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
+        try:
             while True:
                 said = await _read(worker.process.stdout)
                 worker.cancelling.discard(said["id"])
                 if (inbox := worker.playing.get(said["id"])) is not None:
                     inbox.put_nowait(said)
-        with contextlib.suppress(ProcessLookupError):
+        except asyncio.IncompleteReadError:
+            pass  # it has ended. Popen.kill would reap it, and asyncio could not tell its exit code
+        except (ConnectionError, msgspec.DecodeError):
             worker.process.kill()
         code = await worker.process.wait()
         how = f"process {worker.process.pid} of environment {self._name} {_ended(code)}"
@@ -135,15 +137,12 @@ class EnvironmentProcesses:
         try:
             while True:
                 said = await inbox.get()
-                if "say" in said:
-                    answer = await say(said["say"], max_tokens=said["max_tokens"])
-                    worker.send({"id": number, "answer": answer})
-                elif "reward" in said:
-                    return Result(said["reward"], said["metrics"])
-                elif "died" in said:
+                if "died" in said:
                     raise WorkerDied(said["died"])
-                else:
-                    raise EnvironmentFailed(said["kind"], said["failed"])
+                move = await next_move(said, say)
+                if isinstance(move, Result):
+                    return move
+                worker.send({"id": number, "answer": move})
         except asyncio.CancelledError:
             self._cancel(worker, number)
             raise
@@ -173,6 +172,15 @@ class EnvironmentProcesses:
         await asyncio.gather(*(w.reader for w in self._processes if w.reader is not None), return_exceptions=True)
 
 
+async def next_move(said: Mapping[str, Any], say: Say) -> str | Result:
+    """What follows from a frame of an `EnvironmentPlayer`: the policy's answer to what was said, or the result. EnvironmentFailed if it raised."""
+    if "say" in said:
+        return await say(said["say"], max_tokens=said["max_tokens"])
+    if "reward" in said:
+        return Result(said["reward"], said["metrics"])
+    raise EnvironmentFailed(said["kind"], said["failed"])
+
+
 def _ended(code: int | None) -> str:
     """An exit code in words."""
     return f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
@@ -193,16 +201,73 @@ async def _read(stream: asyncio.StreamReader) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------- in the process
 
 
-class _RemoteSay:
-    """`say` of an environment in its process: the text goes to the parent, the answer comes back."""
+class EnvironmentPlayer:
+    """Plays rollouts of one environment for another process: each call returns what the environment says next, its result or its error, as a frame."""
 
-    def __init__(self, number: int, out: int) -> None:
-        self._number, self._out = number, out
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """`settings`: memory_mb, and the arguments of `load_environment`. ConfigError as there."""
+        if limit := settings["memory_mb"]:
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_AS, (limit << 20, limit << 20))
+        self._environment = load_environment(
+            settings["spec"], name=settings["name"], base=Path(settings["base"]), seed=settings["seed"], options=settings["options"]
+        )  # fmt: skip
+        self._playing: dict[int, tuple[asyncio.Task[None], _RemoteSay]] = {}
+
+    async def play(self, number: int, index: int, key: int, split: str) -> dict[str, Any]:
+        """Begin rollout `number`."""
+        say = _RemoteSay()
+        task = Task(index, self._environment.name, key, split)
+        self._playing[number] = (asyncio.get_running_loop().create_task(self._played(task, say)), say)
+        return await self._next(number)
+
+    async def answer(self, number: int, text: str) -> dict[str, Any]:
+        """Go on with the policy's answer."""
+        self._playing[number][1].answers.put_nowait(text)
+        return await self._next(number)
+
+    def cancel(self, number: int) -> None:
+        """End a rollout; its frame says "cancelled"."""
+        if number in self._playing:
+            self._playing[number][0].cancel()
+
+    async def _next(self, number: int) -> dict[str, Any]:
+        frame = await self._playing[number][1].frames.get()
+        if "say" not in frame:
+            del self._playing[number]
+        return {"id": number, **frame}
+
+    async def _played(self, task: Task, say: _RemoteSay) -> None:
+        try:
+            result = await self._environment.play(task, say)
+            reward, metrics = (result.reward, result.metrics) if isinstance(result, Result) else (result, {})
+            frame = {"reward": _plain(reward), "metrics": {str(k): _plain(v) for k, v in dict(metrics).items()}}
+        except asyncio.CancelledError:
+            frame = {"kind": "cancelled", "failed": "cancelled"}
+        except Exception as error:
+            frame = {"kind": type(error).__name__, "failed": str(error)[:2000]}
+        say.frames.put_nowait(frame)
+
+
+class _RemoteSay:
+    """`say` of an environment that is played for another process."""
+
+    def __init__(self) -> None:
+        self.frames: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.answers: asyncio.Queue[str] = asyncio.Queue()
 
     async def __call__(self, text: str, *, max_tokens: int | None = None) -> str:
-        _write(self._out, {"id": self._number, "say": text, "max_tokens": max_tokens})
+        self.frames.put_nowait({"say": text, "max_tokens": max_tokens})
         return await self.answers.get()
+
+
+def _plain(value: Any) -> float | str:
+    """A number, or what stands for it in the message that it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return repr(value)[:200]
 
 
 def _write(out: int, value: Mapping[str, Any]) -> None:
@@ -221,71 +286,27 @@ async def _serve() -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), stdin)
     settings = await _read(stream)
     try:
-        if limit := settings["memory_mb"]:
-            import resource
-
-            resource.setrlimit(resource.RLIMIT_AS, (limit << 20, limit << 20))
-        environment = load_environment(
-            settings["spec"],
-            name=settings["name"],
-            base=Path(settings["base"]),
-            seed=settings["seed"],
-            options=settings["options"],
-        )
+        player = EnvironmentPlayer(settings)
     except (ConfigError, ValueError, OSError) as error:
         _write(out, {"id": -1, "error": str(error)})
         return
     _write(out, {"id": -1, "ready": True})
-    playing: dict[int, tuple[asyncio.Task[None], _RemoteSay]] = {}
+    replies: set[asyncio.Task[None]] = set()
 
-    async def play(number: int, task: Task, say: _RemoteSay) -> None:
-        try:
-            result = await environment.play(task, say)
-            reward, metrics = (result.reward, result.metrics) if isinstance(result, Result) else (result, {})
-            try:
-                frame: dict[str, Any] = {"id": number, "reward": reward, "metrics": dict(metrics)}
-                _write(out, frame)
-            except (
-                TypeError,
-                NotImplementedError,
-            ):  # a number of numpy's, or what is no number at all: the parent judges it
-                _write(
-                    out,
-                    {
-                        "id": number,
-                        "reward": _plain(reward),
-                        "metrics": {str(k): _plain(v) for k, v in dict(metrics).items()},
-                    },
-                )
-        except asyncio.CancelledError:
-            _write(out, {"id": number, "kind": "cancelled", "failed": "cancelled"})
-        except Exception as error:
-            _write(out, {"id": number, "kind": type(error).__name__, "failed": str(error)[:2000]})
-        finally:
-            playing.pop(number, None)
+    async def reply(frame: Awaitable[dict[str, Any]]) -> None:
+        _write(out, await frame)
 
     with contextlib.suppress(asyncio.IncompleteReadError):
         while True:
             asked = await _read(stream)
             number = asked["id"]
-            if "play" in asked:
-                index, key, split = asked["play"]
-                say = _RemoteSay(number, out)
-                task = Task(index, environment.name, key, split)
-                playing[number] = (loop.create_task(play(number, task, say)), say)
-            elif number in playing and "answer" in asked:
-                playing[number][1].answers.put_nowait(asked["answer"])
-            elif number in playing:
-                playing[number][0].cancel()
-            else:  # it has ended meanwhile
-                _write(out, {"id": number, "kind": "cancelled", "failed": "ended"})
-
-
-def _plain(value: Any) -> float | str:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return repr(value)[:200]
+            if "cancel" in asked:
+                player.cancel(number)
+                _write(out, {"id": number, "kind": "cancelled", "failed": "cancelled"})  # this process is not blocked
+                continue
+            frame = player.play(number, *asked["play"]) if "play" in asked else player.answer(number, asked["answer"])
+            replies.add(task := loop.create_task(reply(frame)))
+            task.add_done_callback(replies.discard)
 
 
 if __name__ == "__main__":

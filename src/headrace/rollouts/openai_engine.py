@@ -6,7 +6,8 @@
 
 Requests of one session go to one server, which has their context cached. A connection that is reset, refused or answers 5xx is tried again, on the next
 server from the second time on, without using up a refill of the group. The version of a completion is the one the server took last, or what its reply says
-(`weight_versions`). While weights are taken, requests wait: a server answers with one version only.
+(`weight_versions`). Weights are taken when every request under way has been answered, and new requests wait meanwhile: a completion has one version.
+A server that does not come back within `patience` seconds is `EngineDied`, which ends the run: nothing is recorded as failed, and a resumed run goes on.
 
 Weights are taken with `POST /collective_rpc` {"method": "load_weights_from_folder"}, which vllm_worker.py gives a vLLM server.
 """
@@ -23,7 +24,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from headrace.errors import ConfigError, WorkerDied
+from headrace.errors import ConfigError, EngineDied
+from headrace.metrics import Wait
 from headrace.rollouts.engine import Completion
 from headrace.rollouts.ingest import step_from_reply
 from headrace.rollouts.records import VersionSpan
@@ -31,7 +33,7 @@ from headrace.rollouts.weights import check_probe, read_probe
 
 __all__ = ["OpenAIEngine"]
 
-_RETRY_SECONDS = 0.05
+_FIRST_RETRY, _LONGEST_RETRY = 0.05, 2.0
 _SEED_BITS = 63
 
 
@@ -39,22 +41,24 @@ class OpenAIEngine:
     """Asks servers by URL. Used on one event loop."""
 
     def __init__(
-        self, urls: Sequence[str], *, model: str = "policy", deadline: float = 120.0, retries: int = 5
+        self, urls: Sequence[str], *, model: str = "policy", deadline: float = 120.0, patience: float = 30.0
     ) -> None:
-        """`deadline`: seconds that one reply may take. `retries`: how often a request is tried again after the connection failed."""
+        """`deadline`: seconds that one reply may take. `patience`: seconds for which a request is tried again after the connection failed."""
         try:
             self._httpx = importlib.import_module("httpx")
         except ImportError as error:
             raise ConfigError('engine.kind = "openai" needs httpx: pip install "headrace[rl]"') from error
         if not urls:
             raise ConfigError("an OpenAI-compatible engine needs at least one URL")
-        self.urls, self.model, self.retries = [url.rstrip("/") for url in urls], model, retries
+        self.urls, self.model, self.patience = [url.rstrip("/") for url in urls], model, patience
         limits = self._httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._client = self._httpx.AsyncClient(timeout=deadline, limits=limits, trust_env=False)
         self.version = -1
         """The version that all servers took last."""
-        self._open = asyncio.Event()
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
+        self._idle.set()
+        self._asking = 0
         self.retried: Counter[str] = Counter()
         """Requests that were tried again, by cause."""
 
@@ -63,9 +67,10 @@ class OpenAIEngine:
         return self.urls[(xxhash.xxh3_64_intdigest(session.encode()) + max(0, attempt - 1)) % len(self.urls)]
 
     async def _post(self, path: str, body: Mapping[str, Any], *, session: str = "", url: str = "") -> Any:
-        """The JSON reply of a server, tried again while the connection fails. WorkerDied when it does not come back."""
-        error: Exception | None = None
-        for attempt in range(self.retries + 1):
+        """The JSON reply of a server, tried again while the connection fails. EngineDied when it does not come back."""
+        until = asyncio.get_running_loop().time() + self.patience
+        attempt = 0
+        while True:
             where = url or self._server(session, attempt)
             try:
                 reply = await self._client.post(f"{where}{path}", json=body)
@@ -75,17 +80,18 @@ class OpenAIEngine:
                             f"{where}{path} refused a request with {reply.status_code}: {reply.text[:300]}"
                         )
                     return reply.json()
-                error = RuntimeError(f"{reply.status_code}: {reply.text[:200]}")
+                error: Exception = RuntimeError(f"{reply.status_code}: {reply.text[:200]}")
                 self.retried[f"status_{reply.status_code}"] += 1
             except (self._httpx.TransportError, ValueError) as failed:  # ValueError: a reply that was cut short
                 error = failed
                 self.retried[type(failed).__name__] += 1
-            if attempt < self.retries:
-                await asyncio.sleep(_RETRY_SECONDS * 2**attempt)
-        raise WorkerDied(
-            f"the engine {url or ', '.join(self.urls)} did not answer after {self.retries + 1} tries ({type(error).__name__}: {error}): look at its log and "
-            "start it again"
-        ) from error
+            if asyncio.get_running_loop().time() >= until:
+                raise EngineDied(
+                    f"the engine {url or ', '.join(self.urls)} did not answer for {self.patience:g} s, at {attempt + 1} tries ({type(error).__name__}: {error}): "
+                    "look at its log, start it again and resume the run"
+                ) from error
+            await asyncio.sleep(min(_FIRST_RETRY * 2**attempt, _LONGEST_RETRY))
+            attempt += 1
 
     async def complete(
         self, ids: np.ndarray, *, max_tokens: int, temperature: float, seed: int, version: int, session: str = ""
@@ -96,7 +102,14 @@ class OpenAIEngine:
             "logprobs": 1, "return_token_ids": True,
         }  # fmt: skip
         taken = self.version
-        reply = await self._post("/completions", body, session=session)
+        self._asking += 1
+        self._idle.clear()
+        try:
+            reply = await self._post("/completions", body, session=session)
+        finally:
+            self._asking -= 1
+            if not self._asking:
+                self._idle.set()
         step = step_from_reply(reply, prompt_ids=ids)
         tokens = step.tokens
         if tokens is None:
@@ -108,9 +121,11 @@ class OpenAIEngine:
         return Completion(tokens.completion_ids, tokens.completion_logprobs, spans, text)
 
     async def take_weights(self, version: int, folder: Path, *, tolerance: float) -> None:
-        """Let every server load a version and prove it. Requests wait meanwhile."""
+        """Let every server load a version and prove it, between requests."""
         self._open.clear()
         try:
+            with Wait("rollouts.engine"):
+                await self._idle.wait()
             await asyncio.gather(*(self._take(url, version, folder, tolerance) for url in self.urls))
             self.version = version
         finally:

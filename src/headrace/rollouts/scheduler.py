@@ -28,7 +28,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from headrace.errors import ConfigError, EnvironmentFailed, RolloutRefused, StepFailed, StorageError
+from headrace.errors import ConfigError, EngineDied, EnvironmentFailed, RolloutRefused, StepFailed, StorageError
 from headrace.metrics import Wait
 from headrace.rollouts.groups import GroupBook, Request
 from headrace.rollouts.pipeline import RolloutPipeline, StepReport
@@ -40,7 +40,9 @@ _log = logging.getLogger("headrace.rollouts")
 Environment = Callable[[Request], Awaitable[Any]]
 """Makes the rollout of a request: a `verifiers` dict, JSON text or a Rollout."""
 _Result = TypeVar("_Result")
-_GRACE = 5.0
+_GRACE = 2.0
+_WARNINGS = 5
+"""Failures of one reason that are warned of."""
 _SLICE = 0.0005
 """Seconds of opening groups or starting environments before the loop runs something else."""
 
@@ -79,7 +81,7 @@ class RolloutScheduler:
         self._begun: dict[int, float] = {}
         self._by_index = book.membership == "index"
         self._last_step = 0
-        self._broken: StorageError | None = None
+        self._broken: StorageError | EngineDied | None = None
         """Why the run cannot go on."""
         self.empty_steps = 0
         """Steps that were sent with nothing to train on."""
@@ -199,7 +201,15 @@ class RolloutScheduler:
                 until = loop.time() + _SLICE
 
     async def _one(self, request: Request) -> None:
-        """One request to its end: arrived, or failed for a reason. Started with the limit acquired, which it releases when the environment has answered."""
+        """One request to its end. A full disk or a dead engine is no fault of the environment: the run ends with it."""
+        try:
+            await self._play(request)
+        except (StorageError, EngineDied) as error:
+            self._broken = error
+            self._wake()
+
+    async def _play(self, request: Request) -> None:
+        """Ask for a rollout: it arrives, or fails for a reason. Started with the limit acquired, which it releases when the environment has answered."""
         patience, made = asyncio.timeout(self._request_deadline), None
         try:
             try:
@@ -213,10 +223,8 @@ class RolloutScheduler:
             made, cause = await self._made(request, raw)
             reason = None if cause is None else f"refused_{cause}"
             told: object = cause
-        except StorageError as error:  # the disk is no environment's fault: the run ends with it
-            self._broken = error
-            self._wake()
-            return
+        except (StorageError, EngineDied):
+            raise
         except Exception as error:  # whatever an environment raises: it is a failure of one rollout
             reason, told = type(error).__name__, error
             if isinstance(error, RolloutRefused):
@@ -252,9 +260,11 @@ class RolloutScheduler:
         return (None, made) if isinstance(made, str) else ((key, made), None)
 
     def _failed(self, request: Request, reason: str, told: object) -> None:
-        _log.warning(
-            "task %d, member %d in %s failed (%s): %s", request.task, request.member, request.env_name, reason, told
-        )
+        seen = self.book.counts.failed[reason]
+        _log.log(
+            logging.WARNING if seen < _WARNINGS else logging.INFO, "task %d, member %d in %s failed (%s): %s%s", request.task, request.member,
+            request.env_name, reason, told, "; more of these are logged as INFO" if seen == _WARNINGS - 1 else "",
+        )  # fmt: skip
         self._ask(self.book.fail(request, reason))
         self._fill()
         self._wake()

@@ -1,36 +1,35 @@
 """The event loop of an RL run, in a thread beside the trainer: environments, engine, arrival log, batches, evaluation.
 
     with Orchestrator(config, run, environments=…, codec=…, batches=folder, first=0, models={0: model}) as orchestrator:
-        asked = orchestrator.ask_for_batch()          the next step's batch is being collected
-        report = asked.result()                       it is published
+        report = orchestrator.next_batch()            the next step's batch is published
         orchestrator.publish(1, model)                version 1 of the policy: rollouts of later steps are sampled with it
         orchestrator.evaluate(1)                      held-out tasks, beside the rollouts that are under way
 
-The trainer's thread calls these methods; everything else runs on the loop's thread.
+The trainer's thread calls these methods; everything else runs on the loop's thread. Each returns None as soon as a signal asks the run to stop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import dataclasses
 import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from headrace.errors import StepFailed
 from headrace.files import read_jsonl
 from headrace.metrics import JsonlSink, Wait
 from headrace.mix import LaneMix, fixed_point, starting_credits
 from headrace.rollouts.advantages import AdvantageConfig
 from headrace.rollouts.arrival_log import ArrivalLog
 from headrace.rollouts.engine import Codec
+from headrace.rollouts.environment_actors import EnvironmentActors
 from headrace.rollouts.environment_processes import EnvironmentProcesses
 from headrace.rollouts.environments import Environment, play_rollout
 from headrace.rollouts.filters import ZeroAdvantageFilter
@@ -45,6 +44,8 @@ from headrace.runs.run_loop import Run
 
 __all__ = ["Orchestrator", "environment_of_task"]
 
+_CLOSE_SECONDS = 4.0
+"""How long the loop may take to end. One that takes longer is blocked by an environment."""
 _ANSWERS = 3
 """Held-out answers that are shown, before and after."""
 _T = TypeVar("_T")
@@ -66,26 +67,6 @@ def environment_of_task(weights: Sequence[float], seed: int) -> Callable[[int], 
     return environment
 
 
-class Asked:
-    """A batch that was asked for."""
-
-    def __init__(self, future: Future[StepReport]) -> None:
-        self._future = future
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it is there, or has failed, within so many seconds."""
-        with contextlib.suppress(NotYet):
-            self._future.exception(seconds)
-            return True
-        return False
-
-    def result(self) -> StepReport:
-        return self._future.result()
-
-    def cancel(self) -> None:
-        self._future.cancel()
-
-
 class Orchestrator:
     """Runs the event loop while it is entered. One thread, the trainer's, calls its methods."""
 
@@ -96,7 +77,11 @@ class Orchestrator:
         """`first`: the first batch to make. `models`: the versions of the policy that it may need, by version."""
         self.config, self.run, self.environments, self.codec = config, run, dict(environments), codec
         self.batches, self.first, self._models = batches, first, dict(models)
-        self.log = ArrivalLog(run.folder.path / "arrivals", first_step=first)
+        made_with = {
+            "config": config.hash,
+            "environments": {name: env.fingerprint for name, env in environments.items()},
+        }
+        self.log = ArrivalLog(run.folder.path / "arrivals", first_step=first, made_with=made_with)
         self.recorded = 0
         """Rollouts that were taken from the arrival log."""
         self._recorded_told = 0
@@ -112,6 +97,10 @@ class Orchestrator:
     # ------------------------------------------------------------------------------------ trainer's thread
 
     def __enter__(self) -> Self:
+        if self.log.dropped:
+            self.run.watcher.notice(
+                "the arrival log was made with other settings or environments; its rollouts are made again"
+            )
         if answered := len(self.log.known) - len(self.log.failures()):
             self.run.watcher.notice(
                 f"the arrival log has {answered:,} rollouts of steps that are not saved; they are not asked for again"
@@ -121,39 +110,52 @@ class Orchestrator:
                 self._before[line["env"], line["task"]] = line["answer"]
         self._thread.start()
         try:
-            self._call(self._open())
+            self._unless_stopped(self._open())
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
+        closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+        ended, _ = wait([closing], _CLOSE_SECONDS)
+        if not ended:
+            self.run.watcher.notice(
+                f"the event loop did not end within {_CLOSE_SECONDS:g} s and is left behind: an environment blocks it; play it in processes (env.workers)"
+            )
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self.log.close()
+        closing.result()
+
+    def _unless_stopped(self, work: Coroutine[Any, Any, _T], every: Callable[[], None] = lambda: None) -> _T | None:
+        """The result of a coroutine that is run on the loop; None if a signal asks the run to stop before. `every` is called ten times a second."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            self._call(self._close())
+            while not wait([future], 0.1).done:
+                if self.run.stop_signal:
+                    return None
+                every()
+            return future.result()
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-            self.log.close()
+            future.cancel()
 
-    def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine on the loop and wait for it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def next_batch(self, every: Callable[[], None] = lambda: None) -> StepReport | None:
+        """Collect the next step's rollouts into a batch, and wait for it. `every` is called ten times a second meanwhile."""
+        with Wait("rollouts.batch"):
+            return self._unless_stopped(self._next_step(), every)
 
-    def ask_for_batch(self) -> Asked:
-        """Collect the next step's rollouts into a batch."""
-        assert self._steps is not None
-        return Asked(asyncio.run_coroutine_threadsafe(_next(self._steps), self._loop))
-
-    def publish(self, version: int, model: Any) -> tuple[Counter[str], int]:
+    def publish(self, version: int, model: Any) -> tuple[Counter[str], int] | None:
         """Let rollouts be sampled with this version of the policy from now on. Returns what failed, by reason, and how many rollouts came out of the arrival
         log since the last call."""
-        return self._call(self._published(version, copy.deepcopy(model)))
+        return self._unless_stopped(self._published(version, model))
 
-    def evaluate(self, version: int) -> dict[str, float]:
+    def evaluate(self, version: int) -> dict[str, float] | None:
         """Play the held-out tasks with one version of the policy; {} if there are none."""
         with Wait("rollouts.evaluation"):
-            return self._call(self._evaluated(version))
+            return self._unless_stopped(self._evaluated(version))
 
     # --------------------------------------------------------------------------------------- loop's thread
 
@@ -184,13 +186,16 @@ class Orchestrator:
         self._steps = self.scheduler.run(config.run.steps, first=self.first)
 
     async def _open_workers(self) -> None:
-        """Start the processes of environments that have some; their rollouts are played there."""
+        """Start the processes or actors of environments that have some; their rollouts are played there."""
         for env in self.config.env:
             if env.workers:
-                workers = EnvironmentProcesses(
-                    env.spec, workers=env.workers, name=env.name, base=self.run.folder.base, seed=self.config.run.seed, options=env.options,
-                    memory_mb=env.memory_mb,
-                )  # fmt: skip
+                settings: dict[str, Any] = {
+                    "name": env.name, "base": self.run.folder.base, "seed": self.config.run.seed, "options": env.options, "memory_mb": env.memory_mb
+                }  # fmt: skip
+                if env.workers == "ray":
+                    workers = EnvironmentActors(env.spec, **settings)
+                else:
+                    workers = EnvironmentProcesses(env.spec, workers=env.workers, **settings)
                 self._opened.push_async_callback(workers.close)
                 await workers.start()
                 self.environments[env.name] = dataclasses.replace(self.environments[env.name], play=workers.play)
@@ -217,12 +222,13 @@ class Orchestrator:
     async def _send_weights(self, version: int, model: Any) -> None:
         """Publish a version as files, and let the servers take it and prove it."""
         from headrace.train.policy import logprobs_of
+        from headrace.train.policy_models import parameters_of
 
         if self.config.engine.weights == "none":
             return
         folder = self.run.folder.make_folder("weights")
         ids = probe_ids(self.codec.vocab_size, self.config.policy.context)
-        arrays = {name: parameter.detach().cpu().numpy() for name, parameter in model.named_parameters()}
+        arrays = {name: parameter.detach().cpu().numpy() for name, parameter in parameters_of(model).items()}
         where = await asyncio.to_thread(publish_weights, folder, version, arrays, ids, logprobs_of(model, ids))
         await self.engine.take_weights(version, where, tolerance=self.config.engine.tolerance)
         drop_weights_below(folder, version)
@@ -233,6 +239,14 @@ class Orchestrator:
             with contextlib.suppress(RuntimeError):  # it was stopped in the middle of a step, and has ended itself
                 await self._steps.aclose()
         await self._opened.aclose()
+
+    async def _next_step(self) -> StepReport:
+        assert self._steps is not None
+        try:
+            return await anext(self._steps)
+        except StepFailed:
+            self.log.forget_failures()
+            raise
 
     async def _published(self, version: int, model: Any) -> tuple[Counter[str], int]:
         if isinstance(self.engine, OpenAIEngine):
@@ -341,10 +355,6 @@ class Orchestrator:
                 else:
                     before = self._before.get((name, task), "")
                     self.run.watcher.info(f"{prompt}  before {before!r}  now {answer!r}  reward {rollout.reward:.2f}")
-
-
-async def _next(steps: AsyncGenerator[StepReport]) -> StepReport:
-    return await anext(steps)
 
 
 def _bound(function: Callable[..., Awaitable[_T]], *arguments: Any) -> Callable[[], Awaitable[_T]]:

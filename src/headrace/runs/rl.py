@@ -23,6 +23,7 @@ The run folder of an RL run:
     journal.jsonl         events: started, resumed, saved, weights (version, where), completed, stopped; each with time and step
     arrivals/step_<n, 12 digits>.log      every rollout and failure of batch n as it came (rollouts/arrival_log.py: `read_arrivals(path)` yields Arrival)
     batches/step_<n, 12 digits>.safetensors   training batches that no checkpoint covers yet (rollouts/batch_files.py)
+    initial_policy.safetensors            the weights that the run began with, where policy.model names a run or a model of transformers
     weights/v<version, 6 digits>/         versions for engines that load files, with their probe (rollouts/weights.py)
 
 Batches are numbered from 0: batch n makes step n + 1, and is sampled by version max(0, n − lag), the policy after so many steps.
@@ -41,16 +42,20 @@ import numpy as np
 import xxhash
 
 from headrace.errors import ConfigError, CursorMismatch
-from headrace.files import Container, sweep_temporaries
+from headrace.files import Container, open_container, sweep_temporaries, write_container
+from headrace.loader.dataset import sample_tokenizer
 from headrace.metrics import MetricSpec, Reduction, Wait, register
 from headrace.rollouts.batch_files import TrainingBatch, batch_path, open_training_batch
-from headrace.rollouts.engine import CharacterCodec
+from headrace.rollouts.engine import CharacterCodec, Codec
 from headrace.rollouts.environments import load_environment
 from headrace.rollouts.pipeline import StepReport
 from headrace.runs.config.rl import RLConfig
 from headrace.runs.folder import RunFolder
+from headrace.runs.job import Job
 from headrace.runs.orchestrator import Orchestrator
 from headrace.runs.run_loop import Run, RunSummary, StepOutcome, Task, TaskState, Watcher, run_task
+from headrace.sources import cache_folder
+from headrace.text import load_tokenizer
 
 __all__ = ["RLSummary", "RLTask", "run_rl"]
 
@@ -98,6 +103,8 @@ class RLSummary(RunSummary):
     """Rollouts that this process took from the arrival log."""
     digest: str
     """Digest of the batches that were trained on, in their order."""
+    decays: bool
+    """Whether the learning rate falls towards the last step: more steps are another config then."""
 
     @property
     def data_digest(self) -> str:
@@ -136,18 +143,17 @@ class RLTask(Task[RLSummary]):
             )
             for env in config.env
         }  # fmt: skip
-        from headrace.train.gpt import PRESETS, GPTConfig
         from headrace.train.policy import PolicySettings, PolicyTrainer
 
-        if policy.model not in PRESETS:
-            raise ConfigError(f"policy.model {policy.model!r}: expected one of {', '.join(sorted(PRESETS))}")
-        self.codec = CharacterCodec(policy.alphabet)
+        self.codec: Codec
+        self.codec, shape, weights = self._opened_policy()
         settings = PolicySettings(
             steps=config.run.steps, lr=policy.lr, warmup_steps=policy.warmup_steps, decay=policy.decay, betas=policy.betas, weight_decay=policy.weight_decay, grad_clip=policy.grad_clip,
             clip=policy.clip, importance_cap=policy.importance_cap, kl=policy.kl, entropy=policy.entropy, threads=policy.threads, seed=config.run.seed,
         )  # fmt: skip
-        shape = GPTConfig.preset(policy.model, vocab_size=self.codec.vocab_size, seq_len=policy.context)
         self.trainer = PolicyTrainer(settings, shape, rank=run.rank, world_size=run.world_size)
+        if weights is not None:
+            self.trainer.start_from(weights)
         self.trainer.freeze_reference()
         self.batches = run.folder.make_folder("batches")
         self.orchestrator: Orchestrator | None = None
@@ -159,6 +165,42 @@ class RLTask(Task[RLSummary]):
         self.tokens = self.rollouts = self.digest = 0
         self.failed: Counter[str] = Counter()
         self._metrics: dict[str, Any] = {}
+
+    def _opened_policy(self) -> tuple[Codec, Any, Mapping[str, np.ndarray] | None]:
+        """The codec, the shape and the initial weights of the policy; None for random ones. Weights from elsewhere are copied into the run's folder at its
+        start: a resumed run needs them for its reference policy. Collective."""
+        from headrace.train.gpt import PRESETS, GPTConfig
+        from headrace.train.policy_models import HFConfig, TokenizerCodec
+
+        policy, base = self.config.policy, self.run.folder.base
+        if policy.model in PRESETS:
+            codec = CharacterCodec(policy.alphabet)
+            return codec, GPTConfig.preset(policy.model, vocab_size=codec.vocab_size, seq_len=policy.context), None
+        path = self.run.folder.path / "initial_policy.safetensors"
+        if policy.model.startswith("hf:"):
+            shape = HFConfig(base / policy.model[3:])
+            codec = TokenizerCodec(load_tokenizer(shape.folder / "tokenizer.json"))
+            if self.run.is_lead and not path.exists():
+                write_container(path, shape.weights(), {})
+            self.run.gather(None)
+            return codec, shape, open_container(path).arrays
+        if not (base / policy.model / "config.toml").is_file():
+            raise ConfigError(
+                f'policy.model {policy.model!r}: expected one of {", ".join(sorted(PRESETS))}, the folder of a run, or "hf:FOLDER" as transformers saves a model'
+            )
+        earlier = RunFolder.reopen(base / policy.model)
+        if self.run.is_lead and not path.exists():
+            newest = _newest_checkpoint(earlier)
+            arrays = {name[6:]: array for name, array in newest.arrays.items() if name.startswith("model/")}
+            write_container(path, arrays, {"shape": newest.meta["trainer"]["model"]})
+        self.run.gather(None)
+        initial = open_container(path)
+        shape = GPTConfig(**initial.meta["shape"])
+        if shape.learned_positions and policy.context > shape.seq_len:
+            raise ConfigError(
+                f"policy.context {policy.context}: the model of {earlier.path} has {shape.seq_len} positions"
+            )
+        return _codec_of(earlier), shape, initial.arrays
 
     # ------------------------------------------------------------------------------------------ restore
 
@@ -241,18 +283,15 @@ class RLTask(Task[RLSummary]):
     def _next_report(self) -> StepReport | None:
         """Wait for the next batch; None if a signal asked to stop before it was there."""
         assert self.orchestrator is not None
-        asked = self.orchestrator.ask_for_batch()
         told = time.monotonic()
-        with Wait("rollouts.batch"):
-            while True:
-                if asked.wait(0.1):
-                    return asked.result()
-                if self.run.stop_signal:
-                    asked.cancel()
-                    return None
-                if self.run.world_size > 1 and time.monotonic() - told > _HEARTBEAT:
-                    self._broadcast(_WAIT)
-                    told = time.monotonic()
+
+        def heartbeat() -> None:
+            nonlocal told
+            if self.run.world_size > 1 and time.monotonic() - told > _HEARTBEAT:
+                self._broadcast(_WAIT)
+                told = time.monotonic()
+
+        return self.orchestrator.next_batch(heartbeat)
 
     def _command(self, code: int) -> int:
         """What rank 0 has to do next, on every rank. Collective."""
@@ -290,7 +329,7 @@ class RLTask(Task[RLSummary]):
         """Rank 0, after a step: give the engine the new version, evaluate, and note what the rollouts were like."""
         orchestrator, version = self.orchestrator, self.trainer.steps_taken
         assert orchestrator is not None
-        failed, recorded = orchestrator.publish(version, self.trainer.model)
+        failed, recorded = orchestrator.publish(version, self.trainer.model) or (Counter(), 0)
         self.failed += failed
         reward = report.metrics.get("reward/all/mean", math.nan)
         self.reward_first = reward if math.isnan(self.reward_first) else self.reward_first
@@ -302,7 +341,8 @@ class RLTask(Task[RLSummary]):
         }  # fmt: skip
         last = min(self.config.run.steps, self.config.run.stop_after or self.config.run.steps)
         if version % self.config.eval.every == 0 or version == last:
-            self._note_accuracy(found := orchestrator.evaluate(version))
+            found = orchestrator.evaluate(version) or {}
+            self._note_accuracy(found)
             self._metrics |= found
 
     def _note_accuracy(self, found: Mapping[str, float]) -> None:
@@ -354,7 +394,29 @@ class RLTask(Task[RLSummary]):
             accuracy_first=self.accuracy_first, accuracy=self.accuracy.get("all", math.nan),
             accuracies={name: share for name, share in self.accuracy.items() if name != "all"}, rollouts=self.rollouts, tokens=self.tokens,
             failed=dict(self.failed), recorded=0 if self.orchestrator is None else self.orchestrator.recorded, digest=f"{self.digest:016x}",
+            decays=bool(self.config.policy.decay),
         )  # fmt: skip
+
+
+def _newest_checkpoint(folder: RunFolder) -> Container:
+    from headrace.train import CheckpointStore
+
+    found = CheckpointStore(folder.path / "checkpoints", writer=False).latest()
+    if found is None:
+        raise ConfigError(f"policy.model: {folder.path} holds no checkpoint to start from")
+    return found[1]
+
+
+def _codec_of(folder: RunFolder) -> Codec:
+    """The tokenizer of an earlier run."""
+    from headrace.train.policy_models import TokenizerCodec
+
+    if isinstance(folder.config, RLConfig):
+        return CharacterCodec(folder.config.policy.alphabet)
+    text, name = folder.text_config.text, Job(folder.text_config, folder.base).tokenizer
+    if name == "sample":
+        return TokenizerCodec(sample_tokenizer(cache_folder()))
+    return TokenizerCodec(load_tokenizer(None if name == "bytes" else name, eos=text.eos_token, bos=text.bos_token))
 
 
 def _none_if_nan(value: float) -> float | None:

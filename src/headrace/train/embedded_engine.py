@@ -7,7 +7,7 @@
 Every request has a slot, and each tick moves every slot of a version one token on: first through the prompt, then through the answer. Requests
 join and leave between ticks (continuous batching). A tick always has the same shape, `slots` rows of one token over a cache of `context` positions,
 so the numbers of a row do not depend on the other rows, to the bit; neither does the sampled token, which is chosen by a draw of
-the request's own seed. A test holds it to that.
+the request's own seed. A test holds it to that. A model of transformers has no such cache here: each tick computes its whole rows.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from headrace.order import draws
 from headrace.rollouts.engine import Completion
 from headrace.rollouts.records import VersionSpan
 from headrace.train.gpt import GPT, Block, rotate
+from headrace.train.policy_models import HFPolicy
 
 __all__ = ["EmbeddedEngine"]
 
@@ -57,12 +58,15 @@ class _Request:
 class _Slots:
     """The slots of one version: a copy of the model, a KV cache, and which request is where."""
 
-    def __init__(self, model: GPT, slots: int, context: int) -> None:
-        config = model.config
+    def __init__(self, model: GPT | HFPolicy, slots: int, context: int) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
-        shape = (config.layers, slots, config.heads, context, config.width // config.heads)
-        device = next(model.parameters()).device
-        self.keys, self.values = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        self.rows = torch.zeros(slots, context, dtype=torch.long)
+        """Of a model of transformers: the tokens of each slot."""
+        if isinstance(model, GPT):
+            config = model.config
+            shape = (config.layers, slots, config.heads, context, config.width // config.heads)
+            device = next(model.parameters()).device
+            self.keys, self.values = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
         self.requests: list[_Request | None] = [None] * slots
         self.free = list(range(slots - 1, -1, -1))
         self.token, self.position = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
@@ -76,6 +80,14 @@ class _Slots:
     @property
     def busy(self) -> int:
         return len(self.requests) - len(self.free)
+
+    def logits(self) -> Tensor:
+        """What follows the newest token of every slot."""
+        if isinstance(self.model, GPT):
+            return _decode(self.model, self.keys, self.values, self.token, self.position)
+        each, at = torch.arange(len(self.rows)), torch.from_numpy(self.position)
+        self.rows[each, at] = torch.from_numpy(self.token)
+        return self.model(self.rows, torch.arange(self.rows.shape[1]).expand_as(self.rows))[each, at]
 
     def admit(self) -> None:
         """Give free slots to waiting requests."""
@@ -101,7 +113,7 @@ class _Slots:
 
 
 class EmbeddedEngine:
-    """Samples from the versions of a GPT that it was given last."""
+    """Samples from the versions of a policy that it was given last."""
 
     def __init__(self, *, end_id: int, context: int, slots: int = 128, versions: int = 2) -> None:
         """`versions`: how many are kept; one more than the lag of the run."""
@@ -120,7 +132,7 @@ class EmbeddedEngine:
         """The versions that can be asked for, oldest first."""
         return tuple(self._versions)
 
-    def take(self, version: int, model: GPT) -> None:
+    def take(self, version: int, model: GPT | HFPolicy) -> None:
         """Keep a copy of the weights as `version`; the oldest versions that nothing needs are dropped."""
         self._versions[version] = _Slots(model, self._slots, self.context)
         for old in sorted(self._versions)[: -self._kept]:
@@ -198,7 +210,7 @@ class EmbeddedEngine:
     def _tick(self, slots: _Slots) -> list[_Request]:
         self.ticks += 1
         position = slots.position
-        logits = _decode(slots.model, slots.keys, slots.values, slots.token, position)
+        logits = slots.logits()
         following = position + 1
         answers = following >= slots.prompt_length
         rows = np.arange(len(position))

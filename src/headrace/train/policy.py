@@ -26,6 +26,7 @@ from headrace.metrics import Wait, phase
 from headrace.rollouts.batch_files import TrainingBatch
 from headrace.train.gpt import GPT, GPTConfig, init_parameters
 from headrace.train.lm import _described, _not_finite, _require, _to_array, _to_tensor, model_sha256, naming_lost_peers
+from headrace.train.policy_models import HFConfig, HFPolicy, make_model
 from headrace.train.rl import EnvWatch, policy_terms
 
 __all__ = ["PolicySettings", "PolicyStep", "PolicyTrainer", "logprobs_of"]
@@ -85,16 +86,20 @@ class PolicyStep:
 
 
 class PolicyTrainer:
-    """A GPT that is a policy, its optimiser and the number of steps it has taken. Every rank makes one and steps at the same time."""
+    """A model that is a policy, its optimiser and the number of steps it has taken. Every rank makes one and steps at the same time."""
 
-    def __init__(self, settings: PolicySettings, config: GPTConfig, *, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self, settings: PolicySettings, config: GPTConfig | HFConfig, *, rank: int = 0, world_size: int = 1
+    ) -> None:
+        """A GPT has random weights until `start_from`; a model of transformers needs it."""
         self.settings, self.rank, self.world_size = settings, rank, world_size
         torch.set_num_threads(settings.threads)
         torch.set_deterministic_debug_mode("error")
         torch.utils.deterministic.fill_uninitialized_memory = False  # ty: ignore[missing-attribute]
-        self.model = GPT(config)
-        init_parameters(self.model, settings.seed)
-        self._reference: GPT | None = None
+        self.model = make_model(config)
+        if isinstance(self.model, GPT):
+            init_parameters(self.model, settings.seed)
+        self._reference: GPT | HFPolicy | None = None
         self.optimizer = self._made_optimizer()
         self.steps_taken = 0
 
@@ -116,17 +121,17 @@ class PolicyTrainer:
             for name, parameter in own.items():
                 parameter.copy_(_to_tensor(weights[name], parameter))
 
-    def model_with(self, weights: Mapping[str, np.ndarray]) -> GPT:
+    @torch.no_grad()
+    def model_with(self, weights: Mapping[str, np.ndarray]) -> GPT | HFPolicy:
         """A model of the policy's shape with other parameters."""
-        model = GPT(self.model.config)
-        model.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in weights.items()})
+        model = make_model(self.model.config)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(np.array(weights[name])))
         return model
 
     def freeze_reference(self) -> None:
         """Make the policy as it is now the reference of the KL term. Needed before the first step if `kl` is above 0."""
-        self._reference = GPT(self.model.config)
-        self._reference.load_state_dict(self.model.state_dict())
-        self._reference.requires_grad_(False)
+        self._reference = self.model_with(self.weights()).requires_grad_(False)
 
     # ------------------------------------------------------------------------------------------------ step
 
@@ -236,14 +241,14 @@ class PolicyTrainer:
 
 
 @torch.no_grad()
-def logprobs_of(model: GPT, ids: np.ndarray) -> np.ndarray:
+def logprobs_of(model: GPT | HFPolicy, ids: np.ndarray) -> np.ndarray:
     """The model's log-prob of every id after the first, given those before it."""
     row = torch.from_numpy(ids.astype(np.int64))[None]
     said = model(row, torch.arange(len(ids))[None])[0, :-1].log_softmax(-1)
     return said.gather(1, row[0, 1:, None])[:, 0].numpy()
 
 
-def _logprobs(model: GPT, micro: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _logprobs(model: GPT | HFPolicy, micro: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Log-prob of every token of a micro batch and the entropy it was chosen at; the first token of a sample has 0 of both.
 
     Samples are rows padded to the longest, not one packed row: attention over a packed row costs its length squared.

@@ -63,6 +63,43 @@ def test_a_rollout_comes_back_to_the_bit(tmp_path):
     assert not list((tmp_path / "arrivals").iterdir())
 
 
+def test_a_failure_holds_over_a_rollout_of_the_same_request_until_failures_are_forgotten(tmp_path):
+    log = ArrivalLog(tmp_path / "arrivals")
+    for member, step in ((0, 2), (0, 3), (1, 3), (2, 3)):
+        log.append(request(member, step=step, task=step), made_rollout(member))
+    for member, step in ((0, 2), (0, 3)):  # member 0 had ended at the deadline of its step
+        log.append_failure(
+            {"task": step, "member": member, "attempt": 0, "step": step, "reason": "deadline", "env": "game"}
+        )
+    log.append(request(0, task=3), made_rollout(0))
+    log.close()
+    again = ArrivalLog(tmp_path / "arrivals")
+    assert again.failures() == {(2, 0, 0): "deadline", (3, 0, 0): "deadline"}
+    assert again.answer(request(0, task=3)) is None
+    # A rollout that was taken from the log and is refused now fails from now on.
+    again.append_failure({"task": 3, "member": 1, "attempt": 0, "step": 3, "reason": "refused_nan", "env": "game"})
+    again.finish(2)
+    again.forget_failures()
+    again.append(request(3, task=3), made_rollout(3))
+    again.close()
+    mended = ArrivalLog(tmp_path / "arrivals")
+    assert mended.failures() == {(2, 0, 0): "deadline"}, "step 2 is finished"
+    assert [k for k in mended.known if k[0] == 3] == [(3, member, 0) for member in range(4)]
+    mended.close()
+
+
+def test_rollouts_that_were_made_with_other_settings_are_dropped(tmp_path):
+    for made_with, kept in (({"seed": 1}, 0), ({"seed": 1}, 1), ({"seed": 2}, 0)):
+        log = ArrivalLog(tmp_path / "arrivals", first_step=3, made_with=made_with)
+        assert len(log.known) == kept
+        assert log.dropped == (made_with["seed"] == 2)
+        if not kept:
+            for step in (2, 3):
+                log.append(request(0, step=step), made_rollout(0))
+        log.close()
+    assert len(list(read_arrivals(arrival_path(tmp_path / "arrivals", 2)))) == 2, "step 2 is in a checkpoint"
+
+
 @pytest.mark.parametrize("cut", [1, 9, 40])
 def test_a_record_that_a_kill_cut_short_is_removed(tmp_path, cut):
     log = ArrivalLog(tmp_path / "arrivals")

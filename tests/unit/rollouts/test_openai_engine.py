@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.openai_server import ServedPolicy, openai_server
 
-from headrace.errors import ConfigError, WeightsNotTaken, WorkerDied
+from headrace.errors import ConfigError, EngineDied, WeightsNotTaken
 from headrace.rollouts.engine import CharacterCodec
 from headrace.rollouts.openai_engine import OpenAIEngine
 from headrace.rollouts.weights import check_probe, probe_ids, publish_weights, read_probe
@@ -81,9 +82,9 @@ def test_reset_connections_and_busy_servers_are_tried_again_elsewhere():
         assert sum(engine.retried.values()) == len(first)
     with (
         openai_server(lambda path, body: None) as url,
-        pytest.raises(WorkerDied, match="did not answer after 2 tries"),
+        pytest.raises(EngineDied, match=r"did not answer for 0.1 s, at [23] tries .*resume the run"),
     ):
-        asyncio.run(asked(OpenAIEngine([url], retries=1), ["a"]))
+        asyncio.run(asked(OpenAIEngine([url], patience=0.1), ["a"]))
     with (
         openai_server(lambda path, body: (404, {"error": "no such model"})) as url,
         pytest.raises(ConfigError, match=r"refused a request with 404.*no such model"),
@@ -115,6 +116,37 @@ def test_turns_of_a_session_go_to_one_server():
         asyncio.run(main([one, other]))
     assert seen["a"] | seen["b"] == set(range(16))
     assert not seen["a"] & seen["b"]
+
+
+def test_weights_are_taken_between_requests_so_that_a_completion_has_one_version(tmp_path):
+    served, arrived, answer = ServedPolicy(made_model(2), CODEC), threading.Event(), threading.Event()
+    folder = published(tmp_path, 12, made_model(1))
+
+    def app(path, body):
+        if path == "/v1/completions" and "prompt_logprobs" not in body and not answer.is_set():
+            arrived.set()
+            assert answer.wait(20)
+        return served(path, body)
+
+    async def main(url):
+        engine = OpenAIEngine([f"{url}/v1"])
+        ask = {"max_tokens": 2, "temperature": 1.0, "seed": 1, "version": 0, "session": "a"}
+        under_way = asyncio.create_task(engine.complete(np.array([1, 2], np.int32), **ask))
+        await asyncio.to_thread(arrived.wait, 20)
+        taking = asyncio.create_task(engine.take_weights(12, folder, tolerance=1e-4))
+        later = asyncio.create_task(engine.complete(np.array([1, 2], np.int32), **ask))
+        done, _ = await asyncio.wait([taking], timeout=0.3)
+        assert not done
+        assert served.asked == []
+        answer.set()
+        completions = await asyncio.gather(under_way, later)
+        await taking
+        await engine.close()
+        return [c.spans[0].version for c in completions]
+
+    with openai_server(app) as url:
+        assert asyncio.run(main(url)) == ["-1", "12"]
+    assert served.asked == ["/v1/completions", "/collective_rpc", "probe", "/v1/completions"]
 
 
 def test_an_engine_with_other_weights_is_refused(tmp_path):

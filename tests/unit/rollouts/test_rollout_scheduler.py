@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError, DeadlineExceeded, EndOfData, StepFailed
+from headrace.errors import ConfigError, DeadlineExceeded, EndOfData, EngineDied, StepFailed, StorageError
 from headrace.rollouts import (
     AdvantageConfig,
     EnvPolicy,
@@ -337,6 +337,26 @@ def test_a_step_of_which_everything_failed_at_every_try_is_an_error_with_its_rea
     with pytest.raises(StepFailed, match=rf"every rollout of step 1 failed, at {tries} tries \(\d+ ConnectionError\)"):
         run(tmp_path, play, steps=3, empty_retries=1, after=after, book=book)
     assert seen == [PER_STEP * SIZE]
+
+
+class FullDisk(list):
+    """A journal whose disk is full."""
+
+    def append(self, fact):
+        raise StorageError("no space for a failure")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("error", "ends"), [(OSError("the judge is gone"), StorageError), (EngineDied("gone"), EngineDied)]
+)
+def test_a_full_disk_or_a_dead_engine_ends_the_run_and_not_the_rollouts(tmp_path, error, ends):
+    async def play(request):
+        raise error
+
+    facts = FullDisk()
+    with pytest.raises(ends):
+        run(tmp_path, play, facts=facts)
 
 
 # ------------------------------------------------------------------------------------------------- completion

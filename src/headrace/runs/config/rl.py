@@ -39,7 +39,7 @@ class PolicySection(_Section):
     """[policy]: the model and how it learns."""
 
     model: _Text = "gpt-digits"
-    """gpt-digits, gpt-tiny or gpt-small with random weights, or the folder of a `headrace run` whose newest checkpoint is the start."""
+    """gpt-digits, gpt-tiny or gpt-small with random weights; the folder of a `headrace run` whose newest checkpoint is the start; hf:FOLDER of transformers."""
     alphabet: _Text = "0123456789>=<+-* "
     """Characters of the built-in tokenizer, one id each."""
     context: int = Field(64, ge=2, le=1 << 20)
@@ -121,8 +121,8 @@ class EnvSection(_Section):
     weight: float = Field(1.0, ge=0)
     """Share of the groups, in proportion to the other weights."""
     group_size: int = Field(16, ge=1, le=1 << 16)
-    workers: int = Field(0, ge=0, le=256, examples=[2])
-    """Processes that play it; 0: on the event loop."""
+    workers: Annotated[int, Field(ge=0, le=256)] | Literal["ray"] = Field(0, examples=[2])
+    """Processes that play it; 0: on the event loop; "ray": Ray actors, one a CPU of the cluster."""
     max_tokens: int = Field(32, ge=1, le=1 << 20)
     """The longest answer, unless the environment asks for another."""
     temperature: float = Field(1.0, gt=0)
