@@ -154,9 +154,17 @@ def test_addresses_of_a_megabyte_and_garbage_leave_the_server_standing(page):
 
 
 def test_slow_clients_do_not_keep_others_out(page):
-    """More connections than the server keeps, none of which sends a whole request."""
+    """More connections than the server keeps, none of which sends a whole request; and some that ask for 20 MB and do not read."""
     idle = []
+    before = page.memory
+    request = f"GET /app.js HTTP/1.1\r\nHost: {page.host}:{page.port}\r\n\r\n".encode()
+    deaf = [socket.socket() for _ in range(8)]
     try:
+        for connection in deaf:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(20)
+            connection.connect((page.host, page.port))
+            connection.sendall(500 * request)
         for _ in range(200):
             connection = socket.create_connection((page.host, page.port), timeout=20)
             connection.sendall(b"GET / HTTP/1.1\r\nHost: ")
@@ -168,8 +176,14 @@ def test_slow_clients_do_not_keep_others_out(page):
         oldest.settimeout(30)
         with contextlib.suppress(ConnectionError):  # reset, or closed
             assert oldest.recv(100) == b"", "a connection without a request is dropped"
+        read = 0
+        with contextlib.suppress(ConnectionError):
+            while part := deaf[0].recv(1 << 20):
+                read += len(part)
+        assert read < 500 * len(page.get("/app.js")[2]), "a connection that does not read is dropped"
+        assert page.memory - before < 60 << 20
     finally:
-        for connection in idle:
+        for connection in [*idle, *deaf]:
             connection.close()
 
 
