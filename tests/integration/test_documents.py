@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -123,6 +124,13 @@ def test_links_between_documents_lead_somewhere(document, generated):
         if anchor and path.suffix == ".md":
             found = anchors(generated.get(path) or path.read_text())
             assert anchor in found, f"{name_of(document)} links to {target}#{anchor}"
+
+
+def test_the_version_is_the_same_everywhere():
+    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first is not None
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert {first[1], package} == {importlib.import_module("headrace").__version__}
 
 
 def test_every_guide_is_in_the_navigation(reference):

@@ -119,11 +119,11 @@ class Ledger:
         owner = owner_of(here, world)
         order = np.argsort(owner, kind="stable")
         sent = np.bincount(owner, minlength=world)
-        told = np.stack([here, stream.astype(np.int64), epoch.astype(np.int64)], axis=1)[order]
+        marked = np.stack([here, stream.astype(np.int64), epoch.astype(np.int64)], axis=1)[order]
         with Wait("ledger.exchange", meter=self._meter, deadline=self._deadline) as wait:
             self._ranks.begin()
             received = self._ranks.gather(sent.astype(np.int64), wait)[:, self.shard.rank]
-            came = self._exchange(torch.from_numpy(told), sent.tolist(), received.tolist(), wait).cpu().numpy()
+            came = self._exchange(torch.from_numpy(marked), sent.tolist(), received.tolist(), wait).cpu().numpy()
         return Route(
             rows=len(here),
             order=order,

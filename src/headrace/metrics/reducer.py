@@ -125,7 +125,7 @@ def _checked(book: SpecBook, values: Mapping[str, Any]) -> dict[str, Value]:
         if spec is None:
             near = difflib.get_close_matches(key, book, n=1)
             problems.append(
-                f"metric {key!r} was never declared, so nobody knows how ranks combine it. Declare it with a MetricSpec"
+                f"metric {key!r} was never declared, so it is not known how ranks combine it. Declare it with a MetricSpec"
                 + (f", or did you mean {near[0]!r}?" if near else ".")
             )
             continue
@@ -320,7 +320,7 @@ class Reducer:
             values: dict[str, Value] = {}
             try:
                 values = _checked(self._book, local)
-            except ConfigError as error:  # told to all ranks first: leaving here would leave them waiting
+            except ConfigError as error:  # sent to all ranks first: raising here would leave them waiting
                 problem = str(error)
             for _ in range(2):
                 members = [key for key in values if key not in self._layout.index]

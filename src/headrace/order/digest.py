@@ -1,4 +1,4 @@
-"""Did two runs see the same data?
+"""Digest of delivered samples: equal digests mean that two runs saw the same data.
 
     digest = Σ over delivered samples of hash128(content, sample index)    (mod 2**128)
 

@@ -137,7 +137,7 @@ def stopped_by_signals(stop: Callable[[], None]) -> Generator[None]:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, lambda *_: stop())
-    except ValueError:  # not the main thread: whoever runs us there handles signals
+    except ValueError:  # not the main thread: the caller handles signals
         before.clear()
     try:
         yield

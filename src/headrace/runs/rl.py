@@ -6,7 +6,7 @@ A rollout is a function of (seed, environment, task, member, attempt, version), 
 same step whether it is reached in one go or after any number of kills, at any lag. A checkpoint holds the policy, its optimiser and the `lag` versions
 before it; the arrival log holds every rollout that finished since. A resumed run reads both and asks only for what is missing.
 
-Rank 0 runs the event loop, the engine and the environments in a thread beside the trainer (orchestrator.py); under torchrun the other ranks take batches and
+Rank 0 runs the event loop, the engine and the environments in a thread beside the trainer (orchestrator.py); under torchrun every other rank takes batches and
 share the gradients.
 
 The run folder of an RL run:
@@ -242,7 +242,7 @@ class RLTask(Task[RLSummary]):
         """Wait for the next batch; None if a signal asked to stop before it was there."""
         assert self.orchestrator is not None
         asked = self.orchestrator.ask_for_batch()
-        told = time.monotonic()
+        last_heartbeat = time.monotonic()
         with Wait("rollouts.batch"):
             while True:
                 if asked.wait(0.1):
@@ -250,9 +250,9 @@ class RLTask(Task[RLSummary]):
                 if self.run.stop_signal:
                     asked.cancel()
                     return None
-                if self.run.world_size > 1 and time.monotonic() - told > _HEARTBEAT:
+                if self.run.world_size > 1 and time.monotonic() - last_heartbeat > _HEARTBEAT:
                     self._broadcast(_WAIT)
-                    told = time.monotonic()
+                    last_heartbeat = time.monotonic()
 
     def _command(self, code: int) -> int:
         """What rank 0 has to do next, on every rank. Collective."""

@@ -1,4 +1,4 @@
-"""Does a job survive being killed at any moment?
+"""`kill_sweep`: a job survives being killed at any moment.
 
     sweep = kill_sweep(["python", "train.py"], ["python", "train.py", "--resume"], kills=3, seed=1)
 
@@ -78,7 +78,7 @@ def _run(
     kill_after: float | None = None,
 ) -> tuple[int | None, str]:
     """Exit code (None: it was killed) and output. Whatever happens, nothing of the process group is left running."""
-    with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would stop a talkative job
+    with tempfile.TemporaryFile("w+") as said:  # a full pipe that no process reads would block the job
         process = subprocess.Popen(
             list(command), env=env, cwd=cwd, stdout=said, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )

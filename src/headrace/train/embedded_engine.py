@@ -6,7 +6,7 @@
 
 Every request has a slot, and each tick moves every slot of a version one token on: first through the prompt, then through the answer. Requests
 join and leave between ticks (continuous batching). A tick always has the same shape, `slots` rows of one token over a cache of `context` positions,
-so the numbers of a row do not depend on the other rows, to the bit; neither does the sampled token, which is chosen by a draw of
+so the numbers of a row do not depend on any other row, to the bit; neither does the sampled token, which is chosen by a draw of
 the request's own seed. A test holds it to that.
 """
 
@@ -157,7 +157,7 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                await asyncio.sleep(0)  # whoever was answered asks its next turn before the next ticks
+                await asyncio.sleep(0)  # environments that got an answer send their next turn before the next ticks
                 active = [slots for slots in self._versions.values() if slots.pending or slots.busy]
                 if not active:
                     return

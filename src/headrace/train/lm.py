@@ -419,8 +419,8 @@ def init_distributed(device: str = "auto", *, timeout_seconds: float = 300.0) ->
 def shutdown_distributed() -> None:
     """Leave the process group, if there is one; trainers still alive step no more. No barrier: a peer may be gone.
 
-    DDP must let go of the group first. Whoever drops the last reference joins gloo's threads, and DDP does so without
-    releasing the GIL, which such a thread may need to free its last piece of work: with a trainer that outlived the
+    DDP must release the group first. The owner of the last reference joins gloo's threads, and DDP does so without
+    releasing the GIL, which a gloo thread may need to free its last piece of work: with a trainer that outlived the
     group, 5 of 112 runs of three ranks never ended (pytorch issue 56297); in this order none did.
     """
     for trainer in list(_in_a_group):

@@ -204,21 +204,21 @@ async function stepPage(run, number) {
   addEventListener('keydown', keyed);
   leave.push(() => removeEventListener('keydown', keyed));
   const here = visit;
-  let told;
-  try { told = await api('step', {run, step}); } catch (error) { if (here === visit) put(body, refused(error)); return; }
+  let answer;
+  try { answer = await api('step', {run, step}); } catch (error) { if (here === visit) put(body, refused(error)); return; }
   if (here !== visit) return;
-  const total = Object.values(told.totals).reduce((a, t) => a + t.tokens, 0) || 1;
-  const proof = told.proven ? h('span', {class: 'pill good', title: told.digest}, 'proven by the digest the run recorded') : h('span', {class: 'pill warn'}, 'not proven: the run has not recorded this step’s digest');
-  const sources = Object.keys(told.totals);
+  const total = Object.values(answer.totals).reduce((a, t) => a + t.tokens, 0) || 1;
+  const proof = answer.proven ? h('span', {class: 'pill good', title: answer.digest}, 'proven by the digest the run recorded') : h('span', {class: 'pill warn'}, 'not proven: the run has not recorded this step’s digest');
+  const sources = Object.keys(answer.totals);
   const filter = h('select', {'aria-label': 'source', onchange: () => show()}, h('option', {value: ''}, 'all sources'), sources.map(n => h('option', {value: n}, n)));
   const words = h('input', {type: 'search', placeholder: 'text in these documents', 'aria-label': 'text', size: 26, oninput: () => show()});
   const list = h('div');
   const show = () => {
-    const wanted = told.documents.filter(d => (!filter.value || d.source === filter.value) && (!words.value || (d.text || '').toLowerCase().includes(words.value.toLowerCase())));
+    const wanted = answer.documents.filter(d => (!filter.value || d.source === filter.value) && (!words.value || (d.text || '').toLowerCase().includes(words.value.toLowerCase())));
     put(list, ...wanted.slice(0, 400).map(d => documentCard(run, d)), wanted.length > 400 ? h('p', {class: 'dim'}, `and ${wanted.length - 400} more: headrace step ${status.path} ${step}`) : '');
   };
-  put(body, h('p', {}, proof, h('span', {class: 'dim'}, ` ${whole(told.documents.length)} pieces of documents, samples ${whole(told.first_sample)} to ${whole(told.first_sample + told.samples - 1)}, ${told.world_size} rank${told.world_size > 1 ? 's' : ''}`)),
-    h('div', {class: 'legend'}, Object.entries(told.totals).sort(([a], [b]) => a < b ? -1 : 1).map(([n, t], i) => t.tokens && h('span', {}, h('i', {class: 'swatch', style: {background: colour(SERIES[i % 8])}}), `${n}: ${whole(t.documents)} documents, ${whole(t.tokens)} tokens (${(100 * t.tokens / total).toFixed(1)} %)`)), told.padding ? h('span', {}, `padding ${whole(told.padding)} tokens`) : ''),
+  put(body, h('p', {}, proof, h('span', {class: 'dim'}, ` ${whole(answer.documents.length)} pieces of documents, samples ${whole(answer.first_sample)} to ${whole(answer.first_sample + answer.samples - 1)}, ${answer.world_size} rank${answer.world_size > 1 ? 's' : ''}`)),
+    h('div', {class: 'legend'}, Object.entries(answer.totals).sort(([a], [b]) => a < b ? -1 : 1).map(([n, t], i) => t.tokens && h('span', {}, h('i', {class: 'swatch', style: {background: colour(SERIES[i % 8])}}), `${n}: ${whole(t.documents)} documents, ${whole(t.tokens)} tokens (${(100 * t.tokens / total).toFixed(1)} %)`)), answer.padding ? h('span', {}, `padding ${whole(answer.padding)} tokens`) : ''),
     h('details', {}, h('summary', {class: 'dim'}, 'Skip this step in a later run'), command(`headrace run --resume ${status.path} --run.skip ${step}:${step + 1}`), command(`headrace step ${status.path} ${step} --format json`)),
     h('div', {class: 'toolbar'}, filter, words), list);
   show();
@@ -229,8 +229,8 @@ function documentCard(run, d) {
   const button = h('button', {class: 'plain', onclick: async () => {
     button.textContent = 'reading…';
     try {
-      const told = await api('tokens', {run, sample: d.sample});
-      const piece = told.pieces.find(p => p.column === d.column) || told.pieces[0];
+      const answer = await api('tokens', {run, sample: d.sample});
+      const piece = answer.pieces.find(p => p.column === d.column) || answer.pieces[0];
       put(text, ...piece.texts.map((t, i) => h('span', {class: 'tok', title: `token ${piece.start + i} of the document, id ${piece.ids[i]}`}, t === '' ? '·' : t)));
       button.remove();
     } catch (error) { button.textContent = String(error.message); }
@@ -258,20 +258,20 @@ async function findPage(run, source, row, file) {
   async function search() {
     put(body, h('p', {class: 'loading'}, 'Making the documents around that step again…'));
     try {
-      const told = await api('search', {run, text: words.value, step: near.value});
+      const answer = await api('search', {run, text: words.value, step: near.value});
       if (here !== visit) return;
-      put(body, h('p', {class: 'dim'}, `${told.documents.length} pieces in steps ${told.steps[0]} to ${told.steps[told.steps.length - 1]}`), ...told.documents.map(d => documentCard(run, d)));
+      put(body, h('p', {class: 'dim'}, `${answer.documents.length} pieces in steps ${answer.steps[0]} to ${answer.steps[answer.steps.length - 1]}`), ...answer.documents.map(d => documentCard(run, d)));
     } catch (error) { put(body, refused(error)); }
   }
   if (source === undefined || row === undefined) return;
   put(body, h('p', {class: 'loading'}, 'Looking for its windows…'));
-  let told;
-  try { told = await api('find', {run, source, row, file}); } catch (error) { if (here === visit) put(body, refused(error)); return; }
+  let answer;
+  try { answer = await api('find', {run, source, row, file}); } catch (error) { if (here === visit) put(body, refused(error)); return; }
   if (here !== visit) return;
-  put(body, h('h2', {}, `${told.source} row ${whole(told.source_row)}`), h('div', {class: 'key'}, `${told.file} row ${told.row}`),
-    told.seen.length ? h('div', {class: 'scroll'}, h('table', {}, h('thead', {}, h('tr', {}, ['Step', 'Epoch', 'Sample', 'Rank', 'Row', 'Tokens'].map(t => h('th', {}, t)))), h('tbody', {}, told.seen.map(x => h('tr', {}, h('td', {}, x.step === null ? 'skipped' : h('a', {href: link(run, 'step', x.step)}, whole(x.step))), [x.epoch, x.sample, x.rank, x.position].map(v => h('td', {}, whole(v))), h('td', {}, `${whole(x.start)}–${whole(x.start + x.length)}`)))))) : h('p', {class: 'empty'}, `Not seen up to step ${whole(told.last_step)}.`),
-    told.never ? h('p', {class: 'dim'}, `It does not come${told.seen.length ? ' again' : ''}: ${told.never}`) : '',
-    told.upcoming ? h('p', {class: 'dim'}, `It comes next in epoch ${told.upcoming.epoch}, lane ${told.upcoming.lane}, at position ${whole(told.upcoming.position)}.`) : '');
+  put(body, h('h2', {}, `${answer.source} row ${whole(answer.source_row)}`), h('div', {class: 'key'}, `${answer.file} row ${answer.row}`),
+    answer.seen.length ? h('div', {class: 'scroll'}, h('table', {}, h('thead', {}, h('tr', {}, ['Step', 'Epoch', 'Sample', 'Rank', 'Row', 'Tokens'].map(t => h('th', {}, t)))), h('tbody', {}, answer.seen.map(x => h('tr', {}, h('td', {}, x.step === null ? 'skipped' : h('a', {href: link(run, 'step', x.step)}, whole(x.step))), [x.epoch, x.sample, x.rank, x.position].map(v => h('td', {}, whole(v))), h('td', {}, `${whole(x.start)}–${whole(x.start + x.length)}`)))))) : h('p', {class: 'empty'}, `Not seen up to step ${whole(answer.last_step)}.`),
+    answer.never ? h('p', {class: 'dim'}, `It does not come${answer.seen.length ? ' again' : ''}: ${answer.never}`) : '',
+    answer.upcoming ? h('p', {class: 'dim'}, `It comes next in epoch ${answer.upcoming.epoch}, lane ${answer.upcoming.lane}, at position ${whole(answer.upcoming.position)}.`) : '');
 }
 
 // ---------------------------------------------------------------------------------------------- compare
@@ -288,14 +288,14 @@ async function comparePage(a, b) {
   leave.push(() => charts.forEach(c => c.remove()));
   if (!data.provenance) { put(parts, h('p', {class: 'dim'}, 'Only text runs record which documents they saw.')); return; }
   const here = visit;
-  let told;
-  try { told = await api('diff', {a, b}); } catch (error) { if (here === visit) put(parts, refused(error)); return; }
+  let answer;
+  try { answer = await api('diff', {a, b}); } catch (error) { if (here === visit) put(parts, refused(error)); return; }
   if (here !== visit) return;
   const seen = (letter, x, run) => x && h('article', {class: 'doc'}, h('div', {class: 'where'}, h('b', {}, letter), x.source === null ? 'nothing to learn' : [h('b', {}, x.source), h('span', {class: 'key'}, `${x.file} row ${x.row}`)], x.step !== null ? h('a', {href: link(run, 'step', x.step)}, `step ${whole(x.step)}`) : 'skipped'), x.text ? h('div', {class: 'text'}, x.text) : '');
-  put(parts, h('div', {class: 'verdict ' + (told.same ? 'good' : 'warn')}, h('span', {class: 'mark', 'aria-hidden': 'true'}, told.same ? '✓' : '!'),
-    told.same ? `The same data for all ${whole(Math.min(told.steps_a, told.steps_b))} steps that both have` : `The data parts at step ${whole(told.step_a)}${told.step_a !== told.step_b ? ` of A, step ${whole(told.step_b)} of B` : ''}`),
-    h('p', {class: 'dim'}, told.samples_compared ? `${whole(told.samples_compared)} samples before it are equal. ` : '', Object.keys(told.order).length ? ['Different: ', Object.entries(told.order).map(([k, [x, y]]) => h('span', {class: 'pill'}, `${k.replace('config:', '')}: A ${x}, B ${y}`))] : ''),
-    h('div', {class: 'pair'}, seen('A', told.seen_a, a), seen('B', told.seen_b, b)), ...told.notes.map(n => h('p', {class: 'dim'}, n)));
+  put(parts, h('div', {class: 'verdict ' + (answer.same ? 'good' : 'warn')}, h('span', {class: 'mark', 'aria-hidden': 'true'}, answer.same ? '✓' : '!'),
+    answer.same ? `The same data for all ${whole(Math.min(answer.steps_a, answer.steps_b))} steps that both have` : `The data parts at step ${whole(answer.step_a)}${answer.step_a !== answer.step_b ? ` of A, step ${whole(answer.step_b)} of B` : ''}`),
+    h('p', {class: 'dim'}, answer.samples_compared ? `${whole(answer.samples_compared)} samples before it are equal. ` : '', Object.keys(answer.order).length ? ['Different: ', Object.entries(answer.order).map(([k, [x, y]]) => h('span', {class: 'pill'}, `${k.replace('config:', '')}: A ${x}, B ${y}`))] : ''),
+    h('div', {class: 'pair'}, seen('A', answer.seen_a, a), seen('B', answer.seen_b, b)), ...answer.notes.map(n => h('p', {class: 'dim'}, n)));
 }
 
 // ---------------------------------------------------------------------------------------------- metrics
