@@ -12,7 +12,8 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,28 @@ def test_every_public_name_is_in_the_reference(generated, reference):
         page = generated[DOCS / "reference" / f"{room}.md"]
         shown = re.findall(rf"^(?:::: headrace\.{room}\.|## `)(\w+)`?$", page, re.MULTILINE)
         assert shown == list(importlib.import_module(f"headrace.{room}").__all__)
+
+
+def test_every_argument_of_a_public_name_is_documented(reference):
+    package = importlib.import_module("headrace")
+    settings = {name.rpartition(".")[2]: _named(name) for name in reference.SETTINGS}
+    unsaid = []
+    for name in set(package.__all__) - {"__version__", *reference.PACKAGES}:
+        value = getattr(package, name)
+        if isinstance(value, type) and issubclass(value, (Exception, Enum)):
+            continue
+        words = f"{value.__doc__} {value.__init__.__doc__ if isinstance(value, type) else ''}"
+        if is_dataclass(value):
+            words += inspect.getsource(value)  # the string below each field
+        for found in re.findall(r"`(\w+Settings)`", words):
+            words += inspect.getsource(settings[found])
+        unsaid += [f"{name}({p})" for p in inspect.signature(value).parameters if not re.search(rf"\b{p}\b", words)]
+    assert not unsaid
+
+
+def _named(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def test_every_config_key_is_in_the_reference(generated, reference):

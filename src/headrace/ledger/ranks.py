@@ -67,7 +67,10 @@ class Ledger:
         deadline: float = 300.0,
         meter: Meter | None = None,
     ) -> None:
-        """`group` reaches CPU memory; `device_group`, of the same ranks, that of the arena."""
+        """`settings` are equal on all ranks. `group` reaches CPU memory; `device_group`, of the same ranks, the memory of the states.
+
+        `deadline`: seconds that a collective may take. `meter` counts the waits; the process's own unless given.
+        """
         if not deadline > 0:
             raise ConfigError(f"a ledger needs a deadline above 0 seconds for its exchanges, got {deadline!r}")
         joined = dist.is_available() and dist.is_initialized()

@@ -36,7 +36,10 @@ register(*_FAMILIES, *_SCALARS)
 
 
 class DataStatsCollector:
-    """Counts of one rank. The modalities are fixed, so that all ranks have the same keys."""
+    """Counts of one rank. The `modalities` are fixed, so that all ranks have the same keys.
+
+    `targets` are the wanted shares by modality. `deadline`: seconds that a collective may take. `meter` counts the waits; the process's own unless given.
+    """
 
     def __init__(
         self,

@@ -138,6 +138,11 @@ class StreamMixingDataset(IterableDataset):
     ) -> None:
         """List the files and make the plan; nothing else is read yet.
 
+        `roots` are folders of files in the given `layout`; relative ones are below `base`. `allow_symlinks` follows links. `listing` gives files that are listed
+        already. `readers` adds formats by suffix.
+        `num_streams_mixed` is K, the files that are open at a time. `batching_mode`, `pick_mode`, `queue` and `seed` decide the order (docs/guides/streams.md).
+        `group_key` names the column of group ids. `collate` makes the batch from the columns. `dp_rank` and `dp_world_size` are this rank, from
+        torch.distributed unless given. `deadline` is in seconds and holds for each wait; `meter` counts them.
         `batch_size` is in rows, for a rank, by modality or one for all. `global_ranks` belongs to the run: a pick of per_stream
         covers batch_size x global_ranks rows, shared out to however many ranks there are today. `lanes` (device_per_stream;
         default global_ranks) may change at a resume; the number of ranks must divide it. `repeat` begins the next epoch by

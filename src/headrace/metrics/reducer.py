@@ -273,6 +273,9 @@ class Reducer:
 
     Values travel through the memory of `device`, which `group` must reach. By default that is CPU memory where the group reaches it
     (gloo), else the group's own device (nccl). With `torch.distributed` not initialised, or one rank, nothing is sent.
+
+    `specs` declare the keys that a row may have. `deadline`: seconds that one reduction may take. `collectives`: `"all_gather"` also finds the worst rank of each
+    key; `"all_reduce"` does not. `meter` counts the waits; the process's own unless given.
     """
 
     def __init__(

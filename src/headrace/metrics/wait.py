@@ -361,8 +361,13 @@ class Wait(_Frame):
             while not ready.wait(timeout=min(1.0, wait.remaining())):
                 wait.check()
 
-    Waiting itself stays the caller's business, because only the caller knows how: pass `remaining()` as its timeout,
-    and call `check()` when it comes back with nothing.
+    The caller does the waiting, with any call that takes a timeout: pass `remaining()` as the timeout, and call `check()` when
+    the call returns without a result.
+
+    - `name`: what is awaited, dotted: `spool.empty`. It is part of the metric's key.
+    - `deadline`: seconds after which `check` raises DeadlineExceeded, with `remedy` at the end of the message.
+    - `hidden`: the wait of a background thread, counted apart.
+    - `meter`: counts the wait; the process's own unless given.
     """
 
     __slots__ = ("deadline", "remedy")
@@ -455,7 +460,10 @@ class _Phase(_Frame):
 
 
 def phase(name: str, *, meter: Meter | None = None) -> _Phase:
-    """`with phase("pack"):` gives phase/pack/seconds: the time in it that lies in no inner phase and no wait."""
+    """`with phase("pack"):` counts phase/pack/seconds: the time in the body, without inner phases and waits.
+
+    `name` is part of the metric's key. `meter` counts it; the process's own unless given.
+    """
     return _Phase(name, meter if meter is not None else _default)
 
 

@@ -33,7 +33,7 @@ def sample_term(sample_index: int, content: bytes) -> int:
 
 
 class Digest:
-    """A running 128-bit sum."""
+    """A running 128-bit sum, starting at `value`: an integer, or 32 hexadecimal digits."""
 
     __slots__ = ("value",)
 

@@ -49,7 +49,11 @@ def kill_sweep(
     cwd: Path | None = None,
     deadline: float = 300.0,
 ) -> KillSweep:
-    """Kill `kills` times, each between `shortest` and `longest` seconds after start (or after `ready()` becomes true)."""
+    """Kill a job with SIGKILL `kills` times, each between `shortest` and `longest` seconds after its start (or after `ready()` becomes true), then let it finish.
+
+    `start` is the command of the first life, `resume` that of every later one. `seed` chooses the moments. `env` and `cwd` are those of the processes.
+    `deadline`: seconds that one life may take.
+    """
     moments: list[float] = []
     command = list(start)
     for k in range(kills):

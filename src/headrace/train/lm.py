@@ -147,7 +147,7 @@ class _GlobalTokenMean(torch.autograd.Function):
 
 
 def global_token_mean(loss_sum: Tensor, tokens: Tensor | int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The mean loss per token over all ranks, for `backward()` under DDP. A collective: every rank calls it.
+    """The mean loss per token over all ranks of `group`, for `backward()` under DDP. A collective: every rank calls it.
 
     `loss_sum` is this rank's sum of token losses, `tokens` how many there were (0 is fine). The value is the global
     mean on every rank; its gradient is scaled by the number of ranks, because DDP (like FSDP) divides by it.
