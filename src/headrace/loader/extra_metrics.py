@@ -1,4 +1,4 @@
-"""What does the data have to say at this step?
+"""Metrics of the data at a step, for the trainer's log line.
 
     extra = extra_metrics(loader, world_size=world, device=device)       in a training loop, once a step
     processor.log(step, loss, extra_metrics=extra)

@@ -531,7 +531,7 @@ class _Pass:
         """By stream, how many rows are worth one read."""
         self._share = min(_READ_AT_ONCE, _KEPT // (data.settings.slots * len(self._plan.lanes)))
         self._asked: deque[_Read] = deque()
-        # Requests are small and few enough to fit into a pipe that nobody reads: asking never blocks.
+        # Requests are small and few enough to fit into a pipe whose reader is busy: asking never blocks.
         self._depth = min((data._prefetch + 1) * max(data._num_workers, 1), 256)
         self._checked: set[int] = set()
         self._inline = self._processes is None and not data._prefetch
@@ -588,7 +588,7 @@ class _Pass:
         self._thread.close(2.0)
         self._files.close()
 
-    # ------------------------------------------------------------------ called by whoever makes the next batch
+    # ------------------------------------------------------------------ called by the thread that makes the next batch
 
     def _make_one(self) -> tuple[Draw, Any] | None:
         if self._processes is None:
@@ -701,7 +701,7 @@ class _Pass:
 
 
 def _rows_at_once(cells: Cells, rows: int, share: int) -> int:
-    """How many rows of a file make `share` bytes, judged by some of them; 0 if nobody can know, or it would be a few times as many only."""
+    """How many rows of a file make `share` bytes, judged by some of them; 0 if the size of a row is not known, or it would be a few times as many only."""
     if not rows or any(column.dtype == object for column in cells.values()):
         return 0
     worth = share * rows // max(1, sum(column.nbytes for column in cells.values()))

@@ -1,4 +1,4 @@
-"""How do batches reach a training loop that already has its own DataLoader?
+"""Adapters for training loops that have their own DataLoader.
 
     data = hr.TextDataset(["jsonl:web/*.jsonl"], tokenizer="tokenizer.json", seq_len=2048)
 
@@ -111,11 +111,11 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         # look at the state, and a loader that has ended starts its next pass when it is iterated.
         loader = self.loader
         self._touched = True
-        for batch in loader:  # noqa: UP028 (`yield from` would close the loader whenever somebody leaves early)
+        for batch in loader:  # noqa: UP028 (`yield from` would close the loader when the caller's loop ends early)
             yield batch
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        # The open batch lives in the dataset, not here: whoever iterates again gets the rest of its rows.
+        # The open batch lives in the dataset, not here: the next iteration gets the rest of its rows.
         loader = self.loader
         self._touched = True
         iter(loader)  # the next pass, if this one has ended

@@ -11,7 +11,7 @@ Every request ends exactly once, as arrived or as failed for a reason, and `coun
 
     requested = arrived + failed + outstanding            arrived = delivered + dropped + discarded + held
 
-What arrives after its request ended is late: counted, and in no step. Reads no clock; whoever has one calls `expire`.
+What arrives after its request ended is late: counted, and in no step. Reads no clock; the scheduler calls `expire`.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ class GroupBook:
 
     def expire(self, step: int, reason: str = "deadline", *, answered: Collection[Request] = ()) -> int:
         """End every request of a step that is still out, without refills; how many. The step can be taken afterwards. `answered`: requests that
-        are not out any more, although nobody has called `arrive` for them yet."""
+        are not out any more, although `arrive` was not called for them yet."""
         mine = [g for g in self._groups.values() if not g.closed and (g.step == step or self.membership != "index")]
         return sum(self._end(group, reason, answered) for group in mine)
 
@@ -407,7 +407,9 @@ class GroupBook:
         if not self._last:
             raise RuntimeError("no step was taken that could be asked for again")
         self._next_step -= 1
-        if self.membership == "completion":  # whoever asks again asks for this step, however many have closed meanwhile
+        if (
+            self.membership == "completion"
+        ):  # a repeated request is for this step, however many groups have closed meanwhile
             self._steps[self._next_step] = tuple(self._last)
             self._step_of.update(dict.fromkeys(self._last, self._next_step))
         requests: list[Request] = []

@@ -81,7 +81,7 @@ class PhaseCost:
     """Lag without the time for which the loop's thread was ready and had no core: what this process did to it. The same as lag where /proc does not tell."""
     blocked_max: float = 0.0
     stolen: float = 0.0
-    """CPU seconds that a virtual machine's host gave to others meanwhile: lag that is nobody's here. 0 where /proc does not tell."""
+    """CPU seconds that the host of a virtual machine gave to other guests (steal time). 0 where /proc does not have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

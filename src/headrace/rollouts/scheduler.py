@@ -285,7 +285,7 @@ class RolloutScheduler:
         return {request for held in self._held.values() for request in held}
 
     def _close_all(self) -> None:
-        """Close every group that waits for nobody any more, in tasks of their own."""
+        """Close every group whose requests have all ended, each in a task of its own."""
         for task in list(self._held):
             self._start(self._close(task), self._tasks, name=f"close-{task}")
 
@@ -333,7 +333,7 @@ class RolloutScheduler:
         """The requests of a group whose answers are all there; [] if one is missing."""
         waiting, held = self.book.waiting(task), self._held.get(task, {})
         for request in [r for r in held if r not in waiting]:
-            del held[request]  # ended by somebody else: a deadline, a group that was dropped
+            del held[request]  # ended elsewhere: by a deadline, or with a group that was dropped
         return sorted(waiting, key=_key) if len(held) == len(waiting) else []
 
     def _step_for(self, task: int) -> int:
@@ -355,7 +355,7 @@ class RolloutScheduler:
             task.add_done_callback(tasks.discard)
 
     def _stop_ended(self) -> None:
-        """Stop whoever works on requests that nobody waits for any more."""
+        """Cancel the tasks of requests whose result is not needed any more."""
         wanted = {
             f"rollout-{r.task}-{r.member}-{r.attempt}" for t in self.book.open_tasks for r in self.book.waiting(t)
         }
@@ -441,7 +441,7 @@ class RolloutScheduler:
         return not self._held and not self.book.held and self._oldest_open() - first >= tried
 
     async def _closed(self, task: int) -> None:
-        """Until a group whose answers are there is closed, by this or by whoever is at it."""
+        """Wait until a group whose answers are there is closed, by this task or by the one that is closing it."""
         while self._ready_to_close(task) or task in self._closing:
             await self._close(task)
             await asyncio.sleep(0)
