@@ -29,6 +29,8 @@ GROUPS = {
     ),
 }  # fmt: skip
 """Where each public name of `headrace` stands on the API page."""
+SETTINGS = ("headrace.spool.settings.ProviderSettings", "headrace.spool.settings.ConsumerSettings")
+"""Classes that explain the arguments of public names."""
 PACKAGES = ("ledger", "reduce", "rollouts", "testing")
 """Public packages, a page each."""
 GUIDES = (
@@ -60,6 +62,8 @@ def api_page() -> str:
     for title, names in GROUPS.items():
         parts.append(f"## {title}\n")
         parts += [f"::: headrace.{name}\n    options:\n      heading_level: 3\n" for name in names]
+    parts.append("## Settings\n")
+    parts += [f"::: {name}\n    options:\n      heading_level: 3\n" for name in SETTINGS]
     return "\n".join(parts)
 
 

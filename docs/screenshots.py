@@ -1,7 +1,7 @@
 """Take the screenshots of the live page, from runs that happen now: docs/img/ui-<page>-<width>-<scheme>.png.
 
 python docs/screenshots.py                make the runs, take all pictures
-python docs/screenshots.py --runs DIR     use the runs below DIR: text, other, streams, and rl if it is there
+python docs/screenshots.py --runs DIR     use the runs below DIR: text, other, streams, spooled, and rl if it is there
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "img"
 LARGEST = 150_000
 SHOTS = (
-    ("runs", "#/", (1280,), ("light",)),
+    ("runs", "#/", (1280, 390), ("light",)),
     ("overview", "#/run/text/overview", (1280, 390), ("light", "dark")),
     ("step", "#/run/text/step/120", (1280, 390), ("light", "dark")),
     ("compare", "#/compare/text/other", (1280,), ("light",)),
     ("streams", "#/run/streams/streams", (1280, 390), ("light", "dark")),
+    ("spool", "#/run/spooled/spool", (1280,), ("light",)),
     ("metrics", "#/run/streams/metrics", (1280,), ("dark",)),
     ("rl", "#/run/rl/rl", (1280,), ("light",)),
     ("rollouts", "#/run/rl/rl/{rollouts}", (1280, 390), ("light", "dark")),
@@ -32,12 +33,13 @@ SHOTS = (
 
 
 def make_runs(folder: Path) -> None:
-    """A text run, the same with another seed, a stream run whose ledger forgets too early, and an RL run."""
+    """A text run, the same with another seed and through a spool, a stream run whose ledger forgets too early, and an RL run."""
     subprocess.run([sys.executable, str(ROOT / "examples" / "stream_mixing" / "make_data.py")], cwd=ROOT, check=True)
     runs = [
         ("text", "examples/quickstart.toml", ()),
         ("other", "examples/quickstart.toml", ("--run.seed", "8", "--run.name", "other-seed")),
         ("streams", "examples/stream_mixing/diag_stale_false_evict.toml", ()),
+        ("spooled", "examples/quickstart.toml", ("--run.name", "spooled", "--spool.enabled", "true")),
     ]
     if (ROOT / "examples" / "rl" / "sort.toml").exists():
         runs.append(("rl", "examples/rl/sort.toml", ("--run.stop_after", "30")))

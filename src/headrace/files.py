@@ -5,7 +5,7 @@
     open_container(path)            mapped and verified before a value is handed out
     quarantine(path, reason)        a bad file leaves the way but is kept, with the reason beside it
     open_inside(folder, name)       a file that is appended to or locked; no symbolic link below the folder is followed
-    open_regular(path)              a file that somebody else may have put there: nothing but a regular file is opened
+    open_regular(path)              a file of unknown origin: only a regular file is opened
     read_regular(path, most)        all of its bytes, of which there may be at most so many
     read_json(path, most)           a JSON value in such a file
 

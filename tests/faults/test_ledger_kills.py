@@ -92,7 +92,7 @@ if __name__ == "__main__":
     import headrace.runs.streams
     import headrace.train.recurrent  # noqa: F401  (once, for all lives to come)
     from headrace.cli import main
-    from headrace.ledger.kernels import INDEX_KERNELS
+    from headrace.ledger.slot_index import INDEX_KERNELS
     from headrace.runtime.compiled import wait_for_kernels
 
     wait_for_kernels(*INDEX_KERNELS)

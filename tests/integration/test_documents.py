@@ -11,7 +11,9 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
+import tomllib
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,13 @@ def test_links_between_documents_lead_somewhere(document, generated):
             assert anchor in found, f"{name_of(document)} links to {target}#{anchor}"
 
 
+def test_the_version_is_the_same_everywhere():
+    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first is not None
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert {first[1], package} == {importlib.import_module("headrace").__version__}
+
+
 def test_every_guide_is_in_the_navigation(reference):
     assert {page.stem for page in (DOCS / "guides").glob("*.md")} == set(reference.GUIDES)
 
@@ -157,6 +166,28 @@ def test_every_public_name_is_in_the_reference(generated, reference):
         page = generated[DOCS / "reference" / f"{room}.md"]
         shown = re.findall(rf"^(?:::: headrace\.{room}\.|## `)(\w+)`?$", page, re.MULTILINE)
         assert shown == list(importlib.import_module(f"headrace.{room}").__all__)
+
+
+def test_every_argument_of_a_public_name_is_documented(reference):
+    package = importlib.import_module("headrace")
+    settings = {name.rpartition(".")[2]: _named(name) for name in reference.SETTINGS}
+    unsaid = []
+    for name in set(package.__all__) - {"__version__", *reference.PACKAGES}:
+        value = getattr(package, name)
+        if isinstance(value, type) and issubclass(value, (Exception, Enum)):
+            continue
+        words = f"{value.__doc__} {value.__init__.__doc__ if isinstance(value, type) else ''}"
+        if is_dataclass(value):
+            words += inspect.getsource(value)  # the string below each field
+        for found in re.findall(r"`(\w+Settings)`", words):
+            words += inspect.getsource(settings[found])
+        unsaid += [f"{name}({p})" for p in inspect.signature(value).parameters if not re.search(rf"\b{p}\b", words)]
+    assert not unsaid
+
+
+def _named(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def test_every_config_key_is_in_the_reference(generated, reference):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -16,8 +17,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 import xxhash
 
+from headrace.spool import DatasetConsumer, SequentialProvider
+from headrace.spool.survey import set_aside
 from headrace.ui import read_run, write_page
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -31,6 +35,7 @@ pytestmark = [
         importlib.util.find_spec("playwright") is None, reason="needs playwright: pip install playwright"
     ),
 ]
+EVIL = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 READY = 'main[data-ready^="#"]'
 
 
@@ -50,6 +55,7 @@ class Tab:
     def open(self, address: str) -> Any:
         self.page.goto(address)
         self.page.wait_for_selector(READY)
+        assert "[object " not in self.page.inner_text("body"), address
         return self.page
 
     def close(self, host: str) -> None:
@@ -88,7 +94,9 @@ def synthetic(folder: Path, name: str, loss: float) -> Path:
 
 def rl_run(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.toml").write_text('[run]\nname = "sort"\nsteps = 50\n[policy]\nlr = 1e-3\n')
+    (folder / "config.toml").write_text(
+        '[run]\nname = "sort"\nsteps = 50\n[policy]\nlr = 1e-3\n[rollouts]\ngroups_per_step = 2\ndrop_equal = true\n[[env]]\nname = "sort"\ngroup_size = 2\n'
+    )
     lines = [
         {
             "step": s,
@@ -101,33 +109,137 @@ def rl_run(folder: Path) -> Path:
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "arrivals").mkdir()
-    with open(folder / "arrivals" / "step_000000000007.log", "wb") as out:
-        for member in range(3):
-            turn = {
-                "prompt": "3142>",
-                "completion": "12<4",
-                "kept": 0,
-                "prompt_ids": b"",
-                "ids": np.arange(4, dtype="<i4").tobytes(),
-                "logprobs": np.array([-0.1, -3, -0.2, -5], "<f4").tobytes(),
-            }
-            payload = msgspec.msgpack.encode(
-                {
-                    "task": 7,
-                    "member": member,
-                    "attempt": 0,
-                    "step": 7,
-                    "env": "sort",
-                    "version": 6,
-                    "time": 1.0,
-                    "reward": member / 2,
-                    "turns": [turn],
-                }
-            )
-            out.write(
-                len(payload).to_bytes(4, "little") + xxhash.xxh3_64_intdigest(payload).to_bytes(8, "little") + payload
-            )
+    members = [record(member, reward=member / 2) for member in range(3)]
+    members += [record(member, task=8, reward=1.0) for member in range(2)]
+    (folder / "arrivals" / "step_000000000007.log").write_bytes(b"".join(members))
+    unfinished = [record(0, task=9), record(0, task=10, failed="timeout")]
+    (folder / "arrivals" / "step_000000000008.log").write_bytes(b"".join(unfinished))
     return folder
+
+
+def record(member: int, *, prompt: str = "3142>", completion: str = "12<4", **changed: Any) -> bytes:
+    """A rollout of four tokens as it stands in an arrival log."""
+    turn = {
+        "prompt": prompt, "completion": completion, "kept": 0, "prompt_ids": b"", "ids": np.arange(4, dtype="<i4").tobytes(),
+        "logprobs": np.array([-0.1, -3, -0.2, -5], "<f4").tobytes(), "spans": [["6", 0, 4]],
+    }  # fmt: skip
+    fields = {
+        "task": 7,
+        "member": member,
+        "attempt": 0,
+        "step": 7,
+        "env": "sort",
+        "version": 6,
+        "time": 1.0,
+        "reward": 0.5,
+        "turns": [turn],
+    }
+    payload = msgspec.msgpack.encode(fields | changed)
+    return len(payload).to_bytes(4, "little") + xxhash.xxh3_64_intdigest(payload).to_bytes(8, "little") + payload
+
+
+def stream_run(folder: Path) -> Path:
+    """Four files in a pool of two, and a ledger that forgets 3 steps too early."""
+    folder.mkdir(parents=True)
+    files = {"atac/0.npz": 20, "atac/1.npz": 12, "rna/0.npz": 40, "rna/1.npz": 9}
+    (folder / "config.toml").write_text(
+        '[run]\nname = "cells"\nseed = 5\nsteps = 15\n[streams]\nbatch_size = 4\nbatch_sizes = {}\nnum_streams_mixed = 2\npick_mode = "proportional"\n'
+        'queue = "stratified"\nbatching_mode = "per_stream"\nglobal_ranks = 1\n[ledger]\nstale_threshold = 8\n'
+    )
+    (folder / "streams.json").write_text(json.dumps([{"name": n, "rows": r} for n, r in files.items()]))
+    lines = [
+        {"step": s, "train/loss": 1 / s, "stream_mixing/picks/atac": s % 2, "stream_mixing/picks/rna": (s + 1) % 2,
+         "ledger/evictions/stale": 2, "ledger/false_evictions/stale": int(s > 10), "ledger/refault_distance_max": 3}
+        for s in range(1, 16)
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+class Counted(SequentialProvider):
+    """Integers in order."""
+
+    def build_meta(self) -> dict[str, Any]:
+        schema = [{"name": "g", "dtype": "int64", "shape": []}]
+        return {"dataset_name": "counted", "training_type": "SEQUENCE_SCORING", "batch_schema": schema}
+
+    def start_from(self, split, part, cursor) -> None:
+        self.at = 0 if cursor is None else cursor["rows"]
+
+    def next_batch(self, split, part):
+        begin, self.at = self.at, min(self.at + self.batch_size, 24)
+        return {"g": torch.arange(begin, self.at)} if self.at > begin else None
+
+    def cursor(self, split, part):
+        return {"rows": self.at}
+
+
+def spool_run(folder: Path, reason: str) -> Path:
+    """A run with a spool of three files, one read, one in the quarantine."""
+    synthetic(folder, "spooled", 2.0)
+    with open(folder / "config.toml", "a") as out:
+        out.write("[spool]\nenabled = true\n")
+    Counted(folder / "spool", batch_size=4, batches_per_file=2, sleep_seconds=0.01, max_backlog_files=4).run(
+        max_files=3
+    )
+    consumer = DatasetConsumer(folder / "spool", device_type="cpu", deadline=20.0)
+    consumer.get_batch("train")
+    consumer.close()
+    set_aside(folder / "spool", 2, reason)
+    return folder
+
+
+def evil_runs(root: Path) -> None:
+    """Runs in which every name and text is a tag: of the run, sources, metrics, events, environments, rollouts, modalities, files."""
+    quoted = json.dumps(EVIL)
+    text = root / "evil-text"
+    text.mkdir()
+    (text / "config.toml").write_text(
+        f'[run]\nname = {quoted}\nsteps = 40\n{quoted} = {quoted}\n[[source]]\nname = {quoted}\nspec = {quoted}\nweight = 0.5\n[[source]]\nname = "b"\nspec = "x"\nweight = 0.5\n'
+    )
+    (text / "flight.jsonl").write_text(quoted + "\n")
+    (text / "journal.jsonl").write_text(
+        json.dumps({"event": EVIL, "step": 3, EVIL: EVIL})
+        + "\n"
+        + json.dumps({"event": "resumed", "step": 3})
+        + "\n{torn"
+    )
+    with open(text / "metrics.jsonl", "w") as out:
+        for step in range(1, 40):
+            line = {"step": step, "train/loss": float("nan") if step > 30 else 1 / step, EVIL: step, f"step/wait/{EVIL}/seconds": 0.5, f"step/phase/{EVIL}/seconds": 0.5,
+                    "step/seconds": 1.0, "steps_in_interval": 1, f"data/source_tokens/{EVIL}": 10, "data/source_tokens/b": 1, "data/tokens": 11}  # fmt: skip
+            out.write(json.dumps(line) + "\n")
+    streams = stream_run(root / "evil-streams")
+    for name in ("config.toml", "streams.json", "metrics.jsonl"):
+        path = streams / name
+        path.write_text(path.read_text().replace("atac", EVIL.replace("/", "")).replace('"cells"', quoted))
+    rl = root / "evil-rl"
+    rl.mkdir()
+    (rl / "config.toml").write_text(f"[run]\nname = {quoted}\nsteps = 9\n[policy]\nlr = 1\n[[env]]\nname = {quoted}\n")
+    (rl / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps({"step": s, "reward/all/mean": s, f"reward/{EVIL}/mean": s, f"rollouts/failed/{EVIL}": 1}) + "\n"
+            for s in (1, 2)
+        )
+    )
+    (rl / "answers.jsonl").write_text(
+        json.dumps({"step": 1, "env": EVIL, "task": EVIL, "prompt": EVIL, "answer": EVIL, "reward": 1}) + "\n"
+    )
+    (rl / "arrivals").mkdir()
+    records = [record(0, env=EVIL, prompt=EVIL, completion=EVIL, metrics={EVIL: 1.0}), record(1, env=EVIL, failed=EVIL)]
+    (rl / "arrivals" / "step_000000000001.log").write_bytes(b"".join(records))
+
+
+@contextlib.contextmanager
+def opened(root: Path, repository: Path) -> Iterator[Any]:
+    """`headrace ui ROOT`."""
+    spec = importlib.util.spec_from_file_location("live_page", repository / "tests" / "live_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with module.live_page(root) as page:
+        yield page
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +248,25 @@ def page(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator
     synthetic(root / "a", "first", 2.0)
     synthetic(root / "b", "second", 3.0)
     rl_run(root / "sort")
-    spec = importlib.util.spec_from_file_location("live_page", repository / "tests" / "live_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with module.live_page(root) as page:
+    stream_run(root / "cells")
+    spool_run(root / "spooled", f"looked odd {EVIL}")
+    evil_runs(root)
+    with opened(root, repository) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, repository: Path, headrace: Any) -> Iterator[Any]:
+    """Two runs that recorded their documents: the second has another seed from its first step on. And a copy of the first."""
+    root = tmp_path_factory.mktemp("recorded")
+    for name, seed in (("one", "1"), ("two", "2")):
+        done = headrace(
+            "run", str(repository / "examples" / "quickstart.toml"), "--run.dir", str(root / name), "--run.steps", "4", "--run.log_every", "1", "--run.seed", seed,
+            "--text.seq_len", "64", "--loader.global_batch_size", "6", "--loader.lanes", "6", "--quiet",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    shutil.copytree(root / "one", root / "copy")
+    with opened(root, repository) as page:
         yield page
 
 
@@ -234,20 +359,118 @@ def test_two_runs_are_compared(browser, page):
 def test_rollouts_are_read_as_a_conversation(browser, page):
     tab = Tab(browser)
     here = tab.open(page.address + "#/run/sort/rl")
-    here.get_by_text("Read the rollouts of step 8").click()
+    groups = [row.inner_text().split("\t") for row in here.locator("#groups tbody tr").all()]
+    assert groups == [["9", "collecting", "1", "0", "2", "timeout: 1"], ["8", "trained", "5", "2", "0", "–"]]
+    here.locator("#groups a").nth(1).click()
     here.wait_for_selector(".turn")
     here.locator(".list tr.link").nth(2).click()
     here.wait_for_selector(".list tr.link.chosen:nth-child(3)")
     assert "3142>" in here.inner_text(".chat")
     assert [t.inner_text() for t in here.locator(".chat .tok").all()] == list("12<4")
     assert "+0.5" in here.inner_text(".legend")
+    token = here.locator(".chat .tok").nth(2)
+    assert "sampled by policy 6" in str(token.get_attribute("title"))
+    by_logprob = token.get_attribute("style")
+    here.get_by_label("colour tokens by").select_option("advantage")
+    here.wait_for_selector(".turn .role:has-text('above its group')")
+    shades = {t.get_attribute("style") for t in here.locator(".chat .tok").all()}
+    assert len(shades) == 1, "an advantage is the same for all tokens of a rollout"
+    assert by_logprob not in shades
+    assert "trained in step" in here.inner_text(".legend")
+    here.locator(".list tr.link").nth(4).click()
+    here.wait_for_selector("[data-filter=zero_advantage]")
+    assert "trained in step" not in here.inner_text(".legend")
     tab.close(page.address)
+
+
+def test_the_pool_is_shown_as_files_over_time_and_a_false_eviction_names_the_threshold(browser, page):
+    tab = Tab(browser)
+    here = tab.open(page.address + "#/run/cells/streams")
+    assert "11 would have been enough (it is 8)" in here.inner_text(".finding")
+    lanes = here.locator(".card", has_text="Open files over time")
+    assert lanes.locator("svg rect").count() >= 8, "four files, each with how far it was read"
+    lanes.locator("svg rect").nth(1).hover()
+    here.wait_for_selector(".tip")
+    assert re.search(r"steps \d+ to \d+, \d+ picks", here.inner_text(".tip"))
+    assert here.inner_text(".mix").split("\n") == ["atac", "53.3 %", "rna", "46.7 %"], "of 15 picks"
+    tab.close(page.address)
+
+
+def test_the_spool_page_shows_files_ranks_and_the_quarantine(browser, page):
+    tab = Tab(browser)
+    here = tab.open(page.address + "#/run/spooled/spool")
+    text = here.inner_text("main")
+    assert "1 missing, 1 in quarantine" in here.inner_text(".verdict.bad")
+    assert "looked odd" in text
+    assert "0 of 1" in text, "the rank that has read"
+    assert here.locator(".pill.bad", has_text="1: 2").count() == 1, "file 2 is missing"
+    assert here.locator("td .pill", has_text="none yet").count() >= 1, "a verdict"
+    tab.close(page.address)
+
+
+def test_names_that_are_tags_are_text_on_every_page(browser, page, tmp_path):
+    tab = Tab(browser)
+    tab.page.on("dialog", lambda dialog: tab.said.append(dialog.message))
+    addresses = [
+        "#/",
+        "#/run/evil-rl/rl/2/0",
+        "#/run/evil-rl/rl/2/1",
+        "#/run/spooled/spool",
+        "#/compare/evil-text/evil-streams",
+    ]
+    addresses += [
+        f"#/run/{run}/{name}"
+        for run in ("evil-text", "evil-streams", "evil-rl")
+        for name in ("overview", "metrics", "config")
+    ]
+    addresses += ["#/run/evil-streams/streams", "#/run/evil-rl/rl", "#/run/evil-text/find"]
+    for address in addresses:
+        here = tab.open(page.address + address)
+        here.wait_for_selector(".loading", state="detached")
+        assert here.locator("img, main script, #top script").count() == 0, address
+        assert "<img src=x" in here.inner_text("body"), address
+    here = tab.open(page.address + "#/run/evil-text/overview")
+    assert "not a number" in here.inner_text(".findings"), "NaN is said"
+    tab.close(page.address)
+
+
+def test_runs_that_recorded_their_documents_are_told_apart_and_searched(browser, recorded):
+    tab = Tab(browser)
+    here = tab.open(recorded.address + "#/compare/one/copy")
+    here.wait_for_selector(".verdict.good")
+    assert "The same data for all 4 steps" in here.inner_text(".verdict")
+    here = tab.open(recorded.address + "#/compare/one/two")
+    here.wait_for_selector(".verdict.warn")
+    assert "The data parts at step 1" in here.inner_text(".verdict")
+    assert here.locator(".doc").count() == 2, "what each of them saw there"
+    here = tab.open(recorded.address + "#/run/one/step/2")
+    here.wait_for_selector(".doc")
+    assert here.locator(".pill.good", has_text="proven").count() == 1
+    here.get_by_text("Skip this step in a later run").click()
+    assert "--run.skip 2:3" in here.inner_text(".command >> nth=0")
+    words = max(re.findall(r"[a-z]{5,}", here.inner_text(".doc .text >> nth=0")), key=len)
+    here = tab.open(recorded.address + "#/run/one/find")
+    here.get_by_label("text").fill(words)
+    here.get_by_label("around step").fill("2")
+    here.get_by_role("button", name="Search").click()
+    here.wait_for_selector(".doc a >> text=step 2")
+    tab.close(recorded.address)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_fit_a_phone(browser, page, scheme):
     tab = Tab(browser, width=390, scheme=scheme)
-    for address in ("#/", "#/run/a/overview", "#/run/a/metrics", "#/run/a/config", "#/run/sort/rl/8", "#/compare/a/b"):
+    for address in (
+        "#/",
+        "#/run/a/overview",
+        "#/run/a/metrics",
+        "#/run/a/config",
+        "#/run/sort/rl",
+        "#/run/sort/rl/8",
+        "#/run/cells/streams",
+        "#/run/spooled/spool",
+        "#/compare/a/b",
+    ):
         here = tab.open(page.address + address)
         assert here.evaluate("document.documentElement.scrollWidth") <= 390, address
         shade = here.evaluate("getComputedStyle(document.body).backgroundColor")

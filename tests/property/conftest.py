@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.ledger.kernels import INDEX_KERNELS
+from headrace.ledger.slot_index import INDEX_KERNELS
 from headrace.runtime.compiled import BOUNDS_CHECKS, wait_for_kernels
 from headrace.text import PACK_KERNELS
 

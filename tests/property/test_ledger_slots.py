@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.ledger.kernels import INDEX_KERNELS, _home
+from headrace.ledger.slot_index import INDEX_KERNELS, _home
 from headrace.ledger.slots import Slots
 from headrace.runtime.compiled import wait_for_kernels
 

@@ -64,7 +64,7 @@ def _print_rollout_diff(console: Console, found: RolloutDifference) -> None:
         f"{found.compared:,} rollouts before are the same",
         "bold",
     )
-    print_plain(console, f"  {found.told}")
+    print_plain(console, f"  {found.sentence}")
 
 
 def _print_diff(console: Console, found: Difference) -> None:

@@ -47,7 +47,7 @@ def gram(
     span: Annotated[int, Parameter(converter=_whole, help="Chunks shipped as one partial: 1, or 128, 256, 512, … for wide fleets. Never changes bits.")] = 1,
     workers: Annotated[int | None, Parameter(converter=_whole, help="Worker processes or actors; one a processor unless given (--engine spool: 0 to leave it to those who join). Never changes bits.")] = None,
     threads: Annotated[int | None, Parameter(converter=_whole, help="Threads a worker; 1 unless given. Never changes bits.")] = None,
-    engine: Annotated[Literal["local", "torchrun", "ray", "spool"] | None, Parameter(help="Who works: processes here, ranks of torchrun, Ray actors, or whoever sees a folder.")] = None,
+    engine: Annotated[Literal["local", "torchrun", "ray", "spool"] | None, Parameter(help="Which processes compute: local processes, ranks of torchrun, Ray actors, or any process that sees the folder.")] = None,
     spool: Annotated[Path | None, Parameter(help="The folder of --engine spool; OUT.work/spool unless given.")] = None,
     join: Annotated[Path | None, Parameter(help="Work for the pass in this spool, from any machine that sees it, until it is over.")] = None,
     window: Annotated[int, Parameter(converter=_whole, help="Partials a worker may be ahead of the slowest.")] = 4,
@@ -76,7 +76,9 @@ def gram(
 
     if join is not None:
         if engine is not None or spool is not None:
-            raise ConfigError("--join works for a pass that somebody else coordinates: leave out --engine and --spool")
+            raise ConfigError(
+                "--join works for a pass that another process coordinates: leave out --engine and --spool"
+            )
         return _join(join, shards, workers, threads, deadline, format, quiet)
     if not shards:
         raise ConfigError("name at least one shard: headrace gram acts/*.npy --out layer12.safetensors")

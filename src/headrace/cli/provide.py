@@ -28,7 +28,7 @@ def provide(
     /,
     *,
     settings: Settings = (),
-    join: Annotated[bool, Parameter(help="Work beside providers that are at work already.", negative=())] = False,
+    join: Annotated[bool, Parameter(help="Work beside providers that are running already.", negative=())] = False,
     take: Annotated[int | None, Parameter(help="The most parts to take; all that are free unless given.")] = None,
     files: Annotated[int | None, Parameter(help="Stop after this many files.")] = None,
     until_eof: Annotated[bool, Parameter(help="Also stop when standard input ends.", negative=())] = False,

@@ -25,7 +25,7 @@ def replay(
     make: Annotated[Literal["r3", "text"] | None, Parameter(help="Write a synthetic dump to DUMP instead: r3 has 1.16 GB of routed experts, text 60 million token ids.")] = None,
     scale: Annotated[float | None, Parameter(help="With --make: shorten every turn by this factor; 1 if not given.")] = None,
     mode: Annotated[Literal["arrival", "boundary"], Parameter(help="When rollouts are processed: as they arrive, or all at the step's end.")] = "arrival",
-    phase: Annotated[Phase | None, Parameter(help="Run this phase alone, in a thread beside the loop; `each` runs one after the other; idle, arrival and boundary are parts of the whole step.")] = None,
+    phase: Annotated[Phase | None, Parameter(help="Run this phase alone, in a thread beside the loop; `each` runs every phase in turn; idle, arrival and boundary are parts of the whole step.")] = None,
     quick: Annotated[bool, Parameter(help="An idle stretch and every phase alone, as --phase each; --gather-chunk-size is then for the interleave.", negative=())] = False,
     form: Annotated[Literal["binary", "lists", "msgpack", "json"], Parameter(help="How rollouts arrive: in msgpack with binary columns, as dicts of lists, or as lists in msgpack or JSON text.")] = "lists",
     processes: Annotated[int, Parameter(help="Worker processes that make samples; 0 for a thread.")] = 0,
@@ -66,11 +66,11 @@ def replay(
         from headrace.rollouts.dumps import dump_raw_rollouts, synthetic_rollouts
 
         count = dump_raw_rollouts(dump, synthetic_rollouts(make, scale=1.0 if scale is None else scale))
-        told = {"dump": str(dump), "rollouts": count, "bytes": dump.stat().st_size}
+        facts = {"dump": str(dump), "rollouts": count, "bytes": dump.stat().st_size}
         if format == "json" and not quiet:
-            console.print_json(json.dumps(told))
+            console.print_json(json.dumps(facts))
         elif not quiet:
-            say(f"{dump}: {count} rollouts, {short(told['bytes'])}B")
+            say(f"{dump}: {count} rollouts, {short(facts['bytes'])}B")
         return 0
     from headrace.rollouts.replay import ALONE, PhaseCost, replay_phase
     from headrace.rollouts.replay import replay as run

@@ -59,7 +59,7 @@ def ls(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> 
 
 @spool.command
 def stat(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> int:
-    """Where a spool stands: sequence, gaps, backlog, commit point, quarantine, who is at work.
+    """Where a spool stands: sequence, gaps, backlog, commit point, quarantine, running processes.
 
     ```
     headrace spool stat /data/spool
@@ -68,24 +68,24 @@ def stat(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -
     """
     from headrace.spool.survey import describe
 
-    told = describe(directory)
+    facts = describe(directory)
     lines = [
-        f"{told['path']}: {told['dataset_name']}, {told['training_type']}, batches of {told['batch_size']}, {told['kind']}, job {told['job']}"
+        f"{facts['path']}: {facts['dataset_name']}, {facts['training_type']}, batches of {facts['batch_size']}, {facts['kind']}, job {facts['job']}"
     ]
-    for split, parts in told["splits"].items():
+    for split, parts in facts["splits"].items():
         for entry in parts:
-            which = f"{split} part {entry['part']}" if told["parts"] > 1 else split
+            which = f"{split} part {entry['part']}" if facts["parts"] > 1 else split
             span = f"{entry['first']} to {entry['last']}" if entry["files"] else "none"
             lines.append(
                 f"  {which:<14} files {span} ({entry['files']:,}, {short(entry['bytes'])}B)  read {entry['read']:,}  commit {entry['commit']:,}  "
                 f"backlog {entry['backlog']}  retained {entry['retained']}  quarantined {entry['quarantined']}"
                 + (f"  missing {entry['gaps'][:8]}" if entry["gaps"] else "")
             )
-    lines += [f"  {name:<14} {holder}" for name, holder in told["at_work"].items()] or ["  nobody is at work"]
-    disk = told["disk"]
+    lines += [f"  {name:<14} {holder}" for name, holder in facts["at_work"].items()] or ["  no process holds a lock"]
+    disk = facts["disk"]
     lines.append(f"  {'disk':<14} {disk['file_system'] or 'unknown file system'}, {short(disk['bytes'])}B free")
     lines += [f"  {'':<14} {sentence}" for sentence in disk["warnings"]]
-    _show(told, format, quiet, lines)
+    _show(facts, format, quiet, lines)
     return 0
 
 
@@ -115,7 +115,7 @@ def quarantine(
     part: Annotated[int, Parameter(help="Of the file.")] = 0,
     format: Format = "text", quiet: Quiet = False,
 ) -> int:  # fmt: skip
-    """What was set aside, and why. With --file, set a file aside that nobody has read yet.
+    """List quarantined files with the reason. With --file, quarantine a file that no consumer has read yet.
 
     ```
     headrace spool quarantine /data/spool
@@ -137,7 +137,7 @@ def purge(
     yes: Annotated[bool, Parameter(help="Do it; without this it is only said what would go.", negative=())] = False,
     format: Format = "text", quiet: Quiet = False,
 ) -> int:  # fmt: skip
-    """Empty a spool that nobody uses: files, verdicts, quarantine, archives, positions and meta.
+    """Empty a spool that no process uses: files, verdicts, quarantine, archives, positions and meta.
 
     ```
     headrace spool purge /data/spool --yes
@@ -147,10 +147,10 @@ def purge(
     from headrace.spool import purge_spool
     from headrace.spool.survey import describe
 
-    told = describe(directory)
-    if told["at_work"]:
-        raise ConfigError(f"{directory} is in use by {next(iter(told['at_work'].values()))}: stop that first")
-    files = sum(entry["files"] for parts in told["splits"].values() for entry in parts)
+    facts = describe(directory)
+    if facts["at_work"]:
+        raise ConfigError(f"{directory} is in use by {next(iter(facts['at_work'].values()))}: stop that first")
+    files = sum(entry["files"] for parts in facts["splits"].values() for entry in parts)
     if not yes:
         print(f"headrace spool purge: {directory} holds {files:,} files; say --yes to delete them", file=sys.stderr)
         return 1

@@ -29,7 +29,9 @@ def step(
     text: Annotated[bool, Parameter(help="Show how each document begins.")] = True,
     chars: Annotated[int, Parameter(help="How much of each text is shown.")] = 200,
     format: Format = "text",
-    quiet: Annotated[bool, Parameter(help="Only the exit code: 0 if the step can be told.", negative=())] = False,
+    quiet: Annotated[
+        bool, Parameter(help="Only the exit code: 0 if the documents of the step can be shown.", negative=())
+    ] = False,
 ) -> int:
     """List the documents that a run learned from in step NUMBER: source, file, row, tokens, rank, place in the batch, text. Of an RL run: its rollouts.
 

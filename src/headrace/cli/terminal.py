@@ -201,14 +201,14 @@ def closing_rl(console: Console, summary: RLSummary, folder: str) -> None:
 
 
 def _ledger_line(ledger: LedgerSection) -> str:
-    told: list[str] = [ledger.mode]
+    words: list[str] = [ledger.mode]
     if ledger.capacity is not None:
-        told.append(f"{ledger.capacity:,} groups a rank")
+        words.append(f"{ledger.capacity:,} groups a rank")
     if ledger.stale_threshold is not None:
-        told.append(f"after {ledger.stale_threshold:,} steps")
+        words.append(f"after {ledger.stale_threshold:,} steps")
     if ledger.wipe_every is not None:
-        told.append(f"every {ledger.wipe_every:,} steps")
-    return ", ".join(told) + ("; what is still read is protected" if ledger.protect_active else "")
+        words.append(f"every {ledger.wipe_every:,} steps")
+    return ", ".join(words) + ("; what is still read is protected" if ledger.protect_active else "")
 
 
 class Silent:
@@ -404,8 +404,8 @@ def _forgotten(summary: StreamSummary) -> Sequence[tuple[str, str]]:
     if summary.false_evictions is None:
         return []
     count = summary.false_evictions
-    told = f"[bold]{count:,} times a group was forgotten while its file was still read[/]: its state was lost"
-    return [("ledger", told if count else "no group was forgotten too early")]
+    words = f"[bold]{count:,} times a group was forgotten while its file was still read[/]: its state was lost"
+    return [("ledger", words if count else "no group was forgotten too early")]
 
 
 def _go_on(summary: Summary | StreamSummary | RLSummary) -> str:
@@ -420,7 +420,7 @@ def console_for(stream: Any = None) -> Console:
 
 
 # ---------------------------------------------------------------------- answers about a run's data
-# Texts and names come from the data, which nobody has vetted: what a terminal would not simply print is shown as an escape,
+# Texts and names come from the data and are not trusted: what a terminal would not simply print is shown as an escape,
 # and JSON is printed in ASCII.
 
 

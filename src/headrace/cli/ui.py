@@ -63,7 +63,7 @@ def start_page(run: Path, console: Console) -> None:
         start_new_session=True,
     )
 
-    def told() -> None:
+    def print_address() -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         address = process.stdout.readline().strip()
@@ -72,4 +72,4 @@ def start_page(run: Path, console: Console) -> None:
         for _ in process.stderr:  # a full pipe would stop the page
             pass
 
-    threading.Thread(target=told, name="headrace-ui-address", daemon=True).start()
+    threading.Thread(target=print_address, name="headrace-ui-address", daemon=True).start()

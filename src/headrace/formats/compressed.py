@@ -1,4 +1,4 @@
-"""What text does a compressed shard hold, and how is a part of it read without unpacking the rest?
+"""Compressed text shards, and reading a part of one without unpacking the rest.
 
     .gz     gzip, one or many members (bgzip)        .zst    zstandard, one or many frames, skippable ones among them
 

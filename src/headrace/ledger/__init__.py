@@ -1,12 +1,12 @@
 """The recurrent-state ledger: one state a group, kept between steps, and what was forgotten too early.
 
-    settings.py   what a ledger was asked to be
-    owners.py     which rank owns a group
-    kernels.py    the index from gid to slot, compiled
-    slots.py      slots by gid, and the order in which they are given up: groups and ghosts
-    shard.py      the groups of one rank: lookup, store, eviction, ghosts, state
-    ranks.py      all ranks together: rows go to their owners and back
-    gauges.py     the metrics
+    settings.py    what a ledger was asked to be
+    owners.py      which rank owns a group
+    slot_index.py  the index from gid to slot, compiled
+    slots.py       slots by gid, and the order in which they are given up: groups and ghosts
+    shard.py       the groups of one rank: lookup, store, eviction, ghosts, state
+    ranks.py       all ranks together: rows go to their owners and back
+    gauges.py      the metrics
 
     ledger = Ledger(LedgerSettings(width=256, mode="periodic_stale", stale_threshold=64))
     states, found = ledger.lookup(batch["group_id"])

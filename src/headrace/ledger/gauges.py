@@ -1,4 +1,4 @@
-"""What does a ledger tell, and how do ranks combine it?
+"""Metrics of a ledger, and how ranks combine them.
 
     ledger/evictions/{lru,stale}            groups forgotten at this step
     ledger/false_evictions/{lru,stale}      groups that came back although their stream had not ended: their state was still in use,

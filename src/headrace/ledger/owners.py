@@ -1,4 +1,4 @@
-"""Which rank owns a group?
+"""Owner of a group: the rank that holds its state.
 
     gid ──► mix64 ──► one of 4,096 buckets ──► contiguous ranges of buckets, one a rank
 

@@ -71,7 +71,10 @@ class Ledger(LedgerShard):
         deadline: float = 300.0,
         meter: Meter | None = None,
     ) -> None:
-        """`group` reaches CPU memory; `device_group`, of the same ranks, that of the arena."""
+        """`settings` are equal on all ranks. `group` reaches CPU memory; `device_group`, of the same ranks, the memory of the states.
+
+        `deadline`: seconds that a collective may take. `meter` counts the waits; the process's own unless given.
+        """
         if not deadline > 0:
             raise ConfigError(f"a ledger needs a deadline above 0 seconds for its exchanges, got {deadline!r}")
         joined = dist.is_available() and dist.is_initialized()
@@ -110,11 +113,11 @@ class Ledger(LedgerShard):
         owner = owner_of(here, world)
         order = np.argsort(owner, kind="stable")
         sent = np.bincount(owner, minlength=world)
-        told = np.stack([here, stream.astype(np.int64), epoch.astype(np.int64)], axis=1)[order]
+        marked = np.stack([here, stream.astype(np.int64), epoch.astype(np.int64)], axis=1)[order]
         with Wait("ledger.exchange", meter=self._meter, deadline=self._deadline) as wait:
             self._ranks.begin()
             received = self._ranks.gather(sent.astype(np.int64), wait)[:, self.rank]
-            came = self._exchange(torch.from_numpy(told), sent.tolist(), received.tolist(), wait).cpu().numpy()
+            came = self._exchange(torch.from_numpy(marked), sent.tolist(), received.tolist(), wait).cpu().numpy()
         return Route(
             rows=len(here),
             order=order,

@@ -40,7 +40,7 @@ class LedgerSettings:
     """Numbers in a state."""
     mode: EvictionMode | str = EvictionMode.NONE
     capacity: int | None = None
-    """Groups a rank may hold. LRU needs one; in the other modes more than it is an error. What LRU evicts therefore depends on
+    """Groups a rank may hold. LRU needs a capacity; in other modes, exceeding it is an error. What LRU evicts therefore depends on
     the number of ranks; what goes stale does not."""
     stale_threshold: int | None = None
     sweep_every: int = 1

@@ -438,9 +438,9 @@ class LedgerShard:
         for arrays, meta in parts:
             differing |= _misfits(arrays, meta.get("step"), self.settings)
         if differing:
-            told = "; ".join(f"{n}: saved {a}, now {b}" for n, (a, b) in list(differing.items())[:3])
+            differences = "; ".join(f"{n}: saved {a}, now {b}" for n, (a, b) in list(differing.items())[:3])
             raise CursorMismatch(
-                f"the saved ledger does not fit this one ({told}). Restore the ledger's settings, or start a new run.",
+                f"the saved ledger does not fit this one ({differences}). Restore the ledger's settings, or start a new run.",
                 differing,
             )
         together = {n: np.concatenate([np.asarray(a[n]) for a, _ in parts]) for n in (*_SAVED, "ledger/state")}

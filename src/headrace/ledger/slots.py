@@ -7,7 +7,7 @@
     slots.append(taken)                 at the end of the line
     slots.remove(slots.line()[:64])     the oldest 64
 
-The index from gid to slot is compiled (kernels.py); the rest is numpy. The line is a log of slots: an entry counts as long as its slot says that
+The index from gid to slot is compiled (slot_index.py); the rest is numpy. The line is a log of slots: an entry counts as long as its slot says that
 this is its place, so a slot leaves the line, or moves to its end, without being looked for. Once the log is full, what no longer
 counts is dropped. With the two columns above a group takes 8 + 8 + 4 + 8 + 8 + 8 = 44 bytes: key, index, free list, place, log, columns.
 """
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from headrace.ledger.kernels import INDEX_KERNELS, enter_slots, find_slots, remove_slots
 from headrace.ledger.settings import NO_LIMIT
+from headrace.ledger.slot_index import INDEX_KERNELS, enter_slots, find_slots, remove_slots
 from headrace.runtime.compiled import wait_for_kernels
 
 __all__ = ["Slots"]

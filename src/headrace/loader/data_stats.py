@@ -1,10 +1,10 @@
-"""How much of which modality was learned from, since the last line and since the run began?
+"""Tokens and samples learned from by modality, since the last line and since the start of the run.
 
     stats = DataStatsCollector(["atac", "rna"], targets={"atac": 0.3, "rna": 0.7})
     stats.add("rna", tokens=64 * 200, rows=64, padding=120)          every step, on every rank
     line = stats.aggregate_distributed()                             at log cadence, all ranks together
 
-Tokens are whatever the trainer learns from; a dataset of cells does not know them, so whoever collates or trains counts.
+Tokens are whatever the trainer learns from; a dataset of cells does not know them, so the collate function or the trainer counts.
 A window is what was added since the last drain. `data/tokens_seen/<modality>` goes on over resumes: it is the collector's own
 state, kept beside the dataset's cursor, which says nothing about tokens.
 """
@@ -36,7 +36,10 @@ register(*_FAMILIES, *_SCALARS)
 
 
 class DataStatsCollector:
-    """Counts of one rank. The modalities are fixed, so that all ranks have the same keys."""
+    """Counts of one rank. The `modalities` are fixed, so that all ranks have the same keys.
+
+    `targets` are the wanted shares by modality. `deadline`: seconds that a collective may take. `meter` counts the waits; the process's own unless given.
+    """
 
     def __init__(
         self,

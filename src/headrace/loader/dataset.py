@@ -327,7 +327,9 @@ class TextDataset:
                 readers.submit(self._read_ahead, index, chunk)
 
     def _read_ahead(self, index: int, chunk: int) -> None:
-        with contextlib.suppress(HeadraceError):  # whoever needs the chunk meets the error again, at the right sample
+        with contextlib.suppress(
+            HeadraceError
+        ):  # the reader that needs the chunk meets the error again, at the right sample
             self.chunks.chunk(index, self.sources[index], chunk)
 
     def note_hole(self, source: int, hole: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What does the data have to say at this step?
+"""Metrics of the data at a step, for the trainer's log line.
 
     extra = extra_metrics(loader, world_size=world, device=device)       in a training loop, once a step
     processor.log(step, loss, extra_metrics=extra)
@@ -26,7 +26,10 @@ def drained_metrics(data: Any) -> dict[str, float]:
 
 
 def extra_metrics(data: Any, *, world_size: int = 1, device: Any = None) -> dict[str, float]:
-    """The step metrics of all ranks. Collective for data that has them, nothing at all for other data."""
+    """The step metrics of all ranks: a collective for data that has them, {} for other data.
+
+    `data` is a loader or dataset, `world_size` the number of ranks, `device` where the values are reduced (the CPU unless given).
+    """
     source = _source(data)
     if not (hasattr(source, "drain_step_metrics") and hasattr(source, "aggregate_step_metrics")):
         return {}

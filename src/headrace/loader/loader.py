@@ -69,6 +69,7 @@ class _Flown(NamedTuple):
 class Loader(RankLoader):
     """Delivers this rank's share of each global batch of a dataset, as dicts of tensors.
 
+    - `data`: a `TextDataset`.
     - `global_batch_size`: rows of a step, over all ranks. Any world size that divides it works, and may change from one resume to the next. One that does not
       divide the dataset's lanes has several ranks make the same windows (`headrace check` shows how many).
     - `dp_rank`, `dp_world_size`: this rank; from torch.distributed unless given.

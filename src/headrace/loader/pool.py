@@ -65,7 +65,7 @@ class WindowPool:
         self._look_ahead = look_ahead
         self._meter = meter
         self._deadline = deadline
-        # One lock, and two reasons to be woken: whoever is woken for nothing takes a core, and the interpreter, from those who work.
+        # One lock, and two reasons to be woken: a thread that is woken for nothing takes a core, and the GIL, from threads that work.
         self._lock = threading.Lock()
         self._wanted = threading.Condition(self._lock)
         self._made = threading.Condition(self._lock)

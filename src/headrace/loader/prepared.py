@@ -98,8 +98,13 @@ class _MappedShard(NamedTuple):
 class PreparedDataset:
     """Blocks of prepared sources. Holds no position; several loaders may share one.
 
-    Weights, seq_len and packing are those of the config that was prepared, unless others are given. A seq_len that was not
-    prepared for is indexed when it is first asked for, about a second for a million documents.
+    - `paths`: folders that `headrace prepare` wrote.
+    - `weights`: shares of the sources, by name or in their order. `seq_len`, `pack`: as for `TextDataset`. All three are those of the prepared config unless given.
+      A seq_len that was not prepared is indexed when it is first asked for, about a second for a million documents.
+    - `seed`, `shuffle`: the order of the blocks.
+    - `exhausted`: what happens when a source has no more blocks: `"drop"`, `"repeat"` or `"stop_first"`.
+    - `full_check`: check the checksums of all files now, and not only those of the segments that are read.
+    - `meter`: counts waits; the process's own unless given.
     """
 
     def __init__(

@@ -86,8 +86,9 @@ class PreparedLoader(RankLoader):
 
     Any world size up to the batch size will do, today another than yesterday; where it does not divide the batch, ranks get
     one row more or less. A batch belongs to its receiver: its memory is used again only when nothing refers to it any more.
-    `fields` leaves out what a trainer does not need. With `prefetch_batches` = 0 a batch is made when it is asked for. `copy` has no effect any more; it
-    is accepted because earlier versions had it.
+
+    `data` is a `PreparedDataset`. `global_batch_size`, `dp_rank`, `dp_world_size`, `mesh`, `dp_dims`, `labels`, `fields`, `pin_memory`, `device`, `deadline`
+    and `copy` are those of `Loader`. With `prefetch_batches` = 0 a batch is made when it is asked for.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ What a window is made of lies in memory that a worker shares with its trainer (w
 does not fit there comes through the pipe.
 
 A worker that dies is an error with its name as soon as the kernel closes its pipe; one that hangs is an error at the
-deadline of whoever waits. A worker whose parent is gone ends by itself: its requests end too.
+deadline of the waiting thread. A worker whose parent is gone ends by itself: its requests end too.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class WindowProcesses:
         try:
             with self._sending[worker]:
                 self._processes[worker].pipe.send_bytes(msgspec.msgpack.encode((number, priority, key)))
-        except (OSError, ValueError):  # it is gone: whoever listens to it says so
+        except (OSError, ValueError):  # the process is gone: the thread that reads its pipe reports that
             return
 
     def _listen(self, worker: int) -> None:

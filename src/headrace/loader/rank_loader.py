@@ -1,4 +1,4 @@
-"""What can every loader tell about what it delivered, and how do ranks put their states together?
+"""Base of all loaders: reports of what was delivered, and the states of all ranks merged.
 
 `Loader` and `PreparedLoader` make batches in different ways; what they say afterwards is the same: step, digest, metrics, a report,
 and one state of all ranks.
@@ -208,7 +208,9 @@ def rank_and_world(
         return rank, world, True
     if (rank is None) != (world is None):
         raise ConfigError(f"dp_rank and dp_world_size belong together, got dp_rank={rank}, dp_world_size={world}")
-    distributed = sys.modules.get("torch.distributed")  # never imported here: whoever initialised it has
+    distributed = sys.modules.get(
+        "torch.distributed"
+    )  # never imported here: the code that initialised it has imported it
     initialised = distributed is not None and distributed.is_available() and distributed.is_initialized()
     if rank is None or world is None:
         return (

@@ -1,4 +1,4 @@
-"""From which source does sample g come, and which of its blocks is it?
+"""Schedule of prepared blocks: the source and the block of sample g.
 
     schedule = Schedule([0.7, 0.3], limits=[None, 1000])
     source, pick = schedule.at(np.array([0, 1, 2, 10**9]))       the pick-th block taken from that source

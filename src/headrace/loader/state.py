@@ -8,7 +8,7 @@ A lane's entries are six numbers a source, in one flat list (states of earlier v
 matter: 48 lanes of 30 sources were 1,440 of them, and so many new containers make the interpreter's garbage collector
 look through every object of the process, which takes hundreds of milliseconds, in the middle of a save.
 
-A rank saves its own lanes and needs nobody for it. `merge` puts the states of all ranks together, for any other number
+A rank saves its own lanes without any other rank. `merge` puts the states of all ranks together, for any other number
 of ranks; a rank that goes on at the same world size may also load just its own.
 """
 

@@ -1,4 +1,4 @@
-"""What do a pool's numbers tell, and how do ranks combine them?
+"""Metrics of a stream pool, and how ranks combine them.
 
     remaining_min, remaining_max            picks left of the slices in the pool: when the next and the last will run dry
     remaining_fraction_min, _max            the same as parts of each slice: close together while the pool drains evenly
@@ -87,7 +87,7 @@ class PoolMetrics:
         self._seen: dict[int, tuple[int, int, list[int]]] = {}
 
     def forget(self, lanes: Sequence[LanePool]) -> None:
-        """Start counting here: what happened before belongs to another run, or to nobody."""
+        """Start counting here: what happened before does not belong to this run."""
         self._seen = {pool.lane: (pool.step, pool.exhausted, pool.picks_by_kind.copy()) for pool in lanes}
 
     def drain(self, lanes: Sequence[LanePool]) -> dict[str, float]:

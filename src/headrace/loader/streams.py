@@ -138,6 +138,11 @@ class StreamMixingDataset(IterableDataset):
     ) -> None:
         """List the files and make the plan; nothing else is read yet.
 
+        `roots` are folders of files in the given `layout`; relative ones are below `base`. `allow_symlinks` follows links. `listing` gives files that are listed
+        already. `readers` adds formats by suffix.
+        `num_streams_mixed` is K, the files that are open at a time. `batching_mode`, `pick_mode`, `queue` and `seed` decide the order (docs/guides/streams.md).
+        `group_key` names the column of group ids. `collate` makes the batch from the columns. `dp_rank` and `dp_world_size` are this rank, from
+        torch.distributed unless given. `deadline` is in seconds and holds for each wait; `meter` counts them.
         `batch_size` is in rows, for a rank, by modality or one for all. `global_ranks` belongs to the run: a pick of per_stream
         covers batch_size x global_ranks rows, shared out to however many ranks there are today. `lanes` (device_per_stream;
         default global_ranks) may change at a resume; the number of ranks must divide it. `repeat` begins the next epoch by
@@ -526,7 +531,7 @@ class _Pass:
         """By stream, how many rows are worth one read."""
         self._share = min(_READ_AT_ONCE, _KEPT // (data.settings.slots * len(self._plan.lanes)))
         self._asked: deque[_Read] = deque()
-        # Requests are small and few enough to fit into a pipe that nobody reads: asking never blocks.
+        # Requests are small and few enough to fit into a pipe whose reader is busy: asking never blocks.
         self._depth = min((data._prefetch + 1) * max(data._num_workers, 1), 256)
         self._checked: set[int] = set()
         self._inline = self._processes is None and not data._prefetch
@@ -583,7 +588,7 @@ class _Pass:
         self._thread.close(2.0)
         self._files.close()
 
-    # ------------------------------------------------------------------ called by whoever makes the next batch
+    # ------------------------------------------------------------------ called by the thread that makes the next batch
 
     def _make_one(self) -> tuple[Draw, Any] | None:
         if self._processes is None:
@@ -696,7 +701,7 @@ class _Pass:
 
 
 def _rows_at_once(cells: Cells, rows: int, share: int) -> int:
-    """How many rows of a file make `share` bytes, judged by some of them; 0 if nobody can know, or it would be a few times as many only."""
+    """How many rows of a file make `share` bytes, judged by some of them; 0 if the size of a row is not known, or it would be a few times as many only."""
     if not rows or any(column.dtype == object for column in cells.values()):
         return 0
     worth = share * rows // max(1, sum(column.nbytes for column in cells.values()))

@@ -1,4 +1,4 @@
-"""How do batches reach a training loop that already has its own DataLoader?
+"""Adapters for training loops that have their own DataLoader.
 
     data = hr.TextDataset(["jsonl:web/*.jsonl"], tokenizer="tokenizer.json", seq_len=2048)
 
@@ -50,14 +50,14 @@ _BATCH_ONLY = ("cu_seqlens", "max_seqlen")
 
 
 class TorchDataset(IterableDataset[dict[str, Any]]):
-    """A torch `IterableDataset` over this rank's share of each global batch.
+    """A torch `IterableDataset` over this rank's share of each global batch of `data`, a `TextDataset`.
 
     `batched=True` yields whole batches, for `DataLoader(..., batch_size=None)`. `batched=False` yields their rows one by one,
     dicts of 1-D tensors, for a DataLoader that collates them itself; with its `batch_size` at global_batch_size / dp_world_size
     it puts together the batches of `hr.Loader` again. Rows have no cu_seqlens and max_seqlen: document borders are then where
     position_ids is 0 (or ask for segment_ids=True).
 
-    Rank and world size come from torch.distributed when it is initialised before the first batch, or are given. All other
+    Rank and world size (`dp_rank`, `dp_world_size`) come from torch.distributed when it is initialised before the first batch, or are given. All other
     options are those of `hr.Loader`. Iterating again goes on where delivery stopped; after the end it starts the next pass.
 
     Workers (num_workers > 0) are started anew for every iteration, and then begin the same pass again, also after an early
@@ -111,11 +111,11 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         # look at the state, and a loader that has ended starts its next pass when it is iterated.
         loader = self.loader
         self._touched = True
-        for batch in loader:  # noqa: UP028 (`yield from` would close the loader whenever somebody leaves early)
+        for batch in loader:  # noqa: UP028 (`yield from` would close the loader when the caller's loop ends early)
             yield batch
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        # The open batch lives in the dataset, not here: whoever iterates again gets the rest of its rows.
+        # The open batch lives in the dataset, not here: the next iteration gets the rest of its rows.
         loader = self.loader
         self._touched = True
         iter(loader)  # the next pass, if this one has ended
@@ -368,7 +368,7 @@ def _refuse_a_second_split(world_size: int) -> None:
 
 
 def attach_to_trainer(trainer: Any, *, columns: Sequence[str] = ("input_ids", "labels", "position_ids")) -> None:
-    """Let a `transformers.Trainer` train on its TorchDataset and resume exactly.
+    """Let `trainer`, a `transformers.Trainer`, train on its TorchDataset and resume exactly.
 
     The Trainer gets this rank's batches as they are: Accelerate neither splits them again nor reads one ahead. The data's
     position, of all ranks, is written into the trainer_state.json of every checkpoint and loaded by

@@ -1,4 +1,4 @@
-"""How are the weights of a run written where its order is named, and what did they ask for?
+"""Weights of a run as text in the fingerprint of its order, and back.
 
     3.0, 1.0; from step 10: b 3.0, web 1.0        as a cursor keeps it: in the order of the sources; the number of steps before the change
     3.0, 1.0; from step 11 on: b 3.0, web 1.0     as people are shown it: the first step with the weights, counted from 1

@@ -1,4 +1,4 @@
-"""Where does a worker process leave a window, so that nobody has to copy it through a pipe?
+"""Shared memory in which a worker process leaves a window, so that no pipe copies it.
 
     slots, descriptor = WindowSlots.create(count, size)     at the trainer, for one worker
     slots = WindowSlots(descriptor, count, size)            at the worker

@@ -1,4 +1,4 @@
-"""How does a training loop put the numbers of its ranks together, without declaring them?
+"""Means of a training loop's own numbers over all ranks, without a declaration.
 
     reduce_loss_metrics({"loss": 2.5, "ledger/evictions/lru": 3}, counts={"loss": tokens}, sum_keys={"ledger/evictions/lru"})
 

@@ -4,7 +4,7 @@ gloo alone says `Connection closed by peer [10.0.0.7]:21652` to some of the rank
 
     killed     the neighbours see a broken connection at once and note it in the process group's store; the others look
                there every quarter of a second. WorkerDied on all of them, within about 2 s
-    stopped    nobody sees anything until the deadline. DeadlineExceeded on all of them, within a second of it
+    stopped    no rank sees anything until the deadline. DeadlineExceeded on all of them, within a second of it
     late       is waited for
 
 and in both errors the missing are named by roll call: every rank in trouble signs the store with the number of its
@@ -63,7 +63,7 @@ class Ranks:
         from torch.distributed.distributed_c10d import _get_default_store
 
         chosen = group if group is not None else dist.group.WORLD
-        assert chosen is not None  # torch.distributed is initialised, or nobody would be here
+        assert chosen is not None  # torch.distributed is initialised, or this function is not called
         self._group: ProcessGroup = chosen
         backends = dist.get_backend_config(self._group)
         reached = [part.partition(":")[0] for part in backends.split(",")]

@@ -125,7 +125,7 @@ def _checked(book: SpecBook, values: Mapping[str, Any]) -> dict[str, Value]:
         if spec is None:
             near = difflib.get_close_matches(key, book, n=1)
             problems.append(
-                f"metric {key!r} was never declared, so nobody knows how ranks combine it. Declare it with a MetricSpec"
+                f"metric {key!r} was never declared, so it is not known how ranks combine it. Declare it with a MetricSpec"
                 + (f", or did you mean {near[0]!r}?" if near else ".")
             )
             continue
@@ -273,6 +273,9 @@ class Reducer:
 
     Values travel through the memory of `device`, which `group` must reach. By default that is CPU memory where the group reaches it
     (gloo), else the group's own device (nccl). With `torch.distributed` not initialised, or one rank, nothing is sent.
+
+    `specs` declare the keys that a row may have. `deadline`: seconds that one reduction may take. `collectives`: `"all_gather"` also finds the worst rank of each
+    key; `"all_reduce"` does not. `meter` counts the waits; the process's own unless given.
     """
 
     def __init__(
@@ -320,7 +323,7 @@ class Reducer:
             values: dict[str, Value] = {}
             try:
                 values = _checked(self._book, local)
-            except ConfigError as error:  # told to all ranks first: leaving here would leave them waiting
+            except ConfigError as error:  # sent to all ranks first: raising here would leave them waiting
                 problem = str(error)
             for _ in range(2):
                 members = [key for key in values if key not in self._layout.index]

@@ -6,7 +6,7 @@
 
 A record is a flat dict of scalars; `step` is its place on the axis. JSONL is written on the hot path, because a line of 12
 scalars costs 3 us, two Waits' worth; wandb (249 us offline) and TensorBoard (880 us) are fed by a thread each, so a sink
-that is slow, fails or hangs drops its own records and nobody else's, and the drops are counted.
+that is slow, fails or hangs drops only its own records, and the drops are counted.
 """
 
 from __future__ import annotations

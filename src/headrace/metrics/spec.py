@@ -51,7 +51,7 @@ class MetricSpec:
     """Also emit `<key>_max` (of a SUM or MEAN: the largest value of a single rank) and `<key>/worst_rank` (who has it)."""
     unit: str = ""
     healthy: tuple[float, float] | None = None
-    """The range [lo, hi] in which nobody needs to look; None where no number says so."""
+    """The range [lo, hi] of healthy values; None if no range is known."""
     help: str = ""
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class SpecBook(Mapping[str, MetricSpec]):
         self._found = {}
 
     def find(self, key: str) -> MetricSpec | None:
-        """The spec that covers `key`, None if nobody declared it."""
+        """The spec that covers `key`; None if the key is not declared."""
         try:
             return self._found[key]
         except KeyError:
@@ -142,8 +142,8 @@ class SpecBook(Mapping[str, MetricSpec]):
 
 def _conflict(known: MetricSpec, spec: MetricSpec) -> str:
     differing = [f.name for f in fields(MetricSpec) if getattr(known, f.name) != getattr(spec, f.name)]
-    told = ", ".join(f"{n} {_shown(getattr(known, n))} and {_shown(getattr(spec, n))}" for n in differing)
-    return f"metric {spec.key!r} is declared twice, with {told}. Give the second one another key, or make them agree."
+    differences = ", ".join(f"{n} {_shown(getattr(known, n))} and {_shown(getattr(spec, n))}" for n in differing)
+    return f"metric {spec.key!r} is declared twice, with {differences}. Give the second one another key, or make them agree."
 
 
 def _shown(value: object) -> str:

@@ -12,8 +12,8 @@ Times are exclusive: what lies inside an inner wait or phase counts for the inne
     step/seconds = sum of step/phase/<name>/seconds + sum of step/wait/<name>/seconds + step/other/seconds
 
 while `wait/<name>/seconds` and `phase/<name>/seconds` count everywhere, also in background threads and outside steps.
-An exposed wait (somebody who should work had nothing to do) is kept apart from a hidden one (`hidden=True`: a
-background thread had nothing to do). A hidden wait inside a step or an exposed wait of the same thread is exposed
+An exposed wait (the trainer's thread was blocked) is counted apart from a hidden one (`hidden=True`: a
+background thread was idle). A hidden wait inside a step or an exposed wait of the same thread is exposed
 after all: there the trainer itself stands still.
 
 Each thread adds to cells of its own, and draining subtracts what was drained before; so the hot path takes no lock, and
@@ -49,10 +49,10 @@ _clock = time.perf_counter
 _SPECS = (
     MetricSpec("wait/<name>/seconds", Reduction.SUM, True, "s", None, "time spent in this wait, inner waits not counted"),
     MetricSpec("wait/<name>/count", Reduction.SUM, False, "", None, "how often this wait was entered"),
-    MetricSpec("waits/exposed/seconds", Reduction.SUM, True, "s", None, "all waits in which somebody who should work stood still"),
+    MetricSpec("waits/exposed/seconds", Reduction.SUM, True, "s", None, "all waits in which the trainer's thread was blocked"),
     MetricSpec("waits/hidden/seconds", Reduction.SUM, False, "s", None, "all waits of background threads that had nothing to do"),
     MetricSpec("phase/<name>/seconds", Reduction.SUM, True, "s", None, "time spent in this phase, without what lies inside it"),
-    MetricSpec("step/seconds", Reduction.SUM, True, "s", None, "time spent in steps; the other step/ times add up to it"),
+    MetricSpec("step/seconds", Reduction.SUM, True, "s", None, "time spent in steps; it is the sum of all step/phase, step/wait and step/other times"),
     MetricSpec("step/count", Reduction.SUM, False, "", None, "steps finished"),
     MetricSpec("step/phase/<name>/seconds", Reduction.SUM, False, "s", None, "the part of step/seconds in this phase"),
     MetricSpec("step/wait/<name>/seconds", Reduction.SUM, False, "s", None, "the part of step/seconds in this wait"),
@@ -78,7 +78,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenWait:
-    """A wait somebody is in right now."""
+    """A wait that a thread is in right now."""
 
     thread: str
     name: str
@@ -345,8 +345,13 @@ class Wait(_Frame):
             while not ready.wait(timeout=min(1.0, wait.remaining())):
                 wait.check()
 
-    Waiting itself stays the caller's business, because only the caller knows how: pass `remaining()` as its timeout,
-    and call `check()` when it comes back with nothing.
+    The caller does the waiting, with any call that takes a timeout: pass `remaining()` as the timeout, and call `check()` when
+    the call returns without a result.
+
+    - `name`: what is awaited, dotted: `spool.empty`. It is part of the metric's key.
+    - `deadline`: seconds after which `check` raises DeadlineExceeded, with `remedy` at the end of the message.
+    - `hidden`: the wait of a background thread, counted apart.
+    - `meter`: counts the wait; the process's own unless given.
     """
 
     __slots__ = ("deadline", "remedy")
@@ -412,7 +417,10 @@ class _Phase(_Frame):
 
 
 def phase(name: str, *, meter: Meter | None = None) -> _Phase:
-    """`with phase("pack"):` gives phase/pack/seconds: the time in it that lies in no inner phase and no wait."""
+    """`with phase("pack"):` counts phase/pack/seconds: the time in the body, without inner phases and waits.
+
+    `name` is part of the metric's key. `meter` counts it; the process's own unless given.
+    """
     return _Phase(name, meter if meter is not None else _default)
 
 

@@ -1,9 +1,9 @@
-"""Which slice of the pool gives the next batch?
+"""Pick modes: which slice of the pool gives the next batch.
 
     proportional   each slice is picked in proportion to its length, evenly spaced: all run dry at about the same time
     weighted       drawn, with the picks left as weights
     uniform        drawn, all alike
-    round_robin    one after the other
+    round_robin    each slice in turn
     sequential     the first slot until it is dry
 
 Proportional is stride scheduling. A slice of n picks that came into the pool at virtual time e is due at

@@ -9,7 +9,7 @@ draws; `device_per_stream` has L of them, each with streams of its own, and lane
 lane d mod L. A lane of the second kind that ends its epoch begins the next at once, so no rank ever lacks a draw.
 
 A plan needs row counts only and costs under a microsecond or two a draw, so every rank and every worker process runs all of
-it and nobody has to tell anybody what comes next. Reads no clock, opens no file, starts no thread.
+it, and no process has to send another what comes next. Reads no clock, opens no file, starts no thread.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Reshard(NamedTuple):
 
     def lines(self) -> list[str]:
         """What is logged of it; nothing if every slice kept its slot."""
-        told = (
+        counted = (
             (self.dropped, f"dropped {self.dropped} still-active readers"),
             (self.parked, f"parked {self.parked} still-active readers at the head of the queue"),
         )
-        return [f"[stream_mixing] resume reshard {line}" for count, line in told if count]
+        return [f"[stream_mixing] resume reshard {line}" for count, line in counted if count]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,7 @@ class LanePool:
     def pick(self, look: bool = True) -> tuple[Slice, int, int]:
         """The slice that gives the next batch, and the rows it gives. Refills its slot at once if that was the last.
 
-        `look`: take the snapshot of a watched pool. One who will pick again before anybody asks for it can do without.
+        `look`: take the snapshot of a watched pool. A caller that picks again before the snapshot is read passes False.
         """
         picker, slots, step = self.picker, self.slots, self.step
         one = picker.choose(slots, step)
@@ -204,7 +204,7 @@ class LanePool:
     def follow(self, other: LanePool) -> bool:
         """Stand where `other` stands, a copy that has picked on; False, and nothing is done, if a slice came or went meanwhile.
 
-        Takes no snapshot: only for one who picks again before anybody asks for it. 64 picks are followed in 4 us; to make them again
+        Takes no snapshot: only for a caller that picks again before the snapshot is read. 64 picks are followed in 4 us; to make them again
         takes 100, among reads of half a megabyte 170.
         """
         slots = self.slots

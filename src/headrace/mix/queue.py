@@ -1,4 +1,4 @@
-"""In which order do streams wait for a place in the pool?
+"""Queue modes: the order in which streams enter the pool.
 
     permuted      one keyed permutation of all of them
     stratified    permuted within each modality, then merged so that every stretch of the queue has its share of each

@@ -4,7 +4,7 @@
     table.picks({"atac": 32, "rna": 64})     -> (29, 63)
 
 A stream is one file that a pool can read; `stream_id` is its index here. Paths are in bytewise order, so that the index
-of a stream is the same on every machine. Opens no file: whoever makes a table has counted the rows.
+of a stream is the same on every machine. Opens no file: the caller has counted the rows.
 """
 
 from __future__ import annotations

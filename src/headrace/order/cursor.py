@@ -77,7 +77,7 @@ class Cursor:
     ) -> frozenset[str]:
         """Refuse a cursor of something else, naming every difference. Returns the differences that were accepted.
 
-        `fixed` says of names that cannot be accepted why not. `shown` makes of a value what people are told of it.
+        `fixed` says of names that cannot be accepted why not. `shown` formats a value for the error message.
         """
         if self.kind != kind:
             raise CursorMismatch(

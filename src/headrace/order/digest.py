@@ -1,4 +1,4 @@
-"""Did two runs see the same data?
+"""Digest of delivered samples: equal digests mean that two runs saw the same data.
 
     digest = Σ over delivered samples of hash128(content, sample index)    (mod 2**128)
 
@@ -33,7 +33,7 @@ def sample_term(sample_index: int, content: bytes) -> int:
 
 
 class Digest:
-    """A running 128-bit sum."""
+    """A running 128-bit sum, starting at `value`: an integer, or 32 hexadecimal digits."""
 
     __slots__ = ("value",)
 

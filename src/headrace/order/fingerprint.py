@@ -1,4 +1,4 @@
-"""Is this still the file it was?
+"""Fingerprints of files and values: equal fingerprints mean equal inputs.
 
 At start a file is known by its size and a few sampled blocks (64 KiB at the head, at the tail and at keyed places
 between: about a millisecond, whatever the size). When a chunk is read, all of its bytes are hashed (xxh3, ~10 GB/s on one

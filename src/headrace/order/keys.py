@@ -4,7 +4,7 @@
     mix64(k)                                  -> a bijection of 64-bit integers that looks random
     draws(k, n)                               -> mix64(k + i·golden) for i in [0, n): a counter, not a generator
 
-There is no generator state anywhere in headrace: whoever needs the i-th random number of a run computes it. The mixer
+There is no generator state anywhere in headrace: code that needs the i-th random number of a run computes it. The mixer
 is the finaliser of splitmix64 (Steele, Lea and Flood, 2014), which passes BigCrush as a counter generator.
 """
 

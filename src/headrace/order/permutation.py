@@ -1,7 +1,7 @@
 """Which row comes at position i of a shuffle, and at which position a row came.
 
     p = Permutation(1_000_000, key("rows", seed=7))
-    p[12]               -> 604_113          without making the other 999,999
+    p[12]               -> 604_113          without computing the remaining 999,999
     p.position(604_113) -> 12
 
 Up to 4,096 items: the order of as many keyed draws, kept as a table. Beyond: a keyed Feistel network on the smallest
@@ -104,7 +104,7 @@ class Permutation:
         return out.astype(np.int64)
 
     def _feistel(self, x: np.ndarray, rounds: range) -> np.ndarray:
-        """Even rounds change the left half by the right one, odd rounds the other way; backwards it undoes itself."""
+        """Even rounds change the left half by the right one, odd rounds the right half by the left. Run backwards, the rounds invert the permutation."""
         right_bits = np.uint64(self._right_bits)
         halves = [x >> right_bits, x & np.uint64((1 << self._right_bits) - 1)]
         shifts = [np.uint64(64 - self._left_bits), np.uint64(64 - self._right_bits)]

@@ -55,7 +55,7 @@ class Difference:
     step_b: int | None
     """The first step that differs, as each of them counts."""
     sample: int | None
-    """The first sample that differs; None if the runs are the same, or it cannot be told."""
+    """The first sample that differs; None if the runs are the same, or the documents cannot be rebuilt."""
     seen_a: SeenSample | None
     seen_b: SeenSample | None
     config: Mapping[str, tuple[Any, Any]]
@@ -167,20 +167,20 @@ def _stretches(a: list[_Step], b: list[_Step]) -> Iterator[_Stretch]:
 def _first_difference(
     a: RunProvenance, b: RunProvenance, parted: _Stretch, notes: list[str]
 ) -> tuple[int | None, tuple[SeenSample | None, SeenSample | None]] | None:
-    """The first sample that differs, and what each run saw there; None if they differ only in samples with nothing to learn, which one
-    run delivered among others and the other passed over as a whole step."""
+    """The first sample that differs, and what each run saw there; None if they differ only in samples with nothing to learn, which run a
+    delivered among others and run b skipped as a whole step, or the reverse."""
     rebuilt: list[list[RebuiltSample]] = []
     for run, total in ((a, parted.sums[0]), (b, parted.sums[1])):
         try:
             samples = run.rebuild(range(parted.begin, parted.end))
         except HeadraceError as error:
-            notes.append(f"the documents of {run.path} cannot be told: {error}")
+            notes.append(f"the documents of {run.path} cannot be rebuilt: {error}")
             return None, (None, None)
         delivered = [t for t in samples if not t.place.skipped]
         if Digest(sum(sample_term(t.place.sample, t.content) for t in delivered)).value != total:
             notes.append(
                 f"the samples of {run.path}, made again, do not give its digest: its data, its tokenizer or the code "
-                "changed since, so the documents cannot be told"
+                "changed since, so the documents cannot be rebuilt"
             )
             return None, (None, None)
         rebuilt.append(samples)
@@ -199,7 +199,7 @@ def _first_difference(
 def _seen(
     a: RunProvenance, one: RebuiltSample, b: RunProvenance, other: RebuiltSample
 ) -> tuple[SeenSample, SeenSample]:
-    """The first piece of each that the other does not have at its place."""
+    """The first piece in which the two samples differ, for each run."""
     pieces = a.pieces(one), b.pieces(other)
     at = 0
     while at < min(map(len, pieces)) and pieces[0][at] == pieces[1][at]:

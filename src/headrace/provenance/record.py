@@ -15,7 +15,7 @@ line that begins at step n takes the place of everything from n on.
 
 Lines are checked one by one and kept without their picks, which are decoded for the few lines a question is about: a
 million steps in 100,000 lines are read in about 3 s and 100 MB, where keeping everything as arrays line by line took 12 s.
-A line that is torn or makes no sense is a hole: what lies outside it can be told, and what crosses it is refused by name.
+A line that is torn or makes no sense is a hole: what lies outside it can be shown, and what crosses it is refused by name.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class SampleRecord:
                 f"step {step} is not recorded yet: the last step in {self.path} is {self.last_step}{torn}. Steps are written "
                 "down every run.log_every steps; ask for an earlier one, or wait"
             )
-        raise FileCorrupt(f"{self._hole()} Step {step} cannot be told; {self._recorded_steps()} can.")
+        raise FileCorrupt(f"{self._hole()} Step {step} cannot be shown; {self._recorded_steps()} can.")
 
     def step_of(self, sample: int) -> int | None:
         """The step that delivered a sample; None if none did."""
@@ -187,7 +187,7 @@ class SampleRecord:
         if at < 0:
             raise FileCorrupt(
                 f"{self.path} records sample {sample} of source {self.names[source]} in lane {lane}, but no window it could "
-                f"come from. {self._hole()} {self._recorded_steps()} can be told where their windows are recorded."
+                f"come from. {self._hole()} {self._recorded_steps()} can be shown where their windows are recorded."
             )
         window = _window(windows[at].tolist())
         picks = self._lane_picks(lane, window.sample, sample)
@@ -232,7 +232,7 @@ class SampleRecord:
             return self._segments[i]
         raise FileCorrupt(
             f"{self._hole()} Sample {sample} is not recorded, and block numbers cannot be counted across it; {self._recorded_steps()} "
-            "can be told as far as their windows were opened outside the hole."
+            "can be shown as far as their windows were opened outside the hole."
         )
 
     def _picks_of(self, recorded: _RecordLine, skipped: bool) -> np.ndarray:
@@ -253,7 +253,7 @@ class SampleRecord:
         except (OSError, ValueError, AttributeError, IndexError) as error:
             sentence = (
                 f"the picks in line {recorded.line} of {self.path} are damaged ({error}): the steps from {recorded.first} to "
-                f"{recorded.first + len(recorded.starts) - 1}, and blocks of windows that were open then, cannot be told"
+                f"{recorded.first + len(recorded.starts) - 1}, and blocks of windows that were open then, cannot be shown"
             )
             if isinstance(error, OSError):
                 raise unreadable(self.path, error, sentence) from error

@@ -65,7 +65,7 @@ class RolloutDifference:
     attempt: int | None = None
     cause: str = ""
     """missing, weights, sampling, environment or failure."""
-    told: str = ""
+    sentence: str = ""
     """One sentence."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,12 +77,12 @@ def diff_rollouts(run_a: Path, run_b: Path) -> RolloutDifference:
     compared = 0
     for batch in sorted(set(_steps(run_a)) & set(_steps(run_b))):
         for a, b in zip_longest(_ordered(run_a, batch), _ordered(run_b, batch)):
-            cause, told = _difference(a, b)
+            cause, sentence = _difference(a, b)
             if cause:
                 one = a or b
                 assert one is not None
                 return RolloutDifference(
-                    same=False, compared=compared, step=batch + 1, task=one.task, member=one.member, attempt=one.attempt, cause=cause, told=told
+                    same=False, compared=compared, step=batch + 1, task=one.task, member=one.member, attempt=one.attempt, cause=cause, sentence=sentence
                 )  # fmt: skip
             compared += 1
     return RolloutDifference(same=True, compared=compared)
@@ -91,7 +91,7 @@ def diff_rollouts(run_a: Path, run_b: Path) -> RolloutDifference:
 def _difference(a: Arrival | None, b: Arrival | None) -> tuple[str, str]:
     """Why two records differ, and in which words; empty if they do not."""
     if a is None or b is None or a.key != b.key:
-        return "missing", "one run has a record of this request and the other has none"
+        return "missing", "only one of the two runs has a record of this request"
     if a.failed != b.failed:
         return "failure", f"A: {a.failed or 'answered'}, B: {b.failed or 'answered'}"
     for number, (x, y) in enumerate(zip_longest(a.turns, b.turns)):

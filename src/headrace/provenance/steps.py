@@ -8,7 +8,7 @@
 
 A window is a pure function of its start, so only the windows in question are made again: as many for step a million as
 for step one. The blocks must give the digest that the run wrote down for the step; if they do not, the data, the
-tokenizer or the config is no longer what the run had, and nothing is told that might be wrong.
+tokenizer or the config is no longer what the run had, and the step is refused rather than shown wrongly.
 
 Nothing in the run's folder is changed, and a run may go on while it is asked.
 """

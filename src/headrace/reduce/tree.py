@@ -1,4 +1,4 @@
-"""In which order are chunk Grams added?
+"""Summation tree: the fixed order in which chunk Grams are added.
 
     chunks   0 … 127 | 128 … 255 | 256 … 383 | 384 … 400        left fold within 128
                  b0        b1          b2        short

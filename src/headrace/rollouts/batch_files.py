@@ -10,7 +10,7 @@
 
 Only the place of a sample's rows depends on arrival: samples, their order and the layout follow from what was asked for. The sidecar is
 an ordinary safetensors file whose header was left room for and is filled in last. Both carry the sum of all samples' sums, so
-a batch is never read with somebody else's experts. Nothing is synced: a batch that is lost in a power cut is made again.
+a batch is never read with the experts of another batch. Nothing is synced: a batch that is lost in a power cut is made again.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class BatchWriter:
         os.pwrite(self._fd, (_HEADER - 8).to_bytes(8, "little") + header, 0)
         os.close(self._fd)
         self._fd = -1
-        # Without its batch a sidecar is nobody's: one that a killed writer of this step left behind is replaced.
+        # A sidecar without a batch belongs to no reader: one that a killed writer of this step left behind is replaced.
         os.replace(self._temp, sidecar_path(self.path))
 
     def close(self) -> None:

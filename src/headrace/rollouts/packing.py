@@ -78,7 +78,7 @@ def first_fit_decreasing(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def pack_samples(samples: Sequence[TrainingSample], *, seq_len: int, ranks: int = 1) -> Packed:
-    """The micro batches of every rank. With no samples at all each rank has one dummy, so that nobody is left waiting."""
+    """The micro batches of every rank. With no samples at all each rank has one dummy, so that no rank waits for a batch."""
     if seq_len < 1 or ranks < 1:
         raise ConfigError(f"seq_len is {seq_len} and ranks is {ranks}, both must be at least 1")
     shapes = {s.experts.shape[1:] if s.experts is not None else None for s in samples}

@@ -133,7 +133,7 @@ class _OpenStep:
     ended: bool = False
     """Nothing is written any more. Set on the loop; writers look at it while they hold the lock."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held by whoever writes: one thread, or one of those that talk to processes."""
+    """Held by the thread that writes: the worker thread, or one that talks to a process."""
 
 
 class RolloutPipeline:
@@ -147,7 +147,7 @@ class RolloutPipeline:
         sinks: Sequence[Sink] = (), use_process_pool: bool | int = False, worker_retries: int = 2, worker_deadline: float = 60.0,
         freeze_garbage: bool = True, warn_of_lag: bool = True,
     ) -> None:  # fmt: skip
-        """`sinks` are given the metrics of every step, in the worker thread; whoever made them closes them. `use_process_pool`: True for one process less than there are cores, or how many. One that dies or does not answer within
+        """`sinks` are given the metrics of every step, in the worker thread; the caller closes them. `use_process_pool`: True for one process less than there are cores, or how many. One that dies or does not answer within
         `worker_deadline` seconds is replaced and asked again, `worker_retries` times a rollout at most. `freeze_garbage`: collect garbage when the
         pipeline opens and freeze what is alive then (`gc.freeze`) until it closes; False leaves the garbage collector alone. `warn_of_lag`: log a warning when the
         event loop is late; its lag is in the metrics of every step anyway."""

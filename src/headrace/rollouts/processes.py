@@ -182,7 +182,7 @@ class RolloutProcesses:
         return worker
 
     def close(self) -> None:
-        """End the processes. Whoever waits for an answer of one is told that it died."""
+        """End the processes. A thread that waits for an answer gets WorkerDied."""
         atexit.unregister(self.close)
         with self._lock:
             self._closing = True
@@ -194,7 +194,7 @@ class RolloutProcesses:
         for worker in workers:
             worker.process.kill()
             worker.process.exit_code(60.0)
-        # Pipes that nobody listens to. Whoever listens to another hears its end now, and closes it.
+        # Pipes that no thread reads. A thread that reads another pipe sees its end now, and closes it.
         with contextlib.suppress(queue.Empty):
             while True:
                 self._idle.get_nowait().pipe.close()

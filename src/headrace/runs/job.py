@@ -121,7 +121,11 @@ class StreamJob:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Job | StreamJob:
-    """The job that a TOML file describes. `overrides` as on the command line: ["--train.lr", "3e-4"]."""
+    """The job that a TOML file describes.
+
+    `path` is the file; relative paths in it are relative to its folder. `overrides` are options as on the command line: ["--train.lr", "3e-4"].
+    ConfigError lists every mistake of both.
+    """
     config = load_any_config(Path(path), overrides)
     if isinstance(config, RLConfig):
         raise ConfigError(

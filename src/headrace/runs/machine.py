@@ -1,4 +1,4 @@
-"""What does this machine have, as far as a run depends on it?"""
+"""Properties of this machine that a run depends on."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from headrace.spool.folder import SpoolFolder
 
 
 class OwnProvider:
-    """A provider in a process of its own while the body runs, unless one is at work already.
+    """A provider in a process of its own while the body runs, unless one is running already.
 
-    Another provider may start at the same moment, such as one that is restarted after a crash. The spool's lock lets one of them in. If
-    that is the other one, the run's own has ended by itself and the run goes on with the files of the other.
+    Another provider may start at the same moment, such as one that is restarted after a crash. The spool's lock admits one of
+    the two. If that is the foreign provider, the run's own provider ends and the run reads the files of the foreign one.
     """
 
     def __init__(self, config: RunConfig, base: Path, log: Path) -> None:

@@ -121,7 +121,7 @@ class _Lane:
 
 
 class _Play:
-    """All lanes, one after the other: they never look at each other."""
+    """All lanes in turn: no lane depends on another lane."""
 
     def __init__(self, config: RunConfig, sheet: Plan, data: TextDataset) -> None:
         self.began = time.perf_counter()

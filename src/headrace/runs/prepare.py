@@ -1,10 +1,10 @@
 """Tokenise every document of a config's sources once, into shards that are mapped ever after.
 
-    rows ──► chunks, read and tokenised by threads ──► one shard after the other, in row order ──► index ──► manifest
+    rows ──► chunks, read and tokenised by threads ──► shards in row order ──► index ──► manifest
 
 The bytes depend on the documents, the tokenizer and the size of a shard, never on the number of threads. A shard appears
 whole or not at all, so a job that was killed goes on by itself: the shards that are there are verified and kept, the one
-that was being made is made again, and the folder ends up as if nobody had touched it. What may not change in between is
+that was being made is made again, and the folder ends up as after an undisturbed run. What may not change in between is
 written down first (prepare.json) and compared.
 """
 
@@ -100,7 +100,7 @@ class PrepareSummary:
 
 
 class PrepareWatcher(Protocol):
-    """Whoever looks on."""
+    """Receives progress; the command prints it."""
 
     def began(self, data: TextDataset, workers: int, resumed: bool) -> None: ...
     def progress(self, progress: PrepareProgress) -> None: ...
@@ -370,7 +370,7 @@ class _Work:
         return len(packed)
 
     def _refuse_leftovers(self, folder: Path, count: int) -> None:
-        """Shards beyond the last row can only come from another source: nobody may take them for part of this one."""
+        """Shards beyond the last row can only come from another source: they must not be read as part of this one."""
         extra = folder / shard_name(count)
         if extra.exists():
             where = quarantine(extra, "beyond the last row of its source", self._folder / "quarantine")

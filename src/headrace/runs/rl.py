@@ -6,7 +6,7 @@ A rollout is a function of (seed, environment, task, member, attempt, version), 
 same step whether it is reached in one go or after any number of kills, at any lag. A checkpoint holds the policy, its optimiser and the `lag` versions
 before it; the arrival log holds every rollout that finished since. A resumed run reads both and asks only for what is missing.
 
-Rank 0 runs the event loop, the engine and the environments in a thread beside the trainer (orchestrator.py); under torchrun the other ranks take batches and
+Rank 0 runs the event loop, the engine and the environments in a thread beside the trainer (orchestrator.py); under torchrun every other rank takes batches and
 share the gradients.
 
 The run folder of an RL run:

@@ -9,7 +9,7 @@
 A `Task` supplies what differs between kinds of runs: its data, its trainer, one step, what a checkpoint and the summary
 hold beside the model. The loop owns the process group, signals, metrics and their sinks, the journal, checkpoints, progress
 and the summary. Step n is the same step whether it is reached in one go or after any number of kills, because the model, the
-optimiser and the state of the data are saved together. Nothing here prints: a `Watcher` is told.
+optimiser and the state of the data are saved together. Nothing here prints: a `Watcher` gets the events.
 """
 
 from __future__ import annotations

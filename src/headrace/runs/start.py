@@ -56,7 +56,7 @@ def claim_folder(
         return folder
     checked = load_any_config(config, overrides)
     checked.check_world_size(world_size)
-    # Rank 0 claims the folder; the other ranks meet it again in the first collective.
+    # Rank 0 claims the folder; every other rank meets it in the first collective.
     if rank == 0:
         return RunFolder.create(checked, version=__version__)
     return RunFolder(Path(checked.run.dir), checked, {"base": os.getcwd()})

@@ -180,49 +180,49 @@ def _warnings(
     config: StreamsConfig, plan: MixPlan, found: StreamPlan, stale_threshold: int | None, ledger_capacity: int | None
 ) -> list[str]:
     section = config.streams
-    told = []
+    remarks = []
     for m in found.modalities:
         if m.picks == 0:
-            told.append(
+            remarks.append(
                 f'starves: no batch of {m.name} in {found.played:,} steps; raise num_streams_mixed or use queue = "stratified"'
             )
         elif m.longest_absence > max(0.25 * found.played, 4 * found.pool):
-            told.append(
+            remarks.append(
                 f"starves: no file of {m.name} is in the pool for {m.longest_absence:,} steps in a row; raise num_streams_mixed above "
                 f'{found.pool} or use queue = "stratified"'
             )
         elif len(found.modalities) > 1 and m.share < 0.1 / len(found.modalities):
-            told.append(f"lopsided: {m.name} gets {m.share:.1%} of the batches, {m.picks:,} of {sum(o.picks for o in found.modalities):,}; its batch_size of {m.batch_size} is large beside the others")  # fmt: skip
+            remarks.append(f"lopsided: {m.name} gets {m.share:.1%} of the batches, {m.picks:,} of {sum(o.picks for o in found.modalities):,}; its batch_size of {m.batch_size} is large beside the others")  # fmt: skip
     if found.exhaust_rate > 0.5:
-        told.append(
+        remarks.append(
             f"spikes: slices run dry at {found.exhaust_rate:.0%} of the steps ({found.exhausts_a_step:.2f} a step); a file lasts too few "
             "batches, so the run opens files instead of reading them: lower batch_size, or join files"
         )
     elif found.spread_mean > 0.3 and section.pick_mode != "sequential":  # of slices of a batch or two it says nothing
-        told.append(
+        remarks.append(
             f"drains unevenly: what is left of the slices differs by {found.spread_mean:.2f} on average; "
             + ('queue = "banded" puts files of a size together' if section.pick_mode == "proportional" else 'pick_mode = "proportional" drains evenly')
         )  # fmt: skip
     if section.pick_mode in ("weighted", "uniform") and found.worst_pick_gap > 5 * found.pool:
-        told.append(
+        remarks.append(
             f"waits: {found.worst_gap_stream} is not picked for {found.worst_pick_gap:,} steps, {found.worst_pick_gap / found.pool:.0f} times the pool; "
             'pick_mode = "proportional" spaces picks evenly'
         )
     empty = sum(not streams for streams in plan.dealt)
     if empty:
-        told.append(
+        remarks.append(
             f"{empty} of {found.lanes} lanes have no stream, and deliver batches without rows: there are {found.files} files; use fewer lanes"
         )
     if found.epochs > 4:
-        told.append(f"every file is read {found.epochs:.1f} times: more than 4 epochs teach little")
+        remarks.append(f"every file is read {found.epochs:.1f} times: more than 4 epochs teach little")
     if stale_threshold is not None and stale_threshold < found.worst_pick_gap:
-        told.append(
+        remarks.append(
             f"evicts falsely: a ledger with stale_threshold = {stale_threshold} forgets groups of {found.worst_gap_stream}, which is not "
             f"picked for {found.worst_pick_gap:,} steps; set it to {found.worst_pick_gap} or more"
         )
     needed = found.pool * found.lanes * max(plan.per_pick)
     if ledger_capacity is not None and ledger_capacity < needed:
-        told.append(
+        remarks.append(
             f"may evict falsely: a ledger of {ledger_capacity:,} groups is smaller than a pool's batches can hold together, {needed:,}"
         )
-    return told
+    return remarks

@@ -5,7 +5,7 @@
     thread.later(task, "position")      run `task`; while it fails, again with growing pauses
     thread.drain(5.0)                   wait until all of it is done
 
-**The trainer's thread wakes nobody.** To wake a thread costs the waker 50 us, and milliseconds where the kernel puts the woken thread on
+**The trainer's thread wakes no other thread.** To wake a thread costs the waker 50 us, and milliseconds where the kernel puts the woken thread on
 the waker's core. So the background thread polls: 2 ms after it last did something, then 4 ms, up to every 50 ms. Only a thread that waits
 for a result wakes it (`wake`).
 """

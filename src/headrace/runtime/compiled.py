@@ -131,7 +131,7 @@ class Kernel:
         python = self.python
         if (
             python is self._function
-        ):  # as plain Python, too, it must call the other kernels: these may be compiled already
+        ):  # the plain Python version must call the replaced kernels too: the original ones may be compiled already
             python = FunctionType(
                 self._function.__code__, self._function.__globals__ | replaced, self._function.__name__
             )
@@ -142,13 +142,13 @@ class Kernel:
     def digest(self) -> str:
         """Eight letters that change with the code, the kernels it calls and the constants it uses."""
         code = self._function.__code__
-        told = [repr((code.co_code, code.co_consts, code.co_names, self._signatures, self._nogil))]
+        parts = [repr((code.co_code, code.co_consts, code.co_names, self._signatures, self._nogil))]
         for name, value in sorted(self._globals().items()):
             if isinstance(value, Kernel | Intrinsic):
-                told.append(value.digest())
+                parts.append(value.digest())
             elif not isinstance(value, ModuleType):
-                told.append(f"{name}={value.tobytes().hex() if isinstance(value, np.ndarray) else value!r}")
-        return hashlib.sha256("\n".join(told).encode()).hexdigest()[:8]
+                parts.append(f"{name}={value.tobytes().hex() if isinstance(value, np.ndarray) else value!r}")
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
 
     def _globals(self) -> dict[str, Any]:
         """What the function uses of its module."""

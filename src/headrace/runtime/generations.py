@@ -50,7 +50,7 @@ class Generations:
             folder: Where the files lie.
             name: Files are called `<name>-<number>.safetensors`.
             digits: Digits of a number in a file name, at least.
-            resumes: Words before a number in what `report` is told, such as "the run goes on from step".
+            resumes: Words before a number in the sentence that `report` gets, such as "the run goes on from step".
             remedy: End of the error for a folder in which no generation verifies: what to do about it.
             keep: Generations to keep, at least 1.
             writer: Whether this process may save and move files.

@@ -1,4 +1,4 @@
-"""How are the bytes of a source's shards reached?
+"""Access to the bytes of a source's shards: local files, URLs, object stores.
 
     on disk, in a store           RawFile, StoredObject         what lies there
     packed (.gz, .zst)            UnpackedFile                  the text in it

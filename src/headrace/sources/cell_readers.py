@@ -1,4 +1,4 @@
-"""How do the rows of a draw leave their file?
+"""Readers that take the rows of a draw out of a file of cells.
 
 `CellReaders` keeps the files of a pool open and opens the next ones ahead, in a thread, with their first rows decoded: pools
 exhaust in clusters, up to K slices within K steps, and a row group takes longer to decode than a batch to train on.

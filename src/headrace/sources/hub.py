@@ -1,4 +1,4 @@
-"""Which files are a dataset of the Hugging Face hub?
+"""Files of a dataset on the Hugging Face hub.
 
     hf:org/name?split=train&config=en        in the hub's cache on this machine, else through `datasets`
     hf:path/to/folder?split=test             a folder laid out like a dataset, or one that `save_to_disk` made

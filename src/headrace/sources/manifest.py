@@ -1,4 +1,4 @@
-"""Which files, chunks and rows does a source have?
+"""Manifest: the files, chunks and rows of a source.
 
     files        sorted by the bytes of their paths, each with its size, rows and fingerprint
     chunks       file, [start, end), rows; in file order, then in the order of the file; none is empty

@@ -1,4 +1,4 @@
-"""Which files does a spec name?
+"""Files that a spec names.
 
     matches("web/*.jsonl", base, suffixes=(".jsonl",), ...)  ->  root folder, and the files below it in bytewise order
 

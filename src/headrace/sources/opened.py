@@ -1,4 +1,4 @@
-"""What is the text of a chunk's rows?
+"""Opened sources: the text of a chunk's rows.
 
     source = open_source(Source("jsonl:web/*.jsonl"))
     source.manifest.chunk_rows          how many rows each chunk has: all a plan needs to know
@@ -348,7 +348,7 @@ class OpenSource:
         """What was left out: `file`, `row` (the first, in that file, from 0), `rows` and `reason`, in the order of the source.
 
         A whole shard has `rows` 0 and is there from the start; rows and chunks appear once their chunk was read, at most
-        1,000 of them. Each is a pure function of the bytes: whoever reads the chunk, now or again, finds the same.
+        1,000 of them. Each is a pure function of the bytes: every reading of the chunk, now or later, finds the same.
         """
         files = self.manifest.files
         shards = [(index, 0, 0, file.hole) for index, file in enumerate(files) if file.hole]

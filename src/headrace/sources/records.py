@@ -1,4 +1,4 @@
-"""Are these the bytes that were read the first time?
+"""Records of what was read first: later reads must find the same bytes.
 
 A chunk's hash is recorded when it is first read, in an append-only file that all ranks and later runs share:
 

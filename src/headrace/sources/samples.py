@@ -1,4 +1,4 @@
-"""What can one train on with no data at hand?
+"""Built-in sample sources: text to train on when no data is at hand.
 
     sample:prose    the language reference's topics and the docstrings of the standard library    ~3 MB
     sample:code     the standard library's source, cut into documents at top-level definitions     ~6 MB

@@ -1,4 +1,4 @@
-"""What does the user want read?
+"""Source specs: what the user wants to be read.
 
     Source("jsonl:web/*.jsonl", weight=0.7)
     Source.parse("jsonl:web/*.jsonl?weight=0.7&text_key=content")      the same in one line
@@ -174,7 +174,7 @@ class Source:
         yield from self._out_of_place(what, scheme, place)
 
     def _out_of_place(self, what: str, scheme: str, place: str) -> Iterable[str]:
-        """Options that say nothing for this scheme: whoever set one believes that it does."""
+        """Options that have no effect for this scheme: setting one is a mistake."""
         for key, schemes in _ONLY_FOR.items():
             if getattr(self, key) is not None and scheme in SCHEMES and scheme not in schemes:
                 yield f"{what}: {key} means something for {' and '.join(schemes)}: only; leave it out, or name the files themselves"

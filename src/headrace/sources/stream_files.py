@@ -1,4 +1,4 @@
-"""Which stream files are there, how many rows has each, and of which modality is it?
+"""Discovery of stream files: their rows and modalities.
 
     nested    root/<modality>/<file>     the modality is the folder
     direct    root/<file>                the modality is the root's own name, so there may be several roots

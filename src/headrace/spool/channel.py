@@ -125,7 +125,7 @@ class Channel:
         except FileExistsError:
             return "exists"
         except StorageError:
-            # It may have appeared before the folder's fsync failed. Whoever tries again must start from nothing.
+            # It may have appeared before the folder's fsync failed. The next attempt must start from nothing.
             with contextlib.suppress(OSError):
                 os.unlink(path)
             raise

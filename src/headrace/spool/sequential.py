@@ -171,7 +171,7 @@ class SequentialProvider(DataProviderBase):
             return 0, ""
         file = self._readable(channel, seq - 1)
         if file is None and seq - 1 >= channel.commit_point():
-            # Nobody has read it yet, or it went bad after it was made: it follows from the one before it.
+            # No consumer has read the file yet, or it went bad after it was made: it follows from the one before it.
             channel.set_aside(seq - 1, "its header could not be read by the provider")
             channel.clear_verdict(seq - 1)
             self._publish(channel, seq - 1)

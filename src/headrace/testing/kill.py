@@ -1,4 +1,4 @@
-"""Does a job survive being killed at any moment?
+"""`kill_sweep`: a job survives being killed at any moment.
 
     sweep = kill_sweep(["python", "train.py"], ["python", "train.py", "--resume"], kills=3, seed=1)
 
@@ -47,7 +47,11 @@ def kill_sweep(
     cwd: Path | None = None,
     deadline: float = 300.0,
 ) -> KillSweep:
-    """Kill `kills` times, each between `shortest` and `longest` seconds after start (or after `ready()` becomes true)."""
+    """Kill a job with SIGKILL `kills` times, each between `shortest` and `longest` seconds after its start (or after `ready()` becomes true), then let it finish.
+
+    `start` is the command of the first life, `resume` that of every later one. `seed` chooses the moments. `env` and `cwd` are those of the processes.
+    `deadline`: seconds that one life may take.
+    """
     moments: list[float] = []
     command = list(start)
     for k in range(kills):
@@ -76,7 +80,7 @@ def _run(
     kill_after: float | None = None,
 ) -> tuple[int | None, str]:
     """Exit code (None: it was killed) and output. Whatever happens, nothing of the process group is left running."""
-    with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would stop a talkative job
+    with tempfile.TemporaryFile("w+") as said:  # a full pipe that no process reads would block the job
         process = subprocess.Popen(
             list(command), env=env, cwd=cwd, stdout=said, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )

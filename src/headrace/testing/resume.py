@@ -1,4 +1,4 @@
-"""Does a saved and resumed loader deliver exactly what the uninterrupted one would have?
+"""`assert_exact_resume`: a saved and resumed loader delivers exactly what the uninterrupted one would have.
 
     from headrace.testing import assert_exact_resume
     assert_exact_resume(lambda: hr.Loader(data, global_batch_size=8), steps=50)
@@ -45,7 +45,7 @@ def assert_exact_resume(
     """Raise AssertionError unless every resume is exact.
 
     `make` builds a fresh object. `at` are the steps to save after (default: all of 0 … steps). From each of them `chain`
-    objects are resumed one after the other, each for `tail` items. `make_resumed(link)` builds the objects to resume into,
+    objects are resumed in turn, each for `tail` items. `make_resumed(link)` builds the objects to resume into,
     if they should differ (another number of workers, say); default `make`.
     """
     straight: list[Any] = []

@@ -1,4 +1,4 @@
-"""Which encoder turns text into ids, and how do we know that it is right?
+"""Encoders of text into ids, and the proof that a fast encoder gives the ids of `tokenizers`.
 
     tokenizers   the reference: any tokenizer.json, 0.65 M tokens/s a core; always there
     fastokens    byte-level BPE of the usual shapes, about 40 times as fast; runs in our threads; Apache-2.0, no dependencies

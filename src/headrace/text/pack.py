@@ -2,7 +2,7 @@
 
     best_fit   the longest run of documents that fits into K blocks, packed best fit decreasing: only documents longer
                than a block are cut; padding well under one per cent
-    concat     documents one after the other, cut at every block's end: no padding, a third of the documents cut; what
+    concat     documents joined end to end, cut at every block's end: no padding, a third of the documents cut; what
                does not fill a block is carried to the next window as (document, token offset)
 
 Packing is a pure function of the token counts. A block keeps its pieces (which document, from which token, how many),
@@ -35,7 +35,7 @@ PACK_KERNELS = (copy_run, best_fit, join_documents, lay_blocks)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """What a packer is told."""
+    """Settings of a packer."""
 
     seq_len: int
     strategy: Literal["best_fit", "concat"] = "best_fit"

@@ -84,7 +84,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def lay_documents(batch: TokenBatch, packing: Packing, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Documents one after the other with BOS and EOS as the packing says, and how many tokens each has."""
+    """Documents joined end to end, with BOS and EOS as the packing says, and how many tokens each has."""
     lengths = packing.lengths(batch.counts()).astype(np.int64)
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0

@@ -2,7 +2,7 @@
 
 gpt.py          what is trained: a GPT whose packed documents do not see each other
 lm.py           how it takes a step: global token mean, schedule, DDP, exact state
-settings.py     what a trainer is told apart from the data
+settings.py     settings of a trainer, without those of the data
 cells.py        how a small model learns from cells of several modalities
 checkpoint.py   which state a run goes on from, whatever happened to the last one
 """
@@ -51,7 +51,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Looked up when first used: whoever only opens checkpoints does not wait for torch."""
+    """Imported when first used: code that only opens checkpoints does not import torch."""
     if name not in __all__:
         raise AttributeError(f"module 'headrace.train' has no attribute {name!r}")
     return getattr(importlib.import_module(f"headrace.train.{_HOME.get(name, 'lm')}"), name)

@@ -169,7 +169,7 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                await asyncio.sleep(0)  # whoever was answered asks its next turn before the next ticks
+                await asyncio.sleep(0)  # environments that got an answer send their next turn before the next ticks
                 active = [slots for slots in self._versions.values() if slots.pending or slots.busy]
                 if not active:
                     return

@@ -131,7 +131,7 @@ class _GlobalTokenMean(torch.autograd.Function):
 
 
 def global_token_mean(loss_sum: Tensor, tokens: Tensor | int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The mean loss per token over all ranks, for `backward()` under DDP. A collective: every rank calls it.
+    """The mean loss per token over all ranks of `group`, for `backward()` under DDP. A collective: every rank calls it.
 
     `loss_sum` is this rank's sum of token losses, `tokens` how many there were (0 is fine). The value is the global
     mean on every rank; its gradient is scaled by the number of ranks, because DDP (like FSDP) divides by it.
@@ -412,8 +412,8 @@ def init_distributed(device: str = "auto", *, timeout_seconds: float = 300.0) ->
 def shutdown_distributed() -> None:
     """Leave the process group, if there is one; trainers still alive step no more. No barrier: a peer may be gone.
 
-    DDP must let go of the group first. Whoever drops the last reference joins gloo's threads, and DDP does so without
-    releasing the GIL, which such a thread may need to free its last piece of work: with a trainer that outlived the
+    DDP must release the group first. The owner of the last reference joins gloo's threads, and DDP does so without
+    releasing the GIL, which a gloo thread may need to free its last piece of work: with a trainer that outlived the
     group, 5 of 112 runs of three ranks never ended (pytorch issue 56297); in this order none did.
     """
     for trainer in list(_in_a_group):

@@ -37,7 +37,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
-    """Everything the trainer is told apart from the rollouts."""
+    """Settings of the trainer, without those of the rollouts."""
 
     steps: int = 1
     """Length of the run; the learning rate falls towards its end."""

@@ -12,7 +12,7 @@ __all__ = ["TrainSettings"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """Everything the trainer is told apart from the data."""
+    """Settings of the trainer, without those of the data."""
 
     steps: int
     """Length of the run; the schedule ends here."""

@@ -48,6 +48,11 @@ _REMEDIES = (
 )  # fmt: skip
 
 
+_LAG = "Something blocks the event loop of the environments, or the machine is busy with other work. Look for slow code in `play` and in reward functions; give the run more cores."
+_RANGE_REMEDIES = {"event_loop_lag/p99": _LAG, "event_loop_lag/median": _LAG}
+"""What to do about a metric outside its range, where its meaning does not say."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """Something to look at."""
@@ -389,7 +394,7 @@ def _ranges(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(
                 rule="range", key=key, weight=outside, step=step, title=f"{title_of(view, key)} is outside its healthy range",
                 sentence=f"{key} is outside {low:g} to {high:g} in {outside:.0%} of the lines, furthest at step {step:,} with {value:g}.",
-                remedy=(spec.help[:1].upper() + spec.help[1:] + ".") if (spec := view.spec(key)) is not None and spec.help else "",
+                remedy=_RANGE_REMEDIES.get(key) or ((spec.help[:1].upper() + spec.help[1:] + ".") if (spec := view.spec(key)) is not None and spec.help else ""),
             )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -52,6 +53,8 @@ _MAX_STEP = 1 << 53
 _RANGE_BYTES = 48 << 20
 """Largest part of the file that is read again for one question."""
 
+_NOT_JSON = re.compile(rb"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[ ,}\]])")
+
 Line = dict[str, Any]
 
 
@@ -62,7 +65,11 @@ def parse_line(line: bytes) -> Line | None:
     try:
         record = orjson.loads(line)
     except ValueError:
-        return None
+        # Python's json writes NaN and Infinity, which are no JSON: the line is good, the value is no number.
+        try:
+            record = orjson.loads(_NOT_JSON.sub(b"null", line))
+        except ValueError:
+            return None
     return record if _is_record(record) else None
 
 

@@ -9,11 +9,12 @@ rl(view)            rewards, groups, staleness, event-loop lag, rollouts
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ _MAX_CURVES = 60
 _MAX_DRAWS = 300_000
 _SLICES = 400
 _MAX_ARRIVALS = 64 << 20
+_MAX_ROLLOUTS = 1024
+_GROUP_STEPS = 12
+"""Steps in the table of groups."""
+_MAX_GROUP_BYTES = 16 << 20
 
 
 def runs(root: Path, book: SpecBook | None = None) -> dict[str, Any]:
@@ -121,7 +126,7 @@ def _figures(view: RunView, status: dict[str, Any]) -> list[dict[str, Any]]:
         )
     extremes = view.index.extremes("train/loss")
     if is_number(last.get("train/loss")):
-        least = f"least {extremes[0]:.4g} at step {extremes[1]:,}" if extremes else ""
+        least = f"lowest {extremes[0]:.4g} at step {extremes[1]:,}" if extremes else ""
         found.append({"label": "Loss", "key": "train/loss", "value": last["train/loss"], "unit": "", "note": least})
     for key, unit in (("tokens_per_second", "tokens/s"), ("cells_per_second", "cells/s")):
         if is_number(last.get(key)):
@@ -574,7 +579,14 @@ def rl(view: RunView) -> dict[str, Any]:
     """Rewards, groups, staleness, loop lag, phases, and which steps have rollouts to read."""
     status = view.status()
     rewards = []
-    for env in sorted(view.members("reward/<env>/mean"), key=lambda name: (name != "all", name)):
+    envs = sorted(view.members("reward/<env>/mean"), key=lambda name: (name != "all", name))
+    if len(envs) == 2 and envs[0] == "all":  # of one environment, "all" says the same again
+        envs = envs[1:]
+
+    def by_env(pattern: str) -> list[str]:
+        return [key for name, key in view.members(pattern).items() if name in envs or not envs]
+
+    for env in envs:
         drawn = panel(
             view, [f"reward/{env}/mean"], title="Reward, all environments" if env == "all" else f"Reward: {env}"
         )
@@ -588,15 +600,16 @@ def rl(view: RunView) -> dict[str, Any]:
             drawn["band"] = [[s, m - d, m + d] for s, m, d in pairs if m is not None and d is not None]
         rewards.append(drawn)
     groups = (
-        ("Groups that are solved by all, by none", [*view.members("solve_all/<env>").values(), *view.members("solve_none/<env>").values()]),
-        ("Solved when asked greedily, held out", [*view.members("eval/<env>/greedy").values(), *view.members("eval/<env>/pass_at_k").values()]),
+        ("Groups solved by all members, by none", [*by_env("solve_all/<env>"), *by_env("solve_none/<env>")]),
+        ("Held-out tasks solved", [*by_env("eval/<env>/greedy"), *by_env("eval/<env>/pass_at_k")]),
         ("Rollouts that failed or were refused", _starting(view, "rollouts/failed/", "rollouts/refused/", "failures/")),
         ("Filters that fired", list(view.members("filter/<name>").values())),
         ("Staleness of the policy", _starting(view, "staleness", "rollouts/staleness", "rollouts/lag")),
         ("Event-loop lag", [k for k in ("event_loop_lag/median", "event_loop_lag/p99", "event_loop_lag/max") if k in view.index]),
-        ("Length of completions", list(view.members("completion_length/<env>/mean").values())),
-        ("Turns", list(view.members("turns/<env>/mean").values())),
-        ("Entropy and mismatch", _starting(view, "entropy/", "mismatch_kl/", "train/entropy", "train/kl", "train/clip")),
+        ("Length of completions", by_env("completion_length/<env>/mean")),
+        ("Turns", by_env("turns/<env>/mean")),
+        ("Entropy of the policy", by_env("entropy/<env>/mean")),
+        ("Divergence between engine and trainer", by_env("mismatch_kl/<env>/mean")),
     )  # fmt: skip
     charts = [
         panel(view, there[:12], title=title)
@@ -614,6 +627,7 @@ def rl(view: RunView) -> dict[str, Any]:
         "lines": lines,
         "marks": view.marks(),
         "steps": rollout_steps(view),
+        "groups": rollout_groups(view),
         "answers": answers(view),
     }
 
@@ -655,30 +669,23 @@ def rollout(view: RunView, step: int) -> dict[str, Any]:
         raise DataError(
             f"{view.path} has no rollouts of step {step}: they are deleted once a checkpoint covers the step"
         )
-    found, damaged = [], ""
-    with open_metrics(path) as handle:
-        data = handle.read(_MAX_ARRIVALS)
-    at = 0
-    while at + 12 <= len(data) and len(found) < 1024:
-        length, total = int.from_bytes(data[at : at + 4], "little"), int.from_bytes(data[at + 4 : at + 12], "little")
-        payload = data[at + 12 : at + 12 + length]
-        if len(payload) < length:
-            break  # a record that is being written
-        try:
-            if xxhash.xxh3_64_intdigest(payload) != total:
-                raise ValueError("it fails its checksum")
-            found.append(_rollout(msgspec.msgpack.decode(payload)))
-        except (ValueError, TypeError, AttributeError, msgspec.DecodeError) as error:
-            damaged = f"The record at byte {at:,} is damaged ({error}); rollouts after it are not shown."
-            break
-        at += 12 + length
+    found, damaged = _records(path, _MAX_ARRIVALS, lambda payload: _rollout(msgspec.msgpack.decode(payload)))
+    if len(found) > _MAX_ROLLOUTS:
+        damaged = (
+            damaged or f"The step has {len(found):,} rollouts; the first {_MAX_ROLLOUTS:,} that arrived are shown."
+        )
+        found = found[:_MAX_ROLLOUTS]
     groups: dict[Any, list[float]] = {}
     for one in found:
         if not one["error"]:
             groups.setdefault(one["example_id"], []).append(one["reward"])
+    drops_equal = view.section("rollouts").get("drop_equal") is True
     for one in found:
         if not one["error"]:
-            one["advantage"] = one["reward"] - sum(groups[one["example_id"]]) / len(groups[one["example_id"]])
+            rewards = groups[one["example_id"]]
+            equal = min(rewards) == max(rewards)
+            one["advantage"] = 0.0 if equal else one["reward"] - sum(rewards) / len(rewards)
+            one["filters"] = ["zero_advantage"] if equal and drops_equal else []
     found.sort(key=lambda one: (str(one["env_name"]), one["example_id"], one["draw"]))
     return {
         "status": view.status(),
@@ -690,8 +697,81 @@ def rollout(view: RunView, step: int) -> dict[str, Any]:
     }
 
 
+def _records(path: Path, limit: int, decode: Callable[[bytes], Any]) -> tuple[list[Any], str]:
+    """Records of an arrival log (rollouts/arrival_log.py) within its first `limit` bytes, up to damage; and what is damaged, or ""."""
+    found: list[Any] = []
+    with open_metrics(path) as handle:
+        data = handle.read(limit)
+    at = 0
+    while at + 12 <= len(data):
+        length, total = int.from_bytes(data[at : at + 4], "little"), int.from_bytes(data[at + 4 : at + 12], "little")
+        payload = data[at + 12 : at + 12 + length]
+        if len(payload) < length:
+            break  # a record that is being written
+        try:
+            if xxhash.xxh3_64_intdigest(payload) != total:
+                raise ValueError("it fails its checksum")
+            found.append(decode(payload))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgspec.DecodeError) as error:
+            return found, f"The record at byte {at:,} is damaged ({error}); rollouts after it are not shown."
+        at += 12 + length
+    return found, ""
+
+
+class _Arrived(msgspec.Struct, frozen=True):
+    """What the table of groups needs of a record."""
+
+    task: int
+    member: int
+    env: str = ""
+    failed: str = ""
+
+
+_decode_arrived = msgspec.msgpack.Decoder(_Arrived).decode
+
+
+def rollout_groups(view: RunView) -> list[dict[str, Any]]:
+    """Groups of the newest steps: complete, open, and requests that failed by cause. The newest step first."""
+    sizes = {
+        str(env.get("name")): env.get("group_size") for env in _list(view.config.get("env")) if isinstance(env, dict)
+    }
+    wanted, trained, logs = view.section("rollouts").get("groups_per_step"), view.index.last_step, arrival_logs(view)
+    found = []
+    for step in sorted(logs, reverse=True)[:_GROUP_STEPS]:
+        try:
+            status = logs[step].stat()
+            members, failed, damaged = _members(logs[step], status.st_size, status.st_mtime_ns)
+        except (OSError, DataError):
+            continue
+        complete = sum(
+            len(finished) >= size for (env, _), finished in members.items() if isinstance(size := sizes.get(env), int)
+        )
+        found.append({
+            "step": step, "trained": step <= trained, "rollouts": sum(map(len, members.values())), "complete": complete,
+            "open": max(wanted - complete, 0) if isinstance(wanted, int) and step > trained else 0, "failed": failed, "damaged": damaged,
+        })  # fmt: skip
+    return found
+
+
+@functools.lru_cache(maxsize=4 * _GROUP_STEPS)
+def _members(path: Path, size: int, changed: int) -> tuple[dict[tuple[str, int], frozenset[int]], dict[str, int], bool]:
+    """Finished members by (environment, task), failures by cause, and whether the log is damaged. `size` and `changed` (ns) are those of the file."""
+    members: dict[tuple[str, int], set[int]] = {}
+    failed: dict[str, int] = {}
+    records, damaged = _records(path, _MAX_GROUP_BYTES, _decode_arrived)
+    for record in records:
+        if record.failed:
+            failed[record.failed[:80]] = failed.get(record.failed[:80], 0) + 1
+        else:
+            members.setdefault((record.env, record.task), set()).add(record.member)
+    return {key: frozenset(found) for key, found in members.items()}, failed, bool(damaged)
+
+
 def _rollout(record: Mapping[str, Any]) -> dict[str, Any]:
-    """One record of an arrival log (rollouts/arrival_log.py)."""
+    """One record of an arrival log. TypeError where the numbers that it is sorted by are none."""
+    task, member = record["task"], record["member"]
+    if not (isinstance(task, int) and isinstance(member, int)):
+        raise TypeError("task and member are no integers")
     turns = []
     for turn in _list(record.get("turns"))[:200]:
         ids = np.frombuffer(turn["ids"], "<i4").tolist()[:4000]
@@ -700,12 +780,12 @@ def _rollout(record: Mapping[str, Any]) -> dict[str, Any]:
         turns.append({
             "messages": [{"role": "prompt", "text": str(turn["prompt"])[:20_000]}, {"role": "completion", "text": completion}],
             "ids": ids, "logprobs": [v if is_number(v) else None for v in logprobs],
-            "tokens": list(completion) if len(completion) == len(ids) else [],
+            "tokens": list(completion) if len(completion) == len(ids) else [], "spans": [[str(name)[:80], int(a), int(b)] for name, a, b in _list(turn.get("spans"))[:50]],
         })  # fmt: skip
     values = record.get("metrics")
     reward = record.get("reward")
     return {
-        "example_id": record["task"], "env_name": str(record.get("env", ""))[:200], "draw": record.get("member"), "reward": reward if is_number(reward) else 0.0,
+        "example_id": task, "env_name": str(record.get("env", ""))[:200], "draw": member, "reward": reward if is_number(reward) else 0.0,
         "error": str(record.get("failed") or "")[:1000], "policy_version": record.get("version"), "attempt": record.get("attempt"),
         "metrics": {str(k): v for k, v in list(values.items())[:30] if is_number(v)} if isinstance(values, dict) else {}, "turns": turns,
     }  # fmt: skip

@@ -31,16 +31,16 @@ def write_picture(view: RunView, path: Path, *, keys: Sequence[str] = (), column
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    told = pages.metrics(view)
-    chosen = [p for p in told["panels"] if (any(k in p["key"] for k in keys) if keys else p["group"] in _GROUPS)]
+    shown_page = pages.metrics(view)
+    chosen = [p for p in shown_page["panels"] if (any(k in p["key"] for k in keys) if keys else p["group"] in _GROUPS)]
     if not chosen:
         raise ConfigError(
             f"no panel of {view.path} contains {' or '.join(map(repr, keys or _GROUPS))}; the first are "
-            + ", ".join(p["key"] for p in told["panels"][:5])
+            + ", ".join(p["key"] for p in shown_page["panels"][:5])
         )
     rows = -(-len(chosen) // columns)
     shown = {curve["key"] for panel in chosen for curve in panel["curves"]}
-    sentences = [f"• {f['sentence']}" for f in told["findings"] if f["key"] in shown]
+    sentences = [f"• {f['sentence']}" for f in shown_page["findings"] if f["key"] in shown]
     words = [line for sentence in sentences for line in textwrap.wrap(sentence, 62 * columns, subsequent_indent="   ")]
     figure = Figure(figsize=(4.3 * columns, 2.5 * rows + 0.17 * len(words)), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)

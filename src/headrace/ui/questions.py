@@ -28,7 +28,7 @@ _BLOCK_CHARS = 40_000
 
 
 class Questions:
-    """Asks the worker process. Safe to use from several threads: questions are answered one after the other."""
+    """Asks the worker process. Safe to use from several threads: questions are answered one at a time."""
 
     def __init__(self, deadline: float = DEADLINE) -> None:
         self._deadline = deadline
@@ -39,7 +39,7 @@ class Questions:
     def ask(self, question: str, **arguments: Any) -> dict[str, Any]:
         """The answer of one of `QUESTIONS`. HeadraceError with the worker's sentence, DeadlineExceeded, or WorkerDied."""
         if not self._lock.acquire(timeout=self._deadline):
-            raise DeadlineExceeded(f"another question has been at work for {self._deadline:g} s: try again")
+            raise DeadlineExceeded(f"another question has taken {self._deadline:g} s: try again")
         try:
             pipe = self._start()
             pipe.send((question, arguments))
@@ -90,7 +90,7 @@ class Questions:
 
 
 def _work(pipe: Connection) -> None:
-    """Answer until the other end closes."""
+    """Answer questions until the server closes the pipe."""
     with contextlib.suppress(OSError):
         os.nice(10)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

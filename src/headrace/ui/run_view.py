@@ -257,7 +257,7 @@ class RunView:
     def refresh(self, seconds: float = 0.2) -> None:
         """Take in what was written since, for at most about `seconds`. A long file is sketched first.
 
-        Returns at once what is known while another thread is at it for longer than a moment.
+        Returns at once, with what is known, if another thread has been refreshing for half a second.
         """
         if not self._lock.acquire(timeout=0.5):
             return

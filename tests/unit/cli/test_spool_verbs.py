@@ -59,7 +59,7 @@ def test_stat_tells_backlog_commit_and_who_is_at_work(spool, say):
         assert code == 0
         assert "read 1  commit 1  backlog 2  retained 0  quarantined 0" in out
         assert "consumer-0" in out
-    assert "nobody is at work" in say("spool", "stat", spool)[1]
+    assert "no process holds a lock" in say("spool", "stat", spool)[1]
 
 
 def test_verify_has_an_exit_code_for_ci(spool, say):

@@ -104,7 +104,7 @@ def test_what_crosses_a_damaged_line_is_refused_and_the_rest_is_told(record):
     assert found.place(5).block == 0, "its window was opened after the hole"
     with pytest.raises(FileCorrupt, match=r"Line 2 of .* is damaged.*Sample 2 is not recorded.*steps 1–1, 3–3 can be"):
         found.place(4)
-    with pytest.raises(FileCorrupt, match="Step 2 cannot be told; steps 1–1, 3–3 can"):
+    with pytest.raises(FileCorrupt, match="Step 2 cannot be shown; steps 1–1, 3–3 can"):
         found.span(2)
 
 
@@ -458,7 +458,7 @@ def test_a_run_that_changed_its_data_is_still_compared_but_not_told(tmp_path, fl
     assert not found.same
     assert found.sample is None
     assert found.step_a == 1
-    assert any("cannot be told" in note for note in found.notes)
+    assert any("cannot be rebuilt" in note for note in found.notes)
 
 
 def test_runs_without_a_flight_record_are_compared_by_their_digests(fly):

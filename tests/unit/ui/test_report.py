@@ -191,7 +191,12 @@ def test_rollouts_are_read_from_the_arrival_log_up_to_damage(tmp_path):
     assert told["rollouts"][0]["turns"][0]["tokens"] == list("1234")
     assert told["rollouts"][2]["error"] == EVIL
     assert "damaged" in told["damaged"]
-    assert pages.rl(view)["rewards"][1]["band"] == [[3, 0.4, 0.6]]
+    assert [(p["key"], p["band"]) for p in pages.rl(view)["rewards"]] == [("reward/sort/mean", [[3, 0.4, 0.6]])]
+    (run / "arrivals" / "step_000000000003.log").write_bytes(arrival() + arrival(task=["unhashable"]))
+    assert "task and member" in pages.rollout(view, 4)["damaged"]
+    newest, older = pages.rollout_groups(view)
+    assert (newest["step"], newest["trained"], newest["rollouts"], newest["damaged"]) == (4, False, 1, True)
+    assert (older["step"], older["trained"], older["rollouts"], older["failed"]) == (3, True, 2, {EVIL: 1})
     with pytest.raises(DataError, match="no rollouts of step 9"):
         pages.rollout(view, 9)
 

@@ -63,7 +63,7 @@ _ENVIRONMENT: dict[str, KeyPath] = {
 }
 _ALIASES: dict[KeyPath, KeyPath] = {("text", "context_len"): ("text", "seq_len")}
 _BLAMED: dict[KeyPath, KeyPath] = {("text", "window_blocks"): ("text", "seq_len")}
-"""Which key is told, when the checked one was left at its default."""
+"""The key that a message names if the checked key was left at its default."""
 _ORCHESTRATOR = {
     "dump_raw_rollouts": "rollouts.keep: every rollout is kept in the run folder's arrivals/",
     "gather_chunk_size": 'nothing: rollouts are taken when they arrive; headrace.rollouts.RolloutPipeline(mode="boundary") is the old way',
@@ -82,9 +82,9 @@ _ORCHESTRATOR = {
 }
 """Where the keys of prime-rl's [orchestrator] live here."""
 _OPTIONS = re.compile(r"(?P<spec>.+?)\?(?P<options>\w+=[^&]*(?:&\w+=[^&]*)*)", re.DOTALL)
-"""A spec with options; their "?" is told from that of a pattern by the "=" that follows."""
+"""A spec with options; a "=" after the "?" tells the options from a pattern."""
 _SHORT_FLOAT = re.compile(r"[+-]?(?:[0-9]*\.[0-9]+|[0-9]+\.)(?:[eE][+-]?[0-9]+)?")
-"""`.3` and `3.` are no TOML, but on a command line nobody would know."""
+"""`.3` and `3.` are no TOML, but users type them on a command line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class _Layers:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, _Origin] = field(default_factory=dict)
     nowhere: _Origin = _Origin(layer="file", place=1, label="command line")
-    """Who is told about what is missing altogether."""
+    """Remarks about sections that are missing altogether."""
     problems: list[tuple[tuple[int, int], str]] = field(default_factory=list)
 
     @property

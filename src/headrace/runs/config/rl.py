@@ -119,7 +119,7 @@ class EnvSection(_Section):
     name: _Name = Field("", examples=["sort"])
     """Derived from the spec unless given."""
     weight: float = Field(1.0, ge=0)
-    """Share of the groups, in proportion to the other weights."""
+    """Share of the groups, in proportion to the weights of all environments."""
     group_size: int = Field(16, ge=1, le=1 << 16)
     workers: Annotated[int, Field(ge=0, le=256)] | Literal["ray"] = Field(0, examples=[2])
     """Processes that play it; 0: on the event loop; "ray": Ray actors, one a CPU of the cluster."""
@@ -188,7 +188,7 @@ class EvalSection(_Section):
 
 
 class RLRunSection(RunSection):
-    """[run] of an RL run: a line a step unless told otherwise."""
+    """[run] of an RL run: a line for each step by default."""
 
     log_every: int = Field(1, ge=1)
 

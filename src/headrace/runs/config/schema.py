@@ -189,7 +189,7 @@ class SourceSection(_Section):
     spec: _Text = Field(examples=["jsonl:web/*.jsonl"])
     """One line, KIND:PATH. Options after "?" (`jsonl:web?weight=0.3&text_key=content`) are lifted into the keys below."""
     weight: float = Field(1.0, ge=0)
-    """Share of the delivered tokens, in proportion to the other weights."""
+    """Share of the delivered tokens, in proportion to the weights of all sources."""
     name: _Name = Field("", examples=["web"])
     """Derived from the spec unless given; unique in a RunConfig."""
     text_key: _Text = "text"
@@ -269,7 +269,7 @@ class TextSection(_Section):
     window_blocks: int = Field(64, ge=1, validate_default=True)
     """Blocks that are tokenised and packed as one unit."""
     segment_ids: bool = False
-    """Add the number of the document at each position to a batch."""
+    """Add `segment_ids` to a batch: 1, 2, … for the pieces of documents in a row, 0 on padding."""
     shuffle: bool = True
     """Put chunks, rows and blocks into a random order that follows from the seed."""
 
@@ -300,7 +300,7 @@ class LoaderSection(_Section):
     prefetch_batches: int = Field(DEFAULT_PREFETCH_BATCHES, ge=0, le=1 << 16)
     """Batches made ahead of need."""
     exhausted: Literal["repeat", "drop", "stop_first"] = "repeat"
-    """What becomes of a source that is dry. A run has a number of steps, so it starts again unless told otherwise."""
+    """What becomes of a source that is dry. A run has a number of steps, so by default the source starts again."""
     pin_memory: bool = False
     """Put batches into pinned memory, for copies to a CUDA device."""
 
@@ -377,7 +377,7 @@ class SpoolSection(_Section):
     val_fraction: float = Field(0.0, ge=0, lt=1, examples=[0.1])
     """The share of every class that is kept out of training and read as split val, over and over; for classify and tag."""
     provider: bool = True
-    """Whether `headrace run` starts a provider where none is at work."""
+    """Whether `headrace run` starts a provider if none is running."""
 
     @property
     def labelled(self) -> bool:
@@ -555,7 +555,7 @@ def _name_of(spec: str) -> str:
 
 
 def _unique(wanted: Sequence[str]) -> list[str]:
-    """The names, the later of two equal ones with -2, -3, …; a name that somebody asked for is not taken from them."""
+    """The names, the later of two equal ones with -2, -3, …; a name that the config gives is kept."""
     taken: set[str] = set()
     names = []
     for name in wanted:

@@ -34,7 +34,7 @@ function bytes(n) { for (const [size, unit] of [[2 ** 30, 'GiB'], [2 ** 20, 'MiB
 
 function bar(run, tabs, page) {
   const input = h('input', {type: 'number', min: 1, placeholder: 'number', 'aria-label': 'open a step'});
-  head.replaceChildren(h('nav', {class: 'bar'},
+  put(head, h('nav', {class: 'bar'},
     h('a', {class: 'brand', href: '#/'}, 'headrace'),
     h('div', {class: 'tabs'}, (tabs || []).map(t => h('a', {href: link(run, t), 'aria-current': t === page ? 'page' : null}, TITLES[t] || t))),
     tabs && tabs.includes('step') && !EMBEDDED && h('form', {class: 'go', onsubmit: e => { e.preventDefault(); if (input.value) go(link(run, 'step', input.value)); }}, h('label', {}, 'Step'), input)));
@@ -100,7 +100,7 @@ async function runsPage() {
   const choose = (run, on) => { if (on) chosen.push(run); else chosen.splice(chosen.indexOf(run), 1); compare.disabled = chosen.length !== 2; };
   const rows = data.runs.map(r => h('tr', {class: 'link', onclick: e => { if (!e.target.closest('input, a')) go(link(r.run, 'overview')); }},
     h('td', {}, h('input', {type: 'checkbox', 'aria-label': `choose ${r.name} for a comparison`, onchange: e => choose(r.run, e.target.checked)})),
-    h('td', {}, h('a', {href: link(r.run, 'overview')}, r.name), h('div', {class: 'key'}, r.run)),
+    h('td', {}, h('a', {href: link(r.run, 'overview')}, r.name), h('div', {class: 'key'}, r.run), h('span', {class: 'only-small pill ' + r.verdict.level}, r.verdict.text)),
     h('td', {}, h('span', {class: 'state ' + r.state}, r.state), h('div', {class: 'dim small'}, r.kind)),
     h('td', {class: 'right'}, whole(r.step), h('div', {class: 'dim small'}, r.steps ? `of ${whole(r.steps)}` : '')),
     h('td', {class: 'hide-small'}, sparkline(r.curve)),
@@ -109,7 +109,7 @@ async function runsPage() {
     h('td', {class: 'right hide-small'}, r.wait_share === null ? '–' : h('span', {class: r.wait_share > 0.05 ? 'pill warn' : ''}, (100 * r.wait_share).toFixed(1) + ' %'), h('div', {class: 'dim small'}, 'waiting')),
     h('td', {class: 'hide-small'}, h('span', {class: 'pill ' + r.verdict.level}, r.verdict.text)),
     h('td', {class: 'hide-small dim small'}, r.changed ? new Date(r.changed * 1000).toLocaleString() : '')));
-  main.replaceChildren(h('div', {class: 'head'}, h('h1', {}, 'Runs'), h('span', {class: 'dim'}, data.root)), h('div', {class: 'toolbar'}, compare),
+  put(main, h('div', {class: 'head'}, h('h1', {}, 'Runs'), h('span', {class: 'dim'}, data.root)), data.runs.length > 1 ? h('div', {class: 'toolbar'}, compare, h('span', {class: 'dim small'}, 'tick two runs to see where they part')) : '',
     rows.length ? h('div', {class: 'scroll'}, h('table', {}, h('thead', {}, h('tr', {}, ['', 'Run', 'State'].map(t => h('th', {}, t)), h('th', {class: 'right'}, 'Step'), h('th', {class: 'hide-small'}, 'Curve'), h('th', {class: 'right'}, 'Now'), h('th', {class: 'right hide-small'}, 'Speed'), h('th', {class: 'right hide-small'}, 'Exposed wait'), h('th', {class: 'hide-small'}, 'Verdict'), h('th', {class: 'hide-small'}, 'Last line'))), h('tbody', {}, rows))) : h('p', {class: 'empty'}, 'No run below this folder yet. `headrace run CONFIG` starts one.'));
   if (!EMBEDDED && data.runs.some(r => r.state === 'running')) { const timer = setTimeout(() => { if (!chosen.length) route(); }, 5000); leave.push(() => clearTimeout(timer)); }
 }
@@ -124,18 +124,18 @@ async function overviewPage(run) {
   const top = h('div'), verdict = h('div'), figures = h('div', {class: 'figures'});
   let shown = '';
   const showTop = d => {
-    top.replaceChildren(...titled(d.status).filter(x => x));
-    figures.replaceChildren(...d.figures.map(figure));
+    put(top, ...titled(d.status).filter(x => x));
+    put(figures, ...d.figures.map(figure));
     const now = JSON.stringify([d.verdict, d.findings]);
     if (now === shown) return;  // what a reader has opened stays open
     shown = now;
     const mark = {good: '✓', warn: '!', bad: '!', quiet: '…'}[d.verdict.level], open = verdict.querySelector('details[open]');
-    verdict.replaceChildren(h('div', {class: 'verdict ' + d.verdict.level, role: 'status'}, h('span', {class: 'mark', 'aria-hidden': 'true'}, mark), h('span', {}, capital(verdictText(d.verdict, d.findings.length)))), d.findings.length ? findingsList(d.findings, run, tabs) : '');
+    put(verdict, h('div', {class: 'verdict ' + d.verdict.level, role: 'status'}, h('span', {class: 'mark', 'aria-hidden': 'true'}, mark), h('span', {}, capital(verdictText(d.verdict, d.findings.length)))), d.findings.length ? findingsList(d.findings, run, tabs) : '');
     if (open && verdict.querySelector('details')) verdict.querySelector('details').open = true;
   };
   showTop(data);
   const text = tabs.includes('rl') ? 'click: its rollouts' : undefined;
-  const charts = data.charts.map((p, i) => new LineChart(p, {size: i === 0 ? 'wide' : '', height: i === 0 ? 230 : 180, onPick: pick, onZoom: zoom, marks, pickText: text}));
+  const charts = data.charts.map((p, i) => new LineChart(p, {size: i === 0 ? 'wide' : '', height: i === 0 ? 230 : 180, onPick: pick, onZoom: zoom, marks, pickText: text, hint: i === 0 && pick ? `click a point to read ${tabs.includes('rl') ? 'its rollouts' : 'its documents'}, drag to zoom` : ''}));
   const budget = new StackChart('Where the time goes', 'step/phase/*, step/wait/*', 'ms per step', data.lines, {height: 206, onPick: pick});
   const parts = [budget];
   const grid = h('div', {class: 'grid'});
@@ -145,7 +145,7 @@ async function overviewPage(run) {
   if (mix) { grid.append(mix.root); parts.push(mix); }
   for (const c of charts.slice(1)) grid.append(c.root);
   if (status.ranks > 1 && data.lines.some(l => l.ranks || l.worst)) { const map = new HeatMap('Exposed wait by rank', 'waits/exposed/seconds', data.lines.filter(l => l.ranks || l.worst), status.ranks, {size: 'half'}); grid.append(map.root); parts.push(map); }
-  main.replaceChildren(top, verdict, figures, grid, h('footer', {}, data.facts.map(([k, v]) => `${k} ${v}`).join(' · '), pick ? ' · click a point to read what the model saw there; drag to zoom' : ''));
+  put(main, top, verdict, figures, grid, h('footer', {}, data.facts.map(([k, v]) => `${k} ${v}`).join(' · ')));
   leave.push(() => { for (const c of [...charts, ...parts]) c.remove(); });
   follow(run, status, charts.flatMap(c => c.curves.map(x => x.key)), news => {
     if (!charts.length && news.status.lines > status.lines) { route(); return; }  // the page was open before the first line
@@ -170,14 +170,14 @@ function mixCard(data, pick) {
   };
   take(data.lines);
   const chart = new LineChart({title: 'Share of tokens by source', key: 'data/source_tokens/<source>', unit: '%', curves}, {height: 130, onPick: pick, targets});
-  const rows = () => { const all = Object.values(sums).reduce((a, b) => a + b, 0) || 1; chart.body.replaceChildren(h('div', {class: 'mix'}, names.slice(0, 8).map((n, i) => {
+  const rows = () => { const all = Object.values(sums).reduce((a, b) => a + b, 0) || 1; put(chart.body, h('div', {class: 'mix'}, names.slice(0, 8).map((n, i) => {
     const share = 100 * sums[n] / all, target = targets[n];
     return h('div', {class: 'row'}, h('span', {class: 'name', title: n}, n), share_bar(share, target, SERIES[i % 8]), h('span', {class: 'num small'}, `${share.toFixed(1)} %`, target !== undefined ? h('span', {class: 'dim'}, ` of ${target.toFixed(1)} %`) : ''));
   }))); };
   rows();
   chart.append = lines => { take(lines); chart.curves = curves.map(c => ({...c})); rows(); if (chart.width) chart.draw(); };
   const draw = chart.draw.bind(chart);
-  chart.draw = () => { draw(); chart.legend.replaceChildren(); };
+  chart.draw = () => { draw(); put(chart.legend); };
   return chart;
 }
 function share_bar(share, target, tint) {
@@ -196,7 +196,7 @@ async function stepPage(run, number) {
   if (!number) { location.replace(link(run, 'step', step)); return; }
   const body = h('div', {}, h('p', {class: 'loading'}, 'Making the documents of this step again…'));
   const input = h('input', {type: 'number', value: step, min: 1, 'aria-label': 'step'});
-  main.replaceChildren(h('div', {class: 'head'}, h('h1', {}, `Step ${whole(step)}`), h('span', {class: 'dim'}, `of ${status.name}`)),
+  put(main, h('div', {class: 'head'}, h('h1', {}, `Step ${whole(step)}`), h('span', {class: 'dim'}, `of ${status.name}`)),
     h('form', {class: 'toolbar', onsubmit: e => { e.preventDefault(); go(link(run, 'step', input.value)); }},
       h('button', {type: 'button', disabled: step <= 1, onclick: () => go(link(run, 'step', step - 1))}, '← earlier'), input, h('button', {type: 'button', onclick: () => go(link(run, 'step', step + 1))}, 'later →'),
       h('a', {href: link(run, 'overview')}, 'back to the curves')), body);
@@ -204,21 +204,21 @@ async function stepPage(run, number) {
   addEventListener('keydown', keyed);
   leave.push(() => removeEventListener('keydown', keyed));
   const here = visit;
-  let told;
-  try { told = await api('step', {run, step}); } catch (error) { if (here === visit) body.replaceChildren(refused(error)); return; }
+  let answer;
+  try { answer = await api('step', {run, step}); } catch (error) { if (here === visit) put(body, refused(error)); return; }
   if (here !== visit) return;
-  const total = Object.values(told.totals).reduce((a, t) => a + t.tokens, 0) || 1;
-  const proof = told.proven ? h('span', {class: 'pill good', title: told.digest}, 'proven by the digest the run recorded') : h('span', {class: 'pill warn'}, 'not proven: the run has not recorded this step’s digest');
-  const sources = Object.keys(told.totals);
+  const total = Object.values(answer.totals).reduce((a, t) => a + t.tokens, 0) || 1;
+  const proof = answer.proven ? h('span', {class: 'pill good', title: answer.digest}, 'proven by the digest the run recorded') : h('span', {class: 'pill warn'}, 'not proven: the run has not recorded this step’s digest');
+  const sources = Object.keys(answer.totals);
   const filter = h('select', {'aria-label': 'source', onchange: () => show()}, h('option', {value: ''}, 'all sources'), sources.map(n => h('option', {value: n}, n)));
-  const words = h('input', {type: 'search', placeholder: 'text in these documents', 'aria-label': 'text', oninput: () => show()});
+  const words = h('input', {type: 'search', placeholder: 'text in these documents', 'aria-label': 'text', size: 26, oninput: () => show()});
   const list = h('div');
   const show = () => {
-    const wanted = told.documents.filter(d => (!filter.value || d.source === filter.value) && (!words.value || (d.text || '').toLowerCase().includes(words.value.toLowerCase())));
-    list.replaceChildren(...wanted.slice(0, 400).map(d => documentCard(run, d)), wanted.length > 400 ? h('p', {class: 'dim'}, `and ${wanted.length - 400} more: headrace step ${status.path} ${step}`) : '');
+    const wanted = answer.documents.filter(d => (!filter.value || d.source === filter.value) && (!words.value || (d.text || '').toLowerCase().includes(words.value.toLowerCase())));
+    put(list, ...wanted.slice(0, 400).map(d => documentCard(run, d)), wanted.length > 400 ? h('p', {class: 'dim'}, `and ${wanted.length - 400} more: headrace step ${status.path} ${step}`) : '');
   };
-  body.replaceChildren(h('p', {}, proof, h('span', {class: 'dim'}, ` ${whole(told.documents.length)} pieces of documents, samples ${whole(told.first_sample)} to ${whole(told.first_sample + told.samples - 1)}, ${told.world_size} rank${told.world_size > 1 ? 's' : ''}`)),
-    h('div', {class: 'legend'}, Object.entries(told.totals).filter(([, t]) => t.tokens).map(([n, t], i) => h('span', {}, h('i', {class: 'swatch', style: {background: colour(SERIES[i % 8])}}), `${n}: ${whole(t.documents)} documents, ${whole(t.tokens)} tokens (${(100 * t.tokens / total).toFixed(1)} %)`)), told.padding ? h('span', {}, `padding ${whole(told.padding)} tokens`) : ''),
+  put(body, h('p', {}, proof, h('span', {class: 'dim'}, ` ${whole(answer.documents.length)} pieces of documents, samples ${whole(answer.first_sample)} to ${whole(answer.first_sample + answer.samples - 1)}, ${answer.world_size} rank${answer.world_size > 1 ? 's' : ''}`)),
+    h('div', {class: 'legend'}, Object.entries(answer.totals).sort(([a], [b]) => a < b ? -1 : 1).map(([n, t], i) => t.tokens && h('span', {}, h('i', {class: 'swatch', style: {background: colour(SERIES[i % 8])}}), `${n}: ${whole(t.documents)} documents, ${whole(t.tokens)} tokens (${(100 * t.tokens / total).toFixed(1)} %)`)), answer.padding ? h('span', {}, `padding ${whole(answer.padding)} tokens`) : ''),
     h('details', {}, h('summary', {class: 'dim'}, 'Skip this step in a later run'), command(`headrace run --resume ${status.path} --run.skip ${step}:${step + 1}`), command(`headrace step ${status.path} ${step} --format json`)),
     h('div', {class: 'toolbar'}, filter, words), list);
   show();
@@ -229,9 +229,9 @@ function documentCard(run, d) {
   const button = h('button', {class: 'plain', onclick: async () => {
     button.textContent = 'reading…';
     try {
-      const told = await api('tokens', {run, sample: d.sample});
-      const piece = told.pieces.find(p => p.column === d.column) || told.pieces[0];
-      text.replaceChildren(...piece.texts.map((t, i) => h('span', {class: 'tok', title: `token ${piece.start + i} of the document, id ${piece.ids[i]}`}, t === '' ? '·' : t)));
+      const answer = await api('tokens', {run, sample: d.sample});
+      const piece = answer.pieces.find(p => p.column === d.column) || answer.pieces[0];
+      put(text, ...piece.texts.map((t, i) => h('span', {class: 'tok', title: `token ${piece.start + i} of the document, id ${piece.ids[i]}`}, t === '' ? '·' : t)));
       button.remove();
     } catch (error) { button.textContent = String(error.message); }
   }}, 'all of it, token by token');
@@ -251,27 +251,27 @@ async function findPage(run, source, row, file) {
   const words = h('input', {type: 'search', placeholder: 'a text fragment', 'aria-label': 'text', size: 30});
   const near = h('input', {type: 'number', min: 1, value: status.step, 'aria-label': 'around step'});
   const body = h('div');
-  main.replaceChildren(h('div', {class: 'head'}, h('h1', {}, 'Find'), h('span', {class: 'dim'}, 'which steps saw a document')),
+  put(main, h('div', {class: 'head'}, h('h1', {}, 'Find'), h('span', {class: 'dim'}, 'which steps saw a document')),
     h('form', {class: 'toolbar', onsubmit: e => { e.preventDefault(); go(link(run, 'find', which.value, at.value || '0', inFile.value)); }}, h('span', {class: 'dim'}, 'Document'), which, at, inFile, h('button', {}, 'Find')),
     h('form', {class: 'toolbar', onsubmit: e => { e.preventDefault(); search(); }}, h('span', {class: 'dim'}, 'Text'), words, h('span', {class: 'dim'}, 'around step'), near, h('button', {}, 'Search')), body);
   const here = visit;
   async function search() {
-    body.replaceChildren(h('p', {class: 'loading'}, 'Making the documents around that step again…'));
+    put(body, h('p', {class: 'loading'}, 'Making the documents around that step again…'));
     try {
-      const told = await api('search', {run, text: words.value, step: near.value});
+      const answer = await api('search', {run, text: words.value, step: near.value});
       if (here !== visit) return;
-      body.replaceChildren(h('p', {class: 'dim'}, `${told.documents.length} pieces in steps ${told.steps[0]} to ${told.steps[told.steps.length - 1]}`), ...told.documents.map(d => documentCard(run, d)));
-    } catch (error) { body.replaceChildren(refused(error)); }
+      put(body, h('p', {class: 'dim'}, `${answer.documents.length} pieces in steps ${answer.steps[0]} to ${answer.steps[answer.steps.length - 1]}`), ...answer.documents.map(d => documentCard(run, d)));
+    } catch (error) { put(body, refused(error)); }
   }
   if (source === undefined || row === undefined) return;
-  body.replaceChildren(h('p', {class: 'loading'}, 'Looking for its windows…'));
-  let told;
-  try { told = await api('find', {run, source, row, file}); } catch (error) { if (here === visit) body.replaceChildren(refused(error)); return; }
+  put(body, h('p', {class: 'loading'}, 'Looking for its windows…'));
+  let answer;
+  try { answer = await api('find', {run, source, row, file}); } catch (error) { if (here === visit) put(body, refused(error)); return; }
   if (here !== visit) return;
-  body.replaceChildren(h('h2', {}, `${told.source} row ${whole(told.source_row)}`), h('div', {class: 'key'}, `${told.file} row ${told.row}`),
-    told.seen.length ? h('div', {class: 'scroll'}, h('table', {}, h('thead', {}, h('tr', {}, ['Step', 'Epoch', 'Sample', 'Rank', 'Row', 'Tokens'].map(t => h('th', {}, t)))), h('tbody', {}, told.seen.map(x => h('tr', {}, h('td', {}, x.step === null ? 'skipped' : h('a', {href: link(run, 'step', x.step)}, whole(x.step))), [x.epoch, x.sample, x.rank, x.position].map(v => h('td', {}, whole(v))), h('td', {}, `${whole(x.start)}–${whole(x.start + x.length)}`)))))) : h('p', {class: 'empty'}, `Not seen up to step ${whole(told.last_step)}.`),
-    told.never ? h('p', {class: 'dim'}, `It does not come${told.seen.length ? ' again' : ''}: ${told.never}`) : '',
-    told.upcoming ? h('p', {class: 'dim'}, `It comes next in epoch ${told.upcoming.epoch}, lane ${told.upcoming.lane}, at position ${whole(told.upcoming.position)}.`) : '');
+  put(body, h('h2', {}, `${answer.source} row ${whole(answer.source_row)}`), h('div', {class: 'key'}, `${answer.file} row ${answer.row}`),
+    answer.seen.length ? h('div', {class: 'scroll'}, h('table', {}, h('thead', {}, h('tr', {}, ['Step', 'Epoch', 'Sample', 'Rank', 'Row', 'Tokens'].map(t => h('th', {}, t)))), h('tbody', {}, answer.seen.map(x => h('tr', {}, h('td', {}, x.step === null ? 'skipped' : h('a', {href: link(run, 'step', x.step)}, whole(x.step))), [x.epoch, x.sample, x.rank, x.position].map(v => h('td', {}, whole(v))), h('td', {}, `${whole(x.start)}–${whole(x.start + x.length)}`)))))) : h('p', {class: 'empty'}, `Not seen up to step ${whole(answer.last_step)}.`),
+    answer.never ? h('p', {class: 'dim'}, `It does not come${answer.seen.length ? ' again' : ''}: ${answer.never}`) : '',
+    answer.upcoming ? h('p', {class: 'dim'}, `It comes next in epoch ${answer.upcoming.epoch}, lane ${answer.upcoming.lane}, at position ${whole(answer.upcoming.position)}.`) : '');
 }
 
 // ---------------------------------------------------------------------------------------------- compare
@@ -283,19 +283,19 @@ async function comparePage(a, b) {
   const parts = h('div', {}, h('p', {class: 'loading'}, 'Comparing what the two runs saw…'));
   const charts = data.charts.map((p, i) => new LineChart(p, {size: i === 0 ? 'wide' : '', height: i === 0 ? 230 : 180, onPick: data.provenance ? step => go(link(a, 'step', step)) : null}));
   const side = (letter, status, run) => h('span', {}, h('b', {}, letter + ' '), h('a', {href: link(run, 'overview')}, status.name), h('span', {class: 'key'}, ' ' + run), h('span', {class: 'dim'}, ` ${status.state}, step ${whole(status.step)}`));
-  main.replaceChildren(h('div', {class: 'head'}, h('h1', {}, 'Compare'), side('A', data.a, a), side('B', data.b, b)), parts, h('div', {class: 'grid'}, charts.map(c => c.root)),
+  put(main, h('div', {class: 'head'}, h('h1', {}, 'Compare'), side('A', data.a, a), side('B', data.b, b)), parts, h('div', {class: 'grid'}, charts.map(c => c.root)),
     h('h2', {}, 'Config'), data.config.length ? h('div', {class: 'scroll'}, h('table', {}, h('thead', {}, h('tr', {}, ['Key', 'A', 'B'].map(t => h('th', {}, t)))), h('tbody', {}, data.config.map(([k, x, y]) => h('tr', {}, h('td', {class: 'key'}, k), h('td', {}, x === null ? '–' : x), h('td', {}, y === null ? '–' : y)))))) : h('p', {class: 'dim'}, 'The configs are the same.'));
   leave.push(() => charts.forEach(c => c.remove()));
-  if (!data.provenance) { parts.replaceChildren(h('p', {class: 'dim'}, 'Only text runs record which documents they saw.')); return; }
+  if (!data.provenance) { put(parts, h('p', {class: 'dim'}, 'Only text runs record which documents they saw.')); return; }
   const here = visit;
-  let told;
-  try { told = await api('diff', {a, b}); } catch (error) { if (here === visit) parts.replaceChildren(refused(error)); return; }
+  let answer;
+  try { answer = await api('diff', {a, b}); } catch (error) { if (here === visit) put(parts, refused(error)); return; }
   if (here !== visit) return;
   const seen = (letter, x, run) => x && h('article', {class: 'doc'}, h('div', {class: 'where'}, h('b', {}, letter), x.source === null ? 'nothing to learn' : [h('b', {}, x.source), h('span', {class: 'key'}, `${x.file} row ${x.row}`)], x.step !== null ? h('a', {href: link(run, 'step', x.step)}, `step ${whole(x.step)}`) : 'skipped'), x.text ? h('div', {class: 'text'}, x.text) : '');
-  parts.replaceChildren(h('div', {class: 'verdict ' + (told.same ? 'good' : 'warn')}, h('span', {class: 'mark', 'aria-hidden': 'true'}, told.same ? '✓' : '!'),
-    told.same ? `The same data for all ${whole(Math.min(told.steps_a, told.steps_b))} steps that both have` : `The data parts at step ${whole(told.step_a)}${told.step_a !== told.step_b ? ` of A, step ${whole(told.step_b)} of B` : ''}`),
-    h('p', {class: 'dim'}, `${whole(told.samples_compared)} samples compared and found equal`), seen('A', told.seen_a, a) || '', seen('B', told.seen_b, b) || '',
-    Object.keys(told.order).length ? h('p', {}, 'The order depends on: ', Object.entries(told.order).map(([k, [x, y]]) => h('span', {class: 'pill'}, `${k}: ${x} / ${y}`))) : '', ...told.notes.map(n => h('p', {class: 'dim'}, n)));
+  put(parts, h('div', {class: 'verdict ' + (answer.same ? 'good' : 'warn')}, h('span', {class: 'mark', 'aria-hidden': 'true'}, answer.same ? '✓' : '!'),
+    answer.same ? `The same data for all ${whole(Math.min(answer.steps_a, answer.steps_b))} steps that both have` : `The data parts at step ${whole(answer.step_a)}${answer.step_a !== answer.step_b ? ` of A, step ${whole(answer.step_b)} of B` : ''}`),
+    h('p', {class: 'dim'}, answer.samples_compared ? `${whole(answer.samples_compared)} samples before it are equal. ` : '', Object.keys(answer.order).length ? ['Different: ', Object.entries(answer.order).map(([k, [x, y]]) => h('span', {class: 'pill'}, `${k.replace('config:', '')}: A ${x}, B ${y}`))] : ''),
+    h('div', {class: 'pair'}, seen('A', answer.seen_a, a), seen('B', answer.seen_b, b)), ...answer.notes.map(n => h('p', {class: 'dim'}, n)));
 }
 
 // ---------------------------------------------------------------------------------------------- metrics
@@ -328,7 +328,7 @@ async function metricsPage(run, wanted) {
   const seen = new IntersectionObserver(entries => { for (const x of entries) if (x.isIntersecting) { seen.unobserve(x.target); queue.push(cards.find(e => e.chart.root === x.target)); } if (queue.length && !timer) timer = setTimeout(fetchQueued, 20); }, {rootMargin: '300px'});
   cards.forEach(e => seen.observe(e.chart.root));
   words.addEventListener('input', () => { const w = words.value.toLowerCase(); for (const e of cards) e.chart.root.hidden = !e.text.includes(w); for (const g of groups.values()) { const none = g.cards.every(e => e.chart.root.hidden); g.title.hidden = none; g.grid.hidden = none; } });
-  main.replaceChildren(...titled(data.status).filter(x => x), h('div', {class: 'toolbar'}, words, h('span', {class: 'dim'}, `${data.panels.length} metrics`)), holder, data.zero.length ? h('p', {class: 'zero'}, 'Always zero, not drawn: ' + data.zero.join(', ')) : '');
+  put(main, ...titled(data.status).filter(x => x), h('div', {class: 'toolbar'}, words, h('span', {class: 'dim'}, `${data.panels.length} metrics`)), holder, data.zero.length ? h('p', {class: 'zero'}, 'Always zero, not drawn: ' + data.zero.join(', ')) : '');
   leave.push(() => { seen.disconnect(); clearTimeout(timer); cards.forEach(e => e.chart.remove()); });
   if (wanted) { const entry = cards.find(e => e.panel.curves.some(c => c.key === wanted)); if (entry) { entry.chart.root.classList.add('marked'); entry.chart.root.scrollIntoView({block: 'center'}); } }
   follow(run, data.status, [], () => 0);
@@ -346,7 +346,7 @@ async function streamsPage(run, wanted) {
   else if (data.pool.refused) grid.append(h('p', {class: 'refused card full'}, data.pool.refused));
   if (Object.keys(data.picks).length) grid.append(h('section', {class: 'card'}, h('h3', {}, 'Picks so far'), h('div', {class: 'key'}, 'stream_mixing/picks/<modality>'), h('div', {class: 'mix'}, Object.entries(data.picks).map(([n, c], i) => h('div', {class: 'row'}, h('span', {class: 'name'}, n), share_bar(100 * c / total, undefined, SERIES[i % 8]), h('span', {class: 'num small'}, `${(100 * c / total).toFixed(1)} %`))))));
   charts.forEach(c => { if (wanted && c.curves.some(x => x.key === wanted)) c.root.classList.add('marked'); grid.append(c.root); });
-  main.replaceChildren(...titled(data.status).filter(x => x), data.findings.length ? findingsList(data.findings, run, data.tabs) : '', grid);
+  put(main, ...titled(data.status).filter(x => x), data.findings.length ? findingsList(data.findings, run, data.tabs) : '', grid);
   const marked = main.querySelector('.card.marked');
   if (marked) marked.scrollIntoView({block: 'center'});
   leave.push(() => charts.forEach(c => c.remove()));
@@ -362,7 +362,11 @@ async function spoolPage(run) {
   const parts = [];
   if (data.refused) parts.push(h('p', {class: 'refused'}, data.refused));
   else {
-    const sp = data.spool;
+    const sp = data.spool, channels = Object.values(sp.splits).flat();
+    const missing = channels.reduce((n, c) => n + c.gaps.length, 0), aside = channels.reduce((n, c) => n + c.quarantined, 0), ahead = Math.min(...channels.map(c => c.backlog));
+    const level = missing || aside ? 'bad' : data.status.state === 'running' && ahead === 0 ? 'warn' : 'good';
+    const ready = ahead === 0 ? 'No file is ready: the trainer waits for a provider' : `${whole(ahead)} file${ahead === 1 ? ' is' : 's are'} ready for the slowest rank`;
+    if (channels.length) parts.push(h('div', {class: 'verdict ' + level}, h('span', {class: 'mark', 'aria-hidden': 'true'}, level === 'good' ? '✓' : '!'), h('span', {}, `${ready}, ${whole(missing)} missing, ${whole(aside)} in quarantine`)));
     for (const [split, channels] of Object.entries(sp.splits)) parts.push(h('h2', {}, `Split ${split}`), table(['Part', 'Files', 'Size', 'First', 'Last', 'Read up to', 'Committed up to', 'Backlog', 'Missing', 'Quarantine'],
       channels.map(c => h('tr', {}, [c.part, c.files, bytes(c.bytes), c.first, c.last, c.read, c.commit, c.backlog].map(v => h('td', {}, v === null ? '–' : v)), h('td', {}, c.gaps.length ? h('span', {class: 'pill bad'}, `${c.gaps.length}: ${c.gaps.slice(0, 5).join(', ')}`) : '0'), h('td', {}, c.quarantined ? h('span', {class: 'pill bad'}, c.quarantined) : '0')))));
     if (data.ranks.length) parts.push(h('h2', {}, 'Ranks'), table(['Rank', 'Read up to', 'Behind the newest file'], data.ranks.flatMap(r => Object.entries(r.done).map(([split, done]) => {
@@ -376,7 +380,7 @@ async function spoolPage(run) {
     for (const w of sp.disk.warnings || []) parts.unshift(h('article', {class: 'finding'}, h('h3', {}, 'The disk of the spool'), h('p', {}, w)));
   }
   const charts = data.charts.map(p => new LineChart(p, {marks: data.marks, onZoom: zoomer(run), height: 160}));
-  main.replaceChildren(...titled(data.status).filter(x => x), ...parts, charts.length ? h('h2', {}, 'Over time') : '', h('div', {class: 'grid'}, charts.map(c => c.root)));
+  put(main, ...titled(data.status).filter(x => x), ...parts, charts.length ? h('h2', {}, 'Over time') : '', h('div', {class: 'grid'}, charts.map(c => c.root)));
   leave.push(() => charts.forEach(c => c.remove()));
   if (!EMBEDDED && data.status.state === 'running') { const timer = setTimeout(route, 5000); leave.push(() => clearTimeout(timer)); }
 }
@@ -384,35 +388,55 @@ async function spoolPage(run) {
 // --------------------------------------------------------------------------------------------------- RL
 
 async function rlPage(run, step, chosen) {
+  if (chosen === undefined) shownRollouts = null;
   if (step !== undefined) return rolloutPage(run, Number(step), Number(chosen || 0));
   const data = await api('rl', {run});
   bar(run, data.tabs, 'rl');
   const pick = data.steps.length && !EMBEDDED ? at => { const near = data.steps.reduce((a, b) => Math.abs(b - at) < Math.abs(a - at) ? b : a); go(link(run, 'rl', near)); } : null;
   const options = {marks: data.marks, onZoom: zoomer(run), onPick: pick, pickText: 'click: its rollouts', height: 170};
-  const charts = [...data.rewards, ...data.charts].map((p, i) => new LineChart(p, {...options, size: i === 0 ? 'wide' : '', height: i === 0 ? 230 : 170}));
+  const hint = pick ? 'click a point to read its rollouts, drag to zoom' : '';
+  const charts = [...data.rewards, ...data.charts].map((p, i) => new LineChart(p, {...options, size: i === 0 ? 'wide' : '', height: i === 0 ? 230 : 170, hint: i === 0 ? hint : ''}));
   const budget = new StackChart('Where the time goes', 'step/phase/*, step/wait/*', 'ms per step', data.lines, {height: 206});
   const grid = h('div', {class: 'grid'}, charts.length ? charts[0].root : '', data.lines.some(l => Object.keys(l.parts).length) ? budget.root : '', charts.slice(1).map(c => c.root));
   const newest = data.steps[data.steps.length - 1];
-  main.replaceChildren(...titled(data.status).filter(x => x), data.findings.length ? findingsList(data.findings, run, data.tabs) : '', newest !== undefined && !EMBEDDED ? h('p', {}, h('a', {href: link(run, 'rl', newest)}, `Read the rollouts of step ${whole(newest)}`)) : '', grid,
+  put(main, ...titled(data.status).filter(x => x), data.findings.length ? findingsList(data.findings, run, data.tabs) : '', newest !== undefined && !EMBEDDED ? h('p', {}, h('a', {href: link(run, 'rl', newest)}, `Read the rollouts of step ${whole(newest)}`)) : '', grid, groupsTable(run, data.groups || []),
     data.answers.length ? h('h2', {}, 'Held-out answers, first and last evaluation') : '', data.answers.map(a => h('article', {class: 'doc'}, h('div', {class: 'where'}, h('b', {}, `step ${whole(a.step)}`), h('span', {class: 'dim small'}, `${a.env} task ${a.task} · reward ${short(a.reward)}`)), h('div', {class: 'text'}, `${a.prompt} → ${a.answer}`))));
   leave.push(() => [...charts, budget].forEach(c => c.remove()));
   follow(run, data.status, charts.flatMap(c => c.curves.map(x => x.key)).slice(0, 40), news => { charts.forEach(c => c.append(news.points)); budget.append(news.lines); });
 }
 
+function groupsTable(run, groups) {
+  if (!groups.length) return '';
+  const row = g => h('tr', {}, h('td', {}, EMBEDDED ? whole(g.step) : h('a', {href: link(run, 'rl', g.step)}, whole(g.step))), h('td', {}, h('span', {class: 'pill ' + (g.trained ? 'good' : '')}, g.trained ? 'trained' : 'collecting')),
+    [g.rollouts, g.complete, g.open].map(v => h('td', {class: 'right'}, whole(v))), h('td', {}, Object.keys(g.failed).length ? Object.entries(g.failed).map(([cause, n]) => h('span', {class: 'pill bad'}, `${cause}: ${whole(n)}`)) : '–', g.damaged ? h('span', {class: 'pill bad'}, 'damaged log') : ''));
+  return h('div', {}, h('h2', {}, 'Groups of the newest steps'), h('div', {class: 'scroll'}, h('table', {id: 'groups'}, h('thead', {}, h('tr', {}, h('th', {}, 'Step'), h('th', {}, 'State'), ['Rollouts', 'Groups complete', 'Groups open'].map(t => h('th', {class: 'right'}, t)), h('th', {}, 'Failed requests by cause'))), h('tbody', {}, groups.map(row)))));
+}
+
+let tokenColour = 'logprob';
+let shownRollouts = null;  // the step whose rollouts were read last: another rollout of it needs no request
 function sign(v) { return v === null || v === undefined ? '–' : (v > 0 ? '+' : '') + short(v, 3); }
 async function rolloutPage(run, step, chosen) {
-  const data = await api('rollouts', {run, step});
+  const data = shownRollouts && shownRollouts.key === `${run}/${step}` ? shownRollouts.data : await api('rollouts', {run, step});
+  shownRollouts = {key: `${run}/${step}`, data};
   bar(run, data.tabs, 'rl');
   const {rollouts, steps} = data, at = steps.indexOf(step), one = rollouts[Math.min(chosen, rollouts.length - 1)];
   const groups = [...new Set(rollouts.map(r => r.example_id))];
   const detail = h('div');
-  const tint = (v, low, high) => v === null ? 'transparent' : `color-mix(in srgb, ${colour('w0')} ${Math.round(70 * Math.min(1, Math.max(0, (high - v) / (high - low || 1))))}%, transparent)`;
-  const turn = t => (t.tokens.length ? t.messages.slice(0, 1) : t.messages).map(m => h('div', {class: 'turn ' + m.role}, h('div', {class: 'role'}, m.role), h('div', {class: 'text'}, m.text))).concat(t.logprobs.length ? h('div', {class: 'turn assistant'}, h('div', {class: 'role'}, `completion, ${t.logprobs.length} tokens; darker: less likely under the policy`), h('div', {class: 'text'}, t.logprobs.map((p, i) => h('span', {class: 'tok', title: `id ${t.ids[i]}, log-prob ${short(p, 3)}`, style: {background: tint(p, -6, 0)}}, t.tokens[i] !== undefined ? t.tokens[i] : ` ${t.ids[i]}`)))) : []);
-  if (one) detail.replaceChildren(h('div', {class: 'legend'}, [['task', one.example_id], ['environment', one.env_name], ['reward', short(one.reward)], ['against its group', sign(one.advantage)], ['policy version', one.policy_version], ['trained in step', step], ['attempt', one.attempt || null]].filter(([, v]) => v !== undefined && v !== null && v !== '').map(([k, v]) => h('span', {}, k, h('b', {}, String(v)))), Object.entries(one.metrics || {}).map(([k, v]) => h('span', {}, k, h('b', {}, short(v))))), one.error ? h('article', {class: 'finding bad'}, h('h3', {}, 'Error'), h('p', {}, one.error)) : '', h('div', {class: 'chat'}, one.turns.map(turn)));
-  if (data.damaged) detail.prepend(h('article', {class: 'finding bad'}, h('h3', {}, 'A damaged log'), h('p', {}, data.damaged)));
-  main.replaceChildren(h('div', {class: 'head'}, h('h1', {}, `Rollouts of step ${whole(step)}`), h('span', {class: 'dim'}, `${rollouts.length} rollouts, ${groups.length} groups, of ${data.status.name}`)),
-    h('div', {class: 'toolbar'}, h('button', {disabled: at <= 0, onclick: () => go(link(run, 'rl', steps[at - 1]))}, '← earlier'), h('button', {disabled: at < 0 || at >= steps.length - 1, onclick: () => go(link(run, 'rl', steps[at + 1]))}, 'later →'), h('a', {href: link(run, 'rl')}, 'back to the curves')),
-    h('div', {class: 'split'}, h('div', {class: 'list'}, h('table', {}, h('thead', {}, h('tr', {}, ['Task', 'Env', 'Reward', 'Against group'].map(t => h('th', {}, t)))), h('tbody', {}, rollouts.map((r, i) => h('tr', {class: 'link' + (r === one ? ' chosen' : ''), onclick: () => go(link(run, 'rl', step, i))}, h('td', {}, r.example_id ?? '–'), h('td', {}, r.env_name ?? ''), h('td', {}, r.error ? h('span', {class: 'pill bad'}, 'failed') : short(r.reward, 3)), h('td', {}, sign(r.advantage))))))), detail));
+  const mixed = (name, share) => `color-mix(in srgb, ${colour(name)} ${Math.round(70 * Math.min(1, Math.max(0, share)))}%, transparent)`;
+  const most = Math.max(...rollouts.map(r => Math.abs(r.advantage || 0)), 1e-9);
+  const tint = p => tokenColour === 'advantage' ? (one.advantage ? mixed(one.advantage > 0 ? 's0' : 'w0', Math.abs(one.advantage) / most) : 'transparent') : p === null ? 'transparent' : mixed('w0', -p / 6);
+  const version = (t, i) => { const span = (t.spans || []).find(([, a, b]) => i >= a && i < b); return span ? `, sampled by policy ${span[0]}` : ''; };
+  const legend = {logprob: 'darker: less likely under the policy', advantage: 'blue: above its group, orange: below; darker: further'};
+  const turn = t => (t.tokens.length ? t.messages.slice(0, 1) : t.messages).map(m => h('div', {class: 'turn ' + m.role}, h('div', {class: 'role'}, m.role), h('div', {class: 'text'}, m.text))).concat(t.logprobs.length ? h('div', {class: 'turn answer'}, h('div', {class: 'role'}, `${t.tokens.length ? 'completion' : 'token ids of the completion'}, ${t.logprobs.length} tokens; ${legend[tokenColour]}`), h('div', {class: 'text'}, t.logprobs.map((p, i) => h('span', {class: 'tok', title: `id ${t.ids[i]}, log-prob ${short(p, 3)}, advantage ${sign(one.advantage)}${version(t, i)}`, style: {background: tint(p)}}, t.tokens[i] !== undefined ? t.tokens[i] : ` ${t.ids[i]}`)))) : []);
+  const chooser = h('select', {'aria-label': 'colour tokens by', onchange: () => { tokenColour = chooser.value; route(); }}, [['logprob', 'log-prob'], ['advantage', 'advantage']].map(([v, text]) => h('option', {value: v, selected: v === tokenColour}, text)));
+  if (one) put(detail, h('div', {class: 'legend'}, [['task', one.example_id], ['environment', one.env_name], ['reward', short(one.reward)], ['against its group', sign(one.advantage)], ['policy version', one.policy_version], ['trained in step', one.error || (one.filters || []).length ? null : step], ['attempt', one.attempt || null]].filter(([, v]) => v !== undefined && v !== null && v !== '').map(([k, v]) => h('span', {}, k, h('b', {}, String(v)))), Object.entries(one.metrics || {}).map(([k, v]) => h('span', {}, k, h('b', {}, short(v))))), ...(one.filters || []).map(f => h('article', {class: 'finding', 'data-filter': f}, h('h3', {}, `Filter ${f} fired`), h('p', {}, 'Every rollout of the group has the same reward, so the group is left out of the training step (rollouts.drop_equal).'))), one.error ? h('article', {class: 'finding bad'}, h('h3', {}, 'Error'), h('p', {}, one.error)) : '', h('div', {class: 'chat'}, one.turns.map(turn)));
+  if (data.damaged) detail.prepend(h('article', {class: 'finding bad'}, h('h3', {}, 'Not all rollouts are shown'), h('p', {}, data.damaged)));
+  put(main, h('div', {class: 'head'}, h('h1', {}, `Rollouts of step ${whole(step)}`), h('span', {class: 'dim'}, `${rollouts.length} rollouts, ${groups.length} groups, of ${data.status.name}`)),
+    h('div', {class: 'toolbar'}, h('button', {disabled: at <= 0, onclick: () => go(link(run, 'rl', steps[at - 1]))}, '← earlier'), h('button', {disabled: at < 0 || at >= steps.length - 1, onclick: () => go(link(run, 'rl', steps[at + 1]))}, 'later →'), h('label', {class: 'dim'}, 'Colour tokens by ', chooser), h('a', {href: link(run, 'rl')}, 'back to the curves')),
+    h('div', {class: 'split'}, h('div', {class: 'list'}, h('table', {}, h('thead', {}, h('tr', {}, ['Task', 'Env', 'Reward', 'Against group'].map(t => h('th', {}, t)))), h('tbody', {}, rollouts.map((r, i) => h('tr', {class: 'link' + (r === one ? ' chosen' : ''), onclick: () => go(link(run, 'rl', step, i))}, h('td', {}, h('a', {href: link(run, 'rl', step, i)}, r.example_id ?? '–')), h('td', {}, r.env_name ?? ''), h('td', {}, r.error ? h('span', {class: 'pill bad'}, 'failed') : short(r.reward, 3)), h('td', {}, sign(r.advantage))))))), detail));
+  const row = main.querySelector('tr.chosen');
+  if (row) row.scrollIntoView({block: 'nearest'});
+  scrollTo(0, 0);
 }
 
 // ----------------------------------------------------------------------------------------------- config
@@ -420,7 +444,7 @@ async function rolloutPage(run, step, chosen) {
 async function configPage(run) {
   const data = await api('config', {run});
   bar(run, data.tabs, 'config');
-  main.replaceChildren(...titled(data.status).filter(x => x), data.status.resume ? command(data.status.resume) : '', h('h2', {}, 'Config'), h('div', {class: 'scroll'}, h('table', {}, h('tbody', {}, data.config.map(([k, v]) => h('tr', {}, h('td', {class: 'key'}, k), h('td', {}, v)))))),
+  put(main, ...titled(data.status).filter(x => x), data.status.resume ? command(data.status.resume) : '', h('h2', {}, 'Config'), h('div', {class: 'scroll'}, h('table', {}, h('tbody', {}, data.config.map(([k, v]) => h('tr', {}, h('td', {class: 'key'}, k), h('td', {}, v)))))),
     h('h2', {}, 'Journal'), h('div', {class: 'scroll'}, h('table', {}, h('tbody', {}, data.events.slice().reverse().map(e => h('tr', {}, h('td', {class: 'dim small'}, Number.isFinite(Number(e.time)) ? new Date(Number(e.time) * 1000).toLocaleString() : ''), h('td', {}, e.event), h('td', {class: 'dim'}, Object.entries(e).filter(([k]) => k !== 'time' && k !== 'event').map(([k, v]) => `${k} ${v}`).join(', '))))))));
 }
 
@@ -442,7 +466,7 @@ async function route() {
       if (runs.length === 1 && !location.hash) { location.replace(link(runs[0].run, 'overview')); return; }
       await runsPage();
     }
-  } catch (error) { if (here === visit) { if (!head.children.length) bar(null, null); main.replaceChildren(refused(error)); } }
+  } catch (error) { if (here === visit) { if (!head.children.length) bar(null, null); put(main, refused(error)); } }
   if (here === visit) main.dataset.ready = location.hash || '#/';
 }
 addEventListener('hashchange', () => { scrollTo(0, 0); route(); });

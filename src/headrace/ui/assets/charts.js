@@ -14,6 +14,8 @@ function h(tag, attrs, ...children) {
   for (const c of children.flat(Infinity)) if (c !== undefined && c !== null && c !== false) e.append(c instanceof Node ? c : String(c));
   return e;
 }
+// Replace the children of an element. As with h, children may be lists, and false ones are left out.
+function put(element, ...children) { element.replaceChildren(...h('div', {}, ...children).childNodes); }
 function s(tag, attrs, ...children) {
   const e = document.createElementNS(SVG, tag);
   for (const [k, v] of Object.entries(attrs || {})) if (v !== undefined && v !== null) e.setAttribute(k, v);
@@ -111,7 +113,7 @@ class Card {
 }
 
 class LineChart extends Card {
-  // panel: {title, key, unit, help, healthy, curves: [{key, name, steps, values}], band}; options: {onPick(step), onZoom(first, last) -> Promise(curves), marks, targets}
+  // panel: {title, key, unit, help, healthy, curves: [{key, name, steps, values}], band}; options: {onPick(step), onZoom(first, last) -> Promise(curves), marks, targets, hint}
   constructor(panel, options = {}) {
     super(panel.title, panel.key, panel.unit, {size: options.size, height: options.height, help: options.help ? panel.help : ''});
     if (panel.help) this.root.querySelector('h3').title = panel.help;
@@ -186,6 +188,7 @@ class LineChart extends Card {
     });
     this.tools.replaceChildren();
     if (this.zoomed) this.tools.append(h('button', {class: 'plain', onclick: () => this.reset()}, 'whole run'));
+    else if (this.options.hint) this.tools.append(h('span', {class: 'dim hide-small'}, this.options.hint));
   }
   near(px) {
     const want = this.scale.first + (px - this.box.left) / (this.box.right - this.box.left) * (this.scale.last - this.scale.first);
