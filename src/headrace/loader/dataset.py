@@ -42,9 +42,11 @@ from headrace.text import (
     EngineName,
     Packing,
     Tokenizer,
+    definition_of,
     load_tokenizer,
     train_bpe,
 )
+from headrace.text.named_tokenizer import TokenizerDefinition
 
 __all__ = ["MixChange", "TextDataset", "sample_tokenizer"]
 
@@ -80,7 +82,8 @@ class TextDataset:
     """Documents of weighted sources, dealt to lanes, tokenised and packed.
 
     - `sources`: specs such as `"jsonl:web/*.jsonl"`, or `Source` objects.
-    - `tokenizer`: the path of a tokenizer.json, `"sample"` (a small built-in BPE), a Tokenizer, or None for bytes. `engine`: which library encodes.
+    - `tokenizer`: the path of a tokenizer.json or of a folder that holds one; a name such as `"org/name"`, found in the local Hugging Face cache; an object of
+      transformers or `tokenizers`; `"sample"` (a small built-in BPE); or None for bytes. `engine`: which library encodes.
     - `seq_len`: tokens in a row. `pack`: `"best_fit"` cuts only documents longer than a row, `"concat"` cuts wherever a row ends.
     - `seed`, `lanes`, `window_blocks`, `shuffle`: decide the order. `window_blocks` rows are tokenised and packed as one unit.
     - `exhausted`: what happens when a source has been read `max_epochs` times (once, if the source does not say). `"drop"` continues with the others until all
@@ -95,9 +98,9 @@ class TextDataset:
 
     def __init__(
         self,
-        sources: Sequence[Source | str] | Source | str,
+        sources: Sequence[Source | str | Path] | Source | str | Path,
         *,
-        tokenizer: str | Path | Tokenizer | None = None,
+        tokenizer: Any = None,
         seq_len: int,
         pack: Literal["best_fit", "concat"] = "best_fit",
         seed: int = 0,
@@ -119,6 +122,8 @@ class TextDataset:
         chunk_memory: int = 512 << 20,
         meter: Meter | None = None,
     ) -> None:
+        if tokenizer is not None and not isinstance(tokenizer, str | Path):
+            tokenizer = definition_of(tokenizer) or tokenizer
         # What a worker process or a foreign DataLoader makes this dataset from again.
         self.recipe: dict[str, Any] = {
             "sources": sources, "tokenizer": tokenizer, "seq_len": seq_len, "pack": pack, "seed": seed, "lanes": lanes,
@@ -399,13 +404,11 @@ class TextDataset:
             rows += len(texts)
         return round(tokens / rows * deal.rows) if rows else 0
 
-    def _tokenizer(
-        self, given: str | Path | Tokenizer | None, eos: str | None, bos: str | None, engine: EngineName
-    ) -> Tokenizer:
+    def _tokenizer(self, given: Any, eos: str | None, bos: str | None, engine: EngineName) -> Tokenizer:
         if given == "sample":
             return sample_tokenizer(self.cache, engine)
-        if given is None or isinstance(given, str | Path):
-            return load_tokenizer(given, eos=eos, bos=bos, engine=engine)
+        if given is None or isinstance(given, str | Path | TokenizerDefinition):
+            return load_tokenizer(given, eos=eos, bos=bos, engine=engine, base=self.recipe["base"])
         lacking = [name for name in ("encode", "vocab_size", "name", "fingerprint") if not hasattr(given, name)]
         if lacking:
             raise ConfigError(
@@ -452,10 +455,11 @@ def _described(sources: Any) -> list[Source]:
         else list(sources)
     )
     for source in given:
-        if not isinstance(source, str | Source):
-            example = f"'jsonl:{source}'" if isinstance(source, Path) else "Source('jsonl:web', weight=0.5)"
-            raise ConfigError(f"a source is a Source or a one-line spec, such as {example}; got {source!r}")
-    return [Source.parse(s) if isinstance(s, str) else s for s in given]
+        if not isinstance(source, str | Path | Source):
+            raise ConfigError(
+                f"a source is a Source, a path or a one-line spec, such as Source('jsonl:web', weight=0.5); got {source!r}"
+            )
+    return [Source.parse(s) if isinstance(s, str) else Source(s) if isinstance(s, Path) else s for s in given]
 
 
 def _named(sources: Sequence[Source]) -> list[Source]:

@@ -94,7 +94,9 @@ def examples_of(job: Job, report: Callable[[str], None] = lambda _: None) -> tup
     if text.tokenizer == "sample":
         tokenizer: Tokenizer = sample_tokenizer(cache_folder().absolute(), text.engine)
     else:
-        tokenizer = load_tokenizer(job.tokenizer, eos=text.eos_token, bos=text.bos_token, engine=text.engine)
+        tokenizer = load_tokenizer(
+            text.tokenizer, eos=text.eos_token, bos=text.bos_token, engine=text.engine, base=job.base
+        )
     settings = ExampleSettings(
         task="tag" if spool.task == "tag" else "classify", labels=spool.labels, seq_len=text.seq_len, bos=text.bos, eos=text.eos
     )  # fmt: skip

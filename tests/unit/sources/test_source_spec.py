@@ -1,6 +1,7 @@
 """A Source says what is wanted, and refuses what cannot be meant."""
 
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_a_weight_of_zero_is_accepted():
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("jsnol:web", r"unknown scheme 'jsnol', did you mean 'jsonl'\? Schemes are jsonl: .*parquet: .*txt: "),
+        ("jsnol:web", r"unknown scheme 'jsnol', did you mean 'jsonl'\? Schemes are jsonl: .*txt: .*parquet: "),
         ("web/*.jsonl", "has no scheme, expected scheme:place"),
         ("s3://bucket/x.parquet", "does not say what the files hold; write parquet:s3://bucket/x.parquet"),
         ("https://host/x.jsonl.gz", "does not say what the files hold; write jsonl:https://host/x.jsonl.gz"),
@@ -152,3 +153,26 @@ def test_samples_are_prose_and_code():
 def test_a_source_survives_pickling():
     source = Source("jsonl:web", weight=2, name="w")
     assert pickle.loads(pickle.dumps(source)) == source  # noqa: S301
+
+
+@pytest.mark.parametrize(
+    ("path", "spec"),
+    [("web.jsonl", "jsonl:web.jsonl"), ("a/b.txt.gz", "txt:a/b.txt.gz"), ("code/*.parquet", "parquet:code/*.parquet")],
+)
+def test_a_path_object_is_a_source_whose_suffix_says_what_it_holds(path, spec):
+    source = Source(Path(path), cache=Path("kept"))
+    assert (source.spec, source.cache) == (spec, "kept")
+
+
+def test_a_path_object_that_does_not_say_what_it_holds_is_refused():
+    with pytest.raises(ConfigError, match=r"write the scheme before it, such as 'jsonl:books'"):
+        Source(Path("books"))
+
+
+def test_schemes_are_listed_in_one_order():
+    lists = set()
+    for word in ("txtt", "parquett", "zzz"):
+        with pytest.raises(ConfigError) as refused:
+            Source(f"{word}:web")
+        lists.add(str(refused.value).partition("Schemes are")[2])
+    assert len(lists) == 1

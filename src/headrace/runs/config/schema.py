@@ -46,7 +46,6 @@ __all__ = [
 
 _MAX_WINDOW_TOKENS = 1 << 27
 """A window is tokenised and packed in memory as one unit: 1 GiB of int64 ids is where that stops being sensible."""
-_CHOSEN_LATER = -1
 _NAME = re.compile(r"\w[\w.-]{0,63}")
 
 
@@ -249,7 +248,7 @@ class TextSection(_Section):
     """[text]: how documents become blocks of tokens."""
 
     tokenizer: _Text | None = Field(None, examples=["tokenizer.json"])
-    """"sample": the built-in small BPE; "bytes" or none: bytes; else the path of a tokenizer.json."""
+    """"sample": the built-in small BPE; "bytes" or none: bytes; else the path of a tokenizer.json, or a name that the local Hugging Face cache has."""
     seq_len: int = Field(1024, ge=2, le=1 << 24)
     """Tokens in a row."""
     pack: Literal["best_fit", "concat"] = "best_fit"
@@ -293,8 +292,8 @@ class LoaderSection(_Section):
     """Blocks a step, over all ranks."""
     lanes: int = Field(48, ge=1, le=1 << 16)
     """Fixed virtual consumers. They belong to the run; the number of ranks may change at every resume. Ranks share work best where their number divides the lanes."""
-    tokenizer_workers: int = Field(_CHOSEN_LATER, ge=0, le=1024, examples=[4])
-    """Threads; 4 unless given, or 0 when there are worker processes."""
+    tokenizer_workers: int | None = Field(None, ge=0, le=1024, examples=[4])
+    """Threads; each rank's share of the machine's processors (2 to 16) unless given, or 0 when there are worker processes."""
     data_loader_workers: int = Field(0, ge=0, le=1024, examples=[2])
     """Processes in place of threads, for tokenizers that hold Python's lock."""
     prefetch_batches: int = Field(DEFAULT_PREFETCH_BATCHES, ge=0, le=1 << 16)
@@ -307,19 +306,13 @@ class LoaderSection(_Section):
     @field_validator("data_loader_workers")
     @classmethod
     def _refuse_both_kinds(cls, workers: int, info: ValidationInfo) -> int:
-        if workers > 0 and info.data.get("tokenizer_workers", 0) > 0:
+        if workers > 0 and (info.data.get("tokenizer_workers") or 0) > 0:
             raise ValueError(
                 "data_loader_workers and tokenizer_workers cannot both be above 0: nested process and thread pools can "
                 "lead to oversubscription or stalls. Set tokenizer_workers = 0 for processes, which pay for slow Python "
                 "tokenizers only, or data_loader_workers = 0 for threads"
             )
         return workers
-
-    @model_validator(mode="after")
-    def _choose_threads(self) -> LoaderSection:
-        if self.tokenizer_workers == _CHOSEN_LATER:
-            object.__setattr__(self, "tokenizer_workers", 0 if self.data_loader_workers else 4)
-        return self
 
 
 class TrainSection(_Section):
