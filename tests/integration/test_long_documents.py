@@ -24,9 +24,9 @@ def window(spec):
     data = TextDataset([spec], tokenizer="tok.json", engine=sys.argv[1], seq_len=128, lanes=1, window_blocks=4, cache="cache")
     return data.makers[0].make(0, WindowStart(0, 0, 0))[0]
 
-window("txt:short.txt")
+window("txt:short.txt?split=line")
 before = peak()
-window("txt:long.txt")
+window("txt:long.txt?split=line")
 print(peak() - before)
 """
 

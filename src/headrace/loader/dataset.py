@@ -27,6 +27,7 @@ import numpy as np
 from headrace.errors import ConfigError, DataError, HeadraceError, TokenizerError
 from headrace.files import publish
 from headrace.loader.batch_fill import FILL_KERNELS
+from headrace.loader.estimates import SAMPLED_CHUNKS, SourceEstimate, estimate_source
 from headrace.loader.lanes import LanePlan
 from headrace.loader.pool import WindowKey
 from headrace.loader.weight_text import written_weights
@@ -305,9 +306,19 @@ class TextDataset:
         found["weights"] = written_weights([(0, {s.name: s.source.weight for s in self.sources}), *past])
         return found
 
-    def estimated_tokens(self, sample_chunks: int = 3) -> tuple[int, ...]:
+    def estimated_tokens(self, sample_chunks: int = SAMPLED_CHUNKS) -> tuple[int, ...]:
         """About how many tokens each source has in one epoch, from a few chunks spread over it."""
-        return tuple(self._estimate(i, sample_chunks) for i in range(len(self.sources)))
+        return tuple(estimate.tokens for estimate in self.estimates(sample_chunks))
+
+    def estimates(self, sample_chunks: int = SAMPLED_CHUNKS) -> tuple[SourceEstimate, ...]:
+        """Tokens, median length and first document of each source, from a few chunks spread over it."""
+        return tuple(
+            estimate_source(
+                *_kept_chunks(source), lambda chunk, i=i, source=source: self.chunks.texts(i, source, chunk), self.tokenizer, self.packing,
+                sample_chunks=sample_chunks,
+            )
+            for i, source in enumerate(self.sources)
+        )  # fmt: skip
 
     def make_window(self, wanted: WindowKey, carry: Carry | None) -> tuple[Window, Carry | None]:
         """What a pool's thread does."""
@@ -361,14 +372,7 @@ class TextDataset:
             source.close()
 
     def _deal(self, index: int, source: OpenSource) -> Deal:
-        rows = np.asarray(source.manifest.chunk_rows, dtype=np.int64)
-        sizes = np.asarray(source.manifest.chunk_bytes, dtype=np.int64)
-        limit = source.source.max_rows
-        if limit is not None:
-            before = np.cumsum(rows) - rows
-            kept = np.clip(limit - before, 0, rows)
-            sizes = sizes * kept // np.maximum(rows, 1)
-            rows = kept
+        rows, sizes = _kept_chunks(source)
         return Deal(
             rows, sizes, key=key(f"text.deal/{source.name}", seed=self.seed), lanes=self.lanes, shuffle=self.shuffle
         )
@@ -390,19 +394,6 @@ class TextDataset:
         if epochs is None or deal.rows == 0 or deal.rows >= _SCALED_BELOW * self.lanes:
             return np.ones(self.lanes)
         return lane_weight_factors(deal.rows_owned(range(number * epochs, (number + 1) * epochs)))
-
-    def _estimate(self, index: int, sample_chunks: int) -> int:
-        source, deal = self.sources[index], self.deals[index]
-        filled = np.flatnonzero(deal.chunk_rows)
-        if not filled.size:
-            return 0
-        picks = filled[np.unique(np.linspace(0, filled.size - 1, sample_chunks).astype(np.int64))]
-        tokens = rows = 0
-        for chunk in picks.tolist():
-            texts = [t for t in self.chunks.texts(index, source, chunk) if t][:200]
-            tokens += int(self.packing.lengths(self.tokenizer.encode(texts).counts()).sum())
-            rows += len(texts)
-        return round(tokens / rows * deal.rows) if rows else 0
 
     def _tokenizer(self, given: Any, eos: str | None, bos: str | None, engine: EngineName) -> Tokenizer:
         if given == "sample":
@@ -445,6 +436,17 @@ def sample_tokenizer(cache: Path, engine: EngineName = "auto") -> BpeTokenizer:
         ):  # another process trained it too: the file that came first is used by all
             publish(path, train_bpe(texts, SAMPLE_VOCAB))
     return BpeTokenizer(path.read_bytes(), name="sample", engine=engine)
+
+
+def _kept_chunks(source: OpenSource) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and bytes of each chunk of a source, of the first `max_rows` rows alone."""
+    rows = np.asarray(source.manifest.chunk_rows, dtype=np.int64)
+    sizes = np.asarray(source.manifest.chunk_bytes, dtype=np.int64)
+    limit = source.source.max_rows
+    if limit is None:
+        return rows, sizes
+    kept = np.clip(limit - (np.cumsum(rows) - rows), 0, rows)
+    return kept, sizes * kept // np.maximum(rows, 1)
 
 
 def _described(sources: Any) -> list[Source]:

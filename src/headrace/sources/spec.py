@@ -24,7 +24,7 @@ from headrace.errors import ConfigError, nearest
 from headrace.formats.object_store import STORES, store_of
 from headrace.sources.text_formats import TEXT_FORMATS
 
-__all__ = ["SAMPLES", "SCHEMES", "Source"]
+__all__ = ["SAMPLES", "SCHEMES", "TXT_SPLITS", "Source"]
 
 SCHEMES: dict[str, str] = {
     **{name: text_format.holds for name, text_format in TEXT_FORMATS.items()},
@@ -35,7 +35,9 @@ SAMPLES: dict[str, str] = {
     "prose": "the language reference and the docstrings of the standard library",
     "code": "the source of the standard library",
 }
-_ONLY_FOR: dict[str, tuple[str, ...]] = {"split": ("hf",), "config": ("hf",)}
+TXT_SPLITS = ("file", "paragraph", "line")
+"""What a document of a txt file is; the first unless a source says otherwise."""
+_ONLY_FOR: dict[str, tuple[str, ...]] = {"split": ("hf", "txt"), "config": ("hf",)}
 """Options that mean something for some schemes only."""
 _BY_SUFFIX = {suffix: name for name, text_format in TEXT_FORMATS.items() for suffix in text_format.suffixes}
 _NAME = re.compile(r"[\w.+-]{1,80}")
@@ -69,7 +71,7 @@ class Source:
     allow_symlinks: bool = False
     """Let the spec lead elsewhere: through symbolic links, and through `..`."""
     split: str | None = None
-    """Of `hf:`: which part of the dataset; train unless given."""
+    """Of `hf:`: which part of the dataset; train unless given. Of `txt:`: what a document is, `"file"` (the default), `"paragraph"` or `"line"`."""
     config: str | None = None
     """Of `hf:`: which of the dataset's configurations; its default one unless given."""
     cache: str | None = None
@@ -94,6 +96,11 @@ class Source:
     def place(self) -> str:
         """The spec without its scheme, and without the `file://` that a path may begin with."""
         return self.spec.partition(":")[2].removeprefix("file://")
+
+    @property
+    def document(self) -> str | None:
+        """What a document of a txt file is; None for other schemes."""
+        return (self.split or TXT_SPLITS[0]) if self.scheme == "txt" else None
 
     @classmethod
     def parse(cls, line: str) -> Source:
@@ -185,9 +192,11 @@ class Source:
         """Options that say nothing for this scheme: whoever set one believes that it does."""
         for key, schemes in _ONLY_FOR.items():
             if getattr(self, key) is not None and scheme in SCHEMES and scheme not in schemes:
-                yield f"{what}: {key} means something for {' and '.join(schemes)}: only; leave it out, or name the files themselves"
+                yield f"{what}: {key} means something for {' and '.join(f'{name}:' for name in schemes)} only; leave it out, or name the files themselves"
         if scheme == "txt" and self.text_key != "text":
-            yield f"{what}: a line of a txt file is its text; leave text_key out, got {self.text_key!r}"
+            yield f"{what}: a txt file has no fields; leave text_key out, got {self.text_key!r}"
+        if scheme == "txt" and self.split is not None and self.split not in TXT_SPLITS:
+            yield f"{what}: split of a txt source must be {', '.join(map(repr, TXT_SPLITS[:-1]))} or {TXT_SPLITS[-1]!r}, got {self.split!r}"
         if self.allow_symlinks is True and (scheme == "sample" or store_of(place)):
             yield f"{what}: allow_symlinks is about folders on disk; leave it out here"
 

@@ -99,7 +99,7 @@ def test_a_spec_that_names_nothing_readable_is_refused(spec, sentence):
         ({"name": "a/b"}, "name must be 1 to 80 letters"),
         ({"weight": "1"}, "weight must be a number, got '1'"),
         ({"allow_symlinks": 1}, "allow_symlinks must be true or false"),
-        ({"split": "train"}, "split means something for hf: only; leave it out"),
+        ({"split": "train"}, "split means something for hf: and txt: only; leave it out"),
         ({"config": "en"}, "config means something for hf: only; leave it out"),
         ({"cache": ""}, "cache must be a text, got ''"),
     ],
@@ -123,10 +123,10 @@ def test_a_sample_with_another_text_key_is_refused():
 @pytest.mark.parametrize(
     ("spec", "fields", "sentence"),
     [
-        ("txt:a.txt", {"text_key": "body"}, "a line of a txt file is its text; leave text_key out, got 'body'"),
+        ("txt:a.txt", {"text_key": "body"}, "a txt file has no fields; leave text_key out, got 'body'"),
         ("jsonl:s3://b/x", {"allow_symlinks": True}, "allow_symlinks is about folders on disk; leave it out here"),
         ("sample:prose", {"allow_symlinks": True}, "allow_symlinks is about folders on disk"),
-        ("sample:prose", {"split": "test"}, "split means something for hf: only"),
+        ("sample:prose", {"split": "test"}, "split means something for hf: and txt: only"),
         ("hf:org/name", {"split": 7}, "split must be a text, got 7"),
     ],
 )

@@ -47,6 +47,8 @@ __all__ = [
 _MAX_WINDOW_TOKENS = 1 << 27
 """A window is tokenised and packed in memory as one unit: 1 GiB of int64 ids is where that stops being sensible."""
 _NAME = re.compile(r"\w[\w.-]{0,63}")
+TXT_SPLITS = ("file", "paragraph", "line")
+"""What a document of a txt source is, as `sources.spec` has it; its module would bring numpy."""
 
 
 # ------------------------------------------------------------------------------------------- the values
@@ -206,7 +208,7 @@ class SourceSection(_Section):
     allow_symlinks: bool = False
     """Follow symbolic links and `..` out of the named folder."""
     split: _Text | None = Field(None, examples=["train"])
-    """Split of an hf: dataset; train unless given."""
+    """Of hf:, the split of the dataset; train unless given. Of txt:, what a document is: file (the default), paragraph or line."""
     config: _Text | None = Field(None, examples=["en"])
     """Configuration of an hf: dataset."""
     cache: _Text | None = Field(None, examples=["/scratch/headrace"])
@@ -222,10 +224,21 @@ class SourceSection(_Section):
             )
         return spec
 
+    @field_validator("split")
+    @classmethod
+    def _require_known_split(cls, split: str | None, info: ValidationInfo) -> str | None:
+        if split is not None and str(info.data.get("spec", "")).startswith("txt:") and split not in TXT_SPLITS:
+            raise ValueError(
+                f"expected {', '.join(TXT_SPLITS[:-1])} or {TXT_SPLITS[-1]} for a txt source, found {found_text(split)}"
+            )
+        return split
+
     @model_validator(mode="after")
     def _choose_name(self) -> SourceSection:
         if not self.name:
             object.__setattr__(self, "name", _name_of(self.spec))
+        if self.split is None and self.spec.startswith("txt:"):
+            object.__setattr__(self, "split", TXT_SPLITS[0])  # a kept config says it: without a word, 0.1 meant lines
         return self
 
 
@@ -496,8 +509,7 @@ class RunConfig(_Section):
             for key in keys:
                 tables[table].pop(key, None)
         del tables["spool"]
-        for source in tables["source"]:
-            source.pop("cache", None)
+        tables["source"] = [lasting_source(source) for source in tables["source"]]
         tables["text"].setdefault("tokenizer", "bytes")
         if not tables["run"]["skip"]:
             del tables["run"]["skip"]
@@ -524,6 +536,14 @@ _WITHOUT_EFFECT = {
     "text": ("engine",),
     "loader": ("tokenizer_workers", "data_loader_workers", "prefetch_batches", "pin_memory"),
 }
+
+
+def lasting_source(table: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a source decides the batches, in the form that 0.1 hashed: lines of a txt source were not spelled out."""
+    kept = {key: value for key, value in table.items() if key != "cache"}
+    if str(kept["spec"]).startswith("txt:") and kept.get("split") == "line":
+        del kept["split"]
+    return kept
 
 
 def _ranges(text: str) -> list[tuple[int, int]]:
