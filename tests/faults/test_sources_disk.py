@@ -19,7 +19,9 @@ from headrace.sources import Source, open_source
 @pytest.fixture
 def source(tmp_path):
     (tmp_path / "d.txt").write_bytes(b"".join(b"row %04d\n" % i for i in range(1000)))
-    with open_source(Source("txt:d.txt"), base=tmp_path, cache=tmp_path / "cache", chunk_bytes=900) as opened:
+    with open_source(
+        Source("txt:d.txt", split="line"), base=tmp_path, cache=tmp_path / "cache", chunk_bytes=900
+    ) as opened:
         yield opened
 
 
@@ -73,7 +75,7 @@ from headrace.errors import DataError
 from headrace.sources import Source, open_source
 folder = Path(sys.argv[1])
 try:
-    with open_source(Source("txt:d.txt"), base=folder, cache=folder / "cache", chunk_bytes=900) as source:
+    with open_source(Source("txt:d.txt", split="line"), base=folder, cache=folder / "cache", chunk_bytes=900) as source:
         rows = sum(len(source.read(chunk)) for chunk in range(source.manifest.chunks))
         print(rows, source.counters()["retries"])
 except DataError as error:
@@ -187,7 +189,7 @@ import sys
 from pathlib import Path
 from headrace.sources import Source, open_source
 folder, records = map(Path, sys.argv[1:])
-with open_source(Source("txt:d.txt"), base=folder, cache=folder / "cache", records=records, chunk_bytes=9) as source:
+with open_source(Source("txt:d.txt", split="line"), base=folder, cache=folder / "cache", records=records, chunk_bytes=9) as source:
     for chunk in range(source.manifest.chunks):
         source.read(chunk)
     sys.stdin.read()
@@ -209,7 +211,12 @@ def test_a_reader_killed_at_any_point_leaves_records_that_hold(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=10)
     with open_source(
-        Source("txt:d.txt"), base=tmp_path, cache=tmp_path / "cache", records=records, chunk_bytes=9, full_check=True
+        Source("txt:d.txt", split="line"),
+        base=tmp_path,
+        cache=tmp_path / "cache",
+        records=records,
+        chunk_bytes=9,
+        full_check=True,
     ) as source:
         assert source.check_recorded() >= 40_000 // 43
         assert sum(len(source.read(chunk)) for chunk in range(source.manifest.chunks)) == 3000

@@ -24,9 +24,9 @@ def window(spec):
     data = TextDataset([spec], tokenizer="tok.json", engine=sys.argv[1], seq_len=128, lanes=1, window_blocks=4, cache="cache")
     return data.makers[0].make(0, WindowStart(0, 0, 0))[0]
 
-window("txt:short.txt")
+window("txt:short.txt?split=line")
 before = peak()
-window("txt:long.txt")
+window("txt:long.txt?split=line")
 print(peak() - before)
 """
 
@@ -34,7 +34,7 @@ print(peak() - before)
 @pytest.mark.parametrize(("engine", "megabytes", "limit"), [("tokenizers", 8, 220), ("fastokens", 64, 700)])
 def test_a_long_line_takes_no_more_memory_than_a_few_times_its_size(tmp_path, engine, megabytes, limit):
     if engine != "tokenizers":
-        pytest.importorskip(engine, reason="needs the extra [fast]")
+        pytest.importorskip(engine, reason="an optional encoder")
     words = "the quick brown fox jumps over the lazy dog, and more words here. "
     (tmp_path / "tok.json").write_bytes(train_bpe([words] * 50, 500))
     (tmp_path / "short.txt").write_text(words)

@@ -10,7 +10,7 @@ OVERRIDES = ("--run.steps", "4", "--loader.global_batch_size", "4", "--loader.la
 def test_a_run_from_the_environment_alone_trains_and_is_resumed_without_it(tmp_path, headrace, write_jsonl):
     write_jsonl("a.jsonl", [f"document number {i} " + "word " * (i % 9) for i in range(60)])
     (tmp_path / "b.txt").write_text("a line of text\n" * 50)
-    env = {"DATASET_SPECS": "jsonl:a.jsonl?weight=0.7; txt:b.txt?weight=0.3", "CONTEXT_LEN": "32"}
+    env = {"DATASET_SPECS": "jsonl:a.jsonl?weight=0.7; txt:b.txt?weight=0.3&split=line", "CONTEXT_LEN": "32"}
     done = headrace("run", *OVERRIDES, "--run.stop_after", "2", "--format", "json", cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)["mix"]) == {"a", "b"}

@@ -60,7 +60,12 @@ def test_the_chunks_in_order_hold_the_texts_in_order_and_locate_finds_each(
         folder = Path(name)
         (folder / "d").mkdir()
         written(folder / "d", scheme, files, crlf=crlf, ended=ended, group=group)
-        with open_source(Source(f"{scheme}:d"), base=folder, cache=folder / "c", chunk_bytes=chunk_bytes) as source:
+        with open_source(
+            Source(f"{scheme}:d", **({"split": "line"} if scheme == "txt" else {})),
+            base=folder,
+            cache=folder / "c",
+            chunk_bytes=chunk_bytes,
+        ) as source:
             manifest = source.manifest
             chunks = [source.read(chunk) for chunk in range(manifest.chunks)]
             assert [len(texts) for texts in chunks] == manifest.chunk_rows.tolist()
@@ -174,7 +179,7 @@ def test_any_bytes_give_the_rows_a_line_by_line_reader_gives_whatever_the_size_o
 ):
     data = b"".join(parts)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines, "_BLOCK", block)
+        patch.setattr(lines, "BLOCK_BYTES", block)
         folder = Path(name)
         (folder / "d.jsonl").write_bytes(data)
         source = Source("jsonl:d.jsonl", on_bad="skip")
@@ -206,7 +211,11 @@ def test_a_flipped_bit_in_any_chunk_that_was_read_is_refused(scheme, data, files
 
         def opened():
             return open_source(
-                Source(f"{scheme}:d"), base=folder, cache=folder / "c", records=folder / "run", chunk_bytes=chunk_bytes
+                Source(f"{scheme}:d", **({"split": "line"} if scheme == "txt" else {})),
+                base=folder,
+                cache=folder / "c",
+                records=folder / "run",
+                chunk_bytes=chunk_bytes,
             )
 
         with opened() as source:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from headrace.cli.app import Settings, names_sources, no_config, overrides
-from headrace.cli.terminal import console_for, facts, short
+from headrace.cli.terminal import console_for, facts, print_plain, short
 from headrace.runs.config.loading import load_any_config
 from headrace.runs.config.rl import RLConfig
 from headrace.runs.config.schema import RunConfig
@@ -75,7 +75,7 @@ def check(
 
     console.print(f"[bold]{named}[/] is valid   config {plan.config_hash}   {plan.kind}", highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("source", "files", "rows", "~tokens", "weight", "delivers", "epochs"):
+    for name in ("source", "files", "rows", "~tokens", "~median", "weight", "delivers", "epochs"):
         table.add_column(name, justify="left" if name == "source" else "right")
     for s in plan.sources:
         table.add_row(
@@ -83,11 +83,15 @@ def check(
             f"{s.files:,}",
             f"{s.rows:,}",
             short(s.tokens),
+            short(s.median_tokens),
             f"{s.weight:.3f}",
             short(s.delivered),
             f"{s.epochs:.2f}",
         )
     console.print(table)
+    for s in plan.sources:
+        if s.first_document:
+            print_plain(console, f"first document of {s.name}: {_first_words(s.first_document)}", "dim")
     console.print(
         f"{plan.steps:,} steps x {plan.global_batch_size} x {plan.seq_len} = {short(plan.total_tokens)} tokens; {plan.lanes} lanes",
         highlight=False,
@@ -102,6 +106,11 @@ def check(
     for warning in plan.warnings:
         console.print(f"[yellow]note[/] {warning}", highlight=False, soft_wrap=True)
     return 0
+
+
+def _first_words(text: str, most: int = 60) -> str:
+    """The beginning of a text in one line, quoted as it is written in Python."""
+    return ascii(text[:most]) + ("…" if len(text) > most else "")
 
 
 def _world_sizes_text(plan: Plan) -> str:

@@ -15,7 +15,7 @@ __all__ = ["env"]
 def env(
     *, format: Format = "text", quiet: Annotated[bool, Parameter(help="Only the exit code.", negative=())] = False
 ) -> int:
-    """Show what headrace sees here: versions, processors, memory, cache folder, what its filesystem can do.
+    """Show what headrace sees here: versions, processors, memory, encoder, cache folder, what its filesystem can do.
 
     ```
     headrace env

@@ -1,6 +1,6 @@
 """Lines of text and JSON lines: the lines of a file in chunks, and the text of each line.
 
-    txt     a line is a document; \\n or \\r\\n ends it; an empty line is an empty document
+    txt     with ?split=line a line is a document; \\n or \\r\\n ends it; an empty line is an empty document
     jsonl   a line is an object with the text in one field; a line of nothing but blanks is no row
 
 Chunks are runs of whole lines of at most `chunk_bytes`; a longer line is a chunk of its own. A file is scanned block by
@@ -28,12 +28,12 @@ from headrace.formats.chunks import BadRow, FileScan, Loaded, not_utf8
 from headrace.formats.compressed import PACKINGS
 from headrace.order import chunk_hash
 
-_BLOCK = 256 << 10
-_BOM = b"\xef\xbb\xbf"
+BLOCK_BYTES = 256 << 10
+BOM = b"\xef\xbb\xbf"
 _NEWLINE, _RETURN, _OPEN, _CLOSE = 10, 13, 123, 125
-_BLANKS = b" \t\r"
-_IS_BLANK = np.zeros(256, dtype=bool)
-_IS_BLANK[list(b" \t\r\n")] = True
+BLANKS = b" \t\r"
+IS_BLANK = np.zeros(256, dtype=bool)
+IS_BLANK[list(b" \t\r\n")] = True
 _ZERO = np.zeros(1, dtype=np.int64)
 
 
@@ -94,7 +94,7 @@ class TextLines:
     def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
         if isinstance(loaded.payload, int):
             if rows != 1:
-                raise _other_rows(file, rows, 1)
+                raise other_rows(file, rows, 1)
             return [None], [BadRow(row=0, line=0, reason=self._too_long(loaded.payload))]
         texts = self._decode_all(loaded.payload, rows)
         if texts is not None:
@@ -107,8 +107,8 @@ class TextLines:
         Goes over the file in blocks that stay in the processor's cache; of a line longer than a block nothing is kept.
         """
         size = file.size
-        start = len(_BOM) if size >= len(_BOM) and file.read(0, len(_BOM)) == _BOM else 0
-        buffer = bytearray(min(_BLOCK, size - start))
+        start = len(BOM) if size >= len(BOM) and file.read(0, len(BOM)) == BOM else 0
+        buffer = bytearray(min(BLOCK_BYTES, size - start))
         view, array = memoryview(buffer), np.frombuffer(buffer, dtype=np.uint8)
         end, lines, blanks = start, 0, 0  # the open chunk
         solid = False  # whether the open line has shown a byte that is not blank
@@ -159,8 +159,8 @@ class TextLines:
     def _decode_each(self, file: ByteFile, data: bytearray, rows: int) -> tuple[list[str | None], list[BadRow]]:
         texts: list[str | None] = []
         bad: list[BadRow] = []
-        for number, line in enumerate(_split(data)):
-            if not self._blank_is_row and not line.strip(_BLANKS):
+        for number, line in enumerate(split_lines(data)):
+            if not self._blank_is_row and not line.strip(BLANKS):
                 continue
             text, reason = (
                 self._decode_line(line) if len(line) <= self.max_line_bytes else (None, self._too_long(len(line)))
@@ -169,7 +169,7 @@ class TextLines:
                 bad.append(BadRow(row=len(texts), line=number, reason=reason))
             texts.append(text)
         if len(texts) != rows:
-            raise _other_rows(file, rows, len(texts))
+            raise other_rows(file, rows, len(texts))
         return texts, bad
 
     def _decode_line(self, line: bytes) -> tuple[str | None, str]:
@@ -242,7 +242,7 @@ class JsonLines(TextLines):
         return f"{self.text_key!r} is {_type_name(found)}, expected text"
 
 
-def _split(data: bytearray) -> Iterator[bytes]:
+def split_lines(data: bytearray) -> Iterator[bytes]:
     """The lines without their \\n, one at a time: a chunk of many lines is never held twice."""
     start = 0
     while start < len(data):
@@ -280,22 +280,19 @@ def _blank_lines(
     """
     starts = np.concatenate((_ZERO, newlines + 1))  # the last is the line that stays open, or the file's last
     tail = int(starts[-1])
-    if tail == window.size:
-        open_solid = False
-    else:
-        open_solid = not _IS_BLANK[window[tail]] or not bool(_IS_BLANK[window[tail:]].all())
+    open_solid = tail < window.size and (not IS_BLANK[window[tail]] or not bool(IS_BLANK[window[tail:]].all()))
     if newlines.size == 0:
         open_solid = open_solid or solid
     ended = starts if unended else starts[:-1]
     if not ended.size:
         return None, open_solid
-    candidates = _IS_BLANK[window[ended]]
+    candidates = IS_BLANK[window[ended]]
     if solid:
         candidates[0] = False
     if not np.count_nonzero(candidates):
         return None, open_solid
     # A line is blank when as many other bytes lie before its start as before its end.
-    other = np.concatenate((_ZERO, np.cumsum(~_IS_BLANK[window], dtype=np.int64)))
+    other = np.concatenate((_ZERO, np.cumsum(~IS_BLANK[window], dtype=np.int64)))
     ends = np.append(newlines, window.size) if unended else newlines
     candidates &= other[ended] == other[ends]
     return np.concatenate((_ZERO, np.cumsum(candidates, dtype=np.int64))), open_solid
@@ -323,7 +320,7 @@ def _type_name(value: object) -> str:
     return names.get(type(value), "null")
 
 
-def _other_rows(file: ByteFile, expected: int, found: int) -> DataChanged:
+def other_rows(file: ByteFile, expected: int, found: int) -> DataChanged:
     return DataChanged(
         f"{file.path} held {expected:,} rows in this chunk when they were counted and holds {found:,} now: the file was "
         f"written to since. Restore it, or {ACCEPT_DATA}."

@@ -27,6 +27,7 @@ import numpy as np
 from headrace.errors import ConfigError, DataError, HeadraceError, TokenizerError
 from headrace.files import publish, read_regular
 from headrace.loader.batch_fill import FILL_KERNELS
+from headrace.loader.estimates import SAMPLED_CHUNKS, SourceEstimate, estimate_source
 from headrace.loader.lanes import LanePlan
 from headrace.loader.pool import WindowKey
 from headrace.loader.weight_text import written_weights
@@ -42,9 +43,11 @@ from headrace.text import (
     EngineName,
     Packing,
     Tokenizer,
+    definition_of,
     load_tokenizer,
     train_bpe,
 )
+from headrace.text.named_tokenizer import TokenizerDefinition
 
 __all__ = ["MixChange", "TextDataset", "sample_tokenizer"]
 
@@ -80,7 +83,8 @@ class TextDataset:
     """Documents of weighted sources, dealt to lanes, tokenised and packed.
 
     - `sources`: specs such as `"jsonl:web/*.jsonl"`, or `Source` objects.
-    - `tokenizer`: the path of a tokenizer.json, `"sample"` (a small built-in BPE), a Tokenizer, or None for bytes. `engine`: which library encodes.
+    - `tokenizer`: the path of a tokenizer.json or of a folder that holds one; a name such as `"org/name"`, found in the local Hugging Face cache; an object of
+      transformers or `tokenizers`; `"sample"` (a small built-in BPE); or None for bytes. `engine`: which library encodes.
     - `seq_len`: tokens in a row. `pack`: `"best_fit"` cuts only documents longer than a row, `"concat"` cuts wherever a row ends.
     - `seed`, `lanes`, `window_blocks`, `shuffle`: decide the order. `window_blocks` rows are tokenised and packed as one unit.
     - `exhausted`: what happens when a source has been read `max_epochs` times (once, if the source does not say). `"drop"` continues with the others until all
@@ -95,9 +99,9 @@ class TextDataset:
 
     def __init__(
         self,
-        sources: Sequence[Source | str] | Source | str,
+        sources: Sequence[Source | str | Path] | Source | str | Path,
         *,
-        tokenizer: str | Path | Tokenizer | None = None,
+        tokenizer: Any = None,
         seq_len: int,
         pack: Literal["best_fit", "concat"] = "best_fit",
         seed: int = 0,
@@ -119,6 +123,8 @@ class TextDataset:
         chunk_memory: int = 512 << 20,
         meter: Meter | None = None,
     ) -> None:
+        if tokenizer is not None and not isinstance(tokenizer, str | Path):
+            tokenizer = definition_of(tokenizer) or tokenizer
         # What a worker process or a foreign DataLoader makes this dataset from again.
         self.recipe: dict[str, Any] = {
             "sources": sources, "tokenizer": tokenizer, "seq_len": seq_len, "pack": pack, "seed": seed, "lanes": lanes,
@@ -300,9 +306,19 @@ class TextDataset:
         found["weights"] = written_weights([(0, {s.name: s.source.weight for s in self.sources}), *past])
         return found
 
-    def estimated_tokens(self, sample_chunks: int = 3) -> tuple[int, ...]:
+    def estimated_tokens(self, sample_chunks: int = SAMPLED_CHUNKS) -> tuple[int, ...]:
         """About how many tokens each source has in one epoch, from a few chunks spread over it."""
-        return tuple(self._estimate(i, sample_chunks) for i in range(len(self.sources)))
+        return tuple(estimate.tokens for estimate in self.estimates(sample_chunks))
+
+    def estimates(self, sample_chunks: int = SAMPLED_CHUNKS) -> tuple[SourceEstimate, ...]:
+        """Tokens, median length and first document of each source, from a few chunks spread over it."""
+        return tuple(
+            estimate_source(
+                *_kept_chunks(source), lambda chunk, i=i, source=source: self.chunks.texts(i, source, chunk), self.tokenizer, self.packing,
+                sample_chunks=sample_chunks,
+            )
+            for i, source in enumerate(self.sources)
+        )  # fmt: skip
 
     def make_window(self, wanted: WindowKey, carry: Carry | None) -> tuple[Window, Carry | None]:
         """What a pool's thread does."""
@@ -358,14 +374,7 @@ class TextDataset:
             source.close()
 
     def _deal(self, index: int, source: OpenSource) -> Deal:
-        rows = np.asarray(source.manifest.chunk_rows, dtype=np.int64)
-        sizes = np.asarray(source.manifest.chunk_bytes, dtype=np.int64)
-        limit = source.source.max_rows
-        if limit is not None:
-            before = np.cumsum(rows) - rows
-            kept = np.clip(limit - before, 0, rows)
-            sizes = sizes * kept // np.maximum(rows, 1)
-            rows = kept
+        rows, sizes = _kept_chunks(source)
         return Deal(
             rows, sizes, key=key(f"text.deal/{source.name}", seed=self.seed), lanes=self.lanes, shuffle=self.shuffle
         )
@@ -388,26 +397,11 @@ class TextDataset:
             return np.ones(self.lanes)
         return lane_weight_factors(deal.rows_owned(range(number * epochs, (number + 1) * epochs)))
 
-    def _estimate(self, index: int, sample_chunks: int) -> int:
-        source, deal = self.sources[index], self.deals[index]
-        filled = np.flatnonzero(deal.chunk_rows)
-        if not filled.size:
-            return 0
-        picks = filled[np.unique(np.linspace(0, filled.size - 1, sample_chunks).astype(np.int64))]
-        tokens = rows = 0
-        for chunk in picks.tolist():
-            texts = [t for t in self.chunks.texts(index, source, chunk) if t][:200]
-            tokens += int(self.packing.lengths(self.tokenizer.encode(texts).counts()).sum())
-            rows += len(texts)
-        return round(tokens / rows * deal.rows) if rows else 0
-
-    def _tokenizer(
-        self, given: str | Path | Tokenizer | None, eos: str | None, bos: str | None, engine: EngineName
-    ) -> Tokenizer:
+    def _tokenizer(self, given: Any, eos: str | None, bos: str | None, engine: EngineName) -> Tokenizer:
         if given == "sample":
             return sample_tokenizer(self.cache, engine)
-        if given is None or isinstance(given, str | Path):
-            return load_tokenizer(given, eos=eos, bos=bos, engine=engine)
+        if given is None or isinstance(given, str | Path | TokenizerDefinition):
+            return load_tokenizer(given, eos=eos, bos=bos, engine=engine, base=self.recipe["base"])
         lacking = [name for name in ("encode", "vocab_size", "name", "fingerprint") if not hasattr(given, name)]
         if lacking:
             raise ConfigError(
@@ -446,6 +440,17 @@ def sample_tokenizer(cache: Path, engine: EngineName = "auto") -> BpeTokenizer:
     return BpeTokenizer(read_regular(path, 1 << 26), name="sample", engine=engine)
 
 
+def _kept_chunks(source: OpenSource) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and bytes of each chunk of a source, of the first `max_rows` rows alone."""
+    rows = np.asarray(source.manifest.chunk_rows, dtype=np.int64)
+    sizes = np.asarray(source.manifest.chunk_bytes, dtype=np.int64)
+    limit = source.source.max_rows
+    if limit is None:
+        return rows, sizes
+    kept = np.clip(limit - (np.cumsum(rows) - rows), 0, rows)
+    return kept, sizes * kept // np.maximum(rows, 1)
+
+
 def _described(sources: Any) -> list[Source]:
     """The sources as they were given: one or several, as objects or one-line specs."""
     given = (
@@ -454,10 +459,11 @@ def _described(sources: Any) -> list[Source]:
         else list(sources)
     )
     for source in given:
-        if not isinstance(source, str | Source):
-            example = f"'jsonl:{source}'" if isinstance(source, Path) else "Source('jsonl:web', weight=0.5)"
-            raise ConfigError(f"a source is a Source or a one-line spec, such as {example}; got {source!r}")
-    return [Source.parse(s) if isinstance(s, str) else s for s in given]
+        if not isinstance(source, str | Path | Source):
+            raise ConfigError(
+                f"a source is a Source, a path or a one-line spec, such as Source('jsonl:web', weight=0.5); got {source!r}"
+            )
+    return [Source.parse(s) if isinstance(s, str) else Source(s) if isinstance(s, Path) else s for s in given]
 
 
 def _named(sources: Sequence[Source]) -> list[Source]:

@@ -44,6 +44,7 @@ from headrace.loader.windows import Piece
 from headrace.metrics import Histogram, Meter, Wait
 from headrace.order import Digest
 from headrace.runtime.buffers import TensorMemory
+from headrace.runtime.processors import tokenizer_threads
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +75,7 @@ class Loader(RankLoader):
       divide the dataset's lanes has several ranks make the same windows (`headrace check` shows how many).
     - `dp_rank`, `dp_world_size`: this rank; from torch.distributed unless given.
     - `mesh`, `dp_dims`: a DeviceMesh in place of both. Ranks that differ only outside of `dp_dims` get the same rows.
-    - `tokenizer_workers`: threads that make windows; 4 unless given. `data_loader_workers`: processes in their place, for tokenizers or trainers that hold the GIL.
+    - `tokenizer_workers`: threads that make windows; this rank's share of the processors (2 to 16) unless given. `data_loader_workers`: processes in their place, for tokenizers or trainers that hold the GIL.
     - `prefetch_batches`: batches made ahead of need.
     - `labels`: `"shifted"`, or `"hf"` for models that shift by themselves.
     - `fields`: which of the fields a batch has. `segment_ids=True` adds that field.
@@ -120,7 +121,9 @@ class Loader(RankLoader):
         self._check(tokenizer_workers or 0, data_loader_workers, prefetch_batches, labels)
         if device is not None:
             _check_device(device)
-        self._workers = tokenizer_workers if tokenizer_workers is not None else 0 if data_loader_workers else 4
+        self._workers = (
+            tokenizer_workers if tokenizer_workers is not None else 0 if data_loader_workers else tokenizer_threads()
+        )
         self._processes = data_loader_workers
         self._prefetch = prefetch_batches
         self._unshifted = labels == "hf"

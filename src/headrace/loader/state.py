@@ -210,6 +210,8 @@ def load_states(
             fixed={"config:lanes": "saved positions are those of the lanes", **fixed},
         )  # fmt: skip
     except CursorMismatch as error:
+        if cut := _cut_otherwise(error.differences):
+            raise CursorMismatch(f"{error} {cut}", error.differences) from error
         saved, now = error.differences.get("weights", ("", ""))
         if not only_steps_differ(str(saved), str(now)):
             raise
@@ -275,6 +277,17 @@ def load_states(
     loaded.lane_ids = tuple(sorted(own))
     loaded.lanes = np.stack([known[lane] for lane in loaded.lane_ids])
     return loaded, known
+
+
+def _cut_otherwise(differences: Mapping[str, Any]) -> str:
+    """The advice for a state whose txt files were read line by line, as version 0.1 did; empty where that is not the difference."""
+    for name, (saved, now) in differences.items():
+        if name.startswith("data:") and ", split=" in str(now) and ", split=" not in str(saved) and saved != "absent":
+            return (
+                f"The state read the txt files of source {name.removeprefix('data:')!r} line by line, as headrace 0.1 did; now a file is a document. To continue, "
+                "add ?split=line to the source's spec."
+            )
+    return ""
 
 
 def checked_accept(accept: Collection[str]) -> frozenset[str]:

@@ -29,6 +29,10 @@ class SourcePlan:
     weight: float
     delivered: float
     epochs: float
+    median_tokens: int = 0
+    """Of the documents in the sampled chunks."""
+    first_document: str = ""
+    """The beginning of the first document."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +92,14 @@ def check_hashes(config: RunConfig, folder: Path) -> dict[str, tuple[int, int]]:
 def plan_of(config: RunConfig, data: TextDataset, *, note_end: bool = True) -> Plan:
     """What a run over an open dataset would deliver. `note_end`: guess where exhausted = "stop_first" ends it."""
     total = config.run.steps * config.loader.global_batch_size * config.text.seq_len
-    tokens = data.estimated_tokens()
+    estimates = data.estimates()
     sources = tuple(
         SourcePlan(
             name=s.name, spec=s.source.spec, files=len(s.manifest.files), chunks=len(s.manifest.chunk_rows), rows=deal.rows,
-            tokens=t, weight=w, delivered=total * w, epochs=total * w / t if t else 0.0,
+            tokens=e.tokens, weight=w, delivered=total * w, epochs=total * w / e.tokens if e.tokens else 0.0,
+            median_tokens=e.median_tokens, first_document=e.first_document,
         )
-        for s, deal, t, w in zip(data.sources, data.deals, tokens, data.weights, strict=True)
+        for s, deal, e, w in zip(data.sources, data.deals, estimates, data.weights, strict=True)
     )  # fmt: skip
     return Plan(
         kind=config.kind,

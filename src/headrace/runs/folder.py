@@ -23,6 +23,7 @@ import os
 import platform
 import shutil
 import time
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,9 @@ class RunFolder:
                 f"--run.dir cannot be changed at a resume: {path} is the run's folder. Copy it first, or leave that out"
             )
         about = read_json(path / "run.json")
-        config = load_any_config(path / "config.toml", (*overrides, "--run.dir", str(path)), env={})
+        config = load_any_config(
+            path / "config.toml", (*_lines_of_old_txt(path / "config.toml"), *overrides, "--run.dir", str(path)), env={}
+        )
         return cls(path, config, about)
 
     def lock(self) -> None:
@@ -158,6 +161,17 @@ class RunFolder:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         publish_json(self.path / "summary.json", summary, replace=True)
+
+
+def _lines_of_old_txt(config: Path) -> list[str]:
+    """Overrides that keep txt sources of a run of 0.1 as they were: its config does not say `split`, and a line was a document."""
+    try:
+        sources = tomllib.loads(read_regular(config, _MAX_JSON).decode())["source"]
+        specs = [(str(source["spec"]), "split" in source) for source in sources]
+    except (OSError, FileCorrupt, ValueError, KeyError, TypeError):
+        return []  # loading the config says what is wrong with it
+    found = [i for i, (spec, said) in enumerate(specs) if spec.startswith("txt:") and not said]
+    return [word for i in found for word in (f"--source.{i}.split", "line")]
 
 
 def describe_run(path: Path) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Job:
             )
         return TextDataset(
             [Source(**section.model_dump()) for section in self.config.source],
-            tokenizer=self.tokenizer,
+            tokenizer=text.tokenizer,
             seq_len=text.seq_len,
             pack=text.pack,
             seed=self.config.run.seed,
@@ -95,14 +95,6 @@ class Job:
         values = self.config.train.model_dump()
         values["threads"] = values["threads"] or 0
         return TrainSettings(**values, steps=self.config.run.steps, seed=self.config.run.seed)
-
-    @property
-    def tokenizer(self) -> str | Path | None:
-        """Which tokenizer the config names: a built-in one, or the path of one."""
-        name = self.config.text.tokenizer
-        if name in (None, "bytes", "sample"):
-            return name
-        return (self.base / name) if self.base is not None else Path(name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,8 @@ class LMTask(Task[Summary]):
         engine = getattr(data.tokenizer, "engine", None)
         if engine is not None and run.is_lead:
             run.note("engine", name=engine.name, version=engine.version, passed_over=list(engine.passed_over))
-            run.watcher.info(f"tokenizer engine: {engine}")
+            if not engine.is_fallback:  # which `choose_engine` has logged
+                run.watcher.info(f"tokenizer engine: {engine}")
 
     # ------------------------------------------------------------------------------------------ restore
 

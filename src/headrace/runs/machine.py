@@ -1,4 +1,4 @@
-"""Properties of this machine that a run depends on."""
+"""What a run depends on in this machine: versions, processors, encoder, cache folder."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ _PACKAGES = (
     "numba",
     "pyarrow",
     "tokenizers",
+    "fastokens",
+    "gigatoken",
+    "tiktoken",
     "xxhash",
     "wandb",
     "tensorboard",
@@ -30,7 +33,7 @@ _PACKAGES = (
 
 
 def describe_machine() -> dict[str, dict[str, Any]]:
-    """Versions, processors, memory, cache folder, and whether files can be published there."""
+    """Versions, processors, memory, the encoder of text, the cache folder, and whether files can be published there."""
     from headrace.train import cpu_threads
 
     return {
@@ -42,11 +45,25 @@ def describe_machine() -> dict[str, dict[str, Any]]:
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             "cuda": _cuda(),
         },
+        "encoder": _encoder(),
         "cache": _folder(cache_folder()),
         "ranks": {
             name: os.environ.get(name, "not set") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         },
     }
+
+
+def _encoder() -> dict[str, str]:
+    """The engine that proves itself for a small byte-level BPE made here, and why others were passed over."""
+    from headrace.text import BpeTokenizer, train_bpe
+
+    engine = BpeTokenizer(train_bpe(["a few words, and 12 numbers"], 300), name="of `headrace env`").engine
+    used = f"{engine.name} {engine.version}"
+    if engine.name != "tokenizers":
+        used += ", proven equal to tokenizers"
+    return {"byte-level BPE": used, "other": f"tokenizers {_version('tokenizers')}"} | (
+        {"passed over": "; ".join(engine.passed_over)} if engine.passed_over else {}
+    )
 
 
 def _version(name: str) -> str:

@@ -18,7 +18,7 @@ from headrace.loader import TextDataset
 from headrace.loader.dataset import sample_tokenizer
 from headrace.metrics import default_meter
 from headrace.order import fingerprint_json
-from headrace.runs.config.schema import RunConfig
+from headrace.runs.config.schema import RunConfig, lasting_source
 from headrace.runs.job import Job
 from headrace.runtime.signals import stop_signals
 from headrace.sources import Source, cache_folder
@@ -39,7 +39,7 @@ def batch_recipe(config: RunConfig) -> str:
     tables = config.model_dump(mode="json", exclude_none=True)
     loader = {key: tables["loader"][key] for key in ("global_batch_size", "lanes", "exhausted")}
     text = {key: value for key, value in tables["text"].items() if key != "engine"}
-    sources = [{key: value for key, value in source.items() if key != "cache"} for source in tables["source"]]
+    sources = [lasting_source(source) for source in tables["source"]]
     spool = {key: tables["spool"].get(key) for key in ("task", "mask_probability", "mask_id")}
     return fingerprint_json(
         {
@@ -91,7 +91,9 @@ def examples_of(job: Job, report: Callable[[str], None] = lambda _: None) -> tup
     if text.tokenizer == "sample":
         tokenizer: Tokenizer = sample_tokenizer(cache_folder().absolute(), text.engine)
     else:
-        tokenizer = load_tokenizer(job.tokenizer, eos=text.eos_token, bos=text.bos_token, engine=text.engine)
+        tokenizer = load_tokenizer(
+            text.tokenizer, eos=text.eos_token, bos=text.bos_token, engine=text.engine, base=job.base
+        )
     settings = ExampleSettings(
         task="tag" if spool.task == "tag" else "classify", labels=spool.labels, seq_len=text.seq_len, bos=text.bos, eos=text.eos
     )  # fmt: skip

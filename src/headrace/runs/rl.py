@@ -51,7 +51,6 @@ from headrace.rollouts.environments import load_environment
 from headrace.rollouts.pipeline import StepReport
 from headrace.runs.config.rl import RLConfig
 from headrace.runs.folder import RunFolder
-from headrace.runs.job import Job
 from headrace.runs.orchestrator import Orchestrator
 from headrace.runs.run_loop import Run, RunSummary, StepOutcome, Task, TaskState, Watcher, run_task
 from headrace.sources import cache_folder
@@ -413,10 +412,11 @@ def _codec_of(folder: RunFolder) -> Codec:
 
     if isinstance(folder.config, RLConfig):
         return CharacterCodec(folder.config.policy.alphabet)
-    text, name = folder.text_config.text, Job(folder.text_config, folder.base).tokenizer
-    if name == "sample":
+    text = folder.text_config.text
+    if text.tokenizer == "sample":
         return TokenizerCodec(sample_tokenizer(cache_folder()))
-    return TokenizerCodec(load_tokenizer(None if name == "bytes" else name, eos=text.eos_token, bos=text.bos_token))
+    name = None if text.tokenizer == "bytes" else text.tokenizer
+    return TokenizerCodec(load_tokenizer(name, eos=text.eos_token, bos=text.bos_token, base=folder.base))
 
 
 def _none_if_nan(value: float) -> float | None:

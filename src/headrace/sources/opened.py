@@ -177,7 +177,7 @@ def _find(
         reader = text_reader("jsonl", "text", max_line_bytes, rows)
         place, follow = str(sample_folder(source.place, cache)), True
     else:
-        reader = text_reader(source.scheme, source.text_key, max_line_bytes, rows)
+        reader = text_reader(source.scheme, source.text_key, max_line_bytes, rows, split=source.document)
         place, follow = source.place, source.allow_symlinks
     if store_of(place) is not None:
         found, store = stored_matches(
@@ -269,7 +269,8 @@ class OpenSource:
         """What a cursor records: the whole under `data:<name>`, and each file of at most 64 under `data:<name>/<path>`."""
         manifest = self.manifest
         whole = fingerprint_json({"manifest": manifest.fingerprint, "text_key": self._text_key()})
-        entries = {f"data:{self.name}": f"{whole} ({len(manifest.files):,} files, {manifest.rows:,} rows)"}
+        cut = f", split={self.source.document}" if self._reader.parameters().get("split") else ""
+        entries = {f"data:{self.name}": f"{whole} ({len(manifest.files):,} files, {manifest.rows:,} rows{cut})"}
         if len(manifest.files) <= _FILES_IN_CURSOR:
             for file in manifest.files:
                 entries[f"data:{self.name}/{file.path}"] = f"{file.fingerprint} ({file.rows:,} rows)"

@@ -2,6 +2,7 @@
 
     Source("jsonl:web/*.jsonl", weight=0.7)
     Source.parse("jsonl:web/*.jsonl?weight=0.7&text_key=content")      the same in one line
+    Source(Path("web.jsonl.gz"))                                       the scheme follows from the suffix
 
 A spec is `scheme:place`. The place is a file, a folder (all files of the scheme's suffixes below it) or a glob (`**`
 too), on disk or in an object store (`jsonl:s3://bucket/web/*.jsonl.zst`); of `hf:` it is a dataset of the hub or a folder
@@ -11,6 +12,7 @@ laid out like one. Nothing is opened here: a value checks itself, `open_source` 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -31,7 +33,9 @@ SAMPLES: dict[str, str] = {
     "prose": "the language reference and the docstrings of the standard library",
     "code": "the source of the standard library",
 }
-_ONLY_FOR: dict[str, tuple[str, ...]] = {"split": ("hf",), "config": ("hf",)}
+TXT_SPLITS = ("file", "paragraph", "line")
+"""What a document of a txt file is; the first unless a source says otherwise."""
+_ONLY_FOR: dict[str, tuple[str, ...]] = {"split": ("hf", "txt"), "config": ("hf",)}
 """Options that mean something for some schemes only."""
 _BY_SUFFIX = {suffix: name for name, text_format in TEXT_FORMATS.items() for suffix in text_format.suffixes}
 _NAME = re.compile(r"[\w.+-]{1,80}")
@@ -48,6 +52,7 @@ class Source:
     """One source of documents: where they lie, how much of the mix they are, and what a bad row does."""
 
     spec: str
+    """`scheme:place`. A path object is taken too, if its suffix says what the file holds."""
     weight: float = 1.0
     """Share of the delivered tokens, relative to the other sources. 0 keeps the source listed and never read."""
     name: str | None = None
@@ -64,13 +69,16 @@ class Source:
     allow_symlinks: bool = False
     """Let the spec lead elsewhere: through symbolic links, and through `..`."""
     split: str | None = None
-    """Of `hf:`: which part of the dataset; train unless given."""
+    """Of `hf:`: which part of the dataset; train unless given. Of `txt:`: what a document is, `"file"` (the default), `"paragraph"` or `"line"`."""
     config: str | None = None
     """Of `hf:`: which of the dataset's configurations; its default one unless given."""
     cache: str | None = None
     """A folder for what is kept of this source (manifest, unpacked and downloaded copies) in place of the common cache."""
 
     def __post_init__(self) -> None:
+        for key in ("spec", "cache"):
+            if isinstance(given := getattr(self, key), os.PathLike):
+                object.__setattr__(self, key, _spec_of(given) if key == "spec" else os.fspath(given))
         problems = list(self._problems())
         if problems:
             raise ConfigError(problems)
@@ -86,6 +94,11 @@ class Source:
     def place(self) -> str:
         """The spec without its scheme, and without the `file://` that a path may begin with."""
         return self.spec.partition(":")[2].removeprefix("file://")
+
+    @property
+    def document(self) -> str | None:
+        """What a document of a txt file is; None for other schemes."""
+        return (self.split or TXT_SPLITS[0]) if self.scheme == "txt" else None
 
     @classmethod
     def parse(cls, line: str) -> Source:
@@ -124,13 +137,13 @@ class Source:
         what = f"source {self.spec!r}"
         scheme, colon, place = self.spec.partition(":")
         if not colon or not scheme:
-            yield f"{what} has no scheme, expected scheme:place such as 'jsonl:{self.spec}'. Schemes are {_listed(scheme)}."
+            yield f"{what} has no scheme, expected scheme:place such as 'jsonl:{self.spec}'. Schemes are {_listed()}."
         elif scheme in STORES or scheme == "file":
             yield f"{what} does not say what the files hold; write {_guessed(self.spec)}:{self.spec}"
         elif scheme not in SCHEMES:
             yield (
                 f"{what}: unknown scheme {scheme!r}, did you mean {nearest(scheme, SCHEMES)[0]!r}? "
-                f"Schemes are {_listed(scheme)}."
+                f"Schemes are {_listed()}."
             )
         elif not place or "\0" in place:
             yield f"{what} names no place, expected a file, a folder or a glob after '{scheme}:'"
@@ -177,21 +190,38 @@ class Source:
         """Options that have no effect for this scheme: setting one is a mistake."""
         for key, schemes in _ONLY_FOR.items():
             if getattr(self, key) is not None and scheme in SCHEMES and scheme not in schemes:
-                yield f"{what}: {key} means something for {' and '.join(schemes)}: only; leave it out, or name the files themselves"
+                yield f"{what}: {key} means something for {' and '.join(f'{name}:' for name in schemes)} only; leave it out, or name the files themselves"
         if scheme == "txt" and self.text_key != "text":
-            yield f"{what}: a line of a txt file is its text; leave text_key out, got {self.text_key!r}"
+            yield f"{what}: a txt file has no fields; leave text_key out, got {self.text_key!r}"
+        if scheme == "txt" and self.split is not None and self.split not in TXT_SPLITS:
+            yield f"{what}: split of a txt source must be {', '.join(map(repr, TXT_SPLITS[:-1]))} or {TXT_SPLITS[-1]!r}, got {self.split!r}"
         if self.allow_symlinks is True and (scheme == "sample" or store_of(place)):
             yield f"{what}: allow_symlinks is about folders on disk; leave it out here"
 
 
-def _listed(word: str) -> str:
-    return ", ".join(f"{scheme}: ({SCHEMES[scheme]})" for scheme in nearest(word, SCHEMES))
+def _listed() -> str:
+    return ", ".join(f"{scheme}: ({holds})" for scheme, holds in SCHEMES.items())
+
+
+def _spec_of(path: os.PathLike[str]) -> str:
+    """The spec of a path object, whose suffix says what the file holds."""
+    place = os.fspath(path)
+    scheme = _scheme_of(place)
+    if scheme is None:
+        raise ConfigError(
+            f"a source of {place!r} does not say what the files hold: write the scheme before it, such as 'jsonl:{place}'. Schemes are {_listed()}."
+        )
+    return f"{scheme}:{place}"
+
+
+def _scheme_of(place: str) -> str | None:
+    bare = re.sub(r"\.(gz|zst)\Z", "", place)
+    return next((scheme for suffix, scheme in _BY_SUFFIX.items() if bare.endswith(suffix)), None)
 
 
 def _guessed(spec: str) -> str:
     """The scheme that the suffix of a bare URL speaks for; jsonl if it does not say."""
-    bare = re.sub(r"\.(gz|zst)\Z", "", spec)
-    return next((scheme for suffix, scheme in _BY_SUFFIX.items() if bare.endswith(suffix)), "jsonl")
+    return _scheme_of(spec) or "jsonl"
 
 
 def _derived_name(scheme: str, place: str) -> str:

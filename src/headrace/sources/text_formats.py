@@ -6,7 +6,8 @@ A new format is a class with the methods of `formats.chunks.Reader`, and an entr
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.errors import ConfigError
@@ -30,6 +31,8 @@ class TextFormat:
     """Whether it takes `max_line_bytes`."""
     has_key: bool = True
     """Whether the text is in a field or column that `text_key` names."""
+    split_texts: Mapping[str, str] = field(default_factory=dict)
+    """Module and class that cut a file into documents in another way than `texts`, by the value of `split`."""
 
 
 TEXT_FORMATS: dict[str, TextFormat] = {
@@ -41,9 +44,13 @@ TEXT_FORMATS: dict[str, TextFormat] = {
         is_lines=True,
     ),
     "txt": TextFormat(
-        holds="one document per line",
+        holds="one document per file; ?split=line or ?split=paragraph cuts files",
         suffixes=(".txt",),
         texts="headrace.formats.lines:TextLines",
+        split_texts={
+            "file": "headrace.formats.text_files:TextFiles",
+            "paragraph": "headrace.formats.text_files:TextParagraphs",
+        },
         is_lines=True,
         has_key=False,
     ),
@@ -62,12 +69,14 @@ TEXT_FORMATS: dict[str, TextFormat] = {
 }
 
 
-def text_reader(scheme: str, text_key: str, max_line_bytes: int, rows: RowShape | None) -> Reader:
-    """The reader of a scheme, for one text a row or for the columns of `rows`."""
+def text_reader(
+    scheme: str, text_key: str, max_line_bytes: int, rows: RowShape | None, *, split: str | None = None
+) -> Reader:
+    """The reader of a scheme, for one text a row or for the columns of `rows`. `split`: how a txt file is cut; by lines if None."""
     text_format = TEXT_FORMATS[scheme]
     options: dict[str, Any] = {"max_line_bytes": max_line_bytes} if text_format.is_lines else {}
     if rows is None:
-        place = text_format.texts
+        place = text_format.split_texts.get(split or "", text_format.texts)
         options |= {"text_key": text_key} if text_format.has_key else {}
     elif text_format.labelled is not None:
         place = text_format.labelled

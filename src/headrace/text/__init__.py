@@ -1,6 +1,7 @@
 """Documents become tokens, tokens become blocks.
 
 tokenizer  text → flat int32 ids; any tokenizer.json, or bytes
+named_tokenizer  the definition of a path, of a name in the Hugging Face cache, or of a tokenizer object
 ranks      .tiktoken vocabularies as a tokenizer.json
 pieces     very long documents, encoded in pieces with the ids of the whole
 engines    which library encodes, and the proof that it agrees with the reference
@@ -12,6 +13,7 @@ shards     tokens at rest: shards, packed index, manifest
 
 from headrace.text.engines import ENGINES, SPOT_CHECK_EVERY, Encode, EngineChoice, EngineName
 from headrace.text.named_encode import encode_named
+from headrace.text.named_tokenizer import definition_of
 from headrace.text.pack import PACK_KERNELS, Blocks, Packed, Packing, Unsound, pack
 from headrace.text.pieces import LONGEST_PIECE
 from headrace.text.token_batch import TokenBatch, join_batches
@@ -33,6 +35,7 @@ __all__ = [
     "TokenBatch",
     "Tokenizer",
     "Unsound",
+    "definition_of",
     "encode_named",
     "join_batches",
     "load_tokenizer",

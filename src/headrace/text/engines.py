@@ -1,14 +1,14 @@
 """Encoders of text into ids, and the proof that a fast encoder gives the ids of `tokenizers`.
 
-    tokenizers   the reference: any tokenizer.json, 0.65 M tokens/s a core; always there
-    fastokens    byte-level BPE of the usual shapes, about 40 times as fast; runs in our threads; Apache-2.0, no dependencies
-    gigatoken    as fast; runs in our threads; MIT, needs awkward
-    tiktoken     byte-level BPE, about 4 times as fast; MIT
+    tokenizers   the reference: any tokenizer.json, 0.65 M tokens/s a core
+    fastokens    byte-level BPE of the usual shapes, about 40 times as fast; installed with headrace
+    gigatoken    as fast; optional, needs awkward
+    tiktoken     byte-level BPE, about 4 times as fast; optional
 
-The fast ones are optional, young, and each supports only some tokenizers. None is trusted: an engine is used for a
+The fast ones are young, and each supports only some tokenizers. None is trusted: an engine is used for a
 tokenizer only after it gave the reference's ids on a fixed sample of ugly text, with the tokenizer's own special tokens in
 it, and one live document in 16,384 is encoded by both for as long as the run lasts (windows.py). `auto` takes the first of
-`ENGINES` that is installed and proves itself, and says why the others were not taken.
+`ENGINES` that is installed and proves itself. Where none does, `tokenizers` encodes, and one line of the log says so and why.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import contextlib
 import importlib.metadata
 import itertools
 import json
+import logging
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -40,6 +42,8 @@ __all__ = [
     "proof_sample",
 ]
 
+_log = logging.getLogger("headrace.text")
+
 EngineName = Literal["auto", "tokenizers", "fastokens", "gigatoken", "tiktoken"]
 ENGINES: tuple[str, ...] = ("fastokens", "gigatoken", "tiktoken")
 """The fast ones, in the order in which `auto` tries them."""
@@ -58,6 +62,11 @@ class EngineChoice:
     encode: Encode = field(repr=False)
     passed_over: tuple[str, ...] = ()
     """Why a faster engine was not taken, a phrase each."""
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether the reference encodes because no fast engine could be used."""
+        return self.name == "tokenizers" and bool(self.passed_over)
 
     def __str__(self) -> str:
         reasons = f" ({'; '.join(self.passed_over)})" if self.passed_over else ""
@@ -106,10 +115,26 @@ def choose_engine(wanted: EngineName, definition: bytes, reference: Reference, *
         passed_over.append(f"{engine} {version} gave other ids: {reason}")
     if wanted != "auto":
         raise TokenizerError(
-            f"engine {wanted} cannot be used for tokenizer {name}: {passed_over[0]}. Install headrace[fast], or leave "
+            f"engine {wanted} cannot be used for tokenizer {name}: {passed_over[0]}. Install {wanted}, or leave "
             'engine = "auto".'
         )
+    _say_fallback(name, passed_over)
     return EngineChoice(own.name, own.version, own.encode, tuple(passed_over))
+
+
+def _say_fallback(name: str, passed_over: Sequence[str]) -> None:
+    """Log once that a slow encoder is used: not in worker processes, and on rank 0 only."""
+    if name in _said or multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
+        return
+    _said.add(name)
+    _log.warning(
+        "tokenizer %s is encoded by `tokenizers`, at about 1 M tokens/s a core, because no fast encoder can be used: %s",
+        name, "; ".join(passed_over),
+    )  # fmt: skip
+
+
+_said: set[str] = set()
+"""Tokenizers of which the log has said that a slow encoder is used."""
 
 
 def disagreement(encode: Encode, texts: Sequence[str], expected: TokenBatch) -> str | None:

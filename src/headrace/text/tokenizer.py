@@ -1,6 +1,8 @@
 """How text becomes token ids.
 
-    load_tokenizer("tokenizer.json")   any Hugging Face tokenizer file
+    load_tokenizer("tokenizer.json")   any Hugging Face tokenizer file, or a folder that holds one
+    load_tokenizer("org/name")         the same from the local Hugging Face cache
+    load_tokenizer(AutoTokenizer...)   a tokenizer object of transformers or `tokenizers`
     load_tokenizer("cl100k_base.tiktoken")   a vocabulary as tiktoken publishes them
     load_tokenizer(None)               bytes: 256 ids and three special tokens; needs no file
     train_bpe(texts, 4096)             a small byte-level BPE, for corpora that come without a tokenizer
@@ -14,16 +16,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 
-from headrace.errors import FileCorrupt, StorageError, TokenizerError
-from headrace.files import read_regular
+from headrace.errors import TokenizerError
 from headrace.text.engines import Encode, EngineName, Reference, choose_engine
+from headrace.text.named_tokenizer import definition_of, read_definition
 from headrace.text.pieces import Pieces
-from headrace.text.ranks import tokenizer_json_of_ranks
 from headrace.text.token_batch import TokenBatch
 from headrace.text.tokenizer_file import check_tokenizer
 
@@ -32,7 +33,6 @@ __all__ = ["BpeTokenizer", "ByteTokenizer", "Tokenizer", "load_tokenizer", "trai
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "[EOS]", "[SEP]")
 _BOS_NAMES = ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 _PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
-_MAX_FILE = 256 << 20
 
 
 class Tokenizer(Protocol):
@@ -135,25 +135,33 @@ class BpeTokenizer:
 
 
 def load_tokenizer(
-    path: str | Path | None, *, eos: str | None = None, bos: str | None = None, engine: EngineName = "auto"
+    given: Any,
+    *,
+    eos: str | None = None,
+    bos: str | None = None,
+    engine: EngineName = "auto",
+    base: Path | None = None,
 ) -> ByteTokenizer | BpeTokenizer:
-    """The tokenizer of a path, or the byte tokenizer for None and "bytes"."""
-    if path is None or path == "bytes":
+    """The tokenizer of a path, a name or an object, or the byte tokenizer for None and "bytes".
+
+    Args:
+        given: The path of a tokenizer.json, .tiktoken file or folder; a name such as "org/name", which is looked up in the local Hugging Face cache where no such
+            path exists; a `tokenizers.Tokenizer`; or a transformers tokenizer.
+        eos: The token that ends a document; found under its usual names, or in the object, unless given.
+        bos: The token that begins a document, likewise.
+        engine: Which library encodes.
+        base: Where a relative path starts; the working folder unless given.
+    """
+    if given is None or given == "bytes":
         return ByteTokenizer()
-    file = Path(path)
-    try:
-        if file.is_dir():
-            file = file / "tokenizer.json"
-        text = read_regular(file, _MAX_FILE, follow=True)
-    except FileNotFoundError as error:
+    if isinstance(given, str | Path):
+        return BpeTokenizer(read_definition(given, base=base), name=str(given), eos=eos, bos=bos, engine=engine)
+    found = definition_of(given)
+    if found is None:
         raise TokenizerError(
-            f"tokenizer {path} does not exist: give the path of a tokenizer.json, or leave it out to use bytes"
-        ) from error
-    except (OSError, FileCorrupt, StorageError) as error:
-        raise TokenizerError(f"tokenizer {path} cannot be read: {error}") from error
-    if file.suffix == ".tiktoken":
-        text = tokenizer_json_of_ranks(text, encoding=file.stem, name=str(path))
-    return BpeTokenizer(text, name=str(path), eos=eos, bos=bos, engine=engine)
+            f"a tokenizer is a path, a name, or an object of tokenizers or transformers; got {given!r}"
+        )
+    return BpeTokenizer(found.text, name=found.name, eos=eos or found.eos, bos=bos or found.bos, engine=engine)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:

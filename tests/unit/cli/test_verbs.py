@@ -97,6 +97,7 @@ def test_env_says_what_is_here(headrace):
     facts = json.loads(headrace("env", "--format", "json").stdout)
     assert facts["versions"]["torch"].startswith("2.")
     assert facts["machine"]["usable"] >= 1
+    assert facts["encoder"]["byte-level BPE"].startswith("fastokens ")
     assert facts["cache"]["publishing"] == "durable and exclusive"
 
 

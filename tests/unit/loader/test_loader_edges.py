@@ -524,7 +524,7 @@ def test_devices_that_are_not_there_and_skips_that_are_no_ranges_are_refused(dat
     ("options", "message"),
     [
         ({"sources": [{"spec": "sample:prose"}]}, r"a source is a Source.*got \{'spec'"),
-        ({"sources": [Path("web")]}, "such as 'jsonl:web'; got"),
+        ({"sources": [Path("web")]}, "such as 'jsonl:web'"),
         ({"mix_changes": [{"step": 3, "weights": {"prose": 1}}]}, "mix_changes takes changes such as MixChange"),
         ({"tokenizer": 5}, "tokenizer must be a path.*5 has no encode"),
     ],

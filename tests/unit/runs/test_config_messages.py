@@ -134,7 +134,7 @@ def test_weights_that_are_all_zero_are_reported_beside_another_mistake_of_a_sour
 
 def test_threads_and_processes_together_are_refused_with_the_reason(tmp_path):
     alone = load_config(written(tmp_path, GOOD + "[loader]\ndata_loader_workers = 2"), [], {})
-    assert (alone.loader.data_loader_workers, alone.loader.tokenizer_workers) == (2, 0)
+    assert (alone.loader.data_loader_workers, alone.loader.tokenizer_workers) == (2, None)
     both = problems(tmp_path, GOOD + "[loader]\ndata_loader_workers = 2\ntokenizer_workers = 2")
     assert len(both) == 1
     assert both[0].startswith(

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from headrace.errors import ConfigError
 from headrace.runs.config.loading import load_config
 from headrace.runs.config.schema import RunConfig
+from headrace.runs.folder import RunFolder
 from headrace.sources import Source
 
 SOURCE = '[[source]]\nspec = "sample:prose"\n'
@@ -150,7 +151,7 @@ def test_a_run_needs_no_file(tmp_path):
 def test_defaults_are_filled_in(tmp_path):
     config = config_of(tmp_path, SOURCE, "--run.name", "first")
     assert config.run.dir == "runs/first"
-    assert config.loader.tokenizer_workers == 4
+    assert config.loader.tokenizer_workers is None  # chosen where the run starts: configs move between machines
     assert config.kind == "lm"
     resolved = config.resolved()
     assert json.loads(json.dumps(resolved, allow_nan=False)) == resolved
@@ -251,3 +252,24 @@ def test_a_one_line_spec_means_in_toml_what_it_means_in_python(tmp_path):
     assert config_of(tmp_path, f'[[source]]\nspec = "{line}"\n').source[0].text_key == "x+y+z&"
     assert config_of(tmp_path, "", env={"DATASET_SPECS": line}).source[0].text_key == "x+y+z&"
     assert Source.parse(line).text_key == "x+y+z&"
+
+
+def test_a_txt_source_says_in_a_kept_config_what_its_documents_are(tmp_path):
+    config = config_of(tmp_path, '[[source]]\nspec = "txt:books"\n[[source]]\nspec = "txt:logs?split=line"\n')
+    assert [s.split for s in config.source] == ["file", "line"]
+    assert 'split = "file"' in config.to_toml()
+    with pytest.raises(
+        ConfigError, match=r"run.toml:2: source.0.spec\?split: expected file, paragraph or line for a txt source, found"
+    ):
+        config_of(tmp_path, '[[source]]\nspec = "txt:books?split=word"\n')
+
+
+def test_a_run_folder_of_0_1_keeps_reading_txt_files_line_by_line(tmp_path):
+    kept = '[run]\nname = "r"\n[[source]]\nspec = "jsonl:a"\n[[source]]\nspec = "txt:books"\n'
+    lines = config_of(tmp_path, kept.replace("books", "books?split=line"))
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.toml").write_text(kept)
+    (tmp_path / "r" / "run.json").write_text("{}")
+    reopened = RunFolder.reopen(tmp_path / "r").text_config
+    assert [s.split for s in reopened.source] == [None, "line"]
+    assert reopened.hash == lines.hash  # as 0.1 hashed it, which had no other way

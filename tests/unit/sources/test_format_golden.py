@@ -26,7 +26,7 @@ def text_of(name: str, folder: Path, *, rows: bool) -> dict[str, object]:
     shape = (
         RowShape(columns=("text", "n"), judge=lambda row: "" if row["text"] else "its text is null") if rows else None
     )
-    source = Source(f"{scheme}:{name}", on_bad="skip", name="golden")
+    source = Source(f"{scheme}:{name}", on_bad="skip", name="golden", **({"split": "line"} if scheme == "txt" else {}))
     with open_source(source, base=folder, cache=folder / "cache", rows=shape) as opened:
         texts = [opened.read(chunk) for chunk in range(opened.manifest.chunks)]
         return {

@@ -18,7 +18,7 @@ def read(tmp_path):
         path = tmp_path / f"{len(opened)}.{scheme}"
         path.write_bytes(data)
         source = open_source(
-            Source(f"{scheme}:{path}", **fields),
+            Source(f"{scheme}:{path}", **({"split": "line"} if scheme == "txt" else {}), **fields),
             cache=tmp_path / "cache",
             chunk_bytes=chunk_bytes,
             max_line_bytes=max_line_bytes,

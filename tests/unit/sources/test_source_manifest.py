@@ -145,7 +145,9 @@ def test_above_64_files_the_cursor_holds_one_entry_and_a_change_still_names_its_
         (tmp_path / "web" / f"{shard:02}.txt").write_text(f"{shard}\n")
 
     def opened_txt():
-        return open_source(Source("txt:web"), base=tmp_path, cache=tmp_path / "cache", records=tmp_path / "run")
+        return open_source(
+            Source("txt:web", split="line"), base=tmp_path, cache=tmp_path / "cache", records=tmp_path / "run"
+        )
 
     saved = opened_txt().fingerprint()
     assert list(saved) == ["data:web"]

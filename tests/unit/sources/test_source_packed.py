@@ -31,7 +31,12 @@ def cut(data: bytes, size: int) -> list[bytes]:
 def opened(tmp_path, name="d.jsonl.gz", **options):
     fields = {k: options.pop(k) for k in ("on_bad", "cache") if k in options}
     scheme = name.partition(".")[2].partition(".")[0]
-    return open_source(Source(f"{scheme}:{name}", **fields), base=tmp_path, cache=tmp_path / "cache", **options)
+    return open_source(
+        Source(f"{scheme}:{name}", **({"split": "line"} if scheme == "txt" else {}), **fields),
+        base=tmp_path,
+        cache=tmp_path / "cache",
+        **options,
+    )
 
 
 def texts_of(source):
@@ -80,7 +85,7 @@ def test_a_folder_takes_packed_and_plain_shards_in_the_order_of_their_names(tmp_
         "c.txt.zst": zst(b"\xef\xbb\xbf4\n"),
     }.items():
         (tmp_path / "d" / name).write_bytes(data)
-    with open_source(Source("txt:d"), base=tmp_path, cache=tmp_path / "cache") as source:
+    with open_source(Source("txt:d", split="line"), base=tmp_path, cache=tmp_path / "cache") as source:
         assert texts_of(source) == ["1", "2", "3", "4"]
         assert [file.rows for file in source.manifest.files] == [1, 2, 1]
 
@@ -272,7 +277,7 @@ def peak_mib():
     return int(next(row for row in open("/proc/self/status") if row.startswith("VmHWM")).split()[1]) // 1024
 base = peak_mib()
 try:
-    open_source(Source(f"txt:{sys.argv[2]}"), base=folder, cache=folder / "cache")
+    open_source(Source(f"txt:{sys.argv[2]}", split="line"), base=folder, cache=folder / "cache")
 except DataError as error:
     print(error)
 print(peak_mib() - base)

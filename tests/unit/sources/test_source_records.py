@@ -25,7 +25,7 @@ def opened(tmp_path, **options):
 
 def opened_large(tmp_path, **options):
     """As a run that goes on opens it: what is on record holds."""
-    source = open_source(Source("txt:d.txt"), base=tmp_path, cache=tmp_path / "cache", **options)
+    source = open_source(Source("txt:d.txt", split="line"), base=tmp_path, cache=tmp_path / "cache", **options)
     source.bind_records()
     return source
 
@@ -185,7 +185,11 @@ def test_the_records_of_a_run_travel_with_it_when_the_data_lies_elsewhere(tmp_pa
     other.parent.mkdir()
     other.write_bytes(path.read_bytes().replace(b"row 012", b"Row 012"))
     moved = open_source(
-        Source("txt:d.txt"), base=other.parent, cache=tmp_path / "cache2", records=tmp_path / "run", chunk_bytes=80
+        Source("txt:d.txt", split="line"),
+        base=other.parent,
+        cache=tmp_path / "cache2",
+        records=tmp_path / "run",
+        chunk_bytes=80,
     )
     with pytest.raises(DataChanged, match=r"mount/d.txt \(bytes 80 to 160\)"):
         read_all(moved)
@@ -193,7 +197,7 @@ def test_the_records_of_a_run_travel_with_it_when_the_data_lies_elsewhere(tmp_pa
 
 def test_a_new_shard_does_not_orphan_the_records_of_the_others(tmp_path, path):
     def folder():
-        return open_source(Source("txt:*.txt"), base=tmp_path, cache=tmp_path / "cache", chunk_bytes=80)
+        return open_source(Source("txt:*.txt", split="line"), base=tmp_path, cache=tmp_path / "cache", chunk_bytes=80)
 
     with folder() as source:
         read_all(source)

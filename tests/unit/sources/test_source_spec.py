@@ -1,6 +1,7 @@
 """A Source says what is wanted, and refuses what cannot be meant."""
 
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_a_weight_of_zero_is_accepted():
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("jsnol:web", r"unknown scheme 'jsnol', did you mean 'jsonl'\? Schemes are jsonl: .*parquet: .*txt: "),
+        ("jsnol:web", r"unknown scheme 'jsnol', did you mean 'jsonl'\? Schemes are jsonl: .*txt: .*parquet: "),
         ("web/*.jsonl", "has no scheme, expected scheme:place"),
         ("s3://bucket/x.parquet", "does not say what the files hold; write parquet:s3://bucket/x.parquet"),
         ("https://host/x.jsonl.gz", "does not say what the files hold; write jsonl:https://host/x.jsonl.gz"),
@@ -98,7 +99,7 @@ def test_a_spec_that_names_nothing_readable_is_refused(spec, sentence):
         ({"name": "a/b"}, "name must be 1 to 80 letters"),
         ({"weight": "1"}, "weight must be a number, got '1'"),
         ({"allow_symlinks": 1}, "allow_symlinks must be true or false"),
-        ({"split": "train"}, "split means something for hf: only; leave it out"),
+        ({"split": "train"}, "split means something for hf: and txt: only; leave it out"),
         ({"config": "en"}, "config means something for hf: only; leave it out"),
         ({"cache": ""}, "cache must be a text, got ''"),
     ],
@@ -122,10 +123,10 @@ def test_a_sample_with_another_text_key_is_refused():
 @pytest.mark.parametrize(
     ("spec", "fields", "sentence"),
     [
-        ("txt:a.txt", {"text_key": "body"}, "a line of a txt file is its text; leave text_key out, got 'body'"),
+        ("txt:a.txt", {"text_key": "body"}, "a txt file has no fields; leave text_key out, got 'body'"),
         ("jsonl:s3://b/x", {"allow_symlinks": True}, "allow_symlinks is about folders on disk; leave it out here"),
         ("sample:prose", {"allow_symlinks": True}, "allow_symlinks is about folders on disk"),
-        ("sample:prose", {"split": "test"}, "split means something for hf: only"),
+        ("sample:prose", {"split": "test"}, "split means something for hf: and txt: only"),
         ("hf:org/name", {"split": 7}, "split must be a text, got 7"),
     ],
 )
@@ -152,3 +153,26 @@ def test_samples_are_prose_and_code():
 def test_a_source_survives_pickling():
     source = Source("jsonl:web", weight=2, name="w")
     assert pickle.loads(pickle.dumps(source)) == source  # noqa: S301
+
+
+@pytest.mark.parametrize(
+    ("path", "spec"),
+    [("web.jsonl", "jsonl:web.jsonl"), ("a/b.txt.gz", "txt:a/b.txt.gz"), ("code/*.parquet", "parquet:code/*.parquet")],
+)
+def test_a_path_object_is_a_source_whose_suffix_says_what_it_holds(path, spec):
+    source = Source(Path(path), cache=Path("kept"))
+    assert (source.spec, source.cache) == (spec, "kept")
+
+
+def test_a_path_object_that_does_not_say_what_it_holds_is_refused():
+    with pytest.raises(ConfigError, match=r"write the scheme before it, such as 'jsonl:books'"):
+        Source(Path("books"))
+
+
+def test_schemes_are_listed_in_one_order():
+    lists = set()
+    for word in ("txtt", "parquett", "zzz"):
+        with pytest.raises(ConfigError) as refused:
+            Source(f"{word}:web")
+        lists.add(str(refused.value).partition("Schemes are")[2])
+    assert len(lists) == 1

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -148,8 +149,30 @@ def test_an_engine_that_is_not_installed_is_said_to_be_so(byte_level, monkeypatc
     tokenizer = BpeTokenizer(byte_level, name="t", engine="auto")
     assert tokenizer.engine.name == "tokenizers"
     assert "fastokens is not installed" in str(tokenizer.engine)
-    with pytest.raises(TokenizerError, match=r"gigatoken is not installed.*headrace\[fast\]"):
+    with pytest.raises(TokenizerError, match=r"gigatoken is not installed.*Install gigatoken"):
         BpeTokenizer(byte_level, name="t", engine="gigatoken")
+
+
+def test_the_slow_encoder_is_said_aloud_once_and_only_where_no_fast_one_could_be_used(byte_level, monkeypatch, caplog):
+    monkeypatch.setattr(engines, "_said", set())
+    BpeTokenizer(byte_level, name="plain", engine="tokenizers")  # asked for by name
+    assert not caplog.records
+    wordpiece = made("wordpiece")
+    for _ in range(2):
+        assert BpeTokenizer(wordpiece, name="words").engine.is_fallback
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("tokenizer words is encoded by `tokenizers`")
+    assert "fastokens" in record.getMessage()
+    monkeypatch.setenv("RANK", "1")
+    BpeTokenizer(wordpiece, name="words on another rank")
+    assert len(caplog.records) == 1
+
+
+def test_the_fast_encoder_is_a_dependency_and_is_used_for_byte_level_bpe(byte_level):
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert any(name.startswith("fastokens>=") for name in project["dependencies"])
+    assert BpeTokenizer(byte_level, name="t").engine.name == "fastokens"
 
 
 def test_the_sample_holds_the_tokenizers_own_special_tokens_and_is_the_same_every_time(byte_level):

@@ -46,8 +46,9 @@ __all__ = [
 
 _MAX_WINDOW_TOKENS = 1 << 27
 """A window is tokenised and packed in memory as one unit: 1 GiB of int64 ids is where that stops being sensible."""
-_CHOSEN_LATER = -1
 _NAME = re.compile(r"\w[\w.-]{0,63}")
+TXT_SPLITS = ("file", "paragraph", "line")
+"""What a document of a txt source is, as `sources.spec` has it; its module would bring numpy."""
 
 
 # ------------------------------------------------------------------------------------------- the values
@@ -207,7 +208,7 @@ class SourceSection(_Section):
     allow_symlinks: bool = False
     """Follow symbolic links and `..` out of the named folder."""
     split: _Text | None = Field(None, examples=["train"])
-    """Split of an hf: dataset; train unless given."""
+    """Of hf:, the split of the dataset; train unless given. Of txt:, what a document is: file (the default), paragraph or line."""
     config: _Text | None = Field(None, examples=["en"])
     """Configuration of an hf: dataset."""
     cache: _Text | None = Field(None, examples=["/scratch/headrace"])
@@ -223,10 +224,21 @@ class SourceSection(_Section):
             )
         return spec
 
+    @field_validator("split")
+    @classmethod
+    def _require_known_split(cls, split: str | None, info: ValidationInfo) -> str | None:
+        if split is not None and str(info.data.get("spec", "")).startswith("txt:") and split not in TXT_SPLITS:
+            raise ValueError(
+                f"expected {', '.join(TXT_SPLITS[:-1])} or {TXT_SPLITS[-1]} for a txt source, found {found_text(split)}"
+            )
+        return split
+
     @model_validator(mode="after")
     def _choose_name(self) -> SourceSection:
         if not self.name:
             object.__setattr__(self, "name", _name_of(self.spec))
+        if self.split is None and self.spec.startswith("txt:"):
+            object.__setattr__(self, "split", TXT_SPLITS[0])  # a kept config says it: without a word, 0.1 meant lines
         return self
 
 
@@ -249,7 +261,7 @@ class TextSection(_Section):
     """[text]: how documents become blocks of tokens."""
 
     tokenizer: _Text | None = Field(None, examples=["tokenizer.json"])
-    """"sample": the built-in small BPE; "bytes" or none: bytes; else the path of a tokenizer.json."""
+    """"sample": the built-in small BPE; "bytes" or none: bytes; else the path of a tokenizer.json, or a name that the local Hugging Face cache has."""
     seq_len: int = Field(1024, ge=2, le=1 << 24)
     """Tokens in a row."""
     pack: Literal["best_fit", "concat"] = "best_fit"
@@ -293,8 +305,8 @@ class LoaderSection(_Section):
     """Blocks a step, over all ranks."""
     lanes: int = Field(48, ge=1, le=1 << 16)
     """Fixed virtual consumers. They belong to the run; the number of ranks may change at every resume. Ranks share work best where their number divides the lanes."""
-    tokenizer_workers: int = Field(_CHOSEN_LATER, ge=0, le=1024, examples=[4])
-    """Threads; 4 unless given, or 0 when there are worker processes."""
+    tokenizer_workers: int | None = Field(None, ge=0, le=1024, examples=[4])
+    """Threads; each rank's share of the machine's processors (2 to 16) unless given, or 0 when there are worker processes."""
     data_loader_workers: int = Field(0, ge=0, le=1024, examples=[2])
     """Processes in place of threads, for tokenizers that hold Python's lock."""
     prefetch_batches: int = Field(DEFAULT_PREFETCH_BATCHES, ge=0, le=1 << 16)
@@ -307,19 +319,13 @@ class LoaderSection(_Section):
     @field_validator("data_loader_workers")
     @classmethod
     def _refuse_both_kinds(cls, workers: int, info: ValidationInfo) -> int:
-        if workers > 0 and info.data.get("tokenizer_workers", 0) > 0:
+        if workers > 0 and (info.data.get("tokenizer_workers") or 0) > 0:
             raise ValueError(
                 "data_loader_workers and tokenizer_workers cannot both be above 0: nested process and thread pools can "
                 "lead to oversubscription or stalls. Set tokenizer_workers = 0 for processes, which pay for slow Python "
                 "tokenizers only, or data_loader_workers = 0 for threads"
             )
         return workers
-
-    @model_validator(mode="after")
-    def _choose_threads(self) -> LoaderSection:
-        if self.tokenizer_workers == _CHOSEN_LATER:
-            object.__setattr__(self, "tokenizer_workers", 0 if self.data_loader_workers else 4)
-        return self
 
 
 class TrainSection(_Section):
@@ -503,8 +509,7 @@ class RunConfig(_Section):
             for key in keys:
                 tables[table].pop(key, None)
         del tables["spool"]
-        for source in tables["source"]:
-            source.pop("cache", None)
+        tables["source"] = [lasting_source(source) for source in tables["source"]]
         tables["text"].setdefault("tokenizer", "bytes")
         if not tables["run"]["skip"]:
             del tables["run"]["skip"]
@@ -531,6 +536,14 @@ _WITHOUT_EFFECT = {
     "text": ("engine",),
     "loader": ("tokenizer_workers", "data_loader_workers", "prefetch_batches", "pin_memory"),
 }
+
+
+def lasting_source(table: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a source decides the batches, in the form that 0.1 hashed: lines of a txt source were not spelled out."""
+    kept = {key: value for key, value in table.items() if key != "cache"}
+    if str(kept["spec"]).startswith("txt:") and kept.get("split") == "line":
+        del kept["split"]
+    return kept
 
 
 def _ranges(text: str) -> list[tuple[int, int]]:

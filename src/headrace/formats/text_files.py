@@ -1,0 +1,152 @@
+"""Text files as documents: a whole file, or its paragraphs.
+
+    TextFiles        a file is a document
+    TextParagraphs   a document is a run of lines between blank lines
+
+`formats.lines.TextLines` makes a document of each line. A byte-order mark belongs to no document, and \\r\\n becomes \\n, as there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from headrace.formats.byte_file import ByteFile
+from headrace.formats.chunks import BadRow, FileScan, not_utf8
+from headrace.formats.lines import (
+    BLANKS,
+    BLOCK_BYTES,
+    BOM,
+    IS_BLANK,
+    TextLines,
+    other_rows,
+    split_lines,
+)
+
+__all__ = ["TextFiles", "TextParagraphs"]
+
+_NEWLINE = 10
+_ZERO = np.zeros(1, dtype=np.int64)
+
+
+class TextFiles(TextLines):
+    """A document per file. Each file is one chunk; an empty file has no document."""
+
+    unit = "document"
+
+    def parameters(self) -> dict[str, Any]:
+        return {"split": "file"}
+
+    def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan:
+        start = _text_start(file)
+        count = 1 if file.size > start else 0
+        column = np.array([start] * count, dtype=np.int64)
+        return FileScan(
+            start=column, end=column + (file.size - start), rows=column * 0 + 1, line=column * 0, size=column * 0 + (file.size - start)
+        )  # fmt: skip
+
+    def decode(self, file: ByteFile, loaded: Any, rows: int) -> tuple[list[str | None], list[BadRow]]:
+        if rows != 1:
+            raise other_rows(file, rows, 1)
+        text, reason = self._document(loaded.payload)
+        return [text], [BadRow(row=0, line=0, reason=reason)] if reason else []
+
+    def _document(self, payload: Any) -> tuple[str | None, str]:
+        size = payload if isinstance(payload, int) else len(payload)
+        if size > self.max_line_bytes:
+            return (
+                None,
+                f"{self._too_long(size)}. To cut it into documents, add ?split=paragraph or ?split=line to the spec",
+            )
+        return _decoded(payload)
+
+
+class TextParagraphs(TextLines):
+    """A document per paragraph: lines that hold more than blanks, up to a blank line or the end of the file."""
+
+    def parameters(self) -> dict[str, Any]:
+        return {"split": "paragraph"}
+
+    def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan:
+        starts, lines = self._paragraphs(file)
+        borders = np.append(starts, file.size)
+        cuts = [0]  # the first paragraph of each chunk
+        while cuts[-1] < len(starts):
+            fit = int(borders.searchsorted(borders[cuts[-1]] + chunk_bytes, side="right")) - 1
+            cuts.append(min(max(fit, cuts[-1] + 1), len(starts)))
+        at = np.array(cuts, dtype=np.int64)
+        start, end = borders[at[:-1]], borders[at[1:]]
+        return FileScan(start=start, end=end, rows=np.diff(at), line=lines[at[:-1]], size=end - start)
+
+    def _paragraphs(self, file: ByteFile) -> tuple[np.ndarray, np.ndarray]:
+        """Where each paragraph of a file begins: the offset, and the number of lines before it."""
+        size, at = file.size, _text_start(file)
+        starts, lines = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        buffer = bytearray(min(BLOCK_BYTES, size - at))
+        view, array = memoryview(buffer), np.frombuffer(buffer, dtype=np.uint8)
+        line_start, line = at, 0  # the line that is open at the block's start
+        solid = False  # whether that line has shown a byte that is not blank
+        after_blank = True  # whether the line before it was blank, or there is none
+        for offset in range(at, size, max(1, len(buffer))):
+            held = min(len(buffer), size - offset)
+            file.read_into(view[:held], offset)
+            window = array[:held]
+            ends = (window == _NEWLINE).nonzero()[0] + 1
+            if offset + held == size and window[-1] != _NEWLINE:
+                ends = np.append(ends, held)
+            others = np.concatenate((_ZERO, np.cumsum(~IS_BLANK[window], dtype=np.int64)))
+            counts = np.diff(
+                np.concatenate((_ZERO, others[ends]))
+            )  # bytes that are not blank, of each line that ends here
+            is_text = counts > 0
+            rest = bool(others[held] > (others[ends[-1]] if len(ends) else 0))
+            if not len(ends):
+                solid = solid or rest
+                continue
+            is_text[0] |= solid
+            begins = is_text & np.concatenate(([after_blank], ~is_text[:-1]))
+            first = np.concatenate(([line_start], ends[:-1] + offset))
+            starts.append(first[begins])
+            lines.append(line + begins.nonzero()[0])
+            line += len(ends)
+            line_start, solid, after_blank = offset + int(ends[-1]), rest, not bool(is_text[-1])
+        return np.concatenate(starts), np.concatenate(lines)
+
+    def decode(self, file: ByteFile, loaded: Any, rows: int) -> tuple[list[str | None], list[BadRow]]:
+        if isinstance(loaded.payload, int):
+            return super().decode(file, loaded, rows)
+        texts: list[str | None] = []
+        bad: list[BadRow] = []
+        own: list[bytes] = []
+        number = 0
+
+        def finish() -> None:
+            if own:
+                text, reason = _decoded(b"\n".join(own))
+                if reason:
+                    bad.append(BadRow(row=len(texts), line=number - len(own), reason=reason))
+                texts.append(text)
+                own.clear()
+
+        for line in split_lines(loaded.payload):
+            if line.strip(BLANKS):
+                own.append(line.removesuffix(b"\r"))
+            else:
+                finish()
+            number += 1
+        finish()
+        if len(texts) != rows:
+            raise other_rows(file, rows, len(texts))
+        return texts, bad
+
+
+def _text_start(file: ByteFile) -> int:
+    return len(BOM) if file.size >= len(BOM) and file.read(0, len(BOM)) == BOM else 0
+
+
+def _decoded(data: bytes | bytearray) -> tuple[str | None, str]:
+    try:
+        return data.decode("utf-8").replace("\r\n", "\n"), ""
+    except UnicodeDecodeError as error:
+        return None, not_utf8(error)
