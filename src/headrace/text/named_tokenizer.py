@@ -90,8 +90,9 @@ def _cached(name: str) -> Path | None:
         return None
     folder = _hub_cache() / f"models--{name.replace('/', '--')}"
     try:
-        main = folder / "snapshots" / (folder / "refs" / "main").read_text().strip() / "tokenizer.json"
-    except (OSError, ValueError):
+        commit = read_regular(folder / "refs" / "main", 1024).decode().strip()
+        main = folder / "snapshots" / commit / "tokenizer.json" if commit.isalnum() else None
+    except (OSError, ValueError, FileCorrupt):
         main = None
     if main is not None and main.is_file():
         return main

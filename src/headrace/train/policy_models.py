@@ -9,7 +9,6 @@ hf:models/tiny-qwen    a folder with config.json, model.safetensors and tokenize
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import ConfigError
+from headrace.files import read_json
 from headrace.text import Tokenizer
 from headrace.train.gpt import GPT, GPTConfig
 
@@ -40,12 +40,12 @@ class HFConfig:
 
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint has to agree with."""
-        return {"hf": json.loads((self.folder / "config.json").read_text())}
+        return {"hf": read_json(self.folder / "config.json", follow=True)}
 
     def weights(self) -> dict[str, np.ndarray]:
         """The parameters that the folder holds, in float32."""
         model = _transformers().AutoModelForCausalLM.from_pretrained(
-            self.folder, local_files_only=True, dtype=torch.float32
+            self.folder, local_files_only=True, use_safetensors=True, dtype=torch.float32
         )
         return {f"hf.{name}": p.detach().numpy() for name, p in model.named_parameters()}
 
