@@ -23,7 +23,6 @@ ALLOWED = {
     "spool/batch_file.py": "torch.load and zipfile take paths; the kind was checked",
     "spool/folder.py": "a new temporary file, O_EXCL",
     "rollouts/batch_files.py": "a new temporary file, O_EXCL",
-    "rollouts/zmq_transport.py": "a new temporary file, O_EXCL",
     "formats/numpy_arrays.py": "zipfile over a ByteFile",
     "provenance/steps.py": "copies of files that os.scandir called regular, into a new temporary folder",
     "sources/samples.py": "modules of Python's own library",
@@ -32,7 +31,6 @@ ALLOWED = {
     "ui/static_page.py": "files of the package",
     "ui/server.py": "files of the package",
     "spool/file_system.py": "/proc",
-    "rollouts/replay.py": "/proc",
     "rollouts/processes.py": "/proc",
     "train/lm.py": "/sys/fs/cgroup",
 }
