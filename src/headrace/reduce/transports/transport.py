@@ -11,10 +11,10 @@ and asked again from what was received of it.
 
 from __future__ import annotations
 
-import abc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from headrace.errors import DataError, WorkerDied
 from headrace.metrics import Wait
@@ -40,16 +40,12 @@ class Answer:
     """How it ended."""
 
 
-class Transport(abc.ABC):
+class Transport(Protocol):
     """Carries questions to workers and their answers back: four calls, and four more for a transport that holds something itself."""
 
-    @abc.abstractmethod
     def ask(self, rank: int, ordinal: int) -> None: ...
-    @abc.abstractmethod
     def answer(self, timeout: float) -> Answer | None: ...
-    @abc.abstractmethod
     def replace(self, rank: int) -> None: ...
-    @abc.abstractmethod
     def close(self) -> None: ...
 
     def due(self) -> bool:
