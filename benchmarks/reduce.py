@@ -150,16 +150,16 @@ def workers() -> None:
     def rate(hire: Callable[[], Transport], order: WorkOrder) -> float:
         """Rows a second once everybody is under way: the first chunks pay for starting and compiling. Hired here, because workers of
         a spool begin at once."""
-        crew = hire()
+        transport = hire()
         seen: list[tuple[float, int]] = []
 
         def note(progress: FoldProgress) -> None:
             seen.append((time.perf_counter(), progress.frontier))
 
         try:
-            drive(CrossNodeGramReduction(order.partition, provenance=order.provenance), crew, progress=note)
+            drive(CrossNodeGramReduction(order.partition, provenance=order.provenance), transport, progress=note)
         finally:
-            crew.close()
+            transport.close()
         steady = [mark for mark in seen if mark[1] >= 4]
         return (steady[-1][1] - steady[0][1]) * order.partition.chunk_size / (steady[-1][0] - steady[0][0])
 

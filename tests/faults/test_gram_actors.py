@@ -28,14 +28,14 @@ shards = RowShards.open([sys.argv[1]])
 columns = Columns(width=shards.width)
 partition = CrossNodePartition(k=columns.k, n_rows=shards.n_rows, chunk_size=10, n_ranks=2)
 order = WorkOrder(partition=partition, provenance=Provenance(rows=shards.dtype), columns=columns, shards=shards.spec, data=shards.fingerprint())
-reduction, crew, told, left = CrossNodeGramReduction(partition, provenance=order.provenance), RayTransport(order), [], [60, 20]
+reduction, transport, told, left = CrossNodeGramReduction(partition, provenance=order.provenance), RayTransport(order), [], [60, 20]
 
 def kill(progress):
     if left and progress.frontier >= left[-1]:
-        ray.kill(crew._actors[left.pop() // 20 % 2])
+        ray.kill(transport._actors[left.pop() // 20 % 2])
 
-drive(reduction, crew, progress=kill, notice=told.append, deadline=100)
-crew.close()
+drive(reduction, transport, progress=kill, notice=told.append, deadline=100)
+transport.close()
 assert len(told) == 2, told
 print(GramResult.of(reduction.finish(), columns, shards.n_rows, {}).sha256)
 """

@@ -16,7 +16,7 @@ from headrace.reduce import Columns, CrossNodeGramReduction, CrossNodePartition,
 from headrace.reduce.orders import WorkOrder
 from headrace.reduce.shards import RowShards
 from headrace.reduce.transports.processes import ProcessTransport
-from headrace.reduce.transports.transport import drive
+from headrace.reduce.transports.transport import Answer, Transport, drive
 
 ENV = os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
 CHUNK = 10
@@ -48,16 +48,16 @@ def test_workers_that_are_killed_are_replaced_and_the_sum_has_the_same_bits(rows
     folder, expected = rows
     order = order_for(folder, 2)
     reduction = CrossNodeGramReduction(order.partition, provenance=order.provenance)
-    crew, told, kill_at = ProcessTransport(order), [], [5, 60]
+    transport, told, kill_at = ProcessTransport(order), [], [5, 60]
 
     def kill(progress):
         if kill_at and progress.frontier >= kill_at[0]:
-            os.kill(crew.pids[kill_at.pop() % 2], signal.SIGKILL)
+            os.kill(transport.pids[kill_at.pop() % 2], signal.SIGKILL)
 
     try:
-        assert drive(reduction, crew, progress=kill, notice=told.append, deadline=60)
+        assert drive(reduction, transport, progress=kill, notice=told.append, deadline=60)
     finally:
-        crew.close()
+        transport.close()
     assert [sentence.partition(" (")[2] for sentence in told] == [
         "was killed by SIGKILL); a new one goes on where it was"
     ] * 2
@@ -65,13 +65,11 @@ def test_workers_that_are_killed_are_replaced_and_the_sum_has_the_same_bits(rows
 
 
 def test_a_worker_that_dies_again_and_again_ends_the_pass_with_its_name(rows):
-    class Doomed:
+    class Doomed(Transport):
         def ask(self, rank, ordinal): ...
         def replace(self, rank): ...
         def close(self): ...
         def answer(self, timeout):
-            from headrace.reduce.transports.transport import Answer
-
             return Answer(rank=1, lost="exit code 137")
 
     order = order_for(rows[0], 2)
@@ -84,15 +82,15 @@ def test_a_row_that_is_not_finite_is_named_by_the_worker_that_read_it(tmp_path):
     bad[57, 1] = np.inf
     np.save(tmp_path / "a.npy", bad)
     order = order_for(tmp_path, 1)
-    crew = ProcessTransport(order)
+    transport = ProcessTransport(order)
     try:
         with pytest.raises(
             DataError,
             match=r"rank 0: chunk 5 \(rows 50 to 60\) gives NaN or infinity.* The first is row 57 of .*a\.npy",
         ):
-            drive(CrossNodeGramReduction(order.partition, provenance=order.provenance), crew, deadline=60)
+            drive(CrossNodeGramReduction(order.partition, provenance=order.provenance), transport, deadline=60)
     finally:
-        crew.close()
+        transport.close()
 
 
 def test_the_command_goes_on_after_its_coordinator_was_killed(rows, headrace, warm, until, tmp_path):

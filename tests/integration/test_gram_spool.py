@@ -65,10 +65,10 @@ def sha(reduction, order) -> str:
     return GramResult.of(reduction.finish(), order.columns, order.partition.n_rows, {}).sha256
 
 
-def take(crew, reduction) -> bool:
+def take(transport, reduction) -> bool:
     """Fold the next partial, if it is there."""
-    crew.ask(0, reduction.received_per_rank[0])
-    answer = crew.answer(0)
+    transport.ask(0, reduction.received_per_rank[0])
+    answer = transport.answer(0)
     if answer is None:
         return False
     if answer.error is not None:
@@ -81,7 +81,7 @@ def take(crew, reduction) -> bool:
 def test_any_number_of_workers_in_any_order_gives_the_bits_of_one_process(rows, tmp_path, logical, span):
     folder, _, expected = rows
     order = order_for(folder, span=span, threads=1 + logical % 2)
-    crew = begun(tmp_path / "s", order)
+    transport = begun(tmp_path / "s", order)
     reduction, rng = (
         CrossNodeGramReduction(order.partition, provenance=order.provenance),
         np.random.default_rng(logical),
@@ -90,33 +90,36 @@ def test_any_number_of_workers_in_any_order_gives_the_bits_of_one_process(rows, 
         workers = [stack.enter_context(SpoolWorker(tmp_path / "s")) for _ in range(logical)]
         while not reduction.complete:
             workers[rng.integers(logical)].step()
-            while rng.random() < 0.5 and take(crew, reduction):
+            while rng.random() < 0.5 and take(transport, reduction):
                 continue
         assert sha(reduction, order) == expected
         assert sum(w.made for w in workers) == order.partition.n_units
-        crew.finish()
+        transport.finish()
         assert {w.step() for w in workers} == {"finished"}
-        crew.close()
+        transport.close()
     assert not (tmp_path / "s").exists()
 
 
 def test_a_killed_coordinator_finds_every_partial_that_neither_generation_holds(rows, tmp_path):
     folder, _, expected = rows
     order = order_for(folder)
-    reduction, crew = CrossNodeGramReduction(order.partition, provenance=order.provenance), begun(tmp_path / "s", order)
-    files, commit = CheckpointFiles(tmp_path / "c", "coordinator"), crew.spool.channel.commit_point
+    reduction, transport = (
+        CrossNodeGramReduction(order.partition, provenance=order.provenance),
+        begun(tmp_path / "s", order),
+    )
+    files, commit = CheckpointFiles(tmp_path / "c", "coordinator"), transport.spool.channel.commit_point
     with SpoolWorker(tmp_path / "s") as worker:
         for stop in (40, 90, 130):
             while reduction.frontier < stop:
                 worker.step()
-                take(crew, reduction)
+                take(transport, reduction)
             newest = reduction.checkpoint().save(files)
-            crew.saved(reduction.received_per_rank[0])
+            transport.saved(reduction.received_per_rank[0])
         assert commit() == 90, "what the older of two generations lacks is kept"
         while worker.step() == "made":
             continue
         made = worker.made
-        crew._lock.release()  # as when the process is gone
+        transport._lock.release()  # as when the process is gone
         os.truncate(newest, 1000)
         resumed = CrossNodeGramReduction.resume(CrossNodeCheckpoint.load(files))
         again = begun(tmp_path / "s", order, first_unit=resumed.received_per_rank[0])
@@ -131,23 +134,26 @@ def test_a_killed_coordinator_finds_every_partial_that_neither_generation_holds(
 def test_a_lost_checkpoint_means_that_everything_is_made_again(rows, tmp_path):
     folder, _, expected = rows
     order = order_for(folder)
-    crew = begun(tmp_path / "s", order)
-    crew.spool.commit(60)
-    crew.close()
-    crew, reduction = begun(tmp_path / "s", order), CrossNodeGramReduction(order.partition, provenance=order.provenance)
+    transport = begun(tmp_path / "s", order)
+    transport.spool.commit(60)
+    transport.close()
+    transport, reduction = (
+        begun(tmp_path / "s", order),
+        CrossNodeGramReduction(order.partition, provenance=order.provenance),
+    )
     with SpoolWorker(tmp_path / "s") as worker:
         for _ in range(2 * order.partition.n_units):
             worker.step()
-            take(crew, reduction)
-    crew.close()
+            take(transport, reduction)
+    transport.close()
     assert sha(reduction, order) == expected
 
 
 def test_a_damaged_or_foreign_file_is_set_aside_and_made_again(rows, tmp_path):
     folder, _, expected = rows
     order, told = order_for(folder), []
-    crew = begun(tmp_path / "s", order, notice=told.append)
-    reduction, queue = CrossNodeGramReduction(order.partition, provenance=order.provenance), crew.spool.channel
+    transport = begun(tmp_path / "s", order, notice=told.append)
+    reduction, queue = CrossNodeGramReduction(order.partition, provenance=order.provenance), transport.spool.channel
     with SpoolWorker(tmp_path / "s") as worker:
         while worker.step() == "made":
             continue
@@ -161,34 +167,34 @@ def test_a_damaged_or_foreign_file_is_set_aside_and_made_again(rows, tmp_path):
         while not reduction.complete:
             while worker.step() == "made":
                 continue
-            take(crew, reduction)
+            take(transport, reduction)
     assert sha(reduction, order) == expected
     assert [s.partition(" ")[0] and s.rpartition(" and is made again")[1] for s in told] == [" and is made again"] * 5
     for sentence, words in zip(told, ("truncated", "checksum", "another chunk", "at most", "opened"), strict=True):
         assert words in sentence
-    crew.close()
+    transport.close()
 
 
 def test_a_unit_that_keeps_coming_damaged_ends_the_pass_with_its_number(rows, tmp_path):
     order = order_for(rows[0])
-    crew = begun(tmp_path / "s", order)
-    crew.ask(0, 0)
+    transport = begun(tmp_path / "s", order)
+    transport.ask(0, 0)
     for _ in range(5):
-        crew.spool.channel.path(0).write_bytes(b"nothing")
-        assert crew.answer(0) is None
-    crew.spool.channel.path(0).write_bytes(b"nothing")
+        transport.spool.channel.path(0).write_bytes(b"nothing")
+        assert transport.answer(0) is None
+    transport.spool.channel.path(0).write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"unit 0 is truncated.*the 6th time: look after the disk"):
-        crew.answer(0)
-    crew.close()
+        transport.answer(0)
+    transport.close()
 
 
 def test_other_bits_for_the_same_unit_end_the_pass_and_equal_ones_are_counted(rows, tmp_path):
     order = order_for(rows[0])
-    crew = begun(tmp_path / "s", order)
+    transport = begun(tmp_path / "s", order)
     reduction = CrossNodeGramReduction(order.partition, provenance=order.provenance)
     with SpoolWorker(tmp_path / "s") as worker:
         worker.step()
-        message = crew.spool.channel.path(0).read_bytes()
+        message = transport.spool.channel.path(0).read_bytes()
         worker._publish(0, message)
         assert worker.duplicates == 1
         partial = NodePartial.from_bytes(message)
@@ -202,10 +208,10 @@ def test_other_bits_for_the_same_unit_end_the_pass_and_equal_ones_are_counted(ro
         )
         with pytest.raises(DataError, match="two workers came to other bits"):
             worker._publish(0, other.to_bytes())
-        take(crew, reduction)  # the first answer stands
+        take(transport, reduction)  # the first answer stands
         with pytest.raises(DataError, match=r"process \d+ on .*, unit 0: two workers came to other bits"):
-            take(crew, reduction)
-        crew.close()
+            take(transport, reduction)
+        transport.close()
         with pytest.raises(DataError, match=r"the pass in .* failed: .*other bits"):
             worker.step()
 
@@ -215,12 +221,12 @@ def test_a_row_that_is_not_finite_is_named_and_ends_the_pass_for_everybody(tmp_p
     bad[57, 1] = np.nan
     np.save(tmp_path / "a.npy", bad)
     order = order_for(tmp_path)
-    crew = begun(tmp_path / "s", order, workers=1)
+    transport = begun(tmp_path / "s", order, workers=1)
     try:
         with pytest.raises(DataError, match=r"unit 5: chunk 5 \(rows 50 to 60\) gives NaN or infinity"):
-            drive(CrossNodeGramReduction(order.partition, provenance=order.provenance), crew, deadline=30)
+            drive(CrossNodeGramReduction(order.partition, provenance=order.provenance), transport, deadline=30)
     finally:
-        crew.close()
+        transport.close()
     with pytest.raises(DataError, match=r"failed: .*gives NaN"), SpoolWorker(tmp_path / "s") as worker:
         worker.run()
 
@@ -228,19 +234,19 @@ def test_a_row_that_is_not_finite_is_named_and_ends_the_pass_for_everybody(tmp_p
 def test_killed_and_stopped_workers_hold_nobody_up(rows, tmp_path):
     folder, _, expected = rows
     order, told = order_for(folder), []
-    crew = begun(tmp_path / "s", order, workers=2, lease=0.5, notice=told.append)
+    transport = begun(tmp_path / "s", order, workers=2, lease=0.5, notice=told.append)
     reduction, stopped = CrossNodeGramReduction(order.partition, provenance=order.provenance), []
 
     def harm(progress):
         if progress.frontier >= 20 and not stopped:  # both: what is left can only be made by somebody new
-            os.kill(crew.pids[0], signal.SIGSTOP)
-            os.kill(crew.pids[1], signal.SIGKILL)
-            stopped.extend(crew.pids[:2])
+            os.kill(transport.pids[0], signal.SIGSTOP)
+            os.kill(transport.pids[1], signal.SIGKILL)
+            stopped.extend(transport.pids[:2])
 
     try:
-        assert drive(reduction, crew, progress=harm, notice=told.append, deadline=60)
+        assert drive(reduction, transport, progress=harm, notice=told.append, deadline=60)
     finally:
-        crew.close()
+        transport.close()
     assert sha(reduction, order) == expected
     assert len(stopped) == 2
     assert any("was killed by SIGKILL" in sentence for sentence in told)
@@ -250,10 +256,10 @@ def test_a_folder_of_something_else_is_not_touched(rows, tmp_path):
     order = order_for(rows[0])
     with pytest.raises(ConfigError, match=r"no spool of partials, and not empty"):
         begun(rows[0], order)
-    crew = begun(tmp_path / "s", order)
+    transport = begun(tmp_path / "s", order)
     with pytest.raises(ConfigError, match=r"is in use by the coordinator of a Gram, process \d+.*give another --spool"):
         begun(tmp_path / "s", order)
-    crew.close()
+    transport.close()
     with pytest.raises(ConfigError, match=r"holds the partials of another pass \(pass differ\)"):
         begun(tmp_path / "s", order_for(rows[0], job="u"))
     with pytest.raises(DeadlineExceeded, match="Nobody has begun a pass"):
@@ -271,7 +277,7 @@ def test_those_who_join_may_have_the_same_rows_elsewhere_but_no_others(rows, tmp
     np.save(tmp_path / "here" / "0.npy", x)
     (tmp_path / "other").mkdir()
     np.save(tmp_path / "other" / "0.npy", x + 1)
-    crew = begun(tmp_path / "s", order)
+    transport = begun(tmp_path / "s", order)
     with pytest.raises(DataChanged):
         join_spool(tmp_path / "s", shards=[str(tmp_path / "other")])
     done = []
@@ -281,10 +287,10 @@ def test_those_who_join_may_have_the_same_rows_elsewhere_but_no_others(rows, tmp
     joined.start()
     reduction = CrossNodeGramReduction(order.partition, provenance=order.provenance)
     try:
-        assert drive(reduction, crew, deadline=60)
-        crew.finish()
+        assert drive(reduction, transport, deadline=60)
+        transport.finish()
     finally:
-        crew.close()
+        transport.close()
     joined.join(30)
     assert sha(reduction, order) == expected
     assert [(s.state, s.partials) for s in done] == [("finished", order.partition.n_units)]

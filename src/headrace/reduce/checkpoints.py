@@ -12,12 +12,13 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from headrace.errors import ConfigError, DataError, FileCorrupt
 from headrace.files import Container, container_bytes, read_container
+from headrace.reduce.partition import CrossNodePartition, Provenance
 from headrace.reduce.tree import BorderState
 from headrace.runtime.generations import Generations
 
@@ -43,10 +44,13 @@ class SavedState(abc.ABC):
     """A state that is saved in a folder, or travels as bytes. Both forms carry checksums."""
 
     __slots__ = ()
+    kind: ClassVar[str]
+    partition: CrossNodePartition
+    provenance: Provenance
 
     def save(self, files: CheckpointFiles) -> Path:
         """Make it the newest generation of a folder, durably."""
-        return files.save(max(files.numbers(), default=0) + 1, *self._content())
+        return files.save(max(files.numbers(), default=0) + 1, *self._saved())
 
     @classmethod
     def load(cls, files: CheckpointFiles) -> Self | None:
@@ -57,16 +61,30 @@ class SavedState(abc.ABC):
 
     def to_bytes(self) -> bytes:
         """The bytes of the file that `save` writes, for a transport or a store of the caller's."""
-        return container_bytes(*self._content())
+        return container_bytes(*self._saved())
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Self:
         """What `to_bytes` gave. FileCorrupt or DataError if the bytes changed, or do not add up."""
         return cls._read(read_container(data, "the bytes of a checkpoint"))
 
+    def _saved(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        arrays, meta = self._content()
+        about = {"partition": self.partition.to_dict(), "pass": self.provenance.to_dict()}
+        return arrays, {"kind": self.kind, "version": 1, **about, **meta}
+
+    @classmethod
+    def _about(cls, container: Container) -> tuple[Any, CrossNodePartition, Provenance]:
+        """The JSON of a state of this kind, with its partition and pass."""
+        meta, what = container.meta, str(container.path)
+        if not isinstance(meta, dict) or meta.get("kind") != cls.kind or meta.get("version") != 1:
+            raise DataError(f"{what} is no {cls.kind} checkpoint of version 1")
+        partition = CrossNodePartition.from_dict(meta.get("partition"), what=what)
+        return meta, partition, Provenance.from_dict(meta.get("pass"), what=what)
+
     @abc.abstractmethod
     def _content(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Arrays, and JSON beside them."""
+        """Arrays, and JSON beside the partition and the pass."""
 
     @classmethod
     @abc.abstractmethod

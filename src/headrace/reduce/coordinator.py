@@ -33,8 +33,6 @@ __all__ = ["DEFAULT_WINDOW", "CrossNodeCheckpoint", "CrossNodeGramReduction", "R
 DEFAULT_WINDOW = 4
 """Partials a rank may be ahead of the fold: pending memory is at most window · ranks partials."""
 
-_KIND = "reduce-coordinator"
-
 register(
     MetricSpec("reduce/partials", Reduction.SUM, False, "", None, "partial Grams taken"),
     MetricSpec("reduce/duplicates", Reduction.SUM, False, "", None, "partials that came again with equal bits"),
@@ -62,6 +60,7 @@ _COUNTERS = {Receipt.TAKEN: "reduce/partials", Receipt.DUPLICATE: "reduce/duplic
 class CrossNodeCheckpoint(SavedState):
     """The coordinator's whole state, as it was when it was asked for."""
 
+    kind = "reduce-coordinator"
     partition: CrossNodePartition
     provenance: Provenance
     received_per_rank: tuple[int, ...]
@@ -74,27 +73,22 @@ class CrossNodeCheckpoint(SavedState):
     def _content(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         arrays, fold = state_arrays(self.fold)
         arrays["digests"] = np.concatenate(self.digests)
-        return arrays, {
-            "kind": _KIND, "version": 1, "partition": self.partition.to_dict(), "pass": self.provenance.to_dict(),
-            "received_per_rank": list(self.received_per_rank), "entries": list(self.entries), "fold": fold,
-        }  # fmt: skip
+        received = list(self.received_per_rank)
+        return arrays, {"received_per_rank": received, "entries": list(self.entries), "fold": fold}
 
     @classmethod
     def _read(cls, container: Container) -> CrossNodeCheckpoint:
-        meta, what = container.meta, str(container.path)
-        if not isinstance(meta, dict) or meta.get("kind") != _KIND or meta.get("version") != 1:
-            raise DataError(f"{what} is no coordinator's checkpoint of version 1")
+        meta, partition, provenance = cls._about(container)
         received, entries, digests = meta.get("received_per_rank"), meta.get("entries"), container.arrays.get("digests")
-        partition = CrossNodePartition.from_dict(meta.get("partition"), what=what)
         if (
             not _whole_numbers(received) or len(received) != partition.n_ranks or min(received) < 0
             or not _whole_numbers(entries) or len(entries) != 2
             or digests is None or digests.dtype != np.uint64 or digests.shape != (sum(received),)
         ):  # fmt: skip
-            raise DataError(f"{what} does not say what was received of {partition.n_ranks} ranks")
+            raise DataError(f"{container.path} does not say what was received of {partition.n_ranks} ranks")
         saved = cls(
             partition=partition,
-            provenance=Provenance.from_dict(meta.get("pass"), what=what),
+            provenance=provenance,
             received_per_rank=tuple(received),
             fold=state_from(container, meta.get("fold")),
             digests=tuple(np.split(digests, np.cumsum(received)[:-1])),

@@ -15,10 +15,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -54,9 +54,6 @@ from headrace.reduce.transports.transport import FoldProgress, Transport, drive
 from headrace.runtime.locks import ExclusiveLock
 from headrace.runtime.processors import usable_processors
 from headrace.runtime.signals import signal_asked
-
-if TYPE_CHECKING:
-    from headrace.reduce.transports.folder import FolderTransport
 
 __all__ = ["ENGINES", "GramPlan", "GramSummary", "GramWatcher", "JoinSummary", "join_spool", "reduce_shards"]
 
@@ -176,154 +173,166 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
             plan.shards, field=plan.field, targets=plan.targets, weights=plan.weights, rows=plan.rows, out=plan.out
         )
         stamps = shards.stamps()  # before anything is read: what is written from now on is noticed
-        columns = Columns(
-            width=shards.width,
-            targets=shards.n_targets,
-            weighted=shards.weighted,
-            shift=_shift(plan.shift, shards.width),
-        )
-        data = shards.fingerprint()
+        shift = _shift(plan.shift, shards.width)
+        columns = Columns(width=shards.width, targets=shards.n_targets, weighted=shards.weighted, shift=shift)
         chunk = plan.chunk or default_chunk_size(columns.k)
         if group is not None:
             workers = group.size
         else:  # more workers than there is to do would only start and end
             units = -(-shards.n_rows // (chunk * plan.span))
             workers = min(usable_processors() if plan.workers is None else plan.workers, max(units, 1))
-        partition = CrossNodePartition(
-            k=columns.k,
-            n_rows=shards.n_rows,
-            chunk_size=chunk,
-            n_ranks=1 if engine == "spool" else workers,
-            span=plan.span,
-        )
-        provenance = Provenance(
-            job=plan.out.name[-200:], data=fingerprint_json([data, columns.fingerprint]), rows=shards.dtype
-        )
-        work = plan.work
+        ranks = 1 if engine == "spool" else workers
+        data = shards.fingerprint()
         order = WorkOrder(
-            partition=partition, provenance=provenance, columns=columns, shards=shards.spec, data=data, threads=plan.threads,
-            folder=str(work.absolute()) if plan.span > 1 else None,
-        )  # fmt: skip
+            partition=CrossNodePartition(
+                k=columns.k, n_rows=shards.n_rows, chunk_size=chunk, n_ranks=ranks, span=plan.span
+            ),
+            provenance=Provenance(
+                job=plan.out.name[-200:], data=fingerprint_json([data, columns.fingerprint]), rows=shards.dtype
+            ),
+            columns=columns,
+            shards=shards.spec,
+            data=data,
+            threads=plan.threads,
+            folder=str(plan.work.absolute()) if plan.span > 1 else None,
+        )
         summary = GramSummary(
-            out=str(plan.out), state="reduced", n_rows=shards.n_rows, width=shards.width, rows=shards.dtype,
-            chunk_size=partition.chunk_size, n_chunks=partition.n_chunks, workers=workers, engine=engine,
+            out=str(plan.out), state="reduced", n_rows=shards.n_rows, width=shards.width, rows=shards.dtype, chunk_size=chunk,
+            n_chunks=order.partition.n_chunks, workers=workers, engine=engine,
         )  # fmt: skip
-        if group is not None and group.rank > 0:
-            from headrace.reduce.transports.gloo import work_in_group
-
-            work_in_group(order, group.rank)
-            summary.state = "worker"
-            return summary
-        stopped = stack.enter_context(signal_asked())
-        done = _finished(plan, partition, provenance, stamps)
-        if done is not None:
-            if group is not None:
-                from headrace.reduce.transports.gloo import nothing_to_do
-
-                nothing_to_do(partition)
-            if not facts_path(plan.out).exists():
-                done.save_facts(plan.out)
-            summary.state, summary.sha256 = "complete", done.sha256
-            summary.resumed_at = summary.folded = partition.n_chunks
-            if work.is_dir():  # it was killed after the result was published
-                _claim(work, stack)
-                shutil.rmtree(work, ignore_errors=True)
-            if plan.spooled:
-                from headrace.reduce.transports.folder import dissolve
-
-                dissolve(plan.spool_folder, order)
-            return summary
-        _claim(work, stack)
-        files = CheckpointFiles(work, _COORDINATOR, report=watcher.notice)
-        reduction = _begun(plan, files, partition, provenance, stamps)
-        summary.resumed_at = reduction.frontier
-        watcher.began(order, shards, engine, workers, reduction.frontier)
-        seen: list[FoldProgress] = []
-
-        def progress(now: FoldProgress) -> None:
-            seen[:] = [now]
-            watcher.progress(now)
-
-        whole, release = _fold(plan, order, reduction, group, files, watcher, progress, stopped, stack, workers, stamps)
-        summary.duplicates, summary.most_pending = reduction.duplicates, reduction.most_pending
-        summary.replaced = seen[-1].replaced if seen else 0
-        summary.folded = reduction.frontier
-        if not whole:
-            summary.state, summary.signal = "stopped", stopped()
-        else:
-            require_unwritten(stamps, shards.stamps(), work)
-            about = _about(partition, provenance)
-            result = GramResult.of(reduction.finish(), columns, shards.n_rows, about, stamps)
-            result.save(plan.out, replace=plan.replace)
-            summary.sha256 = result.sha256
-            release()
-            shutil.rmtree(work, ignore_errors=True)
-        summary.seconds = time.perf_counter() - began
+        if _Pass(plan, watcher, stack, group, shards, stamps, order, summary).run():
+            summary.seconds = time.perf_counter() - began
         return summary
 
 
-def _fold(
-    plan: GramPlan,
-    order: WorkOrder,
-    reduction: CrossNodeGramReduction,
-    group: _Group | None,
-    files: CheckpointFiles,
-    watcher: GramWatcher,
-    progress: Callable[[FoldProgress], None],
-    stopped: Callable[[], int],
-    stack: contextlib.ExitStack,
-    workers: int,
-    stamps: Mapping[str, Sequence[int | str]],
-) -> tuple[bool, Callable[[], None]]:
-    """Whether everything is folded; and what to call once the result is safe."""
-    spool: FolderTransport | None = None
+@dataclass(slots=True)
+class _Pass:
+    """One call of `reduce_shards`, once it is known what is computed and by whom."""
 
-    def save() -> None:
-        reduction.checkpoint().save(files)
-        if spool is not None:
-            spool.saved(reduction.received_per_rank[0])
+    plan: GramPlan
+    watcher: GramWatcher
+    stack: contextlib.ExitStack
+    group: _Group | None
+    shards: RowShards
+    stamps: Mapping[str, Sequence[int | str]]
+    order: WorkOrder
+    summary: GramSummary
+    stopped: Callable[[], int] = lambda: 0
+    files: CheckpointFiles = field(init=False)
+    reduction: CrossNodeGramReduction = field(init=False)
+    transport: Transport | None = None
+    """None for the ranks of torchrun."""
 
-    def asked_to_stop() -> bool:
-        return stopped() != 0
+    def run(self) -> bool:
+        """Whether this process folded something, or was stopped before it could; False where there was nothing to fold."""
+        if self.group is not None and self.group.rank > 0:
+            from headrace.reduce.transports.gloo import work_in_group
 
-    if group is not None:
-        from headrace.reduce.transports.gloo import coordinate_group
+            work_in_group(self.order, self.group.rank)
+            self.summary.state = "worker"
+            return False
+        self.stopped = self.stack.enter_context(signal_asked())
+        done = _finished(self.plan, self.order, self.stamps)
+        if done is not None:
+            self._complete(done)
+            return False
+        plan, summary = self.plan, self.summary
+        _claim(plan.work, self.stack)
+        self.files = CheckpointFiles(plan.work, _COORDINATOR, report=self.watcher.notice)
+        self.reduction = _begun(plan, self.files, self.order, self.stamps)
+        summary.resumed_at = self.reduction.frontier
+        self.watcher.began(self.order, self.shards, summary.engine, summary.workers, summary.resumed_at)
+        self.transport = None if self.group is not None else self._transport()
+        whole = self._folded()
+        summary.duplicates, summary.most_pending = self.reduction.duplicates, self.reduction.most_pending
+        summary.folded = self.reduction.frontier
+        if whole:
+            self._publish()
+        else:
+            summary.state, summary.signal = "stopped", self.stopped()
+        return True
 
-        whole = coordinate_group(
-            reduction, order, save=save, save_every=plan.save_every, progress=progress, stop=asked_to_stop
-        )
-        return whole, lambda: None
-    transport: Transport
-    if plan.spooled:
-        from headrace.reduce.transports import folder as gram_spool
+    def _complete(self, done: GramResult) -> None:
+        """The result is there already: tell the workers, and clear up what a killed coordinator left."""
+        plan = self.plan
+        if self.group is not None:
+            from headrace.reduce.transports.gloo import nothing_to_do
 
-        transport = spool = gram_spool.FolderTransport(
-            plan.spool_folder, order, workers=workers, first_unit=reduction.received_per_rank[0], window=plan.window,
-            patience=plan.deadline, notice=watcher.notice, stamps=stamps, anew=plan.replace,
-        )  # fmt: skip
-    elif plan.engine == "ray":
-        from headrace.reduce.transports.ray import RayTransport
+            nothing_to_do(self.order.partition)
+        if not facts_path(plan.out).exists():
+            done.save_facts(plan.out)
+        self.summary.state, self.summary.sha256 = "complete", done.sha256
+        self.summary.resumed_at = self.summary.folded = self.order.partition.n_chunks
+        if plan.work.is_dir():
+            _claim(plan.work, self.stack)
+            shutil.rmtree(plan.work, ignore_errors=True)
+        if plan.spooled:
+            from headrace.reduce.transports.folder import dissolve
 
-        transport = RayTransport(order, address=os.environ.get("RAY_ADDRESS"))
-    else:
-        from headrace.reduce.transports.processes import ProcessTransport
+            dissolve(plan.spool_folder, self.order)
 
-        transport = ProcessTransport(order)
-    stack.callback(transport.close)
-    due, release = (spool.due, spool.finish) if spool is not None else (lambda: False, lambda: None)
-    try:
-        whole = drive(
-            reduction, transport, save=save, save_every=plan.save_every, due=due, progress=progress, notice=watcher.notice,
-            stop=asked_to_stop, deadline=plan.deadline,
-        )  # fmt: skip
-    except DeadlineExceeded:
-        save()
-        if spool is None:
-            raise
-        raise DeadlineExceeded(
-            f"nothing came for {plan.deadline:g} s: {spool.awaited()}. The same command goes on"
-        ) from None
-    return whole, release
+    def _transport(self) -> Transport:
+        plan, order = self.plan, self.order
+        transport: Transport
+        if plan.spooled:
+            from headrace.reduce.transports.folder import FolderTransport
+
+            transport = FolderTransport(
+                plan.spool_folder, order, workers=self.summary.workers, first_unit=self.reduction.received_per_rank[0],
+                window=plan.window, patience=plan.deadline, notice=self.watcher.notice, stamps=self.stamps, anew=plan.replace,
+            )  # fmt: skip
+        elif plan.engine == "ray":
+            from headrace.reduce.transports.ray import RayTransport
+
+            transport = RayTransport(order, address=os.environ.get("RAY_ADDRESS"))
+        else:
+            from headrace.reduce.transports.processes import ProcessTransport
+
+            transport = ProcessTransport(order)
+        self.stack.callback(transport.close)
+        return transport
+
+    def _folded(self) -> bool:
+        """Fold until everything is there (True), or until the run is asked to stop."""
+        how: dict[str, Any] = {
+            "save": self._save,
+            "save_every": self.plan.save_every,
+            "progress": self._progress,
+            "stop": lambda: self.stopped() != 0,
+        }
+        if self.transport is None:
+            from headrace.reduce.transports.gloo import coordinate_group
+
+            return coordinate_group(self.reduction, self.order, **how)
+        try:
+            notice, deadline = self.watcher.notice, self.plan.deadline
+            return drive(self.reduction, self.transport, notice=notice, deadline=deadline, **how)
+        except DeadlineExceeded:
+            self._save()
+            if (awaited := self.transport.awaited()) is None:
+                raise
+            raise DeadlineExceeded(
+                f"nothing came for {self.plan.deadline:g} s: {awaited}. The same command goes on"
+            ) from None
+
+    def _save(self) -> None:
+        self.reduction.checkpoint().save(self.files)
+        if self.transport is not None:
+            self.transport.saved(self.reduction.received_per_rank[0])
+
+    def _progress(self, now: FoldProgress) -> None:
+        self.summary.replaced = now.replaced
+        self.watcher.progress(now)
+
+    def _publish(self) -> None:
+        require_unwritten(self.stamps, self.shards.stamps(), self.plan.work)
+        columns, about = self.order.columns, _about(self.order)
+        result = GramResult.of(self.reduction.finish(), columns, self.shards.n_rows, about, self.stamps)
+        result.save(self.plan.out, replace=self.plan.replace)
+        self.summary.sha256 = result.sha256
+        if self.transport is not None:
+            self.transport.finish()
+        shutil.rmtree(self.plan.work, ignore_errors=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -425,14 +434,17 @@ class _Group:
 # ------------------------------------------------------------------------------------------------ state
 
 
-def _about(partition: CrossNodePartition, provenance: Provenance) -> dict[str, Any]:
+def _about(order: WorkOrder) -> dict[str, Any]:
     """What the bits depend on, as the result tells it."""
-    return partition.order | {"rows": provenance.rows, "data": provenance.data, "arithmetic": provenance.arithmetic}
+    provenance = order.provenance
+    return order.partition.order | {
+        "rows": provenance.rows,
+        "data": provenance.data,
+        "arithmetic": provenance.arithmetic,
+    }
 
 
-def _finished(
-    plan: GramPlan, partition: CrossNodePartition, provenance: Provenance, stamps: Mapping[str, Sequence[int | str]]
-) -> GramResult | None:
+def _finished(plan: GramPlan, order: WorkOrder, stamps: Mapping[str, Sequence[int | str]]) -> GramResult | None:
     """The result, if it is there already; a result of something else is not touched."""
     if not plan.out.exists():
         if not plan.out.absolute().parent.is_dir():
@@ -445,7 +457,7 @@ def _finished(
     if plan.replace:
         return None
     done = GramResult.load(plan.out)
-    now = _about(partition, provenance)
+    now = _about(order)
     differing = [
         f"{name} was {done.about.get(name)}, is {now[name]}" for name in now if done.about.get(name) != now[name]
     ]
@@ -463,8 +475,7 @@ def _finished(
 def _begun(
     plan: GramPlan,
     files: CheckpointFiles,
-    partition: CrossNodePartition,
-    provenance: Provenance,
+    order: WorkOrder,
     stamps: Mapping[str, Sequence[int | str]],
 ) -> CrossNodeGramReduction:
     """What is folded already of this very pass, or nothing. Whatever else is found is refused; with --replace it goes."""
@@ -474,7 +485,7 @@ def _begun(
         # Where nothing was kept there is nothing to mix: a pass that ended at a bad row begins with the mended one.
         if any(p.name not in ("lock", _RECORD) for p in work.iterdir()):
             require_unwritten(then, stamps, work)
-        reduction = _resumed(files, partition, provenance, plan.window)
+        reduction = _resumed(files, order, plan.window)
     except (DataChanged, CursorMismatch, FileCorrupt):
         if not plan.replace:
             raise
@@ -484,15 +495,14 @@ def _begun(
             elif path.name != "lock":
                 path.unlink()
         then = {}
-        reduction = _resumed(files, partition, provenance, plan.window)
+        reduction = _resumed(files, order, plan.window)
     if then != stamps:
         save_stamps(record, stamps)
     return reduction
 
 
-def _resumed(
-    files: CheckpointFiles, partition: CrossNodePartition, provenance: Provenance, window: int
-) -> CrossNodeGramReduction:
+def _resumed(files: CheckpointFiles, order: WorkOrder, window: int) -> CrossNodeGramReduction:
+    partition, provenance = order.partition, order.provenance
     saved = CrossNodeCheckpoint.load(files)
     if saved is None:
         return CrossNodeGramReduction(partition, provenance=provenance, window=window)

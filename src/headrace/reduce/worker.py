@@ -28,13 +28,12 @@ from headrace.reduce.tree import BorderState, StreamingBorderGram, all_finite
 
 __all__ = ["NodeWorker", "NodeWorkerCheckpoint"]
 
-_KIND = "reduce-worker"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeWorkerCheckpoint(SavedState):
     """Where a rank stands: what was received of it, and the sum of the span it is in."""
 
+    kind = "reduce-worker"
     partition: CrossNodePartition
     provenance: Provenance
     rank: int
@@ -43,22 +42,17 @@ class NodeWorkerCheckpoint(SavedState):
 
     def _content(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         arrays, span = state_arrays(self.open_span) if self.open_span is not None else ({}, None)
-        return arrays, {
-            "kind": _KIND, "version": 1, "partition": self.partition.to_dict(), "pass": self.provenance.to_dict(),
-            "rank": self.rank, "next_ordinal": self.next_ordinal, "span": span,
-        }  # fmt: skip
+        return arrays, {"rank": self.rank, "next_ordinal": self.next_ordinal, "span": span}
 
     @classmethod
     def _read(cls, container: Container) -> NodeWorkerCheckpoint:
-        meta, what = container.meta, str(container.path)
-        if not isinstance(meta, dict) or meta.get("kind") != _KIND or meta.get("version") != 1:
-            raise DataError(f"{what} is no worker's checkpoint of version 1")
+        meta, partition, provenance = cls._about(container)
         rank, ordinal, span = meta.get("rank"), meta.get("next_ordinal"), meta.get("span")
         if type(rank) is not int or type(ordinal) is not int:
-            raise DataError(f"{what} says neither rank nor ordinal")
+            raise DataError(f"{container.path} says neither rank nor ordinal")
         saved = cls(
-            partition=CrossNodePartition.from_dict(meta.get("partition"), what=what),
-            provenance=Provenance.from_dict(meta.get("pass"), what=what),
+            partition=partition,
+            provenance=provenance,
             rank=rank,
             next_ordinal=ordinal,
             open_span=None if span is None else state_from(container, span),

@@ -43,7 +43,7 @@ from headrace.metrics import Wait
 from headrace.reduce.orders import PartialMaker, WorkOrder
 from headrace.reduce.partial import NodePartial
 from headrace.reduce.shards import ShardSpec, require_unwritten, save_stamps, saved_stamps
-from headrace.reduce.transports.transport import Answer
+from headrace.reduce.transports.transport import Answer, Transport
 from headrace.runtime.locks import ExclusiveLock, lock_holder
 from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess
@@ -508,7 +508,7 @@ def _end_with_parent(pipe: Connection) -> None:
 # ---------------------------------------------------------------------------------------------- coordinator
 
 
-class FolderTransport:
+class FolderTransport(Transport):
     """The coordinator's end of the folder. One logical rank: units are dealt by claims, not by number."""
 
     def __init__(

@@ -15,7 +15,7 @@ from typing import Any
 from headrace.errors import HeadraceError
 from headrace.metrics import Wait
 from headrace.reduce.orders import PartialMaker, WorkOrder
-from headrace.reduce.transports.transport import Answer
+from headrace.reduce.transports.transport import Answer, Transport
 from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess
 
@@ -27,7 +27,7 @@ _MID_MESSAGE = 60.0
 """Seconds without a byte in the middle of a message after which its worker counts as gone."""
 
 
-class ProcessTransport:
+class ProcessTransport(Transport):
     """One process a rank. `close` ends them all."""
 
     def __init__(self, order: WorkOrder) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.reduce.orders import PartialMaker, WorkOrder
-from headrace.reduce.transports.transport import Answer
+from headrace.reduce.transports.transport import Answer, Transport
 from headrace.runtime.wire_errors import decode_error, encode_error
 
 __all__ = ["RayTransport"]
@@ -38,7 +38,7 @@ class _Rank:
             return None, encode_error(error)
 
 
-class RayTransport:
+class RayTransport(Transport):
     """One actor a rank. Uses the cluster that Ray is connected to, and starts one on this machine if there is none."""
 
     def __init__(

@@ -41,12 +41,28 @@ class Answer:
 
 
 class Transport(Protocol):
-    """A transport."""
+    """Carries questions to workers and their answers back: four calls, and four more for a transport that holds something itself."""
 
     def ask(self, rank: int, ordinal: int) -> None: ...
     def answer(self, timeout: float) -> Answer | None: ...
     def replace(self, rank: int) -> None: ...
     def close(self) -> None: ...
+
+    def due(self) -> bool:
+        """Whether it holds so much that the sum should be saved."""
+        return False
+
+    def saved(self, unit: int) -> None:
+        """The sum of rank 0's units below this one was saved."""
+        return
+
+    def finish(self) -> None:
+        """The result is safe."""
+        return
+
+    def awaited(self) -> str | None:
+        """What the sum waits for, where the transport knows more than which rank is asked."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +94,13 @@ def drive(
     *,
     save: Callable[[], object] = lambda: None,
     save_every: float = 30.0,
-    due: Callable[[], bool] = lambda: False,
     progress: Callable[[FoldProgress], None] = lambda _: None,
     notice: Callable[[str], None] = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
     deadline: float = 600.0,
 ) -> bool:
     """Ask, receive and fold until everything is there (True), or until `stop` says so (False). Saves on the way and when
-    stopped; also when the transport has to hold so much that it is `due`. `deadline`: seconds without any answer after which it is
+    stopped; also when the transport is `due`. `deadline`: seconds without any answer after which it is
     an error."""
     partition = reduction.partition
     ranks = range(partition.n_ranks)
@@ -133,7 +148,7 @@ def drive(
             raise AssertionError("a rank was asked for more than the window holds")
         deaths[answer.rank] = 0
         unsaved = True
-        if time.monotonic() - saved >= save_every or due():
+        if time.monotonic() - saved >= save_every or transport.due():
             save()
             saved, unsaved = time.monotonic(), False
         progress(FoldProgress.of(reduction, began, replaced))
