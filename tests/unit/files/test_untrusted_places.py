@@ -326,3 +326,34 @@ def test_a_rollout_batch_with_right_sums_and_wrong_content_is_refused(batch, tmp
     write_container(tmp_path / batch.name, arrays, whole.meta, replace=True)
     with pytest.raises(HeadraceError, match=r"batch\.safetensors"):
         open_training_batch(tmp_path / batch.name)
+
+
+@pytest.mark.parametrize("kind", [pipe, device, folder, link_out])
+def test_what_lies_in_the_place_of_a_claim_is_refused_by_name(tmp_path, kind):
+    from headrace.spool.channel import Channel
+    from headrace.spool.folder import SpoolFolder
+
+    spool = SpoolFolder(tmp_path / "spool")
+    spool.prepare()
+    channel = Channel(spool, "train")
+    channel.prepare()
+    kind(channel.claims / f"{0:012d}")
+    with pytest.raises(HeadraceError, match=r"claims/train/000000000000"):
+        channel.claim(0, "a provider", lease=10.0)
+
+
+@pytest.mark.parametrize("kind", [pipe, device, folder, link_out, gigabytes, deep])
+def test_what_lies_in_the_place_of_a_verdict_is_none(tmp_path, kind):
+    from headrace.spool.channel import Channel
+    from headrace.spool.folder import SpoolFolder
+
+    spool = SpoolFolder(tmp_path / "spool")
+    spool.prepare()
+    channel = Channel(spool, "train")
+    channel.prepare()
+    kind(channel.verdicts / f"{0:012d}")
+    assert channel.verdict(0) is None
+    try:
+        assert channel.judge(0, "damaged").reason == "damaged"
+    except HeadraceError as error:
+        assert "verdicts/train/000000000000" in str(error)  # noqa: PT017
