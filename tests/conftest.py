@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -25,7 +26,12 @@ for offline in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_DISABLE_TELEMET
     os.environ[offline] = "1"
 
 settings.register_profile(
-    "headrace", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "headrace",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 # The same laws with other examples every time: HEADRACE_HYPOTHESIS=long, or `make test-faults`. A failure prints how to repeat it.
 settings.register_profile("long", settings.get_profile("headrace"), derandomize=False, max_examples=1000)
@@ -82,6 +88,27 @@ def warm() -> Iterator[Any]:
     spec.loader.exec_module(module)
     with module.warm_python() as python:
         yield python
+
+
+@pytest.fixture
+def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gram workers that this process starts are forks of a server that has imported everything; each import takes 2 s otherwise."""
+    from headrace.runtime import workers
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["headrace.reduce.transports.processes", "headrace.reduce.transports.folder"])
+
+    def start(self: Any, function: Any, args: tuple[Any, ...]) -> None:
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=workers._serve, args=(function, theirs, args), name=self.name, daemon=True
+        )
+        with workers._one_native_thread():
+            self._process.start()
+        theirs.close()
+        self.pid = self._process.pid
+
+    monkeypatch.setattr(workers.WorkerProcess, "_start_alone", start)
 
 
 @pytest.fixture(scope="session")

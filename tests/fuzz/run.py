@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -44,15 +45,14 @@ def fuzz(folder: Path, seed: int, first: int, count: int, titles: list[str], out
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             assert child.stderr is not None
-            watch = threading.Timer(WALL, child.kill)
+            seen, ended = [time.monotonic()], threading.Event()
+            watch = threading.Thread(target=_kill_if_silent, args=(child, seen, ended))
             watch.start()
             errors: list[str] = []
             drain = threading.Thread(target=lambda pipe=child.stderr, kept=errors: kept.append(pipe.read()[-2000:]))
             drain.start()
             for line in child.stdout:
-                watch.cancel()
-                watch = threading.Timer(WALL, child.kill)
-                watch.start()
+                seen[0] = time.monotonic()
                 kind, _, rest = line.partition(" ")
                 value = json.loads(rest)
                 if kind == "at":
@@ -62,12 +62,12 @@ def fuzz(folder: Path, seed: int, first: int, count: int, titles: list[str], out
                     print(line, end="", file=sys.stderr, flush=True)
                 else:
                     told.append(value)
+                    print(f"{value[0]}: {value[1]} inputs from {start} on, {value[2]} read, {value[3]} refused", file=sys.stderr, flush=True)  # fmt: skip
             code = child.wait()
-            watch.cancel()
+            ended.set()
+            watch.join()
             drain.join()
         for name, inputs, read, refused in told:
-            if len(titles) == 1:
-                print(f"{name}: {inputs} inputs from {start} on, {read} read, {refused} refused", flush=True)
             outcome.inputs[name] += inputs
             outcome.read[name] += read
             outcome.refused[name] += refused
@@ -87,6 +87,12 @@ def fuzz(folder: Path, seed: int, first: int, count: int, titles: list[str], out
         todo = [item for item in left if item[0] != name] + ([behind] if behind[2] else [])
 
 
+def _kill_if_silent(child: subprocess.Popen[str], seen: list[float], ended: threading.Event) -> None:
+    while not ended.wait(1.0):
+        if time.monotonic() - seen[0] > WALL:
+            child.kill()
+
+
 def main() -> int:
     sys.path.insert(0, str(HERE))
     from targets import TARGETS
@@ -103,10 +109,11 @@ def main() -> int:
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="headrace-fuzz-") as folder, ThreadPoolExecutor(told.jobs) as pool:
         for at in range(told.first, told.first + each, piece):
-            for n, title in enumerate(titles):
-                own = Path(folder) / f"{at}-{n}"
+            for job in range(told.jobs):  # a child reads many targets: its imports take as long as thousands of inputs
+                own = Path(folder) / f"{at}-{job}"
                 own.mkdir()
-                pool.submit(fuzz, own, told.seed, at, min(piece, told.first + each - at), [title], outcome)
+                some = titles[job :: told.jobs]
+                pool.submit(fuzz, own, told.seed, at, min(piece, told.first + each - at), some, outcome)
     for title in titles:
         print(
             f"{title:28} {outcome.inputs[title]:8,} inputs {outcome.read[title]:8,} read {outcome.refused[title]:8,} refused"

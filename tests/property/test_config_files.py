@@ -60,7 +60,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(values=CONFIGS)
-@settings(max_examples=150, deadline=None)
 def test_a_config_written_as_toml_reads_back_to_the_same_config(file, values):
     config = RunConfig.model_validate(values)
     file.write_text(config.to_toml(), encoding="utf-8", newline="")
@@ -77,7 +76,6 @@ def test_a_config_written_as_toml_reads_back_to_the_same_config(file, values):
 
 
 @given(specs=st.lists(st.text("ax?&=1", max_size=12), min_size=1, max_size=3))
-@settings(max_examples=150, deadline=None)
 def test_options_of_a_spec_are_lifted_once_and_for_all(file, specs):
     lines = [spec.replace("a", "weight").replace("x", "split") for spec in specs]
     try:
@@ -166,7 +164,6 @@ def config_or_problems(*arguments: Any) -> RunConfig | tuple[str, ...]:
 
 
 @given(text=scraps(), overrides=OVERRIDES, env=ENVIRONMENTS)
-@settings(max_examples=300, deadline=None)
 def test_whatever_is_written_the_answer_is_a_config_or_problems_of_one_plain_line_each(file, text, overrides, env):
     file.write_bytes(text.encode("utf-8", "surrogateescape"))
     found = config_or_problems(file, overrides, env)

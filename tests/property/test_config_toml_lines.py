@@ -147,7 +147,6 @@ def flattened(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 @given(documents())
-@settings(max_examples=150, deadline=None)
 def test_the_keys_found_are_those_of_tomllib_each_on_the_line_where_it_was_written(document):
     text, written = document
     source = parse_toml(text)

@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.formats.lines import JsonLines
@@ -59,7 +59,6 @@ def test_what_is_written_by_json_is_read(rows, end, ended):
         assert at_once(data, len(rows) - 1) is None
 
 
-@settings(max_examples=400)
 @given(
     rows=st.lists(lines(), min_size=1, max_size=3),
     edits=st.lists(

@@ -318,7 +318,6 @@ def test_a_state_whose_numbers_do_not_add_up_is_refused(n_chunks, seed, change):
     assert again.finish().tobytes() == folded(partials(n_chunks)).tobytes()
 
 
-@settings(max_examples=200)
 @given(at=st.integers(0, 10**6), bit=st.integers(0, 7), cut=st.booleans())
 def test_a_flipped_bit_or_a_missing_end_of_a_message_is_always_noticed(at, bit, cut):
     partition = CrossNodePartition(k=3, n_rows=10, chunk_size=10, n_ranks=1)

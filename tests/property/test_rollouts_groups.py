@@ -31,7 +31,6 @@ def adds_up(book):
     assert c.arrived == c.delivered + c.dropped + c.discarded + book.held
 
 
-@settings(max_examples=150)
 @given(
     policy=st.sampled_from(POLICIES),
     size=st.integers(1, 4),

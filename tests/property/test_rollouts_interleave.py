@@ -138,7 +138,6 @@ def same_as_slow(output, rows_of):
             assert sample.experts is None
 
 
-@settings(max_examples=250)
 @given(trajectories())
 def test_samples_are_those_of_the_slow_reading_whatever_the_engine_did_with_its_rows(drawn):
     same_as_slow(*drawn)

@@ -8,7 +8,7 @@ import sys
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import RolloutRefused
@@ -79,7 +79,6 @@ def told(way, raw):
 
 
 @given(rollouts())
-@settings(max_examples=150)
 def test_every_form_becomes_the_same_columns_or_is_refused_for_the_same_cause(value):
     expected = told(rollout_from_verifiers, value)
     assert told(rollout_from_verifiers, msgspec.msgpack.encode(value)) == expected
@@ -156,7 +155,6 @@ def plainly(value):
 
 
 @given(rollouts(), st.data())
-@settings(max_examples=200)
 def test_damaged_bytes_mean_what_the_decoder_says_or_are_refused(value, data):
     for step in value["trajectory"]:
         step["tokens"]["routed_experts"] = {"data": bytes(range(64)), "shape": [4, 4, 4]}

@@ -172,7 +172,7 @@ fragments = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(SOURCES, max_examples=200)
+@settings(SOURCES)
 @given(parts=st.lists(fragments, max_size=30), chunk_bytes=chunk_sizes, block=st.integers(1, 80))
 def test_any_bytes_give_the_rows_a_line_by_line_reader_gives_whatever_the_size_of_chunks_and_blocks(
     parts, chunk_bytes, block
@@ -272,7 +272,7 @@ def test_a_parquet_file_with_any_damage_is_read_or_refused_with_a_sentence(data)
     assert "\n" not in said
 
 
-@settings(SOURCES, max_examples=200)
+@settings(SOURCES)
 @given(
     records=st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), max_size=8),
     cuts=st.lists(st.integers(0, 43), max_size=8),

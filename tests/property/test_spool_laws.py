@@ -332,7 +332,6 @@ def test_a_file_gives_back_what_was_written(schema, rows, suffix, data):
             assert file.arrays[key].dtype == array.dtype
 
 
-@settings(max_examples=150)
 @given(bit=st.integers(0, 1 << 30), world=st.integers(1, 4), suffix=st.sampled_from([".safetensors", ".pt"]))
 def test_a_flipped_bit_is_found_by_the_checker_and_by_every_rank_that_reads_it(bit, world, suffix):
     schema = (FieldSpec("a", "int64", (700,)), FieldSpec("b", "int8", (3,)), FieldSpec("r", "int32", ragged=True))
@@ -365,7 +364,6 @@ def test_a_flipped_bit_is_found_by_the_checker_and_by_every_rank_that_reads_it(b
         assert all(delivered), "no rank was given a changed value"
 
 
-@settings(max_examples=100)
 @given(noise=st.binary(max_size=400), suffix=st.sampled_from([".safetensors", ".pt"]), keep=st.integers(0, 2000))
 def test_noise_and_torn_files_are_refused_with_a_sentence(noise, suffix, keep):
     schema = (FieldSpec("a", "int64", (4,)),)

@@ -85,7 +85,6 @@ def delivered(batch: TokenBatch, packing: Packing, *, shuffle_key: int | None = 
     return documents, rows, blocks_made
 
 
-@settings(max_examples=150)
 @given(
     sizes=lengths, seq_len=st.integers(2, 33), blocks=st.integers(1, 5), strategy=st.sampled_from(["best_fit", "concat"]),
     bos=st.sampled_from([None, 7]), eos=st.sampled_from([None, 8]),
@@ -126,7 +125,6 @@ def test_packing_is_a_pure_function_of_its_documents(sizes, seq_len, key):
     assert np.array_equal(first.blocks.tokens, second.blocks.tokens)
 
 
-@settings(max_examples=100)
 @given(
     sizes=lengths, cuts=st.lists(st.integers(0, 40), max_size=4), strategy=st.sampled_from(["best_fit", "concat"]), data=st.data(),
 )  # fmt: skip
@@ -199,7 +197,6 @@ def test_compiled_packing_is_plain_packing(interpreted, sizes, parts, seq_len, b
         assert fast.blocks.hashes[b].tobytes() == fast.blocks.content(b)
 
 
-@settings(max_examples=150)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=20), seq_len=st.integers(2, 33), strategy=st.sampled_from(["best_fit", "concat"]),
     unshifted=st.booleans(), compiled=st.booleans(), data=st.data(),

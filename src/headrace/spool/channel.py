@@ -194,6 +194,9 @@ class Channel:
             standing = self.verdict(seq)
             if standing is not None:
                 return standing
+            path = self.verdicts / f"{seq:012d}"
+            if path.is_dir() and not path.is_symlink():  # which `verdict` could not remove
+                raise StorageError(f"{path} is a folder in the place of a verdict. Remove it and run again") from None
             return self.judge(seq, reason)  # a damaged one was in the way and is gone now
         return Verdict(good=not reason, reason=reason)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch  # noqa: F401 (here, and not while an answer is waited for)
 
@@ -20,15 +18,12 @@ from headrace.files import (  # fmt: skip
     decode_json,
     decode_msgpack,
     decode_toml,
-    open_container,
     open_regular,
     read_json,
     read_lines,
     read_regular,
     read_tail,
-    write_container,
 )
-from headrace.rollouts import open_training_batch
 from headrace.rollouts.arrival_log import ArrivalLog, read_arrivals
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fuzz"))
@@ -51,7 +46,6 @@ from targets import (  # fmt: skip
     read_tokenizer,
     read_verdict,
     read_weights,
-    rollout_batch,
     run_folder,
 )
 
@@ -304,25 +298,32 @@ def test_what_is_refused_is_refused_soon(tmp_path, name, make, read):
     assert time.process_time() - began < 2.0
 
 
-@pytest.fixture(scope="module")
-def batch(tmp_path_factory):
-    path = tmp_path_factory.mktemp("batch") / "batch.safetensors"
-    rollout_batch(path)
-    return path
+@pytest.mark.parametrize("kind", [pipe, device, folder, link_out])
+def test_what_lies_in_the_place_of_a_claim_is_refused_by_name(tmp_path, kind):
+    from headrace.spool.channel import Channel
+    from headrace.spool.folder import SpoolFolder
+
+    spool = SpoolFolder(tmp_path / "spool")
+    spool.prepare()
+    channel = Channel(spool, "train")
+    channel.prepare()
+    kind(channel.claims / f"{0:012d}")
+    with pytest.raises(HeadraceError, match=r"claims/train/000000000000"):
+        channel.claim(0, "a provider", lease=10.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [("logprobs", lambda a: a[:-1]), ("mask_bits", lambda a: a[:-1]), ("ids", lambda a: a.reshape(1, -1)), ("ids", lambda a: a.astype(np.float32)),
-     ("ids", lambda a: -1 - a), ("env", lambda a: a + 9), ("micro_samples", lambda a: a + 1000), ("micro_class", lambda a: a - 5),
-     ("sample_start", lambda a: a[::-1].copy()), ("micro_start", lambda a: a + 1), ("prompt_length", lambda a: a + 10_000),
-     ("expert_row", lambda a: np.full_like(a, (1 << 63) - 1)), ("expert_row", lambda a: a - (1 << 40))],
-)  # fmt: skip
-def test_a_rollout_batch_with_right_sums_and_wrong_content_is_refused(batch, tmp_path, name, change):
-    whole = open_container(batch)
-    arrays = {n: np.array(a) for n, a in whole.arrays.items()}
-    arrays[name] = change(arrays[name])
-    shutil.copytree(batch.parent, tmp_path, dirs_exist_ok=True)
-    write_container(tmp_path / batch.name, arrays, whole.meta, replace=True)
-    with pytest.raises(HeadraceError, match=r"batch\.safetensors"):
-        open_training_batch(tmp_path / batch.name)
+@pytest.mark.parametrize("kind", [pipe, device, folder, link_out, gigabytes, deep])
+def test_what_lies_in_the_place_of_a_verdict_is_none(tmp_path, kind):
+    from headrace.spool.channel import Channel
+    from headrace.spool.folder import SpoolFolder
+
+    spool = SpoolFolder(tmp_path / "spool")
+    spool.prepare()
+    channel = Channel(spool, "train")
+    channel.prepare()
+    kind(channel.verdicts / f"{0:012d}")
+    assert channel.verdict(0) is None
+    try:
+        assert channel.judge(0, "damaged").reason == "damaged"
+    except HeadraceError as error:
+        assert "verdicts/train/000000000000" in str(error)  # noqa: PT017

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -372,6 +373,11 @@ def test_the_sidecar_is_in_place_and_whole_before_its_batch_is(tmp_path, monkeyp
     assert (size, there) == (expected, False)
 
 
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("batch"), [(key, output(*key)) for key in KEYS]).path
+
+
 def changed(name, change):
     return lambda arrays, meta: arrays.__setitem__(name, change(arrays[name]))
 
@@ -387,6 +393,8 @@ def changed(name, change):
         changed("advantage", lambda a: a.astype(np.float64)),
         changed("temperature", lambda a: a[:-1]),
         changed("expert_row", lambda a: a[:-1]),
+        changed("expert_row", lambda a: np.full_like(a, (1 << 63) - 1)),
+        changed("expert_row", lambda a: a - 1),
         changed("prompt_length", lambda a: a + 1000),
         changed("micro_samples", lambda a: a + 1),
         changed("micro_samples", lambda a: a - 1),
@@ -398,15 +406,14 @@ def changed(name, change):
         lambda arrays, meta: meta.update(ranks=3),
     ],
 )
-def test_a_batch_with_right_sums_and_wrong_shapes_is_refused(tmp_path, damage):
-    batch = run(tmp_path, [(key, output(*key)) for key in KEYS]).path
+def test_a_batch_with_right_sums_and_wrong_shapes_is_refused(batch, tmp_path, damage):
+    shutil.copytree(batch.parent, tmp_path, dirs_exist_ok=True)
     container = open_container(batch)
     arrays, meta = {k: np.array(v) for k, v in container.arrays.items()}, dict(container.meta)
     damage(arrays, meta)
-    batch.unlink()
-    write_container(batch, arrays, meta, durable=False)  # with sums that are right
-    with pytest.raises(FileCorrupt, match="not a training batch, or is damaged"):
-        open_training_batch(batch)
+    write_container(tmp_path / batch.name, arrays, meta, replace=True, durable=False)  # with sums that are right
+    with pytest.raises(FileCorrupt, match=rf"{batch.name} (is not a training batch, or )?is damaged"):
+        open_training_batch(tmp_path / batch.name)
 
 
 def test_every_flipped_bit_of_either_file_is_found_before_use(tmp_path):

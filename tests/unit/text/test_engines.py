@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import TokenizerError
@@ -100,7 +100,6 @@ def test_auto_always_finds_an_engine_and_takes_a_fast_one_for_plain_byte_level_b
         assert len(fallback.passed_over) == len(engines.ENGINES)
 
 
-@settings(max_examples=150)
 @given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), max_size=4))
 def test_every_engine_that_is_used_gives_the_ids_of_the_reference(pairs, texts):
     for (kind, engine), tokenizer in pairs.items():
