@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -258,16 +259,60 @@ def test_a_server_is_asked_only_after_it_proved_its_weights(warm, tmp_path, take
     assert sorted(p.name for p in (run / "weights").iterdir()) == ["v000002"]
 
 
-def test_two_ranks_learn_from_the_rollouts_of_one(warm, tmp_path):
-    run = tmp_path / "run"
-    words = headrace("run", SORT, "--run.dir", str(run), *SMALL, "--run.steps", "5", "--policy.micro_tokens", "64")
-    both = warm.ranks(2, words, cwd=ROOT, timeout=110)
-    assert both.returncode == 0, both.stderr
-    found = summary(run)
-    assert (found["state"], found["step"], found["world_size"]) == ("completed", 5, 2)
-    alone = tmp_path / "alone"
-    done(warm, "run", SORT, "--run.dir", str(alone), *SMALL, "--run.steps", "5", "--policy.micro_tokens", "64")
-    ours, theirs = metrics(alone), metrics(run)
+GATED = """
+import asyncio
+from pathlib import Path
+
+async def play(task, say):
+    while task.index >= 8 and not Path({gate!r}).exists():
+        await asyncio.sleep(0.05)
+    digits = task.rng.integers(0, 10, 4).tolist()
+    answer = await say("".join(map(str, digits)) + ">", max_tokens=4)
+    return sum(a == b for a, b in zip(answer, sorted(map(str, digits)))) / 4
+"""
+
+
+def test_two_ranks_learn_from_the_rollouts_of_one_and_a_lost_rank_is_named(warm, tmp_path):
+    gate, lost, whole, alone = (tmp_path / name for name in ("gate", "lost", "whole", "alone"))
+    (tmp_path / "gated.py").write_text(GATED.format(gate=str(gate)))
+    words = [
+        "run", SORT, *SMALL, "--run.steps", "5", "--policy.micro_tokens", "64", "--env.0.spec", f"python:{tmp_path / 'gated.py'}:play",
+        "--eval.tasks", "0", "--quiet",
+    ]  # fmt: skip
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    both = [
+        warm.Popen(
+            headrace(*words, "--run.dir", str(lost)), cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not (lost / "metrics.jsonl").exists() or len((lost / "metrics.jsonl").read_text().splitlines()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        both[1].kill()
+        told = both[0].communicate(timeout=60)[1]
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+    assert both[0].returncode
+    assert "rank 0 lost another rank while waiting for batch 2" in told
+    gate.touch()
+    for found in (
+        warm.ranks(2, headrace("run", "--resume", str(lost), "--quiet"), cwd=ROOT, timeout=110),
+        warm.ranks(2, headrace(*words, "--run.dir", str(whole)), cwd=ROOT, timeout=110),
+    ):
+        assert found.returncode == 0, found.stderr
+    assert (summary(whole)["state"], summary(whole)["step"], summary(whole)["world_size"]) == ("completed", 5, 2)
+    assert summary(lost)["model_sha256"] == summary(whole)["model_sha256"]
+    assert summary(lost)["recorded"] >= 32, "two steps of 16 rollouts had arrived"
+    done(warm, *words, "--run.dir", str(alone))
+    ours, theirs = metrics(alone), metrics(whole)
     assert ours[1]["train/loss"] == pytest.approx(theirs[1]["train/loss"], abs=1e-6)
     assert ours[1]["train/grad_norm"] == pytest.approx(theirs[1]["train/grad_norm"], rel=1e-4)
 
