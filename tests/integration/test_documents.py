@@ -134,6 +134,15 @@ def test_the_version_is_the_same_everywhere():
     assert {first[1], package} == {importlib.import_module("headrace").__version__}
 
 
+def test_the_pictures_of_the_concepts_are_those_that_the_script_draws():
+    spec = importlib.util.spec_from_file_location("drawings", DOCS / "drawings.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert {name: (DOCS / "img" / name).read_text() for name in module.drawings()} == module.drawings()
+
+
 def test_every_guide_is_in_the_navigation(reference):
     assert {page.stem for page in (DOCS / "guides").glob("*.md")} == set(reference.GUIDES)
 

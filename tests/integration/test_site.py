@@ -17,6 +17,7 @@ FETCHED = re.compile(
 )
 
 
+@pytest.mark.timeout(300)
 def test_the_site_builds_strictly_and_its_pages_fetch_nothing(repository, tmp_path):
     site = tmp_path / "site"
     done = subprocess.run(
@@ -25,7 +26,7 @@ def test_the_site_builds_strictly_and_its_pages_fetch_nothing(repository, tmp_pa
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
