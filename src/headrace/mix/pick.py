@@ -22,6 +22,7 @@ functions of (key, step): counters, never a generator.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from headrace.mix.pool import Slice
@@ -179,8 +180,8 @@ def picker_for(mode: PickMode, key: int) -> Picker:
     return _PICKERS[mode](key)
 
 
-def promised_shares(mode: PickMode, picks: list[int]) -> list[int]:
-    """What share of the picks each slice is promised, in proportion to the others, by the picks that each has in all; 0 where none is."""
+def promised_shares(mode: PickMode, picks: Sequence[int]) -> Sequence[int]:
+    """What share of the picks each slice is promised, in proportion to the others, by the picks that it has in all; 0 where none is."""
     if mode in ("proportional", "weighted"):
         return picks
     return [0 if mode == "sequential" else 1] * len(picks)

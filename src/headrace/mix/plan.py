@@ -436,6 +436,7 @@ class MixState:
     def __init__(self, plan: MixPlan) -> None:
         """The place where `plan` stands, all of whose lanes must have caught up."""
         self.settings, self._table, self._per_pick = plan.settings, plan.table, plan.per_pick
+        self._shares = promised_shares(plan.settings.pick_mode, plan.picks)
         self.index = plan.index
         """Draws delivered, by all ranks."""
         self._lanes = [pool.state() for pool in plan.lanes]
@@ -501,10 +502,7 @@ class MixState:
     def _snapshot(self, step: PlanStep) -> Snapshot:
         draw, change, _ = step
         assert change is not None
-        mode = self.settings.pick_mode
-        return self._lanes[draw.lane].snapshot(
-            change.slot, self._step(draw), self._table, self._per_pick, lambda picks: promised_shares(mode, picks)
-        )
+        return self._lanes[draw.lane].snapshot(change.slot, self._step(draw), self._table, self._per_pick, self._shares)
 
     def _step(self, draw: Draw) -> int:
         """Which of its lane's draws it is, from 0."""

@@ -1,8 +1,8 @@
 """Where a lane stands: the slices in its pool, and how far each of them was read.
 
     state = LaneState(…)                 right after some draw
-    state.advance(draw, step)            right after the next one, from what that draw changed
-    state.snapshot(draw, …)              how evenly the pool drains
+    state.advance(draw, n, change)       right after the next one, from what that draw changed
+    state.snapshot(slot, n, …)           how evenly the pool drains
 
 A slice is the rows [0, end) of one stream. The pool holds K of them in slots.
 
@@ -12,13 +12,12 @@ A slice is the rows [0, end) of one stream. The pool holds K of them in slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from headrace.mix.streams import StreamTable, picks_of
-
-Shares = Callable[[list[int]], list[int]]
 
 __all__ = ["Draw", "LaneState", "PoolChange", "Slice", "Snapshot"]
 
@@ -140,24 +139,26 @@ class LaneState:
                 self.index += 1
                 self.ahead.pop(self.streams[slot], None)
 
-    def snapshot(self, slot: int, step: int, table: StreamTable, per_pick: Sequence[int], shares: Shares) -> Snapshot:
+    def snapshot(
+        self, slot: int, step: int, table: StreamTable, per_pick: Sequence[int], shares: Sequence[int]
+    ) -> Snapshot:
         """The pool at a pick of `slot`, which is the lane's number `step`, if this is the lane before that pick.
 
-        `shares`: what share of the picks each slice is promised, by the picks that each has in all.
+        `shares`: what share of the picks the slice of each stream is promised, in proportion to the others.
         """
-        streams, positions, rows = self.streams, self.positions, table.rows
-        left = [rows[s] - at for s, at in zip(streams, positions, strict=True)]
-        remaining = [-(-n // per_pick[s]) for s, n in zip(streams, left, strict=True)]
-        fraction = [n / rows[s] for s, n in zip(streams, left, strict=True)]
-        weights = shares([n - at // -per_pick[s] for s, at, n in zip(streams, positions, remaining, strict=True)])
+        streams = self.streams
+        ends = list(map(table.rows.__getitem__, streams))
+        left = list(map(operator.sub, ends, self.positions))
+        remaining = [-(-n // per_pick[s]) for n, s in zip(left, streams, strict=True)]
+        fraction = list(map(operator.truediv, left, ends))
         last = self.last.copy()
         last[slot] = step
+        weights = list(map(shares.__getitem__, streams))
         overdue = max([(step - at) * weight for at, weight in zip(last, weights, strict=True)])
-        kinds = [0] * len(table.kinds)
-        for stream in streams:
-            kinds[table.kind_of[stream]] += 1
+        kinds = list(map(table.kind_of.__getitem__, streams))
         return Snapshot(
-            min(remaining), max(remaining), min(fraction), max(fraction), step - min(last), overdue / (sum(weights) or 1), tuple(kinds),
+            min(remaining), max(remaining), min(fraction), max(fraction), step - min(last), overdue / (sum(weights) or 1),
+            tuple(map(kinds.count, range(len(table.kinds)))),
         )  # fmt: skip
 
     def to_body(self, *, slots: int, with_entries: bool) -> dict[str, Any]:
