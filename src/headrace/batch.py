@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_LM_FIELDS",
-    "DEFAULT_PREFETCH_BATCHES",
     "DTYPES",
     "LM_FIELDS",
     "OFFSETS",
     "BatchSpec",
     "FieldSpec",
     "Labels",
+    "LoaderSettings",
     "label_problems",
     "lm_batch_spec",
     "lm_field_problems",
@@ -41,8 +41,6 @@ DTYPES = {
 """torch's names of the types that a field may have, and safetensors' names of the same types."""
 OFFSETS = "_offsets"
 """Suffix of the array that says where each row of a ragged field begins."""
-DEFAULT_PREFETCH_BATCHES = 2
-"""Batches that a loader makes ahead of need, unless it is told otherwise; in Python and in TOML."""
 Labels = Literal["shifted", "hf"]
 """`shifted`: labels[k] is the token after input_ids[k]. `hf`: labels[k] is input_ids[k], because transformers' models shift by themselves."""
 
@@ -208,3 +206,50 @@ def lm_field_problems(fields: Sequence[str]) -> list[str]:
 def label_problems(labels: object) -> list[str]:
     """Return what is wrong with a `labels` option, as a list of at most one sentence."""
     return [] if labels in ("shifted", "hf") else [f'labels must be "shifted" or "hf", got {labels!r}']
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSettings:
+    """How a loader makes its batches. A default stands here once, for Python and for TOML."""
+
+    global_batch_size: int | None = None
+    """Rows of a step, over all ranks. Streams have none: their datasets say how many rows a batch has."""
+    prefetch_batches: int = 2
+    """Batches made ahead of need."""
+    fields: Sequence[str] = DEFAULT_LM_FIELDS
+    """Which of LM_FIELDS a batch has."""
+    segment_ids: bool = False
+    """Add the field `segment_ids`."""
+    labels: Labels = "shifted"
+    tokenizer_workers: int | None = None
+    """Threads that make windows; this rank's share of the processors (2 to 16) unless given, or 0 with `data_loader_workers`."""
+    data_loader_workers: int = 0
+    """Processes in their place, for tokenizers or trainers that hold the GIL."""
+    skip: Sequence[tuple[int, int]] = ()
+    """Ranges of steps (from, to) that are skipped, counted from 1, `to` excluded."""
+    pin_memory: bool = False
+    """Put batches into pinned memory."""
+    deadline: float = 300.0
+    """Seconds that a wait may take."""
+    copy: bool = False
+    """Has no effect; earlier versions had it."""
+
+    def lm_fields(self) -> tuple[str, ...]:
+        """The fields of a batch of text, in the order of LM_FIELDS."""
+        return tuple(f for f in LM_FIELDS if f in self.fields or (f == "segment_ids" and self.segment_ids))
+
+    def problems(self) -> list[str]:
+        """What is wrong with the settings that all plans share, one sentence each."""
+        wrong = [
+            f"{name} must be {wanted}, got {value!r}"
+            for name, value, wanted, holds in (
+                ("prefetch_batches", self.prefetch_batches, "0 or more", _is_count(self.prefetch_batches)),
+                ("deadline", self.deadline, "above 0 seconds", self.deadline > 0),
+            )
+            if not holds
+        ]
+        return wrong + label_problems(self.labels) + lm_field_problems(self.fields)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 0

@@ -83,7 +83,7 @@ def test_windows_come_through_shared_memory_and_where_there_is_no_room_through_t
         monkeypatch.setattr(processes, "_SPARE_SLOTS", spare)
         with Loader(data, global_batch_size=BATCH, tokenizer_workers=0, data_loader_workers=2) as loader:
             next(loader)
-            slots = loader._running._supply._slots[0]
+            slots = loader._running.maker._supply._slots[0]
             in_slots.append(int(slots._marks.sum()))
             for _ in loader:
                 continue
@@ -91,7 +91,7 @@ def test_windows_come_through_shared_memory_and_where_there_is_no_room_through_t
     monkeypatch.setattr(processes.WindowSlots, "create", raiser(OSError(errno.ENOMEM, "no memory")))
     with Loader(data, global_batch_size=BATCH, tokenizer_workers=0, data_loader_workers=2) as loader:
         next(loader)
-        assert loader._running._supply._slots == [None, None]
+        assert loader._running.maker._supply._slots == [None, None]
         for _ in loader:
             continue
         digests.append(loader.digest)
@@ -105,7 +105,7 @@ def test_a_killed_worker_is_an_error_that_names_it(corpus):
     data = dataset(corpus, exhausted="repeat")
     with Loader(data, global_batch_size=BATCH, data_loader_workers=2) as loader:
         next(loader)
-        victim = loader._running._supply._processes[1]
+        victim = loader._running.maker._supply._processes[1]
         os.kill(victim.pid, signal.SIGKILL)
         with pytest.raises(WorkerDied, match=rf"headrace-worker-1 \(pid {victim.pid}\) was killed by SIGKILL"):
             take_many(loader)
@@ -115,7 +115,7 @@ def test_a_hung_worker_is_an_error_at_the_deadline(corpus):
     data = dataset(corpus, exhausted="repeat")
     with Loader(data, global_batch_size=BATCH, data_loader_workers=1, prefetch_batches=0) as loader:
         next(loader)  # starting takes longer than the deadline of this test
-        supply = loader._running._supply
+        supply = loader._running.maker._supply
         supply._deadline, victim = 1.0, supply._processes[0]
         os.kill(victim.pid, signal.SIGSTOP)
         with pytest.raises(DeadlineExceeded, match=rf"loader\.window.*headrace-worker-0 \(pid {victim.pid}\) hangs"):
@@ -137,7 +137,7 @@ def test_workers_leave_with_the_loader(corpus):
     data = dataset(corpus, exhausted="repeat")
     loader = Loader(data, global_batch_size=BATCH, data_loader_workers=2)
     next(loader)
-    processes = loader._running._supply._processes
+    processes = loader._running.maker._supply._processes
     loader.close()
     assert [p.is_alive() for p in processes] == [False, False]
 

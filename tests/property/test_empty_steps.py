@@ -188,11 +188,13 @@ class GroupLoader(Loader):
 
     def __init__(self, *args, store, **options) -> None:
         super().__init__(*args, **options)
-        self._shared = store
+        plan = self.plan
 
-    def _new_ends(self, plan, changes):
-        name = f"ends/{self._state.number}/{self._origin}"
-        return StoreEnds(self._shared, name, self.rank, self.world_size, self.meter)
+        def new_ends(lanes, changes):
+            name = f"ends/{plan.state.number}/{plan.origin}"
+            return StoreEnds(store, name, self.rank, self.world_size, self.meter)
+
+        plan.new_ends = new_ends
 
 
 @pytest.mark.parametrize("world", [2, 4])

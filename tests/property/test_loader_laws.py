@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.errors import CursorMismatch
 from headrace.formats.lines import JsonLines
 from headrace.loader import Loader, TextDataset, merge_states
-from headrace.loader.pipeline import LaneShare
+from headrace.loader.text_plan import LaneShare
 from headrace.sources import Source
 from headrace.testing import assert_exact_resume, frozen
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError, CursorMismatch
-from headrace.mix import PICK_MODES, QUEUES, MixPlan, MixSettings, StreamTable, rank_share
-from headrace.mix.pool import Gauges, Slice, _Table
+from headrace.mix import PICK_MODES, QUEUES, MixPlan, MixSettings, MixState, Slice, StreamTable, rank_share
 from headrace.mix.queue import queue_order
 from headrace.order import derive, key
 
@@ -61,11 +60,11 @@ def rows_of(draws) -> Counter:
 def test_an_epoch_holds_every_row_exactly_once(setup):
     table, chosen = setup
     plan = MixPlan(table, chosen)
-    for epoch in range(3):
+    for _ in range(3):
         drawn = epoch_draws(plan)
         assert rows_of(drawn) == Counter((s, r) for s, n in enumerate(table.rows) for r in range(n))
         assert len(drawn) == sum(plan.picks)
-        assert plan.lanes[0].exhausted == (epoch + 1) * sum(n > 0 for n in table.rows)
+        assert sum(d.dry for d in drawn) == sum(n > 0 for n in table.rows)
         plan.next_epoch()
 
 
@@ -79,7 +78,7 @@ def test_stopping_anywhere_and_going_on_in_a_fresh_plan_gives_the_order_of_the_p
     for stop in stops:
         got += draws_for(plan, stop)
         body = json.loads(json.dumps(plan.to_body()))
-        plan = MixPlan(table, chosen, watch=False)
+        plan = MixPlan(table, chosen)
         plan.load_body(body)
         assert plan.to_body() == body, "saving right after loading gives the same state"
     got += draws_for(plan, total - len(got))
@@ -143,7 +142,7 @@ def test_ranks_deliver_the_draws_of_the_plan_and_agree_where_it_stands(setup, wo
     ranks = [MixPlan(table, chosen) for _ in range(world)]
     for rank in ranks:
         rank.load_body(whole.to_body())
-    got = [plan.next_of_rank(r, world) for _ in range(steps) for r, plan in enumerate(ranks)]
+    got = [plan.next_step(r, world).draw for _ in range(steps) for r, plan in enumerate(ranks)]
     expected = [whole.next() for _ in range(steps * world)]
     assert sorted(d[:5] for d in got) == [d[:5] for d in expected]
     assert all(plan.to_body() == whole.to_body() for plan in ranks)
@@ -212,124 +211,75 @@ def test_proportional_keeps_a_closed_pool_within_a_pick_of_even(setup):
             assert abs(had[stream] - (step + 1) * picks / total) <= 1 + len(table) / 2
 
 
-@given(setup=setups(), steps=st.integers(1, 60))
-def test_gauges_say_what_the_slices_say(setup, steps):
+@given(setup=setups(), steps=st.integers(1, 60), asked=st.integers(1, 7))
+def test_a_snapshot_says_what_the_slices_say(setup, steps, asked):
     table, chosen = setup
     plan = MixPlan(table, chosen)
-    for _ in range(steps):
-        if plan.over:
-            plan.next_epoch()
+    state = MixState(plan)
+    last: dict[Slice, int] = {}
+    for turn in range(steps):
         if not any(plan.picks):
             return
         pool = plan.lanes[plan.index % len(plan.lanes)]
-        if pool and pool.over:
+        fresh = pool.step == 0 or (pool and pool.over)
+        if fresh and pool.step:
             pool.next_epoch()
+        step = pool.step
+        for one in pool.slots:
+            last.setdefault(one, step if fresh else step - 1)
+        before = [(one, one.remaining, one.end - one.position, -(-one.end // one.per_pick)) for one in pool.slots]
+        drawn = plan.next_step()
+        state.add(drawn)
+        if turn % asked == 0:
+            state.to_body()  # the snapshot does not depend on it
+        shot = state.snapshots().get(pool.lane)
         if not pool:
-            assert plan.next().stream == -1
+            assert (shot, drawn.draw.stream) == (None, -1)
             continue
-        step, before = (
-            pool.step,
-            [(s.stream, s.remaining, s.end - s.position, s.end, s.last, s.picks) for s in pool.slots],
-        )
-        draw = plan.next()
-        last = [step if s == draw.stream else at for s, _, _, _, at, _ in before]
-        shot = pool.snapshot
+        last |= {one: step for one, *_ in before if one.stream == drawn.draw.stream}
         assert shot is not None
         assert (shot.remaining_min, shot.remaining_max) == (min(b[1] for b in before), max(b[1] for b in before))
-        fractions = [left / end for _, _, left, end, _, _ in before]
+        fractions = [left / one.end for one, _, left, _ in before]
         assert (shot.fraction_min, shot.fraction_max) == (min(fractions), max(fractions))
-        assert shot.since_max == step - min(last)
-        weights = {"uniform": 1, "round_robin": 1, "sequential": 0}.get(chosen.pick_mode)
-        weights = [b[5] if weights is None else weights for b in before]
-        expected = max((step - at) * w for at, w in zip(last, weights, strict=True)) / (sum(weights) or 1)
+        assert shot.since_max == step - min(last[one] for one, *_ in before)
+        weight = {"uniform": 1, "round_robin": 1, "sequential": 0}.get(chosen.pick_mode)
+        weights = [b[3] if weight is None else weight for b in before]
+        expected = max((step - last[b[0]]) * w for b, w in zip(before, weights, strict=True)) / (sum(weights) or 1)
         assert shot.overdue_max == pytest.approx(expected)
-        kinds = Counter(table.kind_of[b[0]] for b in before)
+        kinds = Counter(table.kind_of[one.stream] for one, *_ in before)
         assert shot.kinds == tuple(kinds[k] for k in range(len(table.kinds)))
 
 
-@given(setup=setups(batching_mode="per_stream", lanes=1), looks=st.lists(st.booleans(), min_size=1, max_size=80))
-def test_who_looks_now_and_then_sees_what_one_who_always_looks_sees(setup, looks):
-    always, seldom = (MixPlan(*setup) for _ in range(2))
-    if not any(always.picks):
+@given(setup=setups(), ahead=st.lists(st.integers(0, 9), min_size=1, max_size=20), asked=st.integers(1, 4))
+def test_the_state_after_a_draw_is_that_of_a_plan_that_never_ran_ahead(setup, ahead, asked):
+    plan, behind = MixPlan(*setup), MixPlan(*setup)
+    if not any(plan.picks):
         return
-    for look in [*looks, True]:
-        for plan in (always, seldom):
-            if plan.over:
-                plan.next_epoch()
-        assert always.next_of_rank(0, 1) == seldom.next_of_rank(0, 1, look)
-        if look:
-            assert always.lanes[0].snapshot == seldom.lanes[0].snapshot
-
-
-@given(setup=setups(batching_mode="per_stream", lanes=1), ahead=st.lists(st.integers(0, 9), min_size=1, max_size=20))
-def test_a_plan_that_follows_its_copy_stands_where_drawing_would_have_brought_it(setup, ahead):
-    always, follower = (MixPlan(*setup) for _ in range(2))
-    copy = MixPlan(*setup, watch=False)
-    if not any(always.picks):
-        return
-    plans = (always, follower, copy)
-
-    def draw(*those: MixPlan) -> list:
-        for plan in those:
-            if plan.over:
-                plan.next_epoch()
-        return [plan.next() for plan in those]
-
+    state, waiting, delivered = MixState(plan), [], 0
     for count in ahead:
         for _ in range(count):
-            draw(always, copy)
-        before = follower.to_body(), follower.lanes[0].step
-        if not follower.follow(copy):
-            assert (follower.to_body(), follower.lanes[0].step) == before
-            for _ in range(count):
-                draw(follower)
-        assert follower.to_body() == copy.to_body() == always.to_body()
-        assert len(set(draw(*plans))) == 1
-        pools = [(p.lanes[0].snapshot, p.lanes[0].picks_by_kind, p.lanes[0].exhausted, p.lanes[0].step) for p in plans]
-        assert pools[0] == pools[1]
-
-
-def test_a_plan_whose_slices_are_all_still_being_read_follows():
-    table = StreamTable(paths=("a/0", "a/1", "b/0"), rows=(900, 500, 700), modalities=("a", "a", "b"))
-    for mode in PICK_MODES:
-        plan, copy = (MixPlan(table, MixSettings(batch_size={"a": 1, "b": 2}, pick_mode=mode)) for _ in range(2))
-        for _ in range(64):
-            copy.next()
-        assert plan.follow(copy), mode
-        assert plan.to_body() == copy.to_body()
-
-
-@given(data=st.data(), slots=st.integers(1, 6))
-def test_both_kinds_of_gauges_say_the_same(data, slots):
-    lists, numbers = Gauges(slots), _Table(slots)
-    pool: list[Slice] = []
-    for step in range(data.draw(st.integers(1, 25))):
-        full = len(pool) == slots
-        what = data.draw(st.sampled_from(["put", "read", "remove"] if pool else ["put"]))
-        if what == "put":
-            one = Slice(stream=step, start=0, end=data.draw(st.integers(1, 99)), position=0, per_pick=3)
-            one.slot, one.last = (data.draw(st.integers(0, slots - 1)) if full else len(pool)), step
-            pool[one.slot : one.slot + 1] = [one]
-            weight = data.draw(st.integers(0, 9))
-            lists.put(one, weight)
-            numbers.put(one, weight)
-        else:
-            slot = data.draw(st.integers(0, len(pool) - 1))
-            if what == "remove":
-                del pool[slot]
-                for i, one in enumerate(pool):
-                    one.slot = i
-            for gauges in (lists, numbers):
-                if what == "remove":
-                    gauges.remove(slot)
-                else:
-                    pool[slot].position = min(pool[slot].position + 1, pool[slot].end)
-                    gauges.picked(slot, step)
-                    gauges.read_on(pool[slot])
-            if what == "read":
-                lists.read_on(pool[slot])
-        if pool:
-            assert lists.snapshot(step, ()) == numbers.snapshot(step, ())
+            if plan.over:
+                plan.next_epoch()
+            waiting.append(plan.next_step())
+        for _ in range(min(len(waiting), count)):
+            state.add(waiting.pop(0))
+            if behind.over:
+                behind.next_epoch()
+            behind.next()
+            delivered += 1
+            if delivered % asked == 0:
+                assert state.to_body() == behind.to_body()
+    assert state.to_body() == behind.to_body()
+    assert sum(state.picks_by_kind) <= state.index == delivered
+    again = MixPlan(*setup)
+    again.load(state)
+    for step in waiting:
+        if again.over:
+            again.next_epoch()
+        drawn = again.next_step()
+        assert drawn.draw[:5] == step.draw[:5]
+        state.add(drawn)
+    assert state.to_body() == plan.to_body() == again.to_body()
 
 
 @pytest.mark.parametrize(

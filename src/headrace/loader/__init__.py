@@ -1,35 +1,41 @@
 """Batches leave for the trainer.
 
-dataset   sources, deal, mix, tokenizer and packer wired together; holds no position
-windows   what the documents from a given row on look like as blocks (pure)
-pool      windows made ahead of need, by threads
-processes the same by worker processes
-lanes     what a lane delivers next, and where it stands
-batch_fill  blocks become the tensors of a batch: one compiled kernel for packed text and prepared blocks
-pipeline  samples become batches, ahead of need
-loader    batches delivered, and what is saved
-rank_loader  what every loader tells about what it delivered
-state     what is saved; states of several ranks put together
-weight_text  how weights are written where an order is named
-ends      the step at which all ranks end
-exchange  what ranks tell each other
-report    what the loader did
-prepared  blocks from token shards: block i without the ones before it
-shard_gather  blocks of a token shard copied into the rows of a batch
-prepared_loader  batches of them; one integer of state
-schedule  which source sample g comes from (pure)
-streams          files of cells become mixed batches (StreamMixingDataset); imports torch, so only on request
+loader           the one loader: thread and prefetch, delivery, report; PreparedLoader is a name for it
+loader_plan      the contract between the loader and its three plans
+text_plan        packed text: samples of lanes become batches, and what is saved of them
+prepared_plan    prepared blocks; one integer of state
+stream_plan      files of cells; imports torch, so only on request, as do the next two
+streams          StreamDataset, and StreamMixingDataset: the same with a loader in it
+torch_adapters   batches of text in torch's DataLoader and the Hugging Face Trainer
+report           what the loader did
+extra_metrics    the one place where a trainer asks the data what it has to say
+
+Text:
+dataset          sources, deal, mix, tokenizer and packer wired together; holds no position
+windows          what the documents from a given row on look like as blocks (pure)
+pool             windows made ahead of need, by threads
+processes        the same by worker processes; window_slots: memory that both sides share
+lanes            what a lane delivers next, and where it stands
+batch_fill       blocks become the tensors of a batch: one compiled kernel for packed text and prepared blocks
+ends             the step at which all ranks end
+state            what is saved of text; states of several ranks put together
+weight_text      how weights are written where an order is named
+exchange         what ranks tell each other
+
+Prepared blocks:
+prepared         blocks from token shards: block i without the ones before it
+shard_gather     blocks of a token shard copied into the rows of a batch
+schedule         which source sample g comes from (pure)
+
+Streams:
 stream_metrics   what a pool's numbers tell, and how ranks combine them
 data_stats       how much of which modality was learned from
-extra_metrics    the one place where a trainer asks the data what it has to say
-torch_adapters   the same batches in torch's DataLoader and the Hugging Face Trainer; imports torch, so only on request
 """
 
 from headrace.loader.dataset import MixChange, TextDataset
 from headrace.loader.lanes import LanePlan
-from headrace.loader.loader import Loader
+from headrace.loader.loader import Loader, PreparedLoader
 from headrace.loader.prepared import PreparedDataset
-from headrace.loader.prepared_loader import PreparedLoader
 from headrace.loader.report import LoaderReport
 from headrace.loader.state import merge_states
 from headrace.loader.windows import Piece

@@ -4,241 +4,203 @@
     for batch in loader:                      # dict of tensors, the rank's share of the global batch
         ...
         saved = loader.state_dict()           # what was delivered, not what was prefetched; local, needs no other rank
-    loader.load_state_dict(saved)             # or the list of all ranks' states, at any world size that divides the lanes
+    loader.load_state_dict(saved)             # or the list of all ranks' states, at another world size
 
-Step t is samples t·B … t·B+B−1; rank r of W delivers those with g mod W = r; sample g is made by lane g mod L. Batches
-are made ahead of need (pipeline.py); what is saved moves only here, when one is handed over.
+One loader for three kinds of data: packed text (`TextDataset`), prepared blocks (`PreparedDataset`) and streams (`StreamMixingDataset`). What differs
+between them is in their plans (loader_plan.py).
 """
 
 from __future__ import annotations
 
-import base64
-import itertools
-import operator
+import atexit
+import logging
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import fields as dataclass_fields
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
-from headrace.batch import (
-    DEFAULT_LM_FIELDS,
-    DEFAULT_PREFETCH_BATCHES,
-    BatchSpec,
-    Labels,
-    label_problems,
-    lm_batch_spec,
-    lm_field_problems,
-)
-from headrace.errors import ConfigError
-from headrace.loader.batch_fill import BatchFill
+from headrace.batch import DEFAULT_LM_FIELDS, BatchSpec, Labels, LoaderSettings
+from headrace.errors import ConfigError, DeadlineExceeded, EndOfData
 from headrace.loader.dataset import TextDataset
-from headrace.loader.ends import AloneEnds, Ends, ReplayEnds, StoreEnds
-from headrace.loader.lanes import LEFT_OUT, BatchPlan, LanePlan, LaneTable, WeightChange
-from headrace.loader.pipeline import LaneShare, PassedStep, Pipeline, ReadyBatch
-from headrace.loader.pool import WindowPool, WindowSupply
-from headrace.loader.rank_loader import TIMES_AT_ONCE, RankLoader, rank_and_world
-from headrace.loader.state import LoaderState, accepts_data, load_states, merge_states
+from headrace.loader.loader_plan import LoaderPlan, Rank
+from headrace.loader.prepared import PreparedDataset
+from headrace.loader.prepared_plan import PreparedPlan
+from headrace.loader.report import LoaderReport
+from headrace.loader.text_plan import TextPlan
 from headrace.loader.windows import Piece
-from headrace.metrics import Histogram, Meter, Wait
-from headrace.order import Digest
-from headrace.runtime.buffers import TensorMemory
-from headrace.runtime.processors import tokenizer_threads
+from headrace.metrics import Histogram, MetricSpec, Wait
+from headrace.runtime.background import BackgroundThread
+from headrace.runtime.prefetch import Prefetch
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Loader"]
+__all__ = ["Loader", "PreparedLoader"]
 
-"""The whole contract; `max_seqlen` comes with cu_seqlens, `sample_index` always."""
-
-_numbers = itertools.count()
-
-
-class _Flown(NamedTuple):
-    """A delivered batch, for the flight record."""
-
-    step: int
-    """Which of the delivered steps it is, from 1."""
-    next_sample: int
-    plan: BatchPlan
-    passed: tuple[PassedStep, ...]
+_log = logging.getLogger(__name__)
+_TIMES_AT_ONCE = 256
+"""Times of next() that a histogram is told of in one go: one call in so many is slower by that."""
 
 
-class Loader(RankLoader):
+class Loader:
     """Delivers this rank's share of each global batch of a dataset, as dicts of tensors.
 
-    - `data`: a `TextDataset`.
-    - `global_batch_size`: rows of a step, over all ranks. Any world size that divides it works, and may change from one resume to the next. One that does not
-      divide the dataset's lanes has several ranks make the same windows (`headrace check` shows how many).
+    - `data`: a `TextDataset`, `PreparedDataset` or `StreamMixingDataset`. Of the last it takes the files and the mixing, not the position.
+    - `settings`: a `LoaderSettings`. Its fields may be given by name too, and then win: `Loader(data, global_batch_size=32, prefetch_batches=4)`.
     - `dp_rank`, `dp_world_size`: this rank; from torch.distributed unless given.
     - `mesh`, `dp_dims`: a DeviceMesh in place of both. Ranks that differ only outside of `dp_dims` get the same rows.
-    - `tokenizer_workers`: threads that make windows; this rank's share of the processors (2 to 16) unless given. `data_loader_workers`: processes in their place, for tokenizers or trainers that hold the GIL.
+    - `device`: move batches there. With `pin_memory=True` the copy does not block.
+    - `record`: keep what `drain_flight` returns.
+
+    Settings:
+
+    - `global_batch_size`: rows of a step, over all ranks; not for streams. For text any world size that divides it works, and may change from one
+      resume to the next. One that does not divide the dataset's lanes has several ranks make the same windows (`headrace check` shows how many).
     - `prefetch_batches`: batches made ahead of need.
     - `labels`: `"shifted"`, or `"hf"` for models that shift by themselves.
     - `fields`: which of the fields a batch has. `segment_ids=True` adds that field.
-    - `skip`: ranges of steps (from, to) that are skipped, counted from 1, `to` excluded. [(5, 8)] skips steps 5, 6 and 7, whose documents count as read.
-    - `record`: keep what `drain_flight` returns.
-    - `pin_memory`, `device`: put batches into pinned memory, or onto a device.
+    - `tokenizer_workers`: threads that make windows of text; this rank's share of the processors (2 to 16) unless given. `data_loader_workers`: processes in their place, for tokenizers or trainers that hold the GIL.
+    - `skip`: ranges of steps of text (from, to) that are skipped, counted from 1, `to` excluded. [(5, 8)] skips steps 5, 6 and 7, whose documents count as read.
+    - `pin_memory`: put batches into pinned memory.
     - `deadline`: seconds that a wait may take.
     - `copy`: has no effect; earlier versions had it.
 
-    A batch belongs to its receiver: its memory is reused only when nothing refers to it any more. Near the end of finite sources some lanes are dry before others.
-    A step in which no rank has anything to learn is skipped, and steps keep their numbers. A rank of several may still get a batch with nothing to learn, at
-    a step that teaches other ranks something.
+    A batch belongs to its receiver: its memory is reused only when nothing refers to it any more. Iterating again goes on where delivery stopped; after the end it
+    starts the next pass. Near the end of finite sources of text some lanes are dry before others. A step in which no rank has anything to learn is skipped, and
+    steps keep their numbers. A rank of several may still get a batch with nothing to learn, at a step that teaches other ranks something.
     """
 
     def __init__(
         self,
-        data: TextDataset,
+        data: Any,
+        settings: LoaderSettings | None = None,
         *,
-        global_batch_size: int,
         dp_rank: int | None = None,
         dp_world_size: int | None = None,
         mesh: DeviceMesh | None = None,
         dp_dims: Sequence[str] = ("dp",),
-        tokenizer_workers: int | None = None,
-        data_loader_workers: int = 0,
-        prefetch_batches: int = DEFAULT_PREFETCH_BATCHES,
-        labels: Labels = "shifted",
-        fields: Sequence[str] = DEFAULT_LM_FIELDS,
-        segment_ids: bool = False,
-        skip: Sequence[tuple[int, int]] = (),
-        record: bool = False,
-        copy: bool = False,
-        pin_memory: bool = False,
         device: str | torch.device | None = None,
-        deadline: float = 300.0,
+        record: bool = False,
+        **options: Any,
     ) -> None:
-        self.data = data
-        self.meter: Meter = data.meter
-        self.rank, self.world_size, self._distributed = rank_and_world(dp_rank, dp_world_size, mesh, dp_dims)
-        self.global_batch_size = global_batch_size
-        self._fields = (*fields, "segment_ids") if segment_ids and "segment_ids" not in fields else tuple(fields)
-        self._skip = _step_ranges(skip)
-        self._check(tokenizer_workers or 0, data_loader_workers, prefetch_batches, labels)
+        unknown = options.keys() - {field.name for field in dataclass_fields(LoaderSettings)}
+        if unknown:
+            raise TypeError(f"Loader() got an unexpected keyword argument {sorted(unknown)[0]!r}")
+        chosen = replace(settings or LoaderSettings(), **options)
+        rank = Rank.find(dp_rank, dp_world_size, mesh, dp_dims)
+        if isinstance(data, TextDataset):
+            self.plan: LoaderPlan[Any] = TextPlan(data, chosen, rank, record=record)
+        elif isinstance(data, PreparedDataset):
+            self.plan = PreparedPlan(data, chosen, rank)
+        else:
+            from headrace.loader.stream_plan import StreamPlan
+
+            self.plan = StreamPlan.over(data, chosen, rank)
         if device is not None:
             _check_device(device)
-        self._workers = (
-            tokenizer_workers if tokenizer_workers is not None else 0 if data_loader_workers else tokenizer_threads()
-        )
-        self._processes = data_loader_workers
-        self._prefetch = prefetch_batches
-        self._unshifted = labels == "hf"
-        self._pin = pin_memory
         self._device = device
-        self._deadline = deadline
-        self._share = LaneShare(lanes=data.lanes, rank=self.rank, world_size=self.world_size)
-        self._own = tuple(self._share.followed_lanes)
-        # Only loaders that all ranks make are counted: a rank may have others of its own.
-        self._number = next(_numbers) if self._distributed else -1
-        self._state = LoaderState(source_tokens=np.zeros(len(data.sources), np.int64), lane_ids=self._own)
-        self._left_out = np.zeros(len(LEFT_OUT), np.int64)
-        """Of the windows opened since this loader was made or loaded a state."""
-        self._bad_shards = data.bad_shards
-        self._seconds = []
-        self._foreign: dict[int, np.ndarray] | None = None
-        self._start_pass(0)
-        self._origin = 0
+        self._wait = Wait(self.plan.next_wait, meter=self.meter, deadline=chosen.deadline * self.plan.patience)
+        self._next_times = Histogram("loader/next")
+        self._seconds: list[float] = []
+        """What next() took, until the histogram knows of it."""
         self._started: float | None = None
         self._begun_tokens = 0
-        self._wait = Wait("loader.next", meter=self.meter, deadline=deadline * 2)
-        self._next_times = Histogram("loader/next")
-        self._drained: dict[str, int] = {}
-        self._running: Pipeline | None = None
-        self._forgotten: weakref.finalize | None = None
-        self._last: tuple[BatchPlan, int] | None = None
-        """The samples of the batch that was delivered last, and what they added to the digest."""
-        self._record = record
-        self._flight: list[_Flown] = []
+        self._running: _Running | None = None
+        weakref.finalize(self, self.plan.close)
+
+    data = property(lambda self: self.plan.data, doc="The dataset.")
+    meter = property(lambda self: self.plan.meter, doc="What the waits are counted by.")
+    rank = property(lambda self: self.plan.rank.rank, doc="This rank.")
+    world_size = property(lambda self: self.plan.rank.world_size, doc="How many ranks there are.")
+    global_batch_size = property(
+        lambda self: self.plan.settings.global_batch_size, doc="Rows of a step, over all ranks."
+    )
+    fields = property(lambda self: self.plan.settings.lm_fields(), doc="The fields of a batch of tokens.")
 
     # -------------------------------------------------------------------------------------- iteration
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if self._state.ended:
-            self._begin_pass(self._state.number + 1)
+        if self.plan.state.ended:
+            self.stop()
+            self.plan.next_pass()
         return self
 
-    @property
-    def spec(self) -> BatchSpec:
-        """The fields of this loader's batches: names, dtypes, shapes and roles."""
-        return lm_batch_spec(self.data.seq_len, self._fields)
-
     def __next__(self) -> dict[str, Any]:
-        if self._state.ended:
+        plan = self.plan
+        if plan.state.ended:
             raise StopIteration
         if self._running is None:
-            self._running = self._new_pipeline()
+            self._running = _Running(plan, self)
         if self._started is None:
             self._started = time.perf_counter()
-            self._begun_tokens = self._state.delivered["tokens"]
+            self._begun_tokens = plan.state.delivered["tokens"]
         with self._wait as wait:
             try:
-                ready = self._running.next(wait.deadline)
+                ready = self._running.take(wait.deadline)
+            except DeadlineExceeded as error:
+                explained = self._running.maker.explained(error)
+                self.stop()
+                raise explained from error
             except BaseException:
-                self.close()
+                self.stop()
                 raise
         if ready is None:
-            self._state.ended = True
-            self._left_out += self._running.left_out_at_the_end()
-            self.close()
+            plan.end(self._running.maker)
+            self.stop()
             raise StopIteration
-        self._deliver(ready)
+        batch = plan.deliver(ready)
         self._seconds.append(wait.seconds)
-        if len(self._seconds) == TIMES_AT_ONCE:
+        if len(self._seconds) == _TIMES_AT_ONCE:
             self._record_times()
-        return ready.batch if self._device is None else self._moved(ready.batch)
+        return batch if self._device is None else self._moved(batch)
 
-    def _deliver(self, ready: ReadyBatch) -> None:
-        """From here on the batch is delivered: this is the only place where the saved state moves."""
-        state = self._state
-        state.step, state.sample, state.lanes = ready.step + 1, ready.next_sample, ready.lanes
-        state.empty_steps = ready.empty_steps
-        state.counts += ready.counts
-        state.source_tokens += ready.source_tokens
-        state.digest.add(ready.digest)
-        self._left_out += ready.left_out
-        self._last = (ready.plan, ready.digest)
-        if ready.skipped:
-            self._pass_over(ready.skipped)
-        if self._record:  # without the tensors: they belong to the receiver alone
-            self._flight.append(_Flown(self.delivered_steps, ready.next_sample, ready.plan, ready.passed))
+    def __len__(self) -> int:
+        """How many steps a pass has; TypeError where that is not known beforehand, or the pass never ends."""
+        return len(self.plan)
 
-    def _pass_over(self, steps: Sequence[int]) -> None:
-        skipped = self._state.skipped
-        for step in steps:
-            if skipped and skipped[-1][1] == step:
-                skipped[-1][1] = step + 1
-            else:
-                skipped.append([step, step + 1])
+    def __bool__(self) -> bool:
+        return True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start pass `epoch` over finite data, if none is under way and it was not had yet; otherwise change nothing.
+
+        Passes follow each other by themselves. Only a loop that names its epochs needs this.
+        """
+        if not isinstance(epoch, int) or epoch < 0:
+            raise ConfigError(f"set_epoch takes an integer of 0 or more, got {epoch!r}")
+        self.stop()
+        self.plan.skip_to_pass(epoch)
+
+    def stop(self) -> None:
+        """Make no more batches. What was made and not delivered is forgotten; iterating again makes it anew."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def close(self) -> None:
+        """Stop the threads, and the processes that read. Iterating again starts them anew."""
+        self.stop()
+        self.plan.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
         """On its way to the device."""
-        return {
-            name: value if name == "max_seqlen" else value.to(self._device, non_blocking=self._pin)
-            for name, value in batch.items()
-        }
-
-    def _begin_pass(self, number: int) -> None:
-        self.close()
-        self._state.number, self._state.ended = number, False
-        self._start_pass(number)
-        self._origin = self._state.sample
-
-    def _start_pass(self, number: int) -> None:
-        plan = self.data.plan(number, self._state.step - 1)
-        self._foreign = dict(enumerate(plan.starts))
-        self._state.lanes = np.stack([self._foreign[lane] for lane in self._own])
+        wait = not self.plan.settings.pin_memory
+        return {k: v.to(self._device, non_blocking=not wait) if hasattr(v, "to") else v for k, v in batch.items()}
 
     # ------------------------------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has delivered, as a plain JSON-able dict. Not collective."""
-        fingerprint = self.data.fingerprint(self._state.step)
-        share = (self.rank, self.world_size)
-        return self._state.to_cursor(fingerprint, self.data.lanes, self.data.names, share).to_dict()
+        return self.plan.state_dict()
 
     def load_state_dict(
         self,
@@ -254,256 +216,189 @@ class Loader(RankLoader):
         taken as they are now; without it a chunk that differs from what was read before is refused when it is read. `fixed`
         names what may not be accepted, and why: {"config:seq_len": "the model has 2,048 positions"}.
         """
-        self.close()
-        data = self.data
-        data.expect_recorded(accept_changes=accepts_data(accept))
-        self._bad_shards = data.bad_shards
-        loaded, known = load_states(
-            state,
-            fingerprint=data.fingerprint,
-            names=data.names,
-            empty=[source.name for source in data.sources if not source.manifest.rows],
-            lanes=data.lanes,
-            own=self._own,
-            rank=self.rank,
-            world_size=self.world_size,
-            skip=self._skip,
-            accept=accept,
-            fixed=fixed or {},
-            fresh=lambda number, step: dict(enumerate(data.plan(number, step - 1).starts)),
-        )
-        self._state = loaded
-        self._foreign = known if len(known) == self.data.lanes else None
-        self._origin = loaded.sample
+        self.stop()
+        self.plan.load_state_dict(state, accept=accept, fixed=fixed or {})
         self._started = None
-        self._left_out = np.zeros(len(LEFT_OUT), np.int64)
-        self._drained = self._totals() | {"text/bad_shards": 0}
-        self._last = None
-        self._flight.clear()
+
+    def gather_state(self) -> dict[str, Any]:
+        """The states of all ranks as one. Collective: every rank must call it, and every rank gets it."""
+        own = self.state_dict()
+        if self.world_size == 1:
+            return own
+        if not self.plan.rank.connected:
+            raise ConfigError(
+                "gather_state() needs torch.distributed: call init_process_group first, or collect the ranks' state_dict() "
+                "yourself and pass the list to load_state_dict"
+            )
+        from headrace.loader.exchange import gather_json
+
+        # Ranks of a mesh that get the same rows have the same state: one of each is enough.
+        return self.plan.merge(list({tuple(s["body"].get("share", ())): s for s in gather_json(own)}.values()))
+
+    # ---------------------------------------------------------------------------------------- insight
 
     @property
-    def _now(self) -> LoaderState:
-        return self._state
+    def spec(self) -> BatchSpec:
+        """The fields of this loader's batches: names, dtypes, shapes and roles."""
+        return self.plan.spec
 
     @property
-    def _names(self) -> Sequence[str]:
-        return self.data.names
-
-    def _totals(self) -> dict[str, int]:
-        out = self.left_out()
-        if self.rank:  # every rank knows of the same shards: one of them counts
-            out["bad_shards"] = 0
-        return super()._totals() | {f"text/{name}": count for name, count in out.items()}
-
-    def left_out(self) -> dict[str, int]:
-        """What this rank left out since it was made or loaded a state: `empty_documents` and `bad_rows` of the windows it opened,
-        and `bad_shards`, files of which nothing could be read (the same on every rank)."""
-        return dict(zip(LEFT_OUT, self._left_out.tolist(), strict=True)) | {"bad_shards": self._bad_shards}
-
-    def _targets(self) -> Sequence[float]:
-        before, data, step = self._state.asked_before, self.data, self._state.step
-        if before is None:
-            return data.mean_weights(step)
-        asked = data.weight_sums(before[0], step) + [before[1].get(name, 0.0) for name in data.names]
-        return tuple((asked / asked.sum()).tolist()) if asked.any() else data.mean_weights(step)
-
-    def _merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return merge_states(states)
+    def ended(self) -> bool:
+        """Whether the pass is over and was seen to be; iterating then starts the next one."""
+        return self.plan.state.ended
 
     @property
-    def skipped_steps(self) -> int:
-        """How many steps were passed over on request (`skip`)."""
-        return self._state.skipped_steps
-
-    @property
-    def empty_steps(self) -> int:
-        """How many steps were passed over because no rank had anything to learn in them."""
-        return self._state.empty_steps
+    def step(self) -> int:
+        """The number of the last step delivered, counted from 1; 0 before the first. Steps that were passed over have their numbers too."""
+        return self.plan.state.step
 
     @property
     def delivered_steps(self) -> int:
         """How many steps were delivered: `step` without those that were passed over."""
-        return self._state.delivered_steps
+        return self.plan.delivered_steps
 
     @property
     def skipped(self) -> list[list[int]]:
-        """The ranges of steps [from, to) that were passed over on request, counted from 1."""
-        return [[a + 1, b + 1] for a, b in self._state.skipped]
+        """The ranges of steps [from, to) that were passed over on request (`skip`), counted from 1."""
+        return self.plan.skipped
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were passed over on request (`skip`)."""
+        return sum(b - a for a, b in self.plan.skipped)
+
+    @property
+    def empty_steps(self) -> int:
+        """How many steps were passed over because no rank had anything to learn in them."""
+        return self.plan.empty_steps
 
     @property
     def digest(self) -> str:
-        """Over everything this rank delivered. The sum over ranks is the run's digest: see `gather_state`."""
-        return str(self._state.digest)
+        """Over everything this rank delivered. The sum over ranks is the run's digest: see `gather_state`. Streams have none."""
+        return self.plan.digest
 
     @property
     def step_digest(self) -> str:
         """The part of the digest that the last batch added."""
-        return str(Digest() if self._last is None else Digest(self._last[1]))
-
-    # ---------------------------------------------------------------------------------------- insight
+        return self.plan.step_digest
 
     def pieces(self, batch: Mapping[str, Any]) -> list[Piece]:
         """Where the tokens of the batch that was delivered last come from."""
-        first, plan = int(batch["sample_index"][0]), None if self._last is None else self._last[0]
-        if plan is None or plan.samples.start != first:
-            raise ValueError(
-                f"the batch with sample {first} is not the one this loader delivered last: ask before taking the next"
-            )
-        return [
-            piece
-            for g, at in zip(plan.samples, plan.blocks, strict=True)
-            if at is not None
-            for piece in self.data.makers[at.window.source].pieces(at.window, at.block, g)
-        ]
+        return self.plan.pieces(batch)
 
     def drain_flight(self) -> dict[str, Any] | None:
-        """What was delivered since the last call, as one line of a flight record (provenance/record.py); None if nothing was.
+        """What was delivered since the last call, as one line of a flight record (provenance/record.py); None if nothing was."""
+        return self.plan.drain_flight()
 
-        It tells of this rank's own samples; lines of several ranks are put together by their sample indices.
-        """
-        records, self._flight = self._flight, []
-        if not records:
-            return None
-        size = self.global_batch_size
-        delivered = [one.plan for one in records]
-        passed = [step for one in records for step in one.passed]
-        opened = [
-            [g, g % self.data.lanes, at.window.source, *at.window.start]
-            for plan in [*delivered, *(step.plan for step in passed)]
-            if plan is not None
-            for g, at in zip(plan.samples, plan.blocks, strict=True)
-            if at is not None and at.block == 0
-        ]
-        line: dict[str, Any] = {
-            "first": records[0].step,
-            "sources": list(self.data.names),
-            "samples": [*(one.next_sample - size for one in records), records[-1].next_sample],
-            "picks": _picks([plan.sources for plan in delivered]),
-            "opened": sorted(opened),
-        }
-        if passed:
-            nothing = np.full(size // self.world_size, -1)
-            line["skipped"] = [[step.first, step.first + size] for step in passed]
-            line["skipped_picks"] = _picks([nothing if s.plan is None else s.plan.sources for s in passed])
-        return line
+    def left_out(self) -> dict[str, int]:
+        """What this rank left out since it was made or loaded a state: `empty_documents` and `bad_rows` of the windows it opened,
+        and `bad_shards`, files of which nothing could be read (the same on every rank). {} where that is not counted."""
+        return self.plan.left_out()
+
+    def metric_specs(self) -> tuple[MetricSpec, ...]:
+        """Every key of `drain_metrics`, with its reduction over ranks."""
+        return self.plan.metric_specs()
+
+    def drain_metrics(self) -> dict[str, int | float]:
+        """What was delivered since the last call; {} if nothing was."""
+        self._record_times()
+        changed = self.plan.drain()
+        return changed | self._next_times.drain() if changed else {}
+
+    def _record_times(self) -> None:
+        self._next_times.record_many(self._seconds)
+        self._seconds.clear()
+
+    def report(self) -> LoaderReport:
+        """What this loader did since it started: speed, waits by name, realised mix, padding."""
+        plan = self.plan
+        state = plan.state
+        return LoaderReport.of(
+            names=plan.names,
+            targets=plan.targets(),
+            source_tokens=state.tokens_by_source,
+            delivered=state.delivered,
+            new_tokens=state.delivered["tokens"] - self._begun_tokens,
+            seconds=time.perf_counter() - self._started if self._started is not None else 0.0,
+            waits=self.meter.totals(),
+            next_wait=plan.next_wait,
+            digest=self.digest,
+            steps=self.delivered_steps,
+            left_out=self.left_out(),
+            unit=plan.unit,
+        )
 
     def __repr__(self) -> str:
-        return f"Loader(rank {self.rank} of {self.world_size}, global_batch_size {self.global_batch_size}, step {self.step})"
+        of = f"rank {self.rank} of {self.world_size}"
+        return f"{type(self).__name__}({of}, global_batch_size {self.global_batch_size}, step {self.step})"
 
-    def close(self) -> None:
-        """Stop the threads. What was prefetched and not delivered is forgotten; iterating again makes it anew."""
-        if self._forgotten is not None:
-            self._forgotten.detach()  # it would keep the pipeline and its buffers for as long as the loader lives
-            self._forgotten = None
-        if self._running is not None:
-            self._running.close()
-            self._running = None
 
-    # ---------------------------------------------------------------------------------------- private
+class PreparedLoader(Loader):
+    """`Loader` over prepared blocks, by the name and with the arguments of earlier versions."""
 
-    def _check(self, workers: int, processes: int, prefetch: int, labels: str) -> None:
-        problems = []
-        size, world = self.global_batch_size, self.world_size
-        if not isinstance(size, int) or size < 1:
-            problems.append(f"global_batch_size must be a positive integer, got {size!r}")
-        elif size % world:
-            problems.append(
-                f"global_batch_size {size} cannot be shared by {world} ranks: use a world size that divides it, such as "
-                f"{_divisors(size)}"
-            )
-        if not isinstance(workers, int) or workers < 0:
-            problems.append(f"tokenizer_workers must be 0 or more, got {workers!r}")
-        if not isinstance(processes, int) or processes < 0:
-            problems.append(f"data_loader_workers must be 0 or more, got {processes!r}")
-        elif processes and workers:
-            problems.append(
-                f"data_loader_workers={processes} and tokenizer_workers={workers} cannot both be above 0: nested process and "
-                "thread pools can lead to oversubscription or stalls. Choose one of the two"
-            )
-        if not isinstance(prefetch, int) or prefetch < 0:
-            problems.append(f"prefetch_batches must be 0 or more, got {prefetch!r}")
-        problems += label_problems(labels) + lm_field_problems(self._fields)
-        problems += [
-            f"skip: a range of steps is (from, to) with 1 <= from < to, counted from 1, got ({a + 1}, {b + 1})"
-            for a, b in self._skip
-            if not 0 <= a < b
-        ]
-        if problems:
-            raise ConfigError(problems)
-
-    def _new_pipeline(self) -> Pipeline:
-        state, data, size = self._state, self.data, self.global_batch_size
-        plan = data.plan(state.number, state.step - 1)
-        changes = [
-            WeightChange(state.sample + (step - state.step) * size, weights)
-            for step, weights in data.changes_from(state.step, state.number)
-        ]
-        supply = self._new_supply()
-        table = LaneTable(plan, supply, dict(zip(self._own, state.lanes, strict=True)), changes)
-        pipeline = Pipeline(
-            table, supply, self._new_ends(plan, changes), self._new_fill(), global_batch_size=size, share=self._share,
-            sources=len(data.sources), finite=plan.finite(), step=state.step, sample=state.sample,
-            empty_steps=state.empty_steps, skip=self._skip, prefetch=self._prefetch, meter=self.meter,
+    def __init__(
+        self,
+        data: PreparedDataset,
+        *,
+        global_batch_size: int,
+        dp_rank: int | None = None,
+        dp_world_size: int | None = None,
+        mesh: DeviceMesh | None = None,
+        dp_dims: Sequence[str] = ("dp",),
+        fields: Sequence[str] = DEFAULT_LM_FIELDS,
+        prefetch_batches: int = LoaderSettings().prefetch_batches,
+        labels: Labels = "shifted",
+        copy: bool = False,
+        pin_memory: bool = False,
+        device: str | torch.device | None = None,
+        deadline: float = LoaderSettings().deadline,
+    ) -> None:
+        super().__init__(
+            data, dp_rank=dp_rank, dp_world_size=dp_world_size, mesh=mesh, dp_dims=dp_dims, device=device,
+            global_batch_size=global_batch_size, fields=fields, prefetch_batches=prefetch_batches, labels=labels, copy=copy,
+            pin_memory=pin_memory, deadline=deadline,
         )  # fmt: skip
-        # A loader that is let go without close() takes its threads along: they hold the pipeline, which does not hold it.
-        self._forgotten = weakref.finalize(self, pipeline.close)
+
+
+_all_running: weakref.WeakSet[_Running] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Threads that are still in a tokenizer when the interpreter goes away can abort the process: stop them first."""
+    for running in list(_all_running):
+        running.close()
+
+
+class _Running:
+    """Batches in the making, from one load of a state to the next."""
+
+    def __init__(self, plan: LoaderPlan[Any], loader: Loader) -> None:
+        self.maker = plan.start()
+        self._thread = BackgroundThread(plan.room, on_error=_log.error, meter=plan.meter)
+        self._batches = Prefetch(
+            self._thread, self.maker.make_next, depth=plan.settings.prefetch_batches, wait_name=plan.batch_wait,
+            take_makes=plan.take_makes or not plan.settings.prefetch_batches, meter=plan.meter,
+        )  # fmt: skip
+        # A loader that is let go without close() takes its threads along: they hold the maker, which does not hold the loader.
+        self._forgotten = weakref.finalize(loader, self.close)
         self._forgotten.atexit = False
-        return pipeline
+        _all_running.add(self)
 
-    def _new_supply(self) -> WindowSupply:
-        if self._processes:
-            from headrace.loader.processes import WindowProcesses
+    def take(self, deadline: float) -> Any | None:
+        """The next batch, or None at the end."""
+        try:
+            return self._batches.take(deadline)
+        except EndOfData:
+            return None
 
-            return WindowProcesses(
-                self.data.recipe | {"bound": self.data.records_bound},
-                workers=self._processes,
-                meter=self.meter,
-                deadline=self._deadline,
-                found=self.data.note_hole,
-                windows=2 * len(self._own) * len(self.data.sources),  # of every lane and source one open, and the next
-                window_tokens=self.data.packing.budget,
-            )
-        return WindowPool(
-            self.data.make_window,
-            workers=self._workers,
-            meter=self.meter,
-            deadline=self._deadline,
-            look_ahead=self.data.look_ahead,
-        )
-
-    def _new_fill(self) -> BatchFill:
-        memory = TensorMemory(depth=len(self._fields) * (self._prefetch + 4), pin=self._pin)
-        packing = self.data.packing
-        return BatchFill(self.data.seq_len, self._fields, pad=packing.pad_id, unshifted=self._unshifted, memory=memory)
-
-    def _new_ends(self, plan: LanePlan, changes: Sequence[WeightChange]) -> Ends:
-        if self.world_size == 1:
-            return AloneEnds()
-        if self._distributed:
-            from headrace.loader.exchange import process_group_store
-
-            name = f"headrace/ends/{self._number}/{self._state.number}/{self._origin}"
-            return StoreEnds(process_group_store(), name, self.rank, self.world_size, self.meter)
-        others = {lane: s for lane, s in (self._foreign or {}).items() if lane not in self._own}
-        alone = WindowPool(self.data.make_window, workers=0, meter=self.meter, deadline=self._deadline)
-        return ReplayEnds(
-            LaneTable(plan, alone, others, changes),
-            origin=self._origin,
-            missing=self._foreign is None,
-            meter=self.meter,
-        )
-
-
-def _step_ranges(skip: Any) -> tuple[tuple[int, int], ...]:
-    """Ranges of steps as the state keeps them: by the number of steps before them, so from 0."""
-    try:
-        if isinstance(skip, str):
-            raise TypeError
-        return tuple((operator.index(a) - 1, operator.index(b) - 1) for a, b in skip)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"skip takes ranges of steps (from, to), such as [(3, 5)] for steps 3 and 4, got {skip!r}"
-        ) from None
+    def close(self, timeout: float = 2.0) -> None:
+        self._forgotten.detach()  # it would keep the maker and its buffers for as long as the loader lives
+        until = time.monotonic() + timeout
+        self._batches.close()
+        self.maker.interrupt(timeout)
+        self._thread.close(until - time.monotonic())
+        self.maker.close()
 
 
 def _check_device(device: Any) -> None:
@@ -522,12 +417,3 @@ def _check_device(device: Any) -> None:
         raise ConfigError(
             f"device={device!r} cannot be used: {reason}. Leave it out to have batches in memory"
         ) from error
-
-
-def _picks(sources: Sequence[np.ndarray]) -> str:
-    """The source of every sample, 0xFFFF for a filler, as text."""
-    return base64.b64encode(np.concatenate(sources).astype("<i2").astype("<u2").tobytes()).decode()
-
-
-def _divisors(size: int) -> str:
-    return ", ".join(str(w) for w in range(1, size + 1) if size % w == 0)

@@ -51,8 +51,6 @@ from headrace.text.shards import (
 
 __all__ = ["Planned", "PreparedBlock", "PreparedDataset", "checked_fields"]
 
-"""What may be asked for; the first five are what comes unasked. `cu_seqlens` brings `max_seqlen`; `sample_index` always comes."""
-
 _FILLER_SUM = key("prepared.filler")
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

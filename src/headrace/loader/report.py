@@ -34,6 +34,8 @@ class LoaderReport:
     digest: str
     left_out: dict[str, int] = field(default_factory=dict)
     """Empty documents, bad rows and bad shards, as `Loader.left_out` counts them."""
+    unit: str = "tokens"
+    """What `tokens` counts: cells of streams."""
 
     @classmethod
     def of(
@@ -49,6 +51,8 @@ class LoaderReport:
         digest: str,
         steps: int,
         left_out: Mapping[str, int] | None = None,
+        next_wait: str = "loader.next",
+        unit: str = "tokens",
     ) -> LoaderReport:
         tokens, padding = delivered["tokens"], delivered["padding"]
         total = sum(source_tokens)
@@ -60,10 +64,11 @@ class LoaderReport:
             padding=padding / (tokens + padding) if tokens + padding else 0.0,
             documents=delivered["rows"],
             mix={n: (t / total if total else 0.0, w) for n, t, w in zip(names, source_tokens, targets, strict=True)},
-            exposed={n: float(waits[k]) for n in ("loader.next",) if (k := f"wait/{n}/seconds") in waits},
+            exposed={n: float(waits[k]) for n in (next_wait,) if (k := f"wait/{n}/seconds") in waits},
             hidden_seconds=float(waits.get("waits/hidden/seconds", 0.0)),
             digest=digest,
             left_out=dict(left_out or {}),
+            unit=unit,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,13 +82,14 @@ class LoaderReport:
     def __str__(self) -> str:
         waited = sum(self.exposed.values())
         share = waited / self.seconds if self.seconds else 0.0
+        documents = f"{self.documents:,} documents, " if self.unit == "tokens" else ""
         lines = [
-            f"{self.steps:,} steps, {self.tokens:,} tokens, {self.documents:,} documents, {self.tokens_per_second:,.0f} tokens/s",
+            f"{self.steps:,} steps, {self.tokens:,} {self.unit}, {documents}{self.tokens_per_second:,.0f} {self.unit}/s",
             f"exposed wait {waited:.2f} s ({share:.1%}): "
             + (", ".join(f"{n} {s:.2f} s" for n, s in self.exposed.items()) or "none"),
-            f"padding {self.padding:.2%}",
+            *([f"padding {self.padding:.2%}"] if self.unit == "tokens" else []),
             "mix " + ", ".join(f"{n} {r:.3f} (target {t:.3f})" for n, (r, t) in self.mix.items()),
             *([f"left out {said}"] if (said := told_left_out(self.left_out)) else []),
-            f"digest {self.digest}",
+            *([f"digest {self.digest}"] if self.digest else []),
         ]
         return "\n".join(lines)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from headrace.metrics import MetricSpec, Reduction, register
-from headrace.mix import LanePool
+from headrace.mix import MixState, Snapshot
 
 __all__ = ["PoolMetrics", "stream_specs", "without_counts", "without_states"]
 
@@ -75,41 +75,30 @@ def stream_specs(modalities: Sequence[str]) -> tuple[MetricSpec, ...]:
 
 
 class PoolMetrics:
-    """Reads the pools of a rank's lanes: the last snapshot of each, and what was added since the last drain."""
+    """The pools of a rank's lanes at their last draws, and what was counted since the last drain."""
 
     def __init__(self, modalities: Sequence[str]) -> None:
         # In the order of a Snapshot's fields, then what is counted.
         self._keys = (
-            REMAINING_MIN, REMAINING_MAX, FRACTION_MIN, FRACTION_MAX, SINCE_MAX, OVERDUE_MAX, EXHAUSTED,
-            *(f"{_ACTIVE}/modalities/{m}" for m in modalities), *(f"stream_mixing/picks/{m}" for m in modalities),
+            REMAINING_MIN, REMAINING_MAX, FRACTION_MIN, FRACTION_MAX, SINCE_MAX, OVERDUE_MAX,
+            *(f"{_ACTIVE}/modalities/{m}" for m in modalities), EXHAUSTED, *(f"stream_mixing/picks/{m}" for m in modalities),
         )  # fmt: skip
-        self._nothing: tuple[int, int, list[int]] = (0, 0, [0] * len(modalities))
-        self._seen: dict[int, tuple[int, int, list[int]]] = {}
+        self._exhausted = 0
+        self._picks = [0] * len(modalities)
 
-    def forget(self, lanes: Sequence[LanePool]) -> None:
-        """Start counting here: what happened before does not belong to this run."""
-        self._seen = {pool.lane: (pool.step, pool.exhausted, pool.picks_by_kind.copy()) for pool in lanes}
-
-    def drain(self, lanes: Sequence[LanePool]) -> dict[str, float]:
-        """{} if nothing was picked since the last drain."""
-        rows: list[tuple[float, ...]] = []
-        picked = False
-        for pool in lanes:
-            shot = pool.snapshot
-            if shot is None:
-                continue
-            step, dry, before = self._seen.get(pool.lane, self._nothing)
-            counts = pool.picks_by_kind
-            rows.append(
-                (*shot[:6], pool.exhausted - dry, *shot[6], *[n - m for n, m in zip(counts, before, strict=True)])
-            )
-            if pool.step != step:
-                picked = True
-                self._seen[pool.lane] = (pool.step, pool.exhausted, counts.copy())
-        if not picked:
+    def drain(self, state: MixState) -> dict[str, float]:
+        """{} if no draw was delivered since the last drain."""
+        picks = [now - before for now, before in zip(state.picks_by_kind, self._picks, strict=True)]
+        if not any(picks):
             return {}
-        if len(rows) == 1:
-            return dict(zip(self._keys, rows[0], strict=True))
-        columns = list(zip(*rows, strict=True))
-        together = [min(columns[0]), max(columns[1]), min(columns[2]), *(max(columns[i]) for i in (3, 4, 5))]
-        return dict(zip(self._keys, [*together, *map(sum, columns[6:])], strict=True))
+        counts = [state.exhausted - self._exhausted, *picks]
+        self._exhausted, self._picks = state.exhausted, state.picks_by_kind.copy()
+        shots = list(state.snapshots().values())
+        shot = shots[0]
+        if len(shots) > 1:
+            columns = list(zip(*shots, strict=True))
+            kinds = tuple(map(sum, zip(*columns[6], strict=True)))
+            shot = Snapshot(
+                min(columns[0]), max(columns[1]), min(columns[2]), *(max(columns[i]) for i in (3, 4, 5)), kinds
+            )
+        return dict(zip(self._keys, (*shot[:6], *shot.kinds, *counts), strict=True))

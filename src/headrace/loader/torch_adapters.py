@@ -25,6 +25,7 @@ import math
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,9 +34,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from headrace.errors import ConfigError, CursorMismatch, HeadraceError
 from headrace.loader.batch_fill import FILL_KERNELS
 from headrace.loader.dataset import TextDataset
-from headrace.loader.ends import AloneEnds, Ends
-from headrace.loader.lanes import LanePlan, WeightChange
+from headrace.loader.ends import AloneEnds
 from headrace.loader.loader import Loader
+from headrace.loader.text_plan import TextPlan
 from headrace.order import Cursor
 from headrace.runtime.compiled import wait_for_kernels
 from headrace.text import PACK_KERNELS
@@ -101,10 +102,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         return self._batches() if self.batched else self._rows()
 
     def __len__(self) -> int:
-        raise TypeError(
-            "how many batches live text gives is known only once it has been tokenised, so this dataset has no length: count "
-            "steps instead (max_steps in a Trainer), or iterate until it ends"
-        )
+        return len(self.loader)
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         # A generator, so that nothing happens before the first batch is asked for: a StatefulDataLoader calls iter() only to
@@ -154,15 +152,10 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
 
         Passes follow each other by themselves. Only workers that are started anew for each epoch need to be told.
         """
-        if not isinstance(epoch, int) or epoch < 0:
-            raise ConfigError(f"set_epoch takes an integer of 0 or more, got {epoch!r}")
-        state = self.loader.state_dict()
-        body = state["body"]
-        if self._row or not (body["ended"] or body["sample"] == 0):
-            return
-        following = body["pass"] + 1 if body["ended"] else 0
-        if epoch > following:
-            self.load_state_dict({**state, "body": {**body, "pass": epoch - 1, "ended": True}})
+        loader = self.loader
+        if not self._row:
+            loader.set_epoch(epoch)
+            self._touched = True
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -279,14 +272,14 @@ class _WorkerLoader(Loader):
 
     def __init__(self, data: TextDataset, *, alone: bool, **options: Any) -> None:
         super().__init__(data, **options)
-        self._alone = alone
+        plan = self.plan
+        assert isinstance(plan, TextPlan)
         # A forked worker sees its parent's process group, and must not speak through its parent's sockets.
-        self._distributed = False
-
-    def _new_ends(self, plan: LanePlan, changes: Sequence[WeightChange]) -> Ends:
+        plan.rank = replace(plan.rank, connected=False)
         # Workers of a single rank may end one after the other: the DataLoader goes on with the rest. Those of several ranks
         # must not, and work out by themselves when the other lanes end.
-        return AloneEnds() if self._alone else super()._new_ends(plan, changes)
+        if alone:
+            plan.new_ends = lambda lanes, changes: AloneEnds()
 
 
 def _inside(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:

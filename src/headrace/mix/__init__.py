@@ -8,16 +8,16 @@ strata      which labelled row comes next, so that every class is served
 Streams (files of cells, K open at a time):
 streams     which streams there are, how many picks each lasts, which lane reads it
 queue       in which order they wait for a place in the pool
-pool        which slices are being read, and how evenly they drain
-pick        which of them gives the next batch
-plan        all of it together: what comes next, and where that stands
+pool        where a lane stands: its slices, how far each is read, how evenly they drain
+pick        which slice gives the next batch
+plan        all of it together: what comes next, and where the delivered draws have brought it
 """
 
 from headrace.mix.deal import Deal, Span
 from headrace.mix.interleave import LaneMix, fixed_point, lane_weight_factors, starting_credits
 from headrace.mix.pick import PICK_MODES, PickMode
-from headrace.mix.plan import BATCHING_MODES, BatchingMode, Draw, LanePool, MixPlan, MixSettings, Reshard, worker_of
-from headrace.mix.pool import Slice, Snapshot
+from headrace.mix.plan import BATCHING_MODES, BatchingMode, MixPlan, MixSettings, MixState, PlanStep, Reshard, worker_of
+from headrace.mix.pool import Draw, LaneState, Slice, Snapshot
 from headrace.mix.queue import QUEUES, Queue
 from headrace.mix.strata import BALANCES, Balance, Strata, held_out
 from headrace.mix.streams import StreamTable, rank_share
@@ -32,10 +32,12 @@ __all__ = [
     "Deal",
     "Draw",
     "LaneMix",
-    "LanePool",
+    "LaneState",
     "MixPlan",
     "MixSettings",
+    "MixState",
     "PickMode",
+    "PlanStep",
     "Queue",
     "Reshard",
     "Slice",

@@ -22,12 +22,13 @@ functions of (key, step): counters, never a generator.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from headrace.mix.pool import Slice
 from headrace.order import derive
 
-__all__ = ["PICK_MODES", "PickMode", "Picker", "picker_for"]
+__all__ = ["PICK_MODES", "PickMode", "Picker", "picker_for", "promised_shares"]
 
 PickMode = Literal["proportional", "weighted", "uniform", "round_robin", "sequential"]
 PICK_MODES: tuple[PickMode, ...] = get_args(PickMode)
@@ -48,10 +49,6 @@ class Picker:
     def choose(self, slots: list[Slice], step: int) -> Slice:
         raise NotImplementedError
 
-    def weight(self, one: Slice) -> int:
-        """What share of the picks a slice is promised, in proportion to the others; 0 where none is."""
-        return one.picks
-
     def admitted(self, one: Slice) -> None:
         """A slice has come into its slot (its `entry` is set)."""
 
@@ -63,12 +60,6 @@ class Picker:
 
     def passed(self, slot: int) -> None:
         """The slice of `slot` was dry and another has taken its place."""
-
-    def follow(self, other: Picker, slots: list[Slice], moved: list[Slice]) -> None:
-        """Stand where `other` stands, whose slots hold the same slices; those of `moved` were picked since, and know how far."""
-        for one in moved:
-            self.read_on(one)
-        self.clock, self.turn = other.clock, other.turn
 
 
 class _Proportional(Picker):
@@ -94,16 +85,9 @@ class _Proportional(Picker):
     def removed(self, slots: list[Slice], slot: int) -> None:
         heapq.heappop(self._heap)
 
-    def follow(self, other: Picker, slots: list[Slice], moved: list[Slice]) -> None:
-        for one in moved:
-            one.due = _due(one)
-        self._heap = [(one.due, one.stream, one) for one in slots]
-        heapq.heapify(self._heap)
-        self.clock = other.clock
-
 
 def _due(one: Slice) -> int:
-    taken = -(-(one.position - one.start) // one.per_pick)
+    taken = -(-one.position // one.per_pick)
     return one.entry + ((taken << UNIT_BITS) + one.phase) // (taken + one.remaining)
 
 
@@ -160,17 +144,11 @@ class _Weighted(Picker):
 
 
 class _Uniform(Picker):
-    def weight(self, one: Slice) -> int:
-        return 1
-
     def choose(self, slots: list[Slice], step: int) -> Slice:
         return slots[derive(self.key, step) % len(slots)]
 
 
 class _RoundRobin(Picker):
-    def weight(self, one: Slice) -> int:
-        return 1
-
     def choose(self, slots: list[Slice], step: int) -> Slice:
         if self.turn >= len(slots):
             self.turn = 0
@@ -184,9 +162,6 @@ class _RoundRobin(Picker):
 
 
 class _Sequential(Picker):
-    def weight(self, one: Slice) -> int:
-        return 0
-
     def choose(self, slots: list[Slice], step: int) -> Slice:
         return slots[0]
 
@@ -203,3 +178,10 @@ _PICKERS: dict[str, type[Picker]] = {
 def picker_for(mode: PickMode, key: int) -> Picker:
     """The picker of a mode."""
     return _PICKERS[mode](key)
+
+
+def promised_shares(mode: PickMode, picks: Sequence[int]) -> Sequence[int]:
+    """What share of the picks each slice is promised, in proportion to the others, by the picks that it has in all; 0 where none is."""
+    if mode in ("proportional", "weighted"):
+        return picks
+    return [0 if mode == "sequential" else 1] * len(picks)

@@ -1,8 +1,10 @@
 """What comes next, without reading it.
 
-    plan = MixPlan(table, batch_size={"rna": 64, "atac": 32}, slots=8, seed=7)
-    draw = plan.next()          Draw(index=0, lane=0, stream=12, start=0, stop=64, ...)
-    plan.to_body()              where it stands: small JSON
+    plan = MixPlan(table, MixSettings(batch_size={"rna": 64, "atac": 32}, slots=8, seed=7))
+    delivered = MixState(plan)
+    step = plan.next_step()     step.draw: Draw(index=0, lane=0, stream=12, start=0, stop=64, ...)
+    delivered.add(step)         once the batch is handed over
+    delivered.to_body()         where that stands: small JSON
 
 A lane is a queue, a pool of K slices and a pick mode. `per_stream` has one lane, and all ranks share the rows of each of its
 draws; `device_per_stream` has L of them, each with streams of its own, and lane l belongs to rank l mod W. Draw d belongs to
@@ -14,38 +16,32 @@ it, and no process has to send another what comes next. Reads no clock, opens no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from headrace.errors import ConfigError, CursorMismatch
-from headrace.mix.pick import PICK_MODES, UNIT_BITS, PickMode, picker_for
-from headrace.mix.pool import Gauges, Slice, Snapshot, gauges_for
+from headrace.mix.pick import PICK_MODES, UNIT_BITS, PickMode, picker_for, promised_shares
+from headrace.mix.pool import Draw, LaneState, PoolChange, Slice, Snapshot
 from headrace.mix.queue import QUEUES, Queue, queue_order
 from headrace.mix.streams import StreamTable, dealt_to_lanes, picks_of
 from headrace.order import derive, key
 
-__all__ = ["BATCHING_MODES", "BatchingMode", "Draw", "LanePool", "MixPlan", "MixSettings", "Reshard"]
+__all__ = [
+    "BATCHING_MODES",
+    "BatchingMode",
+    "LanePool",
+    "MixPlan",
+    "MixSettings",
+    "MixState",
+    "PlanStep",
+    "Reshard",
+    "lane_steps",
+    "worker_of",
+]
 
 BatchingMode = Literal["per_stream", "device_per_stream"]
 BATCHING_MODES: tuple[BatchingMode, ...] = get_args(BatchingMode)
-
-
-class Draw(NamedTuple):
-    """One pick: the rows [start, stop) of a stream."""
-
-    index: int
-    lane: int
-    stream: int
-    """-1: the lane has no streams, and delivers batches without rows so that its rank takes part."""
-    start: int
-    stop: int
-    ordinal: int
-    """The slice's number among those of its lane: workers are dealt out by it."""
-    dry: bool
-    """The slice ends here."""
-    epoch: int = 0
-    """The lane's."""
 
 
 class Reshard(NamedTuple):
@@ -112,14 +108,7 @@ class LanePool:
     """One lane: its queue, its pool and its picks. `step` counts the lane's picks over all epochs."""
 
     def __init__(
-        self,
-        table: StreamTable,
-        streams: Sequence[int],
-        *,
-        per_pick: Sequence[int],
-        settings: MixSettings,
-        lane: int,
-        watch: bool,
+        self, table: StreamTable, streams: Sequence[int], *, per_pick: Sequence[int], settings: MixSettings, lane: int
     ) -> None:
         self._table = table
         self._streams = streams
@@ -128,15 +117,8 @@ class LanePool:
         self._settings = settings
         self._queue_key = key("stream.queue", seed=settings.seed, lane=lane)
         self._pick_key = key("stream.pick", seed=settings.seed, lane=lane)
-        self._watch = watch
         self.lane = lane
         self.step = 0
-        self.epoch = 0
-        self.exhausted = 0
-        """Slices that ran dry by being read, since the plan was made."""
-        self.snapshot: Snapshot | None = None
-        """The pool at the last pick, if the plan is watched."""
-        self.picks_by_kind = [0] * len(table.kinds)
         self.ahead: dict[int, tuple[int, int]] = {}
         """Streams whose next row is not the first of this epoch: (epoch, row). From a resume on other lanes."""
         self._start_epoch(0)
@@ -159,68 +141,26 @@ class LanePool:
             raise RuntimeError(f"epoch {self.epoch} of lane {self.lane} still has {len(self.slots)} slices open")
         self._start_epoch(self.epoch + 1)
         self._fill()
+        self._begun = self.state()
 
-    def pick(self, look: bool = True) -> tuple[Slice, int, int]:
-        """The slice that gives the next batch, and the rows it gives. Refills its slot at once if that was the last.
-
-        `look`: take the snapshot of a watched pool. A caller that picks again before the snapshot is read passes False.
-        """
-        picker, slots, step = self.picker, self.slots, self.step
-        one = picker.choose(slots, step)
-        one.last = step
-        stream = one.stream
-        if self._watch:
-            if look:
-                if self._unread:
-                    self._read_gauges()
-                self._gauges.picked(one.slot, step)
-                self.snapshot = self._gauges.snapshot(step, self._kinds)
-            else:
-                self._unread.add(one)
-            self.picks_by_kind[self._table.kind_of[stream]] += 1
+    def pick(self, index: int) -> tuple[Draw, PoolChange]:
+        """Draw `index`, from the slice whose turn it is. Refills the slot at once if the slice ends."""
+        picker = self.picker
+        one = picker.choose(self.slots, self.step)
+        self.step += 1
         start = one.position
-        stop = start + one.per_pick
         one.remaining -= 1
-        self.step = step + 1
+        begun, self._begun = self._begun, None
         if one.remaining:
-            one.position = stop
+            stop = one.position = start + one.per_pick
             picker.read_on(one)
-            if look and self._watch:
-                self._gauges.read_on(one)
-        else:
-            stop = one.position = one.end
-            self.exhausted += 1
-            self._replace(one)
-        return one, start, stop
-
-    def _read_gauges(self) -> None:
-        """Bring the gauges to where the slices are: those that were picked since, each once."""
-        gauges = self._gauges
-        for one in self._unread:
-            gauges.picked(one.slot, one.last)
-            gauges.read_on(one)
-        self._unread.clear()
-
-    def follow(self, other: LanePool) -> bool:
-        """Stand where `other` stands, a copy that has picked on; False, and nothing is done, if a slice came or went meanwhile.
-
-        Takes no snapshot: only for a caller that picks again before the snapshot is read. 64 picks are followed in 4 us; to make them again
-        takes 100, among reads of half a megabyte 170.
-        """
-        slots = self.slots
-        if (self.epoch, self.admitted, len(slots)) != (other.epoch, other.admitted, len(other.slots)):
-            return False
-        moved: list[Slice] = []
-        for one, there in zip(slots, other.slots, strict=True):
-            if one.remaining != there.remaining:
-                self.picks_by_kind[self._table.kind_of[one.stream]] += one.remaining - there.remaining
-                one.remaining, one.position, one.last = there.remaining, there.position, there.last
-                moved.append(one)
-        self.picker.follow(other.picker, slots, moved)
-        if self._watch:
-            self._unread.update(moved)
-        self.step = other.step
-        return True
+            draw = Draw(index, self.lane, one.stream, start, stop, one.ordinal, False, self.epoch)
+            return draw, PoolChange(one.slot, picker.clock, picker.turn, None, begun)
+        stop = one.position = one.end
+        slot, following = one.slot, self._replace(one)
+        incoming = None if following is None else (following.stream, following.position)
+        draw = Draw(index, self.lane, one.stream, start, stop, one.ordinal, True, self.epoch)
+        return draw, PoolChange(slot, picker.clock, picker.turn, incoming, begun)
 
     def upcoming(self, count: int) -> list[int]:
         """The streams that come into the pool next, as far as this epoch has them: worth opening ahead."""
@@ -233,23 +173,15 @@ class LanePool:
         self.epoch = epoch
         self._phase_key = derive(self._pick_key, ~epoch)
         self.band = band or self._settings.slots
-        """The width of bands in this epoch: another pool size at a resume must not change its order."""
         self.slots: list[Slice] = []
         self.parked: list[Slice] = []
-        """Slices without a slot, with their positions; they come before the queue."""
         self.admitted = 0
         """Slices that came into the pool in this epoch."""
         self.index = 0
         self.queue = self._order(epoch)
-        self._fresh_pool()
-
-    def _fresh_pool(self) -> None:
         self.picker = picker_for(self._settings.pick_mode, self._pick_key)
-        self._gauges: Gauges = gauges_for(self._settings.slots)
-        self._unread: set[Slice] = set()
-        """Slices whose numbers the gauges do not show yet."""
-        self._count: list[int] = [0] * len(self._table.kinds)
-        self._kinds = tuple(self._count)
+        self._begun: LaneState | None = None
+        """The lane as it is, if nothing was picked since the epoch began."""
 
     def _order(self, epoch: int) -> list[int]:
         order = queue_order(
@@ -263,7 +195,7 @@ class LanePool:
         while len(self.slots) < self._settings.slots and (one := self._take()) is not None:
             one.slot = len(self.slots)
             self.slots.append(one)
-            self._admit(one, at=self.step)
+            self._admit(one)
 
     def _take(self) -> Slice | None:
         """The next slice that waits; None if none does."""
@@ -277,91 +209,67 @@ class LanePool:
         return self._slice(stream, position if epoch == self.epoch else 0)
 
     def _slice(self, stream: int, position: int) -> Slice:
-        return Slice(
-            stream=stream, start=0, end=self._table.rows[stream], position=position, per_pick=self._per_pick[stream]
-        )
+        return Slice(stream=stream, end=self._table.rows[stream], position=position, per_pick=self._per_pick[stream])
 
-    def _admit(self, one: Slice, *, at: int, entry: int | None = None) -> None:
-        """`at` is the step of the admission: a slice that was never picked has waited since then."""
+    def _admit(self, one: Slice, entry: int | None = None) -> None:
         one.entry = self.picker.clock if entry is None else entry
-        one.last = at
         one.phase = derive(self._phase_key, one.stream) >> (64 - UNIT_BITS)
         one.ordinal = self.admitted
         self.admitted += 1
         self.picker.admitted(one)
-        if self._watch:
-            self._gauges.put(one, self.picker.weight(one))
-            self._count[self._table.kind_of[one.stream]] += 1
-            self._kinds = tuple(self._count)
 
-    def _replace(self, dry: Slice) -> None:
+    def _replace(self, dry: Slice) -> Slice | None:
+        """Give the slot of a dry slice to the next that waits, which is returned; None: the pool has a slot less."""
         slot = dry.slot
-        if self._watch:
-            self._read_gauges()  # while slots are where they were
-            self._count[self._table.kind_of[dry.stream]] -= 1
         following = self._take()
         if following is not None:
             following.slot = slot
             self.slots[slot] = following
             self.picker.passed(slot)
-            self._admit(following, at=self.step - 1)
-            return
+            self._admit(following)
+            return following
         del self.slots[slot]
         for one in self.slots[slot:]:
             one.slot -= 1
         self.picker.removed(self.slots, slot)
-        if self._watch:
-            self._gauges.remove(slot)
-            self._kinds = tuple(self._count)
+        return None
 
     # ---------------------------------------------------------------------------------------------- state
 
-    def to_body(self) -> dict[str, Any]:
-        """Where the lane stands. Entries are relative to the virtual clock, so equal places give equal states."""
-        body: dict[str, Any] = {
-            "epoch": self.epoch,
-            "queue_index": self.index,
-            "streams": [one.stream for one in self.slots],
-            "positions": [one.position for one in self.slots],
-        }
-        if self._settings.pick_mode == "proportional":
-            body["entries"] = [self.picker.clock - one.entry for one in self.slots]
-        if self.picker.turn:
-            body["turn"] = self.picker.turn
-        if self.band != self._settings.slots:
-            body["band"] = self.band
-        if self.parked:
-            body["parked"] = [[one.stream, one.position] for one in self.parked]
-        if self.ahead:
-            body["ahead"] = [[stream, *where] for stream, where in sorted(self.ahead.items())]
-        return body
+    def state(self) -> LaneState:
+        """Where the lane stands. Every slice counts as picked now."""
+        slots = self.slots
+        return LaneState(
+            epoch=self.epoch, index=self.index, band=self.band, clock=self.picker.clock, turn=self.picker.turn,
+            streams=[one.stream for one in slots], positions=[one.position for one in slots], entries=[one.entry for one in slots],
+            last=[self.step] * len(slots), parked=[(one.stream, one.position) for one in self.parked], ahead=self.ahead.copy(),
+        )  # fmt: skip
 
-    def load_body(self, body: Mapping[str, Any], *, step: int, saved_slots: int, drop: bool) -> Reshard:
-        """Become the lane that gave `body`, with as many slots as this one has."""
-        self.ahead = {int(s): (int(e), int(p)) for s, e, p in body.get("ahead", ())}
-        self._start_epoch(int(body["epoch"]), int(body.get("band", saved_slots)))
-        self.step = step
-        self.snapshot = None
-        self.index = int(body["queue_index"])
-        streams, positions = body["streams"], body["positions"]
-        entries = body.get("entries", [0] * len(streams))
-        if not len(streams) == len(positions) == len(entries) or not 0 <= self.index <= len(self.queue):
+    def load(self, state: LaneState, *, step: int, drop: bool = False) -> Reshard:
+        """Become the lane that gave `state`, with as many slots as this one has."""
+        self.ahead = state.ahead.copy()
+        self._start_epoch(state.epoch, state.band)
+        self.step, self.index = step, state.index
+        if not len(state.streams) == len(state.positions) == len(state.entries) or not 0 <= self.index <= len(
+            self.queue
+        ):
             raise CursorMismatch(
-                f"lane {self.lane} of the state does not fit together: {len(streams)} streams, {len(positions)} positions, "
-                f"{len(entries)} entries, place {self.index} in a queue of {len(self.queue)}"
+                f"lane {self.lane} of the state does not fit together: {len(state.streams)} streams, {len(state.positions)} positions, "
+                f"{len(state.entries)} entries, place {self.index} in a queue of {len(self.queue)}"
             )
+        self.picker.clock = state.clock
         surplus: list[Slice] = []
-        for stream, position, behind in zip(streams, positions, entries, strict=True):
+        for stream, position, entry in zip(state.streams, state.positions, state.entries, strict=True):
             one = self._checked(stream, position)
             if len(self.slots) == self._settings.slots:
                 surplus.append(one)
                 continue
             one.slot = len(self.slots)
             self.slots.append(one)
-            self._admit(one, at=step, entry=-int(behind))
+            self._admit(one, entry)
         self.parked = [] if drop else list(surplus)
-        self.parked += [self._checked(stream, position) for stream, position in body.get("parked", ())]
-        self.picker.turn = int(body.get("turn", 0))
+        self.parked += [self._checked(stream, position) for stream, position in state.parked]
+        self.picker.turn = state.turn
         self._fill()
         return Reshard(parked=0 if drop else len(surplus), dropped=len(surplus) if drop else 0)
 
@@ -392,15 +300,24 @@ class LanePool:
             self.ahead[stream] = (epoch + 1, 0)
         self._start_epoch(epoch)
         self.step = step
-        self.snapshot = None
         self.parked = [self._slice(stream, mine[stream][1]) for stream in begun]
         self._fill()
 
 
-class MixPlan:
-    """All lanes, in the order of draws. `watch` keeps the gauges that metrics are taken from."""
+class PlanStep(NamedTuple):
+    """One draw of a plan, and what it changed."""
 
-    def __init__(self, table: StreamTable, settings: MixSettings, *, watch: bool = True) -> None:
+    draw: Draw
+    change: PoolChange | None
+    """None: the lane has no streams."""
+    index: int
+    """Draws of all ranks, this one and those that belong to the same step included."""
+
+
+class MixPlan:
+    """All lanes, in the order of draws."""
+
+    def __init__(self, table: StreamTable, settings: MixSettings) -> None:
         self.table = table
         self.settings = settings
         self.per_pick = table.rows_per_pick(settings.batch_size, settings.rows_factor)
@@ -409,7 +326,7 @@ class MixPlan:
         """The next draw."""
         self.dealt = dealt_to_lanes(self.picks, settings.lanes)
         self.lanes = [
-            LanePool(table, streams, per_pick=self.per_pick, settings=settings, lane=lane, watch=watch)
+            LanePool(table, streams, per_pick=self.per_pick, settings=settings, lane=lane)
             for lane, streams in enumerate(self.dealt)
         ]
         self._rolls = settings.batching_mode == "device_per_stream"
@@ -425,63 +342,60 @@ class MixPlan:
 
     def next(self) -> Draw:
         """The next draw of all. IndexError at the end of an epoch."""
-        index = self.index
-        lane = index % len(self.lanes)
-        self.index = index + 1
-        return self._draw(self.lanes[lane], index)
+        return self.next_step().draw
 
-    def next_of_rank(self, rank: int, world_size: int, look: bool = True) -> Draw:
+    def next_step(self, rank: int = 0, world_size: int = 1) -> PlanStep:
         """The next draw that a rank delivers, all other ranks having delivered as many: for per_stream the next of all.
 
-        The lanes of other ranks are left behind and catch up when the state is asked for. `look` is pick's.
+        The lanes of other ranks are left where they are: see `catch_up`. IndexError at the end of an epoch.
         """
         if not self._rolls:
             index = self.index
             self.index = index + 1
-            return self._draw(self.lanes[0], index, look)
+            draw, change = self._draw(self.lanes[0], index)
+            return PlanStep(draw, change, self.index)
         index = self.index + (rank - self.index) % world_size
         self.index += world_size
-        return self._draw(self.lanes[index % len(self.lanes)], index, look)
+        draw, change = self._draw(self.lanes[index % len(self.lanes)], index)
+        return PlanStep(draw, change, self.index)
 
-    def _draw(self, pool: LanePool, index: int, look: bool = True) -> Draw:
+    def _draw(self, pool: LanePool, index: int) -> tuple[Draw, PoolChange | None]:
         if not pool.slots:
             if not self._rolls:
                 raise IndexError(f"epoch {pool.epoch} has ended")
             if not pool:
                 pool.step += 1
-                return Draw(index, pool.lane, -1, 0, 0, 0, False)
+                return Draw(index, pool.lane, -1, 0, 0, 0, False), None
             pool.next_epoch()
-        one, start, stop = pool.pick(look)
-        return Draw(index, pool.lane, one.stream, start, stop, one.ordinal, stop == one.end, pool.epoch)
+        return pool.pick(index)
 
-    def follow(self, other: MixPlan) -> bool:
-        """Stand where `other` stands, a copy that has drawn on; False, and nothing is done, if only drawing leads there (LanePool)."""
-        if len(self.lanes) > 1 or not self.lanes[0].follow(other.lanes[0]):
-            return False
-        self.index = other.index
-        return True
-
-    def catch_up(self) -> None:
-        """Bring every lane to where the draws of all ranks have brought it."""
+    def catch_up(self, index: int, but: Collection[int] = ()) -> list[LanePool]:
+        """Bring lanes, all but some, to where the draws before `index` of all ranks have brought them; those that moved."""
+        moved = []
         for pool in self.lanes:
-            for _ in range(lane_steps(pool.lane, len(self.lanes), self.index) - pool.step):
+            steps = 0 if pool.lane in but else lane_steps(pool.lane, len(self.lanes), index) - pool.step
+            for _ in range(steps):
                 self._draw(pool, -1)
+            if steps > 0:
+                moved.append(pool)
+        return moved
 
-    def active_streams(self) -> list[int]:
-        """The streams that are being read, in all lanes: in a pool, or half read and without a slot."""
-        self.catch_up()
-        return sorted({one.stream for pool in self.lanes for one in (*pool.slots, *pool.parked)})
-
-    def lanes_of(self, rank: int, world_size: int) -> list[LanePool]:
+    def lanes_of(self, rank: int, world_size: int) -> list[int]:
         """The lanes whose draws a rank delivers."""
-        return [p for p in self.lanes if p.lane % world_size == rank] if self._rolls else self.lanes
+        return [lane for lane in range(len(self.lanes)) if not self._rolls or lane % world_size == rank]
 
     # ---------------------------------------------------------------------------------------------- state
 
     def to_body(self) -> dict[str, Any]:
         """Where the plan stands, as JSON. The same on every rank."""
-        self.catch_up()
-        return {"draw": self.index, "slots": self.settings.slots, "lanes": [pool.to_body() for pool in self.lanes]}
+        self.catch_up(self.index)
+        return MixState(self).to_body()
+
+    def load(self, state: MixState) -> None:
+        """Go on after the draws that were delivered."""
+        self.index = state.index
+        for pool, lane in zip(self.lanes, state.lanes(), strict=True):
+            pool.load(lane, step=lane_steps(pool.lane, len(self.lanes), state.index))
 
     def load_body(self, body: Mapping[str, Any], *, drop: bool = False) -> Reshard:
         """Go on from a saved place, on any number of slots and lanes."""
@@ -491,17 +405,17 @@ class MixPlan:
                 raise ValueError(f"draw {index}, {slots} slots, {len(saved)} lanes")
             if len(saved) != len(self.lanes):
                 return self._load_other_lanes(index, slots, saved)
-            moved = [
-                pool.load_body(one, step=lane_steps(pool.lane, len(self.lanes), index), saved_slots=slots, drop=drop)
-                for pool, one in zip(self.lanes, saved, strict=True)
-            ]
+            moved = []
+            for pool, one in zip(self.lanes, saved, strict=True):
+                step = lane_steps(pool.lane, len(self.lanes), index)
+                moved.append(pool.load(LaneState.from_body(one, slots=slots, step=step), step=step, drop=drop))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CursorMismatch(f"the state is not one of a stream plan: {type(error).__name__} {error}") from error
         self.index = index
         return Reshard(*(sum(column) for column in zip(*moved, strict=True)))
 
     def _load_other_lanes(self, index: int, slots: int, saved: Sequence[Mapping[str, Any]]) -> Reshard:
-        before = MixPlan(self.table, replace(self.settings, lanes=len(saved), slots=slots), watch=False)
+        before = MixPlan(self.table, replace(self.settings, lanes=len(saved), slots=slots))
         before.load_body({"draw": index, "slots": slots, "lanes": saved})
         where: dict[int, tuple[int, int]] = {}
         for pool in before.lanes:
@@ -512,6 +426,89 @@ class MixPlan:
         return Reshard(parked=sum(len(pool.parked) for pool in self.lanes), dropped=0)
 
 
+class MixState:
+    """Where the draws that were delivered have brought the lanes. The plan itself may have run ahead.
+
+    Each draw changes a few numbers, which travel with it (`PlanStep`). The last draw of a lane is applied when the next one comes or the state is
+    asked for, because the metrics show the pool as it was before that draw.
+    """
+
+    def __init__(self, plan: MixPlan) -> None:
+        """The place where `plan` stands, all of whose lanes must have caught up."""
+        self.settings, self._table, self._per_pick = plan.settings, plan.table, plan.per_pick
+        self._shares = promised_shares(plan.settings.pick_mode, plan.picks)
+        self.index = plan.index
+        """Draws delivered, by all ranks."""
+        self._lanes = [pool.state() for pool in plan.lanes]
+        self._last: dict[int, PlanStep] = {}
+        """By lane, the last draw, if `_lanes` holds the lane before it."""
+        self._snapshots: dict[int, Snapshot] = {}
+        """By lane, the pool at the last draw, if `_lanes` holds the lane after it."""
+        self.exhausted = 0
+        """Slices that ran dry by being read."""
+        self.picks_by_kind = [0] * len(plan.table.kinds)
+
+    def add(self, step: PlanStep) -> None:
+        """The batch of this draw was delivered."""
+        draw, change, self.index = step
+        if change is None:
+            return
+        lane = draw.lane
+        self._snapshots.pop(lane, None)
+        if lane in self._last:
+            self._apply_last(lane)
+        if change.begun is not None:
+            self._lanes[lane] = change.begun
+        self._last[lane] = step
+        self.exhausted += draw.dry
+        self.picks_by_kind[self._table.kind_of[draw.stream]] += 1
+
+    def lanes(self) -> list[LaneState]:
+        """Every lane. Of device_per_stream those of other ranks are where `catch_up` left them."""
+        for lane in list(self._last):
+            self._snapshots[lane] = self._snapshot(self._last[lane])
+            self._apply_last(lane)
+        return self._lanes
+
+    def catch_up(self, plan: MixPlan, own: Collection[int]) -> None:
+        """Bring the lanes that are not the rank's `own` to where the draws of all ranks have brought them. `plan` makes those draws."""
+        for pool in plan.catch_up(self.index, own):
+            self._lanes[pool.lane] = pool.state()
+
+    def next_epoch(self, plan: MixPlan) -> None:
+        """Begin the next epoch of per_stream, all of this one having been delivered."""
+        plan.load(self)
+        plan.next_epoch()
+        self._lanes = [pool.state() for pool in plan.lanes]
+
+    def snapshots(self) -> dict[int, Snapshot]:
+        """By lane, the pool at the last draw that was delivered."""
+        return self._snapshots | {lane: self._snapshot(step) for lane, step in self._last.items()}
+
+    def active_streams(self) -> list[int]:
+        """The streams that are being read, in all lanes: in a pool, or half read and without a slot."""
+        return sorted({s for lane in self.lanes() for s in (*lane.streams, *(stream for stream, _ in lane.parked))})
+
+    def to_body(self) -> dict[str, Any]:
+        slots, proportional = self.settings.slots, self.settings.pick_mode == "proportional"
+        lanes = [lane.to_body(slots=slots, with_entries=proportional) for lane in self.lanes()]
+        return {"draw": self.index, "slots": slots, "lanes": lanes}
+
+    def _apply_last(self, lane: int) -> None:
+        draw, change, _ = self._last.pop(lane)
+        assert change is not None
+        self._lanes[lane].advance(draw, self._step(draw), change)
+
+    def _snapshot(self, step: PlanStep) -> Snapshot:
+        draw, change, _ = step
+        assert change is not None
+        return self._lanes[draw.lane].snapshot(change.slot, self._step(draw), self._table, self._per_pick, self._shares)
+
+    def _step(self, draw: Draw) -> int:
+        """Which of its lane's draws it is, from 0."""
+        return draw.index // len(self._lanes)
+
+
 def lane_steps(lane: int, lanes: int, index: int) -> int:
     """How many of the draws before `index` belong to a lane."""
     return max(0, -(-(index - lane) // lanes))
@@ -520,8 +517,3 @@ def lane_steps(lane: int, lanes: int, index: int) -> int:
 def worker_of(draw: Draw, workers: int) -> int:
     """Which worker process reads a draw: a slice stays with one of them, so that no part of it is decoded twice."""
     return (draw.ordinal + draw.lane) % workers
-
-
-def batch_sizes(table: StreamTable, size: int | Mapping[str, int]) -> dict[str, int]:
-    """One number for all, or one for each modality."""
-    return dict.fromkeys(table.kinds, size) if isinstance(size, int) else dict(size)

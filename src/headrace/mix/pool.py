@@ -1,54 +1,39 @@
-"""Which slices are being read, how far each of them is, and how evenly they drain.
+"""Where a lane stands: the slices in its pool, and how far each of them was read.
 
-A slice is the rows [start, end) of one stream. The pool holds K of them in slots; the gauges beside it answer at every
-pick what the metrics ask: least and most picks left, least and most of a slice left, who has waited longest.
+    state = LaneState(…)                 right after some draw
+    state.advance(draw, n, change)       right after the next one, from what that draw changed
+    state.snapshot(slot, n, …)           how evenly the pool drains
+
+A slice is the rows [0, end) of one stream. The pool holds K of them in slots.
 
     remaining fractions   .41 .38 .44 .40      a tight cluster: the pool drains evenly
                           .02 .95 .90 .01      a wide one: some slices are starved
-
-Up to 32 slots plain lists are fastest (a snapshot takes 3.5 us at K=8, a numpy table 8); beyond, one numpy table is (8.9 us at
-K=512, lists 84).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-import numpy as np
+from headrace.mix.streams import StreamTable, picks_of
 
-from headrace.mix.streams import picks_of
-
-__all__ = ["Gauges", "Slice", "Snapshot", "gauges_for"]
-
-_LISTS_UP_TO = 32
+__all__ = ["Draw", "LaneState", "PoolChange", "Slice", "Snapshot"]
 
 
 class Slice:
-    """The rows [start, end) of one stream and how far they have been read. Mutable: it is the hot path of a plan."""
+    """The rows [0, end) of one stream and how far they have been read. Mutable: it is the hot path of a plan."""
 
-    __slots__ = (
-        "due",
-        "end",
-        "entry",
-        "last",
-        "ordinal",
-        "per_pick",
-        "phase",
-        "position",
-        "remaining",
-        "slot",
-        "start",
-        "stream",
-    )
+    __slots__ = ("due", "end", "entry", "ordinal", "per_pick", "phase", "position", "remaining", "slot", "stream")
 
-    def __init__(self, *, stream: int, start: int, end: int, position: int, per_pick: int) -> None:
-        if not 0 <= start <= position <= end or per_pick < 1:
+    def __init__(self, *, stream: int, end: int, position: int, per_pick: int) -> None:
+        if not 0 <= position <= end or per_pick < 1:
             raise ValueError(
-                f"slice of stream {stream} needs 0 <= start <= position <= end and per_pick >= 1, got start={start}, "
-                f"position={position}, end={end}, per_pick={per_pick}"
+                f"slice of stream {stream} needs 0 <= position <= end and per_pick >= 1, got position={position}, end={end}, "
+                f"per_pick={per_pick}"
             )
         self.stream = stream
-        self.start = start
         self.end = end
         self.position = position
         """Next row to read. Equal to `end` once the slice is dry."""
@@ -64,22 +49,42 @@ class Slice:
         self.slot = -1
         self.ordinal = 0
         """How many slices came into the pool before it: worker processes are dealt out by it."""
-        self.last = 0
-        """Step of its last pick, or of its admission."""
 
-    @property
-    def taken(self) -> int:
-        """Picks so far, also of a slice whose rows a pick were changed half-way."""
-        return picks_of(self.position - self.start, self.per_pick)
 
-    @property
-    def picks(self) -> int:
-        """Picks of the whole slice."""
-        return self.taken + self.remaining
+class Draw(NamedTuple):
+    """One pick: the rows [start, stop) of a stream."""
+
+    index: int
+    lane: int
+    stream: int
+    """-1: the lane has no streams, and delivers batches without rows so that its rank takes part."""
+    start: int
+    stop: int
+    ordinal: int
+    """The slice's number among those of its lane: workers are dealt out by it."""
+    dry: bool
+    """The slice ends here."""
+    epoch: int = 0
+    """The lane's."""
+
+
+class PoolChange(NamedTuple):
+    """What a draw changed in its lane, beside the position of the slice."""
+
+    slot: int
+    """Of the slice that was picked."""
+    clock: int
+    """The picker's virtual time."""
+    turn: int
+    """The picker's next slot."""
+    incoming: tuple[int, int] | None = None
+    """(stream, position) of the slice that took the slot of one that ran dry."""
+    begun: LaneState | None = None
+    """The lane right before the draw, if the draw is the first of an epoch."""
 
 
 class Snapshot(NamedTuple):
-    """What the pool looked like at one pick: readers as they were before it, waiting times as they are after it."""
+    """What the pool looked like at one pick: slices as they were before it, waiting times as they are after it."""
 
     remaining_min: int
     remaining_max: int
@@ -93,106 +98,96 @@ class Snapshot(NamedTuple):
     """Slices in the pool, by modality."""
 
 
-class Gauges:
-    """Numbers of every slot, in lists; answers by walking them."""
+@dataclass(slots=True, kw_only=True)
+class LaneState:
+    """Everything that a lane's next draws depend on, and when each slice was picked last."""
 
-    def __init__(self, slots: int) -> None:
-        self.remaining: list[int] = []
-        self.fraction: list[float] = []
-        self.last: list[int] = []
-        self.weight: list[int] = []
-        self._total = 0
+    epoch: int
+    index: int
+    """Place in the epoch's queue."""
+    band: int
+    """Width of bands in this epoch's queue: another pool size at a resume must not change its order."""
+    clock: int = 0
+    turn: int = 0
+    streams: list[int]
+    """One for each slot, as in the three lists that follow."""
+    positions: list[int]
+    entries: list[int]
+    """Virtual times at which the slices came into the pool."""
+    last: list[int]
+    """Steps of the slices' last picks, or of their admissions. Not saved: waiting times begin anew at a resume."""
+    parked: list[tuple[int, int]] = field(default_factory=list)
+    """(stream, position) of slices without a slot; they come before the queue."""
+    ahead: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Streams whose next row is not the first of this epoch: (epoch, row). From a resume on other lanes."""
 
-    def put(self, one: Slice, weight: int) -> None:
-        """A slice came into its slot, which is a new one or held a slice that is dry."""
-        if one.slot == len(self.remaining):
-            for column in (self.remaining, self.fraction, self.last, self.weight):
-                column.append(0)
-        self._total += weight - self.weight[one.slot]
-        self.weight[one.slot] = weight
-        self.last[one.slot] = one.last
-        self.read_on(one)
+    def advance(self, draw: Draw, step: int, change: PoolChange) -> None:
+        """Go from before a draw, which is the lane's number `step`, to after it."""
+        slot = change.slot
+        self.clock, self.turn = change.clock, change.turn
+        if not draw.dry:
+            self.positions[slot], self.last[slot] = draw.stop, step
+        elif change.incoming is None:
+            for column in (self.streams, self.positions, self.entries, self.last):
+                del column[slot]
+        else:
+            self.streams[slot], self.positions[slot] = change.incoming
+            self.entries[slot], self.last[slot] = change.clock, step
+            if self.parked:
+                del self.parked[0]
+            else:
+                self.index += 1
+                self.ahead.pop(self.streams[slot], None)
 
-    def remove(self, slot: int) -> None:
-        self._total -= self.weight[slot]
-        for column in (self.remaining, self.fraction, self.last, self.weight):
-            del column[slot]
+    def snapshot(
+        self, slot: int, step: int, table: StreamTable, per_pick: Sequence[int], shares: Sequence[int]
+    ) -> Snapshot:
+        """The pool at a pick of `slot`, which is the lane's number `step`, if this is the lane before that pick.
 
-    def read_on(self, one: Slice) -> None:
-        """A slice was read; its numbers follow."""
-        self.remaining[one.slot] = one.remaining
-        self.fraction[one.slot] = (one.end - one.position) / ((one.end - one.start) or 1)
-
-    def picked(self, slot: int, step: int) -> None:
-        self.last[slot] = step
-
-    def snapshot(self, step: int, kinds: tuple[int, ...]) -> Snapshot:
-        remaining, fraction, last = self.remaining, self.fraction, self.last
-        overdue = max([(step - at) * weight for at, weight in zip(last, self.weight, strict=True)])
+        `shares`: what share of the picks the slice of each stream is promised, in proportion to the others.
+        """
+        streams = self.streams
+        ends = list(map(table.rows.__getitem__, streams))
+        left = list(map(operator.sub, ends, self.positions))
+        remaining = [-(-n // per_pick[s]) for n, s in zip(left, streams, strict=True)]
+        fraction = list(map(operator.truediv, left, ends))
+        last = self.last.copy()
+        last[slot] = step
+        weights = list(map(shares.__getitem__, streams))
+        overdue = max([(step - at) * weight for at, weight in zip(last, weights, strict=True)])
+        kinds = list(map(table.kind_of.__getitem__, streams))
         return Snapshot(
-            min(remaining),
-            max(remaining),
-            min(fraction),
-            max(fraction),
-            step - min(last),
-            overdue / (self._total or 1),
-            kinds,
-        )
+            min(remaining), max(remaining), min(fraction), max(fraction), step - min(last), overdue / (sum(weights) or 1),
+            tuple(map(kinds.count, range(len(table.kinds)))),
+        )  # fmt: skip
 
+    def to_body(self, *, slots: int, with_entries: bool) -> dict[str, Any]:
+        """Where the lane stands, as JSON. Entries are relative to the virtual clock, so equal places give equal states."""
+        body: dict[str, Any] = {
+            "epoch": self.epoch,
+            "queue_index": self.index,
+            "streams": self.streams.copy(),
+            "positions": self.positions.copy(),
+        }
+        if with_entries:
+            body["entries"] = [self.clock - entry for entry in self.entries]
+        if self.turn:
+            body["turn"] = self.turn
+        if self.band != slots:
+            body["band"] = self.band
+        if self.parked:
+            body["parked"] = [list(one) for one in self.parked]
+        if self.ahead:
+            body["ahead"] = [[stream, *where] for stream, where in sorted(self.ahead.items())]
+        return body
 
-_REMAINING, _FRACTION, _LAST, _WEIGHT = range(4)
-
-
-class _Table(Gauges):
-    """The same numbers in one table of float64 (counts are exact below 2**53), for pools of more than a few slots."""
-
-    def __init__(self, slots: int) -> None:
-        self._slots = slots
-        self._table = np.zeros((4, slots), dtype=np.float64)
-        self._used = 0
-        self._total = 0
-        self._scratch = np.empty(slots, dtype=np.float64)
-
-    def put(self, one: Slice, weight: int) -> None:
-        if one.slot == self._used:
-            self._used += 1
-            self._table[_WEIGHT, one.slot] = 0
-        self._total += weight - int(self._table[_WEIGHT, one.slot])
-        self._table[_WEIGHT, one.slot] = weight
-        self._table[_LAST, one.slot] = one.last
-        self.read_on(one)
-
-    def remove(self, slot: int) -> None:
-        self._total -= int(self._table[_WEIGHT, slot])
-        self._used -= 1
-        self._table[:, slot : self._used] = self._table[:, slot + 1 : self._used + 1]
-
-    def read_on(self, one: Slice) -> None:
-        self._table[_REMAINING, one.slot] = one.remaining
-        self._table[_FRACTION, one.slot] = (one.end - one.position) / ((one.end - one.start) or 1)
-
-    def picked(self, slot: int, step: int) -> None:
-        self._table[_LAST, slot] = step
-
-    def snapshot(self, step: int, kinds: tuple[int, ...]) -> Snapshot:
-        table = self._table if self._used == self._slots else self._table[:, : self._used]
-        low = np.minimum.reduce(table, axis=1)
-        high = np.maximum.reduce(table[:_LAST], axis=1)
-        waited = np.subtract(step, table[_LAST], out=self._scratch[: self._used])
-        waited *= table[_WEIGHT]
-        remaining_min, fraction_min, last_min, _ = low.tolist()
-        remaining_max, fraction_max = high.tolist()
-        return Snapshot(
-            int(remaining_min),
-            int(remaining_max),
-            fraction_min,
-            fraction_max,
-            step - int(last_min),
-            float(np.maximum.reduce(waited)) / (self._total or 1),
-            kinds,
-        )
-
-
-def gauges_for(slots: int) -> Gauges:
-    """Gauges for a pool of this size."""
-    return Gauges(slots) if slots <= _LISTS_UP_TO else _Table(slots)
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any], *, slots: int, step: int) -> LaneState:
+        """`slots` as they were when the state was saved; `step`: draws of the lane until then."""
+        streams = list(body["streams"])
+        return cls(
+            epoch=int(body["epoch"]), index=int(body["queue_index"]), band=int(body.get("band", slots)), turn=int(body.get("turn", 0)),
+            streams=streams, positions=list(body["positions"]), entries=[-int(n) for n in body.get("entries", [0] * len(streams))],
+            last=[step] * len(streams), parked=[(s, at) for s, at in body.get("parked", ())],
+            ahead={int(s): (int(e), int(at)) for s, e, at in body.get("ahead", ())},
+        )  # fmt: skip

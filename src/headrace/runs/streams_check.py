@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from headrace.mix import MixPlan, MixSettings, StreamTable
+from headrace.mix import MixPlan, MixSettings, MixState, StreamTable
 from headrace.runs.config.streams import StreamsConfig
 from headrace.runs.streams import list_of, sizes_of
 
@@ -96,7 +96,7 @@ def check_streams(
         batching_mode=section.batching_mode, global_ranks=section.global_ranks, lanes=section.lane_count,
     )  # fmt: skip
     plan = MixPlan(table, settings)
-    steps = max(min(config.run.steps, _MAX_DRAWS // len(plan.lanes)), 1)
+    steps = max(min(config.run.steps, _MAX_DRAWS // (len(plan.lanes) * max(settings.slots // 32, 1))), 1)
     seen = _play(plan, steps)
     picks = sum(seen.picks) or 1
     modalities = tuple(
@@ -148,6 +148,7 @@ class _Seen:
 def _play(plan: MixPlan, steps: int) -> _Seen:
     kinds = len(plan.table.kinds)
     seen = _Seen([0] * kinds, [0] * kinds, [0] * kinds)
+    played = MixState(plan)
     away = [0] * kinds
     last: dict[int, int] = {}
     """Step of the last pick of each slice in a pool."""
@@ -156,7 +157,9 @@ def _play(plan: MixPlan, steps: int) -> _Seen:
             plan.next_epoch()
         dry = 0
         for _ in plan.lanes:
-            draw = plan.next()
+            drawn = plan.next_step()
+            played.add(drawn)
+            draw = drawn.draw
             if draw.stream < 0:
                 continue
             seen.picks[plan.table.kind_of[draw.stream]] += 1
@@ -166,7 +169,7 @@ def _play(plan: MixPlan, steps: int) -> _Seen:
             dry += draw.dry
         seen.dry += dry
         seen.dry_steps += dry > 0
-        shots = [pool.snapshot for pool in plan.lanes if pool.snapshot is not None]
+        shots = list(played.snapshots().values())
         seen.spread += max(s.fraction_max for s in shots) - min(s.fraction_min for s in shots)
         seen.overdue = max(seen.overdue, *(s.overdue_max for s in shots))
         for kind in range(kinds):

@@ -478,7 +478,7 @@ def pool_lanes(view: RunView) -> dict[str, Any]:
             MixSettings(
                 batch_size=sizes, slots=int(section["num_streams_mixed"]), seed=int(seed), queue=section["queue"], pick_mode=section["pick_mode"],
                 batching_mode=section["batching_mode"], global_ranks=ranks, lanes=lanes,
-            ), watch=False,
+            ),
         )  # fmt: skip
     except (DataError, HeadraceError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         return {"refused": f"The pool cannot be worked out: {error or type(error).__name__}"[:500]}

@@ -191,10 +191,10 @@ def test_weights_may_be_changed_at_a_resume_when_accepted(tmp_path, write_jsonl)
     with pytest.raises(CursorMismatch, match=r"weights: saved 1\.0, 1\.0, now 3\.0, 1\.0.*--accept weights"):
         other.load_state_dict(state)
     other.load_state_dict(state, accept={"weights"})
-    before = list(other._state.source_tokens)
+    before = list(other.plan.state.source_tokens)
     for _ in range(100):
         next(other)
-    gained = np.array(other._state.source_tokens) - before
+    gained = np.array(other.plan.state.source_tokens) - before
     assert abs(gained[0] / gained.sum() - 0.75) < 0.02
 
 
@@ -280,7 +280,7 @@ def test_a_source_raised_from_weight_zero_at_a_resume_is_read(tmp_path, write_js
     after.load_state_dict(before.state_dict(), accept={"weights"})
     for _ in range(60):
         next(after)
-    assert after._state.source_tokens[1] > 0.3 * sum(after._state.source_tokens)
+    assert after.plan.state.source_tokens[1] > 0.3 * sum(after.plan.state.source_tokens)
 
 
 def test_taking_a_source_away_leaves_the_order_of_the_others_as_it_was(tmp_path, write_jsonl):

@@ -254,7 +254,7 @@ def test_a_smaller_pool_parks_its_readers_or_drops_them_with_the_documents_words
     for _ in zip(range(3), data, strict=False):
         pass
     state = data.state_dict()
-    with caplog.at_level(logging.INFO, logger="headrace.loader.streams"):
+    with caplog.at_level(logging.INFO, logger="headrace.loader"):
         parked = four(tmp_path, num_streams_mixed=1)
         parked.load_state_dict(state)
         dropped = four(tmp_path, num_streams_mixed=1, on_reshard="drop")
@@ -376,7 +376,7 @@ def test_a_file_that_grew_since_it_was_listed_is_refused_when_it_is_opened(tmp_p
     [
         ({"batch_size": {"rna": 2}}, "no size for atac"),
         ({"batch_size": {"atac": 1, "rna": 2, "prot": 3}}, "names prot, and there is no such modality"),
-        ({"batch_size": 0}, "batch_size must be 1 row or more"),
+        ({"batch_size": 0}, "batch_size of atac must be a whole number"),
         ({"batch_size": {"atac": 0, "rna": 1}}, "batch_size of atac must be a whole number"),
         ({"num_streams_mixed": 0}, "slots must be"),
         ({"pick_mode": "fair"}, "pick_mode must be one of"),

@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from headrace.batch import DEFAULT_PREFETCH_BATCHES, Labels
+from headrace.batch import Labels, LoaderSettings
 from headrace.errors import ConfigError, found_text, number_text, quoted
 from headrace.train.settings import TrainSettings
 
@@ -309,7 +309,7 @@ class LoaderSection(_Section):
     """Threads; each rank's share of the machine's processors (2 to 16) unless given, or 0 when there are worker processes."""
     data_loader_workers: int = Field(0, ge=0, le=1024, examples=[2])
     """Processes in place of threads, for tokenizers that hold Python's lock."""
-    prefetch_batches: int = Field(DEFAULT_PREFETCH_BATCHES, ge=0, le=1 << 16)
+    prefetch_batches: int = Field(default_of(LoaderSettings, "prefetch_batches"), ge=0, le=1 << 16)
     """Batches made ahead of need."""
     exhausted: Literal["repeat", "drop", "stop_first"] = "repeat"
     """What becomes of a source that is dry. A run has a number of steps, so by default the source starts again."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from headrace.batch import DEFAULT_PREFETCH_BATCHES
+from headrace.batch import LoaderSettings
 from headrace.errors import ConfigError
 from headrace.ledger.settings import EvictionMode, LedgerSettings
 from headrace.mix import BatchingMode, MixSettings, PickMode, Queue
@@ -72,7 +72,7 @@ class StreamsSection(_Section):
     """Shares of the values that each modality should have; only shown beside what was."""
     num_workers: int = Field(0, ge=0, le=256)
     """Processes that read."""
-    prefetch_batches: int = Field(DEFAULT_PREFETCH_BATCHES, ge=0, le=1 << 16)
+    prefetch_batches: int = Field(default_of(LoaderSettings, "prefetch_batches"), ge=0, le=1 << 16)
     """Batches made ahead of need."""
     allow_symlinks: bool = False
     """Follow symbolic links out of the roots."""
