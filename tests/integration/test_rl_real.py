@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from headrace.rollouts.arrival_log import read_arrivals
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +39,66 @@ def test_reasoning_gym_tasks_are_played_in_processes(warm, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "gym" / "metrics.jsonl").read_text().splitlines()]
     assert {"reward/chain_sum/mean", "reward/sort/mean"} <= lines[-1].keys()
     assert json.loads((tmp_path / "gym" / "summary.json").read_text())["failed"] == {}
+
+
+REVERSE = """
+import verifiers.v1 as vf
+
+__all__ = ["ReverseTaskset"]
+
+
+class ReverseTask(vf.Task):
+    @vf.reward
+    async def reversed(self, trace) -> float:
+        wanted, said = self.data.prompt[:-1][::-1], trace.last_message.content
+        return sum(a == b for a, b in zip(said, wanted)) / len(wanted)
+
+    @vf.metric
+    async def length(self, trace) -> float:
+        return len(trace.last_message.content)
+
+
+class ReverseTaskset(vf.Taskset[ReverseTask, vf.TasksetConfig]):
+    def load(self):
+        for number in range(200):
+            yield ReverseTask(vf.TaskData(prompt=f"{number:03d}>"), self.config.task)
+"""
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_tasks_of_a_verifiers_taskset_are_played_and_scored(tmp_path, workers):
+    pytest.importorskip("verifiers.v1")
+    (tmp_path / "reverse_digits.py").write_text(REVERSE)
+    words = [
+        "--env.0.spec", "verifiers:reverse-digits", "--env.0.max_tokens", "3", "--env.0.workers", workers, "--run.steps", "2",
+        "--run.dir", str(tmp_path / "run"), "--eval.tasks", "8", "--rollouts.groups_per_step", "4",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace", "run", str(ROOT / "examples" / "rl" / "sort.toml"), *words],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["failed"] == {}
+    assert 0 < summary["reward_last"] < 1
+    records = [a for path in (tmp_path / "run" / "arrivals").glob("*.log") for a in read_arrivals(path)]
+    assert {a.metrics["length"] for a in records} <= {0.0, 1.0, 2.0, 3.0}
+
+
+@pytest.mark.timeout(500)
+def test_ray_actors_play_the_rollouts_of_the_loop(tmp_path):
+    pytest.importorskip("ray")
+    models = []
+    for workers in ("0", "ray"):
+        words = ["--env.0.workers", workers, "--run.dir", str(tmp_path / workers), "--run.steps", "2"]
+        subprocess.run(
+            [sys.executable, "-m", "headrace", "run", str(ROOT / "examples" / "rl" / "guess.toml"), *words, "--eval.tasks", "4", "--rollouts.groups_per_step", "4"],
+            env=os.environ | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}, cwd=tmp_path, check=True, timeout=200,
+        )  # fmt: skip
+        models.append(json.loads((tmp_path / workers / "summary.json").read_text())["model_sha256"])
+    assert models[0] == models[1]
 
 
 def test_a_vllm_server_takes_weights_and_proves_it():

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import ConfigError, EnvironmentFailed, WorkerDied
+from headrace.errors import ConfigError, EnvironmentFailed, HeadraceError, WorkerDied
 from headrace.rollouts.environments import Result, Say, Task, load_environment
 
 __all__ = ["EnvironmentPlayer", "EnvironmentProcesses", "next_move"]
@@ -42,7 +42,6 @@ class _Process:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.playing: dict[int, asyncio.Queue[dict[str, Any]]] = {}
-        self.reader: asyncio.Task[None] | None = None
         self.cancelling: set[int] = set()
 
     def send(self, value: Mapping[str, Any]) -> None:
@@ -65,6 +64,10 @@ class EnvironmentProcesses:
         self._name, self._workers = name, workers
         self._processes: list[_Process] = []
         self._numbers = itertools.count()
+        self._readers: set[asyncio.Task[None]] = set()
+        self._started = asyncio.Event()
+        self._lost: HeadraceError | None = None
+        """Why a process could not be started again."""
         self._closing = False
         self.restarts = 0
         """Processes that died or were killed, and were replaced."""
@@ -91,10 +94,15 @@ class EnvironmentProcesses:
             raise WorkerDied(
                 f"a process of environment {self._name} {_ended(code)} at its start; its error is above"
             ) from error
+        except asyncio.CancelledError:  # closed meanwhile
+            process.kill()
+            raise
         if "error" in ready:
             await process.wait()
             raise ConfigError(ready["error"])
-        made.reader = asyncio.get_running_loop().create_task(self._read_all(made), name=f"headrace-env-{process.pid}")
+        reader = asyncio.get_running_loop().create_task(self._read_all(made), name=f"headrace-env-{process.pid}")
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
         return made
 
     @property
@@ -124,12 +132,20 @@ class EnvironmentProcesses:
         self.restarts += 1
         _log.warning("%s over %d rollouts; another is started", how, len(worker.playing))
         self._processes.remove(worker)
-        self._processes.append(await self._spawn())
+        self._started.clear()
+        try:
+            self._processes.append(await self._spawn())
+        except HeadraceError as error:
+            self._lost = error
+        finally:
+            self._started.set()
 
     async def play(self, task: Task, say: Say) -> Result:
         """Play a rollout in the process that plays fewest. EnvironmentFailed if the environment raises there, WorkerDied if its process ends."""
-        if not self._processes:
-            raise WorkerDied(f"no process of environment {self._name} is alive; another is being started")
+        while not self._processes:
+            if self._lost is not None:
+                raise self._lost
+            await self._started.wait()
         worker = min(self._processes, key=lambda p: len(p.playing))
         number = next(self._numbers)
         inbox = worker.playing[number] = asyncio.Queue()
@@ -169,7 +185,10 @@ class EnvironmentProcesses:
         for worker in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 worker.process.kill()
-        await asyncio.gather(*(w.reader for w in self._processes if w.reader is not None), return_exceptions=True)
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        await asyncio.gather(*(worker.process.wait() for worker in self._processes))
 
 
 async def next_move(said: Mapping[str, Any], say: Say) -> str | Result:

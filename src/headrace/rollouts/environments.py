@@ -9,6 +9,7 @@
     python:sort.py:play               the function `play` of a file; a relative path starts at the config's folder
     python:package.module:play        the function `play` of an importable module
     reasoning-gym:number_sorting      a procedural dataset of reasoning-gym
+    verifiers:reverse-text            a taskset of verifiers (0.4 and later) whose tasks are one prompt, scored without a sandbox
 
 A task is keyed by its number: every member of a group, and every re-run, gets the same `task.rng`. Evaluation tasks are keyed apart from training. Each turn's
 prompt is the context before it, token for token, and the ids of the new text, so a rollout of several turns is one sample.
@@ -20,6 +21,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import math
 import sys
 import time
@@ -209,7 +211,7 @@ def load_environment(
         name: what the environment is called in metrics.
         base: where relative paths start.
         seed: of the run; tasks and samples are keyed by it.
-        options: given to the environment's own constructor (reasoning-gym).
+        options: keyword arguments of the function, of the dataset (reasoning-gym) or of the taskset's config (verifiers).
     """
     kind, _, rest = spec.partition(":")
     fingerprint = ""
@@ -222,9 +224,11 @@ def load_environment(
             play = _with_options(play, options)
     elif kind == "reasoning-gym":
         play = _reasoning_gym(rest, options or {}, spec)
+    elif kind == "verifiers":
+        play = _verifiers(rest, options or {}, spec)
     else:
         raise ConfigError(
-            f'env.spec {spec!r}: expected "python:FILE.py:FUNCTION", "python:MODULE:FUNCTION" or "reasoning-gym:DATASET"'
+            f'env.spec {spec!r}: expected "python:FILE.py:FUNCTION", "python:MODULE:FUNCTION", "reasoning-gym:DATASET" or "verifiers:TASKSET"'
         )
     return Environment(
         name=name, spec=spec, play=play, max_tokens=max_tokens, temperature=temperature, seed=seed, fingerprint=fingerprint
@@ -285,3 +289,55 @@ def _reasoning_gym(name: str, options: Mapping[str, Any], spec: str) -> EnvFunct
         return float(dataset.score_answer(answer, item))
 
     return play
+
+
+_TASKS = 10_000
+"""Tasks that are taken of a verifiers taskset, which may have no end."""
+
+
+def _verifiers(name: str, options: Mapping[str, Any], spec: str) -> EnvFunction:
+    """Plays tasks of one prompt: the policy is shown it, and the task's own rewards score the answer. One task in ten is held out, by its key."""
+    try:
+        vf = importlib.import_module("verifiers.v1")
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+    except ImportError as error:
+        raise ConfigError(f"env.spec {spec!r} needs verifiers 0.4 or later: pip install verifiers") from error
+    try:
+        taskset = loaders.load_taskset(loaders.taskset_config_type(name)(id=name, **options))
+        tasks = list(itertools.islice(taskset, _TASKS))
+    except Exception as error:  # whatever a taskset raises
+        raise ConfigError(f"env.spec {spec!r}: verifiers does not make it: {type(error).__name__}: {error}") from error
+    needs = [
+        task.key for task in tasks if task.data.prompt is None or type(task).toolsets(task.config) or _needs_sandbox(task)
+    ]  # fmt: skip
+    if needs or len(tasks) < 2:
+        raise ConfigError(
+            f"env.spec {spec!r}: {len(needs)} of its {len(tasks)} tasks have no prompt, or need tools or a sandbox. Play them with verifiers, and give "
+            "headrace.rollouts.RolloutPipeline their episodes"
+        )
+    held_out = {at for at, task in enumerate(tasks) if key(f"rollouts.held_out:{task.key}") % 10 == 0} or {0}
+    of_split = {
+        "eval": [tasks[at] for at in sorted(held_out)],
+        "train": [task for at, task in enumerate(tasks) if at not in held_out] or tasks,
+    }
+
+    async def play(task: Task, say: Say) -> Result:
+        chosen = of_split[task.split][task.key % len(of_split[task.split])]
+        prompt = "\n\n".join(filter(None, (chosen.data.system_prompt, chosen.data.prompt_text)))
+        answer = await say(prompt)
+        record = vf.TraceTask(type=type(chosen).__name__, data=chosen.data, key=chosen.key, hash=chosen.hash)
+        trace = vf.Trace(task=record, agent=vf.AgentInfo(config=vf.AgentConfig()))
+        trace.nodes = [
+            vf.MessageNode(message=vf.UserMessage(content=prompt)),
+            vf.MessageNode(message=vf.AssistantMessage(content=answer), parent=0, sampled=True),
+        ]
+        await chosen.score(trace)
+        return Result(trace.reward, {name: value for name, value in trace.metrics.items() if value is not None})
+
+    return play
+
+
+def _needs_sandbox(task: Any) -> bool:
+    """Whether a reward of a verifiers task has to look into the box that its episode ran in."""
+    parameters = [inspect.signature(hook).parameters.get("runtime") for hook in task.hooks("reward")]
+    return any(p is not None and p.default is inspect.Parameter.empty for p in parameters)

@@ -102,6 +102,11 @@ def test_rollouts_played_in_processes_are_those_of_the_loop(game):
                 os.kill(pid, signal.SIGKILL)
             with pytest.raises(WorkerDied, match="was killed by SIGKILL"):
                 await blocked
+            # With every process gone, a rollout waits for the next one: it has not failed.
+            async with asyncio.timeout(60):
+                while workers.restarts < 3:
+                    await asyncio.sleep(0.01)
+                assert (await played(there, 9)).reward == 6.0
         finally:
             await workers.close()
 
