@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
     from headrace.loader.windows import Piece
 
-__all__ = ["BatchMaker", "Delivered", "LoaderPlan", "Rank", "batch_fill"]
+__all__ = ["BatchMaker", "Delivered", "LoaderPlan", "Rank", "States", "batch_fill"]
 
+States = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""A saved state, or the list of all ranks' states."""
 _SPECS = (
     MetricSpec("data/tokens", Reduction.SUM, unit="tokens", help="tokens delivered that are not padding"),
     MetricSpec("data/padding", Reduction.SUM, unit="tokens", help="padding delivered"),
@@ -188,13 +190,7 @@ class LoaderPlan(ABC, Generic[S]):
         """What this rank has delivered."""
 
     @abstractmethod
-    def load_state_dict(
-        self,
-        state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        *,
-        accept: Collection[str],
-        fixed: Mapping[str, str],
-    ) -> None:
+    def load_state_dict(self, state: States, *, accept: Collection[str], fixed: Mapping[str, str]) -> None:
         """Go on where a state was saved. Changes nothing if it does not fit."""
 
     @abstractmethod

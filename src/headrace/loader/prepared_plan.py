@@ -17,7 +17,7 @@ import numpy as np
 from headrace.batch import LoaderSettings
 from headrace.errors import ConfigError, CursorMismatch
 from headrace.loader.batch_fill import COUNTS
-from headrace.loader.loader_plan import BatchMaker, LoaderPlan, Rank, batch_fill
+from headrace.loader.loader_plan import BatchMaker, LoaderPlan, Rank, States, batch_fill
 from headrace.loader.prepared import Planned, PreparedDataset
 from headrace.loader.windows import Piece
 from headrace.order import Cursor, Digest
@@ -129,13 +129,7 @@ class PreparedPlan(LoaderPlan[_State]):
         }  # fmt: skip
         return Cursor(kind=KIND, version=VERSION, fingerprint=self.data.fingerprint(), body=body).to_dict()
 
-    def load_state_dict(
-        self,
-        state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        *,
-        accept: Collection[str],
-        fixed: Mapping[str, str],
-    ) -> None:
+    def load_state_dict(self, state: States, *, accept: Collection[str], fixed: Mapping[str, str]) -> None:
         """One rank's state says where; digest and counts go on whole only from the states of all ranks. Other weights, if accepted, hold as if they
         had held from the start, so blocks near this point may come twice or not at all."""
         cursor = Cursor.from_dict(self.merge(state if isinstance(state, Sequence) else [state]))

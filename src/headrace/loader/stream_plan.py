@@ -18,7 +18,7 @@ import xxhash
 from headrace.batch import BatchSpec, LoaderSettings
 from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded
 from headrace.loader.batch_fill import COUNTS
-from headrace.loader.loader_plan import BatchMaker, LoaderPlan, Rank
+from headrace.loader.loader_plan import BatchMaker, LoaderPlan, Rank, States
 from headrace.loader.stream_metrics import PoolMetrics, stream_specs
 from headrace.metrics import Histogram, MetricSpec
 from headrace.mix import MixPlan, MixState, PlanStep, Reshard, rank_share, worker_of
@@ -196,7 +196,7 @@ class StreamPlan(LoaderPlan[StreamState]):
 
     def load_state_dict(
         self,
-        state: Mapping[str, Any] | Sequence[Any],
+        state: States,
         *,
         accept: Collection[str],
         fixed: Mapping[str, str],

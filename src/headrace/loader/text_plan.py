@@ -22,7 +22,7 @@ from headrace.loader.batch_fill import COUNTS
 from headrace.loader.dataset import TextDataset
 from headrace.loader.ends import AloneEnds, Ends, ReplayEnds, Share, StoreEnds
 from headrace.loader.lanes import LEFT_OUT, BatchPlan, LanePlan, LaneTable, WeightChange
-from headrace.loader.loader_plan import BatchMaker, LoaderPlan, Rank, batch_fill
+from headrace.loader.loader_plan import BatchMaker, LoaderPlan, Rank, States, batch_fill
 from headrace.loader.pool import WindowPool, WindowSupply
 from headrace.loader.state import LoaderState, accepts_data, load_states, merge_states
 from headrace.loader.windows import Piece
@@ -211,13 +211,7 @@ class TextPlan(LoaderPlan[LoaderState]):
         share = (self.rank.rank, self.rank.world_size)
         return self.state.to_cursor(fingerprint, self.data.lanes, self.data.names, share).to_dict()
 
-    def load_state_dict(
-        self,
-        state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        *,
-        accept: Collection[str],
-        fixed: Mapping[str, str],
-    ) -> None:
+    def load_state_dict(self, state: States, *, accept: Collection[str], fixed: Mapping[str, str]) -> None:
         data = self.data
         data.expect_recorded(accept_changes=accepts_data(accept))
         self._bad_shards = data.bad_shards
