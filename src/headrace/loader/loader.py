@@ -76,7 +76,8 @@ class Loader(RankLoader):
     - `mesh`, `dp_dims`: a DeviceMesh in place of both. Ranks that differ only outside of `dp_dims` get the same rows.
     - `tokenizer_workers`: threads that make windows; this rank's share of the processors (2 to 16) unless given. `data_loader_workers`: processes in their place, for tokenizers or trainers that hold the GIL.
     - `prefetch_batches`: batches made ahead of need.
-    - `labels`: `"shifted"`, or `"hf"` for models that shift by themselves.
+    - `labels`: `"shifted"`, the default: the token after each position, so compare them with the logits of the same position. `"hf"`: equal to input_ids, for
+      transformers' models, which shift by themselves.
     - `fields`: which of the fields a batch has. `segment_ids=True` adds that field.
     - `skip`: ranges of steps (from, to) that are skipped, counted from 1, `to` excluded. [(5, 8)] skips steps 5, 6 and 7, whose documents count as read.
     - `record`: keep what `drain_flight` returns.

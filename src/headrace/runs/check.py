@@ -139,7 +139,7 @@ def _labelled_plan(config: RunConfig) -> Plan:
         sources.append(
             SourcePlan(
                 name=section.name, spec=section.spec, files=examples.files[number], chunks=0, rows=int(own.sum()), tokens=int(lengths[own].sum()),
-                weight=share, delivered=total * share, epochs=samples / len(examples),
+                weight=share, delivered=total * share, epochs=samples / len(examples), median_tokens=int(np.median(lengths[own])) if own.any() else 0,
             )
         )  # fmt: skip
     return Plan(
