@@ -23,7 +23,7 @@ from headrace.provenance.steps import RebuiltSample, RecordedRun, RunProvenance
 
 __all__ = ["Difference", "SeenSample", "diff_runs"]
 
-_NAMES_ONLY = ("run.dir", "run.name")
+_NAMES_ONLY = ("run.dir", "run.name", "run.base")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

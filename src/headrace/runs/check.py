@@ -178,7 +178,7 @@ def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...], note_end: bool
             )
         if plan.rows < config.loader.lanes:
             found.append(
-                f"source {plan.name} has {plan.rows} rows for {config.loader.lanes} lanes: some lanes see it only in some epochs"
+                f"source {plan.name} has {plan.rows} rows for {config.loader.lanes} lanes: some lanes see it only in some epochs. Lower loader.lanes, such as to {max(plan.rows // 8, 1)}"
             )
     return found
 
