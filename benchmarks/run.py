@@ -17,7 +17,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 ROOMS = (
     "order", "files", "mix", "text", "sources", "metrics", "loader", "prepared", "mixing", "ledger", "spool", "rollouts",
-    "train", "reduce", "start", "ui",
+    "train", "reduce", "start", "ui", "shuffle",
 )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def _borrowed(path: Path) -> Any:
 streams = _borrowed(HERE.with_name("test_stream_runs.py"))
 ranks, desk, on_four = streams.ranks, streams.desk, streams.on_four
 run, lines = streams.run, streams.lines
-DIAGNOSTIC, HEALTHY = (str(streams.EXAMPLES / name) for name in ("diag_stale_false_evict.toml", "ledger_healthy.toml"))
+DIAGNOSTIC, HEALTHY = (str(streams.CONFIGS / name) for name in ("diag_stale_false_evict.toml", "ledger_healthy.toml"))
 FALSE = ("ledger/false_evictions/stale", "ledger/false_evictions/lru")
 EVICTED = ("ledger/evictions/stale", "ledger/evictions/lru")
 FORGOTTEN = ("ledger/evictions/stale", *FALSE)

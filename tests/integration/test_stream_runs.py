@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from headrace.ui import find_problems, read_run
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
 EXAMPLES = ROOT / "examples" / "stream_mixing"
+CONFIGS = Path("examples", "stream_mixing")
+"""The example configs of the desk, with the data that they name beside them."""
 A = "stream_mixing/active"
 EXHAUSTED = "stream_mixing/refill/exhaust_events"
 
@@ -97,6 +100,8 @@ def desk(tmp_path_factory) -> Iterator[Path]:
     sys.argv = ["make_data.py", "--out", "examples/stream_mixing/data"]
     try:
         make.main()
+        for config in EXAMPLES.glob("*.toml"):
+            shutil.copy(config, CONFIGS)
         yield folder
     finally:
         os.chdir(before)
@@ -162,7 +167,7 @@ SIGNATURES = {"healthy": healthy, "diag_imbalanced_bs": imbalanced, "diag_exhaus
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_a_config_shows_its_signature_on_one_and_on_four_ranks(name, desk, tmp_path, on_four):
-    config = str(EXAMPLES / f"{name}.toml")
+    config = str(CONFIGS / f"{name}.toml")
     small = ("--run.steps", str(STEPS), "--train.dim", "16", "--train.depth", "0")
     one = run(config, str(tmp_path / "one"), *small)
     four = on_four(config, tmp_path / "four", *small)
@@ -181,7 +186,7 @@ def test_a_config_shows_its_signature_on_one_and_on_four_ranks(name, desk, tmp_p
 
 
 def test_a_run_that_stopped_on_four_ranks_goes_on_on_one_and_ends_where_the_straight_one_does(desk, tmp_path, on_four):
-    config = str(EXAMPLES / "healthy.toml")
+    config = str(CONFIGS / "healthy.toml")
     fast = ("--run.steps", "24", "--run.log_every", "6")
     straight = run(config, str(tmp_path / "straight"), *fast)
     on_four(config, tmp_path / "chain", *fast, "--run.stop_after", "7")
@@ -197,7 +202,7 @@ def test_a_run_that_stopped_on_four_ranks_goes_on_on_one_and_ends_where_the_stra
 
 
 def test_stopping_and_going_on_on_the_same_shape_gives_the_same_model_to_the_bit(desk, tmp_path):
-    config = str(EXAMPLES / "diag_exhaust_spike.toml")
+    config = str(CONFIGS / "diag_exhaust_spike.toml")
     straight = run(config, str(tmp_path / "straight"), "--run.steps", "12")
     run(config, str(tmp_path / "chain"), "--run.steps", "12", "--run.stop_after", "5")
     end = run("", str(tmp_path / "chain"))
@@ -277,7 +282,7 @@ def test_the_file_and_tensorboard_get_the_stream_metrics(desk, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run(
-        str(EXAMPLES / "healthy.toml"),
+        str(CONFIGS / "healthy.toml"),
         str(tmp_path / "run"),
         "--run.steps",
         "3",
@@ -322,14 +327,14 @@ def test_a_config_that_is_wrong_says_so_where_it_is_written(tmp_path, text, sent
 
 def test_a_config_is_written_back_as_it_was_read_and_verbs_for_text_refuse_it(tmp_path):
     config = load_any_config(
-        EXAMPLES / "diag_imbalanced_bs.toml", ["--streams.batch_sizes.atac", "3"], env={"CONTEXT_LEN": "7"}
+        CONFIGS / "diag_imbalanced_bs.toml", ["--streams.batch_sizes.atac", "3"], env={"CONTEXT_LEN": "7"}
     )
     assert isinstance(config, StreamsConfig)
     assert config.streams.batch_sizes == {"rna": 1, "atac": 3}
     (tmp_path / "again.toml").write_text(config.to_toml())
     assert load_any_config(tmp_path / "again.toml", env={}) == config
     with pytest.raises(ConfigError, match="describes a job of kind 'streams'; this works on text jobs"):
-        load_config(EXAMPLES / "healthy.toml", env={})
+        load_config(CONFIGS / "healthy.toml", env={})
 
 
 def test_check_warns_of_runs_that_starve_spike_or_evict(desk, tmp_path):
@@ -337,7 +342,7 @@ def test_check_warns_of_runs_that_starve_spike_or_evict(desk, tmp_path):
 
     def warned(name: str, *overrides: str, **options: Any) -> str:
         return "\n".join(
-            check_streams(load_any_config(EXAMPLES / f"{name}.toml", overrides, env={}), **options).warnings
+            check_streams(load_any_config(CONFIGS / f"{name}.toml", overrides, env={}), **options).warnings
         )
 
     assert warned("healthy") == ""

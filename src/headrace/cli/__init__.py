@@ -1,6 +1,7 @@
 """The `headrace` command: one file a verb. A verb parses, calls the library, prints, and decides nothing.
 
 app       the verbs, and what an error looks like
+init      write a first config for your files
 run       headrace run CONFIG, headrace run --resume RUNDIR
 check     what a config would do, without doing it
 plan      how its mix, epochs and repeats would go
@@ -26,6 +27,7 @@ from headrace.cli.diff import diff
 from headrace.cli.env import env
 from headrace.cli.find import find
 from headrace.cli.gram import gram
+from headrace.cli.init import init
 from headrace.cli.inspect import inspect
 from headrace.cli.metrics import metrics
 from headrace.cli.plan import plan
@@ -40,6 +42,7 @@ from headrace.cli.ui import ui
 
 # Verbs import what is heavy when they are called, so that `headrace --help` is quick and imports no torch.
 for verb in (
+    init,
     run,
     check,
     plan,

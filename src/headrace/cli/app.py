@@ -20,7 +20,7 @@ app = App(
     version=f"headrace {__version__}",
     help="""Carries data to the training loop: exact order, small cursors, named waits.
 
-Start with `headrace run examples/quickstart.toml`. Every verb has `--help` with an example, `--format json` for
+Start with `headrace run quickstart`, or `headrace init` for your files. Every verb has `--help` with an example, `--format json` for
 machines and `--quiet`. An error is one sentence and exit code 1 (2: the call itself is wrong); `--debug` shows where it
 came from.""",
 )

@@ -63,12 +63,12 @@ def run(
     """Train on a described mix of sources, or of streams of cells; can be killed at any moment and continued to the bit.
 
     ```
-    headrace run examples/quickstart.toml
-    headrace run examples/quickstart.toml --run.dir A --run.steps 60 --train.lr 1e-3
+    headrace run quickstart
+    headrace run run.toml --run.dir A --run.steps 60 --train.lr 1e-3
     headrace run --resume A --ui
     headrace run examples/stream_mixing/healthy.toml
     headrace run examples/rl/sort.toml
-    torchrun --nproc-per-node 2 -m headrace run examples/quickstart.toml
+    torchrun --nproc-per-node 2 -m headrace run quickstart
     DATASET_SPECS="jsonl:web/*.jsonl;hf:org/name?split=train" CONTEXT_LEN=2048 headrace run
     ```
 

@@ -42,6 +42,7 @@ __all__ = [
     "console_for",
     "count_text",
     "facts",
+    "fitted",
     "print_answer",
     "print_plain",
     "print_rollouts",
@@ -337,11 +338,12 @@ class TerminalWatcher:
         mix = " ".join(f"{name} {share:.2f}".replace("0.", ".") for name, share in progress.mix.items())
         width = len(str(progress.steps))
         wait = f"wait {progress.wait_ms:.1f} ms ({progress.wait_share:.0%})"
-        self._line(
+        line = (
             f"step {progress.step:>{width}}  {progress.text}  {wait}"
             if progress.text
             else f"step {progress.step:>{width}}  loss {progress.loss:.3f}  {progress.unit}/s {short(progress.tokens_per_second):>5}  {wait}  mix {mix}"
         )
+        self._line(fitted(line, self._console.width) if self._console.is_terminal else line)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=progress.step)
 
@@ -440,6 +442,14 @@ def print_answer(format: str, value: dict[str, Any], show: Callable[[Console], N
 
 def print_plain(console: Console, text: str, style: str | None = None) -> None:
     console.print(visible(text), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def fitted(line: str, width: int) -> str:
+    """A line that is not broken by a terminal of `width` columns: whole words, and … for the rest."""
+    if len(line) <= width:
+        return line
+    words = line[: width - 1].rsplit(" ", 1)
+    return f"{words[0].rstrip() if len(words) > 1 else words[0]} …"[:width]
 
 
 def count_text(number: int, what: str) -> str:

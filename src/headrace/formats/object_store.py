@@ -15,8 +15,10 @@ regions are a sentence at once. obstore's own retries are off: they would wait w
 from __future__ import annotations
 
 import fnmatch
+import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,6 +43,9 @@ STORES: dict[str, str] = {
 MAX_FILES = 1_000_000
 """Files or objects that one listing may hold."""
 DEADLINE = 60.0
+_SILENCE = 2.0
+"""Seconds of failing requests after which the log says so."""
+_log = logging.getLogger("headrace.sources")
 """Seconds that a store may stay out of reach before a read gives up."""
 _AHEAD = 8 << 20
 _PINNED = "pinned "
@@ -136,6 +141,16 @@ class Store:
             with Wait("source.remote", hidden=True):
                 return call()
 
+        began, said = time.monotonic(), False
+
+        def passes(error: BaseException) -> bool:
+            nonlocal said
+            found = self._passes(error)
+            if found and not said and time.monotonic() - began > _SILENCE:
+                said = True
+                _log.warning("%s: %s; trying again for up to %.0f s", doing, _said(error), self._deadline)
+            return found
+
         def gave_up(error: Exception, tries: int, seconds: float) -> DataError:
             return DataError(
                 f"{doing}: {_said(error)}, {tries} times in {seconds:.0f} s. Check that the store can be reached and run again."
@@ -143,7 +158,7 @@ class Store:
 
         try:
             return retry(
-                timed, passes=self._passes, wait_name="source.retry", deadline=self._deadline, doing=doing,
+                timed, passes=passes, wait_name="source.retry", deadline=self._deadline, doing=doing,
                 first_pause=0.05, longest_pause=2.0, on_retry=self._on_retry, gave_up=gave_up,
             )  # fmt: skip
         except (self._errors.BaseError, OSError) as error:

@@ -14,7 +14,10 @@ import contextlib
 import dataclasses
 import difflib
 import itertools
+import logging
 import math
+import multiprocessing
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +59,9 @@ _SAMPLE_TEXT = 2_000_000
 _SCALED_BELOW = 64
 """A source with fewer rows a lane than this is dealt unevenly enough for its weight to be scaled lane by lane."""
 
+_FILES_A_LANE = 8
+"""Whole files that a lane needs for the lanes to end at about the same step."""
+_log = logging.getLogger("headrace.loader")
 _PLANS_KEPT = 8
 _READERS = 16
 
@@ -159,6 +165,7 @@ class TextDataset:
             names = ", ".join(s.source.spec for s in self.sources)
             raise DataError(f"no source has any rows ({names}): check the paths, or the files they point to")
         self._refuse_changes_to_nothing()
+        self._note_few_files()
         with Wait("tokenizer.load", meter=self.meter):
             self.tokenizer = self._tokenizer(tokenizer, eos_token, bos_token, engine)
         self.packing = Packing(
@@ -245,6 +252,19 @@ class TextDataset:
                     f"{change} leaves weight only on "
                     f"sources without rows ({empty}): give a source that has rows a positive weight there"
                 )
+
+    def _note_few_files(self) -> None:
+        """Log that whole files are too few for the lanes: a lane without a document delivers rows with nothing to learn."""
+        if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
+            return
+        for source in self.sources:
+            rows = source.manifest.rows
+            if source.source.document == "file" and rows and rows < _FILES_A_LANE * self.lanes:
+                _log.warning(
+                    "source %s has %s documents for %s lanes, so rows of a batch may hold nothing to learn: set lanes to %s, or cut the files into more documents "
+                    "with ?split=paragraph or ?split=line",
+                    source.name, f"{rows:,}", self.lanes, max(rows // _FILES_A_LANE, 1),
+                )  # fmt: skip
 
     def mean_weights(self, steps: int) -> tuple[float, ...]:
         """What the weights add up to over the first `steps` steps: the shares that a run should have reached by then."""

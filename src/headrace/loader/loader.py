@@ -60,7 +60,8 @@ class Loader:
     - `global_batch_size`: rows of a step, over all ranks; not for streams. For text any world size that divides it works, and may change from one
       resume to the next. One that does not divide the dataset's lanes has several ranks make the same windows (`headrace check` shows how many).
     - `prefetch_batches`: batches made ahead of need.
-    - `labels`: `"shifted"`, or `"hf"` for models that shift by themselves.
+    - `labels`: `"shifted"`, the default: the token after each position, so compare them with the logits of the same position. `"hf"`: equal to input_ids, for
+      transformers' models, which shift by themselves.
     - `fields`: which of the fields a batch has. `segment_ids=True` adds that field.
     - `tokenizer_workers`: threads that make windows of text; this rank's share of the processors (2 to 16) unless given. `data_loader_workers`: processes in their place, for tokenizers or trainers that hold the GIL.
     - `skip`: ranges of steps of text (from, to) that are skipped, counted from 1, `to` excluded. [(5, 8)] skips steps 5, 6 and 7, whose documents count as read.

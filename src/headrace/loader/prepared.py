@@ -171,7 +171,7 @@ class PreparedDataset:
         """How many samples one pass has; TypeError if it never ends."""
         total = self.schedule.total
         if total is None:
-            raise TypeError('a dataset that repeats for ever has no length: give max_epochs, or exhausted="drop"')
+            raise TypeError('a dataset that repeats for ever has no length: give exhausted="drop"')
         return total
 
     def block(self, i: int, fields: Sequence[str] = LM_FIELDS[:3]) -> PreparedBlock:

@@ -21,7 +21,7 @@ from headrace.loader.weight_text import shown_weights
 from headrace.order import Digest, sample_term
 from headrace.provenance.steps import RebuiltSample, RecordedRun, RunProvenance
 
-_NAMES_ONLY = ("run.dir", "run.name")
+_NAMES_ONLY = ("run.dir", "run.name", "run.base")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,7 +139,7 @@ def _labelled_plan(config: RunConfig) -> Plan:
         sources.append(
             SourcePlan(
                 name=section.name, spec=section.spec, files=examples.files[number], chunks=0, rows=int(own.sum()), tokens=int(lengths[own].sum()),
-                weight=share, delivered=total * share, epochs=samples / len(examples),
+                weight=share, delivered=total * share, epochs=samples / len(examples), median_tokens=int(np.median(lengths[own])) if own.any() else 0,
             )
         )  # fmt: skip
     return Plan(
@@ -178,7 +178,7 @@ def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...], note_end: bool
             )
         if plan.rows < config.loader.lanes:
             found.append(
-                f"source {plan.name} has {plan.rows} rows for {config.loader.lanes} lanes: some lanes see it only in some epochs"
+                f"source {plan.name} has {plan.rows} rows for {config.loader.lanes} lanes: some lanes see it only in some epochs. Lower loader.lanes, such as to {max(plan.rows // 8, 1)}"
             )
     return found
 

@@ -69,7 +69,7 @@ class RunFolder:
             ) from error
         about = {
             "config_hash": config.hash,
-            "base": os.getcwd(),
+            "base": config.run.base or os.getcwd(),
             "headrace": version,
             "python": platform.python_version(),
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -119,8 +119,12 @@ class RunFolder:
                 f"--run.dir cannot be changed at a resume: {path} is the run's folder. Copy it first, or leave that out"
             )
         about = read_json(path / "run.json")
+        kept = path / "config.toml"
         config = load_any_config(
-            path / "config.toml", (*_lines_of_old_txt(path / "config.toml"), *overrides, "--run.dir", str(path)), env={}
+            kept,
+            (*_lines_of_old_txt(kept), *overrides, "--run.dir", str(path)),
+            env={},
+            base=Path(str(about.get("base", "."))),
         )
         return cls(path, config, about)
 
@@ -145,7 +149,7 @@ class RunFolder:
     @property
     def base(self) -> Path:
         """Where the run's relative paths start."""
-        return Path(str(self.about.get("base", ".")))
+        return Path(self.config.run.base or str(self.about.get("base", ".")))
 
     @property
     def records(self) -> Path:

@@ -32,7 +32,11 @@ class Job:
 
     config: RunConfig
     base: Path | None = None
-    """Where relative paths start; default: the working folder."""
+    """Where relative paths start; `run.base` of the config unless given."""
+
+    def __post_init__(self) -> None:
+        if self.base is None:
+            object.__setattr__(self, "base", Path(self.config.run.base))
 
     def dataset(
         self,
@@ -103,7 +107,7 @@ class StreamJob:
 
     config: StreamsConfig
     base: Path | None = None
-    """Where relative paths start; default: the working folder."""
+    """Where relative paths start; `run.base` of the config unless given."""
 
     def dataset(self, **options: Any) -> StreamMixingDataset:
         """Options are StreamMixingDataset's own and win over the config."""

@@ -41,7 +41,7 @@ def provide_on_ray(
         ray: Any = importlib.import_module("ray")
     except ImportError as error:
         raise ConfigError("--engine ray needs Ray: install it with `pip install headrace[ray]`") from error
-    where = (base or Path()).resolve()
+    where = (base or Path(config.run.base)).resolve()
     # Meta and folders are settled here, once, so that actors only ever join; and a wrong config fails before anything is started.
     job = Job(config, where)
     opener = provider_of(job)

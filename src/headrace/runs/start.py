@@ -59,7 +59,7 @@ def claim_folder(
     # Rank 0 claims the folder; every other rank meets it in the first collective.
     if rank == 0:
         return RunFolder.create(checked, version=__version__)
-    return RunFolder(Path(checked.run.dir), checked, {"base": os.getcwd()})
+    return RunFolder(Path(checked.run.dir), checked, {"base": checked.run.base or os.getcwd()})
 
 
 def train(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), full_check: bool = False) -> RunSummary:

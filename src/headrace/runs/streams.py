@@ -49,6 +49,7 @@ class StreamSummary(RunSummary):
 def list_of(config: StreamsConfig, base: Path | None = None) -> StreamListing:
     """The stream files of a config, and their rows."""
     section = config.streams
+    base = base if base is not None else Path(config.run.base)
     return list_streams(section.roots, layout=section.layout, base=base, allow_symlinks=section.allow_symlinks)
 
 
@@ -72,6 +73,7 @@ def open_dataset(
     from headrace.loader.streams import StreamMixingDataset
 
     section = config.streams
+    base = base if base is not None else Path(config.run.base)
     listing = listing if listing is not None else list_of(config, base)
     modalities = sorted({file.modality for file in listing.files})
     rolls = section.batching_mode == "device_per_stream"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import headrace as package
+from headrace.cli import terminal
 
 
 def loaded_after(code: str) -> set[str]:
@@ -141,3 +142,25 @@ def test_inspect_shows_runs_checkpoints_and_cursors(headrace, tmp_path, write_js
     journal = [json.loads(line)["event"] for line in (tmp_path / "r/journal.jsonl").read_text().splitlines()]
     assert journal == ["started", "saved", "completed"]
     assert {json.loads(line)["step"] for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()} == {1, 3}
+
+
+def test_init_writes_a_config_once(headrace, tmp_path, write_jsonl):
+    write_jsonl("web/a.jsonl", ["a document"] * 9)
+    done = headrace("init", "web", "--quiet", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "jsonl:web/" in (tmp_path / "run.toml").read_text()
+    again = headrace("init", "web", cwd=tmp_path)
+    assert again.returncode == 1
+    assert "run.toml exists already: give another name with --out" in again.stderr
+
+
+def test_the_built_in_config_can_be_checked_from_any_folder(headrace, tmp_path):
+    plan = json.loads(headrace("check", "quickstart", "--format", "json", cwd=tmp_path).stdout)
+    assert plan["steps"] == 200
+
+
+def test_a_progress_line_is_cut_between_words_where_the_terminal_ends():
+    line = "step 10  loss 1.234  tokens/s  210k  wait 0.1 ms (0%)  mix prose .70 code .30"
+    assert terminal.fitted(line, 80) == line
+    assert terminal.fitted(line, 76) == line[:-4] + " …"
+    assert all(len(terminal.fitted(line, width)) <= width for width in range(4, 90))

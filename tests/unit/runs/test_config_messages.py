@@ -311,3 +311,12 @@ def test_keys_of_an_orchestrator_table_are_answered_with_their_place(tmp_path):
     assert [line.partition(":")[0] for line in said] == ["1", "2", "3", "4", "5", "6"]
     for line, place in zip(said, ("[policy], [engine], [[env]], [rollouts]", "rollouts.keep", "rollouts are taken when they arrive", "env.workers", "did you mean batch_size?", "[[env]]"), strict=True):  # fmt: skip
         assert place in line
+
+
+@pytest.mark.parametrize(
+    ("written_as", "meant"),
+    [("save_every", "checkpoint_every"), ("logging_steps", "log_every"), ("max_steps", "steps")],
+)
+def test_the_words_of_other_trainers_are_answered_with_the_key_that_means_the_same(tmp_path, written_as, meant):
+    (sentence,) = problems(tmp_path, f"[run]\n{written_as} = 5\n" + GOOD)
+    assert sentence == f"run.toml:2: run.{written_as}: unknown key, did you mean {meant}?"

@@ -11,13 +11,18 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.errors import ConfigError
-from headrace.runs.config.loading import load_config
+from headrace.runs.config.loading import BUILT_IN, load_config
 from headrace.runs.config.schema import RunConfig
 from headrace.runs.folder import RunFolder
 from headrace.sources import Source
 
 SOURCE = '[[source]]\nspec = "sample:prose"\n'
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_folder_of_the_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def config_of(folder: Path, text: str = SOURCE, *overrides: str, env: dict[str, str] | None = None) -> RunConfig:
@@ -273,3 +278,47 @@ def test_a_run_folder_of_0_1_keeps_reading_txt_files_line_by_line(tmp_path):
     reopened = RunFolder.reopen(tmp_path / "r").text_config
     assert [s.split for s in reopened.source] == [None, "line"]
     assert reopened.hash == lines.hash  # as 0.1 hashed it, which had no other way
+
+
+def test_paths_of_a_config_start_at_its_folder_and_those_of_overrides_at_the_working_folder(tmp_path, monkeypatch):
+    (tmp_path / "jobs" / "web").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "tokenizer.json").write_text("{}")
+    text = '[[source]]\nspec = "jsonl:web/*.jsonl"\n[text]\ntokenizer = "t.json"\n'
+    monkeypatch.chdir(tmp_path / "here")
+    config = config_of(tmp_path / "jobs", text)
+    assert config.run.base == str(tmp_path / "jobs")
+    assert (config.source[0].spec, config.text.tokenizer) == ("jsonl:web/*.jsonl", "t.json")
+    again = config_of(tmp_path, config.to_toml())
+    assert again == config  # a kept config says where its paths start, wherever it lies
+    assert again.hash == config_of(tmp_path / "here", text).hash
+    other = config_of(
+        tmp_path / "jobs", text, "--source.0.spec", "txt:a.txt?weight=2", "--text.tokenizer", "tokenizer.json"
+    )
+    assert other.source[0].spec == f"txt:{tmp_path}/here/a.txt"
+    assert other.text.tokenizer == str(tmp_path / "here" / "tokenizer.json")
+    assert config_of(tmp_path / "jobs", text, "--text.tokenizer", "org/name").text.tokenizer == "org/name"
+    named = config_of(tmp_path / "jobs", '[run]\nbase = "../data"\n' + text)
+    assert named.run.base == str(tmp_path / "data")
+    spooled = config_of(tmp_path / "jobs", text, "--spool.enabled")
+    assert spooled.spool_dir == str(tmp_path / "here" / "runs" / "run" / "spool")
+
+
+def test_a_config_whose_paths_start_at_the_working_folder_is_told_what_to_write(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "jobs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r'run.toml:2: source.0.spec: paths of a config start at its folder.*set run.base = "..", or'
+    ):
+        config_of(tmp_path / "jobs", '[[source]]\nspec = "jsonl:data/*.jsonl"\n')
+
+
+def test_the_built_in_config_is_found_by_name_and_is_the_example(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(Path("quickstart"), [], {})
+    assert (config.run.name, config.run.base) == ("quickstart", str(tmp_path))
+    example = Path(__file__).parents[3] / "examples" / "quickstart.toml"
+    assert BUILT_IN["quickstart"].read_text() == example.read_text()
+    (tmp_path / "quickstart").write_text(SOURCE + '[run]\nname = "mine"\n')
+    assert load_config(Path("quickstart"), [], {}).run.name == "mine"

@@ -29,7 +29,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
@@ -81,6 +81,16 @@ _ORCHESTRATOR = {
     "output_dir": "run.dir",
 }
 """Where the keys of prime-rl's [orchestrator] live here."""
+_ELSEWHERE = {
+    "save_every": "checkpoint_every", "save_steps": "checkpoint_every", "save_interval": "checkpoint_every", "checkpoint_interval": "checkpoint_every",
+    "save_total_limit": "keep_checkpoints", "logging_steps": "log_every", "log_interval": "log_every", "max_steps": "steps", "max_iters": "steps",
+    "learning_rate": "lr", "block_size": "seq_len", "max_seq_len": "seq_len", "output_dir": "dir", "num_workers": "tokenizer_workers",
+}  # fmt: skip
+"""What other trainers call a key: letters alone would find another one."""
+_PATHS: dict[str, tuple[str, ...]] = {
+    "source": ("spec", "cache"), "text": ("tokenizer",), "spool": ("dir",), "streams": ("roots",),
+}  # fmt: skip
+"""Keys that name paths, by table."""
 _OPTIONS = re.compile(r"(?P<spec>.+?)\?(?P<options>\w+=[^&]*(?:&\w+=[^&]*)*)", re.DOTALL)
 """A spec with options; a "=" after the "?" tells the options from a pattern."""
 _SHORT_FLOAT = re.compile(r"[+-]?(?:[0-9]*\.[0-9]+|[0-9]+\.)(?:[eE][+-]?[0-9]+)?")
@@ -275,6 +285,46 @@ class _Layers:
                 self._put(path, _parsed(option_value(text), path, self.root), lifted)
         table["spec"] = split["spec"]
 
+    # ------------------------------------------------------------------------------- where paths start
+
+    def settle_paths(self, folder: Path) -> None:
+        """Set `run.base`, where the file's relative paths start, and make those of the environment and of overrides absolute."""
+        run, here = self.values.get("run", {}), Path.cwd()
+        if self.root.__name__ == "RLConfig" or not isinstance(run, dict) or not isinstance(run.get("base", ""), str):
+            return
+        in_file = self._origin_of(("run", "base")).layer == "file"
+        base = ((folder if in_file else here) / run.get("base", "")).resolve()
+        self.values["run"] = run | {"base": str(base)}
+        if base == here:
+            return
+        for table, keys in _PATHS.items():
+            found = self.values.get(table)
+            places: list[tuple[int | None, Any]] = [*enumerate(found)] if isinstance(found, list) else [(None, found)]
+            for index, values in places:
+                if not isinstance(values, dict):
+                    continue
+                for key in keys:
+                    path: KeyPath = (table, key) if index is None else (table, index, key)
+                    self._settle(values, path, base, here)
+
+    def _settle(self, values: dict[str, Any], path: KeyPath, base: Path, here: Path) -> None:
+        """One value that names paths, or several: absolute unless it stands in the file, whose paths start at `base`."""
+        name = str(path[-1])
+        given = values.get(name)
+        for at, text in enumerate(given if isinstance(given, list) else [given]):
+            kind, colon, place = text.partition(":") if name == "spec" and isinstance(text, str) else ("", "", text)
+            if not isinstance(place, str) or not _is_relative(kind, place):
+                continue
+            if self._origin_of(path).layer == "file":
+                if name in ("spec", "roots") and not _exists(base, place) and _exists(here, place):
+                    self._report(self._origin_of(path), path, f"paths of a config start at its folder, and {base / place} does not exist; {place} of the working folder does: set run.base = {quoted(os.path.relpath(here, base))}, or write the whole path")  # fmt: skip
+            elif name != "tokenizer" or _exists(here, place):  # else it is a name
+                absolute = f"{kind}{colon}{here / place}"
+                if isinstance(given, list):
+                    given[at] = absolute
+                else:
+                    values[name] = absolute
+
     # ---------------------------------------------------------------------------------- what is wrong
 
     def checked(self) -> AnyConfig:
@@ -313,7 +363,11 @@ class _Layers:
             self._report(self.nowhere, (), f"{len(errors):,} mistakes; the first {_MAX_PROBLEMS} are listed")
         for one in errors[:_MAX_PROBLEMS]:
             path: KeyPath = one["loc"]
-            if one["type"] == "missing" and path == ("source",) and any(map(_stands_for_source, islice(self.values, 100))):
+            if (
+                one["type"] == "missing"
+                and path == ("source",)
+                and any(map(_stands_for_source, islice(self.values, 100)))
+            ):
                 continue  # a misspelt or unbuilt table is reported; that [[source]] is missing follows from it
             if path not in self.origins:
                 path = _BLAMED.get(path, path)
@@ -399,6 +453,10 @@ class _Layers:
         self.problems.append((origin.order, origin.say(path, what)))
 
 
+BUILT_IN = {"quickstart": Path(__file__).parent.parent / "quickstart.toml"}
+"""Configs that come with headrace, by the name that a command takes in place of a file."""
+
+
 def load_config(path: Path | None, overrides: Sequence[str] = (), env: Mapping[str, str] = os.environ) -> RunConfig:
     """The checked config of a text job; see `load_any_config`. Another kind of job is refused."""
     config = load_any_config(path, overrides, env)
@@ -410,21 +468,53 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), env: Mapping[s
     return config
 
 
-def load_any_config(path: Path | None, overrides: Sequence[str] = (), env: Mapping[str, str] = os.environ) -> AnyConfig:
+def load_any_config(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    env: Mapping[str, str] = os.environ,
+    *,
+    base: Path | None = None,
+) -> AnyConfig:
     """The checked config of a file, the environment and `--section.key value` overrides; ConfigError says all problems.
+
+    `path` may also be a name of `BUILT_IN`. Relative paths in the file start at `base`, which is the file's own folder unless given; those of the
+    environment and of overrides start at the working folder. `run.base` says so in the config.
 
     Overrides are what stood on the command line: `--train.lr 3e-4`, `--train.lr=3e-4`, `--source.0.weight 0.5`, and
     `--text.bos` for `--text.bos true`. The last of two equal ones holds. A source numbered one past the last is added.
     """
     layers = _Layers()
+    if path is not None and str(path) in BUILT_IN and not path.exists():
+        path, base = BUILT_IN[str(path)], Path.cwd()
     if path is not None:
         layers.read_file(path)
     layers.read_environment(env)
     layers.read_overrides(overrides)
+    layers.settle_paths(base if base is not None else path.parent if path is not None else Path())
     config = layers.checked()
     if isinstance(config, RunConfig) or config.kind != "rl" or path is None:
         return config
     return _beside(config, path.parent)
+
+
+def _is_relative(kind: str, place: str) -> bool:
+    """Whether a spec or a path depends on where paths start."""
+    return (
+        bool(place)
+        and kind not in ("sample", "hf")
+        and "://" not in place
+        and "\0" not in place
+        and not place.startswith(("/", "~"))
+    )
+
+
+def _exists(folder: Path, place: str) -> bool:
+    """Whether there is something at a path, or at the part of it before the first pattern."""
+    literal = takewhile(lambda part: not any(c in part for c in "*?["), Path(place.partition("?")[0]).parts)
+    try:
+        return folder.joinpath(*literal).exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _beside(config: RLConfig, folder: Path) -> RLConfig:
@@ -649,6 +739,8 @@ def _wrong_table(name: str, found: object) -> str:
 def _nearest(name: str, names: Iterable[str]) -> str | None:
     """The closest of the names, if it is close; `seq-len` and `Seq_Len` are very close to seq_len."""
     plain = {other.lower().replace("-", "_"): other for other in names}
+    if (meant := _ELSEWHERE.get(name.lower().replace("-", "_"))) in plain:
+        return plain[meant]
     # 0.55 finds global_batch_size for batch_size and tokenizer_workers for workers; at 0.6 the latter is lost.
     close = difflib.get_close_matches(name[:80].lower().replace("-", "_"), plain, n=1, cutoff=0.55)
     return plain[close[0]] if close else None

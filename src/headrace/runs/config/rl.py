@@ -261,7 +261,7 @@ class RLConfig(_Section):
 
 
 _WITHOUT_EFFECT = {
-    "run": ("name", "dir", "steps", "checkpoint_every", "keep_checkpoints", "log_every", "sinks", "stop_after", "deadline", "skip"),
+    "run": ("name", "dir", "base", "steps", "checkpoint_every", "keep_checkpoints", "log_every", "sinks", "stop_after", "deadline", "skip"),
     "engine": ("url", "slots", "tolerance", "deadline"),
     "rollouts": ("concurrency", "keep", "deadline", "step_deadline"),
     "eval": ("every", "tasks", "samples"),

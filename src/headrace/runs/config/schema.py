@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -142,6 +144,8 @@ class RunSection(_Section):
     """Names the run, and its folder unless `dir` is given."""
     dir: _Text = Field("", examples=["runs/first"])
     """The run's folder; runs/<name> unless given."""
+    base: _Text = Field("", examples=["/data"])
+    """Where relative paths of data, tokenizer and spool start; the folder of the config file unless given. `dir` starts at the working folder."""
     steps: int = Field(200, gt=0, le=1 << 40)
     """Training steps. Below 2**40, so that with the largest batch a sample's index still fits into 64 bits."""
     seed: int = Field(0, ge=0, lt=1 << 63)
@@ -456,8 +460,11 @@ class RunConfig(_Section):
 
     @property
     def spool_dir(self) -> str:
-        """Where the batches wait, if they do."""
-        return self.spool.dir or f"{self.run.dir}/spool"
+        """Where the batches wait, if they do; a relative path starts at `run.base`."""
+        if self.spool.dir:
+            return self.spool.dir
+        own = Path(self.run.dir, "spool")
+        return str(own if self.run.base in ("", os.getcwd()) else own.absolute())
 
     @model_validator(mode="after")
     def _know_the_changed_sources(self) -> RunConfig:
@@ -532,7 +539,17 @@ class RunConfig(_Section):
 NO_SOURCE = 'missing, expected at least one [[source]] with a spec such as spec = "sample:prose"'
 ALL_ZERO = "every source has weight 0, so there is nothing to deliver; give at least one a weight above 0"
 _WITHOUT_EFFECT = {
-    "run": ("name", "dir", "checkpoint_every", "keep_checkpoints", "log_every", "sinks", "stop_after", "deadline"),
+    "run": (
+        "name",
+        "dir",
+        "base",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "log_every",
+        "sinks",
+        "stop_after",
+        "deadline",
+    ),
     "text": ("engine",),
     "loader": ("tokenizer_workers", "data_loader_workers", "prefetch_batches", "pin_memory"),
 }

@@ -220,6 +220,7 @@ _WITHOUT_EFFECT = {
     "run": (
         "name",
         "dir",
+        "base",
         "checkpoint_every",
         "keep_checkpoints",
         "log_every",
