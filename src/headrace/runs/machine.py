@@ -14,7 +14,7 @@ from headrace.errors import StorageError
 from headrace.files import publish
 from headrace.sources import cache_folder
 
-_PACKAGES = (
+_PACKAGES = [
     "headrace",
     "torch",
     "numpy",
@@ -26,7 +26,7 @@ _PACKAGES = (
     "tensorboard",
     "ray",
     "datasets",
-)
+]
 
 
 def describe_machine() -> dict[str, dict[str, Any]]:
