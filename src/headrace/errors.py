@@ -42,6 +42,7 @@ __all__ = [
     "TokenizerError",
     "WeightsNotTaken",
     "WorkerDied",
+    "did_you_mean",
     "nearest",
 ]
 
@@ -137,6 +138,12 @@ def nearest(word: str, valid: Iterable[str]) -> list[str]:
         return -difflib.SequenceMatcher(None, word[:80].lower(), name[:80].lower()).ratio(), name
 
     return sorted(itertools.islice(valid, 1000), key=unlikeness)
+
+
+def did_you_mean(word: str, valid: Iterable[str]) -> str:
+    """ ", did you mean NAME?" with the name that is nearly the word; empty if none is."""
+    near = difflib.get_close_matches(word[:80], list(itertools.islice(valid, 1000)), 1)
+    return f", did you mean {near[0] if near[0].isprintable() else found_text(near[0])}?" if near else ""
 
 
 class EndOfData(HeadraceError):

@@ -75,6 +75,13 @@ class _Index:
     copy: str
     """File name of the copy in the cache; empty where the shard is read itself."""
 
+    @classmethod
+    def of(
+        cls, packed_at: list[int], text_at: list[int], text: xxhash.xxh3_64, sums: Sequence[int] = (), copy: str = ""
+    ) -> Self:
+        places = {"packed_at": np.array(packed_at, np.int64), "text_at": np.array(text_at, np.int64)}
+        return cls(**places, sums=np.array(sums, np.uint64), text_sum=text.intdigest(), copy=copy)
+
     @property
     def text_size(self) -> int:
         return int(self.text_at[-1])
@@ -253,13 +260,7 @@ class Unpacker:
                 f"{error}. Make room there, or choose a folder with cache = ... in the source."
             ) from error
         self._tally.add(shards_unpacked=1)
-        return _Index(
-            packed_at=np.array(packed_at, dtype=np.int64),
-            text_at=np.array(text_at, dtype=np.int64),
-            sums=np.array(sums, dtype=np.uint64),
-            text_sum=hasher.intdigest(),
-            copy=copy,
-        )
+        return _Index.of(packed_at, text_at, hasher, sums, copy)
 
 
 class UnpackedFile(WholeReads):
@@ -370,13 +371,7 @@ def _own_restart_points(file: ByteFile) -> _Index:
     if total > text_at[-1]:
         packed_at.append(file.size)
         text_at.append(total)
-    return _Index(
-        packed_at=np.array(packed_at, dtype=np.int64),
-        text_at=np.array(text_at, dtype=np.int64),
-        sums=np.zeros(0, dtype=np.uint64),
-        text_sum=hasher.intdigest(),
-        copy="",
-    )
+    return _Index.of(packed_at, text_at, hasher)
 
 
 def _unpacked(packed: bytearray, size: int, *, gzip: bool) -> bytes | None:

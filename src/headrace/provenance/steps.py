@@ -15,7 +15,6 @@ Nothing in the run's folder is changed, and a run may go on while it is asked.
 
 from __future__ import annotations
 
-import difflib
 import os
 import shutil
 import tempfile
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import orjson
 
-from headrace.errors import ConfigError, DataChanged, FileCorrupt, found_text, number_text
+from headrace.errors import ConfigError, DataChanged, FileCorrupt, did_you_mean, found_text, number_text
 from headrace.files import open_container, read_jsonl, read_lines
 from headrace.loader import Piece, TextDataset
 from headrace.loader.lanes import FILLER_HASH
@@ -482,11 +481,8 @@ class RunProvenance:
     def _index(self, source: str) -> int:
         if source in self.names:
             return self.names.index(source)
-        near = difflib.get_close_matches(source, self.names, 1)
         raise ConfigError(
-            f"{self.path} has no source {found_text(source)}"
-            + (f", did you mean {near[0]}?" if near else "")
-            + f" (it has {', '.join(self.names[:20])})"
+            f"{self.path} has no source {found_text(source)}{did_you_mean(source, self.names)} (it has {', '.join(self.names[:20])})"
         )
 
     def _located(self, index: int, row: int, file: str | None) -> tuple[int, str, int]:
@@ -504,12 +500,8 @@ class RunProvenance:
             i for i, p in enumerate(paths) if p.endswith(f"/{file}") or file.endswith(f"/{p}")
         ]
         if len(fitting) != 1:
-            near = difflib.get_close_matches(file, paths, 1)
             why = f"{len(fitting)} files of that name" if fitting else "no such file"
-            raise ConfigError(
-                f"source {name} has {why}: {found_text(file)}"
-                + (f", did you mean {found_text(near[0])}?" if near else "")
-            )
+            raise ConfigError(f"source {name} has {why}: {found_text(file)}{did_you_mean(file, paths)}")
         entry = manifest.files[fitting[0]]
         if not 0 <= row < entry.rows:
             raise ConfigError(f"{entry.path} has rows 0 to {entry.rows - 1:,}, there is no row {number_text(row)}")

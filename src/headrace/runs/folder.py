@@ -18,7 +18,6 @@ The folder is claimed before anything heavy is imported, so a run that is killed
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import shutil
@@ -31,12 +30,10 @@ from typing import Any
 from headrace.errors import ConfigError, FileCorrupt
 from headrace.files import (
     decode_json,
-    json_objects,
     make_inside,
     publish,
     publish_json,
     read_regular,
-    read_tail,
     sweep_temporaries,
 )
 from headrace.runs.config.loading import AnyConfig, load_any_config
@@ -176,20 +173,6 @@ def _lines_of_old_txt(config: Path) -> list[str]:
         return []  # loading the config says what is wrong with it
     found = [i for i, (spec, said) in enumerate(specs) if spec.startswith("txt:") and not said]
     return [word for i in found for word in (f"--source.{i}.split", "line")]
-
-
-def describe_run(path: Path) -> dict[str, Any]:
-    """What a run folder says about itself, from small files only."""
-    summary = path / "summary.json"
-    events: list[dict[str, Any]] = []
-    with contextlib.suppress(FileNotFoundError):
-        events = list(json_objects(read_tail(path / "journal.jsonl")))
-    return {
-        "about": read_json(path / "run.json"),
-        "summary": read_json(summary) if summary.exists() else None,
-        "checkpoints": sorted(p.name for p in (path / "checkpoints").glob("step-*.safetensors")),
-        "journal": events[-20:],
-    }
 
 
 def read_json(path: Path) -> dict[str, Any]:

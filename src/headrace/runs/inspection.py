@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import CursorMismatch, DataError, FileCorrupt
-from headrace.files import Container, open_container, open_regular, read_json
+from headrace.files import Container, decode_json, json_objects, open_container, open_regular, read_regular, read_tail
 from headrace.order import Cursor
-from headrace.runs.folder import describe_run
+from headrace.runs.folder import read_json
 
 _MAX_CURSOR = 64 << 20
 
@@ -42,11 +42,12 @@ def inspect_path(path: Path) -> dict[str, Any]:
 def _run(path: Path) -> dict[str, Any]:
     from headrace.train.checkpoint import CheckpointStore
 
-    described = describe_run(path)
+    about, ended = read_json(path / "run.json"), path / "summary.json"
+    summary = read_json(ended) if ended.exists() else {}
+    journal = list(json_objects(read_tail(path / "journal.jsonl"))) if (path / "journal.jsonl").exists() else []
     store = CheckpointStore(path / "checkpoints", writer=False, report=lambda _: None)
     found = store.latest()
     meta = found[1].meta if found is not None else {}
-    summary = described["summary"] or {}
     # The newest checkpoint is the truth; a summary is left over from an earlier stop when the run was resumed and killed.
     current = summary if summary.get("step") == (found[0] if found else None) else {}
     return {
@@ -55,15 +56,15 @@ def _run(path: Path) -> dict[str, Any]:
         "step": found[0] if found else 0,
         "digest": meta.get("digest"),
         "model_sha256": meta.get("model_sha256"),
-        "config_hash": meta.get("config_hash", described["about"].get("config_hash")),
+        "config_hash": meta.get("config_hash", about.get("config_hash")),
         "world_size": meta.get("world_size"),
         "loss_first": meta.get("loss_first"),
         "loss_last": _mean(meta.get("losses", [])),
-        "checkpoints": described["checkpoints"],
+        "checkpoints": [store.path(step).name for step in store.steps()],
         "delivered": meta.get("data", {}).get("body", {}).get("delivered", {}),
         "fingerprint": meta.get("data", {}).get("fingerprint", {}),
-        "about": described["about"],
-        "journal": [{k: v for k, v in e.items() if k != "time"} for e in described["journal"]],
+        "about": about,
+        "journal": [{k: v for k, v in e.items() if k != "time"} for e in journal[-20:]],
     }
 
 
@@ -200,7 +201,7 @@ def _abridged(meta: dict[str, Any]) -> dict[str, Any]:
 
 def _cursor(path: Path) -> dict[str, Any]:
     try:
-        cursor = Cursor.from_dict(read_json(path, _MAX_CURSOR, follow=True), what=str(path))
+        cursor = Cursor.from_dict(decode_json(read_regular(path, _MAX_CURSOR, follow=True), path), what=str(path))
     except CursorMismatch as error:
         raise FileCorrupt(str(error)) from error
     body = dict(cursor.body)

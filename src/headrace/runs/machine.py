@@ -14,7 +14,7 @@ from headrace.errors import StorageError
 from headrace.files import publish
 from headrace.sources import cache_folder
 
-_PACKAGES = (
+_PACKAGES = [
     "headrace",
     "torch",
     "numpy",
@@ -29,7 +29,7 @@ _PACKAGES = (
     "tensorboard",
     "ray",
     "datasets",
-)
+]
 
 
 def describe_machine() -> dict[str, dict[str, Any]]:

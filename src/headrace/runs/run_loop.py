@@ -569,11 +569,11 @@ def _naming_waits(watcher: Watcher, after: float = 1.0) -> Generator[None]:
 
 @contextlib.contextmanager
 def stop_on_signal(run: Run) -> Generator[None]:
-    """Stop after a step, with a checkpoint, at the first SIGINT or SIGTERM; the second has its usual effect."""
+    """Stop after a step, with a checkpoint, at the first SIGINT or SIGTERM; a second one of the same kind has its usual effect."""
 
     def ask(number: int) -> None:
         run.stop_signal = number
-        restore()
+        restore(number)  # not both: a launcher sends SIGTERM to its ranks after the terminal's SIGINT
         if run.is_lead:
             when = "after this step" if run.world_size == 1 else "at the next line, when all ranks know"
             sentence = f"{signal.Signals(number).name}: stopping {when} (again: at once, without saving)"

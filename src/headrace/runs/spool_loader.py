@@ -10,7 +10,6 @@ nothing to learn on any rank: the numbers of its samples say which steps those w
 from __future__ import annotations
 
 import base64
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 
 from headrace.errors import ConfigError, CursorMismatch, EndOfData
 from headrace.loader import LoaderReport, MixChange
+from headrace.loader.weight_text import weights_asked_for
 from headrace.metrics import Meter, Wait, default_meter
 from headrace.order import Cursor, Digest
 from headrace.runs.config.schema import RunConfig
@@ -76,16 +76,10 @@ class SpoolData:
 
     def mean_weights(self, steps: int) -> tuple[float, ...]:
         """What the weights add up to over the first `steps` steps."""
-        cuts = sorted({0, *(min(c.steps_before, steps) for c in self.mix_changes), max(steps, 1)})
-        total = np.zeros(len(self.names))
-        for a, b in itertools.pairwise(cuts):
-            at = dict(zip(self.names, self.weights, strict=True))
-            for change in self.mix_changes:
-                if change.steps_before <= a:
-                    at |= change.weights
-            share = np.array([at[name] for name in self.names], np.float64)
-            total += share / share.sum() * (b - a)
-        return tuple(float(w) for w in total / max(steps, 1))
+        first = (0, dict(zip(self.names, self.weights, strict=True)))
+        changes = [first, *((c.steps_before, c.weights) for c in self.mix_changes)]
+        asked = weights_asked_for(changes, 0, max(steps, 1), ())
+        return tuple(asked[name] / max(steps, 1) for name in self.names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ summary = train(folder, watcher)
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 from collections.abc import Collection, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace import __version__
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, did_you_mean
 from headrace.runs.config.loading import load_any_config
 from headrace.runs.folder import RunFolder
 
@@ -73,11 +72,8 @@ def train(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), 
     """
     for name in accept:
         if name not in ACCEPTED:
-            near = difflib.get_close_matches(name, ACCEPTED, 1)
             raise ConfigError(
-                f"--accept {name}: there is no such thing to accept"
-                + (f", did you mean {near[0]}?" if near else "")
-                + f" ({', '.join(ACCEPTED)})"
+                f"--accept {name}: there is no such thing to accept{did_you_mean(name, ACCEPTED)} ({', '.join(ACCEPTED)})"
             )
     # torch's threads share the cores with ours: one that spins long while it waits takes them from threads that have work.
     if "OMP_WAIT_POLICY" not in os.environ:

@@ -11,16 +11,16 @@ __all__ = ["signal_asked", "stop_signals"]
 
 
 @contextlib.contextmanager
-def stop_signals(handler: Callable[[int], None]) -> Generator[Callable[[], None]]:
-    """SIGINT and SIGTERM call `handler(number)` while the body runs. Yields a function that gives them their usual effect back.
+def stop_signals(handler: Callable[[int], None]) -> Generator[Callable[..., None]]:
+    """SIGINT and SIGTERM call `handler(number)` while the body runs. Yields a function that gives some of them, or all, their usual effect back.
 
     Outside the main thread signals keep their handlers: whatever runs the main thread takes care of them.
     """
     before: dict[int, Any] = {}
 
-    def restore() -> None:
-        for number, usual in before.items():
-            signal.signal(number, usual)
+    def restore(*numbers: int) -> None:
+        for number in numbers or before:
+            signal.signal(number, before[number])
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -8,6 +8,8 @@ The formats see a ByteFile and do not ask.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import xxhash
@@ -21,54 +23,53 @@ from headrace.order.fingerprint import SAMPLED_BLOCK, sampled_offsets
 from headrace.sources.matching import Found, FoundFile
 
 
+@dataclass(frozen=True, kw_only=True)
 class Access:
     """The way to the found files. Every method may be called from many threads."""
 
-    def __init__(
-        self,
-        found: Found,
-        *,
-        packings: tuple[str, ...],
-        store: Store | None,
-        follow: bool,
-        unpacker: Unpacker,
-        tally: Tally,
-    ) -> None:
-        self.root = str(found.root)
-        self._versions = {file.path: file.version for file in found.files}
-        self._packings = packings
-        self._store = store
-        self._follow = follow
-        self._unpacker = unpacker
-        self._tally = tally
+    found: Found
+    packings: tuple[str, ...]
+    store: Store | None
+    follow: bool
+    """Whether names may be links."""
+    unpacker: Unpacker
+    tally: Tally
+
+    @cached_property
+    def root(self) -> str:
+        return str(self.found.root)
+
+    @cached_property
+    def _versions(self) -> dict[str, int | str]:
+        return {file.path: file.version for file in self.found.files}
 
     @property
     def vouched_for(self) -> bool:
         """Whether the place itself says when a file changed: every object of a store carries an entity tag."""
-        return self._store is not None and all(str(v).endswith('"') for v in self._versions.values())
+        return self.store is not None and all(str(v).endswith('"') for v in self._versions.values())
 
     def open(self, path: str, size: int, fingerprint: str) -> ByteFile:
         """What the formats read: the text of a packed file, the bytes of any other."""
         file = self.bare(path, size)
-        if not path.endswith(self._packings):
+        if not path.endswith(self.packings):
             return file
-        return UnpackedFile(self._unpacker, file, identity=(self.root, path, size, fingerprint, self._versions[path]))
+        return UnpackedFile(self.unpacker, file, identity=(self.root, path, size, fingerprint, self._versions[path]))
 
     def is_packed(self, path: str) -> bool:
-        return path.endswith(self._packings)
+        return path.endswith(self.packings)
 
     def bare(self, path: str, size: int) -> ByteFile:
         """The bytes as they lie there."""
-        if self._store is None:
-            return RawFile(f"{self.root}/{path}", follow=self._follow, size=size, tally=self._tally)
-        key = f"{self.root}/{path}".removeprefix(f"{self._store.root}/")
-        return StoredObject(self._store, key, size=size, tag=str(self._versions[path]))
+        if self.store is None:
+            return RawFile(f"{self.root}/{path}", follow=self.follow, size=size, tally=self.tally)
+        key = f"{self.root}/{path}".removeprefix(f"{self.store.root}/")
+        return StoredObject(self.store, key, size=size, tag=str(self._versions[path]))
 
     def fingerprint(self, file: FoundFile) -> str:
         """16 hex digits over the size and sampled blocks: the same for a file on disk and its copy in a store."""
         name = f"{self.root}/{file.path}"
-        if self._store is None:
-            return patiently(f"reading {name}", lambda: file_fingerprint(Path(name), file.size), self._tally)
+        if self.store is None:
+            return patiently(f"reading {name}", lambda: file_fingerprint(Path(name), file.size), self.tally)
         hasher = xxhash.xxh3_64()
         hasher.update(file.size.to_bytes(8, "little"))
         with self.bare(file.path, file.size) as stored:
@@ -78,7 +79,7 @@ class Access:
 
     def require_unchanged(self, file: FoundFile) -> None:
         """Refuse a file that was written to since it was listed. A store refuses by itself, at every read."""
-        if self._store is not None:
+        if self.store is not None:
             return
         with self.bare(file.path, file.size) as now:
             if now.version != file.version:

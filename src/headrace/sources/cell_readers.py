@@ -172,19 +172,17 @@ class CellProcesses:
         paths: Sequence[str],
         *,
         workers: int,
-        columns: Sequence[str] | None = None,
-        readers: Mapping[str, CellOpener] | None = None,
-        rows: Sequence[int] | None = None,
         hashes: Mapping[str, Any] | None = None,
         meter: Meter | None = None,
         deadline: float = 300.0,
+        **options: Any,
     ) -> None:
-        """`hashes` are the arguments of a CellHashes: every process has its own."""
+        """`hashes` are the arguments of a CellHashes: every process has its own. `options`: further ones of `CellReaders`."""
         self._meter = meter if meter is not None else default_meter()
         self._deadline = deadline
         self._paths = paths
         self._asked: deque[_Request] = deque()
-        recipe = {"paths": list(paths), "columns": columns, "readers": dict(readers or {}), "rows": rows}
+        recipe = {"paths": list(paths), **options}
         self._workers = [WorkerProcess(f"headrace-cells-{i}", _serve, recipe, hashes) for i in range(workers)]
 
     @property

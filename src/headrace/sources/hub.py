@@ -49,6 +49,7 @@ from headrace.formats.object_store import fits
 from headrace.metrics import Wait
 from headrace.order import fingerprint_json
 from headrace.runtime.locks import ExclusiveLock, lock_holder
+from headrace.sources.spec import Source
 
 _FORMATS = {
     ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
@@ -89,37 +90,25 @@ class Dataset:
 
 
 def find_dataset(
-    place: str,
-    *,
-    split: str | None,
-    config: str | None,
-    text_key: str,
-    max_rows: int | None,
-    base: Path,
-    cache: Path,
-    allow_symlinks: bool,
-    what: str,
-    columns: tuple[str, ...] | None = None,
+    source: Source, *, base: Path, cache: Path, what: str, columns: tuple[str, ...] | None = None
 ) -> Dataset:
     """The files of the dataset's split, on this machine or on the hub. `columns`: what is kept of the rows of a stream; the text unless
     given."""
-    if split is not None and "[" in split:
-        raise ConfigError(f"{what}: split {split!r} is a part of a split; name a whole one, and bound it with max_rows")
+    place = source.place
+    if source.split is not None and "[" in source.split:
+        raise ConfigError(
+            f"{what}: split {source.split!r} is a part of a split; name a whole one, and bound it with max_rows"
+        )
     local = base / Path(place).expanduser()
     snapshot = local if local.is_dir() else _snapshot(place, what)
-    if snapshot is not None:
-        found = _Layout(snapshot, what).files_of(split, config)
-        if found:
-            kind = _format(found, what)
-            return Dataset(
-                root=snapshot, files=found, format=kind, follow=allow_symlinks or snapshot != local, text_key=text_key
-            )
-    streamed = str(local) if local.is_dir() else place
+    if snapshot is not None and (found := _Layout(snapshot, what).files_of(source.split, source.config)):
+        follow = source.allow_symlinks or snapshot != local
+        return Dataset(root=snapshot, files=found, format=_format(found, what), follow=follow, text_key=source.text_key)
     if snapshot is None and not _REPOSITORY.fullmatch(place):
         raise DataError(f"{what}: {local} is no folder, and {place!r} is no name of a dataset (org/name)")
-    if streamed == place and (on_hub := _parquet_on_hub(place, split, config, text_key, what)) is not None:
+    if not local.is_dir() and (on_hub := _parquet_on_hub(source, what)) is not None:
         return on_hub
-    folder = _frozen(streamed, split or "train", config, text_key, max_rows, cache, what, columns)
+    folder = _frozen(source, str(local) if local.is_dir() else place, cache, what, columns)
     files = tuple(sorted(path.name for path in folder.glob("*.jsonl")))
     return Dataset(root=folder, files=files, format="jsonl", follow=False, text_key="text")
 
@@ -392,13 +381,13 @@ def _require_all_shards(files: Iterable[str], root: Path | str, what: str) -> No
 # ------------------------------------------------------------------------------------------------- on the hub
 
 
-def _parquet_on_hub(place: str, split: str | None, config: str | None, text_key: str, what: str) -> Dataset | None:
+def _parquet_on_hub(source: Source, what: str) -> Dataset | None:
     """The split's parquet files on the hub; None if it has none there, or they cannot be read by ranges."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return None
     if importlib.util.find_spec("obstore") is None:
         return None
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    place, endpoint = source.place, os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     # What fails here for the moment stops the run. Going on through `datasets` would give this rank another order than the others.
     try:
         with Wait("source.hub", hidden=True):
@@ -409,22 +398,19 @@ def _parquet_on_hub(place: str, split: str | None, config: str | None, text_key:
             readme = _fetched(f"{root}/README.md", _MAX_README).decode(errors="replace") if "README.md" in sizes else ""
     except urllib.error.HTTPError as error:
         with error:
-            if error.code < 500 and error.code not in (
-                408,
-                429,
-            ):  # it asks for a token, or has no such dataset: `datasets` says more
-                return None
+            if error.code < 500 and error.code not in (408, 429):
+                return None  # it asks for a token, or has no such dataset: `datasets` says more
         raise _unreachable(place, what, error) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _unreachable(place, what, error) from error
     visible = [name for name in sizes if not any(part.startswith((".", "__")) for part in name.split("/"))]
     if "dataset_dict.json" in visible or "state.json" in visible:
         return None
-    files = _Layout(root, what, visible, readme).files_of(split, config)
+    files = _Layout(root, what, visible, readme).files_of(source.split, source.config)
     if not files or _format(files, what) != "parquet" or not all(isinstance(sizes[path], int) for path in files):
         return None
     return Dataset(
-        root=root, files=files, format="parquet", follow=False, text_key=text_key,
+        root=root, files=files, format="parquet", follow=False, text_key=source.text_key,
         sizes={path: sizes[path] for path in files}, commit=commit,
     )  # fmt: skip
 
@@ -440,18 +426,10 @@ def _fetched(url: str, most: int) -> bytes:
 # ------------------------------------------------------------------------------------- through `datasets`
 
 
-def _frozen(
-    place: str,
-    split: str,
-    config: str | None,
-    text_key: str,
-    max_rows: int | None,
-    cache: Path,
-    what: str,
-    columns: tuple[str, ...] | None,
-) -> Path:
+def _frozen(source: Source, place: str, cache: Path, what: str, columns: tuple[str, ...] | None) -> Path:
     """The folder of jsonl files that holds the stream's texts, or these columns of it, written now if this is the first use."""
-    asked = {"place": place, "split": split, "config": config, "text_key": text_key, "max_rows": max_rows}
+    split, config, text_key = source.split or "train", source.config, source.text_key
+    asked = {"place": place, "split": split, "config": config, "text_key": text_key, "max_rows": source.max_rows}
     key = fingerprint_json(asked if columns is None else asked | {"columns": list(columns)})
     name = re.sub(r"[^\w.-]+", "-", place).strip("-.")[-60:]
     folder = cache / "hf" / f"{name}-{key}"
@@ -463,7 +441,7 @@ def _frozen(
             if not (folder / _SEAL).is_file():
                 stream = _stream(place, split, config, what)
                 kept = {"text": text_key} if columns is None else {column: column for column in columns}
-                _write(stream, folder, place, kept, max_rows, what)
+                _write(stream, folder, place, kept, source.max_rows, what)
     except OSError as error:
         raise StorageError(
             f"{what}: could not keep the dataset in {folder}: {error.strerror or error}. Make room there, or choose a folder with "

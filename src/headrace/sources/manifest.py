@@ -103,21 +103,14 @@ class Manifest:
 
 
 def make_manifest(
-    found: Found,
-    reader: Reader,
-    access: Access,
-    *,
-    chunk_bytes: int | None,
-    holes: bool,
-    fresh: bool,
-    cache: Path,
-    tally: Tally,
+    reader: Reader, access: Access, *, chunk_bytes: int | None, holes: bool, fresh: bool, cache: Path
 ) -> Manifest:
     """The manifest of the found files: from the cache if it is there and still true, else by scanning them.
 
     `holes`: whether a file that cannot be decoded is left out rather than an error. `fresh` scans in any case: whoever
     accepts changed bytes wants them counted anew.
     """
+    found, tally = access.found, access.tally
     target = reader.chunk_bytes(sum(f.size for f in found.files)) if chunk_bytes is None else chunk_bytes
     recipe = {"version": _VERSION, "format": reader.format, "parameters": reader.parameters(), "chunk_bytes": target}
     listing = [[f.path, f.size, f.version] for f in found.files]
@@ -125,7 +118,7 @@ def make_manifest(
     prints = None if access.vouched_for else _side_by_side(access.fingerprint, found.files)
     manifest = None if fresh else _from_cache(path, found, prints, recipe, tally)
     if manifest is None:
-        manifest = _scanned(found, reader, access, prints, recipe, path, holes, tally)
+        manifest = _scanned(reader, access, prints, recipe, path, holes)
     left_out = [file for file in manifest.files if file.hole]
     if left_out and not holes:
         raise Undecodable(f"{manifest.root}/{left_out[0].path}", left_out[0].hole)
@@ -134,15 +127,9 @@ def make_manifest(
 
 
 def _scanned(
-    found: Found,
-    reader: Reader,
-    access: Access,
-    prints: list[str] | None,
-    recipe: dict[str, Any],
-    path: Path,
-    holes: bool,
-    tally: Tally,
+    reader: Reader, access: Access, prints: list[str] | None, recipe: dict[str, Any], path: Path, holes: bool
 ) -> Manifest:
+    found = access.found
     prints = _side_by_side(access.fingerprint, found.files) if prints is None else prints
     print_of = {f.path: p for f, p in zip(found.files, prints, strict=True)}
 
@@ -171,8 +158,8 @@ def _scanned(
     }
     blank = sum(scan.blank_lines for scan in scans)
     files = [[f.path, f.size, int(scan.rows.sum()), p] for f, scan, p in zip(found.files, scans, prints, strict=True)]
-    _to_cache(path, columns, {"recipe": recipe, "files": files, "blank_lines": blank, "holes": reasons}, tally)
-    tally.add(manifests_built=1)
+    _to_cache(path, columns, {"recipe": recipe, "files": files, "blank_lines": blank, "holes": reasons}, access.tally)
+    access.tally.add(manifests_built=1)
     return _manifest(found.root, files, columns, blank, reasons, recipe)
 
 

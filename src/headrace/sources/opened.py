@@ -17,6 +17,7 @@ import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,23 +98,10 @@ def open_source(
     cache = (cache if cache is not None else cache_folder()).absolute()
     tally = Tally(*_COUNTERS)
     found, reader, follow, store = _find(source, base, cache, max_line_bytes, deadline, tally, rows)
-    access = Access(
-        found,
-        packings=reader.packings,
-        store=store,
-        follow=follow,
-        unpacker=Unpacker(cache, tally, fresh=accept_changes),
-        tally=tally,
-    )
+    unpacker = Unpacker(cache, tally, fresh=accept_changes)
+    access = Access(found=found, packings=reader.packings, store=store, follow=follow, unpacker=unpacker, tally=tally)
     manifest = make_manifest(
-        found,
-        reader,
-        access,
-        chunk_bytes=chunk_bytes,
-        holes=source.on_bad == "skip",
-        fresh=accept_changes,
-        cache=cache,
-        tally=tally,
+        reader, access, chunk_bytes=chunk_bytes, holes=source.on_bad == "skip", fresh=accept_changes, cache=cache
     )
     tally.add(blank_lines=manifest.blank_lines)
     family: dict[str, Any] = {"format": reader.format, "parameters": reader.parameters()}
@@ -124,15 +112,14 @@ def open_source(
         folder = records.absolute()
         stem = f"{source.name}-{fingerprint_json(family)[:8]}"
     opened = OpenSource(
-        source,
-        manifest,
-        reader,
-        access,
-        records=ChunkRecords(folder / f"{stem}.chunks", chunk_ids(manifest), tally),
-        listings=folder / "listings",
-        accept_changes=accept_changes,
-        bound=records is not None,
-        tally=tally,
+        source=source,
+        manifest=manifest,
+        _reader=reader,
+        _access=access,
+        _records=ChunkRecords(folder / f"{stem}.chunks", chunk_ids(manifest), tally),
+        _listings=folder / "listings",
+        _accept=accept_changes,
+        _bound=records is not None,
     )
     if full_check:
         opened.check_recorded()
@@ -151,18 +138,8 @@ def _find(
     """The files of a source, who reads them, whether their names may be links, and the store they lie in, if any."""
     what = f"source {source.spec!r}"
     if source.scheme == "hf":
-        dataset = find_dataset(
-            source.place,
-            split=source.split,
-            config=source.config,
-            text_key=source.text_key,
-            max_rows=source.max_rows,
-            base=base,
-            cache=cache,
-            allow_symlinks=source.allow_symlinks,
-            what=what,
-            columns=None if rows is None else rows.columns,
-        )
+        columns = None if rows is None else rows.columns
+        dataset = find_dataset(source, base=base, cache=cache, what=what, columns=columns)
         reader = text_reader(dataset.format, dataset.text_key, max_line_bytes, rows)
         if isinstance(dataset.root, str):
             stored, store = pinned_objects(
@@ -195,35 +172,28 @@ def _find(
     return found, reader, follow, None
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class OpenSource:
     """A source whose rows are known. Every method may be called from many threads."""
 
-    def __init__(
-        self,
-        source: Source,
-        manifest: Manifest,
-        reader: Reader,
-        access: Access,
-        *,
-        records: ChunkRecords,
-        listings: Path,
-        accept_changes: bool,
-        bound: bool,
-        tally: Tally,
-    ) -> None:
-        self.source = source
-        self.manifest = manifest
-        self.name: str = source.name or source.scheme
-        self._reader = reader
-        self._access = access
-        self._records = records
-        self._listings = listings
-        self._accept = accept_changes
-        self._bound = bound
-        self._noted: set[str] = set()
-        self._tally = tally
+    source: Source
+    manifest: Manifest
+    _reader: Reader
+    _access: Access
+    _records: ChunkRecords
+    _listings: Path
+    """Folder of the fingerprints of many files."""
+    _accept: bool
+    """Whether changed bytes are the new truth."""
+    _bound: bool
+    """Whether a chunk that differs from its record is refused."""
+
+    def __post_init__(self) -> None:
+        self.name: str = self.source.name or self.source.scheme
+        self._tally = self._access.tally
         self._lock = threading.Lock()
-        self._looked_at = np.zeros(manifest.chunks, dtype=bool)
+        self._noted: set[str] = set()
+        self._looked_at = np.zeros(self.manifest.chunks, dtype=bool)
         self._bad: list[tuple[str, int, str]] = []
         self._holes: list[tuple[int, int, int, str]] = []
         self._listed = False

@@ -41,7 +41,7 @@ _LEAST, _MOST = 300, 8_000
 _LEAST_DOCUMENT = 60
 _MOST_BYTES = 6_000_000
 _LEFT_OUT = frozenset(
-    {
+    [
         "test",
         "tests",
         "idlelib",
@@ -52,7 +52,7 @@ _LEFT_OUT = frozenset(
         "turtledemo",
         "ensurepip",
         "pydoc_data",
-    }
+    ]
 )
 _SEAL = "sample.json"
 

@@ -15,7 +15,6 @@ file's own before a tensor is looked at, because a .pt of 1.4 kB can describe 2*
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -28,7 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import orjson
 import xxhash
 
 from headrace.batch import DTYPES, OFFSETS, BatchSpec, numpy_dtype
@@ -93,7 +91,7 @@ class FileHeader:
         if value.get("version") != _VERSION:
             raise ValueError(f"it is version {value.get('version')!r}; this headrace reads {_VERSION}")
         return cls(
-            split=str(value["split"]), seq=value["seq"], schema=_schema(orjson.dumps(value["schema"])), rows=value["rows"], first=value["first"],
+            split=str(value["split"]), seq=value["seq"], schema=BatchSpec.from_json(value["schema"]), rows=value["rows"], first=value["first"],
             batch_size=value["batch_size"], job=str(value["job"]), part=value["part"], parts=value["parts"], last=bool(value["last"]),
             cursor=value["cursor"], follows=str(value["follows"]),
         )  # fmt: skip
@@ -268,12 +266,6 @@ def _check_layout(header: FileHeader, container: Container) -> None:
             raise ValueError(
                 f"{field.name!r} is stored as {container.dtypes[field.name]}, its schema says {field.dtype}"
             )
-
-
-@functools.lru_cache(64)
-def _schema(fields: bytes) -> BatchSpec:
-    """A schema in JSON; kept, because all files of a spool have the same."""
-    return BatchSpec.from_json(orjson.loads(fields))
 
 
 def _open_pt(path: Path, split: str, seq: int | None, private: bool) -> BatchFile:

@@ -19,10 +19,10 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 from headrace.errors import FileCorrupt, StorageError
 from headrace.files import (
@@ -36,6 +36,7 @@ from headrace.runtime.locks import ExclusiveLock
 from headrace.spool.batch_file import FORMATS
 from headrace.spool.durability import BAD_VERDICT, GOOD_VERDICT
 from headrace.spool.folder import SpoolFolder, names_in
+from headrace.spool.meta import parts_of
 from headrace.spool.records import read_sealed, seal
 
 _OURS = re.compile(rf"(\d{{12,18}})\.({'|'.join(FORMATS)})")
@@ -73,6 +74,14 @@ class Channel:
             folder.path / name / below for name in ("queue", "claims", "verdicts", "quarantine", "archives")
         )
         self._lease_seen: dict[int, tuple[bytes, float]] = {}
+
+    @classmethod
+    def of_spool(cls, folder: SpoolFolder, meta: Mapping[str, Any], split: str, part: int) -> Self:
+        """A channel of the spool that a meta describes; ValueError if no split can be called so."""
+        ours = meta.get("headrace")
+        if not ours:  # the timestamped .pt layout
+            return cls(folder, split, part, suffix=".pt", foreign=True)
+        return cls(folder, split, part, parts_of(meta, split), suffix=f".{ours['format']}")
 
     def __repr__(self) -> str:
         return f"{self.split} part {self.part}" if self.parts > 1 else self.split

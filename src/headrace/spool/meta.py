@@ -268,6 +268,11 @@ def _check_plain(value: Any, budget: int) -> None:
             raise ValueError(f"it holds a {type(top).__name__}")
 
 
+def parts_of(meta: Mapping[str, Any], split: str) -> int:
+    """Parts of a split."""
+    return 1 if split in CIRCULAR_SPLITS else int((meta.get("headrace") or {}).get("parts", 1))
+
+
 # ---------------------------------------------------------------------------------------------------- job
 
 

@@ -23,7 +23,7 @@ from headrace.spool.batch_file import BatchFile
 from headrace.spool.channel import Channel
 from headrace.spool.folder import SpoolFolder
 from headrace.spool.journal import FileJournal
-from headrace.spool.meta import CIRCULAR_SPLITS
+from headrace.spool.meta import CIRCULAR_SPLITS, parts_of
 from headrace.spool.rank_lock import RankLock
 from headrace.spool.reader import OpenFile, PartFiles, PartReader, SplitReader
 from headrace.spool.retention import Retention
@@ -46,7 +46,7 @@ class RankQueue:
         """Take the lock of this rank, and delete what a crash of rank 0 left. `copy`: rows are gathered, not handed out as views."""
         self.folder = SpoolFolder(settings.data_dir)
         self._settings, self._copy, self._journal, self._meter = settings, copy, journal, meter
-        self._meta: Mapping[str, Any] = meta.get("headrace") or {}
+        self._spool_meta, self._meta = meta, meta.get("headrace") or {}
         """What a provider of headrace wrote about the spool; nothing in the timestamped `.pt` layout."""
         self.job: str = self._meta.get("job", _TIMESTAMPED_JOB)
         self._schema = BatchSpec.from_json(meta["batch_schema"])
@@ -80,14 +80,13 @@ class RankQueue:
     # ------------------------------------------------------------------------------------------ splits
 
     def parts_of(self, split: str) -> int:
-        return 1 if split in CIRCULAR_SPLITS else int(self._meta.get("parts", 1))
+        return parts_of(self._spool_meta, split)
 
     def channel(self, split: str, part: int) -> Channel:
         """The files of one part; ConfigError if a split cannot be called so."""
         if (split, part) not in self._channels:
-            suffix = f".{self._meta['format']}" if self._meta else ".pt"
             try:
-                channel = Channel(self.folder, split, part, self.parts_of(split), suffix=suffix, foreign=not self._meta)
+                channel = Channel.of_spool(self.folder, self._spool_meta, split, part)
             except ValueError as error:
                 raise ConfigError(f"DatasetConsumer: {error}") from error
             make_inside(self.folder.path, str(channel.verdicts.relative_to(self.folder.path)))

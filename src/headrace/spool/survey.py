@@ -24,7 +24,7 @@ from headrace.spool.batch_file import BatchFile, open_batch_file
 from headrace.spool.channel import Channel
 from headrace.spool.file_system import FileSystem, room
 from headrace.spool.folder import SpoolFolder
-from headrace.spool.meta import CIRCULAR_SPLITS, read_meta
+from headrace.spool.meta import CIRCULAR_SPLITS, parts_of, read_meta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,21 +62,16 @@ class Finding:
 
 
 def _channels(path: Path) -> Iterator[Channel]:
-    meta = read_meta(path)
-    ours = meta.get("headrace")
-    folder = SpoolFolder(path)
+    meta, folder = read_meta(path), SpoolFolder(path)
     queue = path / "queue"
     if not queue.is_dir():
         raise ConfigError(f"{path} has no queue/: give the folder of a spool, the one with meta.json in it")
     for split in sorted(os.listdir(queue)):
         if not (queue / split).is_dir() or (queue / split).is_symlink():
             continue  # `verify` tells of it
-        parts = 1 if ours is None or split in CIRCULAR_SPLITS else int(ours["parts"])
-        for part in range(parts):
+        for part in range(parts_of(meta, split)):
             try:
-                yield Channel(
-                    folder, split, part, parts, suffix=f".{ours['format']}" if ours else ".pt", foreign=ours is None
-                )
+                yield Channel.of_spool(folder, meta, split, part)
             except ValueError as error:
                 raise ConfigError(f"{queue / split} does not belong into a spool: {error}") from error
 
