@@ -315,7 +315,11 @@ class _Layers:
             self._report(self.nowhere, (), f"{len(errors):,} mistakes; the first {_MAX_PROBLEMS} are listed")
         for one in errors[:_MAX_PROBLEMS]:
             path: KeyPath = one["loc"]
-            if one["type"] == "missing" and path == ("source",) and any(map(_stands_for_source, islice(self.values, 100))):
+            if (
+                one["type"] == "missing"
+                and path == ("source",)
+                and any(map(_stands_for_source, islice(self.values, 100)))
+            ):
                 continue  # a misspelt or unbuilt table is reported; that [[source]] is missing follows from it
             if path not in self.origins:
                 path = _BLAMED.get(path, path)
