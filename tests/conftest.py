@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -88,27 +87,6 @@ def warm() -> Iterator[Any]:
     spec.loader.exec_module(module)
     with module.warm_python() as python:
         yield python
-
-
-@pytest.fixture
-def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gram workers that this process starts are forks of a server that has imported everything; each import takes 2 s otherwise."""
-    from headrace.runtime import workers
-
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["headrace.reduce.transports.processes", "headrace.reduce.transports.folder"])
-
-    def start(self: Any, function: Any, args: tuple[Any, ...]) -> None:
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=workers._serve, args=(function, theirs, args), name=self.name, daemon=True
-        )
-        with workers._one_native_thread():
-            self._process.start()
-        theirs.close()
-        self.pid = self._process.pid
-
-    monkeypatch.setattr(workers.WorkerProcess, "_start_alone", start)
 
 
 @pytest.fixture(scope="session")

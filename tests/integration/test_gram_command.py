@@ -13,7 +13,6 @@ from headrace.errors import ConfigError, CursorMismatch, DataChanged, DataError
 from headrace.reduce import GramResult
 from headrace.reduce.reduce_shards import GramPlan, reduce_shards
 
-pytestmark = pytest.mark.usefixtures("warm_workers")
 RNG = np.random.default_rng(3)
 
 

@@ -365,6 +365,7 @@ def test_rows_of_objects_in_a_bucket_are_those_of_the_files_on_disk(tmp_path, bu
         assert rows(f"{bucket.url}/run/acts") == disk
 
 
+@pytest.mark.timeout(300)  # three commands with worker processes, which load their kernels
 def test_the_gram_of_objects_in_a_bucket_is_that_of_the_files_on_disk(tmp_path, bucket, headrace):
     for name in row_shards(tmp_path / "acts")["parquet"]:
         bucket(f"run/acts/{name}", (tmp_path / "acts" / name).read_bytes())
