@@ -443,7 +443,7 @@ class MixState:
         self._last: dict[int, PlanStep] = {}
         """By lane, the last draw, if `_lanes` holds the lane before it."""
         self._snapshots: dict[int, Snapshot] = {}
-        """By lane, the pool at the last draw, if `_lanes` holds the lane after it."""
+        """By lane, the pool at the last draw that was applied."""
         self.exhausted = 0
         """Slices that ran dry by being read."""
         self.picks_by_kind = [0] * len(plan.table.kinds)
@@ -454,7 +454,6 @@ class MixState:
         if change is None:
             return
         lane = draw.lane
-        self._snapshots.pop(lane, None)
         if lane in self._last:
             self._apply_last(lane)
         if change.begun is not None:
