@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 
 from headrace.errors import ConfigError
 from headrace.runs.config.loading import BUILT_IN, load_config
-from headrace.runs.config.schema import RunConfig
+from headrace.runs.config.schema import LoaderSection, RunConfig, TextSection
 from headrace.runs.folder import RunFolder
 from headrace.sources import Source
 
@@ -322,3 +323,24 @@ def test_the_built_in_config_is_found_by_name_and_is_the_example(tmp_path, monke
     assert BUILT_IN["quickstart"].read_text() == example.read_text()
     (tmp_path / "quickstart").write_text(SOURCE + '[run]\nname = "mine"\n')
     assert load_config(Path("quickstart"), [], {}).run.name == "mine"
+
+
+def test_a_default_of_toml_is_that_of_python():
+    from headrace.loader import Loader, TextDataset
+
+    # exhausted is left out: a run has a number of steps and repeats, a loader makes one pass.
+    toml = {
+        name: field.default
+        for section in (TextSection, LoaderSection)
+        for name, field in section.model_fields.items()
+        if name != "exhausted"
+    }
+    python = {
+        name: parameter.default
+        for made in (TextDataset, Loader)
+        for name, parameter in inspect.signature(made).parameters.items()
+        if parameter.default is not parameter.empty
+    }
+    shared = toml.keys() & python.keys()
+    assert {"lanes", "window_blocks", "pack", "labels", "prefetch_batches", "tokenizer_workers", "eos"} <= shared
+    assert {name: toml[name] for name in shared} == {name: python[name] for name in shared}
