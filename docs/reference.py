@@ -29,7 +29,11 @@ GROUPS = {
     ),
 }  # fmt: skip
 """Where each public name of `headrace` stands on the API page."""
-SETTINGS = ("headrace.spool.settings.ProviderSettings", "headrace.spool.settings.ConsumerSettings")
+SETTINGS = (
+    "headrace.batch.LoaderSettings",
+    "headrace.spool.settings.ProviderSettings",
+    "headrace.spool.settings.ConsumerSettings",
+)
 """Classes that explain the arguments of public names."""
 PACKAGES = ("ledger", "reduce", "rollouts", "testing")
 """Public packages, a page each."""

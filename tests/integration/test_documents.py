@@ -190,7 +190,8 @@ def test_every_argument_of_a_public_name_is_documented(reference):
             words += inspect.getsource(value)  # the string below each field
         for found in re.findall(r"`(\w+Settings)`", words):
             words += inspect.getsource(settings[found])
-        unsaid += [f"{name}({p})" for p in inspect.signature(value).parameters if not re.search(rf"\b{p}\b", words)]
+        arguments = [p.name for p in inspect.signature(value).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        unsaid += [f"{name}({argument})" for argument in arguments if not re.search(rf"\b{argument}\b", words)]
     assert not unsaid
 
 
@@ -348,9 +349,15 @@ def metrics() -> Any:
 
 def parameters_of(dotted: str) -> set[str]:
     """Names of the arguments of a function or class, with those that it passes on to its settings."""
+    from headrace.batch import LoaderSettings
     from headrace.spool import ConsumerSettings, ProviderSettings
 
-    passed_on = {"headrace.DatasetConsumer": ConsumerSettings, "headrace.DataProviderBase": ProviderSettings}
+    passed_on = {
+        "headrace.DatasetConsumer": ConsumerSettings,
+        "headrace.DataProviderBase": ProviderSettings,
+        "headrace.Loader": LoaderSettings,
+        "headrace.PreparedLoader": LoaderSettings,
+    }
     names = set(inspect.signature(resolved(dotted)).parameters)
     return names | ({f.name for f in fields(passed_on[dotted])} if dotted in passed_on else set())
 

@@ -335,7 +335,11 @@ class Loader:
 
 
 class PreparedLoader(Loader):
-    """`Loader` over prepared blocks, by the name and with the arguments of earlier versions."""
+    """`Loader` over prepared blocks, by the name and with the arguments of earlier versions.
+
+    `data` is a `PreparedDataset`. `dp_rank`, `dp_world_size`, `mesh`, `dp_dims` and `device` are those of `Loader`, the other arguments fields of
+    `LoaderSettings`. Any world size up to the batch size works; where it does not divide the batch, ranks get one row more or less.
+    """
 
     def __init__(
         self,
