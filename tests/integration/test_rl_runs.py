@@ -74,10 +74,13 @@ def test_a_run_shows_its_steps_and_answers_and_can_be_read_afterwards(warm, tmp_
     lines = metrics(a)
     assert [lines[n]["staleness/max"] for n in range(1, 7)] == [0, 1, 2, 2, 2, 2]
     wanted = {
-        "reward/all/mean", "reward/sort/mean", "event_loop_lag/max", "rollouts/late", "rollouts/split_samples", "entropy/sort/mean",
+        "reward/all/mean", "reward/sort/mean", "rollouts/late", "rollouts/split_samples", "entropy/sort/mean",
         "mismatch_kl/all/mean", "wait/rollouts.batch/seconds", "phase/rollouts.pack/seconds", "eval/sort/greedy", "eval/all/pass_at_k",
     }  # fmt: skip
     assert wanted <= lines[6].keys(), wanted - lines[6].keys()
+    assert any("event_loop_lag/max" in line for line in lines.values()), (
+        "sampled ten times a second; a step may take less"
+    )
     # Versions are facts: batch n was sampled by version max(0, n - lag), and engine and trainer agree on its log-probs.
     for batch in range(6):
         for arrival in read_arrivals(a / "arrivals" / f"step_{batch:012d}.log"):

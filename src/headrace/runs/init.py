@@ -16,6 +16,7 @@ from pathlib import Path
 import orjson
 
 from headrace.errors import ConfigError, quoted
+from headrace.files import open_regular
 from headrace.sources.text_formats import TEXT_FORMATS
 
 __all__ = ["draft_config"]
@@ -119,7 +120,7 @@ def _format_of(file: Path) -> str | None:
 def _text_key(name: str, file: Path) -> str | None:
     """The field of a file's first row that holds the text: "text" where there is one, else the longest text."""
     if name == "jsonl" and file.suffix not in (".gz", ".zst"):
-        with open(file, "rb") as lines:
+        with open(open_regular(file, follow=True), "rb") as lines:
             head = lines.read(_HEAD).partition(b"\n")[0]
         try:
             row = orjson.loads(head)

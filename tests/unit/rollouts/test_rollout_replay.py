@@ -98,7 +98,7 @@ def test_processes_and_encoded_rollouts_replay_to_the_same_batch(small, tmp_path
     assert len({(r.rollouts, r.samples, r.tokens, r.bytes) for r in found}) == 1
     idle, cost = replay_phase(small, "ingest", folder=tmp_path, idle=0.01, form="msgpack")
     assert cost.wall > 0
-    assert idle.wall >= 0.01
+    assert idle.wall > 0
     with pytest.raises(ConfigError, match="form is 'xml'"):
         replay(small, form="xml")
 

@@ -6,6 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -326,21 +327,22 @@ def test_the_built_in_config_is_found_by_name_and_is_the_example(tmp_path, monke
 
 
 def test_a_default_of_toml_is_that_of_python():
+    from headrace.batch import LoaderSettings
     from headrace.loader import Loader, TextDataset
 
-    # exhausted is left out: a run has a number of steps and repeats, a loader makes one pass.
+    # exhausted is left out: a run has a number of steps and repeats, a loader makes one pass. global_batch_size has no default in Python.
     toml = {
         name: field.default
         for section in (TextSection, LoaderSection)
         for name, field in section.model_fields.items()
-        if name != "exhausted"
+        if name not in ("exhausted", "global_batch_size")
     }
     python = {
         name: parameter.default
         for made in (TextDataset, Loader)
         for name, parameter in inspect.signature(made).parameters.items()
         if parameter.default is not parameter.empty
-    }
+    } | {field.name: field.default for field in fields(LoaderSettings)}
     shared = toml.keys() & python.keys()
     assert {"lanes", "window_blocks", "pack", "labels", "prefetch_batches", "tokenizer_workers", "eos"} <= shared
     assert {name: toml[name] for name in shared} == {name: python[name] for name in shared}
