@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,8 +27,9 @@ from headrace.files import open_container, read_jsonl
 
 LONG = os.environ.get("HEADRACE_FAULTS", "short") == "long"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "stream_mixing"
+CONFIGS = Path("examples", "stream_mixing")  # below the desk
 CONFIG = [
-    str(EXAMPLES / "diag_stale_false_evict.toml"), "--run.steps", "150" if LONG else "90", "--run.checkpoint_every", "7", "--train.threads", "1",
+    str(CONFIGS / "diag_stale_false_evict.toml"), "--run.steps", "150" if LONG else "90", "--run.checkpoint_every", "7", "--train.threads", "1",
 ]  # fmt: skip
 FOLLOWS = ("ledger/", "ledger_wipe", "train/loss", "train/grad_norm", "data/rows", "data/tokens_seen/")
 """Metrics that the run decides; the others are times."""
@@ -121,10 +123,14 @@ def server() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory) -> Path:
-    """A folder in which the examples' relative paths lead somewhere."""
+    """A folder with the examples' configs and the data that they name."""
     folder = tmp_path_factory.mktemp("desk")
-    out = folder / "examples" / "stream_mixing" / "data"
-    subprocess.run([sys.executable, str(EXAMPLES / "make_data.py"), "--out", str(out)], check=True, capture_output=True)
+    configs = folder / CONFIGS
+    configs.mkdir(parents=True)
+    for config in EXAMPLES.glob("*.toml"):
+        shutil.copy(config, configs)
+    command = [sys.executable, str(EXAMPLES / "make_data.py"), "--out", str(configs / "data")]
+    subprocess.run(command, check=True, capture_output=True)
     return folder
 
 

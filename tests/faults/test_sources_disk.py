@@ -152,9 +152,9 @@ def peak_mib():
     return int(next(row for row in open("/proc/self/status") if row.startswith("VmHWM")).split()[1]) // 1024
 folder = Path(sys.argv[1])
 base = peak_mib()
-source = open_source(
-    Source(sys.argv[2], on_bad="skip"), base=folder, cache=folder / "cache", max_line_bytes=int(sys.argv[3])
-)
+scheme = sys.argv[2]
+lines = Source(f"{scheme}:d.{scheme}", on_bad="skip", split="line" if scheme == "txt" else None)
+source = open_source(lines, base=folder, cache=folder / "cache", max_line_bytes=int(sys.argv[3]))
 lengths = [-1 if t is None else len(t) for c in range(source.manifest.chunks) for t in source.read(c)]
 print(*lengths, peak_mib() - base)
 """
@@ -171,7 +171,7 @@ def test_a_line_of_100_mb_above_the_limit_costs_no_memory_and_below_it_three_tim
         file.write(closing + b"\n" + opening + b"b" + closing + b"\n")
 
     def lengths_and_mib(limit):
-        command = [sys.executable, "-c", LONG_LINE, tmp_path, f"{scheme}:d.{scheme}", str(limit)]
+        command = [sys.executable, "-c", LONG_LINE, tmp_path, scheme, str(limit)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         *lengths, mib = map(int, done.stdout.split())
         return lengths, mib

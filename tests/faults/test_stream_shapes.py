@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from stream_cells import write_streams
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "stream_mixing"
+CONFIGS = Path("examples", "stream_mixing")  # below the desk
 LONG = os.environ.get("HEADRACE_FAULTS", "short") == "long"
 SHAPES = [(0, 1), (0, 2), (1, 1), (2, 1), (3, 1), (2, 2), (0, 5)]
 
@@ -45,10 +47,14 @@ def assert_rows_of_the_plan(sentence: str, expected: list[Any]) -> None:
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory) -> Path:
-    """A folder in which the examples' relative paths lead somewhere."""
+    """A folder with the examples' configs and the data that they name."""
     folder = tmp_path_factory.mktemp("desk")
-    out = folder / "examples" / "stream_mixing" / "data"
-    subprocess.run([sys.executable, str(EXAMPLES / "make_data.py"), "--out", str(out)], check=True, capture_output=True)
+    configs = folder / CONFIGS
+    configs.mkdir(parents=True)
+    for config in EXAMPLES.glob("*.toml"):
+        shutil.copy(config, configs)
+    command = [sys.executable, str(EXAMPLES / "make_data.py"), "--out", str(configs / "data")]
+    subprocess.run(command, check=True, capture_output=True)
     return folder
 
 
@@ -88,7 +94,7 @@ def test_the_command_runs_a_stream_job_under_torchrun(desk, tmp_path):
         "run",
     ]
     done = subprocess.run(
-        [*command, str(EXAMPLES / "healthy.toml"), "--run.dir", str(tmp_path / "run"), "--run.steps", "4", "--format", "json"],
+        [*command, str(CONFIGS / "healthy.toml"), "--run.dir", str(tmp_path / "run"), "--run.steps", "4", "--format", "json"],
         cwd=desk, capture_output=True, text=True, timeout=110, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -103,7 +109,7 @@ def test_a_run_killed_at_any_moment_ends_where_the_undisturbed_one_does(desk, tm
             ["--run.dir", str(tmp_path / folder)] if more[0] != "--resume" else []
         )
 
-    config = [str(EXAMPLES / "healthy.toml"), "--run.steps", "120", "--run.checkpoint_every", "5"]
+    config = [str(CONFIGS / "healthy.toml"), "--run.steps", "120", "--run.checkpoint_every", "5"]
     subprocess.run(command("straight", *config), cwd=desk, check=True, timeout=100)
     expected = json.loads((tmp_path / "straight" / "summary.json").read_text())
     for seed in range(12 if LONG else 1):
