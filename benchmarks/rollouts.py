@@ -7,7 +7,7 @@
 Each figure comes from a process of its own. Lag is sampled every millisecond and shown as what it is above an idle stretch of the same
 loop with the same tasks. "with a core" leaves out how long the loop's thread was ready and others had both cores. "gather" is what turns a step's rollouts
 into samples; ours begins with the columns that ingest leaves, and is also shown with ingest counted in, for each form that rollouts come in. A run during which a virtual machine's host gave
-more than 1 % of the time to others is made again, three times at most, and the least disturbed one is told. Rollouts arrive in the binary form of the wire contract, as lists, or as lists in msgpack or JSON text. "plain" is what one would write first: lists joined turn by turn, np.concatenate of experts, one msgspec encode, one
+more than 1 % of the time to others is made again, three times at most, and the least disturbed one is printed. Rollouts arrive in the binary form of the wire contract, as lists, or as lists in msgpack or JSON text. "plain" is what one would write first: lists joined turn by turn, np.concatenate of experts, one msgspec encode, one
 write; it has no event loop, so its time is how long one would stand still. "floor" writes the very chunks that arrived with writev,
 by turns with our own way in one process: fresh pages of the page cache cost up to nine times those just let go, and both get both.
 """

@@ -42,7 +42,7 @@ __all__ = ["Loader", "PreparedLoader"]
 
 _log = logging.getLogger(__name__)
 _TIMES_AT_ONCE = 256
-"""Times of next() that a histogram is told of in one go: one call in so many is slower by that."""
+"""Durations of next() that are added to the histogram together; the call that adds them is slower."""
 
 
 class Loader:

@@ -82,7 +82,9 @@ class Rank:
             return cls(rank, world, True)
         if (rank is None) != (world is None):
             raise ConfigError(f"dp_rank and dp_world_size belong together, got dp_rank={rank}, dp_world_size={world}")
-        distributed = sys.modules.get("torch.distributed")  # never imported here: whoever initialised it has
+        distributed = sys.modules.get(
+            "torch.distributed"
+        )  # not imported here: code that initialised it has imported it
         joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
         group = (distributed.get_rank(), distributed.get_world_size()) if joined and distributed else None
         if rank is None or world is None:

@@ -295,9 +295,9 @@ class _Read(NamedTuple):
     run: list[int]
     """Where the rows end that draws drawn in one go take from this file, one after the other; the same list for all of them."""
     told: dict[str, np.ndarray]
-    """What each row is told of itself: row, stream, and group where the file names none. Made for all that is drawn in one go."""
+    """Columns added to each row: its number, its stream, and its group where the file names none. Computed once for all rows of a read."""
     tags: dict[str, Any]
-    """What the batch is told."""
+    """Values added to the batch."""
 
 
 class StreamMaker(BatchMaker):
@@ -325,7 +325,7 @@ class StreamMaker(BatchMaker):
         """By stream, how many rows are worth one read."""
         self._share = min(_READ_AT_ONCE, _KEPT // (data.mix.slots * len(self._plan.lanes)))
         self._asked: deque[_Read] = deque()
-        # Requests are small and few enough to fit into a pipe that nobody reads: asking never blocks.
+        # Requests are small and few enough to fit into the pipe of a busy reader: asking never blocks.
         self._depth = min((settings.prefetch_batches + 1) * max(data.num_workers, 1), 256)
         self._checked: set[int] = set()
 
