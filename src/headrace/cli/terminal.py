@@ -82,7 +82,7 @@ def announce(console: Console, config: RunConfig, *, folder: str, ranks: int, re
         ),
         (
             "batches",
-            f"{config.loader.global_batch_size} x {config.text.seq_len} tokens, {run.steps} steps, {config.loader.lanes} lanes",
+            f"{config.loader.global_batch_size} x {config.text.seq_len} tokens, {run.steps} steps",
         ),
         ("model", f"{config.train.model}, lr {config.train.lr:g}"),
         ("seed", f"{run.seed}   ranks {ranks}   config {config.hash}"),

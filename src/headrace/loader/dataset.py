@@ -14,10 +14,7 @@ import contextlib
 import dataclasses
 import difflib
 import itertools
-import logging
 import math
-import multiprocessing
-import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,9 +56,15 @@ _SAMPLE_TEXT = 2_000_000
 _SCALED_BELOW = 64
 """A source with fewer rows a lane than this is dealt unevenly enough for its weight to be scaled lane by lane."""
 
-_FILES_A_LANE = 8
-"""Whole files that a lane needs for the lanes to end at about the same step."""
-_log = logging.getLogger("headrace.loader")
+MOST_LANES = 48
+"""Lanes of data that is large enough; smaller data has one of the divisors."""
+_LANE_DOCUMENTS = _LANE_ROWS = 8
+"""Documents, and rows of a batch, that every lane has at least: with fewer, lanes end far apart and rows hold nothing to learn."""
+_WINDOW_BLOCKS, _WINDOW_TOKENS, _LEAST_WINDOW_BLOCKS = 64, 1 << 18, 8
+"""Sizes of a window. More tokens make the first batch wait longer; fewer blocks leave more padding."""
+_BYTES_A_TOKEN = 4
+MAX_WINDOW_TOKENS = 1 << 27
+"""A window is packed in memory as one unit."""
 _PLANS_KEPT = 8
 _READERS = 16
 
@@ -92,7 +95,9 @@ class TextDataset:
     - `tokenizer`: the path of a tokenizer.json or of a folder that holds one; a name such as `"org/name"`, found in the local Hugging Face cache; an object of
       transformers or `tokenizers`; `"sample"` (a small built-in BPE); or None for bytes. `engine`: which library encodes.
     - `seq_len`: tokens in a row. `pack`: `"best_fit"` cuts only documents longer than a row, `"concat"` cuts wherever a row ends.
-    - `seed`, `lanes`, `window_blocks`, `shuffle`: decide the order. `window_blocks` rows are tokenised and packed as one unit.
+    - `seed`, `shuffle`: decide the order.
+    - `lanes`: into how many parts the data is dealt. `"auto"` is 48, or fewer for data with less than 8 documents or rows a lane. A state keeps the number it was saved with.
+    - `window_blocks`: rows that are tokenised and packed as one unit. `"auto"` is 64, or fewer (8 at least) for rows so long that 64 exceed 262,144 tokens.
     - `exhausted`: what happens when a source has been read `max_epochs` times (once, if the source does not say). `"drop"` continues with the others until all
       are dry, `"stop_first"` ends with the first, `"repeat"` reads for ever unless the source sets `max_epochs`.
     - `mix_changes`: other weights from given steps on.
@@ -111,8 +116,8 @@ class TextDataset:
         seq_len: int,
         pack: Literal["best_fit", "concat"] = "best_fit",
         seed: int = 0,
-        lanes: int = 48,
-        window_blocks: int = 64,
+        lanes: int | Literal["auto"] = "auto",
+        window_blocks: int | Literal["auto"] = "auto",
         shuffle: bool = True,
         exhausted: Exhausted = "drop",
         mix_changes: Sequence[MixChange] = (),
@@ -148,7 +153,6 @@ class TextDataset:
         self.meter = meter if meter is not None else Meter()
         self.seq_len = seq_len
         self.seed = seed
-        self.lanes = lanes
         self.shuffle = shuffle
         self.exhausted: Exhausted = exhausted
         described = _named(_described(sources))
@@ -165,13 +169,13 @@ class TextDataset:
             names = ", ".join(s.source.spec for s in self.sources)
             raise DataError(f"no source has any rows ({names}): check the paths, or the files they point to")
         self._refuse_changes_to_nothing()
-        self._note_few_files()
+        self.lanes: int = fitting_lanes(*self._size()) if lanes == "auto" else lanes
         with Wait("tokenizer.load", meter=self.meter):
             self.tokenizer = self._tokenizer(tokenizer, eos_token, bos_token, engine)
         self.packing = Packing(
             seq_len=seq_len,
             strategy=pack,
-            blocks=window_blocks,
+            blocks=fitting_window_blocks(seq_len) if window_blocks == "auto" else window_blocks,
             bos_id=self._special("bos", self.tokenizer.bos_id) if bos else None,
             eos_id=self._special("eos", self.tokenizer.eos_id) if eos else None,
             pad_id=self.tokenizer.pad_id if self.tokenizer.pad_id is not None else 0,
@@ -253,18 +257,30 @@ class TextDataset:
                     f"sources without rows ({empty}): give a source that has rows a positive weight there"
                 )
 
-    def _note_few_files(self) -> None:
-        """Log that whole files are too few for the lanes: a lane without a document delivers rows with nothing to learn."""
-        if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
-            return
-        for source in self.sources:
-            rows = source.manifest.rows
-            if source.source.document == "file" and rows and rows < _FILES_A_LANE * self.lanes:
-                _log.warning(
-                    "source %s has %s documents for %s lanes, so rows of a batch may hold nothing to learn: set lanes to %s, or cut the files into more documents "
-                    "with ?split=paragraph or ?split=line",
-                    source.name, f"{rows:,}", self.lanes, max(rows // _FILES_A_LANE, 1),
-                )  # fmt: skip
+    def _size(self) -> tuple[int, int]:
+        """How many documents the sources have, and about how many rows they fill."""
+        kept = [_kept_chunks(source) for source in self.sources]
+        text_bytes = sum(int(sizes.sum()) for _, sizes in kept)
+        return sum(int(rows.sum()) for rows, _ in kept), text_bytes // (_BYTES_A_TOKEN * self.seq_len)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that may be automatic, as numbers."""
+        return {"lanes": self.lanes, "window_blocks": self.packing.blocks}
+
+    def keep_sizes(self, saved: Mapping[str, Any]) -> None:
+        """Take the automatic sizes from those of an earlier start: a run keeps what it began with. Loaders over this dataset must be closed.
+
+        saved: `sizes` as numbers, or as the words of a state's fingerprint. What is not a possible size is left out.
+        """
+        before = self.sizes
+        if self.recipe["lanes"] == "auto" and (lanes := _whole_number(saved.get("lanes"), 1 << 16)):
+            self.lanes = lanes
+        limit = MAX_WINDOW_TOKENS // self.seq_len
+        if self.recipe["window_blocks"] == "auto" and (blocks := _whole_number(saved.get("window_blocks"), limit)):
+            self.packing = dataclasses.replace(self.packing, blocks=blocks)
+        if before != self.sizes:
+            self._wire()
 
     def mean_weights(self, steps: int) -> tuple[float, ...]:
         """What the weights add up to over the first `steps` steps: the shares that a run should have reached by then."""
@@ -312,9 +328,8 @@ class TextDataset:
         for source in self.sources:
             found |= source.fingerprint()
         settings = {
-            "seq_len": self.seq_len, "pack": self.packing.strategy, "seed": self.seed, "lanes": self.lanes,
-            "window_blocks": self.packing.blocks, "shuffle": self.shuffle, "exhausted": self.exhausted,
-            "bos": self.packing.bos_id, "eos": self.packing.eos_id,
+            "seq_len": self.seq_len, "pack": self.packing.strategy, "seed": self.seed, **self.sizes,
+            "shuffle": self.shuffle, "exhausted": self.exhausted, "bos": self.packing.bos_id, "eos": self.packing.eos_id,
         }  # fmt: skip
         found |= {f"config:{name}": str(value) for name, value in settings.items()}
         limits = [[s.source.max_rows, s.source.max_tokens, s.source.max_epochs, s.source.on_bad] for s in self.sources]
@@ -438,6 +453,27 @@ class TextDataset:
         return found
 
 
+def fitting_lanes(documents: int, rows: int) -> int:
+    """Return the number of lanes for data of this size: the largest divisor of 48 that leaves every lane enough to read."""
+    fitting = [
+        n
+        for n in range(1, MOST_LANES + 1)
+        if MOST_LANES % n == 0 and n * _LANE_DOCUMENTS <= documents and n * _LANE_ROWS <= rows
+    ]
+    return max(fitting, default=1)
+
+
+def fitting_window_blocks(seq_len: int) -> int:
+    """Return the number of rows in a window."""
+    return min(_WINDOW_BLOCKS, max(_LEAST_WINDOW_BLOCKS, _WINDOW_TOKENS // seq_len))
+
+
+def _whole_number(given: object, limit: int) -> int | None:
+    """Return the number if it is one from 1 to `limit`, else None."""
+    text = str(given)
+    return int(text) if text.isdecimal() and len(text) < 10 and 1 <= int(text) <= limit else None
+
+
 def sample_tokenizer(cache: Path, engine: EngineName = "auto") -> BpeTokenizer:
     """The small BPE of the built-in corpora: trained on them once, then frozen in the cache."""
     folder = cache / "samples"
@@ -543,10 +579,10 @@ def _check(**settings: Any) -> None:
     problems = []
     if not isinstance(settings["seq_len"], int) or settings["seq_len"] < 2:
         problems.append(f"seq_len must be an integer of at least 2, got {settings['seq_len']!r}")
-    if not isinstance(settings["lanes"], int) or settings["lanes"] < 1:
-        problems.append(f"lanes must be a positive integer, got {settings['lanes']!r}")
-    if not isinstance(settings["window_blocks"], int) or settings["window_blocks"] < 1:
-        problems.append(f"window_blocks must be a positive integer, got {settings['window_blocks']!r}")
+    for name in ("lanes", "window_blocks"):
+        value = settings[name]
+        if value != "auto" and (not isinstance(value, int) or value < 1):
+            problems.append(f'{name} must be a positive integer or "auto", got {value!r}')
     if not isinstance(settings["seed"], int) or not 0 <= settings["seed"] < 1 << 63:
         problems.append(f"seed must be an integer in [0, 2**63), got {settings['seed']!r}")
     if not isinstance(settings["chunk_memory"], int) or settings["chunk_memory"] < 0:

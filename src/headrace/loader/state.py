@@ -179,6 +179,14 @@ def _share(value: Sequence[int]) -> tuple[int, int]:
     return rank, world
 
 
+def saved_sizes(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the `TextDataset.sizes` that a state was saved with, as far as it names them."""
+    first = state[0] if isinstance(state, Sequence) and state else state
+    made_of = first.get("fingerprint") if isinstance(first, Mapping) else None
+    made_of = made_of if isinstance(made_of, Mapping) else {}
+    return {name: made_of.get(f"config:{name}") for name in ("lanes", "window_blocks")}
+
+
 def load_states(
     state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     *,

@@ -24,7 +24,7 @@ from headrace.loader.ends import AloneEnds, Ends, ReplayEnds, Share, StoreEnds
 from headrace.loader.lanes import LEFT_OUT, BatchPlan, LanePlan, LaneTable, WeightChange
 from headrace.loader.loader_plan import BatchMaker, LoaderPlan, Rank, States, batch_fill
 from headrace.loader.pool import WindowPool, WindowSupply
-from headrace.loader.state import LoaderState, accepts_data, load_states, merge_states
+from headrace.loader.state import LoaderState, accepts_data, load_states, merge_states, saved_sizes
 from headrace.loader.windows import Piece
 from headrace.metrics import phase
 from headrace.order import Digest
@@ -132,8 +132,7 @@ class TextPlan(LoaderPlan[LoaderState]):
         self._check()
         workers = settings.tokenizer_workers
         self._workers = workers if workers is not None else 0 if settings.data_loader_workers else tokenizer_threads()
-        self.share = LaneShare(lanes=data.lanes, rank=rank.rank, world_size=rank.world_size)
-        self._own = tuple(self.share.followed_lanes)
+        self._share_lanes()
         self._number = next(_numbers) if rank.connected else -1
         self.state = LoaderState(source_tokens=np.zeros(len(data.sources), np.int64), lane_ids=self._own)
         self._left_out = np.zeros(len(LEFT_OUT), np.int64)
@@ -199,6 +198,10 @@ class TextPlan(LoaderPlan[LoaderState]):
         elif not state.ended and state.sample == 0 and number > 0:
             state.number, state.ended = number - 1, True
 
+    def _share_lanes(self) -> None:
+        self.share = LaneShare(lanes=self.data.lanes, rank=self.rank.rank, world_size=self.rank.world_size)
+        self._own = tuple(self.share.followed_lanes)
+
     def _start_lanes(self) -> None:
         """Have every lane stand before its first sample of the pass."""
         self._foreign = dict(enumerate(self.data.plan(self.state.number, self.state.step - 1).starts))
@@ -215,20 +218,28 @@ class TextPlan(LoaderPlan[LoaderState]):
         data = self.data
         data.expect_recorded(accept_changes=accepts_data(accept))
         self._bad_shards = data.bad_shards
-        loaded, known = load_states(
-            state,
-            fingerprint=data.fingerprint,
-            names=data.names,
-            empty=[source.name for source in data.sources if not source.manifest.rows],
-            lanes=data.lanes,
-            own=self._own,
-            rank=self.rank.rank,
-            world_size=self.rank.world_size,
-            skip=self._skip,
-            accept=accept,
-            fixed=fixed,
-            fresh=lambda number, step: dict(enumerate(data.plan(number, step - 1).starts)),
-        )
+        sizes = data.sizes
+        data.keep_sizes(saved_sizes(state))
+        self._share_lanes()
+        try:
+            loaded, known = load_states(
+                state,
+                fingerprint=data.fingerprint,
+                names=data.names,
+                empty=[source.name for source in data.sources if not source.manifest.rows],
+                lanes=data.lanes,
+                own=self._own,
+                rank=self.rank.rank,
+                world_size=self.rank.world_size,
+                skip=self._skip,
+                accept=accept,
+                fixed=fixed,
+                fresh=lambda number, step: dict(enumerate(data.plan(number, step - 1).starts)),
+            )
+        except BaseException:  # a refused state changes nothing
+            data.keep_sizes(sizes)
+            self._share_lanes()
+            raise
         self.state = loaded
         self._foreign = known if len(known) == data.lanes else None
         self.origin = loaded.sample
@@ -316,6 +327,7 @@ class TextPlan(LoaderPlan[LoaderState]):
             "samples": [*(one.next_sample - size for one in records), records[-1].next_sample],
             "picks": _picks([plan.sources for plan in delivered]),
             "opened": sorted(opened),
+            **self.data.sizes,
         }
         if passed:
             nothing = np.full(size // self.rank.world_size, -1)
@@ -359,7 +371,7 @@ class TextPlan(LoaderPlan[LoaderState]):
             from headrace.loader.processes import WindowProcesses
 
             return WindowProcesses(
-                self.data.recipe | {"bound": self.data.records_bound},
+                self.data.recipe | self.data.sizes | {"bound": self.data.records_bound},
                 workers=processes,
                 meter=self.meter,
                 deadline=deadline,

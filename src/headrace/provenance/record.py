@@ -111,8 +111,17 @@ class SampleRecord:
     """A run's flight.jsonl as it was when it was opened; lines that are appended later are not seen."""
 
     def __init__(self, path: Path, *, lanes: int, names: Sequence[str]) -> None:
+        """Read the lines of a file.
+
+        Args:
+            path: The file.
+            lanes: Lanes of the run, for lines of version 0.1, which do not name them.
+            names: The sources of the run's config.
+        """
         self.path = path
         self.lanes = lanes
+        self.sizes: dict[str, Any] = {}
+        """`TextDataset.sizes` of the run, as far as the lines name them."""
         self.names = list(names)
         self._configured = len(self.names)
         """The sources of the config, then any that only older lines know."""
@@ -315,11 +324,19 @@ class SampleRecord:
         coded = [_coded_count(value.get("picks", "")), passed]
         if counts != coded:
             raise ValueError(f"{counts[0]} samples with {coded[0]} picks, {counts[1]} skipped with {coded[1]}")
+        self._take_sizes(value)
         sources = self._meaning(value.get("sources"))
         opened = self._windows_of(value.get("opened", []), segments[0].begin, segments[-1].end, sources)
         return _RecordLine(
             line.number, line.offset, len(line.text), first, samples[:-1], stops, segments, opened, sources
         )
+
+    def _take_sizes(self, value: dict[str, Any]) -> None:
+        lanes = value.get("lanes", self.lanes)
+        if type(lanes) is not int or not 1 <= lanes <= 1 << 16:
+            raise ValueError("`lanes` is not a number of lanes")
+        self.lanes = lanes
+        self.sizes = {name: value[name] for name in ("lanes", "window_blocks") if name in value}
 
     def _windows_of(self, opened: list[list[int]], begin: int, end: int, sources: Sequence[int]) -> array[int]:
         found = array("q")

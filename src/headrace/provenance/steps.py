@@ -382,6 +382,7 @@ class RunProvenance:
         records = Path(self._copy.name)
         _copy_records(self.path / "records", records)
         self._opened = self.run.open_dataset(records)
+        self._opened.keep_sizes(self.record.sizes)
         self._refuse_changes(self._opened)
         return self._opened
 
@@ -518,7 +519,7 @@ class RunProvenance:
 
     def _epochs(self, index: int) -> Sequence[int]:
         """The epochs of a source that some lane has begun, and the next."""
-        begun = {w.start.epoch for lane in range(self.run.lanes) for w in self.record.windows(lane, index)}
+        begun = {w.start.epoch for lane in range(self.record.lanes) for w in self.record.windows(lane, index)}
         return [*sorted(begun), max(begun, default=-1) + 1]
 
     def _occurrences(

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.errors import StorageError
 from headrace.loader import TextDataset
+from headrace.loader.dataset import MOST_LANES
 from headrace.runs.config.schema import RunConfig, divisors
 from headrace.runs.job import Job
 
@@ -107,18 +108,18 @@ def plan_of(config: RunConfig, data: TextDataset, *, note_end: bool = True) -> P
         steps=config.run.steps,
         global_batch_size=config.loader.global_batch_size,
         seq_len=config.text.seq_len,
-        lanes=config.loader.lanes,
-        **_world_sizes(config),
+        lanes=data.lanes,
+        **_world_sizes(config, data.lanes),
         total_tokens=total,
         tokenizer=data.tokenizer.name,
         vocab_size=data.vocab_size,
         sources=sources,
-        warnings=tuple(_warnings(config, sources, note_end)),
+        warnings=tuple(_warnings(config, sources, data.lanes, note_end)),
     )
 
 
-def _world_sizes(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    sizes, lanes = tuple(divisors(config.loader.global_batch_size)), config.loader.lanes
+def _world_sizes(config: RunConfig, lanes: int) -> dict[str, tuple[int, ...]]:
+    sizes = tuple(divisors(config.loader.global_batch_size))
     return {"world_sizes": sizes, "lanes_followed": tuple(lanes // gcd(lanes, n) for n in sizes)}
 
 
@@ -144,13 +145,13 @@ def _labelled_plan(config: RunConfig) -> Plan:
         )  # fmt: skip
     return Plan(
         kind=config.spool.task, config_hash=config.hash, steps=config.run.steps, global_batch_size=config.loader.global_batch_size,
-        seq_len=config.text.seq_len, lanes=config.loader.lanes, **_world_sizes(config),
+        seq_len=config.text.seq_len, lanes=MOST_LANES, **_world_sizes(config, MOST_LANES),
         total_tokens=total, tokenizer=tokenizer.name, vocab_size=tokenizer.vocab_size, sources=tuple(sources),
         warnings=tuple(f"no row is labelled {name}" for name in examples.without_rows()),
     )  # fmt: skip
 
 
-def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...], note_end: bool) -> list[str]:
+def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...], lanes: int, note_end: bool) -> list[str]:
     found = []
     stops = config.loader.exhausted == "stop_first"
     if stops and note_end and (end := _first_dry(config, sources)) is not None:
@@ -176,9 +177,9 @@ def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...], note_end: bool
             found.append(
                 f"source {plan.name} is read {plan.epochs:.1f} times: more than 4 epochs teach little, lower its weight"
             )
-        if plan.rows < config.loader.lanes:
+        if plan.rows < lanes:
             found.append(
-                f"source {plan.name} has {plan.rows} rows for {config.loader.lanes} lanes: some lanes see it only in some epochs. Lower loader.lanes, such as to {max(plan.rows // 8, 1)}"
+                f"source {plan.name} has {plan.rows} rows for {lanes} lanes: some lanes see it only in some epochs. Lower loader.lanes, such as to {max(plan.rows // 8, 1)}"
             )
     return found
 

@@ -39,6 +39,10 @@ def batch_recipe(config: RunConfig) -> str:
     tables = config.model_dump(mode="json", exclude_none=True)
     loader = {key: tables["loader"][key] for key in ("global_batch_size", "lanes", "exhausted")}
     text = {key: value for key, value in tables["text"].items() if key != "engine"}
+    # Automatic sizes follow from the sources. They are written as the fixed sizes of version 0.1, whose spools stay readable.
+    for table, name, fixed in ((loader, "lanes", 48), (text, "window_blocks", 64)):
+        if table[name] == "auto":
+            table[name] = fixed
     sources = [lasting_source(source) for source in tables["source"]]
     spool = {key: tables["spool"].get(key) for key in ("task", "mask_probability", "mask_id")}
     return fingerprint_json(

@@ -114,7 +114,8 @@ class SpoolLoader:
             deadline=config.run.deadline, meter=self.meter,
         )  # fmt: skip
         self._kept: deque[dict[str, Any]] = deque(maxlen=config.run.keep_checkpoints)
-        self._size, self._lanes = config.loader.global_batch_size, config.loader.lanes
+        self._size = config.loader.global_batch_size
+        self._sizes = {name: int(data.made_of[f"config:{name}"]) for name in ("lanes", "window_blocks")}
         self._skip = tuple((a - 1, b - 1) for a, b in config.run.skips)
         self._record = record
         self._flight: list[_Flown] = []
@@ -298,7 +299,7 @@ class SpoolLoader:
             return None
         delivered, skipped = [f for f in flown if f.trained], [f for f in flown if not f.trained]
         opened = [
-            [int(g), int(g) % self._lanes, int(row[0]), *map(int, row[2:])]
+            [int(g), int(g) % self._sizes["lanes"], int(row[0]), *map(int, row[2:])]
             for f in flown
             for g, row in zip(f.samples, f.origin, strict=False)  # an empty step has no samples here
             if row[1] > 0
@@ -307,6 +308,7 @@ class SpoolLoader:
         line: dict[str, Any] = {
             "first": delivered[0].trained,
             "sources": list(self.data.names),
+            **self._sizes,
             "samples": [*(f.step * size for f in delivered), (delivered[-1].step + 1) * size],
             "picks": _picks(delivered),
             "opened": sorted(opened),

@@ -103,15 +103,3 @@ def test_a_state_that_read_lines_is_refused_with_the_spec_that_continues_it(tmp_
         Loader(files, global_batch_size=2).load_state_dict(state)
     lines = TextDataset([f"txt:{tmp_path}/d?split=line"], seq_len=16, lanes=2, cache=tmp_path / "c")
     Loader(lines, global_batch_size=2).load_state_dict(state)
-
-
-def test_files_that_are_too_few_for_the_lanes_are_said_aloud_with_a_number_that_fits(tmp_path, caplog):
-    written(tmp_path, *[b"a book of some words " * 40] * 20)
-    options = {"seq_len": 16, "cache": tmp_path / "c"}
-    TextDataset([f"txt:{tmp_path}/d?split=line"], lanes=48, **options)
-    TextDataset([f"txt:{tmp_path}/d"], lanes=2, **options)
-    assert not caplog.records
-    TextDataset([f"txt:{tmp_path}/d"], lanes=48, **options)
-    (record,) = caplog.records
-    assert "source d has 20 documents for 48 lanes" in record.getMessage()
-    assert "set lanes to 2," in record.getMessage()

@@ -25,6 +25,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     ValidationInfo,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -124,8 +125,13 @@ def default_of(settings: Any, name: str) -> Any:
 
 if TYPE_CHECKING:
     from headrace.text.engines import EngineName as _Engine
+
+    _AutoCount = int | Literal["auto"]
 else:
     _Engine = Annotated[str, OneOf(_engine_names)]
+    _AutoCount = Annotated[
+        int, Field(ge=1, le=1 << 16), WrapValidator(lambda value, number: value if value == "auto" else number(value))
+    ]
 _Text = Annotated[str, AfterValidator(_refuse_odd_text)]
 _Name = Annotated[str, AfterValidator(_refuse_odd_name)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -282,8 +288,8 @@ class TextSection(_Section):
     """Which library encodes: the fastest one installed that proves to give the same ids, unless one is named."""
     labels: Labels = "shifted"
     """shifted: the token after each position. hf: not shifted, for models that shift by themselves."""
-    window_blocks: int = Field(64, ge=1, validate_default=True)
-    """Blocks that are tokenised and packed as one unit."""
+    window_blocks: _AutoCount = "auto"
+    """Blocks that are tokenised and packed as one unit. auto: 64, or fewer (8 at least) where 64 would hold more than 262,144 tokens."""
     segment_ids: bool = False
     """Add `segment_ids` to a batch: 1, 2, … for the pieces of documents in a row, 0 on padding."""
     shuffle: bool = True
@@ -291,9 +297,9 @@ class TextSection(_Section):
 
     @field_validator("window_blocks")
     @classmethod
-    def _keep_windows_in_memory(cls, blocks: int, info: ValidationInfo) -> int:
+    def _keep_windows_in_memory(cls, blocks: int | Literal["auto"], info: ValidationInfo) -> int | Literal["auto"]:
         seq_len = info.data.get("seq_len", 2)
-        if blocks * seq_len > _MAX_WINDOW_TOKENS:
+        if blocks != "auto" and blocks * seq_len > _MAX_WINDOW_TOKENS:
             raise ValueError(
                 f"a window of {number_text(blocks)} blocks of {number_text(seq_len)} tokens is packed in memory as one unit and "
                 f"may hold at most {number_text(_MAX_WINDOW_TOKENS)} tokens; lower text.window_blocks to "
@@ -307,8 +313,9 @@ class LoaderSection(_Section):
 
     global_batch_size: int = Field(8, ge=1, le=1 << 20)
     """Blocks a step, over all ranks."""
-    lanes: int = Field(48, ge=1, le=1 << 16)
-    """Fixed virtual consumers. They belong to the run; the number of ranks may change at every resume. Ranks share work best where their number divides the lanes."""
+    lanes: _AutoCount = "auto"
+    """Parts that the data is dealt into. They belong to the run; the number of ranks may change at every resume. Ranks share work best where their number divides
+    the lanes. auto: 48, or fewer for data with less than 8 documents or rows a lane."""
     tokenizer_workers: int | None = Field(None, ge=0, le=1024, examples=[4])
     """Threads; each rank's share of the machine's processors (2 to 16) unless given, or 0 when there are worker processes."""
     data_loader_workers: int = Field(0, ge=0, le=1024, examples=[2])
@@ -369,7 +376,7 @@ class SpoolSection(_Section):
     max_backlog_files: int = Field(4, ge=1, le=1 << 16)
     """Files made ahead of the slowest rank, in each part."""
     parts: int = Field(1, ge=1, le=1000)
-    """How many providers can work at the same time: each takes whole parts. Divides the lanes and the batch."""
+    """How many providers can work at the same time: each takes whole parts. Divides the batch. Parts share work best where their number divides the lanes."""
     durable: bool = True
     """fsync each file before it appears."""
     task: Literal["lm", "mlm", "classify", "tag"] = "lm"
@@ -426,11 +433,10 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _fit_the_spool(self) -> RunConfig:
-        parts, lanes, batch = self.spool.parts, self.loader.lanes, self.loader.global_batch_size
-        if lanes % parts or batch % parts:
+        parts, batch = self.spool.parts, self.loader.global_batch_size
+        if batch % parts:
             raise ValueError(
-                f"spool.parts = {parts} must divide loader.lanes = {lanes} and loader.global_batch_size = {batch}; "
-                f"{math.gcd(lanes, batch)} is the largest that does"
+                f"spool.parts = {parts} must divide loader.global_batch_size = {batch}; {math.gcd(parts, batch)} does"
             )
         return self
 
