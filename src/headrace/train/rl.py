@@ -100,25 +100,27 @@ class EnvWatch:
 
     def add(self, micro: Mapping[str, Any], terms: PolicyTerms, entropy: Tensor) -> None:
         """Count the learnt tokens of a micro batch. SFT tokens have no policy to mismatch: their KL is left out."""
-        borders, mask = micro["cu_seqlens"], terms.mask.cpu()
-        measured = {"entropy": entropy.detach().cpu().double()}
+        mask = terms.mask.cpu().numpy()
+        measured = {"entropy": entropy}
         if micro["mode"] != "sft":
-            measured["mismatch_kl"] = terms.mismatch_kl.cpu().double()
-        for at, env in enumerate(micro["env"]):
-            span = slice(int(borders[at]), int(borders[at + 1]))
-            learnt = mask[span]
-            for name, values in measured.items():
-                chosen = values[span][learnt]
-                if chosen.numel():
-                    for who in ("all", env):
-                        self._count(f"{name}/{who}", chosen)
+            measured["mismatch_kl"] = terms.mismatch_kl
+        names = sorted(set(micro["env"]))
+        numbers = [names.index(env) for env in micro["env"]]
+        owner = np.repeat(numbers, np.diff(np.asarray(micro["cu_seqlens"])))
+        owner = owner[mask[: len(owner)]]
+        for measure, values in measured.items():
+            learnt = values.detach().cpu().double().numpy()[mask]
+            self._count(f"{measure}/all", learnt)
+            for number, env in enumerate(names):
+                self._count(f"{measure}/{env}", learnt[owner == number])
 
-    def _count(self, key: str, values: Tensor) -> None:
-        cell = self._sums.setdefault(key, [0.0, 0.0, 0.0, float("-inf")])
-        cell[0] += values.numel()
-        cell[1] += float(values.sum())
-        cell[2] += float((values * values).sum())
-        cell[3] = max(cell[3], float(values.max()))
+    def _count(self, key: str, values: np.ndarray) -> None:
+        if values.size:
+            cell = self._sums.setdefault(key, [0.0, 0.0, 0.0, float("-inf")])
+            cell[0] += values.size
+            cell[1] += float(values.sum())
+            cell[2] += float(values.dot(values))
+            cell[3] = max(cell[3], float(values.max()))
 
     def metrics(self) -> dict[str, float]:
         """mean, std and max of every key since the last call."""
