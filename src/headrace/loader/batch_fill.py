@@ -22,18 +22,6 @@ import numpy as np
 from headrace.runtime.buffers import TensorMemory
 from headrace.runtime.compiled import kernel
 
-__all__ = [
-    "DOCUMENTS",
-    "FILL_KERNELS",
-    "PIECES",
-    "REAL",
-    "TOKEN_FIELDS",
-    "BatchFill",
-    "BatchRows",
-    "fill_batch",
-    "gather_block",
-]
-
 TOKEN_FIELDS = ("input_ids", "labels", "position_ids", "segment_ids")
 """Fields of one number per token, in the order in which `fill_batch` takes them."""
 REAL, PIECES, DOCUMENTS = range(3)

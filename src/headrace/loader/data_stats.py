@@ -17,8 +17,6 @@ from typing import Any, Literal
 from headrace.errors import ConfigError, CursorMismatch
 from headrace.metrics import Mean, Meter, MetricSpec, Reducer, Reduction, default_meter, register
 
-__all__ = ["DataStatsCollector"]
-
 _KIND, _VERSION = "data_stats", 1
 
 _FAMILIES = (

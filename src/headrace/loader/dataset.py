@@ -49,8 +49,6 @@ from headrace.text import (
 )
 from headrace.text.named_tokenizer import TokenizerDefinition
 
-__all__ = ["MixChange", "TextDataset", "sample_tokenizer"]
-
 SAMPLE_VOCAB = 4096
 _SAMPLE_TEXT = 2_000_000
 _SCALED_BELOW = 64

@@ -19,8 +19,6 @@ from headrace.errors import ConfigError
 from headrace.loader.lanes import LaneTable
 from headrace.metrics import Meter, Wait
 
-__all__ = ["AloneEnds", "Ends", "ReplayEnds", "Share", "StoreEnds"]
-
 
 class Share(NamedTuple):
     """What some ranks have at a step."""

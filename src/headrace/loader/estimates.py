@@ -12,8 +12,6 @@ import numpy as np
 
 from headrace.text import Packing, Tokenizer
 
-__all__ = ["SAMPLED_CHUNKS", "SourceEstimate", "estimate_source"]
-
 SAMPLED_CHUNKS = 16
 _CHARACTERS = 48 << 10
 """Characters that are encoded of a chunk."""

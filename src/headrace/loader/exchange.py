@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-__all__ = ["gather_json", "process_group_store"]
-
 
 def gather_json(value: Any) -> list[Any]:
     """The JSON value of every rank, in rank order. Collective. Bytes and lengths only: nothing is unpickled."""

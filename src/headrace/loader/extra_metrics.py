@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["drained_metrics", "extra_metrics"]
-
 
 def _source(data: Any) -> Any:
     """The dataset itself, or the one inside a DataLoader."""

@@ -24,8 +24,6 @@ from headrace.loader.windows import Window, WindowStart
 from headrace.mix import Deal, LaneMix, fixed_point, starting_credits
 from headrace.order import content_hash, sample_term
 
-__all__ = ["DRY", "FILLER_HASH", "LEFT_OUT", "BatchPlan", "LanePlan", "LaneTable", "WeightChange"]
-
 DRY = -1
 """The epoch of a source that has nothing more for a lane."""
 EPOCH, POSITION, OFFSET, BLOCK, TOKENS, CREDIT = range(6)

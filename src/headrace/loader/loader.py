@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Loader", "PreparedLoader"]
-
 _log = logging.getLogger(__name__)
 _TIMES_AT_ONCE = 256
 """Durations of next() that are added to the histogram together; the call that adds them is slower."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from headrace.loader.windows import Piece
 
-__all__ = ["BatchMaker", "Delivered", "LoaderPlan", "Rank", "States", "batch_fill"]
-
 States = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """A saved state, or the list of all ranks' states."""
 _SPECS = (

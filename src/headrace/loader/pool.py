@@ -17,8 +17,6 @@ from headrace.errors import WorkerDied
 from headrace.loader.windows import Carry, Window, WindowStart
 from headrace.metrics import Meter, Wait
 
-__all__ = ["WindowKey", "WindowPool", "WindowSupply"]
-
 WindowKey = tuple[int, int, WindowStart]
 """(source, lane, start)"""
 

@@ -49,8 +49,6 @@ from headrace.text.shards import (
     write_packed_counts,
 )
 
-__all__ = ["Planned", "PreparedBlock", "PreparedDataset", "checked_fields"]
-
 _FILLER_SUM = key("prepared.filler")
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace.batch import LoaderSettings
-from headrace.errors import ConfigError, CursorMismatch
+from headrace.errors import ConfigError
 from headrace.loader.batch_fill import COUNTS
 from headrace.loader.loader_plan import BatchMaker, LoaderPlan, Rank, States, batch_fill
 from headrace.loader.prepared import Planned, PreparedDataset
+from headrace.loader.state import damaged_state, merge_rank_states
 from headrace.loader.windows import Piece
 from headrace.order import Cursor, Digest
-
-__all__ = ["PreparedPlan"]
 
 KIND, VERSION = "prepared", 1
 _PLANNED_FIRST, _PLANNED = 256, 8192
@@ -149,13 +148,14 @@ class PreparedPlan(LoaderPlan[_State]):
                 tokens = [int(n) for n in body["source_tokens"]][: len(self.data.sources)]
                 loaded.totals[len(COUNTS) : len(COUNTS) + len(tokens)] = tokens
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CursorMismatch(f"state is damaged: {type(error).__name__} {error} while reading its body") from error
+            raise damaged_state(error) from error
         self.state = loaded
         self._drained = self.totals()
         self._last = None
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return _merged(states)
+        same = ("sample", "step", "pass", "begun", "ended")
+        return merge_rank_states(states, same=same, combine=lambda bodies: {"share": [0, 1]})
 
     # ---------------------------------------------------------------------------------------- insight
 
@@ -233,41 +233,6 @@ class _PreparedMaker(BatchMaker):
         begins = np.concatenate([[0], ends[:-1]])
         self._batches.extend(zip(begins.tolist(), ends.tolist(), _sums(planned.low, planned.high, begins), strict=True))
         return True
-
-
-def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The states of several ranks, saved at the same step, as one."""
-    if not states:
-        raise CursorMismatch("no state was given: pass one state, or the list of all ranks' states")
-    cursors = [Cursor.from_dict(s, what=f"state {i} of {len(states)}") for i, s in enumerate(states)]
-    first = cursors[0]
-    if len(cursors) == 1:
-        return first.to_dict()
-    for i, other in enumerate(cursors[1:], start=1):
-        other.require(
-            kind=KIND, version=first.version, fingerprint=first.fingerprint, what=f"state {i} of {len(states)}"
-        )
-    try:
-        bodies = [dict(c.body) for c in cursors]
-        for name in ("sample", "step", "pass", "begun", "ended"):
-            found = [b[name] for b in bodies]
-            if any(f != found[0] for f in found):
-                raise CursorMismatch(
-                    f"the states of the ranks do not belong together: {name} is {', '.join(map(str, found))}. Save all ranks at "
-                    "the same step."
-                )
-        shares = sorted(tuple(b["share"]) for b in bodies)
-        if shares != [(rank, len(bodies)) for rank in range(len(bodies))]:
-            raise CursorMismatch(f"the states are of ranks {shares} (rank, of how many): pass each rank's state once")
-        merged = bodies[0] | {
-            "share": [0, 1],
-            "digest": str(Digest(sum(Digest(b["digest"]).value for b in bodies))),
-            "delivered": {k: sum(b["delivered"][k] for b in bodies) for k in bodies[0]["delivered"]},
-            "source_tokens": [sum(t) for t in zip(*(b["source_tokens"] for b in bodies), strict=True)],
-        }
-    except (KeyError, TypeError, ValueError) as error:
-        raise CursorMismatch(f"state is damaged: {type(error).__name__} {error} while reading its body") from error
-    return Cursor(kind=KIND, version=first.version, fingerprint=first.fingerprint, body=merged).to_dict()
 
 
 def _sums(low: np.ndarray, high: np.ndarray, starts: np.ndarray) -> list[int]:

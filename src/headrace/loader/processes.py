@@ -36,8 +36,6 @@ from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess
 from headrace.text import Blocks
 
-__all__ = ["WindowProcesses"]
-
 _BLOCK_ARRAYS = {
     "tokens": np.int32, "piece_ptr": np.int64, "piece_doc": np.int64, "piece_start": np.int64, "piece_len": np.int32,
     "piece_next": np.int32, "real": np.int64, "row_count": np.int64, "hashes": np.uint64,

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["LoaderReport", "told_left_out"]
-
 
 def told_left_out(counts: Mapping[str, int]) -> str:
     """`3 empty documents, 1 bad shard`; nothing if nothing was left out."""

@@ -24,8 +24,6 @@ import numpy as np
 
 from headrace.runtime.compiled import kernel, wait_for_kernels
 
-__all__ = ["Schedule"]
-
 _PERIOD = 1 << 20
 _PLAIN_TURNS = 1 << 16
 """Turns times sources from which on plain Python takes longer than the compiler."""

@@ -11,8 +11,6 @@ from headrace.loader.batch_fill import DOCUMENTS, PIECES, REAL
 from headrace.runtime.compiled import Kernel, kernel
 from headrace.text.shards import SEGMENT
 
-__all__ = ["CHECKED", "TO_CHECK", "gather_packed", "gather_runs"]
-
 CHECKED, TO_CHECK = 1, 2
 """Marks of a segment. 0: no block has touched it yet."""
 

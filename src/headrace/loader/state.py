@@ -26,10 +26,6 @@ from headrace.loader.lanes import CREDIT, DRY, EPOCH
 from headrace.loader.weight_text import only_steps_differ, read_weights, shown_weights, weights_asked_for
 from headrace.order import Cursor, Digest
 
-__all__ = [
-    "ACCEPTABLE", "COUNTS", "KIND", "VERSION", "LoaderState", "accepts_data", "checked_accept", "joined_ranges", "load_states", "merge_states",
-]  # fmt: skip
-
 KIND, VERSION = "text", 1
 COUNTS = ("tokens", "padding", "rows", "samples", "fillers", "skipped")
 """As the compiled loop counts them."""
@@ -102,39 +98,61 @@ class LoaderState:
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The states of several ranks, saved at the same step, as one."""
+    """The states of several ranks of text, saved at the same step, as one."""
+    same = ("step", "sample", "pass", "lanes", "sources", "skipped", "empty_steps")
+    return merge_rank_states(states, same=same, combine=_merged_entries)
+
+
+def merge_rank_states(
+    states: Sequence[Mapping[str, Any]],
+    *,
+    same: Sequence[str],
+    combine: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return the states of several ranks as one: digests and counts are added up.
+
+    Args:
+        states: One of each rank, saved at the same step.
+        same: Entries of the bodies that must be equal.
+        combine: Makes the other entries from the bodies of all ranks.
+    """
     if not states:
         raise CursorMismatch("no state was given: pass one state, or the list of all ranks' states")
     cursors = [Cursor.from_dict(s, what=f"state {i} of {len(states)}") for i, s in enumerate(states)]
-    if len(cursors) == 1:
-        return cursors[0].to_dict()
     first = cursors[0]
+    if len(cursors) == 1:
+        return first.to_dict()
     for i, other in enumerate(cursors[1:], start=1):
         other.require(
             kind=first.kind, version=first.version, fingerprint=first.fingerprint, what=f"state {i} of {len(states)}"
         )
     bodies = [dict(c.body) for c in cursors]
     try:
-        merged = _merged_bodies(bodies)
+        for name in same:
+            found = [b.get(name) for b in bodies]
+            if any(f != found[0] for f in found):
+                raise CursorMismatch(
+                    f"the states of the ranks do not belong together: {name} is {', '.join(map(str, found))}. Save all ranks at "
+                    "the same step."
+                )
+        _check_shares([body.get("share") for body in bodies])
+        merged = {key: value for key, value in bodies[0].items() if key != "share"} | {
+            "digest": str(Digest(sum(Digest(b["digest"]).value for b in bodies))),
+            "delivered": {k: sum(b["delivered"].get(k, 0) for b in bodies) for k in bodies[0]["delivered"]},
+            "source_tokens": [sum(t) for t in zip(*(b["source_tokens"] for b in bodies), strict=True)],
+            **combine(bodies),
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(error) from error
+        raise damaged_state(error) from error
     return Cursor(kind=first.kind, version=first.version, fingerprint=first.fingerprint, body=merged).to_dict()
 
 
-def _merged_bodies(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    for name in ("step", "sample", "pass", "lanes", "sources", "skipped", "empty_steps"):
-        found = [b.get(name) for b in bodies]
-        if any(f != found[0] for f in found):
-            raise CursorMismatch(
-                f"the states of the ranks do not belong together: {name} is {', '.join(map(str, found))}. Save all ranks at "
-                "the same step."
-            )
-    shares = [body.get("share") for body in bodies]
-    _check_shares(shares)
+def _merged_entries(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The lanes of all ranks."""
     entries: dict[str, Any] = {}
     for i, body in enumerate(bodies):
         for lane in sorted(set(entries) & set(body["entries"]), key=int):
-            if None in shares:  # states of version 0.1, whose ranks had lanes of their own
+            if "share" not in body:  # a state of version 0.1, whose ranks had lanes of their own
                 raise CursorMismatch(
                     f"lane {lane} is in two of the states (the second is state {i}): was one passed twice?"
                 )
@@ -143,13 +161,7 @@ def _merged_bodies(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     f"lane {lane} stands differently in two of the states: save all ranks at the same step"
                 )
         entries |= body["entries"]
-    return {key: value for key, value in bodies[0].items() if key != "share"} | {
-        "entries": entries,
-        "ended": all(b["ended"] for b in bodies),
-        "digest": str(Digest(sum(Digest(b["digest"]).value for b in bodies))),
-        "delivered": {k: sum(b["delivered"].get(k, 0) for b in bodies) for k in bodies[0]["delivered"]},
-        "source_tokens": [sum(t) for t in zip(*(b["source_tokens"] for b in bodies), strict=True)],
-    }
+    return {"entries": entries, "ended": all(b["ended"] for b in bodies)}
 
 
 def _check_shares(shares: Sequence[Sequence[int] | None]) -> None:
@@ -268,7 +280,7 @@ def load_states(
         else:
             loaded.source_tokens = np.zeros(len(names), np.int64)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        raise _damaged(error) from error
+        raise damaged_state(error) from error
     if "skip" not in accept:
         _refuse_other_skips(loaded, skip)
     missing = sorted(set(own) - set(known))
@@ -368,7 +380,7 @@ def _asked_before(
     return body["step"], {name: shares.get(name, 0.0) + asked.get(name, 0.0) for name in {**shares, **asked}}
 
 
-def _damaged(error: Exception) -> CursorMismatch:
+def damaged_state(error: Exception) -> CursorMismatch:
     return CursorMismatch(f"state is damaged: {type(error).__name__} {error} while reading its body")
 
 

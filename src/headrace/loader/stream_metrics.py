@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from headrace.metrics import MetricSpec, Reduction, register
 from headrace.mix import MixState, Snapshot
 
-__all__ = ["PoolMetrics", "stream_specs", "without_counts", "without_states"]
-
 _ACTIVE = "stream_mixing/active"
 REMAINING_MIN = f"{_ACTIVE}/remaining_min"
 REMAINING_MAX = f"{_ACTIVE}/remaining_max"

@@ -31,8 +31,6 @@ from headrace.sources.stream_files import kept_listing
 if TYPE_CHECKING:
     from headrace.loader.streams import StreamDataset
 
-__all__ = ["StreamPlan"]
-
 _log = logging.getLogger(__name__)
 KIND, VERSION = "stream_mixing", 1
 _AT_A_TIME = 64

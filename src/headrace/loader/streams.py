@@ -39,8 +39,6 @@ from headrace.sources.cells import CellOpener, Cells, registered_cells
 from headrace.sources.opened import cache_folder
 from headrace.sources.stream_files import Layout, StreamListing, list_streams
 
-__all__ = ["StreamDataset", "StreamMixingDataset", "StreamReader", "cells_to_tensors"]
-
 Collate = Callable[[Cells], Any]
 
 

@@ -30,8 +30,6 @@ from headrace.metrics import phase
 from headrace.order import Digest
 from headrace.runtime.processors import tokenizer_threads
 
-__all__ = ["LaneShare", "PassedStep", "ReadyBatch", "TextMaker", "TextPlan"]
-
 _numbers = itertools.count()
 """Counts plans whose ranks are connected: all ranks make those in the same order. A rank may have others of its own."""
 

@@ -41,8 +41,6 @@ from headrace.order import Cursor
 from headrace.runtime.compiled import wait_for_kernels
 from headrace.text import PACK_KERNELS
 
-__all__ = ["TorchDataset", "attach_to_trainer"]
-
 ROWS_KIND, ROWS_VERSION = "text-rows", 1
 """A state in the middle of a batch. Between batches the state is the loader's own, so that each can load the other's."""
 

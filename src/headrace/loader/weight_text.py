@@ -12,15 +12,6 @@ import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-__all__ = [
-    "only_steps_differ",
-    "read_weights",
-    "shown_weights",
-    "weights_asked_for",
-    "weights_in_force",
-    "written_weights",
-]
-
 Changes = Sequence[tuple[int, Mapping[str, float]]]
 """(steps delivered before it, weights by source), in order; the first has 0 steps and names every source."""
 

@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["WindowSlots", "shared_memory_works"]
-
 _LINE = 64
 
 

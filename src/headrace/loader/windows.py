@@ -38,8 +38,6 @@ from headrace.text import (
     pack,
 )
 
-__all__ = ["Carry", "ChunkCache", "Piece", "Window", "WindowMaker", "WindowStart", "leave_out_too_long"]
-
 _ROWS_AT_ONCE = 4096
 _AHEAD = 1.04
 """How many more characters are encoded than a window will need, as it seems: what is over waits for the next, what is missing takes a

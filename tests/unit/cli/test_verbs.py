@@ -81,7 +81,7 @@ def test_check_warns_before_a_run_that_would_run_dry(headrace, tmp_path, write_j
     (tmp_path / "c.toml").write_text(
         '[[source]]\nspec = "jsonl:a.jsonl"\nmax_epochs = 1\n[text]\nseq_len = 16\n[train]\n'
     )
-    out = headrace("check", "c.toml", cwd=tmp_path).stdout
+    out = headrace("check", "c.toml", "--loader.lanes", "48", cwd=tmp_path).stdout
     assert "is dry after 1 epoch" in out
     assert "20 rows for 48 lanes" in out
 

@@ -341,7 +341,7 @@ def test_states_of_all_ranks_are_the_state_of_one(original):
     again = PreparedLoader(data, global_batch_size=7, prefetch_batches=0)
     again.load_state_dict(states)
     assert again.state_dict() == alone.state_dict()
-    with pytest.raises(CursorMismatch, match="pass each rank's state once"):
+    with pytest.raises(CursorMismatch, match="was one passed twice"):
         again.load_state_dict([states[0], states[0], states[2]])
     next(ranks[1])
     with pytest.raises(CursorMismatch, match="do not belong together: sample is"):

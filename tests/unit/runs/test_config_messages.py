@@ -88,7 +88,7 @@ prefetch_batches = 4
         ("[[train]]\nlr = 1.0", "train: expected one table, write [train] in place of [[train]]"),
         ("[text]\nseq_len = 8\ncontext_len = 8", "run.toml:5: text.context_len: is another name of seq_len, which is set"),
         ("[text]\ncontext_len = 1", "text.context_len: must be at least 2 and at most 2**24, found 1"),
-        ("[text]\nseq_len = 4194304", "run.toml:4: text.seq_len: a window of 64 blocks of 2**22 tokens is packed in memory"),
+        ("[text]\nseq_len = 4194304\nwindow_blocks = 64", "run.toml:5: text.window_blocks: a window of 64 blocks of 2**22 tokens is packed in memory"),
     ],
 )  # fmt: skip
 def test_each_kind_of_mistake_is_one_line_in_plain_words(tmp_path, line, said):

@@ -52,7 +52,7 @@ def test_only_the_named_variables_are_read_and_empty_ones_count_as_unset(tmp_pat
         "LANES": "7",
     }
     config = config_of(tmp_path, env=env)
-    assert (config.loader.tokenizer_workers, config.loader.prefetch_batches, config.loader.lanes) == (3, 0, 48)
+    assert (config.loader.tokenizer_workers, config.loader.prefetch_batches, config.loader.lanes) == (3, 0, "auto")
     assert config.text.seq_len == 1024
 
 

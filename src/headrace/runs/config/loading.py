@@ -62,8 +62,6 @@ _ENVIRONMENT: dict[str, KeyPath] = {
     "PREFETCH_BATCHES": ("loader", "prefetch_batches"),
 }
 _ALIASES: dict[KeyPath, KeyPath] = {("text", "context_len"): ("text", "seq_len")}
-_BLAMED: dict[KeyPath, KeyPath] = {("text", "window_blocks"): ("text", "seq_len")}
-"""The key that a message names if the checked key was left at its default."""
 _ORCHESTRATOR = {
     "dump_raw_rollouts": "rollouts.keep: every rollout is kept in the run folder's arrivals/",
     "gather_chunk_size": 'nothing: rollouts are taken when they arrive; headrace.rollouts.RolloutPipeline(mode="boundary") is the old way',
@@ -369,8 +367,6 @@ class _Layers:
                 and any(map(_stands_for_source, islice(self.values, 100)))
             ):
                 continue  # a misspelt or unbuilt table is reported; that [[source]] is missing follows from it
-            if path not in self.origins:
-                path = _BLAMED.get(path, path)
             self._report(self._origin_of(path), path, self._sentence(path, one))
         # A source with another mistake never reaches the check of all weights together.
         weights = [t.get("weight", 1.0) if isinstance(t, dict) else 1.0 for t in self._source_tables()]

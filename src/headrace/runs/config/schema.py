@@ -24,6 +24,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    PlainSerializer,
     ValidationInfo,
     WrapValidator,
     field_validator,
@@ -130,7 +131,10 @@ if TYPE_CHECKING:
 else:
     _Engine = Annotated[str, OneOf(_engine_names)]
     _AutoCount = Annotated[
-        int, Field(ge=1, le=1 << 16), WrapValidator(lambda value, number: value if value == "auto" else number(value))
+        int,
+        Field(ge=1, le=1 << 16),
+        WrapValidator(lambda value, number: value if value == "auto" else number(value)),
+        PlainSerializer(lambda value: value, return_type=Any),
     ]
 _Text = Annotated[str, AfterValidator(_refuse_odd_text)]
 _Name = Annotated[str, AfterValidator(_refuse_odd_name)]
@@ -288,7 +292,7 @@ class TextSection(_Section):
     """Which library encodes: the fastest one installed that proves to give the same ids, unless one is named."""
     labels: Labels = "shifted"
     """shifted: the token after each position. hf: not shifted, for models that shift by themselves."""
-    window_blocks: _AutoCount = "auto"
+    window_blocks: _AutoCount = Field("auto", examples=[64])
     """Blocks that are tokenised and packed as one unit. auto: 64, or fewer (8 at least) where 64 would hold more than 262,144 tokens."""
     segment_ids: bool = False
     """Add `segment_ids` to a batch: 1, 2, … for the pieces of documents in a row, 0 on padding."""
@@ -313,7 +317,7 @@ class LoaderSection(_Section):
 
     global_batch_size: int = Field(8, ge=1, le=1 << 20)
     """Blocks a step, over all ranks."""
-    lanes: _AutoCount = "auto"
+    lanes: _AutoCount = Field("auto", examples=[48])
     """Parts that the data is dealt into. They belong to the run; the number of ranks may change at every resume. Ranks share work best where their number divides
     the lanes. auto: 48, or fewer for data with less than 8 documents or rows a lane."""
     tokenizer_workers: int | None = Field(None, ge=0, le=1024, examples=[4])
