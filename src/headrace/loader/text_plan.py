@@ -322,10 +322,10 @@ class TextPlan(LoaderPlan[LoaderState]):
         line: dict[str, Any] = {
             "first": records[0].step,
             "sources": list(self.data.names),
+            **self.data.sizes,
             "samples": [*(one.next_sample - size for one in records), records[-1].next_sample],
             "picks": _picks([plan.sources for plan in delivered]),
             "opened": sorted(opened),
-            **self.data.sizes,
         }
         if passed:
             nothing = np.full(size // self.rank.world_size, -1)
