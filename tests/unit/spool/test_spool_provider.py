@@ -181,7 +181,7 @@ def test_a_batch_of_another_size_is_refused(drawn):
         "x": torch.zeros(3, 3, dtype=torch.int64),
         "y": torch.zeros(3, 3, dtype=torch.int64),
     }
-    with pytest.raises(ConfigError, match="gave 3 rows for batch 0 of train 0; batch_size is 4"):
+    with pytest.raises(ConfigError, match="returned 3 rows for batch 0 of train 0; batch_size is 4"):
         provider.run(("train",))
 
 
