@@ -633,7 +633,7 @@ def test_a_damaged_commit_point_stops_everybody_with_the_remedy(drawn, consumer,
     reader.close()
     path = tmp_path / "spool" / "state" / "commit"
     path.write_bytes(path.read_bytes().replace(b'"sum":"', b'"sum":" '))
-    with pytest.raises(FileCorrupt, match=r"state/commit does not say.*rewind=True"):
+    with pytest.raises(FileCorrupt, match=r"state/commit holds no commit point.*rewind=True"):
         consumer()
     with pytest.raises(FileCorrupt, match=r"state/commit"):
         drawn().run(("train",))
