@@ -528,7 +528,7 @@ def test_a_provider_without_descriptors_waits_by_name_and_goes_on_and_nothing_is
             soft, hard = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)
             resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (3, hard))
             line = child.stdout.readline()
-            assert line.startswith("waiting until it is possible again: "), line
+            assert line.startswith("waiting to try again: "), line
             assert "Too many open files" in line
             read_on(consumer, 1, 2)
             consumer.commit()

@@ -226,7 +226,7 @@ def test_a_bad_row_is_named_with_its_line_and_the_remedy(config, tmp_path, row, 
     [
         ({"text": ["a", "b"], "tags": ["O"]}, r"it has 2 words in 'text' and 1 labels in 'tags'"),
         ({"text": "a b", "tags": ["O"]}, r"'text' is text, expected a list with one entry a word"),
-        ({"text": ["a", 3], "tags": ["O", "O"]}, r"'text' holds something that is no word"),
+        ({"text": ["a", 3], "tags": ["O", "O"]}, r"'text' holds an entry that is not text"),
     ],
 )
 def test_words_and_labels_that_do_not_fit_are_named(config, tmp_path, row, sentence):

@@ -22,8 +22,6 @@ from typing import Literal
 from headrace.errors import WorkerDied
 from headrace.metrics import Meter, Wait
 
-__all__ = ["BackgroundThread", "Progress"]
-
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 """Seconds between two polls. An idle thread polls 20 times a second."""
 _FIRST_RETRY, _LAST_RETRY = 0.05, 5.0
@@ -48,8 +46,13 @@ class BackgroundThread:
     """One daemon thread, started by its first work. All methods may be called from any thread."""
 
     def __init__(self, room: str, *, on_error: Callable[[str], None], meter: Meter | None = None) -> None:
-        """`room`: names the thread `headrace-<room>` and its waits `<room>.idle` (between two polls) and `<room>.drain`. `on_error`: gets a
-        sentence for every task that failed."""
+        """Nothing runs before the first work is added.
+
+        Args:
+            room: Names the thread `headrace-<room>` and its waits `<room>.idle` (between two polls) and `<room>.drain`.
+            on_error: Gets a sentence for every task that failed.
+            meter: Counts the waits; the process's own unless given.
+        """
         self._name, self._on_error, self._meter = f"headrace-{room}", on_error, meter
         self._idle_wait, self._drain_wait = f"{room}.idle", f"{room}.drain"
         self.changed = threading.Condition()
@@ -68,7 +71,7 @@ class BackgroundThread:
         self.wake()
 
     def remove_source(self, poll: Callable[[], Progress]) -> None:
-        """Poll it no more. A poll that is under way ends by itself."""
+        """Stop polling a source. A poll that is under way is not interrupted."""
         with self.changed:
             self._sources.remove(poll)
 
@@ -81,10 +84,13 @@ class BackgroundThread:
     def later(
         self, task: Callable[[], None], name: str = "", *, at: float = 0.0, sooner_if_missed: bool = False
     ) -> None:
-        """Run `task`; every error of it is reported, and the task tried again after a pause.
+        """Run `task`. An error is reported, and the task is tried again after a pause.
 
-        `name`: a task of this name that has not begun will do. `at`: not before this moment (time.monotonic), unless, with
-        `sooner_if_missed`, a source finds its next item missing.
+        Args:
+            task: The call.
+            name: If a task of this name is waiting to run, `task` is not added. Empty: it always is.
+            at: The task does not run before this moment (time.monotonic).
+            sooner_if_missed: It runs before `at` if a source finds its next item missing.
         """
         with self.changed:
             if name and any(waiting.name == name and not waiting.running for waiting in self._tasks):
@@ -93,7 +99,7 @@ class BackgroundThread:
         self.wake()
 
     def wake(self) -> None:
-        """Poll now: for a thread that is about to wait."""
+        """Poll now. Called by a thread that is about to wait for a result."""
         with self.changed:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -179,9 +185,7 @@ class BackgroundThread:
     def _attempt(self, call: Callable[[], None]) -> bool:
         try:
             call()
-        except (
-            Exception
-        ) as error:  # a full disk, no permission: report it; a task comes back later, other work need not wait
+        except Exception as error:  # a full disk, no permission: a task is tried again, other work goes on
             self._failures += 1
             self._on_error(f"{type(error).__name__}: {error}")
             return False

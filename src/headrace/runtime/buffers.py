@@ -10,8 +10,6 @@ import numpy as np
 
 from headrace.errors import ConfigError
 
-__all__ = ["BufferPool", "TensorMemory"]
-
 
 class BufferPool:
     """Arrays that are handed out again once only the pool refers to them.
@@ -22,13 +20,18 @@ class BufferPool:
     """
 
     def __init__(self, depth: int = 8, new: Callable[[tuple[int, ...], np.dtype], np.ndarray] = np.empty) -> None:
-        """`depth` is how many arrays of one shape and type the pool keeps; more are handed out, and freed like any array."""
+        """Make an empty pool.
+
+        Args:
+            depth: How many arrays of one shape and type the pool keeps. Further ones are handed out and freed like any array.
+            new: Allocates an array of a shape and type.
+        """
         self._depth = depth
         self._new = new
         self._arrays: dict[tuple[tuple[int, ...], np.dtype], list[np.ndarray]] = {}
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An array that nothing else refers to, with whatever it held before."""
+        """An array that nothing else refers to. Its content is undefined."""
         arrays = self._arrays.setdefault((shape, dtype), [])
         for i in range(len(arrays)):
             if sys.getrefcount(arrays[i]) == 2:
@@ -48,6 +51,12 @@ class TensorMemory:
     """
 
     def __init__(self, depth: int, *, pin: bool = False) -> None:
+        """Make an empty pool; ConfigError if `pin` is asked for without a CUDA device.
+
+        Args:
+            depth: How many tensors of one shape and type are kept.
+            pin: Whether tensors lie in pinned memory.
+        """
         import torch
 
         if pin and not torch.cuda.is_available():
@@ -67,6 +76,6 @@ class TensorMemory:
         return self._torch.from_numpy(array), array
 
     def adopt(self, array: np.ndarray) -> Any:
-        """A small array, which nothing else may refer to, as a tensor."""
+        """A small array as a tensor. Nothing else may refer to the array."""
         tensor = self._torch.from_numpy(array)
         return tensor.pin_memory() if self._pin else tensor

@@ -34,8 +34,6 @@ import numpy as np
 
 from headrace.metrics import Wait
 
-__all__ = ["Intrinsic", "Kernel", "KernelModule", "kernel", "wait_for_kernels", "warm_kernels"]
-
 BOUNDS_CHECKS = os.environ.get("HEADRACE_BOUNDS_CHECKS", "") not in ("", "0")
 """Whether compiled code checks every index. Read once, when headrace is imported."""
 
@@ -44,10 +42,10 @@ _compiler = threading.RLock()
 
 
 class Compilable(Protocol):
-    """What `warm_kernels` takes."""
+    """A kernel, or a module of kernels."""
 
     def compile(self) -> object:
-        """Compile now, in this thread, or load what was compiled before."""
+        """Compile now, in this thread, or load the code from the cache."""
 
 
 # ------------------------------------------------------------------------------------------------ compile
@@ -96,12 +94,12 @@ class Kernel:
             raise self._error
         if not self._requested:
             warm_kernels(self)
-        # Sums and products of unsigned numbers wrap around in compiled code, without a word.
+        # Sums and products of unsigned numbers wrap around in compiled code without a warning.
         with np.errstate(over="ignore"):
             return self.python(*arguments)
 
     def compile(self) -> Any:
-        """Compile now, in this thread, or load what was compiled before; numba's dispatcher."""
+        """Compile now, in this thread, or load the code from the cache. Returns numba's dispatcher."""
         with _compiler:
             self._requested = True
             if self._compiled is None:
@@ -127,11 +125,10 @@ class Kernel:
             return self._compiled
 
     def variant(self, signature: str, **replaced: Kernel) -> Kernel:
-        """The same function for other types, with other kernels in the place of those that it calls by these names."""
+        """The same function for other types. `replaced`: kernels to call in place of those that the function calls by these names."""
         python = self.python
-        if (
-            python is self._function
-        ):  # the plain Python version must call the replaced kernels too: the original ones may be compiled already
+        if python is self._function:
+            # The plain form must call the replaced kernels too: the original ones may be compiled already.
             python = FunctionType(
                 self._function.__code__, self._function.__globals__ | replaced, self._function.__name__
             )
@@ -151,18 +148,16 @@ class Kernel:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
 
     def _globals(self) -> dict[str, Any]:
-        """What the function uses of its module."""
+        """The names of its module that the function uses, with their values."""
         names, known = self._function.__code__.co_names, self._function.__globals__
         return {name: known[name] for name in names if name in known} | self._replaced
 
 
 class Intrinsic:
-    """A function that writes the code of a call itself (`numba.extending.intrinsic`), for use in kernels.
-
-    constants: what its code depends on besides its own text; part of the cache name of kernels that use it.
-    """
+    """A function that generates the LLVM code of its calls (`numba.extending.intrinsic`), for use in kernels."""
 
     def __init__(self, function: Callable[..., Any], *constants: object) -> None:
+        """`constants`: what the code depends on besides the function's text. They are part of the cache name of kernels that use it."""
         assert isinstance(function, FunctionType)
         self._function, self._constants = function, constants
         self._compiled: Any = None
@@ -186,27 +181,23 @@ def kernel(
     python: Callable[..., Any] | None = None,
     interpretable: bool = True,
 ) -> Callable[[Callable[..., Any]], Kernel]:
-    """Make a kernel of a function.
+    """Decorator that makes a kernel of a function.
 
-    signatures: in numba's notation, one or several: "int64(int64[::1], Array(int64, 1, 'C', readonly=True))".
-    nogil: release the GIL while it runs.
-    python: runs in the function's place until it is compiled, where plain Python has a better way to the same answer.
-    interpretable: whether it may run as plain Python at all; otherwise callers wait for the compiler.
+    Args:
+        signatures: In numba's notation, such as "int64(int64[::1], Array(int64, 1, 'C', readonly=True))".
+        nogil: Whether the compiled code releases the GIL.
+        python: Runs until the function is compiled, where plain Python has a faster way to the same answer.
+        interpretable: Whether the kernel may run as plain Python at all. Otherwise callers wait for the compiler.
     """
     return lambda function: Kernel(function, signatures, nogil=nogil, python=python, interpretable=interpretable)
 
 
 class KernelModule:
-    """A module whose import compiles: for loops that need numba's own types and intrinsics. Calling it gives the module."""
+    """A module whose import needs numba, because it uses numba's own types and intrinsics. Calling the object returns the module."""
 
     def __init__(self, module: str) -> None:
         self.name = module
         self._module: ModuleType | None = None
-
-    @property
-    def ready(self) -> bool:
-        """Whether calling it takes no time."""
-        return self._module is not None
 
     def __call__(self) -> ModuleType:
         if self._module is None:
@@ -292,7 +283,7 @@ threading._register_atexit(_exiting.set)  # ty: ignore[missing-attribute]
 
 
 def wait_for_kernels(*kernels: Compilable) -> None:
-    """Compile these now: before work so large that its plain form would take longer than the compiler."""
+    """Compile these now. Called before work so large that its plain form would take longer than the compiler."""
     with Wait("kernels.compile"):
         for one in kernels:
             one.compile()

@@ -24,8 +24,6 @@ import numpy as np
 from headrace.errors import ConfigError, FileCorrupt, StorageError
 from headrace.files import Container, open_container, quarantine, sweep_temporaries, write_container
 
-__all__ = ["Generations"]
-
 T = TypeVar("T")
 
 
@@ -105,7 +103,7 @@ class Generations:
     ) -> tuple[int, T] | None:
         """Number and value of the newest generation that verifies and that `read` accepts; None if there is none.
 
-        Several processes may find different ones while one of them moves a file: let one process ask, and tell the others the number.
+        Processes may find different generations while one of them moves a file. Let one process call this and send the number to the others.
 
         Args:
             read: Makes the value from a verified file. None passes over the generation and leaves it where it is.
@@ -140,5 +138,5 @@ class Generations:
         for path in map(self.path, numbers):
             try:
                 path.unlink(missing_ok=True)
-            except OSError as error:  # the new generation is safe; a folder that fills up is worth a word, not the run
+            except OSError as error:  # the new generation is safe: report it, and go on
                 self._report(f"checkpoint {path} is no longer needed and could not be removed: {error.strerror}")

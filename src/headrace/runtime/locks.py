@@ -25,8 +25,6 @@ from headrace.errors import ConfigError, FileCorrupt, StorageError
 from headrace.files import open_inside, open_regular
 from headrace.metrics import Wait
 
-__all__ = ["ExclusiveLock", "lock_holder"]
-
 _POLL_SECONDS = 0.02
 
 
@@ -106,7 +104,7 @@ class ExclusiveLock:
         raise ConfigError(f"{in_use} {holder}: {advice}")
 
     def renew(self, owner: str) -> None:
-        """Write the holder's line again. Changed words tell processes that wait for the lock that its holder is alive."""
+        """Write the holder's line again. A process that waits for the lock takes a changed line as a sign that the holder is alive."""
         text = f"{owner}, process" if owner else "process"
         line = f"{text} {os.getpid()} on {platform.node()}\n".encode()
         # Written before the rest is cut off: on a full disk, a block that was given back may not come again.
@@ -131,7 +129,7 @@ class ExclusiveLock:
 
 
 def lock_holder(path: Path) -> str | None:
-    """The line that the holder of a lock wrote; None if no process holds it. StorageError if the system cannot tell."""
+    """The line that the holder of a lock wrote; None if no process holds it. StorageError if the file cannot be read."""
     try:
         fd = open_regular(path)
     except (FileNotFoundError, FileCorrupt):

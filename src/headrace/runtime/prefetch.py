@@ -23,17 +23,16 @@ from headrace.errors import EndOfData
 from headrace.metrics import Meter, Wait
 from headrace.runtime.background import BackgroundThread, Progress
 
-__all__ = ["NotReady", "Prefetch"]
-
 T = TypeVar("T")
-_CHECK_EVERY = 0.5  # seconds between two calls of `while_waiting`
+_CHECK_EVERY = 0.5
+"""Seconds between two calls of `while_waiting`."""
 
 
 class NotReady(Exception):
     """The next item cannot be made yet."""
 
     def __init__(self, wait_name: str, remedy: str) -> None:
-        """`wait_name`: of the wait for what is missing. `remedy`: what to look at, should the wait exceed its deadline."""
+        """`wait_name`: name of the wait for what is missing. `remedy`: what to look at if the wait exceeds its deadline."""
         super().__init__(f"{wait_name}: {remedy}")
         self.wait_name, self.remedy = wait_name, remedy
 
@@ -52,8 +51,17 @@ class Prefetch(Generic[T]):
         take_makes: bool = False,
         meter: Meter | None = None,
     ) -> None:
-        """`wait_name`: of the wait for an item that is being made. `while_waiting`: called twice a second by a thread that waits in `take`; an error
-        of it ends the wait. `take_makes`: `take` makes an item if none is ready; `depth` may be 0, and `make_next` must not raise NotReady."""
+        """Begin to make items.
+
+        Args:
+            thread: The background thread that makes them.
+            make_next: Returns the next item, or None after the last one; raises NotReady while it cannot be made.
+            depth: Items to keep ready.
+            wait_name: Name of the wait for an item that is being made.
+            while_waiting: Called twice a second by a thread that waits in `take`. An error that it raises ends the wait.
+            take_makes: Whether `take` makes an item if none is ready. Then `depth` may be 0, and `make_next` must not raise NotReady.
+            meter: Counts the waits; the process's own unless given.
+        """
         self._thread, self._make_next, self._depth, self._meter = thread, make_next, depth, meter
         self._while_waiting, self._take_makes = while_waiting, take_makes
         self._ready: deque[T] = deque()
@@ -94,7 +102,7 @@ class Prefetch(Generic[T]):
                             self._thread.changed.wait(min(_CHECK_EVERY, wait.remaining()))
 
     def _make_or_wait(self, deadline: float) -> None:
-        """Make the next item, or wait until the background thread has made the one that it is at."""
+        """Make the next item, or wait until the background thread has made it."""
         if not self._making.acquire(blocking=False):
             with Wait(self._being_made[0], deadline=deadline, meter=self._meter) as wait:
                 while not self._making.acquire(timeout=min(_CHECK_EVERY, wait.remaining())):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["tokenizer_threads", "usable_processors"]
-
 _MOST_THREADS = 16
 """More threads than this wait for the GIL, which they need between two calls of the encoder."""
 

@@ -12,8 +12,6 @@ from typing import TypeVar
 
 from headrace.metrics import Wait
 
-__all__ = ["retry"]
-
 T = TypeVar("T")
 
 
@@ -37,11 +35,11 @@ def retry(
     wait.
 
     Args:
-        call: What to do. An error that does not pass is raised as it is.
+        call: The call. An error that does not pass is raised as it is.
         passes: Whether an error may go away by itself.
         wait_name: Name of the wait.
         deadline: Seconds from the first try after which no further try begins.
-        doing: What is being done, for those who look at what a process waits for.
+        doing: What is being done, for the list of a process's current waits.
         most_tries: Most calls in all; unlimited unless given.
         first_pause: Seconds between the first two tries; doubled with every further one.
         longest_pause: Seconds between two tries at most.

@@ -7,14 +7,13 @@ import signal
 from collections.abc import Callable, Generator
 from typing import Any
 
-__all__ = ["signal_asked", "stop_signals"]
-
 
 @contextlib.contextmanager
 def stop_signals(handler: Callable[[int], None]) -> Generator[Callable[..., None]]:
-    """SIGINT and SIGTERM call `handler(number)` while the body runs. Yields a function that gives some of them, or all, their usual effect back.
+    """SIGINT and SIGTERM call `handler(number)` while the body runs. Yields a function that restores the handlers of the signals it is given, or of
+    both.
 
-    Outside the main thread signals keep their handlers: whatever runs the main thread takes care of them.
+    Outside the main thread signals keep their handlers.
     """
     before: dict[int, Any] = {}
 

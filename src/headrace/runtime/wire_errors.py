@@ -3,7 +3,7 @@
     wire = encode_error(error)                            {"kind": "DataError", "sentence": "a.jsonl is gone"}
     raise decode_error(wire, prefix="rank 3: ")           DataError("rank 3: a.jsonl is gone")
 
-Nothing is pickled: only classes of `headrace.errors` are looked up by name, so that another process, or a file, cannot choose what is called.
+Nothing is pickled. Only classes of `headrace.errors` are looked up by name, so another process, or a file, cannot choose what is called.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any
 
 from headrace import errors
 from headrace.errors import DataError, EnvironmentFailed, HeadraceError, RolloutRefused
-
-__all__ = ["decode_error", "encode_error"]
 
 
 def encode_error(error: BaseException, prefix: str = "") -> dict[str, str]:
@@ -30,7 +28,7 @@ def decode_error(wire: Mapping[str, Any], *, prefix: str = "", otherwise: type[E
 
     Args:
         wire: What `encode_error` returned. Values of other types are taken as text.
-        prefix: Put before the sentence: who sent it.
+        prefix: Put before the sentence. It names the sender.
         otherwise: Class to use where the name is none of `headrace.errors`; the sentence then names the class.
     """
     kind, sentence = str(wire.get("kind")), f"{prefix}{wire.get('sentence')}"

@@ -7,7 +7,7 @@
     worker.end()
 
 A worker that dies closes its pipe, so the parent learns of it at the next message. A worker whose parent dies reads the end of its pipe and
-ends. Errors travel by name (`wire_errors`). Which worker gets which question is for the room to decide.
+ends. Errors travel by name (`wire_errors`). The owner decides which worker gets which question.
 
 The pools of `concurrent.futures`, loky and pebble do not fit: they choose the worker themselves and, when one process dies, cannot say
 over which question. Every room here sends a question to one chosen worker.
@@ -32,8 +32,6 @@ from types import FunctionType
 from typing import Any
 
 from headrace.errors import ConfigError
-
-__all__ = ["WorkerProcess"]
 
 _NATIVE_THREADS = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"
@@ -87,7 +85,7 @@ class WorkerProcess:
         # spawn: the parent has threads, and a fork would copy their locks in whatever state they are.
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        # daemon: a process that is ending by itself is no reason for its parent to wait at exit.
+        # daemon: the parent does not wait at exit for a process that is ending by itself.
         process = context.Process(target=_serve, args=(function, theirs, args), name=self.name, daemon=True)
         try:
             with _one_native_thread():
@@ -116,7 +114,7 @@ class WorkerProcess:
             self.pipe.close()
             raise
         self.pid = self._process.pid
-        with contextlib.suppress(OSError):  # it is gone: the first answer says so
+        with contextlib.suppress(OSError):  # the process is gone: reading its first answer says so
             self.pipe.send_bytes(json.dumps(args).encode())
 
     def exit_code(self, timeout: float = 0.0) -> int | None:
@@ -184,7 +182,7 @@ def _serve(function: FunctionType, pipe: Connection, args: tuple[Any, ...]) -> N
 
 
 def _main(descriptor: str, target: str) -> None:
-    """The whole of a process that was started with `imports_main=False`."""
+    """Entry point of a process that was started with `imports_main=False`."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for the parent, whose end ends this process too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = Connection(int(descriptor))

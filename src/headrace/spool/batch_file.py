@@ -1,16 +1,16 @@
 """One file of a spool: rows of every field, and the header that says which rows they are.
 
-    write_batch_file(path, header, arrays)     published whole or not at all, every row summed
+    write_batch_file(path, header, arrays)     published whole or not at all, with checksums of its rows
     file = open_batch_file(path)               mapped; the header is checked, the rows are not yet
-    file.check(3, None, 8)                     checks rows 3, 11, 19, … and touches no others
+    file.check(3, None, 8)                     checks rows 3, 11, 19, … and reads no others
     file.arrays["input_ids"][3::8]             the rows of rank 3 of 8
 
-The format is safetensors, so any tool opens a file. The bytes follow from the content alone: no clock, no host, no
-process is in them, so any provider that makes a file makes the same one. Rows are summed one by one where a row is
-8 KiB or more, and in groups of that size where it is less.
+The format is safetensors, so any tool opens a file. The bytes follow from the content alone: they hold no clock, host or process, so
+every provider that makes a file makes the same bytes. A row of 8 KiB or more has a checksum of its own; smaller rows share one in groups of
+that size.
 
-Files in the `.pt` layout (`torch.save` of metadata and tensors) are read too: weights only, mapped, and with every size compared with the
-file's own before a tensor is looked at, because a .pt of 1.4 kB can describe 2**40 elements. Those written here carry checksums as well.
+Files in the `.pt` layout (`torch.save` of metadata and tensors) are read too: weights only, mapped. Every size is compared with the size of
+the file before a tensor is used, because a .pt of 1.4 kB can describe 2**40 elements. Those that headrace writes have checksums as well.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class FileHeader:
     schema: BatchSpec
     rows: int
     first: int
-    """Index of the first row within its part: what the files before it hold."""
+    """Index of the first row within its part: the number of rows in the files before it."""
     batch_size: int
     job: str = ""
-    """Fingerprint of the spool it was made for."""
+    """Fingerprint of the spool that the file was made for."""
     part: int = 0
     parts: int = 1
     last: bool = False
-    """Nothing comes after it."""
+    """Whether the part ends with this file."""
     cursor: Mapping[str, Any] | None = None
-    """Where a sequential producer stands after it."""
+    """State of a sequential producer after this file."""
     follows: str = ""
-    """Fingerprint of where that producer stood before it."""
+    """Fingerprint of the producer's state before this file."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schema", BatchSpec(self.schema))  # a caller may pass any sequence of fields
@@ -87,7 +87,7 @@ class FileHeader:
     @classmethod
     def from_json(cls, value: Any) -> FileHeader:
         if not isinstance(value, dict) or value.get("kind") != _KIND:
-            raise ValueError("it is not a file of a spool")
+            raise ValueError("it is not a batch file of a spool")
         if value.get("version") != _VERSION:
             raise ValueError(f"it is version {value.get('version')!r}; this headrace reads {_VERSION}")
         return cls(
@@ -99,13 +99,13 @@ class FileHeader:
 
 @dataclass(eq=False, repr=False)
 class BatchFile:
-    """An open file. `arrays` are views of it; a ragged field has its values and, under `<name>_offsets`, its rows' borders."""
+    """An open file. `arrays` are views of it. A ragged field has its values and, under `<name>_offsets`, where its rows begin and end."""
 
     path: Path
     header: FileHeader
     arrays: Mapping[str, np.ndarray]
     _check: Callable[[str, int, int, int], None]
-    """(array, start, stop, step): checks these rows of one array."""
+    """Called with (array name, start, stop, step); raises FileCorrupt if these rows fail their checksums."""
 
     def __post_init__(self) -> None:
         self.rows, self.last = self.header.rows, self.header.last
@@ -117,8 +117,7 @@ class BatchFile:
 
     @property
     def produced_at(self) -> float:
-        """When the file was written: seconds since 1970, UTC. Its modification time, because its bytes hold no clock: a file that is made
-        again is the same file."""
+        """Modification time of the file, in seconds since 1970, UTC. The bytes hold no time, so a file that is made again is equal."""
         return Path(self.path).stat().st_mtime
 
     @property
@@ -131,7 +130,7 @@ class BatchFile:
         return tuple(map(sys.getrefcount, owners))
 
     def check(self, start: int = 0, stop: int | None = None, step: int = 1) -> None:
-        """Check these rows of every field, before a value of them is used. FileCorrupt names file, field and rows."""
+        """Check rows start, start + step, … below `stop` of every field. FileCorrupt names file, field and rows."""
         stop = self.rows if stop is None else min(stop, self.rows)
         for field in self.header.schema:
             if not field.ragged:
@@ -150,7 +149,14 @@ class BatchFile:
 def write_batch_file(
     path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], *, durable: Durability | bool = True
 ) -> None:
-    """Publish a file; FileExistsError if it is there already. The suffix of the path says which format."""
+    """Publish a file; FileExistsError if there is one.
+
+    Args:
+        path: Where the file goes. Its suffix decides the format.
+        header: Which rows it holds.
+        arrays: The rows, by field; a ragged field has a second array `<name>_offsets`.
+        durable: Whether the file survives a power cut (`headrace.files.Durability`).
+    """
     header.schema.check(arrays, header.rows)
     _format_of(path).write(path, header, arrays, durable)
 
@@ -193,7 +199,7 @@ def _write_pt(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], 
 
 
 class RowBuffer:
-    """The rows of one file while it is made: each field is one array, filled from the front."""
+    """Collects the rows of one file: each field is one array, filled from the front."""
 
     def __init__(self, schema: BatchSpec, rows: int) -> None:
         self._schema, self._rows = schema, 0
@@ -203,7 +209,7 @@ class RowBuffer:
         }
 
     def add(self, batch: Mapping[str, Any]) -> int:
-        """Take a batch over; how many rows it has. DataError if it does not fit the schema."""
+        """Append a batch; returns its number of rows. DataError if it does not fit the schema."""
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"a batch is {type(batch).__name__}, expected a dict with an array or tensor for every field"
@@ -243,7 +249,10 @@ class RowBuffer:
 def open_batch_file(path: Path, *, split: str = "", seq: int | None = None, private: bool = False) -> BatchFile:
     """Map a file and check its header. FileCorrupt if it is damaged, foreign, a link, a pipe or a device.
 
-    `split`, `seq`: what a `.pt` file of another program is taken for. `private`: the arrays may be written to; the file stays as it is.
+    Args:
+        path: The file.
+        split, seq: Split and number of a `.pt` file of another program, where they differ from its metadata.
+        private: Whether the arrays may be written to. The file does not change.
     """
     return _format_of(path).open(path, split, seq, private)
 
@@ -306,19 +315,19 @@ def _open_pt(path: Path, split: str, seq: int | None, private: bool) -> BatchFil
 
 
 def pt_size(path: Path) -> int:
-    """Bytes of a regular file."""
+    """Size of a regular file in bytes; FileCorrupt if it is a link or not a regular file."""
     try:
         status = os.lstat(path)
     except OSError as error:
         raise unreadable(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
-        raise FileCorrupt(f"{path} is {kind}; a spool holds files of its own only")
+        raise FileCorrupt(f"{path} is {kind}; a spool holds regular files only")
     return status.st_size
 
 
 def load_pt(path: Path, size: int) -> dict[str, Any]:
-    """torch.load of tensors and plain values only, mapped, after the archive's own sizes were checked."""
+    """Load tensors and plain values only, mapped, after the sizes in the archive's index were compared with the file's `size` in bytes."""
     import torch
 
     try:
@@ -332,7 +341,7 @@ def load_pt(path: Path, size: int) -> dict[str, Any]:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(loaded, dict):
             raise ValueError(f"it holds a {type(loaded).__name__}, expected a dict")
-    except Exception as error:  # whatever a damaged or hostile archive makes zipfile and torch raise
+    except Exception as error:  # a damaged or hostile archive makes zipfile and torch raise anything
         sentence = f"{path} was not read: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if isinstance(error, OSError):
             raise unreadable(path, error, sentence) from error
@@ -354,7 +363,7 @@ def check_pt_records(path: Path) -> None:
 
 
 def pt_array(tensor: Any, size: int) -> np.ndarray:
-    """A loaded tensor as an array, once its sizes are known to fit into the file; ValueError if they do not."""
+    """A loaded tensor as an array; ValueError if it claims more than the file's `size` bytes."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
@@ -394,9 +403,9 @@ FORMATS = {
     "safetensors": FileFormat(_write_safetensors, _open_safetensors),
     "pt": FileFormat(_write_pt, _open_pt),
 }
-"""Formats of batch files by suffix. A new one is a line here."""
+"""Formats of batch files by suffix."""
 
 
 def _format_of(path: Path) -> FileFormat:
-    """The format that a suffix names; safetensors, which says so itself, for any other."""
+    """The format that the suffix names; safetensors for any other suffix."""
     return FORMATS.get(path.suffix.removeprefix("."), FORMATS["safetensors"])

@@ -1,16 +1,15 @@
 """One part of one split: its files in order, each made once, judged once, deleted once.
 
     provider   claim(k) ─► publish(k) ─► release
-    checker    verdict(k)? ─► judge(k) ─► bad: set_aside(k), the provider makes it again
-    reader     waits for file k and its verdict, by name
-    janitor    delete(k) below the commit point, never above
+    consumer   verdict(k)? ─► judge(k) ─► bad: set_aside(k), the provider makes it again
+    retention  delete(k) below the commit point, never above
 
-Order is the number in the name. Exclusive links decide every race: two providers of one file, two verdicts of one file.
-What a file holds follows from its number (or, for a sequential producer, from the file before it), so a file that was made
+Files are ordered by the number in their name. Exclusive links decide every race: two providers of one file, two verdicts about one file.
+The content of a file follows from its number (or, for a sequential producer, from the file before it), so a file that was made
 twice, or made again after it went bad, is the same file.
 
-A provider that slept while its number was committed and deleted publishes a file that is never read: readers ignore what
-lies below the commit point, and `publish` looks at the commit point again after it linked and takes its file away.
+A provider may be suspended while its file is committed and deleted, and publish it later. Readers ignore files below the commit point, and
+`publish` reads the commit point again after it linked the file, and removes it.
 """
 
 from __future__ import annotations
@@ -25,13 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from headrace.errors import FileCorrupt, StorageError
-from headrace.files import (
-    make_inside,
-    publish,
-    quarantine,
-    read_json,
-    read_regular,
-)
+from headrace.files import make_inside, publish, quarantine, read_json, read_regular
 from headrace.runtime.locks import ExclusiveLock
 from headrace.spool.batch_file import FORMATS
 from headrace.spool.durability import BAD_VERDICT, GOOD_VERDICT
@@ -46,7 +39,7 @@ Published = Literal["published", "exists", "late"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether a file may be read: found by one rank, followed by all."""
+    """Whether a file may be read: decided by one rank, followed by all."""
 
     good: bool
     reason: str = ""
@@ -65,6 +58,7 @@ class Channel:
         suffix: str = ".safetensors",
         foreign: bool = False,
     ) -> None:
+        """ValueError if no split can have this name. `foreign`: another program makes the files, in the timestamped `.pt` layout."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", split):
             raise ValueError(f"a split is named by letters, digits and _.- such as train, got {split!r}")
         self.folder, self.split, self.part, self.parts = folder, split, part, parts
@@ -77,7 +71,7 @@ class Channel:
 
     @classmethod
     def of_spool(cls, folder: SpoolFolder, meta: Mapping[str, Any], split: str, part: int) -> Self:
-        """A channel of the spool that a meta describes; ValueError if no split can be called so."""
+        """A channel of the spool that `meta` describes; ValueError if no split can have this name."""
         ours = meta.get("headrace")
         if not ours:  # the timestamped .pt layout
             return cls(folder, split, part, suffix=".pt", foreign=True)
@@ -87,6 +81,7 @@ class Channel:
         return f"{self.split} part {self.part}" if self.parts > 1 else self.split
 
     def prepare(self) -> None:
+        """Make the folders of the part."""
         for folder in (self.queue, self.claims, self.verdicts, self.bad):
             make_inside(self.folder.path, str(folder.relative_to(self.folder.path)))
 
@@ -96,7 +91,7 @@ class Channel:
         return self.queue / f"{seq:012d}{self.suffix}"
 
     def find(self, seq: int) -> Path | None:
-        """Where file `seq` lies, if it does. Asked by name; only the names of the legacy `.pt` layout, which hold a timestamp, have to be looked for."""
+        """Path of file `seq`; None if it is not there. Names of the timestamped `.pt` layout are found by listing the folder."""
         path = self.path(seq)
         if os.path.lexists(path):
             return path
@@ -108,7 +103,7 @@ class Channel:
         return None
 
     def present(self) -> list[int]:
-        """The numbers of all files, sorted. Lists the folder: for starts and for people."""
+        """The numbers of all files, sorted. Lists the folder, so it is not called for every file."""
         return sorted(self.names().values())
 
     def files_from(self, seq: int) -> int:
@@ -124,33 +119,34 @@ class Channel:
                 found[name] = int(match[1])
         return found
 
-    def publish(self, seq: int, write: Callable[[Path], None], *, ring: bool = False) -> Published:
-        """Let `write` publish file `seq`. The first one stays; one that is no longer wanted is taken away again."""
+    def publish(self, seq: int, write: Callable[[Path], None], *, circular: bool = False) -> Published:
+        """Call `write(path)`, which publishes file `seq`, unless the file is there or below the commit point. Circular splits have none."""
         path = self.path(seq)
-        if not ring and seq < self.commit_point():
+        if not circular and seq < self.commit_point():
             return "late"
         try:
             write(path)
         except FileExistsError:
             return "exists"
         except StorageError:
-            # It may have appeared before the folder's fsync failed. The next attempt must start from nothing.
+            # The file may have appeared before the fsync of its folder failed. The next attempt must start without it.
             with contextlib.suppress(OSError):
                 os.unlink(path)
             raise
-        if not ring and seq < self.commit_point():
-            # It is never read. What cannot be removed now, the next start of a consumer removes.
+        if not circular and seq < self.commit_point():
+            # It is never read. If it cannot be removed now, the next start of a consumer removes it.
             with contextlib.suppress(OSError):
                 os.unlink(path)
             return "late"
         return "published"
 
     def commit_point(self) -> int:
+        """The first file that is still needed."""
         point = self.folder.commit_points().get(self.split)
         return int(point["at"][self.part][0]) if point else 0
 
     def read_position(self) -> int:
-        """The file the slowest rank is reading; what lies before it is read."""
+        """The file that the slowest rank is reading."""
         read = [v["done"].get(self.split, ()) for v in self.folder.read_positions()]
         return max(self.commit_point(), min((done[self.part] for done in read if self.part < len(done)), default=0))
 
@@ -159,8 +155,9 @@ class Channel:
     def claim(self, seq: int, who: str, lease: float) -> ExclusiveLock | Literal["expired"] | None:
         """Claim file `seq` for this provider; None while another living provider holds the claim.
 
-        A claim is a lock, so that of a dead process is free at once. One that has not changed hands for `lease` seconds by our
-        own clock belongs to a provider that is stuck, or runs where locks do not reach: "expired" means go ahead without the claim.
+        A claim is a lock, so the claim of a dead process is free at once. A claim that has had the same holder for `lease` seconds by our
+        own clock belongs to a provider that is stuck, or runs where locks do not reach. Then the result is "expired": make the file without
+        the claim.
         """
         path = self.claims / f"{seq:012d}"
         try:
@@ -184,7 +181,7 @@ class Channel:
     # ----------------------------------------------------------------------------------------- verdicts
 
     def verdict(self, seq: int) -> Verdict | None:
-        """What was decided about file `seq`, if anything was. A damaged verdict is no verdict: it is removed."""
+        """The verdict about file `seq`; None if there is none. A damaged verdict is removed."""
         path = self.verdicts / f"{seq:012d}"
         try:
             value = read_sealed(path)
@@ -195,7 +192,7 @@ class Channel:
             return None
 
     def judge(self, seq: int, reason: str = "") -> Verdict:
-        """Decide: good, or bad for a reason. The first verdict stands, also against a later one that differs."""
+        """Publish a verdict: good, or bad for `reason`. Returns the verdict that stands, which is the first one that was published."""
         value = {"good": not reason, "reason": reason, "seq": seq}
         try:
             publish(self.verdicts / f"{seq:012d}", seal(value), durable=BAD_VERDICT if reason else GOOD_VERDICT)
@@ -204,18 +201,18 @@ class Channel:
             if standing is not None:
                 return standing
             path = self.verdicts / f"{seq:012d}"
-            if path.is_dir() and not path.is_symlink():  # which `verdict` could not remove
+            if path.is_dir() and not path.is_symlink():  # `verdict` could not remove it
                 raise StorageError(f"{path} is a folder in the place of a verdict. Remove it and run again") from None
-            return self.judge(seq, reason)  # a damaged one was in the way and is gone now
+            return self.judge(seq, reason)  # a damaged verdict was there and is removed now
         return Verdict(good=not reason, reason=reason)
 
     def condemn(self, seq: int, reason: str) -> None:
-        """Overrule a good verdict: the file went bad after it was judged, before any rank read it."""
+        """Replace a good verdict: the file went bad after it was judged."""
         value = {"good": False, "reason": reason, "seq": seq}
         publish(self.verdicts / f"{seq:012d}", seal(value), replace=True, durable=BAD_VERDICT)
 
     def set_aside(self, seq: int, reason: str) -> Path | None:
-        """Move a bad file into the quarantine with its reason; where it went. Does nothing if it is gone already."""
+        """Move a bad file into the quarantine with its reason; returns its new path, None if the file is gone."""
         path = self.find(seq)
         if path is None:
             return None
@@ -225,14 +222,15 @@ class Channel:
             return None
 
     def clear_verdict(self, seq: int) -> None:
-        """Forget what was decided about a file that is gone, before it is made again."""
+        """Remove the verdict about a file that is gone, before the file is made again."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.verdicts / f"{seq:012d}")
 
-    # ------------------------------------------------------------------------------------------ janitor
+    # ----------------------------------------------------------------------------------------- deletion
 
     def delete(self, seq: int, archive: int = 0) -> None:
-        """Remove file `seq` and what belongs to it. OSError if the system does not allow it: the caller tries again."""
+        """Remove file `seq`, its verdict and its claim. OSError if the system does not allow it: the caller tries again. `archive`: move the file
+        to archives/ instead, where this many are kept."""
         path = self.find(seq)
         if path is not None and archive:
             make_inside(self.folder.path, str(self.archive.relative_to(self.folder.path)))
@@ -250,7 +248,7 @@ class Channel:
             os.unlink(self.claims / f"{seq:012d}")
 
     def leftovers(self, below: int) -> list[int]:
-        """Numbers below the commit point of which something is still there: a crash came between commit and deletion."""
+        """Numbers below `below` that still have a file, claim or verdict, because a crash came between commit and deletion."""
         found = set(self.present())
         for folder in (self.claims, self.verdicts):
             found |= {int(name) for name in names_in(folder) if name.isdecimal()}
@@ -266,7 +264,7 @@ class Channel:
         for name in sorted(names_in(self.bad)):
             if name.endswith(".reason.json") or name.startswith("."):
                 continue
-            reason = "no reason was written down: the process died in between"
+            reason = "no reason was recorded: the process died before it was written"
             with contextlib.suppress(OSError, FileCorrupt, KeyError, TypeError):
                 reason = str(read_json(self.bad / f"{name}.reason.json")["reason"])[:2000]
             found.append({"file": name, "split": self.split, "part": str(self.part), "reason": reason})

@@ -7,10 +7,11 @@
     state = consumer.state_dict()                        # goes into the checkpoint: (sample, file, row)
     consumer.commit(oldest_state_still_kept)             # rank 0, after all ranks have saved: files below it may go
 
-How often is a sample delivered? With the state in the checkpoint and `ack="commit"`: exactly once with respect to the model,
-whatever is killed, on any number of ranks from one day to the next. Without a checkpoint: `ack="commit"` starts again at the
-last commit (at least once), `ack="consume"` starts at the first file that was not begun (at most once), and deletes a file as
-soon as all of it was delivered.
+Delivery guarantees, whatever process is killed:
+
+    ack="commit", state in the checkpoint    each sample exactly once with respect to the model; the number of ranks may change
+    ack="commit", no checkpoint              at least once: starts again at the last commit
+    ack="consume"                            at most once: starts at the first file that was not begun; a file is deleted once it was delivered
 
 A background thread opens, checks and judges files two ahead, gathers a rank's rows, writes positions and deletes files. The trainer's thread
 slices rows that are in memory (reader.py). Every wait has a name and a deadline.
@@ -102,12 +103,12 @@ class DatasetConsumer:
         self._stripe = Stripe(rank=settings.dp_rank, world_size=settings.dp_world_size)
         self._readers: dict[str, SplitReader | LegacyReader] = {}
         self._last_state: dict[str, Any] | None = None
-        """Once closed."""
+        """The state when the consumer was closed."""
         self._pins: bool | None = None
-        """Whether batches for no device in particular are pinned."""
+        """Whether batches that no device was named for are pinned; None: not determined yet."""
         self._journal = FileJournal(self.data_dir, report, self._meter)
         self._queue: RankQueue | None = None
-        """None: a folder of legacy files."""
+        """None for a folder of legacy files."""
         if prefer_queue and (self.data_dir / "queue").is_dir():
             for sentence in disk.warnings:
                 self._journal.disk_warning(sentence)
@@ -121,14 +122,23 @@ class DatasetConsumer:
     # ----------------------------------------------------------------------------------------- batches
 
     def get_batch(self, split: str = "train", device: str | torch.device | None = None) -> Any:
-        """The next batch of a split, on `device`: (X, Y) where the schema is x and y, else a dict of tensors by field."""
+        """The next batch: (X, Y) where the schema is x and y, else a dict of tensors by field.
+
+        Args:
+            split: The split to read.
+            device: Where the tensors go. None: they stay in host memory, pinned if `device_type` is "cuda" and there is a CUDA device.
+
+        Raises:
+            EndOfData: The split was delivered to its end.
+            DeadlineExceeded: The batch was not there within `deadline` seconds. The message names what was waited for.
+        """
         reader = self._readers.get(split) or self._reader(split)
         arrays = reader.read(self.batch_size)
         tensors = self._tensors(reader.schema, arrays, device)
         batch = (tensors["x"], tensors["y"]) if tensors.keys() == {"x", "y"} else tensors
         self._meter.add("spool/batches")
         self._meter.add("spool/bytes", sum(array.nbytes for array in arrays.values()))
-        # Last of all: a process that was stopped, while another consumer took its lock, finds out here. The state counts only what is handed out.
+        # Last of all: while this process was suspended, another consumer may have taken the lock. The state counts only batches that are returned.
         if self._queue is not None:
             self._queue.lock.require()
         reader.advance()
@@ -145,7 +155,7 @@ class DatasetConsumer:
         if device == "cpu":
             return tensors
         if device is None:
-            if self._pins is None:  # to ask takes 4 us
+            if self._pins is None:  # the question takes 4 us
                 self._pins = self.settings.device_type == "cuda" and torch.cuda.is_available()
             return {name: tensor.pin_memory() for name, tensor in tensors.items()} if self._pins else tensors
         if torch.device(device).type == "cuda":
@@ -153,8 +163,10 @@ class DatasetConsumer:
         return {name: tensor.to(device) for name, tensor in tensors.items()}
 
     def wait_for_data(self, split: str = "train", timeout: float | None = None) -> bool:
-        """Whether the next batch is there within `timeout` seconds; False at once where nothing comes any more. Without a timeout: DeadlineExceeded
-        at the consumer's deadline."""
+        """Whether the next batch is there within `timeout` seconds; False at once after the end of the split.
+
+        `timeout`: None waits for the consumer's deadline and raises DeadlineExceeded then.
+        """
         if timeout is not None and not (isinstance(timeout, (int, float)) and timeout >= 0):
             raise ConfigError(f"wait_for_data: timeout is {timeout!r}, expected seconds, 0 or more")
         reader = self._reader(split)
@@ -171,7 +183,7 @@ class DatasetConsumer:
         return True
 
     def has_ended(self, split: str = "train") -> bool:
-        """Whether a finite split was delivered to its end, as far as its files say so now."""
+        """Whether a finite split was delivered to its end, by the files that are there now."""
         reader = self._reader(split)
         try:
             if isinstance(reader, SplitReader):
@@ -183,7 +195,7 @@ class DatasetConsumer:
         return False
 
     def set_batch_size(self, new_bs: int) -> None:
-        """Samples of a whole batch, over all ranks, from the next batch on. Warns where the provider used another number."""
+        """Set the samples of a batch over all ranks, from the next batch on. Warns if the provider used another number."""
         if type(new_bs) is not int or new_bs < 1:
             raise ConfigError(f"DatasetConsumer: batch_size is {new_bs!r}, expected a whole number of 1 or more")
         self.settings.check_share(new_bs)
@@ -197,7 +209,7 @@ class DatasetConsumer:
     def schema(self, split: str = "train") -> BatchSpec:
         """Return the fields of a batch."""
         reader = self._reader(split) if self._queue is None else None
-        if isinstance(reader, LegacyReader):  # it is known once the first file is open
+        if isinstance(reader, LegacyReader):  # the schema is known once the first file is open
             reader.prefetch()
             return BatchSpec(reader.schema)
         return BatchSpec.from_json(self.meta["batch_schema"])
@@ -222,7 +234,7 @@ class DatasetConsumer:
     # ------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where reading stands: of what was delivered, the same on every rank. After close(), where it stood then."""
+        """The position after the last delivered batch, the same on every rank. After close(), the position at that time."""
         if self._last_state is not None:
             return deepcopy(self._last_state)
         splits = {name: reader.state() for name, reader in sorted(self._readers.items())}
@@ -230,7 +242,12 @@ class DatasetConsumer:
         return Cursor(kind=_KIND, version=_VERSION, fingerprint=self._fingerprint(), body=body).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, rewind: bool = False) -> None:
-        """Go on where `state` was taken, with any number of ranks. `rewind`: also below the commit point, where the provider makes files again."""
+        """Continue from a state, with any number of ranks.
+
+        Args:
+            state: What `state_dict` returned. CursorMismatch if it is of another spool or its files were deleted.
+            rewind: Accept a state below the commit point: the provider makes the deleted files again.
+        """
         positions = self._positions_in(state)
         if self._queue is not None:
             for split, position in positions.items():
@@ -240,18 +257,20 @@ class DatasetConsumer:
             self._readers[split] = self._make_reader(split, position)
 
     def reset_state(self, split: str | None = None) -> None:
-        """Read a split (or all) again: a circular one from its beginning, a queue from the commit point. With `ack="consume"` that is the file that is
-        being read: those before it are deleted."""
+        """Read a split, or all splits, again: a circular split from its beginning, any other from the commit point.
+
+        With `ack="consume"` the commit point is the file that is being read, because the files before it are deleted.
+        """
         for name in [split] if split is not None else list(self._readers):
             self._readers.pop(name, None)
             if self._queue is not None:
                 self._queue.drop(name)
 
     def commit(self, state: Mapping[str, Any] | None = None) -> None:
-        """Let go of what lies before `state` (before what was delivered until now, if none is given).
+        """Allow files before `state` to be deleted; None: before the last delivered batch.
 
         For `ack="commit"`. Call it after all ranks have saved, with the oldest state among the checkpoints still kept. Rank 0
-        writes the point, durably, before anything is deleted; on other ranks, and in legacy folders, it does nothing.
+        writes the commit point, durably, before it deletes files. On other ranks, and for legacy folders, the call does nothing.
         """
         if self._stripe.rank == 0 and self._queue is not None:
             positions = self._positions_in(state if state is not None else self.state_dict())
@@ -288,7 +307,7 @@ class DatasetConsumer:
     # --------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Finish what is left to delete (for at most 5 s), stop the thread, let go of the rank lock."""
+        """Finish pending deletions (for at most 5 s), stop the background thread, release the rank lock."""
         if self._last_state is not None:
             return
         if self._queue is not None:

@@ -1,9 +1,9 @@
-"""What of a spool is fsynced, and when: the one place that decides it.
+"""The table of what is fsynced in a spool, and when. No other module decides it.
 
 file                              fsynced                  after a power cut
 batch file, durable=True          before it appears        it is there
 batch file, durable=False         shortly after            the last ones may be torn: they fail their checksum and are made again
-meta, commit point, bad verdict   before they count        they are there: files are deleted and set aside by them
+meta, commit point, bad verdict   before they count        they are there: deletion and quarantine depend on them
 good verdict                      by the kernel, in time   the file is judged again
 read position, begun files        by the kernel, in time   an older record is as good
 """
@@ -36,12 +36,12 @@ def batch_files(durable: bool) -> Durability:
 class BackgroundSync:
     """Syncs files that were published without fsync, in the order they were added.
 
-    Left alone the kernel writes them within half a minute. No thread waits for the sync and nothing is promised. A failed fsync is reported and
+    The kernel would write them within half a minute by itself. No thread waits for the sync, and it may fail: a failed fsync is reported and
     not repeated, for the reason given in files.py.
     """
 
     def __init__(self, report: Callable[[str], None], meter: Meter) -> None:
-        """`report`: gets a sentence for every file that could not be synced."""
+        """`report`: gets a sentence for every file that could not be synced. `meter`: counts files and failures."""
         self._report, self._meter = report, meter
         self._thread = BackgroundThread("spool-sync", on_error=report, meter=meter)
 
@@ -67,6 +67,6 @@ class BackgroundSync:
             return  # read and deleted already
         except OSError as error:
             self._meter.add("spool/sync_failures")
-            self._report(f"{path} could not be synced ({error.strerror or error}): look after the disk")
+            self._report(f"{path} could not be synced ({error.strerror or error}): check the disk")
             return
         self._meter.add("spool/files_synced")

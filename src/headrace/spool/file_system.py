@@ -1,12 +1,12 @@
-"""The file system of a spool: its guarantees, and the room that is left.
+"""The file system of a spool: its guarantees, and its free space.
 
-    FileSystem.of(path)           its kind, whether other machines share it, what it does not keep
+    FileSystem.of(path)           its kind, and whether other machines share it
     FileSystem.of(path).warnings  what it does not guarantee, for the log of a provider or consumer
-    room(path)                    bytes and inodes that are free, and how many of them are left to consumers
+    room(path)                    free bytes and inodes, and how many of them providers leave to consumers
 
-A spool stands on three things: `link` excludes, `fsync` reaches the disk, `flock` is seen by all readers. Links
-are tried out whenever a spool is opened; the other two cannot be tried, so they are judged by the file system's name. On
-Linux that is read from /proc/self/mountinfo; elsewhere it is unknown, and nothing is said.
+A spool relies on three guarantees: `link` is exclusive, `fsync` reaches the disk, `flock` is seen by all readers. Links
+are tried out whenever a spool is opened. The other two cannot be tried, so they are judged by the file system's name. On
+Linux the name is read from /proc/self/mountinfo; elsewhere it is unknown, and there are no warnings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.errors import StorageError
 _SHARED = {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2", "orangefs", "smb3", "virtiofs", "wekafs"}  # fmt: skip
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _LOCKS_OF_ONE_MACHINE = {"9p", "cifs", "smb3"}
-"""Where a lock of one machine is not seen by another, or only with mount options that are not the default."""
+"""File systems on which a lock of one machine is not seen by another, or only with mount options that are not the default."""
 
 _KEPT_BYTES, _KEPT_INODES = 1 << 18, 64
 """What providers leave to consumers, or a quarter of the disk where that is less."""
@@ -35,11 +35,11 @@ class FileSystem:
     """The file system a folder lies on."""
 
     kind: str
-    """As `mount` names it; empty where that cannot be found out."""
+    """Its name as `mount` prints it; empty if unknown."""
 
     @classmethod
     def of(cls, path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Self:
-        """That of the nearest folder of `path` that exists."""
+        """The file system of `path`, or of its nearest parent that exists. `mounts`: the kernel's list of mounts."""
         while not path.exists() and path != path.parent:
             path = path.parent
         try:
@@ -56,7 +56,7 @@ class FileSystem:
                 continue
             point = fields[4].replace("\\040", " ")
             inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
-            # By number where a file system shows the same one everywhere; btrfs and some network ones do not: there by the longest path.
+            # By device number. On btrfs and some network file systems the numbers differ: there by the longest mount point.
             if fields[2] == wanted and inside:
                 return cls(kind=kind[0])
             if inside and len(point) >= len(best[0]):
@@ -70,7 +70,7 @@ class FileSystem:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What it does not keep of what a spool relies on."""
+        """Guarantees of a spool that the file system does not give, one sentence each."""
         found = []
         if self.kind in _IN_MEMORY:
             found.append(f"{self.kind} is memory: nothing in it survives a power cut or a reboot")
@@ -85,14 +85,14 @@ class FileSystem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What is free."""
+    """Free space on a disk."""
 
     bytes: int
     inodes: int | None
     """None where the file system does not count them."""
     kept_bytes: int = 0
     kept_inodes: int = 0
-    """What a provider leaves of them, so that consumers can start, judge files and commit. Only consumers free room."""
+    """How many of them a provider leaves to consumers, which need them to start, judge files and commit. Only consumers free space."""
 
     def __str__(self) -> str:
         return f"{self.bytes:,} bytes" + ("" if self.inodes is None else f" and {self.inodes:,} inodes")
@@ -102,7 +102,7 @@ class Room:
         return self.bytes < size * files or (self.inodes is not None and self.inodes < _KEPT_INODES + files)
 
     def is_ample(self, size: int, verdicts: int) -> bool:
-        """Whether a file of `size` bytes and so many verdicts fit beside what is kept, or the file system does not say how large it is."""
+        """Whether a file of `size` bytes and this many verdicts fit beside the kept space, or the size of the file system is unknown."""
         if not self.kept_bytes:
             return True
         inodes = self.kept_inodes + verdicts + _INODES_OF_A_FILE
@@ -114,8 +114,8 @@ class Room:
         Args:
             size: Bytes of the file.
             verdicts: Verdicts that consumers have to write before they can free room.
-            waited_for: A consumer waits for this file: it may take what is kept.
-            sentence: What cannot be done.
+            waited_for: Whether a consumer waits for this file. It may use the kept space then.
+            sentence: What cannot be done, as the beginning of the message.
         """
         inodes = verdicts + (0 if waited_for else self.kept_inodes)
         space = verdicts * _BLOCK + (0 if waited_for else self.kept_bytes)
@@ -127,14 +127,14 @@ class Room:
 
 
 def room(path: Path) -> Room:
-    """What is free on the disk of a folder, for this user. StorageError if the system does not say."""
+    """Free space on the disk of a folder, for this user. StorageError if the system does not report it."""
     try:
-        told = os.statvfs(path)
+        found = os.statvfs(path)
     except OSError as error:
-        raise StorageError(f"the room on the disk of {path} is not known: {error.strerror or error}") from error
+        raise StorageError(f"the free space on the disk of {path} is not known: {error.strerror or error}") from error
     return Room(
-        bytes=told.f_bavail * told.f_frsize,
-        inodes=told.f_favail if told.f_files else None,
-        kept_bytes=min(_KEPT_BYTES, told.f_blocks * told.f_frsize // 4),
-        kept_inodes=min(_KEPT_INODES, told.f_files // 4),
+        bytes=found.f_bavail * found.f_frsize,
+        inodes=found.f_favail if found.f_files else None,
+        kept_bytes=min(_KEPT_BYTES, found.f_blocks * found.f_frsize // 4),
+        kept_inodes=min(_KEPT_INODES, found.f_files // 4),
     )

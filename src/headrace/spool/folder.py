@@ -2,18 +2,18 @@
 
     data/web/
       meta.json, meta.pkl               what it holds
-      queue/train/000000000007.safetensors    the batches, in the order of their number and of nothing else
-      claims/train/000000000008         a provider is making this one (saves work, decides nothing)
-      verdicts/train/000000000007       good or bad, decided once for all ranks, before any rank reads
-      state/commit                      below this nothing is needed any more; only then may a file be deleted
-      state/read-0                      how far each rank has read; what the provider measures its backlog by
-      state/taken-train                 which files a consumer that deletes as it reads has begun
-      state/*.lock                      held by living processes; the kernel lets go of them when a process dies
+      queue/train/000000000007.safetensors    the batches, in the order of the numbers
+      claims/train/000000000008         a provider is making this file (saves work, decides nothing)
+      verdicts/train/000000000007       good or bad, decided once for all ranks, before any rank reads the file
+      state/commit                      commit point: files below it may be deleted
+      state/read-0                      read position of rank 0; the provider's backlog is measured from it
+      state/taken-train                 files that a consumer with ack="consume" has begun
+      state/*.lock                      held by living processes; the kernel releases them when a process dies
       quarantine/train/…                bad files, each with its reason
-      archives/train/…                  files that were used up, where they are kept
+      archives/train/…                  the newest files below the commit point, with archive=N
 
 A spool of several parts has a folder part-<q> below each split. Names that begin with `.tmp-` are unfinished files; every start of a
-provider or a consumer removes those of processes that are gone.
+provider or a consumer removes those of dead processes.
 
 State files are sealed records that are overwritten in place (records.py). Version 0.1 wrote `state/commit.json`, a sealed file; it is read
 until the first commit is written here.
@@ -51,7 +51,8 @@ def patiently(
     hidden: bool,
     retry: tuple[type[Exception], ...] = (StorageError,),
 ) -> T:
-    """`call()`, again while the disk is full or fails; the last error once `deadline` seconds have passed."""
+    """The result of `call`, which is tried again while the disk is full or fails; the last error after `deadline` seconds. `hidden`: a background
+    thread waits, and no trainer."""
     return _retry(
         call,
         passes=lambda error: isinstance(error, retry),
@@ -63,7 +64,7 @@ def patiently(
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names of what lies in a folder; none where there is no folder. StorageError if the system cannot list it."""
+    """The names in a folder; none if there is no folder. StorageError if the system cannot list it."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:
@@ -72,21 +73,18 @@ def names_in(folder: Path) -> list[str]:
         raise StorageError(f"{folder} could not be listed: {error.strerror or error}") from error
 
 
-def sweep_dead_temporaries(folder: Path) -> int:
-    """Remove temporaries whose process is gone from this machine; how many. A living writer elsewhere just tries again."""
-    swept = 0
+def sweep_dead_temporaries(folder: Path) -> None:
+    """Remove temporaries whose process does not live on this machine. A writer on another machine tries again."""
     for name in names_in(folder):
         if name.startswith(TEMP_PREFIX):
             pid, _, start = name.removeprefix(TEMP_PREFIX).partition("-")[0].partition("_")
             if not (pid.isdecimal() and _alive(int(pid), start)):
                 with contextlib.suppress(OSError):
                     os.unlink(folder / name)
-                    swept += 1
-    return swept
 
 
 def _alive(pid: int, start: str) -> bool:
-    """Whether the process with this id that began at `start` is alive; any with this id where `start` is empty."""
+    """Whether the process with this id that began at `start` is alive; if `start` is empty, any process with this id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -105,11 +103,7 @@ class SpoolFolder:
         self._commit, self._old_commit = self.state / "commit", self.state / "commit.json"
 
     def prepare(self, parts: int = 1) -> None:
-        """Make the folders and the state that every process needs, and see that the file system can do what a spool relies on.
-
-        Args:
-            parts: Parts of the spool, which the commit point has to have room for.
-        """
+        """Make the folders and the commit record of a spool of `parts` parts, and check that the file system has exclusive links."""
         try:
             for name in (*_FOLDERS, "state"):
                 folder = self.path / name
@@ -121,13 +115,13 @@ class SpoolFolder:
         _check_exclusive_link(self.state)
         reserve_record(self._commit, {"splits": {}}, size=parts * _BYTES_PER_PART, durable=COMMIT_POINT)
 
-    def sweep(self) -> int:
-        """Remove what dead processes left unfinished, anywhere in the spool; how many files."""
-        swept = sweep_dead_temporaries(self.path) + sweep_dead_temporaries(self.state)
+    def sweep(self) -> None:
+        """Remove temporaries of dead processes, anywhere in the spool."""
+        sweep_dead_temporaries(self.path)
+        sweep_dead_temporaries(self.state)
         for name in _FOLDERS:
             for below, _, _ in os.walk(self.path / name):
-                swept += sweep_dead_temporaries(Path(below))
-        return swept
+                sweep_dead_temporaries(Path(below))
 
     # ------------------------------------------------------------------------------------------- commit
 
@@ -145,7 +139,7 @@ class SpoolFolder:
                     raise ValueError("a negative number")
         except (FileCorrupt, KeyError, TypeError, ValueError, AttributeError) as error:
             raise FileCorrupt(
-                f"{path} does not say below which file nothing is needed any more ({error}). Nothing is read or deleted without it: remove it, "
+                f"{path} holds no commit point ({error}). Nothing is read or deleted without one: remove the file, "
                 "and let the trainer load its newest state with rewind=True"
             ) from error
         return splits
@@ -159,7 +153,7 @@ class SpoolFolder:
     # --------------------------------------------------------------------------------------------- read
 
     def read_positions(self) -> list[dict[str, Any]]:
-        """What each rank of the present world wrote about how far it has read. A damaged position is left out."""
+        """The read position of each rank of the present world. A damaged position is left out."""
         found: list[dict[str, Any]] = []
         for name in names_in(self.state):
             if re.fullmatch(r"read-\d{1,9}", name):
@@ -176,7 +170,7 @@ class SpoolFolder:
         ]
 
     def reserve_read_position(self, rank: int, parts: int = 1) -> None:
-        """Make the file in which a rank will write its position."""
+        """Make the record in which a rank writes its position."""
         reserve_record(self._read(rank), {"splits": {}}, size=parts * _BYTES_PER_PART, durable=READ_POSITION)
 
     def write_read_position(self, rank: int, world_size: int, splits: Mapping[str, Any]) -> None:
@@ -190,12 +184,12 @@ class SpoolFolder:
     # -------------------------------------------------------------------------------------------- locks
 
     def reader_at_work(self) -> str | None:
-        """Some consumer that holds its place now."""
+        """A consumer that holds its rank lock now; None if there is none."""
         names = [n for n in names_in(self.state) if n.startswith("consumer-") and n.endswith(".lock")]
         return next((holder for n in names if (holder := lock_holder(self.state / n)) is not None), None)
 
     def provider_at_work(self) -> str | None:
-        """The provider that holds the spool now. A provider that joined counts where every part has one."""
+        """The provider that holds the lock of the spool now; None if there is none. Providers that joined count if every part has one."""
         holder = lock_holder(self.state / "provider.lock")
         if holder is None:
             parts = [n for n in names_in(self.state) if re.fullmatch(r"part-\d{3}\.lock", n)]
@@ -204,7 +198,7 @@ class SpoolFolder:
         return holder
 
     def take_lock(self, name: str, who: str, advice: str) -> ExclusiveLock:
-        """Hold a lock of the spool, or be refused within a second, naming the holder."""
+        """Take a lock of the spool; ConfigError within a second if another process holds it. `who`, `advice`: as of `ExclusiveLock.acquire`."""
         return ExclusiveLock.acquire(
             self.state / f"{name}.lock",
             who,
@@ -216,7 +210,7 @@ class SpoolFolder:
 
 
 def _check_exclusive_link(folder: Path) -> None:
-    """A spool stands on link being exclusive. Some network and FUSE file systems have no links; they are refused here."""
+    """ConfigError if the file system has no exclusive hard links, as some network and FUSE file systems."""
     name = temporary_name()
     first, second = folder / name, folder / f"{name}-b"
     try:
@@ -226,7 +220,7 @@ def _check_exclusive_link(folder: Path) -> None:
         with contextlib.suppress(FileExistsError):
             os.link(first, second)
             raise ConfigError(
-                f"{folder} lies on a file system where link overwrites: a spool needs one where it does not"
+                f"{folder} lies on a file system where link overwrites, and a spool needs exclusive links: give the spool another folder"
             )
     except PermissionError as error:
         raise ConfigError(
@@ -248,7 +242,7 @@ def _check_exclusive_link(folder: Path) -> None:
 
 
 def purge_spool(path: Path) -> None:
-    """Empty a spool: queue, claims, verdicts, quarantine, archives, state and meta. Locks stay, because they are held."""
+    """Empty the spool in folder `path`: queue, claims, verdicts, quarantine, archives, state and meta. Lock files stay, because they are held."""
     try:
         for name in (*_FOLDERS, "archives"):
             below = path / name
@@ -256,7 +250,7 @@ def purge_spool(path: Path) -> None:
                 raise ConfigError(f"{below} is a symbolic link; nothing behind it is deleted. Remove the link by hand")
             if below.exists():
                 shutil.rmtree(below)
-        # The state goes last: while it stands, a half-emptied spool refuses to start over from file 0.
+        # The state goes last: as long as it exists, a half-emptied spool refuses to start over from file 0.
         for name in names_in(path / "state"):
             if not name.endswith(".lock"):
                 os.unlink(path / "state" / name)
@@ -264,5 +258,5 @@ def purge_spool(path: Path) -> None:
             (path / name).unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(
-            f"{path} could not be emptied: {error.filename or path}: {error.strerror or error}. What is left can be removed once that is allowed: run again"
+            f"{path} could not be emptied: {error.filename or path}: {error.strerror or error}. Allow it, and run again: what is left is removed then"
         ) from error

@@ -1,7 +1,7 @@
-"""What happened to the files of a spool, counted and told.
+"""Counts and log lines of what a consumer does with the files of a spool.
 
 The logger `headrace.spool` gets a line for every file that was read (INFO), and for every bad file and every write that has to be tried
-again (WARNING). A consumer's `report` gets the same sentences without the folder.
+again (WARNING). A consumer's `report` gets the same lines without the folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ register(
 
 
 class FileJournal:
-    """Counts and tells what one consumer does with files. Used by the background thread; any thread may read the counts."""
+    """Counts and logs what one consumer does with files. Used by the background thread; any thread may read the counts."""
 
     def __init__(self, data_dir: Path, report: Callable[[str], None] | None, meter: Meter) -> None:
         self._data_dir, self._report, self._meter = data_dir, report, meter
@@ -33,27 +33,27 @@ class FileJournal:
         """All rows of a file were delivered."""
         self.counts["files_read"] += 1
         self._meter.add("spool/files_read")
-        self._tell(logging.INFO, sentence)
+        self._notify(logging.INFO, sentence)
 
     def file_bad(self, sentence: str) -> None:
         """A file was judged bad and set aside."""
         self.counts["bad_files"] += 1
         self._meter.add("spool/files_bad")
-        self._tell(logging.WARNING, sentence)
+        self._notify(logging.WARNING, sentence)
 
     def task_failed(self, problem: str) -> None:
-        """A deletion or a state write failed and will be tried again; told once for failures that say the same."""
+        """A deletion or a state write failed and will be tried again. Equal problems in a row are logged once."""
         self.counts["retries"] += 1
         self._meter.add("spool/retries")
         if problem != self.last_problem:
             self.last_problem = problem
-            self._tell(logging.WARNING, f"{problem}; trying again")
+            self._notify(logging.WARNING, f"{problem}; trying again")
 
     def disk_warning(self, sentence: str) -> None:
-        """The file system does not promise what a spool needs."""
-        self._tell(logging.WARNING, sentence)
+        """The file system lacks a guarantee that a spool needs."""
+        self._notify(logging.WARNING, sentence)
 
-    def _tell(self, level: int, sentence: str) -> None:
+    def _notify(self, level: int, sentence: str) -> None:
         _log.log(level, "%s: %s", self._data_dir, sentence)
         if self._report is not None:
             self._report(sentence)

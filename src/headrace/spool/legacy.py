@@ -1,7 +1,7 @@
-"""Folders from before the queue: `{split}_batches_*.pt` with x and y, made once and read for ever.
+"""Reader of the legacy layout: a folder of `{split}_batches_*.pt` with x and y, and no queue.
 
-Files in numeric order, in a circle, never deleted. A batch lies in one file; the last one of a file, where it is short, is
-filled by repeating its own samples, as those who wrote such loops expect.
+The files are read in numeric order, over and over, and never deleted. A batch lies in one file. If the last batch of a file is short, it is
+filled by repeating its own samples, as the scripts that wrote this layout do.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def legacy_files(folder: Path, split: str) -> list[Path]:
 
 
 def legacy_fingerprint(folder: Path) -> str:
-    """Of the names and sizes of all legacy files."""
+    """Fingerprint of the names and sizes of all legacy files."""
     return fingerprint_json(sorted([p.name, p.lstat().st_size] for p in folder.glob("*_batches_*.pt")))
 
 
 def legacy_batch_size(folder: Path) -> int | None:
-    """The batch size that the first file's own metadata names; None if it names none."""
+    """The batch size in the metadata of the first file; None if there is none."""
     path = min(folder.glob("*_batches_*.pt"))
     about = load_pt(path, pt_size(path)).get("metadata")
     size = about.get("batch_size") if isinstance(about, dict) else None
@@ -45,6 +45,7 @@ class LegacyReader:
     """Reads the legacy files of one split."""
 
     def __init__(self, folder: Path, split: str, stripe: Stripe, keep: int) -> None:
+        """Find the files. `stripe`: the samples of this rank. `keep`: how many files stay open."""
         self.split, self.stripe = split, stripe
         self.paths = legacy_files(folder, split)
         if not self.paths:
@@ -56,13 +57,14 @@ class LegacyReader:
         self.schema: BatchSpec = BatchSpec(())
         self.seq = self.row = self.batches = self.position = 0
         self._read = (0, 0)
-        """Rows of the batch that was read last, and samples of it."""
+        """Rows of the file in the batch that was read last, and samples of the batch."""
 
     def prefetch(self) -> None:
+        """Open the file that the next batch lies in."""
         self._file(self.seq)
 
     def read(self, batch_size: int) -> dict[str, np.ndarray]:
-        """The rank's share of the next batch. `advance` counts it as delivered."""
+        """The rank's share of the next batch of `batch_size` samples. `advance` counts it as delivered."""
         arrays = self._file(self.seq)
         rows = len(arrays["x"])
         have = min(batch_size, rows - self.row)
@@ -76,7 +78,7 @@ class LegacyReader:
         return out
 
     def advance(self) -> None:
-        """The batch that was read last was delivered."""
+        """Count the batch that was read last as delivered."""
         rows, samples = self._read
         self.row += rows
         if self.row >= len(self._file(self.seq)["x"]):

@@ -1,13 +1,13 @@
 """Meta of a spool: the fields of a sample, and the facts a trainer needs before it reads the first one.
 
     meta.json    strict JSON with a checksum; what headrace reads
-    meta.pkl     the same for scripts that unpickle it; read only where there is no meta.json
+    meta.pkl     the same for scripts that unpickle it; read only if there is no meta.json
 
-A folder of the legacy `.pt` layout (`{split}_batches_*.pt`, no queue/) has a meta.pkl with whatever its script kept, often vocab_size, stoi and
-itos alone. There no key is required; the keys that a spool knows are checked if they are there.
+In a folder of the legacy `.pt` layout (`{split}_batches_*.pt`, no queue/) the meta.pkl often holds vocab_size, stoi and itos alone. There no
+key is required; the keys that a spool knows are checked if they are there.
 
 Pickle can run code, name any class and ask for any amount of memory. So a meta.pkl is first read as a list of opcodes,
-and only the ones that build dict, list, tuple, str, int, float, bool and None are let through.
+and only opcodes that build dict, list, tuple, str, int, float, bool and None are accepted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAX_OPCODES = 1_000_000
 
 
 def meta_problems(meta: object, *, legacy: bool = False) -> list[str]:
-    """Everything that is wrong with a meta, one sentence each. `legacy`: no key is required."""
+    """The problems of a meta, one sentence each. `legacy`: no key is required."""
     if not isinstance(meta, Mapping):
         return [f"meta is a {type(meta).__name__}, expected a mapping"]
     problems = [f"meta has no {key!r}" for key in _REQUIRED if key not in meta and not legacy]
@@ -72,7 +72,7 @@ def meta_problems(meta: object, *, legacy: bool = False) -> list[str]:
 
 
 def check_meta(meta: object, where: str, *, legacy: bool = False) -> dict[str, Any]:
-    """The meta as a plain dict, or a ConfigError with every problem."""
+    """The meta as a plain dict; ConfigError names every problem, and its file or provider `where`. `legacy`: no key is required."""
     problems = meta_problems(meta, legacy=legacy)
     if problems:
         raise ConfigError([f"{where}: {problem}" for problem in problems])
@@ -84,7 +84,7 @@ def check_meta(meta: object, where: str, *, legacy: bool = False) -> dict[str, A
 
 
 def write_meta(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Publish meta.json, which counts, and then meta.pkl for readers that know no other: a meta.pkl of ours is never alone."""
+    """Publish meta.json and then meta.pkl in a folder. In this order, so that a meta.pkl of headrace is never alone."""
     plain = _plain(meta)
     try:
         text = json.dumps(_keyed(plain), indent=2, ensure_ascii=False, allow_nan=False)
@@ -101,14 +101,14 @@ def write_meta(folder: Path, meta: Mapping[str, Any]) -> None:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The checked meta of a spool, or of a folder of the legacy `.pt` layout."""
+    """The checked meta of the spool, or of the legacy `.pt` layout, in `folder`."""
     path = folder / "meta.json"
     if not os.path.lexists(path):
         path = folder / "meta.pkl"
     if not os.path.lexists(path):
         raise ConfigError(
-            f"{folder} has neither meta.json nor meta.pkl, so nobody knows what it holds: start its provider first, or give "
-            "the folder of one that ran"
+            f"{folder} has neither meta.json nor meta.pkl, so it is not a spool: start its provider first, or give "
+            "the folder of a provider that ran"
         )
     raw = read_regular(path, _MAX_META)
     if path.suffix == ".json":
@@ -126,28 +126,29 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _confirm(folder: Path, path: Path, meta: Mapping[str, Any]) -> None:
-    """Compare a meta.pkl that stands alone with a file of its queue: it has no checksum, and a flipped bit in it would be a
-    wait without end. FileCorrupt names what differs."""
+    """Compare a meta.pkl without a meta.json with a file of its queue. FileCorrupt names what differs.
+
+    A meta.pkl has no checksum, and with a flipped bit in it a consumer could wait for ever."""
     from headrace.spool.batch_file import open_batch_file
 
     ours = next((name for name, value in meta.items() if isinstance(value, Mapping) and "job" in value), "headrace")
     if ours in meta:
         if ours != "headrace" or not isinstance(meta[ours], Mapping):
             raise FileCorrupt(
-                f"{path} is damaged: the job of its provider stands under {ours!r}. Start the provider again"
+                f"{path} is damaged: the job of its provider is under the key {ours!r}. Start the provider again: it writes the file"
             )
         recipe = {name: value for name, value in meta["headrace"].items() if name not in ("version", "job")}
         own = {name: value for name, value in meta.items() if name != "headrace"}
         if with_job(own, recipe, str(path))["headrace"]["job"] != meta["headrace"].get("job"):
             raise FileCorrupt(
-                f"{path} is damaged: it is not the meta of its own job. Start the provider again: it writes it"
+                f"{path} is damaged: its job does not fit its content. Start the provider again: it writes the file"
             )
         return
     for first in sorted((folder / "queue").glob("*/*.pt"))[:4]:
         try:
             header = open_batch_file(first).header
         except (FileCorrupt, StorageError):
-            continue  # the consumer sets it aside, or says what is wrong with the disk
+            continue  # the consumer quarantines it, or reports the problem of the disk
         wanted = BatchSpec.from_json(meta["batch_schema"])
         if header.schema != wanted or header.batch_size != meta["batch_size"]:
             raise FileCorrupt(
@@ -158,7 +159,7 @@ def _confirm(folder: Path, path: Path, meta: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Fields become mappings; everything else has to be plain already."""
+    """The value with each FieldSpec as a mapping, and tuples as lists."""
     if isinstance(value, FieldSpec):
         return value.to_json()
     if isinstance(value, Mapping):
@@ -172,7 +173,7 @@ _INT_KEYS = "!int keys"
 
 
 def _keyed(value: Any) -> Any:
-    """JSON has no whole numbers as keys, and a vocabulary (itos) is a mapping of them."""
+    """The value with mappings from whole numbers marked, because JSON has text keys only. A vocabulary (itos) is such a mapping."""
     if isinstance(value, dict):
         keys = {type(k) for k in value}
         if keys == {int}:
@@ -219,7 +220,7 @@ _BUILDERS = frozenset({
 
 
 class _Builder(pickle.Unpickler):
-    """No name is ever looked up, whatever the opcodes say."""
+    """An unpickler that looks up no name."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}")
@@ -241,7 +242,7 @@ def _parse_pickle(path: Path, raw: bytes) -> Any:
                 raise pickle.UnpicklingError(f"it has more than {_MAX_OPCODES:,} opcodes")
         value = _Builder(io.BytesIO(raw)).load()
         _check_plain(value, budget=1000 + 10 * count)
-    except Exception as error:  # the opcodes of hostile bytes can fail in any way; none of them is ours
+    except Exception as error:  # hostile bytes can make the unpickler raise anything
         raise FileCorrupt(
             f"{path} was not read: {error}. A meta.pkl holds dict, list, tuple, str, int, float, bool and None, and nothing "
             "else is unpickled"
@@ -250,7 +251,7 @@ def _parse_pickle(path: Path, raw: bytes) -> Any:
 
 
 def _check_plain(value: Any, budget: int) -> None:
-    """Walk everything once per reference, with a budget: a few bytes of pickle can refer to a list 2**60 times."""
+    """ValueError if a value is not plain, or unfolds into more than `budget` values: a few bytes of pickle can refer to a list 2**60 times."""
     stack = [value]
     while stack:
         budget -= 1
@@ -269,7 +270,7 @@ def _check_plain(value: Any, budget: int) -> None:
 
 
 def parts_of(meta: Mapping[str, Any], split: str) -> int:
-    """Parts of a split."""
+    """Number of parts of a split."""
     return 1 if split in CIRCULAR_SPLITS else int((meta.get("headrace") or {}).get("parts", 1))
 
 
@@ -277,7 +278,8 @@ def parts_of(meta: Mapping[str, Any], split: str) -> int:
 
 
 def with_job(meta: Mapping[str, Any], recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A checked meta with the provider's part: its recipe, and the job, which is the fingerprint of everything that decides the files."""
+    """A checked meta with the key `headrace`: the provider's recipe, and the job, the fingerprint of everything that decides the files.
+    `where`: name of the meta, for the message."""
     full = {**meta, "batch_schema": BatchSpec.from_json(meta["batch_schema"]).to_json()}
     try:
         job = fingerprint_json({"recipe": recipe, "meta": _comparable(full)})
@@ -289,7 +291,7 @@ def with_job(meta: Mapping[str, Any], recipe: Mapping[str, Any], where: str) -> 
 
 
 def require_own(found: Mapping[str, Any], folder: Path) -> None:
-    """ConfigError if a meta is not one of headrace's providers."""
+    """ConfigError if the meta `found` in a folder was not written by a provider of headrace."""
     if "headrace" not in found:
         raise ConfigError(
             f"{folder} has a meta that another program wrote (dataset_name {found.get('dataset_name')!r}). Files of both would be mixed: use "
@@ -298,7 +300,7 @@ def require_own(found: Mapping[str, Any], folder: Path) -> None:
 
 
 def require_same_job(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
-    """ConfigError if the meta of a spool is of another job than a provider's, naming what differs."""
+    """ConfigError if the meta `found` in a folder has another job than the `wanted` meta of a provider; it names what differs."""
     if found["headrace"].get("job") == wanted["headrace"]["job"]:
         return
     then, now = {**found, **found["headrace"]}, {**wanted, **wanted["headrace"]}

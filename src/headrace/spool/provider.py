@@ -1,17 +1,17 @@
-"""Provider of a spool: a loop that keeps the queue filled, and never too full.
+"""Provider of a spool: a loop that keeps a bounded number of files ahead of the consumers.
 
     class Reviews(DataProviderBase):
-        def build_meta(self):               what the spool holds, once
+        def build_meta(self):               the facts of the spool, once
         def sample_batch(self, split, rng): one batch; all randomness from rng
 
     Reviews("data/reviews", batch_size=32).run()
 
 File k is a function of (seed, split, k): the generator handed to sample_batch starts from a key of these three. So it does
 not matter which provider makes a file, when, or how often; several may work on one spool (`join=True`), each taking the
-lowest file that is wanted, missing and unclaimed. A file that went bad is simply missing again.
+lowest file that is wanted, missing and unclaimed. A file that went bad is missing again.
 
-What is wanted: files from the commit point up to `max_backlog_files` beyond where the slowest rank reads. When all of
-these are there the provider waits (`spool.backlog`). Circular splits have a fixed number of files, which are made once and stay.
+Wanted are the files from the commit point up to `max_backlog_files` beyond the read position of the slowest rank. When all of
+them are there the provider waits (`spool.backlog`). Circular splits have a fixed number of files, which are made once and stay.
 
 Producers whose file k depends on what came before are `SequentialProvider`s (sequential.py); both share this loop.
 """
@@ -66,12 +66,8 @@ register(
         help="times the disk had no room for the files to be made ahead",
     ),
     MetricSpec("spool/files_published", Reduction.SUM, unit="files", help="files this provider put into the spool"),
-    MetricSpec(
-        "spool/files_remade", Reduction.SUM, unit="files", help="files made again after they went missing or bad"
-    ),
-    MetricSpec(
-        "spool/files_late", Reduction.SUM, unit="files", help="files that were no longer wanted once they were made"
-    ),
+    MetricSpec("spool/files_remade", Reduction.SUM, unit="files", help="lost or bad files that were made again"),
+    MetricSpec("spool/files_late", Reduction.SUM, unit="files", help="files no longer wanted when they were done"),
 )
 
 
@@ -130,7 +126,7 @@ class DataProviderBase:
         self._made: dict[tuple[str, int], int] = {}
         """Per split and part: one more than the newest file this provider made."""
         self._unpublished: _FileContent | None = None
-        """A file that was made and found no room on the disk: it is not made a second time."""
+        """A file that was made and did not fit on the disk. It is published later without being made again."""
         self._no_room_since: float | None = None
         self._little_room = False
         self._sync: BackgroundSync | None = None
@@ -142,26 +138,31 @@ class DataProviderBase:
         raise NotImplementedError(f"{type(self).__name__} needs build_meta()")
 
     def sample_batch(self, split: str, rng: torch.Generator) -> Mapping[str, torch.Tensor | np.ndarray]:
-        """One batch: a tensor [batch_size, …] for every field of the schema. Draw from `rng` only."""
+        """One batch of a split: a tensor [batch_size, …] for every field of the schema. All randomness comes from `rng`."""
         raise NotImplementedError(f"{type(self).__name__} needs sample_batch(split, rng)")
 
     def batches_of(self, split: str, seq: int, rng: torch.Generator) -> Iterator[Mapping[str, Any]]:
-        """The `batches_per_file` batches of file `seq`. Override it in place of `sample_batch` where a batch follows from its number."""
+        """The `batches_per_file` batches of file `seq`. Override it in place of `sample_batch` if a batch follows from its number."""
         for _ in range(self.batches_per_file):
             yield self.sample_batch(split, rng)
 
     def on_start(self) -> None:
         """Called once before the first file."""
-        return None
+        return
 
     def on_stop(self) -> None:
-        """Called once after the last, whatever ended the loop."""
-        return None
+        """Called once after the last file, also after an error."""
+        return
 
     # ----------------------------------------------------------------------------------------------- run
 
     def run(self, splits: Sequence[str] = ("train", "val"), *, max_files: int | None = None) -> int:
-        """Keep the queue filled until `stop()`, or until `max_files` were made or nothing is left to make; how many were."""
+        """Make files until `stop()` is called or no file will be wanted again; returns how many were made.
+
+        Args:
+            splits: The splits to fill.
+            max_files: Most files to make; unlimited unless given.
+        """
         if self._report is None:
             _log_to_stderr()
         self.open(splits)
@@ -191,17 +192,17 @@ class DataProviderBase:
         self._stop.set()
 
     def open(self, splits: Sequence[str] = ("train", "val")) -> None:
-        """Take the spool: folders, lock, meta. `run` does it by itself."""
+        """Make the folders of these splits, take the lock, write or check the meta. `run` calls it."""
         if self._lock is not None:
             return
         found = None if self.settings.force_regenerate else self.load_meta_if_exists()
         if found is not None:
-            # Before queue/ is made: with it a folder of the legacy .pt layout would be none any more.
+            # Before queue/ is made: a folder with queue/ is no longer read as the legacy .pt layout.
             require_own(found, self.data_dir)
         self.folder.prepare(self.parts)
         self.folder.sweep()
         for sentence in FileSystem.of(self.data_dir).warnings if self.settings.durable else ():
-            self._tell(f"{self.data_dir}: {sentence}")
+            self._notify(f"{self.data_dir}: {sentence}")
         who = f"{type(self).__name__} for {', '.join(splits)}"
         try:
             self._lock = self.folder.take_lock(
@@ -214,7 +215,7 @@ class DataProviderBase:
             if self.settings.force_regenerate:
                 if self._lock is None:
                     raise ConfigError(
-                        f"{self.data_dir} is being filled by another provider: force_regenerate would empty it underneath"
+                        f"{self.data_dir} is being filled by another provider: stop that before force_regenerate empties it"
                     )
                 reader = self.folder.reader_at_work()
                 if reader is not None:
@@ -229,6 +230,7 @@ class DataProviderBase:
             raise
 
     def close(self) -> None:
+        """Finish syncing files and release the lock."""
         if self._sync is not None:
             self._sync.close()
             self._sync = None
@@ -243,7 +245,7 @@ class DataProviderBase:
         return 1
 
     def channels(self, split: str) -> list[Channel]:
-        """The parts of a split this provider looks after."""
+        """The parts of a split that this provider fills."""
         return [self._channel(split, part) for part in range(self.parts_of(split))]
 
     def parts_of(self, split: str) -> int:
@@ -266,10 +268,10 @@ class DataProviderBase:
     # ---------------------------------------------------------------------------------------------- meta
 
     def validate_meta(self, meta: Mapping[str, Any]) -> dict[str, Any]:
-        """The meta with what this provider knows filled in; ConfigError names everything missing or in disagreement."""
+        """The meta, completed by this provider's settings; ConfigError names every missing or contradictory key."""
         if not isinstance(meta, Mapping):
             raise ConfigError(
-                f"{type(self).__name__}.build_meta gave {type(meta).__name__}, expected a dict of the spool's facts"
+                f"{type(self).__name__}.build_meta returned {type(meta).__name__}, expected a dict of the spool's facts"
             )
         full = {"batch_size": self.batch_size, "split_info": {"train": {}, "val": {}}, **meta}
         for name in ("block_size", "target_size"):
@@ -295,7 +297,7 @@ class DataProviderBase:
         write_meta(self.data_dir, meta)
 
     def load_meta_if_exists(self) -> dict[str, Any] | None:
-        """The spool's meta; None where there is none. A meta.pkl alone counts if another program wrote it; one of headrace's is half a meta, which is written again."""
+        """The spool's meta; None if there is none. A meta.pkl of headrace without a meta.json counts as none: both are written again."""
         if not any(os.path.lexists(self.data_dir / name) for name in ("meta.json", "meta.pkl")):
             return None
         found = read_meta(self.data_dir)
@@ -304,7 +306,7 @@ class DataProviderBase:
         return found
 
     def _settle_meta(self) -> None:
-        """Write the meta, or see that the one that is there is of the same job."""
+        """Write the meta, or check that the meta in the folder has the same job."""
         wanted = self.validate_meta(self.build_meta())
         found = self.load_meta_if_exists()
         if found is None:
@@ -329,7 +331,7 @@ class DataProviderBase:
     # ---------------------------------------------------------------------------------------------- need
 
     def backlog_size(self, split: str) -> int:
-        """Files that are there and not read yet."""
+        """Files of a split that are there and not read yet."""
         return sum(channel.files_from(channel.read_position()) for channel in self.channels(split))
 
     def _wanted(self, split: str, part: int) -> range:
@@ -339,7 +341,7 @@ class DataProviderBase:
         return range(channel.commit_point(), channel.read_position() + self.settings.max_backlog_files)
 
     def _missing(self, splits: Sequence[str]) -> list[tuple[int, Channel, int]]:
-        """(how far ahead it is wanted, channel, file) of what is wanted and not there, the most urgent first."""
+        """(files ahead of the slowest rank, channel, number) of each file that is wanted and not there, the most urgent first."""
         found: list[tuple[int, Channel, int]] = []
         for split in splits:
             for channel in self.channels(split):
@@ -348,7 +350,7 @@ class DataProviderBase:
                 if split in CIRCULAR_SPLITS:
                     found += [(seq, channel, seq) for seq in missing]
                     continue
-                # A commit comes before the deletion: what was deleted while we looked lies below the point we read now.
+                # A commit comes before the deletion: a file that was deleted since the listing lies below the commit point read now.
                 commit = channel.commit_point() if missing else 0
                 possible = [seq for seq in missing if seq - commit < self.settings.max_retained]
                 if missing and not possible:
@@ -374,15 +376,15 @@ class DataProviderBase:
         return None
 
     def _complete(self, splits: Sequence[str]) -> bool:
-        """Whether nothing will ever be wanted again."""
+        """Whether no file will ever be wanted again."""
         return all(split in CIRCULAR_SPLITS for split in splits) and not self._missing(splits)
 
     def _wait_for_work(self, splits: Sequence[str]) -> _Work | None:
-        """Wait until a file is wanted; None once asked to stop."""
+        """Wait until a file is wanted; None after `stop()`."""
         remedy = f"Is a consumer of {self.data_dir} running, and does it commit?"
         pause = min(0.01, self.settings.sleep_seconds)
         if self.settings.verbose:
-            self._tell(
+            self._notify(
                 f"waiting for consumers: {', '.join(f'{self.backlog_size(s)} files of {s}' for s in splits)} are ahead"
             )
         with Wait("spool.backlog", deadline=self.settings.deadline, remedy=remedy, meter=self._meter) as wait:
@@ -395,13 +397,13 @@ class DataProviderBase:
         return None
 
     def _wait_for_room(self, problem: StorageError) -> None:
-        """Wait a moment for the disk or the system. No claim is held meanwhile, so that a consumer finds room to commit and delete."""
+        """Pause until the disk may have space again. No claim is held meanwhile, so that a consumer has space to commit and delete."""
         now = time.monotonic()
         self._no_room_since = since = self._no_room_since or now
         if now - since > self.settings.deadline:
             raise problem
         if now == since:
-            self._tell(f"waiting until it is possible again: {problem}")
+            self._notify(f"waiting to try again: {problem}")
         pause = min(1.0, max(0.01, (now - since) / 4), self.settings.sleep_seconds)
         with Wait("spool.disk", deadline=self.settings.deadline, remedy=str(problem), meter=self._meter):
             self._stop.wait(pause)
@@ -409,7 +411,7 @@ class DataProviderBase:
     # ---------------------------------------------------------------------------------------------- make
 
     def produce_one_file(self, split: str, seq: int) -> Path:
-        """Make and publish file `seq` of a split, whether or not it is wanted; where it lies."""
+        """Make and publish file `seq` of a split, whether or not it is wanted; returns its path."""
         if not self.meta:
             self.ensure_dirs((split,))
             self._settle_meta()
@@ -438,20 +440,19 @@ class DataProviderBase:
         )
         if remade:
             self._meter.add("spool/files_remade")
-        with contextlib.suppress(StorageError):  # the file counts, whether or not the backlog can be looked at
+        with contextlib.suppress(StorageError):  # the file counts, even if the backlog cannot be read
             again = " again" if remade else ""
             backlog = self.backlog_size(channel.split)
-            self._tell(f"{channel} {seq}: {outcome}{again} in {seconds:.3f} s, backlog {backlog}")
+            self._notify(f"{channel} {seq}: {outcome}{again} in {seconds:.3f} s, backlog {backlog}")
         return outcome == "published"
 
     def _require_room(self, channel: Channel, seq: int, size: int) -> None:
-        """StorageError where a file of `size` bytes would take the room that consumers need. Tells once when the disk will not hold what is
-        to be made ahead."""
+        """StorageError if a file of `size` bytes would take space that consumers need. Warns once when the files to be made ahead do not fit."""
         left, wanted = room(self.data_dir), self.settings.max_backlog_files
         little = left.is_little(size, wanted)
         if little and not self._little_room:
             self._meter.add("spool/little_room")
-            self._tell(
+            self._notify(
                 f"{self.data_dir} is nearly full: {left} are left, up to {wanted} files of {size:,} bytes are made ahead. "
                 "Free space, or the provider will wait for it (spool.disk)"
             )
@@ -461,11 +462,11 @@ class DataProviderBase:
         # Several ranks write a verdict on every file before they can commit one; a single rank writes none.
         single = any(v["world_size"] == 1 for v in self.folder.read_positions())
         verdicts = 0 if single else sum(c.unjudged() for c in self._channels.values()) + 1
-        # What a consumer waits for comes first: without it the consumer frees nothing either.
+        # A file that a consumer waits for may use the kept space: without it the consumer frees none either.
         waited_for = channel.split in CIRCULAR_SPLITS or seq <= channel.read_position()
         left.require(size, verdicts, waited_for, f"no room for file {channel.path(seq).name} in {self.data_dir}")
 
-    def _tell(self, sentence: str) -> None:
+    def _notify(self, sentence: str) -> None:
         if self._report is not None:
             self._report(sentence)
         else:
@@ -483,25 +484,25 @@ class DataProviderBase:
         outcome = channel.publish(
             seq,
             lambda path: write_batch_file(path, header, arrays, durable=durability),
-            ring=channel.split in CIRCULAR_SPLITS,
+            circular=channel.split in CIRCULAR_SPLITS,
         )
         self._unpublished = None
         if self.settings.verbose:
             written = time.perf_counter()
-            self._tell(
+            self._notify(
                 f"{channel} {seq}: {header.rows:,} rows, {size:,} bytes; {made - began:.3f} s to make, {written - made:.3f} s to write"
             )
         if outcome == "published" and durability is Durability.DEFERRED:
-            self._sync = self._sync or BackgroundSync(self._tell, self._meter)
+            self._sync = self._sync or BackgroundSync(self._notify, self._meter)
             self._sync.add(channel.path(seq))
         return outcome
 
     def rows_of(self, split: str, seq: int) -> int:
-        """Rows of a file; all have `rows_per_file` unless the last of a circular split is shorter."""
+        """Rows of file `seq`: `rows_per_file`, unless a subclass has a shorter last file of a circular split."""
         return self.rows_per_file
 
     def _content(self, channel: Channel, seq: int) -> tuple[FileHeader, dict[str, np.ndarray]]:
-        """What file `seq` holds: a function of (seed, split, seq)."""
+        """Header and arrays of file `seq`: a function of (seed, split, seq)."""
         import torch
 
         rng = torch.Generator()
@@ -513,7 +514,7 @@ class DataProviderBase:
             added = rows.add(values)
             if added != expected:
                 raise ConfigError(
-                    f"{type(self).__name__}.sample_batch gave {added} rows for batch {batch} of {channel} {seq}; batch_size is {expected}"
+                    f"{type(self).__name__}.sample_batch returned {added} rows for batch {batch} of {channel} {seq}; batch_size is {expected}"
                 )
         header = FileHeader(
             split=channel.split, seq=seq, schema=self.schema, rows=count, first=seq * self.rows_per_file,
@@ -524,6 +525,8 @@ class DataProviderBase:
 
 @dataclass(slots=True)
 class _FileContent:
+    """A file that was made and is not published yet."""
+
     channel: Channel
     seq: int
     header: FileHeader
@@ -537,11 +540,11 @@ class _Work:
     channel: Channel
     seq: int
     claim: ExclusiveLock | None
-    """None where the claim of a provider that is stuck was passed over."""
+    """None if another provider's claim had expired."""
 
 
 def _log_to_stderr() -> None:
-    """Show what providers log on standard error, unless the program has set up logging."""
+    """Send the log of providers to standard error, unless the program has set up logging."""
     if not _log.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))

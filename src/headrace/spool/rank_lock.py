@@ -1,8 +1,8 @@
 """Exclusive lock that lets one consumer per rank read a spool, and only ranks of the same world size.
 
-It is a kernel lock on `state/consumer-<rank>.lock`, so it is free at once when its holder is gone. An operator who removes the file lets
-another consumer in. The one that lost its lock must neither deliver nor delete: `require` is called for every batch, last of all, and before
-every deletion.
+It is a kernel lock on `state/consumer-<rank>.lock`, so it is free at once when its holder dies. An operator who removes the file lets
+another consumer in. The consumer that lost its lock must neither deliver nor delete: `require` is called at the end of every `get_batch` and
+before every deletion.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from headrace.runtime.locks import ExclusiveLock, lock_holder
 from headrace.spool.folder import SpoolFolder
 
 _QUICK_LOOK = 0.0005
-"""Seconds within which no other consumer can have taken a lock and read a batch: that takes 1.2 ms at least."""
-_LOOKS = 3
-"""At most: on a network file system every look may take longer."""
+"""Seconds within which no other consumer can take a lock and read a batch: that takes at least 1.2 ms."""
+_MOST_LOOKS = 3
+"""Most looks in one `require`: on a network file system every look may take longer than `_QUICK_LOOK`."""
 
 
 class RankLock:
@@ -37,7 +37,7 @@ class RankLock:
         self._lock = self._folder.take_lock(f"consumer-{self.rank}", who, advice)
         try:
             with Wait("spool.lock", deadline=1.0, meter=self._meter) as wait:
-                # A consumer that has just started holds its lock a moment before its name is in the file: look again before refusing.
+                # A consumer that has just started holds its lock a moment before its line is in the file: look again before refusing.
                 while (other := self._reader_of_another_world()) is not None:
                     if wait.expired():
                         raise ConfigError(
@@ -59,12 +59,12 @@ class RankLock:
         return None
 
     def require(self) -> None:
-        """HeadraceError if the lock is no longer ours. A look is two system calls, 5 us.
+        """HeadraceError if this consumer has lost its lock. A look is two system calls, 5 us.
 
-        A stopped process mostly stops in a system call, here after the kernel has answered. So a look that took longer than a takeover
-        can be as old as the stop, and is repeated.
+        A process that is suspended (SIGSTOP) mostly stops inside a system call, here after the kernel has answered. So the answer of a look that
+        took longer than a takeover may be out of date, and the look is repeated.
         """
-        for _ in range(_LOOKS):
+        for _ in range(_MOST_LOOKS):
             began = time.monotonic()
             self._look()
             if time.monotonic() - began < _QUICK_LOOK:
@@ -74,13 +74,13 @@ class RankLock:
         if self._released:
             raise HeadraceError(f"this consumer of {self._folder.path} was closed")
         if self._lock is not None and not self._lock.valid():
-            holder = lock_holder(self._lock.path) or "nobody"
+            holder = lock_holder(self._lock.path) or "no process"
             raise HeadraceError(
                 f"this consumer of {self._folder.path} lost its rank lock: {self._lock.path.name} was removed and is now held by {holder}. Start again"
             )
 
     def release(self) -> None:
-        """Let go of the lock, for good."""
+        """Release the lock. It cannot be taken again."""
         self._released = True
         if self._lock is not None:
             self._lock.release()

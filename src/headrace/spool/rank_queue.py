@@ -1,9 +1,9 @@
-"""The queue of a spool as one rank reads it: its lock, the readers of its splits, and what follows when a file was read.
+"""The queue of a spool as one rank reads it: its lock, the readers of its splits, and the retirement of files that were read.
 
 open("train", position) ─► SplitReader ─► batches                 trainer's thread
                                 │ finished file
                                 ▼
-                    count, tell the provider or delete, unmap     background thread
+                    count, move the position or delete, unmap     background thread
 """
 
 from __future__ import annotations
@@ -34,31 +34,32 @@ from headrace.spool.verdicts import FileChecker
 _TIMESTAMPED_JOB = "document"
 """The job of a queue in the timestamped `.pt` layout, as saved states name it."""
 _FILES_AHEAD = 2
-"""With one, the background thread waited for the trainer whenever the trainer had waited for it."""
+"""Files that the background thread keeps open ahead of the trainer. With one, both threads waited for each other in turns."""
 
 
 class RankQueue:
-    """`queue/` of one spool, locked for one rank. The trainer's thread calls it; `background` does the work that can wait."""
+    """`queue/` of one spool, locked for one rank. Called by the trainer's thread; `background` is its background thread."""
 
     def __init__(
         self, settings: ConsumerSettings, meta: Mapping[str, Any], journal: FileJournal, meter: Meter, *, copy: bool
     ) -> None:
-        """Take the lock of this rank, and delete what a crash of rank 0 left. `copy`: rows are gathered, not handed out as views."""
+        """Take the lock of this rank. Rank 0 also deletes what a crash left below the commit point. `copy`: whether rows are gathered in memory,
+        instead of handed out as views of the mapped file."""
         self.folder = SpoolFolder(settings.data_dir)
         self._settings, self._copy, self._journal, self._meter = settings, copy, journal, meter
         self._spool_meta, self._meta = meta, meta.get("headrace") or {}
-        """What a provider of headrace wrote about the spool; nothing in the timestamped `.pt` layout."""
+        """`_meta` is the part of the meta that a provider of headrace adds; empty in the timestamped `.pt` layout."""
         self.job: str = self._meta.get("job", _TIMESTAMPED_JOB)
         self._schema = BatchSpec.from_json(meta["batch_schema"])
         self._stripe = stripe = Stripe(rank=settings.dp_rank, world_size=settings.dp_world_size)
         self._channels: dict[tuple[str, int], Channel] = {}
         self._readers: dict[str, SplitReader] = {}
         self._begun: set[str] = set()
-        """Splits of which a reader was dropped: they are read again."""
+        """Splits whose reader was dropped, so that they are read again."""
         self._retired: list[BatchFile] = []
-        """Files read to their end, of which a batch is still in use."""
+        """Files read to their end that a batch still refers to."""
         self._gathered = BufferPool(4 * len(self._schema) * self._meta.get("parts", 1))
-        """Memory of gathered rows: of each part's file that is read, two ahead, and one of which a batch is still in use."""
+        """Memory of gathered rows. Four files a part: one being read, two ahead, and one that a batch still refers to."""
         self.background = BackgroundThread("spool", on_error=journal.task_failed, meter=meter)
         self.lock = RankLock(self.folder, stripe.rank, stripe.world_size, meter)
         self._checker = FileChecker(
@@ -83,7 +84,7 @@ class RankQueue:
         return parts_of(self._spool_meta, split)
 
     def channel(self, split: str, part: int) -> Channel:
-        """The files of one part; ConfigError if a split cannot be called so."""
+        """The channel of one part; ConfigError if no split can have this name."""
         if (split, part) not in self._channels:
             try:
                 channel = Channel.of_spool(self.folder, self._spool_meta, split, part)
@@ -94,11 +95,11 @@ class RankQueue:
         return self._channels[split, part]
 
     def files_ahead(self, split: str) -> int:
-        """Files from the one that is read on, over all parts."""
+        """Number of files from the read position on, over all parts."""
         return sum(self.channel(split, part.number).files_from(part.seq) for part in self._readers[split].parts)
 
     def require_position(self, split: str, position: Mapping[str, Any], *, rewind: bool) -> None:
-        """CursorMismatch if files from the position on were deleted. `rewind`: they are made again, so rank 0 moves the commit point back."""
+        """CursorMismatch if files from the position on were deleted. `rewind`: rank 0 moves the commit point back, so that they are made again."""
         points = self.folder.commit_points() if split not in CIRCULAR_SPLITS else {}
         point = points.get(split)
         if point is None or all(
@@ -107,7 +108,7 @@ class RankQueue:
             return
         if not rewind:
             raise CursorMismatch(
-                f"{self.folder.path}: the state stands at file {position['at'][0][0]} of {split}, and files below {point['at'][0][0]} were committed and deleted. "
+                f"{self.folder.path}: the state is at file {position['at'][0][0]} of {split}, and files below {point['at'][0][0]} were committed and deleted. "
                 "Load a newer state, or, where the provider can make files again, load with rewind=True",
                 {"file": (position["at"][0][0], point["at"][0][0])},
             )
@@ -118,7 +119,7 @@ class RankQueue:
     # ----------------------------------------------------------------------------------------- readers
 
     def open(self, split: str, position: dict[str, Any] | None) -> SplitReader:
-        """A reader of a split, from a position that `SplitReader.state` gave; None: from where a consumer without a state begins."""
+        """A reader of a split, from a position that `SplitReader.state` returned; None: from `Retention.starting_point`."""
         channels, circular = [self.channel(split, part) for part in range(self.parts_of(split))], 0
         if self._settings.ack == "consume" and len(channels) > 1:
             raise ConfigError(f'{self.folder.path} has {len(channels)} parts; a consumer of parts needs ack="commit"')
@@ -127,7 +128,7 @@ class RankQueue:
             g, at = (position["g"], position["at"]) if position is not None else (0, [[0, 0]])
             position = {"g": g, "at": at, "start": [g - at[0][1]]}  # rows are counted on from pass to pass
         elif position is None:
-            if split in self._begun:  # files that were read count first: they move the commit point
+            if split in self._begun:  # files that were read are settled first: they move the commit point
                 self.background.drain(self._settings.deadline)
             position = self.retention.starting_point(split, len(channels), again=split in self._begun)
         parts = [
@@ -138,7 +139,7 @@ class RankQueue:
             split, self._schema, self._stripe, parts, position["g"], circular=circular, deadline=self._settings.deadline, pool=BufferPool(8),
             entered=self.retention.entered, finished=self._finished,
         )  # fmt: skip
-        self.retention.tell_position()
+        self.retention.write_position_later()
         return self._readers[split]
 
     def _part_reader(self, channel: Channel, seq: int, start: int, circular: int) -> PartReader:
@@ -153,20 +154,20 @@ class RankQueue:
         return PartReader(channel.part, ahead, seq, start)
 
     def drop(self, split: str) -> None:
-        """Close the reader of a split, if there is one: it is read again, or the consumer is closed."""
+        """Close the reader of a split, if there is one."""
         self._begun.add(split)
         if split in self._readers:
             self._readers.pop(split).close()
 
     def _positions(self) -> dict[str, list[int]]:
-        """Per split that is read once: the file each part is read in."""
+        """For every split that is not circular: the file that is read in each part."""
         readers = list(self._readers.items())
         return {split: [part.seq for part in reader.parts] for split, reader in readers if not reader.circular}
 
-    # ------------------------------------------------------------------------------- what follows a file
+    # --------------------------------------------------------------------------------- finished files
 
     def _finished(self, reader: SplitReader, part: PartReader, opened: OpenFile) -> None:
-        """All rows of a file were delivered. What follows from it is done in the background."""
+        """All rows of a file were delivered: let the background thread settle and unmap it."""
         follow = (
             self._retire
             if reader.circular
@@ -175,17 +176,17 @@ class RankQueue:
         self.background.post(partial(follow, opened.file))
 
     def _settle(self, split: str, part: int, seq: int, end: int, file: BatchFile) -> None:
-        """Tell the provider, or delete the file. In the background thread."""
-        self.retention.finished([(split, seq, end)])
+        """Write the position, or commit and delete the file. In the background thread."""
+        self.retention.finished(split, seq, end)
         self._journal.file_read(f"{self.channel(split, part)} {seq}: read, {file.rows:,} rows")
         self._retire(file)
 
     def _retire(self, file: BatchFile) -> None:
-        """Unmap files that are no longer used: here, because a trainer that drops the last batch of 32 MiB would do it in its step (1 to 3 ms)."""
+        """Unmap files that no batch refers to. In the background thread: the trainer would spend 1 to 3 ms of its step on a file of 32 MiB."""
         self._retired = [file for file in (*self._retired, file) if file.held]
 
     def close(self) -> None:
-        """Stop the thread, unmap all files that no batch holds, let go of the lock."""
+        """Stop the background thread, unmap all files that no batch refers to, release the lock."""
         self.background.close()
         for split in list(self._readers):
             self.drop(split)

@@ -1,16 +1,16 @@
 """The batches of one split, for one rank.
 
-    background thread      PartFiles.open_next()     file k: opened, checked, judged (verdicts.py), this rank's rows of it
+    background thread      PartFiles.open_next()     opens, checks and judges file k (verdicts.py), and takes this rank's rows of it
                                  │  two files ahead (runtime/prefetch.py)
     trainer's thread       SplitReader.read(B)       the next B samples: slices of the open files' rows
-                           SplitReader.advance()     they were delivered; files read to their end are finished
+                           SplitReader.advance()     counts them as delivered; files read to their end are finished
 
 An open file holds this rank's rows without gaps, so a batch is a slice of them. There are two routes to these rows:
 
-    view        the privately mapped file itself: a single rank on a local disk. Writing to a batch copies the page it falls on
-    gathered    copied by the background thread into memory that is used again: a rank of several, a network file system
+    view        arrays of the privately mapped file: a single rank on a local disk. Writing to a batch copies the pages written to
+    gathered    rows that the background thread copies into memory of a pool: several ranks, a network file system, circular splits
 
-The position is one number, the global sample; the (file, row) pairs beside it only say where to look.
+The position is one number, the global sample; the (file, row) pairs beside it say where that sample lies.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ class OpenFile:
 
     seq: int
     start: int
-    """Row of the part at which it begins."""
+    """Row of the part at which the file begins."""
     file: BatchFile
     rows: Rows
     """This rank's rows, without gaps."""
     first: int
-    """Row of the file that is the rank's first."""
+    """The rank's first row in the file."""
     step: int
-    """Rows of the file from one of the rank's to the next."""
+    """Distance between the rank's rows in the file."""
     last: bool
-    """Whether the part ends with it."""
+    """Whether the part ends with this file."""
 
     @property
     def end(self) -> int:
+        """Row of the part at which the next file begins."""
         return self.start + self.file.rows
 
     def own_before(self, row: int) -> int:
@@ -74,14 +75,15 @@ class PartFiles:
         circular: int = 0,
         keep: int = 1,
     ) -> None:
-        """`pool`: memory that rows are gathered in; None: views. `seq`, `start`: the first file and its first row. `circular`: the part is this
-        many files, over and over, of which `keep` stay open. They are read again, so their rows must be gathered: a trainer may write to a view."""
+        """`pool`: memory that rows are gathered in; None: views of the mapped file. `seq`, `start`: the first file, and the row of the part at which
+        it begins. `circular`: number of files that are read over and over, of which `keep` stay open; 0: each file is read once. A trainer may
+        write to a view, so the rows of a circular part must be gathered."""
         self._channel, self._checker, self._stripe, self._pool = channel, checker, stripe, pool
         self._seq, self._start, self._circular = seq, start, circular
         self._keep, self._kept = keep, OrderedDict[int, BatchFile]()
         self._ended = False
         self._empty = 0
-        """Files without rows, in a row."""
+        """Number of consecutive files without rows."""
 
     def open_next(self) -> OpenFile | None:
         """The next file; None after the last. NotReady while it is missing or has no verdict."""
@@ -115,7 +117,7 @@ class PartFiles:
 
 
 class PartReader:
-    """The open files of one part, from the one that holds the next row on."""
+    """The open files of one part, from the file that holds the next row on."""
 
     def __init__(self, number: int, files: Prefetch[OpenFile], seq: int, start: int) -> None:
         self.number, self.files = number, files
@@ -134,7 +136,7 @@ class PartReader:
         return self.open[-1].end if self.open else self.start
 
     def cover(self, row: int, until: float) -> int:
-        """Open files until they reach `row`, or the part's end; how far they reach. `until`: time.monotonic."""
+        """Open files until they reach `row` or the part ends; returns `row`, or where the part ends before it. `until`: time.monotonic."""
         while self.last is None and self.reached < row:
             opened = self.files.take(max(0.0, until - time.monotonic()))
             self.open.append(opened)
@@ -143,12 +145,12 @@ class PartReader:
         return row if self.last is None else min(row, self.last)
 
     def pieces(self, begin: int, end: int) -> list[tuple[OpenFile, int, int]]:
-        """The rank's rows among rows begin … end−1 of the part, as (file, first, end) of its own rows."""
+        """The rank's rows among rows begin … end−1 of the part, as (file, first, stop) in `OpenFile.rows`."""
         overlapping = (opened for opened in self.open if opened.start < end and opened.end > begin)
         return [(opened, opened.own_before(begin), opened.own_before(end)) for opened in overlapping]
 
     def advance(self, row: int) -> list[OpenFile]:
-        """Rows below `row` were delivered: the files that are finished. The last file of a part stays open, so that its end is known."""
+        """Count rows below `row` as delivered; returns the files that are finished. The last file of a part stays open: its end must be known."""
         finished = []
         while self.open and self.open[0].end <= row and not self.open[0].last:
             finished.append(self.open.popleft())
@@ -176,20 +178,20 @@ class SplitReader:
         entered: Callable[[str, int, int], None],
         finished: Callable[[SplitReader, PartReader, OpenFile], None],
     ) -> None:
-        """`position`: the next sample. `circular`: how many files are read over and over; 0 where each is read once. `deadline`: the longest wait
-        for a batch, in seconds. `entered`: (split, number, first row behind the file), before its first row is delivered. `finished`: after
-        its last one was."""
+        """`position`: the next sample. `circular`: number of files that are read over and over; 0: each file is read once. `deadline`: the longest
+        wait for a batch, in seconds. `pool`: memory of batches that are put together from several slices. `entered`: called with (split, number,
+        end row of the file) before its first row is delivered. `finished`: called after its last row was delivered."""
         self.split, self.schema, self.parts, self.circular = split, schema, parts, circular
         self.position, self.batches = position, 0
         self._stripe, self._deadline, self._pool = stripe, deadline, pool
         self._entered, self._finished = entered, finished
         self._end = position
-        """Where the batch that was read last ends."""
+        """The sample at which the batch that was read last ends."""
 
     def cover(self, batch_size: int, deadline: float) -> int:
-        """Open the files that hold the next batch; the sample at which it ends: earlier than asked for where the data ends.
+        """Open the files that hold the next batch; returns the sample at which it ends, which is earlier if the split ends.
 
-        EndOfData if there is none, DeadlineExceeded if it was not there in time."""
+        EndOfData if there is no sample left, DeadlineExceeded if the files were not there within `deadline` seconds."""
         begin, end, parts = self.position, self.position + batch_size, len(self.parts)
         until, limit = time.monotonic() + deadline, end
         for part in self.parts:
@@ -229,7 +231,7 @@ class SplitReader:
             self._entered(self.split, opened.seq, opened.end)
 
     def _short_batch(self, begin: int, limit: int, batch_size: int) -> dict[str, np.ndarray]:
-        """Place i of the last batch holds sample i mod (what is left), which may be another rank's: its rows are checked here."""
+        """The last batch, filled by repeating its samples. They may be rows of other ranks, which were not checked yet."""
         world, parts = self._stripe.world_size, len(self.parts)
         for part in self.parts:
             first, end = (rows_before(g, part.number, parts) for g in (begin, limit))
@@ -246,7 +248,7 @@ class SplitReader:
         return merge_rows(self.schema, found, len(samples), self._pool.array)
 
     def advance(self) -> None:
-        """The batch that was read last was delivered."""
+        """Count the batch that was read last as delivered."""
         self.position, parts = self._end, len(self.parts)
         self.batches += 1
         for part in self.parts:
@@ -255,7 +257,7 @@ class SplitReader:
                 self._finished(self, part, opened)
 
     def state(self) -> dict[str, Any]:
-        """The next sample, and for each part the file and row it is found at and the row at which that file begins."""
+        """The next sample `g`; for each part, `at`: the file and row of its next sample, and `start`: the row at which that file begins."""
         numbers = [part.seq % self.circular if self.circular else part.seq for part in self.parts]
         rows = [rows_before(self.position, part.number, len(self.parts)) - part.start for part in self.parts]
         at = [[seq, row] for seq, row in zip(numbers, rows, strict=True)]
@@ -267,7 +269,7 @@ class SplitReader:
 
 
 def checked_position(split: str, value: Any, parts: int) -> dict[str, Any]:
-    """A position as `SplitReader.state` gives it; CursorMismatch if it is malformed."""
+    """A position of a split as `SplitReader.state` returns it; CursorMismatch if it is malformed or has not this many parts."""
     try:
         g, at, start = value["g"], [list(map(int, pair)) for pair in value["at"]], list(map(int, value["start"]))
         if type(g) is not int or min(g, *start, *(n for pair in at for n in pair)) < 0 or any(len(p) != 2 for p in at):

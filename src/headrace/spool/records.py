@@ -1,14 +1,14 @@
 """Small state files: sealed JSON, and records that are overwritten in place.
 
-    seal(value), read_sealed(path)            JSON with its checksum; a file that fails it is damaged, never a value
+    seal(value), read_sealed(path)            JSON with its checksum; FileCorrupt if a file fails it
 
     reserve_record(path, {"splits": {}})      make a file with room for two records
     write_record(path, value, durable=True)   overwrite the older record
     read_record(path)                         the newer record that is whole
 
-A consumer writes its own state as records. On a full disk only a commit frees room, so a commit must not need any; a new file that takes
-the place of the old one needs an inode and a block. A record file has two slots of equal size. Each holds a sealed record with a
-number that counts up. A record that was torn by a crash leaves the other one, which is the value before.
+A consumer writes its state as records. On a full disk only a commit frees space, so a commit must not need any; a new file that replaces
+the old one would need an inode and a block. A record file has two slots of equal size. Each holds a sealed record with a
+number that counts up. If a crash tears one record, the other one still holds the previous value.
 
 The slots of a new file are whole blocks of 4 KiB, so that a power cut while one is written does not touch the other.
 """
@@ -41,7 +41,7 @@ def seal(value: Any) -> bytes:
 
 
 def _unsealed(raw: bytes) -> Any:
-    """The value in sealed bytes. A ValueError says what is wrong with them."""
+    """The value in sealed bytes; ValueError if they are damaged."""
     try:
         value = json.loads(raw)["value"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -55,7 +55,7 @@ def read_sealed(path: Path | str) -> Any:
     """The value of a sealed file; None if there is no file.
 
     Raises:
-        FileCorrupt: The file is not what was written.
+        FileCorrupt: The file fails its checksum.
         StorageError: The system could not read it: out of descriptors or memory, or a failing disk.
     """
     try:
@@ -97,12 +97,12 @@ def read_record(path: Path) -> dict[str, Any] | None:
 def reserve_record(
     path: Path, value: Mapping[str, Any], *, size: int = _BLOCK, durable: Durability | bool = True
 ) -> None:
-    """Make a record file that holds `value`, unless there is a file.
+    """Make a record file that holds `value`, unless the file exists.
 
     Args:
         path: The file.
         value: The first record.
-        size: Bytes of a record to leave room for.
+        size: Bytes that a later record may need.
         durable: Whether the file survives a power cut (`headrace.files.Durability`).
     """
     if not os.path.lexists(path):
@@ -111,9 +111,10 @@ def reserve_record(
 
 
 def write_record(path: Path, value: Mapping[str, Any], *, durable: Durability | bool) -> None:
-    """Overwrite the older record of a file. StorageError if that fails: the newer one is still there then.
+    """Overwrite the older record of a file. StorageError if that fails; the newer record is still there then.
 
-    A file that is missing, has no room for the value or has no whole record is made anew; only this needs room on the disk.
+    A file that is missing, has too small slots or has no whole record is replaced by a new one. Only this needs space on the disk.
+    `durable`: whether the record survives a power cut.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -121,11 +122,11 @@ def write_record(path: Path, value: Mapping[str, Any], *, durable: Durability | 
         publish(path, _new_file(value), replace=True, durable=durable)
         return
     except OSError as error:
-        raise StorageError(_sentence(path, error.strerror or str(error))) from error
+        raise StorageError(_unusable(path, error.strerror or str(error))) from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise StorageError(_sentence(path, "it is not a regular file"))
+            raise StorageError(_unusable(path, "it is not a regular file"))
         raw = os.pread(fd, min(status.st_size, _MAX_SEALED), 0)
         number, place, _ = max(_whole(raw), default=(-1, 0, None), key=lambda entry: entry[0])
         record, slot = seal({_NUMBER: number + 1, **value}), len(raw) // 2
@@ -139,13 +140,13 @@ def write_record(path: Path, value: Mapping[str, Any], *, durable: Durability | 
             try:
                 os.fsync(fd)
             except OSError:
-                # The kernel may have dropped the bytes and count them as written. No reader may take this record for one on the disk, least
-                # of all the next attempt, which would overwrite the other one. It writes this slot again.
+                # The kernel may have dropped the bytes and count them as written. No reader may take this record for one on the disk: the next
+                # attempt would overwrite the other record. With this slot blank, the next attempt writes this slot again.
                 with contextlib.suppress(OSError):
                     os.pwrite(fd, b" " * slot, place * slot)
                 raise
     except OSError as error:
-        raise StorageError(_sentence(path, error.strerror or str(error))) from error
+        raise StorageError(_unusable(path, error.strerror or str(error))) from error
     finally:
         os.close(fd)
 
@@ -167,5 +168,5 @@ def _whole(raw: bytes) -> list[tuple[int, int, dict[str, Any]]]:
     return found
 
 
-def _sentence(path: Path, reason: str) -> str:
+def _unusable(path: Path, reason: str) -> str:
     return f"{path} cannot be used: {reason}. Free space, or remove what lies there, and run again"

@@ -1,12 +1,12 @@
-"""Read positions, commit point and deletion: how far has been read, and which files may go.
+"""Read positions, commit point and deletion of files.
 
-    read-<rank>         where each rank reads: the provider makes no more than so many files beyond it
-    commit              below this nothing is needed any more: durable first, then files are deleted
-    taken-<split>       in the consume mode: files that were begun, which are not read again after a crash
+    read-<rank>         read position of a rank: the provider makes `max_backlog_files` beyond the slowest one
+    commit              commit point: written durably first, then files below it are deleted
+    taken-<split>       with ack="consume": the files that were begun, which are not read again after a crash
 
-The trainer's thread says what happened, and writes down that a file was begun; all other writing is done by the background thread, again
-and again where the disk does not allow it. All three are records that are overwritten in place (records.py). They are made when
-the consumer starts, so that on a full disk nothing has to be made before a commit frees room.
+The trainer's thread writes `taken-<split>` before a file is begun. The background thread does all other writing, and tries again where
+the disk does not allow it. All three are records that are overwritten in place (records.py). They are made when
+the consumer starts, so that on a full disk a commit, which frees space, needs none.
 
 `taken-<split>` is not synced (durability.py): a file is only deleted below the commit point, so after a power cut an older record is as good.
 """
@@ -18,7 +18,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -33,20 +33,18 @@ from headrace.spool.rank_lock import RankLock
 from headrace.spool.records import read_record, reserve_record, write_record
 
 _SHORTEST, _LONGEST = 0.005, 0.1
-"""Seconds between two positions told to the provider: 50 times what it took to write the last one (1 to 2 ms on ext4, where a file of small
-batches lasts less, and as long a trainer stands still), within these bounds. Where a file is missed it is told at once."""
+"""Bounds of the seconds between two writes of a read position. Within them it is 50 times what the last write took (1 to 2 ms on ext4, longer
+than a file of small batches lasts). If a file is missing, the position is written at once."""
 
 _NOTHING_TAKEN = {"seq": 0, "row": 0}
 
 register(
-    MetricSpec(
-        "spool/files_deleted", Reduction.SUM, unit="files", help="files deleted or archived below the commit point"
-    ),
+    MetricSpec("spool/files_deleted", Reduction.SUM, unit="files", help="files deleted, or moved to archives/"),
 )
 
 
 class Retention:
-    """What one consumer tells about its reading, and what rank 0 lets go of."""
+    """Writes the read position of one consumer; on rank 0 also the commit point, and deletes files below it."""
 
     def __init__(
         self,
@@ -62,8 +60,9 @@ class Retention:
         deadline: float,
         meter: Meter,
     ) -> None:
-        """`channel`: that of a split and part. `positions`: per split, the file each part is read in. `kept_below`: files kept below the
-        commit point, because a sequential producer starts from the last one."""
+        """`channel`: returns the channel of a split and part. `positions`: returns, for every split, the file that is read in each part.
+        `kept_below`: files kept below the commit point, because a sequential producer starts from the last one. `deadline`: the longest wait for
+        a full disk, in seconds. Other arguments are fields of `ConsumerSettings`."""
         self._folder, self._lock, self._background = folder, lock, background
         self._channel, self._positions = channel, positions
         self._ack, self._archive, self._kept_below, self._deadline = ack, archive, kept_below, deadline
@@ -71,11 +70,11 @@ class Retention:
         self.deleted = 0
         self._writing, self._committing = threading.Lock(), threading.Lock()
         self._next_position = 0.0
-        """When a position may be written again."""
+        """When a position may be written again (time.monotonic)."""
 
     def recover(self) -> None:
-        """Make the state of all ranks, and remove what a crash may have left: temporaries, files below the commit point, positions of
-        ranks that are no more. Rank 0 calls this when it starts."""
+        """Make the records of all ranks, and remove what a crash may have left: temporaries, files below the commit point, positions of
+        ranks beyond the present world size. Rank 0 calls this when it starts."""
         self._folder.sweep()
         for name in names_in(self._folder.state):
             match = re.fullmatch(r"read-(\d{1,9})(\.json)?", name)  # .json: of version 0.1
@@ -93,8 +92,8 @@ class Retention:
                     self._delete_later(split, part, range(old, old + 1))
 
     def starting_point(self, split: str, parts: int, *, again: bool = False) -> dict[str, Any]:
-        """Where a consumer without a state begins: at the commit point, or behind every file that was begun, unless it was begun by the
-        same consumer, which reads it `again`."""
+        """The position at which a consumer without a state begins: the commit point or, with ack="consume", the first file that was not begun.
+        `again`: the same consumer reads the split again, so files that it has begun count too."""
         point: dict[str, Any] = self._folder.commit_points().get(split) or {
             "g": 0,
             "at": [[0, 0]] * parts,
@@ -111,7 +110,7 @@ class Retention:
         return self._folder.state / f"taken-{split}"
 
     def _begun(self, split: str) -> tuple[int, int]:
-        """The first file that was not begun, and its first row. (0, 0) where that is not known: the commit point counts then."""
+        """The first file that was not begun, and its first row; (0, 0) if unknown: then the commit point counts."""
         with contextlib.suppress(FileCorrupt, KeyError, TypeError, ValueError):
             value = read_record(self._taken(split)) or _NOTHING_TAKEN
             return int(value["seq"]), int(value["row"])
@@ -120,7 +119,7 @@ class Retention:
     # ---------------------------------------------------------------------------------------------- read
 
     def entered(self, split: str, seq: int, end: int) -> None:
-        """A row of this file is about to be delivered. In the consume mode the file counts as taken before that."""
+        """The first row of file `seq`, which ends at row `end`, is about to be delivered. With ack="consume" the file counts as taken before that."""
         if self._ack == "commit":
             return
         self._lock.require()
@@ -128,28 +127,26 @@ class Retention:
         write = partial(write_record, self._taken(split), value, durable=BEGUN_FILES)
         patiently(what, write, deadline=self._deadline, hidden=False)
 
-    def finished(self, files: Sequence[tuple[str, int, int]]) -> None:
-        """All rows of these files were delivered: split, number, where each ends. In the background thread."""
+    def finished(self, split: str, seq: int, end: int) -> None:
+        """All rows of file `seq`, which ends at row `end`, were delivered. In the background thread."""
         if self._ack == "commit":
-            self.tell_position(at=self._next_position)
+            self.write_position_later(at=self._next_position)
         else:
-            for split, seq, end in files:
-                self._background.later(partial(self._used_up, split, seq, end))
+            self._background.later(partial(self._commit_delivered, split, seq, end))
 
-    def _used_up(self, split: str, seq: int, end: int) -> None:
-        """Commit a file that was delivered to its end, then delete it. Where the disk does not allow it the job is tried again, and files are
-        made ready meanwhile."""
+    def _commit_delivered(self, split: str, seq: int, end: int) -> None:
+        """Commit a file that was delivered, then delete it. If the disk does not allow it the task is tried again; other work goes on meanwhile."""
         self.move_commit({split: {"g": end, "at": [[seq + 1, 0]], "start": [end]}}, patience=0.0)
         self.write_position()
 
-    def tell_position(self, *, at: float = 0.0) -> None:
-        """Let the provider know where reading stands, not before `at`, unless a file is missed meanwhile."""
+    def write_position_later(self, *, at: float = 0.0) -> None:
+        """Write the read position in the background: not before `at` (time.monotonic), unless a file is missing."""
         self._background.later(self.write_position, "read position", at=at, sooner_if_missed=True)
 
     def write_position(self) -> None:
-        """The same now."""
+        """Write the read position now."""
         began = time.monotonic()
-        with self._writing:  # both threads do: the one that looked first must not write last
+        with self._writing:  # both threads write: an older position must not overwrite a newer one
             splits = {split: {"done": done} for split, done in self._positions().items()}
             if splits:
                 self._folder.write_read_position(self._lock.rank, self._lock.world_size, splits)
@@ -159,9 +156,9 @@ class Retention:
     # -------------------------------------------------------------------------------------------- commit
 
     def move_commit(self, moved: Mapping[str, Mapping[str, Any]], *, patience: float | None = None) -> None:
-        """Let files below these points go. A point that lies behind the one that was written changes nothing. `patience`: seconds for which a full
-        disk is waited for, the deadline unless given."""
-        with self._committing:  # what is used up is committed by the background thread, what was saved by the trainer's
+        """Move the commit points forward, then delete files below them. A point before the one on disk changes nothing. `patience`: the longest
+        wait for a full disk, in seconds; the deadline unless given."""
+        with self._committing:  # the background thread commits delivered files, the trainer's thread saved states
             self._move_commit(moved, self._deadline if patience is None else patience)
 
     def _move_commit(self, moved: Mapping[str, Mapping[str, Any]], patience: float) -> None:
@@ -183,7 +180,7 @@ class Retention:
     def _delete_later(self, split: str, part: int, seqs: range) -> None:
         channel = self._channel(split, part)
 
-        def job(seq: int) -> None:
+        def delete(seq: int) -> None:
             self._lock.require()
             there = channel.find(seq) is not None
             channel.delete(seq, self._archive)
@@ -192,4 +189,4 @@ class Retention:
                 self._meter.add("spool/files_deleted")
 
         for seq in seqs:
-            self._background.later(lambda seq=seq: job(seq))
+            self._background.later(lambda seq=seq: delete(seq))

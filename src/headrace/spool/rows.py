@@ -1,4 +1,4 @@
-"""Which rows of which file make a batch: arithmetic and array slices, without files, threads or clocks.
+"""The rows of each file that make a batch: arithmetic and array slices, without files, threads or clocks.
 
 Sample g of a split lies in part g mod P, there in row g // P, and belongs to rank g mod W. A batch of size B at position G is the samples
 G … G+B−1, whatever P and W are. Of them a rank gets its own, in order.
@@ -20,12 +20,12 @@ import numpy as np
 from headrace.batch import OFFSETS, BatchSpec, FieldSpec, numpy_dtype
 
 Rows = Mapping[str, np.ndarray]
-"""Arrays by field. A ragged field has its values, and under `<name>_offsets` where each row begins and the last one ends."""
+"""Arrays by field. A ragged field has its values, and under `<name>_offsets` where each row begins and the last row ends."""
 NewArray = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 
 def rows_before(g: int, part: int, parts: int) -> int:
-    """How many samples below g lie in a part: the row at which sample g, or the next one of the part, is found."""
+    """Number of samples below g in a part. It is the row of sample g, or of the next sample of the part."""
     return max(0, -(-(g - part) // parts))
 
 
@@ -37,7 +37,7 @@ class Stripe:
     world_size: int = 1
 
     def rows_of(self, part: int, parts: int, first: int) -> tuple[int, int] | None:
-        """(start, step) of the rank's rows in a file that begins at row `first` of its part; None if the part has none of them."""
+        """(start, step) of the rank's rows in a file that begins at row `first` of its part; None if the part has no rows of the rank."""
         common = math.gcd(parts, self.world_size)
         if (part - self.rank) % common:
             return None
@@ -48,7 +48,7 @@ class Stripe:
         return None
 
     def places_of(self, part: int, parts: int, begin: int) -> tuple[int, int] | None:
-        """(start, step) of a part's rows in the rank's share of a batch that begins at sample `begin`; None if it has none of the part."""
+        """(start, step) of a part's rows in the rank's share of a batch that begins at sample `begin`; None if the share has no rows of the part."""
         first = begin + (self.rank - begin) % self.world_size
         for place in range(parts):
             if (first + place * self.world_size) % parts == part:
@@ -73,7 +73,7 @@ def slice_rows(schema: BatchSpec, rows: Rows, start: int, stop: int) -> dict[str
 def gather_rows(
     schema: BatchSpec, rows: Rows, start: int, step: int, new_array: NewArray | None
 ) -> dict[str, np.ndarray]:
-    """Rows start, start + step, … to the end. `new_array` makes the memory they are copied to; None: views, where there can be any."""
+    """Rows start, start + step, … to the end. `new_array`: allocates the memory they are copied to; None: views, except of ragged fields."""
     out: dict[str, np.ndarray] = {}
     for field in schema:
         if field.ragged:
@@ -89,7 +89,7 @@ def gather_rows(
 def merge_rows(
     schema: BatchSpec, pieces: Iterable[tuple[slice, Rows]], count: int, new_array: NewArray
 ) -> dict[str, np.ndarray]:
-    """`count` rows put together of pieces, each with the places its rows go to."""
+    """`count` rows put together from pieces, each with the slice of the result that it fills. `new_array`: allocates the result."""
     out = {f.name: new_array((count, *f.shape), numpy_dtype(f.dtype)) for f in schema if not f.ragged}
     ragged: dict[str, list[np.ndarray]] = {f.name: [np.empty(0)] * count for f in schema if f.ragged}
     for places, rows in pieces:

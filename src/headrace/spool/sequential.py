@@ -1,18 +1,18 @@
-"""A producer whose next file depends on all before it.
+"""Provider whose next file depends on all files before it.
 
     class Pipeline(SequentialProvider):
         def build_meta(self): …
-        def start_from(self, split, part, cursor): stand where `cursor` says; None: at the beginning
+        def start_from(self, split, part, cursor): go to the position `cursor`; None: to the beginning
         def next_batch(self, split, part): the next rows, or None at the end
-        def cursor(self, split, part): where it stands now, as JSON
+        def cursor(self, split, part): the position now, as JSON
 
-Each file's header holds the cursor after it. A provider that was killed goes on from the newest file, and a file that went
-bad is made again from the one before it; both give the file that an undisturbed producer would have made. The janitor
-keeps one file below the commit point for this.
+Each file's header holds the cursor after it. A provider that was killed continues from the newest file, and a file that went
+bad is made again from the file before it. Both give the file that an undisturbed producer would have made. Consumers
+keep one file below the commit point for this.
 
 One producer makes one file after the other. For more speed the spool has parts: part q of P holds the samples g with
 g mod P = q, has its own files, and belongs to one provider at a time (a lock). A provider without `join` takes all parts;
-one that joins takes those that are free.
+a provider that joins takes the parts that are free.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class SequentialProvider(DataProviderBase):
             raise ConfigError(f"{type(self).__name__}: take is {take!r}, expected a whole number of 1 or more")
         self._parts, self._most = parts, take
         self._part_locks: dict[int, ExclusiveLock] = {}
-        self._stands: dict[tuple[str, int], int] = {}
-        """The file each producer would make next."""
+        self._next_seq: dict[tuple[str, int], int] = {}
+        """Number of the file that each producer makes next."""
         self._position: dict[tuple[str, int], tuple[int, str]] = {}
-        """Its first row, and the fingerprint of the cursor before it."""
+        """The first row of that file, and the fingerprint of the cursor before it."""
         self._last: dict[tuple[str, int], int] = {}
-        """The file after which nothing comes, where that is known."""
+        """Number of the last file of each part, once it is known."""
 
     def start_from(self, split: str, part: int, cursor: Mapping[str, Any] | None) -> None:
-        """Stand where `cursor` says; at the beginning for None."""
+        """Go to the position `cursor` of a part; None: to its beginning."""
         raise NotImplementedError(f"{type(self).__name__} needs start_from(split, part, cursor)")
 
     def next_batch(self, split: str, part: int) -> Mapping[str, Any] | None:
@@ -60,7 +60,7 @@ class SequentialProvider(DataProviderBase):
         raise NotImplementedError(f"{type(self).__name__} needs next_batch(split, part)")
 
     def cursor(self, split: str, part: int) -> Mapping[str, Any]:
-        """Where this part stands, right after the rows last given."""
+        """The position of this part after the rows that `next_batch` returned last, as JSON values."""
         raise NotImplementedError(f"{type(self).__name__} needs cursor(split, part)")
 
     # -------------------------------------------------------------------------------------------- parts
@@ -126,8 +126,8 @@ class SequentialProvider(DataProviderBase):
         return list(first.values())
 
     def _look_for_end(self, channel: Channel) -> None:
-        """A producer that starts beside finished files learns from the newest one that nothing comes after it."""
-        present = channel.present() if (channel.split, channel.part) not in self._stands else []
+        """Note the end of a part, if its newest file says that it is the last one. For a provider that has just started."""
+        present = channel.present() if (channel.split, channel.part) not in self._next_seq else []
         if present:
             file = self._readable(channel, present[-1])
             if file is not None and file.header.last:
@@ -140,9 +140,9 @@ class SequentialProvider(DataProviderBase):
 
     def _content(self, channel: Channel, seq: int) -> tuple[FileHeader, dict[str, np.ndarray]]:
         split, part = channel.split, channel.part
-        first, before = self._stand_at(channel, seq)
+        first, before = self._move_to(channel, seq)
         rows = RowBuffer(self.schema, self.rows_per_file)
-        self._stands.pop((split, part), None)  # unknown until the file is whole
+        self._next_seq.pop((split, part), None)  # unknown until the file is whole
         ended = False
         while len(rows) < self.rows_per_file:
             batch = self.next_batch(split, part)
@@ -157,29 +157,29 @@ class SequentialProvider(DataProviderBase):
             split=split, seq=seq, schema=self.schema, rows=len(rows), first=first, batch_size=self.batch_size, job=self.job,
             part=part, parts=self.parts_of(split), last=ended, cursor={"cursor": cursor, "end": first + len(rows)}, follows=before,
         )  # fmt: skip
-        self._stands[split, part] = seq + 1
+        self._next_seq[split, part] = seq + 1
         self._position[split, part] = (first + len(rows), fingerprint_json(cursor))
         return header, rows.arrays()
 
-    def _stand_at(self, channel: Channel, seq: int) -> tuple[int, str]:
-        """Let the producer stand right before file `seq`; its first row, and the fingerprint of where that is."""
+    def _move_to(self, channel: Channel, seq: int) -> tuple[int, str]:
+        """Move the producer to the beginning of file `seq`; returns the file's first row and the fingerprint of the cursor there."""
         place = (channel.split, channel.part)
-        if self._stands.get(place) == seq:
+        if self._next_seq.get(place) == seq:
             return self._position[place]
         if seq == 0:
             self.start_from(channel.split, channel.part, None)
             return 0, ""
         file = self._readable(channel, seq - 1)
         if file is None and seq - 1 >= channel.commit_point():
-            # No consumer has read the file yet, or it went bad after it was made: it follows from the one before it.
+            # No consumer has read the file yet, or it went bad after it was made: make it again from the file before it.
             channel.set_aside(seq - 1, "its header could not be read by the provider")
             channel.clear_verdict(seq - 1)
             self._publish(channel, seq - 1)
-            return self._stand_at(channel, seq)
+            return self._move_to(channel, seq)
         if file is None or file.header.cursor is None:
             raise DataError(
-                f"{self.data_dir}: file {seq} of {channel} cannot be made, because the one before it, which says where to begin, is gone or "
-                "damaged. Restore it, or start over with force_regenerate=True (--force_regenerate)"
+                f"{self.data_dir}: file {seq} of {channel} cannot be made, because the file before it, which says where to begin, is gone or "
+                "damaged. Restore that file, or start over with force_regenerate=True (--force_regenerate)"
             )
         saved = file.header.cursor
         self.start_from(channel.split, channel.part, saved["cursor"])

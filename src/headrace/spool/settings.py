@@ -12,7 +12,7 @@ from headrace.spool.batch_file import FORMATS
 
 @dataclass(frozen=True, kw_only=True)
 class ProviderSettings:
-    """Settings of a provider. ConfigError names every value that cannot be."""
+    """Settings of a provider."""
 
     data_dir: Path
     """Folder of the spool."""
@@ -23,10 +23,11 @@ class ProviderSettings:
     target_size: int | None = None
     """Length of a target, for the meta and for subclasses."""
     batches_per_file: int = 100
+    """Batches of a file."""
     max_backlog_files: int = 2
     """Files that may lie ahead of the slowest consumer."""
     sleep_seconds: float = 2.0
-    """The longest pause between two looks at the backlog."""
+    """The longest pause between two checks of the backlog."""
     seed: int = 1337
     """Seed of every draw."""
     verbose: bool = False
@@ -36,7 +37,7 @@ class ProviderSettings:
     force_regenerate: bool = False
     """Empty the queue first."""
     durable: bool = True
-    """Sync each file before it appears. False: a thread syncs files behind, for data that can be made again (durability.py)."""
+    """Sync each file before it appears. False: a thread syncs files afterwards, for data that can be made again (durability.py)."""
     file_format: str = "safetensors"
     """"pt": for scripts that torch.load."""
     max_retained: int = 1000
@@ -44,12 +45,12 @@ class ProviderSettings:
     val_files: int = 2
     """Files of a circular split."""
     lease_seconds: float = 60.0
-    """Time after which the claim of a provider that is stuck is passed over."""
+    """Time after which the claim of a provider that is stuck is ignored."""
     deadline: float = 3600.0
-    """Seconds without a need for a file, or without room on the disk, after which `run` ends with an error."""
+    """Seconds in which no file is wanted, or the disk is full, after which `run` ends with an error."""
 
     def check(self, owner: str) -> None:
-        """ConfigError names every value that cannot be; `owner` is the class it is of."""
+        """ConfigError names every invalid value. `owner`: the provider's class, for the message."""
         problems = [
             f"{name} is {value!r}, expected a whole number of 1 or more"
             for name in ("batch_size", "batches_per_file", "max_backlog_files", "max_retained", "block_size", "target_size", "val_files")
@@ -70,41 +71,43 @@ class ProviderSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ConsumerSettings:
-    """Settings of a consumer. ConfigError names every value that cannot be."""
+    """Settings of a consumer. ConfigError names every invalid value."""
 
     data_dir: Path
     """Folder of the spool."""
     device_type: str = "cuda"
-    """"cuda": batches for no device in particular are pinned, where there is a CUDA device."""
+    """"cuda": batches that no device was named for are pinned, if there is a CUDA device."""
     prefer_queue: bool = True
-    """Read `queue/` where there is one; else the legacy files `{split}_batches_*.pt`."""
+    """Read `queue/` if there is one, else the legacy files `{split}_batches_*.pt`."""
     cache_files: int = 1
     """Files of a circular split, or of a legacy folder, that stay open."""
     high_watermark: int = 2
-    """Files ahead from which on `stats()` says that the backlog is high."""
+    """`stats()` calls a backlog of this many files or more "high"."""
     low_watermark: int = 0
-    """Files ahead up to which `stats()` says that the backlog is low."""
+    """`stats()` calls a backlog of this many files or fewer "low"."""
     ack: Literal["consume", "commit"] = "consume"
-    """When files may be deleted: once all rows were delivered, or below what `commit` was given."""
+    """When files may be deleted: once all rows were delivered, or below the state given to `commit`."""
     dp_rank: int = 0
+    """Rank of this consumer."""
     dp_world_size: int = 1
+    """Number of ranks that read the spool."""
     batch_size: int | None = None
     """Samples of a whole batch, over all ranks; None: the provider's."""
     deadline: float = 600.0
     """The longest wait for a batch, in seconds."""
     verdict_patience: float = 5.0
-    """Seconds after which a rank judges a file itself, because the rank whose turn it is has not."""
+    """Seconds after which a rank judges a file itself, if the rank whose turn it is has not."""
     archive: int = 0
     """How many files to keep in archives/ instead of deleting them."""
     copy: bool | None = None
-    """Whose memory a batch is. Writing to one never changes the file or another batch.
+    """Which memory a batch lies in. Writing to a batch never changes the file or another batch.
 
-    False   views of the mapped file, which stays on the disk as long as a batch of it is referred to. Those of one of several ranks are every
-            W-th row of it, so they are not contiguous: `reshape`, not `view`
-    True    rows that the background thread gathered in memory that is used again, and kept as long as a batch of it is referred to. Three files'
-            shares are in memory at a time. Batches of a file lie side by side, as slices do: clone one to save or send it alone
-    None    False for a single rank on a local disk; True for several ranks, and on a network file system, where a file can be taken away from
-            under a view
+    False   views of the mapped file, whose space on the disk is not freed as long as a batch of it is in use. With several ranks a view is every
+            W-th row of the file, so it is not contiguous: use `reshape`, not `view`
+    True    rows that the background thread gathers in memory of a pool, which is used again once no batch of it is in use. The rank's rows of
+            three files are in memory at a time. Batches are slices of this memory: clone a batch to save or send it alone
+    None    False for a single rank on a local disk; True for several ranks, and on a network file system, where another machine can take away
+            a file that is mapped
     """
 
     def __post_init__(self) -> None:

@@ -1,10 +1,10 @@
-"""Inspection of a spool: what it holds, what is wrong with it, what was set aside.
+"""Inspection of a spool: its files, its problems, its quarantine.
 
 list_files(path)      every file with its rows, size and verdict
-describe(path)        sequence, gaps, backlog, commit point, who is at work
-verify(path)          every byte checked; what is wrong, by file
-quarantined(path)     what was set aside, and why
-set_aside(path, 7)    take a file out by hand, to be made again
+describe(path)        sequence, gaps, backlog, commit point, held locks
+verify(path)          checks every byte; the problems, by file
+quarantined(path)     the files in the quarantine, with their reasons
+set_aside(path, 7)    move a file into the quarantine by hand, so that it is made again
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class ListedFile:
     name: str
     bytes: int
     rows: int | None
-    """None where the header cannot be read."""
+    """None if the header cannot be read."""
     first: int | None
+    """Row of the part at which it begins; None if the header cannot be read."""
     verdict: str
     """good, bad, or none yet."""
     produced_at: float
@@ -50,7 +51,7 @@ class ListedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong."""
+    """One problem of a spool."""
 
     split: str
     part: int
@@ -68,7 +69,7 @@ def _channels(path: Path) -> Iterator[Channel]:
         raise ConfigError(f"{path} has no queue/: give the folder of a spool, the one with meta.json in it")
     for split in sorted(os.listdir(queue)):
         if not (queue / split).is_dir() or (queue / split).is_symlink():
-            continue  # `verify` tells of it
+            continue  # `verify` reports it
         for part in range(parts_of(meta, split)):
             try:
                 yield Channel.of_spool(folder, meta, split, part)
@@ -102,7 +103,7 @@ def list_files(path: Path) -> list[ListedFile]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Where a spool stands."""
+    """Files, backlog, commit point, locks and disk of a spool, as JSON values."""
     meta = read_meta(path)
     folder = SpoolFolder(path)
     points = folder.commit_points()
@@ -142,7 +143,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> tuple[int, list[Finding]]:
-    """How many files were checked, byte by byte, and everything that is wrong with them."""
+    """Check every byte of every file; returns the number of files and the problems found."""
     meta = read_meta(path)
     ours = meta.get("headrace")
     checked, findings = 0, []
@@ -196,17 +197,18 @@ def _disagreement(file: BatchFile, before: BatchFile | None, channel: Channel, s
     if header.first != before.header.first + before.header.rows:
         return f"{file.path} begins at row {header.first:,}, the file before it ends at {before.header.first + before.header.rows:,}"
     if before.header.cursor is not None and header.follows != fingerprint_json(before.header.cursor["cursor"]):
-        return f"{file.path} does not follow from the file before it: its producer stood elsewhere"
+        return f"{file.path} does not follow from the file before it: its producer was at another position"
     return ""
 
 
 def quarantined(path: Path) -> list[dict[str, str]]:
-    """What was set aside, with the reasons."""
+    """The files in the quarantine, with their reasons."""
     return [entry for channel in _channels(path) for entry in channel.quarantined()]
 
 
 def set_aside(path: Path, seq: int, reason: str, *, split: str = "train", part: int = 0) -> Path:
-    """Move file `seq` into the quarantine, with the reason, before any rank reads it; where it went. Its provider makes it again."""
+    """Move file `seq`, which no rank has read, into the quarantine of the spool `path` with a reason; returns its new path. Its provider makes it
+    again."""
     if not reason.strip():
         raise ConfigError("a file is set aside for a reason: say which")
     channel = next((c for c in _channels(path) if (c.split, c.part) == (split, part)), None)
@@ -218,7 +220,7 @@ def set_aside(path: Path, seq: int, reason: str, *, split: str = "train", part: 
         raise ConfigError(f"{path} has no file {seq} in {channel}; it has {there}")
     if seq < entry["read"]:
         raise ConfigError(
-            f"file {seq} of {channel} in {path} was read (reading stands at {entry['read']}): what was trained on cannot be taken back"
+            f"file {seq} of {channel} in {path} was read (the read position is {entry['read']}): a file that was trained on cannot be set aside"
         )
     channel.condemn(seq, reason)
     moved = channel.set_aside(seq, reason)

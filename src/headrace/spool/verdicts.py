@@ -1,12 +1,12 @@
-"""May a file be read? One verdict for all ranks, given before any rank reads it.
+"""Verdicts: whether a file may be read, decided once for all ranks before any rank reads it.
 
     rank k mod W    checks all of file k and links the verdict
     other ranks     wait for the verdict, then check the rows they will deliver
 
-A bad file goes to the quarantine and counts as missing, so the provider makes it again. A file in the timestamped `.pt` layout, whose provider
-makes nothing again, counts as a file without rows. A rank that is slow to judge is overtaken by the others after `patience` seconds; the
-exclusive link decides whose verdict stands. A file that was good once and is bad when a later process looks again is condemned anew. So no
-flipped bit reaches a trainer, and no two ranks ever disagree about which file was read.
+A bad file goes to the quarantine and counts as missing, so the provider makes it again. A bad file in the timestamped `.pt` layout, whose
+provider makes no file again, counts as a file without rows. If a rank is slow to judge, the others judge after `patience` seconds; the
+exclusive link decides which verdict stands. A good verdict is replaced if a later process finds the file bad. So no
+flipped bit reaches a trainer, and all ranks read the same files.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class FileChecker:
         on_bad: Callable[[str], None],
         writable: bool,
     ) -> None:
-        """`patience`: seconds to wait for the verdict of another rank. `deadline`: seconds to wait for room on the disk. `on_bad`: gets a sentence
-        for every file that was set aside. `writable`: rows are handed out as views that the trainer may write to; the file stays as it is."""
+        """`patience`: seconds to wait for the verdict of another rank. `deadline`: seconds to wait for space on the disk. `on_bad`: gets a sentence
+        for every file that was set aside. `writable`: whether the trainer may write to the arrays of a file; the file does not change."""
         self._meta, self._stripe, self._lock = meta, stripe, lock
         self._patience, self._deadline, self._on_bad, self._writable = patience, deadline, on_bad, writable
         self._seen: dict[tuple[str, int, int], float] = {}
         """When each file that has no verdict yet was first seen."""
         self._opened_before: dict[str, set[str]] = {}
-        """Names in the timestamped layout, by split: files that were opened, or that may lie where reading began."""
+        """Names in the timestamped layout, by split: files that were opened, or that lay before the position at which reading began."""
         self._followed: set[tuple[str, int, int]] = set()
-        """Files after which another comes."""
+        """Files that are known not to be the last of their part."""
 
     def open(self, channel: Channel, seq: int, start: int) -> BatchFile:
-        """File `seq`, opened, judged and checked; NotReady names what is missing. `start`: row of the part at which it begins."""
+        """Open, judge and check file `seq`, which has to begin at row `start` of the part; NotReady names what is missing."""
         self._lock.require()
         key = (channel.split, channel.part, seq)
         mine = seq % self._stripe.world_size == self._stripe.rank or channel.split in CIRCULAR_SPLITS
@@ -92,7 +92,7 @@ class FileChecker:
     def _checked(
         self, channel: Channel, seq: int, start: int, path: Path, verdict: Verdict | None, *, everything: bool
     ) -> BatchFile:
-        """Check all of a file, or the rows this rank will deliver; publish what follows from it, and go by the verdict that stands."""
+        """Check `everything`, or the rows that this rank delivers; publish a verdict if there is none, and follow the one that stands."""
         file, problem = None, ""
         try:
             file = self._opened(channel, seq, start, path)
@@ -105,11 +105,13 @@ class FileChecker:
             problem = str(error)
         what, patience = f"judging {channel} {seq}", self._deadline
         if problem and verdict is not None:
-            # It was good when it was judged. Ranks that read it checked their rows themselves; made again it has the same rows.
+            # The file was good when it was judged. Ranks that read it checked their rows themselves, and a file that is made again has the same rows.
             patiently(what, lambda: channel.condemn(seq, problem), deadline=patience, hidden=True)
             verdict = Verdict(good=False, reason=problem)
         elif verdict is None and self._stripe.world_size == 1 and not problem:
-            verdict = Verdict(good=True)  # no other rank waits for it, and a full disk may have no room for it
+            verdict = Verdict(
+                good=True
+            )  # no other rank waits for the verdict, and a full disk may have no space for it
         elif verdict is None:
             verdict = patiently(what, lambda: channel.judge(seq, problem), deadline=patience, hidden=True)
         if file is not None and not problem and verdict.good:
@@ -126,7 +128,7 @@ class FileChecker:
         return tuple((f.name, f.dtype, f.shape, f.ragged) for f in BatchSpec.from_json(self._meta["batch_schema"]))
 
     def _opened(self, channel: Channel, seq: int, start: int, path: Path) -> BatchFile:
-        """The file, whose header says what it has to say here."""
+        """Open a file and compare its header with the channel and the meta; FileCorrupt or DataError if they differ."""
         file = open_batch_file(path, split=channel.split, seq=seq, private=self._writable)
         header = file.header
         if (header.split, header.seq, header.part) != (channel.split, seq, channel.part):
@@ -151,7 +153,7 @@ class FileChecker:
         return file
 
     def _wait_for_remake(self, channel: Channel, seq: int, start: int, reason: str) -> BatchFile:
-        """A bad file is waited for, unless no provider makes it again: then it has no rows, for every rank and every run."""
+        """NotReady until a bad file is made again. In the timestamped layout it is never made again: returns a file without rows."""
         if not channel.foreign:
             raise NotReady(
                 "spool.remake",
@@ -165,7 +167,7 @@ class FileChecker:
         return BatchFile(channel.path(seq), header, arrays, lambda *_: None)
 
     def _known(self, channel: Channel, seq: int) -> set[str]:
-        """Names that say nothing about a provider that starts over: files this consumer has opened, or found when it began at `seq`."""
+        """Names of files that do not show that a provider started over: this consumer has opened them, or found them when it began at `seq`."""
         known = self._opened_before.get(channel.split)
         if known is None:
             commit = channel.commit_point()
@@ -174,7 +176,7 @@ class FileChecker:
         return known
 
     def _refuse_beyond_the_end(self, channel: Channel, seq: int, start: int) -> None:
-        """EndOfData where the file before is the last. A reader that has it open knows that; a consumer that deleted what it read and starts anew does not."""
+        """EndOfData if the file before `seq` is the last of its part. Needed by a consumer that starts after the last file was read."""
         before = (channel.split, channel.part, seq - 1)
         if channel.foreign or channel.parts > 1 or seq == 0 or before in self._followed:
             return
@@ -189,7 +191,7 @@ class FileChecker:
             self._followed.add(before)
 
     def _refuse_recount(self, channel: Channel, seq: int) -> None:
-        """DataError where a provider of the timestamped layout restarted: it counts its files from 0 again, and so repeats itself."""
+        """DataError if a provider of the timestamped layout restarted: it counts its files from 0 again, and so repeats itself."""
         known = self._known(channel, seq)
         present = [number for name, number in channel.names().items() if name not in known]
         if present and max(present) < seq:

@@ -118,7 +118,7 @@ def test_only_a_file_that_is_there_and_was_not_read_is_set_aside_and_for_a_reaso
             consumer.get_batch("train")
         assert consumer._queue.background.drain(10)
     for words, sentence in (
-        (("--file", 0, "--reason", "x"), "file 0 of train in .* was read .reading stands at 1."),
+        (("--file", 0, "--reason", "x"), "file 0 of train in .* was read .the read position is 1."),
         (("--file", 9, "--reason", "x"), "has no file 9 in train; it has files 0 to 2"),
         (("--file", 1), "a file is set aside for a reason: say which"),
         (("--file", 1, "--reason", "x", "--split", "test"), "has no split 'test' with a part 0"),

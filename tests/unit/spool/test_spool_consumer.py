@@ -242,7 +242,7 @@ def test_commit_deletes_below_the_state_it_is_given_and_nothing_else(drawn, cons
     assert reader._queue.channel("train", 0).present() == [2, 3]
     reader.commit(states[1])
     assert reader._queue.folder.commit_points()["train"]["g"] == 20, "a commit never goes back"
-    with pytest.raises(CursorMismatch, match="stands at file 0 of train, and files below 2 were committed and deleted"):
+    with pytest.raises(CursorMismatch, match="is at file 0 of train, and files below 2 were committed and deleted"):
         reader.load_state_dict(states[1])
     reader.load_state_dict(states[4])
 
@@ -633,7 +633,7 @@ def test_a_damaged_commit_point_stops_everybody_with_the_remedy(drawn, consumer,
     reader.close()
     path = tmp_path / "spool" / "state" / "commit"
     path.write_bytes(path.read_bytes().replace(b'"sum":"', b'"sum":" '))
-    with pytest.raises(FileCorrupt, match=r"state/commit does not say.*rewind=True"):
+    with pytest.raises(FileCorrupt, match=r"state/commit holds no commit point.*rewind=True"):
         consumer()
     with pytest.raises(FileCorrupt, match=r"state/commit"):
         drawn().run(("train",))

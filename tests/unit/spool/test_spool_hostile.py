@@ -209,7 +209,7 @@ X = {"x": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}
     ("raw", "why"),
     [
         ((1 << 63).to_bytes(8, "little") + b"{}", "claims"),
-        (container({"kind": "other"}, X, bytes(8)), "not a file of a spool"),
+        (container({"kind": "other"}, X, bytes(8)), "not a batch file of a spool"),
         (container({**HEADER, "version": 2}, X, bytes(8)), "version 2"),
         (container({**HEADER, "rows": 1 << 62}, X, bytes(8)), "rows is"),
         (container({**HEADER, "rows": -1}, X, bytes(8)), "rows is"),

@@ -181,7 +181,7 @@ def test_a_batch_of_another_size_is_refused(drawn):
         "x": torch.zeros(3, 3, dtype=torch.int64),
         "y": torch.zeros(3, 3, dtype=torch.int64),
     }
-    with pytest.raises(ConfigError, match="gave 3 rows for batch 0 of train 0; batch_size is 4"):
+    with pytest.raises(ConfigError, match="returned 3 rows for batch 0 of train 0; batch_size is 4"):
         provider.run(("train",))
 
 
@@ -355,7 +355,7 @@ def test_starting_over_after_the_predecessor_is_gone_says_what_to_do(counted, tm
     provider.folder.write_commit_points({"train": {"g": 16, "at": [[2, 0]], "start": [16]}})
     for path in (tmp_path / "spool" / "queue" / "train").iterdir():
         path.unlink()
-    with pytest.raises(DataError, match=r"file 2 of train cannot be made, because the one before it.*force_regenerate"):
+    with pytest.raises(DataError, match=r"file 2 of train cannot be made, because the file before it.*force_regenerate"):
         provider.run(max_files=1)
 
 
@@ -409,7 +409,7 @@ def test_what_a_provider_s_own_code_gives_wrongly_is_named(drawn, counted, monke
     with pytest.raises(DataError, match="a batch is NoneType, expected a dict"):
         made.run(("train",), max_files=1)
     for meta, said in (
-        (None, "build_meta gave NoneType"),
+        (None, "build_meta returned NoneType"),
         ({"odd": {1, 2}}, "cannot be written"),
         ({"odd": float("nan")}, "cannot be written"),
     ):

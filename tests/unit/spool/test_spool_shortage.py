@@ -70,7 +70,7 @@ def test_a_provider_keeps_verdicts_files_and_positions_that_it_cannot_open(count
     provider.open()
     (channel,) = provider.channels("train")
     channel.judge(0, "it was bad")
-    provider._stands.clear()  # as after a restart: the file before says where it stands
+    provider._next_seq.clear()  # as after a restart: the file before says where it stands
     reserve_record(provider.folder.state / "read-0", {"splits": {}})
     with no_descriptors():
         for call in (
@@ -78,7 +78,7 @@ def test_a_provider_keeps_verdicts_files_and_positions_that_it_cannot_open(count
             lambda: provider._readable(channel, 1),
             provider.folder.commit_points,
             provider.folder.read_positions,
-            lambda: provider._stand_at(channel, 2),
+            lambda: provider._move_to(channel, 2),
             lambda: read_meta(tmp_path / "spool"),
             lambda: channel.claim(2, "test", 60.0),
             channel.present,

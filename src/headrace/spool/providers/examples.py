@@ -1,7 +1,7 @@
 """Labelled rows as token ids: read, judged and tokenised once, into a checked file in the cache.
 
-A row whose label is missing or unknown stops the reading, naming file and line, or with on_bad = "skip" is left out and counted. Of a word
-that becomes several tokens the first bears its label, the others −100, as do padding and the tokens that begin and end a text.
+A row whose label is missing or unknown is an error that names file and line; with on_bad = "skip" the row is left out and counted. If a word
+becomes several tokens, the first has the word's label. The other tokens, padding and the tokens that begin and end a text have −100.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ class Examples:
     ids: np.ndarray
     offsets: np.ndarray
     labels: np.ndarray
-    """int64: one an example, or, where words are tagged, one a token."""
+    """int64: one label for each example, or, if words are tagged, one for each token."""
     tagged: bool
     origin: np.ndarray
-    """int64 [examples, 2]: which source, and which row of it."""
+    """int64 [examples, 2]: number of the source, and row in it."""
     names: tuple[str, ...]
+    """Names of the classes."""
     files: tuple[int, ...]
     """How many files each source has."""
     left_out: int
-    """Bad rows, with on_bad = "skip"."""
+    """Number of bad rows, with on_bad = "skip"."""
     fingerprint: str
 
     def __len__(self) -> int:
@@ -52,17 +53,17 @@ class Examples:
 
     @property
     def strata(self) -> np.ndarray:
-        """The class each example is drawn for: its label, or the rarest of its words' labels; −100 where it has none."""
+        """The class that each example is drawn for: its label, or the rarest label of its words; −100 if it has none."""
         return self._rarest() if self.tagged else self.labels
 
     def counts(self) -> dict[str, int]:
-        """Examples that are drawn for each class."""
+        """Number of examples that are drawn for each class."""
         strata = self.strata
         found = np.bincount(strata[strata != IGNORED], minlength=len(self.names))
         return dict(zip(self.names, found.tolist(), strict=True))
 
     def without_rows(self) -> list[str]:
-        """Classes that occur nowhere."""
+        """Names of the classes without examples."""
         found = np.bincount(self.labels[self.labels != IGNORED], minlength=len(self.names))
         return [name for name, count in zip(self.names, found.tolist(), strict=True) if not count]
 
@@ -84,12 +85,12 @@ class ExampleSettings:
 
     task: Task
     labels: tuple[str, ...] = ()
-    """Names of the classes, in the order of their numbers; empty: those that occur, sorted."""
+    """Names of the classes, in the order of their numbers; empty: the labels that occur, sorted."""
     seq_len: int
     """Most tokens of an example."""
     bos: bool = False
     eos: bool = False
-    """Whether a token begins, and one ends, every text."""
+    """Whether every text begins with the bos token, and ends with the eos token."""
 
 
 def read_examples(
@@ -100,14 +101,14 @@ def read_examples(
     base: Path | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Examples:
-    """The labelled rows of some sources: out of the cache, or read and tokenised now.
+    """The labelled rows of some sources: from the cache, or read and tokenised now.
 
     Args:
-        sources: Where the rows are.
-        tokenizer: Makes ids of the texts.
+        sources: The sources of the rows.
+        tokenizer: Encodes the texts.
         settings: How rows become examples.
         base: Where relative paths start; the working folder unless given.
-        report: Gets sentences about progress and about what was found.
+        report: Gets sentences about progress, classes and bad rows.
     """
     begins, ends = _special(tokenizer, settings.bos, settings.eos)
     rules = [_rules_of(settings, source) for source in sources]
@@ -136,7 +137,7 @@ def read_examples(
                 reader.add(number, source, own)
             found = reader.examples(fingerprint)
             _to_cache(path, found, report)
-    _tell(found, report)
+    _report_counts(found, report)
     return found
 
 
@@ -151,18 +152,15 @@ def _rules_of(settings: ExampleSettings, source: Source) -> LabelRules:
 
 def _special(tokenizer: Tokenizer, bos: bool, eos: bool) -> tuple[list[int], list[int]]:
     """The tokens before and after every text."""
-    missing = [
-        role
-        for role, wanted, found in (("bos", bos, tokenizer.bos_id), ("eos", eos, tokenizer.eos_id))
-        if wanted and found is None
-    ]
-    if missing:
-        raise TokenizerError(
-            f'tokenizer {tokenizer.name} has no {missing[0]} token under any usual name: name it with text.{missing[0]}_token = "...", or set '
-            f"text.{missing[0]} = false"
-        )
-    begins = [tokenizer.bos_id] if bos and tokenizer.bos_id is not None else []
-    return begins, [tokenizer.eos_id] if eos and tokenizer.eos_id is not None else []
+    tokens: list[list[int]] = []
+    for role, wanted, token in (("bos", bos, tokenizer.bos_id), ("eos", eos, tokenizer.eos_id)):
+        if wanted and token is None:
+            raise TokenizerError(
+                f'tokenizer {tokenizer.name} has no {role} token under any usual name: name it with text.{role}_token = "...", or set '
+                f"text.{role} = false"
+            )
+        tokens.append([token] if wanted and token is not None else [])
+    return tokens[0], tokens[1]
 
 
 class _RowReader:
@@ -190,12 +188,12 @@ class _RowReader:
         self._names: dict[str, int] = {}
         self._bad = 0
         self._files: list[int] = []
-        self._told = time.monotonic()
+        self._reported = time.monotonic()
         self._reading = ""
-        """The source that is read now."""
+        """Name of the source that is being read."""
 
     def add(self, number: int, source: OpenSource, labels: LabelRules) -> None:
-        """All rows of a source, or as many as it may give."""
+        """Read all rows of source `number`, or its first `max_rows`."""
         manifest = source.manifest
         self._files.append(len(manifest.files))
         self._reading = source.name
@@ -210,19 +208,20 @@ class _RowReader:
             if len(kept):
                 found = [orjson.loads(row) for row in rows if row is not None]
                 texts, marks = [r[labels.text_key] for r in found], [r[labels.label_key] for r in found]
-                (self._add_words if self._settings.task == "tag" else self._add_texts)(texts, marks, labels)
+                add = self._add_words if self._settings.task == "tag" else self._add_texts
+                add(texts, marks, labels)
                 self._origin.append(np.stack([np.full(len(kept), number), first + kept], axis=1))
-            if time.monotonic() - self._told > 5:
-                self._told = time.monotonic()
+            if time.monotonic() - self._reported > 5:
+                self._reported = time.monotonic()
                 self._report(f"{source.name}: {first + len(rows):,} of {min(most, manifest.rows):,} rows read")
 
     def _add_texts(self, texts: list[str], marks: list[Any], labels: LabelRules) -> None:
         batch = encode_named(self._tokenizer, texts, self._row)
-        self._lay(batch.ids, batch.offsets)
+        self._append(batch.ids, batch.offsets)
         self._labels.append(np.array([self._number(labels.name_of(m)) for m in marks], np.int64))
 
     def _add_words(self, texts: list[list[str]], marks: list[list[Any]], labels: LabelRules) -> None:
-        # A word after another begins with the blank between them, as it would in running text.
+        # Every word but the first begins with a space, as in running text.
         words = [word if i == 0 else f" {word}" for text in texts for i, word in enumerate(text)]
         counts = np.array([len(text) for text in texts], np.int64)
         batch = encode_named(self._tokenizer, words, self._row)
@@ -231,10 +230,10 @@ class _RowReader:
         spoken = np.flatnonzero(batch.counts() > 0)
         tags[batch.offsets[spoken]] = numbers[spoken]
         borders = batch.offsets[np.concatenate([[0], np.cumsum(counts)])]
-        self._labels.append(self._lay(batch.ids, borders, tags))
+        self._labels.append(self._append(batch.ids, borders, tags))
 
-    def _lay(self, ids: np.ndarray, offsets: np.ndarray, tags: np.ndarray | None = None) -> np.ndarray:
-        """Take over texts, each cut to the room there is and between its tokens of begin and end; `tags` cut in the same way."""
+    def _append(self, ids: np.ndarray, offsets: np.ndarray, tags: np.ndarray | None = None) -> np.ndarray:
+        """Append texts, each cut to fit and put between its bos and eos tokens; returns `tags`, cut in the same way."""
         lengths = np.minimum(np.diff(offsets), self._room)
         whole = lengths + len(self._begins) + len(self._ends)
         starts = np.cumsum(whole) - whole
@@ -262,12 +261,12 @@ class _RowReader:
         number = self._names.setdefault(name, len(self._names))
         if number >= _MAX_CLASSES:
             raise DataError(
-                f"there are more than {_MAX_CLASSES:,} different labels, which are no classes. Set label_key to the column that holds the class"
+                f"there are more than {_MAX_CLASSES:,} different labels, too many for classes. Set label_key to the column that holds the class"
             )
         return number
 
     def examples(self, fingerprint: str) -> Examples:
-        """Everything that was added, its labels numbered for good."""
+        """All rows that were added, with the final numbers of their labels."""
         final = self._settings.labels or tuple(sorted(self._names, key=_by_value(self._names)))
         if not final or not self._ids:
             raise DataError(f"no row of the sources has a label ({self._bad:,} were left out). Check label_key")
@@ -283,17 +282,17 @@ class _RowReader:
 
 
 def _ramps(lengths: np.ndarray) -> np.ndarray:
-    """0 … n − 1 for each n, one after the other."""
+    """The numbers 0 … n − 1 for each n in `lengths`, concatenated."""
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _by_value(names: Mapping[str, int]) -> Callable[[str], Any]:
-    """How names are sorted: as numbers if all are."""
+    """The sort key of class names: numbers if all of them are, else text."""
     numeric = all(name.removeprefix("-").isdecimal() and name.isascii() for name in names)
     return int if numeric else str
 
 
-def _tell(examples: Examples, report: Callable[[str], None]) -> None:
+def _report_counts(examples: Examples, report: Callable[[str], None]) -> None:
     counts = examples.counts()
     shown = ", ".join(f"{name} {count:,}" for name, count in list(counts.items())[:12]) + (
         ", …" if len(counts) > 12 else ""
@@ -334,6 +333,6 @@ def _to_cache(path: Path, examples: Examples, report: Callable[[str], None]) -> 
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_container(path, arrays, meta, replace=True, durable=False)  # what a power cut damages is made again
+        write_container(path, arrays, meta, replace=True, durable=False)  # a damaged file is made again
     except (OSError, StorageError) as error:
-        report(f"the tokenised examples are not kept for the next start: {error}")
+        report(f"the tokenised examples are not cached for the next start: {error}")

@@ -1,4 +1,4 @@
-"""Labelled provider: texts with labels, every class in its turn, out of any source that has columns.
+"""Labelled provider: texts with labels, the classes in turn, from any source that has columns.
 
     [[source]]
     spec = "jsonl:reviews/*.jsonl"       # {"text": "...", "label": "positive"} a line; label_key names another field
@@ -7,10 +7,10 @@
 
     consumer = DatasetConsumer("S")
     batch = consumer.get_batch("train")  # input_ids, attention_mask, labels, sample_index, origin
-    batch = consumer.get_batch("val")    # with spool.val_fraction = 0.1: a tenth of each class, in turn, never trained on
+    batch = consumer.get_batch("val")    # with spool.val_fraction = 0.1: a tenth of each class, never trained on
 
-`labels.py` judges rows, `examples.py` tokenises them into the cache; from then on a sample costs a lookup. Which example is sample g follows
-from the manifests, the seed and g (mix.strata), so any provider makes any file, and several may join.
+`labels.py` judges rows, and `examples.py` tokenises them into the cache; after that a sample costs a lookup. The example of sample g follows
+from the manifests, the seed and g (mix.strata), so any provider can make any file, and several may join.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headrace.text import Tokenizer
 
 
 class LabelledTextProvider(DataProviderBase):
-    """Fills a spool with labelled rows, every class in its turn."""
+    """Fills a spool with labelled rows, the classes in turn."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class LabelledTextProvider(DataProviderBase):
         self.examples, self._tokenizer, self._sources, self._seq_len = examples, tokenizer, tuple(sources), seq_len
         self._balance, self._val_fraction = balance, val_fraction
         strata = examples.strata
-        drawn = np.flatnonzero(strata != IGNORED)  # those that have a label
+        drawn = np.flatnonzero(strata != IGNORED)  # examples that have a label
         if not len(drawn):
             raise DataError("no row of the sources has a label. Check label_key")
         kept = held_out(strata[drawn], val_fraction, key=key("spool.val", seed=self.seed))
@@ -72,14 +72,14 @@ class LabelledTextProvider(DataProviderBase):
                 raise DataError(
                     f"spool.val_fraction = {val_fraction:g} leaves nothing to validate on: no class has a second row. Give more rows, or leave it out"
                 )
-            # Every row once, whatever is trained on: a pass over all of them measures the data as it is.
+            # Every row once, whatever `balance` is: a pass over all of them measures the data as it is.
             self._plan["val"] = Strata(
                 strata[drawn[kept]], key=key("spool.strata.val", seed=self.seed), balance="natural"
             )
             self.val_files = -(-int(kept.sum()) // self.rows_per_file)
             alone = np.setdiff1d(np.unique(strata[drawn]), np.unique(strata[drawn[kept]]))
             names = ", ".join(self.examples.names[int(i)] for i in alone[:8])
-            self._tell(
+            self._notify(
                 f"{int(kept.sum()):,} examples are held out as split val"
                 + (f"; none of {names}, which have one row" if names else "")
             )
@@ -103,7 +103,7 @@ class LabelledTextProvider(DataProviderBase):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """What it makes."""
+        """The splits that this provider fills."""
         return tuple(self._plan)
 
     def rows_of(self, split: str, seq: int) -> int:

@@ -1,7 +1,7 @@
 """Label rules: which labels a row may have, and the class that each label names.
 
-A label is a name or a number. Names are numbered in the order of `spool.labels`, or sorted where none are given (numbers by value); a number
-is the place in `spool.labels` where that is given.
+A label is a name or a number. Classes are numbered in the order of `spool.labels`; without it they are sorted, numbers by value. With
+`spool.labels` a number is an index into it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ _MAX_NAME = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelRules:
-    """What the label of a row may be: judges rows and names their labels."""
+    """Judges rows and names the classes of their labels."""
 
     task: Task
-    """classify: one label for each text. tag: one for each word."""
+    """classify: one label for each text. tag: one label for each word."""
     text_key: str
+    """Field of a row that holds the text, or its words."""
     label_key: str
+    """Field of a row that holds the label, or the labels of its words."""
     names: tuple[str, ...]
-    """The classes, in the order of their numbers; empty: those that occur."""
+    """The classes, in the order of their numbers; empty: the labels that occur."""
 
     def judge(self, row: Mapping[str, Any]) -> str:
-        """Why a row cannot be used; nothing if it can."""
+        """Why a row cannot be used; empty if it can."""
         text, label = row[self.text_key], row[self.label_key]
         if self.task == "classify":
             if not isinstance(text, str):
@@ -41,11 +43,11 @@ class LabelRules:
         if len(text) != len(label):
             return f"it has {len(text):,} words in {self.text_key!r} and {len(label):,} labels in {self.label_key!r}"
         if not all(isinstance(word, str) for word in text):
-            return f"{self.text_key!r} holds something that is no word"
+            return f"{self.text_key!r} holds an entry that is not text"
         return next((why for one in label if one is not None and (why := self._wrong(one))), "")
 
     def name_of(self, label: Any) -> str:
-        """The name of a label that was judged; that of no label is empty."""
+        """The class of a label that `judge` accepted; empty for no label."""
         if label is None or label == IGNORED:
             return ""
         if isinstance(label, bool):

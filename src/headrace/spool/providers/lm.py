@@ -1,9 +1,9 @@
 """Language-model provider: the batches of a text loader in files.
 
-Part q of P is what rank q of P of an ordinary loader delivers, so the files hold the samples the run would have made itself, and a file's
-cursor is that loader's state. What the loader knows about a batch beside its rows (its digest, tokens by source) travels in the batch's
-first row and is 0 in the others; summed over the ranks of a step it is what a run without a spool counts. So digests, losses and reports are
-the same. Each row also says which source and window it is of, so the provenance record of a run over a spool is that of the run without.
+Part q of P is what rank q of P of an ordinary loader delivers, so the files hold the samples of a run without a spool, and a file's
+cursor is that loader's state. What the loader counts for a batch (its digest, tokens by source) travels in the batch's
+first row and is 0 in the others. Summed over the ranks of a step it is what a run without a spool counts, so digests, losses and reports are
+the same. Each row also holds its source and window, so the provenance record is that of a run without a spool.
 
 `headrace.runs.spool_loader` reads these files for a run.
 """
@@ -24,7 +24,8 @@ from headrace.spool import FieldSpec, SequentialProvider
 COUNTS = ("tokens", "padding", "rows", "samples", "fillers", "skipped")
 """Leading columns of the field `counts`; tokens by source follow."""
 ORIGIN = ("source", "opens", "epoch", "position", "offset")
-"""Columns of the field `origin`: the row's source, or −1 for a filler; and where it is the first of a window, a 1 and where that window starts."""
+"""Columns of the field `origin`: the row's source, or −1 for a filler. In the first row of a window, `opens` is 1 and the others say where the
+window starts; else they are 0."""
 
 
 class TextProvider(SequentialProvider):
@@ -55,16 +56,16 @@ class TextProvider(SequentialProvider):
         self._loaders: dict[int, Loader] = {}
 
     def build_meta(self) -> dict[str, Any]:
-        data, width = self._data, [self._data.seq_len]
+        data, row = self._data, (self._data.seq_len,)
         tokens = "int32" if data.vocab_size > 1 << 15 else "int16"
         fields = [
-            FieldSpec("input_ids", tokens, tuple(width), "input"), FieldSpec("labels", tokens, tuple(width), "target"),
-            FieldSpec("position_ids", "int32", tuple(width), "input"), FieldSpec("sample_index", "int64", (), "meta"),
+            FieldSpec("input_ids", tokens, row, "input"), FieldSpec("labels", tokens, row, "target"),
+            FieldSpec("position_ids", "int32", row, "input"), FieldSpec("sample_index", "int64", (), "meta"),
             FieldSpec("row_count", "int32", (), "meta"), FieldSpec("digest", "uint64", (2,), "meta"),
             FieldSpec("counts", "int64", (len(COUNTS) + len(data.names),), "meta"), FieldSpec("origin", "int64", (len(ORIGIN),), "meta"),
         ]  # fmt: skip
         if self._segment_ids:
-            fields.append(FieldSpec("segment_ids", "int32", tuple(width), "input"))
+            fields.append(FieldSpec("segment_ids", "int32", row, "input"))
         weights = data.mean_weights(1)
         return {
             "dataset_name": "+".join(data.names), "training_type": "LM", "vocab_size": data.vocab_size, "batch_schema": fields,
@@ -82,7 +83,7 @@ class TextProvider(SequentialProvider):
         self._loaders[part] = loader
 
     def _loader_options(self) -> dict[str, Any]:
-        """What a batch needs beside its usual fields."""
+        """Options of `Loader` that the batches of this provider need."""
         return {"record": True}
 
     def next_batch(self, split: str, part: int) -> Mapping[str, Any] | None:
@@ -96,12 +97,10 @@ class TextProvider(SequentialProvider):
         kinds = {f.name: f.dtype for f in self.schema}
         arrays = {name: batch[name].numpy().astype(kind) for name, kind in kinds.items() if name in batch}
         metrics, term = loader.drain_metrics(), Digest(loader.step_digest).value
-        digest, counts = (
-            np.zeros((rows, 2), np.uint64),
-            np.zeros((rows, len(COUNTS) + len(self._data.names)), np.int64),
-        )
+        digest = np.zeros((rows, 2), np.uint64)
         digest[0] = term >> 64, term & (1 << 64) - 1
         keys = [f"data/{name}" for name in COUNTS] + [f"data/source_tokens/{name}" for name in self._data.names]
+        counts = np.zeros((rows, len(keys)), np.int64)
         counts[0] = [metrics.get(key, 0) for key in keys]
         origin = _origin(loader.drain_flight() or {}, batch["sample_index"].numpy())
         return {**arrays, "digest": digest, "counts": counts, "origin": origin}

@@ -6,9 +6,9 @@
     consumer = DatasetConsumer("S")
     batch = consumer.get_batch("train")
 
-Blocks are packed, mixed and ordered as for a language model. Of each block 15 % of the tokens are to be guessed (`mask_probability`), −100
-elsewhere and on padding. Which ones follows from the seed and from the number of the batch's first sample, so a batch that is made again is
-the same. The mask is `mask_id`, or, where the tokenizer has none, the number after its last: then vocab_size in the meta counts it.
+Blocks are packed, mixed and ordered as for a language model. In each block 15 % of the tokens are to be predicted (`mask_probability`); all
+other labels are −100. The choice follows from the seed and from the number of the batch's first sample, so a batch that is made again is
+the same. The mask is `mask_id` or, if that is not given, the id after the tokenizer's last; vocab_size in the meta counts it then.
 """
 
 from __future__ import annotations
@@ -38,8 +38,13 @@ class MaskedTextProvider(TextProvider):
         mask_probability: float = 0.15,
         **options: Any,
     ) -> None:
-        """`mask_id`: the id of the mask, one after the tokenizer's last unless given. `mask_probability`: the share of tokens to guess. The other
-        arguments are those of `TextProvider`."""
+        """As `TextProvider`.
+
+        Args:
+            data_dir, data, open_loader, options: Those of `TextProvider`.
+            mask_id: Id of the mask; one after the tokenizer's last unless given.
+            mask_probability: Share of the tokens to predict.
+        """
         super().__init__(data_dir, data, open_loader, **options)
         if mask_id is not None and mask_id > data.vocab_size:
             raise ConfigError(

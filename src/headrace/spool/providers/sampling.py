@@ -1,8 +1,8 @@
-"""What providers sample: the next span of a text, words to guess, classes in balance.
+"""Ready ways to sample: spans of a text, masked tokens, balanced classes; and providers that use them.
 
     next_span(tokens, 8, 64, rng)                       x, y for a language model: y is x moved by one
-    mask_tokens(ids, rng, mask_id=4, vocab_size=1000)   BERT: 15 % are to be guessed, −100 elsewhere
-    stratified(labels, 32, rng)                         rows such that every class comes up equally often
+    mask_tokens(ids, rng, mask_id=4, vocab_size=1000)   BERT: 15 % of the tokens are to be predicted, −100 elsewhere
+    stratified(labels, 32, rng)                         row numbers, every class equally often
 
 All randomness comes from the generator that `sample_batch` is given, so a file that is made again is the same file.
 """
@@ -23,11 +23,17 @@ if TYPE_CHECKING:
     import torch
 
 IGNORED = -100
-"""The label of a position that teaches nothing."""
+"""The label of a position that the loss ignores."""
 
 
 def next_span(tokens: np.ndarray, count: int, length: int, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """`count` spans of `length` tokens at random places, and the same moved by one: (x, y), int64."""
+    """`count` random spans of `length` tokens, and the same spans moved by one token: (x, y), int64.
+
+    Args:
+        tokens: The text as one array of ids.
+        count, length: How many spans, and tokens of a span.
+        rng: Generator of the draw.
+    """
     import torch
 
     if len(tokens) <= length:
@@ -48,7 +54,16 @@ def mask_tokens(
     probability: float = 0.15,
     protected: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """BERT's masking: (inputs, labels). Of the chosen positions 80 % show the mask, 10 % another token, 10 % themselves."""
+    """BERT's masking: (inputs, labels). Of the chosen positions 80 % show the mask, 10 % a random token, 10 % their own token.
+
+    Args:
+        ids: Tokens, of any shape.
+        rng: Generator of the draw.
+        mask_id: Id of the mask.
+        vocab_size: Random tokens are below this.
+        probability: Share of the positions to choose.
+        protected: True where a position is never chosen.
+    """
     import torch
 
     chosen = torch.rand(ids.shape, generator=rng) < probability
@@ -62,7 +77,13 @@ def mask_tokens(
 
 
 def stratified(labels: np.ndarray, count: int, rng: torch.Generator) -> np.ndarray:
-    """`count` row numbers: each class gets count // classes of them, and chance decides which classes get one more."""
+    """`count` row numbers: each class gets count // classes of them, and the remainder goes to random classes.
+
+    Args:
+        labels: The class of each row.
+        count: How many row numbers.
+        rng: Generator of the draw.
+    """
     import torch
 
     classes, inverse = np.unique(labels, return_inverse=True)
@@ -78,7 +99,7 @@ def stratified(labels: np.ndarray, count: int, rng: torch.Generator) -> np.ndarr
 
 
 def token_fields(length: int, labels: tuple[int, ...]) -> list[FieldSpec]:
-    """The fields of tokens with attention and labels; `labels` is the shape of a sample's labels."""
+    """The fields input_ids, attention_mask and labels. `length`: tokens of a sample. `labels`: shape of a sample's labels."""
     return [
         FieldSpec("input_ids", "int64", (length,), "input"),
         FieldSpec("attention_mask", "int8", (length,), "mask"),
@@ -98,7 +119,7 @@ class _OverArrays(DataProviderBase):
     def _meta_of(
         self, arrays: Mapping[str, tuple[np.ndarray, ...]], unit: str, fields: list[FieldSpec], **more: Any
     ) -> dict[str, Any]:
-        """A meta with the size of every split in `unit`s, and its fingerprint: a provider of other data cannot go on filling the spool."""
+        """A meta with the size of every split in `unit`s and its fingerprint, so that a provider of other data is refused."""
         splits = {
             split: {unit: len(held[0]), "fingerprint": content_hash(*map(np.ascontiguousarray, held)).hex()}
             for split, held in arrays.items()
@@ -113,7 +134,7 @@ class NextTokenProvider(_OverArrays):
     training_type = "LM"
 
     def __init__(self, *args: Any, tokens: Mapping[str, np.ndarray], vocab_size: int, **more: Any) -> None:
-        """`tokens`: one array of ids for each split."""
+        """As `DataProviderBase`. `tokens`: one array of ids for each split. `vocab_size`: for the meta."""
         super().__init__(*args, **more)
         self.tokens, self.vocab_size = tokens, vocab_size
 
@@ -138,7 +159,7 @@ class NextTokenProvider(_OverArrays):
 
 
 class MLMProvider(NextTokenProvider):
-    """Random spans with 15 % of the tokens to guess: input_ids, attention_mask, labels."""
+    """Random spans with 15 % of the tokens to predict: input_ids, attention_mask, labels."""
 
     training_type = "MLM"
 
@@ -151,7 +172,14 @@ class MLMProvider(NextTokenProvider):
         probability: float = 0.15,
         **more: Any,
     ) -> None:
-        """`special_ids`: tokens that are never masked; `pad_token_id` is one of them, and has no attention."""
+        """As `NextTokenProvider`.
+
+        Args:
+            mask_token_id: Id of the mask.
+            pad_token_id: Id of padding, which is never masked and has no attention.
+            special_ids: Further ids that are never masked.
+            probability: Share of the tokens to predict.
+        """
         super().__init__(*args, **more)
         if not 0 < probability < 1:
             raise ConfigError(f"MLMProvider: probability is {probability!r}, expected a share between 0 and 1")
@@ -175,7 +203,7 @@ class MLMProvider(NextTokenProvider):
 
 
 class ClassificationProvider(_OverArrays):
-    """Labelled sequences, every class equally often: one label a sample, or one a token."""
+    """Labelled sequences, every class equally often: one label for each sample, or for each token."""
 
     def __init__(
         self,
@@ -187,7 +215,14 @@ class ClassificationProvider(_OverArrays):
         label_map: Mapping[str, int] | None = None,
         **more: Any,
     ) -> None:
-        """`examples`: for each split (ids [n, block_size], labels [n] or [n, block_size]). Labels of −100 teach nothing."""
+        """As `DataProviderBase`.
+
+        Args:
+            examples: For each split (ids [n, block_size], labels [n] or [n, block_size]). Labels of −100 are ignored.
+            classes: Number of classes.
+            vocab_size, label_map: For the meta.
+            pad_token_id: Id of padding, which has no attention.
+        """
         super().__init__(*args, **more)
         shapes = {labels.ndim for _, labels in examples.values()}
         if len(shapes) != 1 or shapes - {1, 2}:
@@ -207,7 +242,7 @@ class ClassificationProvider(_OverArrays):
                 )
         self.examples, self.classes, self.vocab_size = examples, classes, vocab_size
         self.pad_token_id, self.label_map = pad_token_id, dict(label_map or {})
-        # A sequence with a label for each token is balanced by its rarest class: that is what it is chosen for.
+        # A sequence with a label for each token counts for its rarest class.
         self._strata = {split: _strata(labels) for split, (_, labels) in examples.items()}
 
     def build_meta(self) -> dict[str, Any]:
