@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +29,13 @@ from headrace.rollouts.records import Rollout, Step, StepTokens
 GROUP = 16
 
 
-def made_rollout(task: int, member: int) -> Rollout:
-    """A small rollout, as an environment makes it."""
-    ids = np.arange(9, dtype=np.int32)
+def made_rollout(task: int, member: int, prompt: int = 5, completion: int = 4) -> Rollout:
+    """A rollout of so many tokens, as an environment makes it."""
     tokens = StepTokens.of_columns(
-        prompt_ids=ids[:5], prompt_mask=np.zeros(5, np.uint8), completion_ids=ids[5:], completion_mask=np.ones(4, np.uint8),
-        completion_logprobs=np.full(4, -0.5, np.float32),
+        prompt_ids=np.arange(prompt, dtype=np.int32), prompt_mask=np.zeros(prompt, np.uint8), completion_ids=np.arange(completion, dtype=np.int32),
+        completion_mask=np.ones(completion, np.uint8), completion_logprobs=np.full(completion, -0.5, np.float32),
     )  # fmt: skip
-    turn = Step(prompt="12345", completion="6789", tokens=tokens)
+    turn = Step(prompt="1" * prompt, completion="6" * completion, tokens=tokens)
     return Rollout(example_id=task, env_name="fake", reward=float(member % 2), trajectory=(turn,))
 
 
@@ -82,6 +82,16 @@ async def orchestrated(folder: Path, steps: int, environments: int) -> tuple[flo
             return time.process_time() - started, lag.drain()
 
 
+def held_bytes(count: int = 2000) -> float:
+    """Bytes that a rollout of 640 tokens takes while it waits for its step."""
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    held = [made_rollout(i, 0, prompt=40, completion=600) for i in range(count)]
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return (after - before) / len(held)
+
+
 def orchestrator(environments: int, steps: int) -> None:
     """Print CPU per rollout, rollouts per second and core, and loop lag."""
     rollouts = steps * environments
@@ -93,6 +103,7 @@ def orchestrator(environments: int, steps: int) -> None:
         f"  CPU a rollout      {1e3 * seconds / rollouts:.3f} ms   bare asyncio {1e3 * bare_seconds / rollouts:.3f} ms"
     )
     print(f"  rollouts/s/core    {rollouts / seconds:,.0f}")
+    print(f"  memory a rollout   {held_bytes() / 1e3:.1f} KB   buffered, 640 tokens")
     for name, found in (("orchestrator", lag), ("bare asyncio", idle)):
         p99, largest = (1e3 * found[f"event_loop_lag/{statistic}"] for statistic in ("p99", "max"))
         print(f"  loop lag           p99 {p99:.1f} ms   max {largest:.1f} ms   {name}")
