@@ -359,7 +359,7 @@ class TerminalWatcher:
 
 def closing(console: Console, summary: Summary, folder: str) -> None:
     """The summary at the end: what happened, and how to go on."""
-    from headrace.loader.report import told_left_out
+    from headrace.loader.report import left_out_text
 
     done = {"completed": "completed", "stopped": "stopped", "data_ended": "ran out of data"}[summary.state]
     console.print(f"\n[bold]{done}[/] at step {summary.step} of {summary.steps}", highlight=False)
@@ -372,7 +372,7 @@ def closing(console: Console, summary: Summary, folder: str) -> None:
         ("mix", mix),
         *(
             [("left out", f"{said} (since this process took it up)")]
-            if (said := told_left_out(summary.left_out))
+            if (said := left_out_text(summary.left_out))
             else []
         ),
         ("digest", summary.digest),

@@ -20,7 +20,7 @@ batch_fill       blocks become the tensors of a batch: one compiled kernel for p
 ends             the step at which all ranks end
 state            what is saved of text; states of several ranks put together
 weight_text      how weights are written where an order is named
-exchange         what ranks tell each other
+exchange         what ranks send each other
 
 Prepared blocks:
 prepared         blocks from token shards: block i without the ones before it
@@ -28,7 +28,7 @@ shard_gather     blocks of a token shard copied into the rows of a batch
 schedule         which source sample g comes from (pure)
 
 Streams:
-stream_metrics   what a pool's numbers tell, and how ranks combine them
+stream_metrics   metrics of a pool, and how ranks combine them
 data_stats       how much of which modality was learned from
 """
 

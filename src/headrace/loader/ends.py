@@ -103,16 +103,16 @@ class StoreEnds:
         if own.real:
             return _NOTHING
         # No deadline of its own: another rank may be busy for an hour while this one looks ahead. Who waits for a batch
-        # has a deadline, and is told by this wait's name what it hangs on.
+        # has a deadline, and this wait's name says what it hangs on.
         with Wait("loader.epoch_end", meter=self._meter, deadline=1e6, hidden=True):
             pause = 0.0005
             while not stopped():
                 answers = [self._answer(rank, step) for rank in self._others]
-                told = [a for a in answers if a is not None]
-                if any(a.real for a in told):
+                answered = [a for a in answers if a is not None]
+                if any(a.real for a in answered):
                     return Share(True, True)
-                if len(told) == len(answers):
-                    return Share(False, any(a.more for a in told))
+                if len(answered) == len(answers):
+                    return Share(False, any(a.more for a in answered))
                 time.sleep(pause)
                 pause = min(pause * 2, 0.02)
         return _NOTHING

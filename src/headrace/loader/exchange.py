@@ -1,4 +1,4 @@
-"""The two things ranks tell each other: their states, on request, and (through a store) whether they have data left."""
+"""The two things ranks send each other: their states, on request, and (through a store) whether they have data left."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _SPECS = (
     MetricSpec("text/spot_checks", Reduction.SUM, unit="documents", help="documents that the reference tokenizer encoded too, and agreed on"),
     MetricSpec("text/empty_documents", Reduction.SUM, unit="documents", help="documents without a token, in the windows that were opened for what was delivered"),
     MetricSpec("text/bad_rows", Reduction.SUM, unit="rows", help='rows that could not be used and were left out (on_bad = "skip"), in the windows that were opened'),
-    MetricSpec("text/bad_shards", Reduction.SUM, unit="files", help='files of which nothing could be read, left out whole (on_bad = "skip"); told once a process'),
+    MetricSpec("text/bad_shards", Reduction.SUM, unit="files", help='files of which nothing could be read, left out whole (on_bad = "skip"); counted once a process'),
     *Histogram("loader/next").metric_specs(),
 )  # fmt: skip
 register(*_SPECS)

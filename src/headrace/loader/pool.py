@@ -58,7 +58,7 @@ class WindowPool:
         deadline: float,
         look_ahead: Callable[[WindowKey], None] = lambda key: None,
     ) -> None:
-        """`look_ahead` is told of every window that will be wanted, before a thread has time for it."""
+        """`look_ahead` is called with every window that will be wanted, before a thread has time for it."""
         self._make = make
         self._look_ahead = look_ahead
         self._meter = meter

@@ -73,7 +73,7 @@ class WindowProcesses:
         windows: int,
         window_tokens: int,
     ) -> None:
-        """`found` is told of every hole that a worker meets: the source's index, and the hole. About so many `windows` of so many tokens
+        """`found` is called with every hole that a worker meets: the source's index, and the hole. About so many `windows` of so many tokens
         are held at a time."""
         self._meter = meter
         self._deadline = deadline
@@ -243,7 +243,7 @@ def _serve(pipe: Connection, recipe: dict[str, Any], count: int, size: int) -> N
         return
     pool = WindowPool(data.make_window, workers=0, meter=data.meter, deadline=recipe.get("deadline", 3600.0))
     waiting: list[tuple[float, int, WindowKey]] = []
-    told: list[int] = [0] * len(data.sources)
+    reported: list[int] = [0] * len(data.sources)
     while True:
         try:
             while not waiting or pipe.poll():
@@ -269,8 +269,8 @@ def _serve(pipe: Connection, recipe: dict[str, Any], count: int, size: int) -> N
             head["holes"] = []
             for i, opened in enumerate(data.sources):
                 holes = opened.holes()
-                head["holes"] += [(i, hole) for hole in holes[told[i] :]]
-                told[i] = len(holes)
+                head["holes"] += [(i, hole) for hole in holes[reported[i] :]]
+                reported[i] = len(holes)
             head["parts"] = len(parts)
             pipe.send_bytes(msgspec.msgpack.encode(head))
             for part in parts:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def told_left_out(counts: Mapping[str, int]) -> str:
+def left_out_text(counts: Mapping[str, int]) -> str:
     """`3 empty documents, 1 bad shard`; nothing if nothing was left out."""
-    told = ((count, name.replace("_", " ")) for name, count in counts.items() if count)
-    return ", ".join(f"{count:,} {name if count > 1 else name.removesuffix('s')}" for count, name in told)
+    counted = ((count, name.replace("_", " ")) for name, count in counts.items() if count)
+    return ", ".join(f"{count:,} {name if count > 1 else name.removesuffix('s')}" for count, name in counted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class LoaderReport:
             + (", ".join(f"{n} {s:.2f} s" for n, s in self.exposed.items()) or "none"),
             *([f"padding {self.padding:.2%}"] if self.unit == "tokens" else []),
             "mix " + ", ".join(f"{n} {r:.3f} (target {t:.3f})" for n, (r, t) in self.mix.items()),
-            *([f"left out {said}"] if (said := told_left_out(self.left_out)) else []),
+            *([f"left out {said}"] if (said := left_out_text(self.left_out)) else []),
             *([f"digest {self.digest}"] if self.digest else []),
         ]
         return "\n".join(lines)

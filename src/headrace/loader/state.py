@@ -166,10 +166,10 @@ def _merged_entries(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _check_shares(shares: Sequence[Sequence[int] | None]) -> None:
     """Refuse a list that holds a rank twice or lacks one: ranks may share lanes, so the lanes alone do not show it."""
-    told = [_share(share) for share in shares if share is not None]
-    if len(told) < len(shares):
+    known = [_share(share) for share in shares if share is not None]
+    if len(known) < len(shares):
         return
-    ranks, worlds = [rank for rank, _ in told], {world for _, world in told}
+    ranks, worlds = [rank for rank, _ in known], {world for _, world in known}
     if len(worlds) > 1:
         raise CursorMismatch(
             f"the states are of runs with {' and '.join(map(str, sorted(worlds)))} ranks: pass those of one run"

@@ -292,7 +292,7 @@ class _Read(NamedTuple):
     """Streams that come into the pool next: their files are worth opening ahead."""
     run: list[int]
     """Where the rows end that draws drawn in one go take from this file, one after the other; the same list for all of them."""
-    told: dict[str, np.ndarray]
+    added: dict[str, np.ndarray]
     """Columns added to each row: its number, its stream, and its group where the file names none. Computed once for all rows of a read."""
     tags: dict[str, Any]
     """Values added to the batch."""
@@ -417,8 +417,12 @@ class StreamMaker(BatchMaker):
             first = 0
             for read in drawn:
                 last = first + read.stop - read.start
-                told = read.told
-                told["group_id"], told["stream_id"], told["row"] = groups[first:last], ids[first:last], at[first:last]
+                added = read.added
+                added["group_id"], added["stream_id"], added["row"] = (
+                    groups[first:last],
+                    ids[first:last],
+                    at[first:last],
+                )
                 first = last
             self._drawn.extend(drawn)
         return len(drawn)
@@ -428,7 +432,7 @@ class StreamMaker(BatchMaker):
         if stream not in self._checked:
             self._refuse_reserved(stream, cells)
         groups = cells.get(data.group_key)
-        cells = {**cells, **read.told}  # a new dict: a reader may keep its own
+        cells = {**cells, **read.added}  # a new dict: a reader may keep its own
         if groups is not None:
             cells["group_id"] = _group_ids(data, stream, groups)
         batch = data.collate(cells)
@@ -447,7 +451,7 @@ class StreamMaker(BatchMaker):
 
 
 def _rows_at_once(cells: Cells, rows: int, share: int) -> int:
-    """How many rows of a file make `share` bytes, judged by some of them; 0 if nobody can know, or it would be a few times as many only."""
+    """How many rows of a file make `share` bytes, judged by some of them; 0 if that cannot be known, or is less than four times the rows."""
     if not rows or any(column.dtype == object for column in cells.values()):
         return 0
     worth = share * rows // max(1, sum(column.nbytes for column in cells.values()))

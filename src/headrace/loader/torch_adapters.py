@@ -148,7 +148,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
     def set_epoch(self, epoch: int) -> None:
         """Start pass `epoch` over finite sources, if none is under way and it was not had yet; otherwise change nothing.
 
-        Passes follow each other by themselves. Only workers that are started anew for each epoch need to be told.
+        Passes follow each other by themselves. Only workers that are started anew for each epoch need this call.
         """
         loader = self.loader
         if not self._row:

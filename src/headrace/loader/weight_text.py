@@ -29,7 +29,7 @@ def written_weights(changes: Changes) -> str:
 
 
 def read_weights(text: str, names: Sequence[str]) -> list[tuple[int, dict[str, float]]]:
-    """The changes that a kept form tells of, for the sources it was written for. ValueError if it is no such text."""
+    """The changes that a kept form names, for the sources it was written for. ValueError if it is no such text."""
     first, *later = text.split("; from step ")
     changes = [(0, dict(zip(names, map(float, first.split(", ")), strict=True)))]
     for change in later:
