@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import multiprocessing
 import os
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import DeadlineExceeded, TokenizerError, WorkerDied
-from headrace.loader import Loader, TextDataset, merge_states, processes
+from headrace.loader import Loader, TextDataset, merge_states
 from headrace.sources import Source
 from headrace.text import ByteTokenizer
 
@@ -73,32 +72,6 @@ def test_order_digest_and_state_are_the_same_for_threads_and_any_number_of_proce
             order = [int(g) for batch in loader for g in batch["sample_index"]]
             seen[workers] = (order, loader.digest, loader.state_dict())
     assert all(found == seen[0] for found in seen.values())
-
-
-def test_windows_come_through_shared_memory_and_where_there_is_no_room_through_the_pipe(corpus, monkeypatch):
-    data = dataset(corpus, window_blocks=64)
-    digests, in_slots = [], []
-    for rest, spare in ((processes._SLOT_REST, processes._SPARE_SLOTS), (-100_000, 16), (processes._SLOT_REST, -30)):
-        monkeypatch.setattr(processes, "_SLOT_REST", max(rest, 1 - 6 * data.packing.budget))
-        monkeypatch.setattr(processes, "_SPARE_SLOTS", spare)
-        with Loader(data, global_batch_size=BATCH, tokenizer_workers=0, data_loader_workers=2) as loader:
-            next(loader)
-            slots = loader._running.maker._supply._slots[0]
-            in_slots.append(int(slots._marks.sum()))
-            for _ in loader:
-                continue
-            digests.append(loader.digest)
-    monkeypatch.setattr(processes.WindowSlots, "create", raiser(OSError(errno.ENOMEM, "no memory")))
-    with Loader(data, global_batch_size=BATCH, tokenizer_workers=0, data_loader_workers=2) as loader:
-        next(loader)
-        assert loader._running.maker._supply._slots == [None, None]
-        for _ in loader:
-            continue
-        digests.append(loader.digest)
-    all_of_them, small_ones, first_ones = in_slots
-    assert len(set(digests)) == 1
-    assert 0 < small_ones < all_of_them
-    assert first_ones == 6
 
 
 def test_a_killed_worker_is_an_error_that_names_it(corpus):

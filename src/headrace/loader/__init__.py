@@ -14,7 +14,7 @@ Text:
 dataset          sources, deal, mix, tokenizer and packer wired together; holds no position
 windows          what the documents from a given row on look like as blocks (pure)
 pool             windows made ahead of need, by threads
-processes        the same by worker processes; window_slots: memory that both sides share
+processes        the same by worker processes
 lanes            what a lane delivers next, and where it stands
 batch_fill       blocks become the tensors of a batch: one compiled kernel for packed text and prepared blocks
 ends             the step at which all ranks end

@@ -5,8 +5,7 @@ fastest encoder leaves it no time. A worker opens the dataset anew from its reci
 answers requests for windows; which worker makes a window changes only the time it takes. The lanes are shared out, so
 that documents which one window encoded and did not use wait in the same process for the next.
 
-What a window is made of lies in memory that a worker shares with its trainer (window_slots.py); the pipe says where. A window that
-does not fit there comes through the pipe.
+A window comes through the worker's pipe, as plain values and raw arrays.
 
 A worker that dies is an error with its name as soon as the kernel closes its pipe; one that hangs is an error at the
 deadline of the waiting thread. A worker whose parent is gone ends by itself: its requests end too.
@@ -16,11 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,7 +26,6 @@ import numpy as np
 
 from headrace.errors import TokenizerError, WorkerDied
 from headrace.loader.pool import WindowKey, WindowPool
-from headrace.loader.window_slots import WindowSlots, shared_memory_works
 from headrace.loader.windows import Window, WindowStart
 from headrace.metrics import Meter, Wait
 from headrace.runtime.wire_errors import decode_error, encode_error
@@ -40,10 +36,6 @@ _BLOCK_ARRAYS = {
     "tokens": np.int32, "piece_ptr": np.int64, "piece_doc": np.int64, "piece_start": np.int64, "piece_len": np.int32,
     "piece_next": np.int32, "real": np.int64, "row_count": np.int64, "hashes": np.uint64,
 }  # fmt: skip
-_SPARE_SLOTS = 16
-"""For windows that batches on their way still refer to."""
-_SLOT_REST = 64 << 10
-"""Bytes of a slot besides six a token: four are the token, the rest is for its documents, a hundred bytes each."""
 
 
 class _Task:
@@ -70,11 +62,8 @@ class WindowProcesses:
         meter: Meter,
         deadline: float,
         found: Callable[[int, dict[str, Any]], None],
-        windows: int,
-        window_tokens: int,
     ) -> None:
-        """`found` is called with every hole that a worker meets: the source's index, and the hole. About so many `windows` of so many tokens
-        are held at a time."""
+        """`found` is called with every hole that a worker meets: the source's index, and the hole."""
         self._meter = meter
         self._deadline = deadline
         self._changed = threading.Condition()
@@ -84,23 +73,7 @@ class WindowProcesses:
         self._dead: dict[int, str] = {}
         self._closed = False
         self._found = found
-        self._processes: list[WorkerProcess] = []
-        self._slots: list[WindowSlots | None] = []
-        count, size = -(-windows // workers) + _SPARE_SLOTS, 6 * window_tokens + _SLOT_REST
-        for i in range(workers):
-            slots, descriptor = _new_slots(count, size)
-            try:
-                process = WorkerProcess(
-                    f"headrace-worker-{i}", _serve, dict(recipe), count if slots is not None else 0, size
-                )
-                if slots is not None:
-                    with contextlib.suppress(OSError):  # it is gone: the thread that listens to it says so
-                        reduction.send_handle(process.pipe, descriptor, process.pid)
-            finally:
-                if slots is not None:
-                    os.close(descriptor)
-            self._processes.append(process)
-            self._slots.append(slots)
+        self._processes = [WorkerProcess(f"headrace-worker-{i}", _serve, dict(recipe)) for i in range(workers)]
         self._sending = [threading.Lock() for _ in self._processes]
         self._threads = [
             threading.Thread(target=self._listen, args=(i,), name=f"headrace-worker-{i}-answers", daemon=True)
@@ -187,7 +160,7 @@ class WindowProcesses:
             if "error" in head:
                 error = decode_error(head["error"], otherwise=TokenizerError)
             else:
-                window = _unpacked(head, body, self._slots[worker])
+                window = _unpacked(head, body)
             for i, hole in head["holes"]:
                 self._found(i, hole)
             with self._changed:
@@ -207,30 +180,11 @@ class WindowProcesses:
             self._changed.notify_all()
 
 
-def _new_slots(count: int, size: int) -> tuple[WindowSlots | None, int]:
-    """Slots and their descriptor; none where the system has no such memory, or not so much: windows then come through the pipe."""
-    if not shared_memory_works():
-        return None, -1
-    try:
-        return WindowSlots.create(count, size)
-    except OSError:
-        return None, -1
-
-
 # ------------------------------------------------------------------------------------------- in the worker
 
 
-def _serve(pipe: Connection, recipe: dict[str, Any], count: int, size: int) -> None:
+def _serve(pipe: Connection, recipe: dict[str, Any]) -> None:
     """What a worker process does until its pipe closes."""
-    slots = None
-    if count:
-        try:
-            descriptor = reduction.recv_handle(pipe)
-        except (EOFError, OSError, RuntimeError):  # the parent is gone
-            return
-        with contextlib.suppress(OSError):  # no room for it in this process: then through the pipe
-            slots = WindowSlots(descriptor, count, size)
-        os.close(descriptor)
     from headrace.loader.dataset import TextDataset
 
     bound = recipe.pop("bound")
@@ -263,7 +217,7 @@ def _serve(pipe: Connection, recipe: dict[str, Any], count: int, size: int) -> N
             except Exception as error:
                 head["error"] = encode_error(error)
             else:
-                head |= _packed(window, parts, slots)
+                head |= _packed(window, parts)
             totals = data.meter.drain()
             head["metrics"] = {k: v for k, v in totals.items() if k.startswith(("phase/", "text/"))}
             head["holes"] = []
@@ -293,28 +247,21 @@ def _refuse_all(pipe: Connection, error: BaseException) -> None:
             return
 
 
-def _packed(window: Window, parts: list[bytes | memoryview], slots: WindowSlots | None) -> dict[str, Any]:
-    """A window as plain values and raw arrays, which lie in a slot or go into `parts`: what crosses the pipe is never unpickled."""
+def _packed(window: Window, parts: list[bytes | memoryview]) -> dict[str, Any]:
+    """A window as plain values, its arrays appended to `parts` as bytes: what crosses the pipe is never unpickled."""
     blocks = window.blocks
     arrays = [*(getattr(blocks, name) for name in _BLOCK_ARRAYS), window.doc_chunk, window.doc_row]
-    slot = None if slots is None else slots.put(arrays)
-    if slot is None:
-        parts.extend(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data if a.size else b"" for a in arrays)
+    parts.extend(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data if a.size else b"" for a in arrays)
     return {
         "source": window.source, "lane": window.lane, "start": window.start, "end": window.end,
         "width": blocks.tokens.shape[1], "documents": window.documents, "empty": window.empty, "bad": window.bad,
-        "cut": window.cut, "slot": slot, "lengths": [a.size for a in arrays],
+        "cut": window.cut,
     }  # fmt: skip
 
 
-def _unpacked(head: Mapping[str, Any], parts: list[bytes], slots: WindowSlots | None) -> Window:
+def _unpacked(head: Mapping[str, Any], parts: list[bytes]) -> Window:
     dtypes = [*_BLOCK_ARRAYS.values(), np.int64, np.int64]
-    if head["slot"] is None:
-        found = [np.frombuffer(part, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
-    else:
-        assert slots is not None
-        found = slots.get(head["slot"], zip(dtypes, head["lengths"], strict=True))
-    *of_blocks, doc_chunk, doc_row = found
+    *of_blocks, doc_chunk, doc_row = (np.frombuffer(part, dtype) for part, dtype in zip(parts, dtypes, strict=True))
     arrays = dict(zip(_BLOCK_ARRAYS, of_blocks, strict=True))
     arrays["tokens"] = arrays["tokens"].reshape(-1, head["width"])
     arrays["hashes"] = arrays["hashes"].reshape(-1, 2)

@@ -374,8 +374,6 @@ class TextPlan(LoaderPlan[LoaderState]):
                 meter=self.meter,
                 deadline=deadline,
                 found=self.data.note_hole,
-                windows=2 * len(self._own) * len(self.data.sources),  # of every lane and source one open, and the next
-                window_tokens=self.data.packing.budget,
             )
         return WindowPool(
             self.data.make_window,
