@@ -161,7 +161,7 @@ def _nested(annotation: Any) -> tuple[Any, bool] | None:
 
 def _attribute_docs(model: Any) -> dict[str, str]:
     """The string below each field of a class, which Python itself does not keep."""
-    source = inspect.getsource(model)
+    source = "".join(inspect.getsource(c) for c in reversed(model.__mro__) if c.__module__.startswith("headrace."))
     pattern = r'^    (\w+): (?:[^\n]*\n(?:    [^\n]*\n)*?)    """(.*?)"""'
     found = {}
     for block in re.split(r"^(?=    \w+: )", source, flags=re.MULTILINE)[1:]:
@@ -171,7 +171,7 @@ def _attribute_docs(model: Any) -> dict[str, str]:
 
 
 def _type(annotation: Any, metadata: Any = ()) -> str:
-    from headrace.runs.config.schema import OneOf
+    from headrace.runs.config.base import OneOf
 
     for mark in metadata:
         if isinstance(mark, OneOf):
@@ -195,7 +195,7 @@ def _choices(names: Any) -> str:
 
 
 def _default(field: Any) -> str:
-    from headrace.runs.config.schema import toml_text
+    from headrace.runs.config.base import toml_text
 
     if field.is_required():
         return "required"

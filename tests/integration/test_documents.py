@@ -318,14 +318,8 @@ def resolved(dotted: str) -> Any:
 @cache
 def key_exists(key: str) -> bool:
     """Whether `[table] key` or `[[table]] key` is in the schema of some kind of run."""
-    from headrace.runs.config.schema import (
-        LoaderSection,
-        RunSection,
-        SourceSection,
-        SpoolSection,
-        TextSection,
-        TrainSection,
-    )
+    from headrace.runs.config.base import RunSection
+    from headrace.runs.config.schema import LoaderSection, SourceSection, SpoolSection, TextSection, TrainSection
     from headrace.runs.config.streams import CellTrainSection, LedgerSection, StreamsSection
 
     tables = {

@@ -1,4 +1,4 @@
-"""The verbs, and what an error looks like: one sentence and exit code 1, or 2 when the words of the call are off."""
+"""The command and its errors: one sentence and exit code 1, or 2 for a call that cannot be parsed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from cyclopts import App, CycloptsError, Parameter
 from headrace import __version__
 from headrace.errors import HeadraceError
 
-__all__ = ["app", "main", "with_settings"]
-
 app = App(
     name="headrace",
+    default_parameter=Parameter(negative=()),
     version=f"headrace {__version__}",
     help="""Carries data to the training loop: exact order, small cursors, named waits.
 
@@ -97,7 +96,6 @@ Settings = Annotated[
     Parameter(
         name="--set",
         consume_multiple=False,
-        negative=(),
         show_default=False,
         help="One key of the config: KEY=VALUE. `--train.lr 3e-4` is short for `--set train.lr=3e-4`. May be repeated.",
     ),

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from headrace.cli.app import Settings, names_sources, no_config, overrides
-from headrace.cli.terminal import console_for, facts, print_plain, short
+from headrace.cli.terminal import Format, Quiet, facts, notes, print_answer, print_plain, short, table_of
 from headrace.runs.config.loading import load_any_config
 from headrace.runs.config.rl import RLConfig
 from headrace.runs.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from headrace.runs.check import Plan
-    from headrace.runs.config.streams import StreamsConfig
+    from rich.console import Console
 
-__all__ = ["check"]
+    from headrace.runs.check import Plan
+    from headrace.runs.streams_check import StreamForecast
 
 
 def check(
@@ -27,22 +26,22 @@ def check(
     *,
     settings: Settings = (),
     ranks: Annotated[int, Parameter(help="Also check that this many ranks can share the run.")] = 1,
-    full: Annotated[bool, Parameter(help="Compare everything ever read with its recorded hash.", negative=())] = False,
+    full: Annotated[bool, Parameter(help="Compare everything ever read with its recorded hash.")] = False,
     hashes: Annotated[
         Path | None,
         Parameter(help="Read all data and compare it with the hashes in this folder; record there what has none yet."),
     ] = None,
     stale_threshold: Annotated[
         int | None,
-        Parameter(help="Of a stream job: would a ledger that forgets groups after so many steps do so falsely?"),
+        Parameter(help="Of a stream job: would a ledger that evicts groups after so many steps do so falsely?"),
     ] = None,
-    format: Annotated[Literal["text", "json"], Parameter(help="json: one object for machines.")] = "text",
-    quiet: Annotated[bool, Parameter(help="Only the exit code.", negative=())] = False,
+    format: Format = "text",
+    quiet: Quiet = False,
 ) -> int:
     """Validate a config, open its sources, and print the plan: rows, tokens, weights, lanes, epochs.
 
     Of a stream job the plan is played through, step by step and without reading a row: picks, absences, how often slices run
-    dry, how long the unluckiest waits; and it warns of runs that would starve a modality or spike.
+    dry, the longest wait from pick to pick; and it warns of runs that would starve a modality or spike.
 
     ```
     headrace check examples/quickstart.toml
@@ -57,134 +56,100 @@ def check(
         return no_config("check")
     checked = load_any_config(config, changed)
     named = str(config) if config is not None else "the environment"
-    if isinstance(checked, RLConfig):
-        return _check_rl(named, checked, format=format, quiet=quiet)
-    if not isinstance(checked, RunConfig):
-        return _check_streams(named, checked, ranks=ranks, stale_threshold=stale_threshold, format=format, quiet=quiet)
-    from headrace.runs.check import check_hashes, check_job
+    if isinstance(checked, RunConfig):
+        from headrace.runs.check import check_hashes, check_job
 
-    counted = check_hashes(checked, hashes) if hashes is not None else {}
-    plan = check_job(checked, ranks=ranks, full_check=full)
-    if quiet:
-        return 0
-    console = console_for()
-    if format == "json":
-        console.print_json(json.dumps(plan.to_dict()))
-        return 0
-    from rich.table import Table
+        counted = check_hashes(checked, hashes) if hashes is not None else {}
+        plan = check_job(checked, ranks=ranks, full_check=full)
+        lines = [
+            f"source {name}: {compared:,} chunks compared, {recorded:,} recorded in {hashes}"
+            for name, (compared, recorded) in counted.items()
+        ]
+        print_answer(plan.to_dict(), lambda c: _print_plan(c, named, plan, lines), format=format, quiet=quiet)
+    elif isinstance(checked, RLConfig):
+        rl_plan = _rl_plan(checked)
+        print_answer(rl_plan, lambda c: _print_rl_plan(c, named, rl_plan), format=format, quiet=quiet)
+    else:
+        from headrace.runs.config.streams import StreamsConfig
+        from headrace.runs.streams_check import check_streams
 
-    console.print(f"[bold]{named}[/] is valid   config {plan.config_hash}   {plan.kind}", highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("source", "files", "rows", "~tokens", "~median", "weight", "delivers", "epochs"):
-        table.add_column(name, justify="left" if name == "source" else "right")
-    for s in plan.sources:
-        table.add_row(
-            s.name,
-            f"{s.files:,}",
-            f"{s.rows:,}",
-            short(s.tokens),
-            short(s.median_tokens),
-            f"{s.weight:.3f}",
-            short(s.delivered),
-            f"{s.epochs:.2f}",
-        )
-    console.print(table)
-    for s in plan.sources:
-        if s.first_document:
-            print_plain(console, f"first document of {s.name}: {_first_words(s.first_document)}", "dim")
-    console.print(
-        f"{plan.steps:,} steps x {plan.global_batch_size} x {plan.seq_len} = {short(plan.total_tokens)} tokens; {plan.lanes} lanes",
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(_world_sizes_text(plan), highlight=False, soft_wrap=True)
-    for name, (compared, recorded) in counted.items():
-        console.print(
-            f"source {name}: {compared:,} chunks compared, {recorded:,} recorded in {hashes}", highlight=False
-        )
-    console.print(f"tokenizer {plan.tokenizer} ({plan.vocab_size:,} ids)", highlight=False)
-    for warning in plan.warnings:
-        console.print(f"[yellow]note[/] {warning}", highlight=False, soft_wrap=True)
+        assert isinstance(checked, StreamsConfig)
+        found = check_streams(checked, ranks=ranks, stale_threshold=stale_threshold)
+        print_answer(found.to_dict(), lambda c: _print_streams(c, named, found), format=format, quiet=quiet)
     return 0
 
 
-def _first_words(text: str, most: int = 60) -> str:
-    """The beginning of a text in one line, quoted as it is written in Python."""
-    return ascii(text[:most]) + ("…" if len(text) > most else "")
+def _print_plan(console: Console, named: str, plan: Plan, hash_lines: list[str]) -> None:
+    console.print(f"[bold]{named}[/] is valid   config {plan.config_hash}   {plan.kind}")
+    table = table_of("source", "files", "rows", "~tokens", "~median", "weight", "delivers", "epochs")
+    for s in plan.sources:
+        table.add_row(
+            s.name, f"{s.files:,}", f"{s.rows:,}", short(s.tokens), short(s.median_tokens), f"{s.weight:.3f}", short(s.delivered), f"{s.epochs:.2f}"
+        )  # fmt: skip
+    console.print(table)
+    for s in plan.sources:
+        if s.first_document:
+            text = ascii(s.first_document[:60]) + ("…" if len(s.first_document) > 60 else "")
+            print_plain(console, f"first document of {s.name}: {text}", "dim")
+    size = f"{plan.steps:,} steps x {plan.global_batch_size} x {plan.seq_len} = {short(plan.total_tokens)} tokens"
+    console.print(f"{size}; {plan.lanes} lanes")
+    console.print(_world_sizes_text(plan))
+    for line in hash_lines:
+        print_plain(console, line)
+    console.print(f"tokenizer {plan.tokenizer} ({plan.vocab_size:,} ids)")
+    notes(console, plan.warnings)
 
 
 def _world_sizes_text(plan: Plan) -> str:
-    """Numbers of ranks that a run can have, and what those cost at which ranks share lanes."""
+    """Numbers of ranks that a run can have; for those at which ranks share lanes, how often each window is made."""
     sizes = list(zip(plan.world_sizes, plan.lanes_followed, strict=True))
-    alone = [n for n, followed in sizes if followed * n == plan.lanes]
+    alone = [str(n) for n, followed in sizes if followed * n == plan.lanes]
     shared = [f"{n} (x{followed * n / plan.lanes:.3g})" for n, followed in sizes if followed * n != plan.lanes]
-    text = f"world sizes that make every window once: {', '.join(map(str, alone))}"
-    return text + (
-        f"; that make windows on several ranks: {', '.join(shared[:12])}{', …' if len(shared) > 12 else ''}"
-        if shared
-        else ""
-    )
+    text = f"world sizes that make every window once: {', '.join(alone)}"
+    if shared:
+        more = ", …" if len(shared) > 12 else ""
+        text += f"; that make windows on several ranks: {', '.join(shared[:12])}{more}"
+    return text
 
 
-def _check_rl(named: str, config: RLConfig, *, format: str, quiet: bool) -> int:
-    """Import the environments of an RL config and say what a run would do."""
+def _rl_plan(config: RLConfig) -> dict[str, object]:
+    """Import the environments of an RL config and work out what a run would do."""
     from headrace.rollouts.environments import load_environment
 
     for env in config.env:
         load_environment(env.spec, name=env.name, base=Path(), seed=config.run.seed, options=env.options)
-    rollouts = (
-        sum(e.weight * e.group_size for e in config.env)
-        / sum(e.weight for e in config.env)
-        * config.rollouts.groups_per_step
-    )
-    plan = {
+    mean_size = sum(e.weight * e.group_size for e in config.env) / sum(e.weight for e in config.env)
+    return {
         "kind": config.kind, "config_hash": config.hash, "steps": config.run.steps, "environments": [e.name for e in config.env],
-        "rollouts_per_step": round(rollouts), "lag": config.rollouts.lag, "engine": config.engine.kind, "model": config.policy.model,
+        "rollouts_per_step": round(mean_size * config.rollouts.groups_per_step), "lag": config.rollouts.lag, "engine": config.engine.kind,
+        "model": config.policy.model,
     }  # fmt: skip
-    if quiet:
-        return 0
-    console = console_for()
-    if format == "json":
-        console.print_json(json.dumps(plan))
-        return 0
-    console.print(f"[bold]{named}[/]: an RL run", highlight=False)
+
+
+def _print_rl_plan(console: Console, named: str, plan: dict[str, object]) -> None:
+    console.print(f"[bold]{named}[/]: an RL run")
     facts(console, [(key, str(value)) for key, value in plan.items() if key != "kind"])
-    return 0
 
 
-def _check_streams(
-    name: str, config: StreamsConfig, *, ranks: int, stale_threshold: int | None, format: str, quiet: bool
-) -> int:
-    from headrace.runs.streams_check import check_streams
-
-    plan = check_streams(config, ranks=ranks, stale_threshold=stale_threshold)
-    if quiet:
-        return 0
-    console = console_for()
-    if format == "json":
-        console.print_json(json.dumps(plan.to_dict()))
-        return 0
-    from rich.table import Table
-
-    console.print(f"[bold]{name}[/] is valid   config {plan.config_hash}   {plan.kind}", highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("modality", "files", "rows", "batch", "picks", "share", "absent", "longest absence"):
-        table.add_column(name, justify="left" if name == "modality" else "right")
+def _print_streams(console: Console, named: str, plan: StreamForecast) -> None:
+    console.print(f"[bold]{named}[/] is valid   config {plan.config_hash}   {plan.kind}")
+    table = table_of("modality", "files", "rows", "batch", "picks", "share", "absent", "longest absence")
     for m in plan.modalities:
         table.add_row(
             m.name, f"{m.files:,}", f"{m.rows:,}", f"{m.batch_size:,}", f"{m.picks:,}", f"{m.share:.3f}", f"{m.absent:.0%}", f"{m.longest_absence:,} steps"
         )  # fmt: skip
     console.print(table)
-    lines = (
-        f"{plan.steps:,} steps, {plan.epochs:.2f} epochs of {plan.picks_an_epoch:,} picks; pool of {plan.pool}"
-        + (f" in each of {plan.lanes} lanes" if plan.lanes > 1 else ""),
+    lanes = f" in each of {plan.lanes} lanes" if plan.lanes > 1 else ""
+    print_plain(
+        console,
+        f"{plan.steps:,} steps, {plan.epochs:.2f} epochs of {plan.picks_an_epoch:,} picks; pool of {plan.pool}{lanes}",
+    )
+    print_plain(
+        console,
         f"slices run dry at {plan.exhaust_rate:.1%} of the steps ({plan.exhausts_a_step:.2f} a step); what is left of them differs by {plan.spread_mean:.2f}",
-        f"longest wait from pick to pick: {plan.worst_pick_gap:,} steps" + (f" ({plan.worst_gap_stream})" if plan.worst_gap_stream else "")
-        + f"; overdue at most {plan.overdue_max:.1f}",
-    )  # fmt: skip
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"played {plan.played:,} steps in {plan.seconds:.1f} s", style="dim", highlight=False)
-    for warning in plan.warnings:
-        console.print(f"[yellow]note[/] {warning}", highlight=False, soft_wrap=True)
-    return 0
+    )
+    stream = f" ({plan.worst_gap_stream})" if plan.worst_gap_stream else ""
+    wait = f"longest wait from pick to pick: {plan.worst_pick_gap:,} steps{stream}"
+    print_plain(console, f"{wait}; overdue at most {plan.overdue_max:.1f}")
+    console.print(f"played {plan.played:,} steps in {plan.seconds:.1f} s", style="dim")
+    notes(console, plan.warnings)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
-
-from headrace.cli.terminal import Format, print_answer, print_plain, short, tokens_text
+from headrace.cli.terminal import Format, Quiet, print_answer, print_plain, short, tokens_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from headrace.provenance.diff import Difference, SeenSample
     from headrace.provenance.rollouts import RolloutDifference
-
-__all__ = ["diff"]
 
 
 _SHOWN_DIFFERENCES = 20
@@ -27,7 +23,7 @@ def diff(
     /,
     *,
     format: Format = "text",
-    quiet: Annotated[bool, Parameter(help="Only the exit code.", negative=())] = False,
+    quiet: Quiet = False,
 ) -> int:
     """Name the first step at which two runs saw different data, and what differed.
 
@@ -45,12 +41,10 @@ def diff(
 
     if has_rollouts(run_a) and has_rollouts(run_b):
         parts = diff_rollouts(run_a, run_b)
-        if not quiet:
-            print_answer(format, parts.to_dict(), lambda console: _print_rollout_diff(console, parts))
+        print_answer(parts.to_dict(), lambda c: _print_rollout_diff(c, parts), format=format, quiet=quiet)
         return 0 if parts.same else 1
     found = diff_runs(recorded_run(run_a), recorded_run(run_b))
-    if not quiet:
-        print_answer(format, found.to_dict(), lambda console: _print_diff(console, found))
+    print_answer(found.to_dict(), lambda console: _print_diff(console, found), format=format, quiet=quiet)
     return 0 if found.same else 1
 
 

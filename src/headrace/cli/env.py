@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
+from headrace.cli.terminal import Format, Quiet, print_answer
 
-from headrace.cli.terminal import Format, console_for
-
-__all__ = ["env"]
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
-def env(
-    *, format: Format = "text", quiet: Annotated[bool, Parameter(help="Only the exit code.", negative=())] = False
-) -> int:
+def env(*, format: Format = "text", quiet: Quiet = False) -> int:
     """Show what headrace sees here: versions, processors, memory, encoder, cache folder, what its filesystem can do.
 
     ```
@@ -25,14 +21,12 @@ def env(
     from headrace.runs.machine import describe_machine
 
     facts = describe_machine()
-    console = console_for()
-    if quiet:
-        return 0
-    if format == "json":
-        console.print_json(json.dumps(facts))
-        return 0
-    for group, values in facts.items():
-        console.print(f"[bold]{group}[/]", highlight=False)
-        for name, value in values.items():
-            console.print(f"  [dim]{name:<14}[/] {value}", highlight=False, soft_wrap=True)
+    print_answer(facts, lambda console: _print_machine(console, facts), format=format, quiet=quiet)
     return 0
+
+
+def _print_machine(console: Console, facts: dict[str, dict[str, Any]]) -> None:
+    for group, values in facts.items():
+        console.print(f"[bold]{group}[/]")
+        for name, value in values.items():
+            console.print(f"  [dim]{name:<14}[/] {value}")

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from headrace.cli.terminal import Format, count_text, print_answer, print_plain, print_rollouts, tokens_text
+from headrace.cli.step import print_rollouts
+from headrace.cli.terminal import Format, Quiet, count_text, print_answer, print_plain, tokens_text
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from headrace.provenance.steps import DocumentHistory
-
-__all__ = ["find"]
 
 
 def find(
@@ -29,7 +28,7 @@ def find(
         int | None, Parameter(help="Of an RL run: the task whose rollouts to show, counted from 0.")
     ] = None,
     format: Format = "text",
-    quiet: Annotated[bool, Parameter(help="Only the exit code.", negative=())] = False,
+    quiet: Quiet = False,
 ) -> int:
     """Say which steps of a run saw a document, and when it comes next; of an RL run, show the rollouts of a task.
 
@@ -46,13 +45,13 @@ def find(
     if has_rollouts(run):
         if task is None:
             raise ConfigError(f"{run} holds an RL run: say which task with --task N")
-        return print_rollouts(read_task(run, task), f"task {task} of {run}", format=format, quiet=quiet)
+        print_rollouts(read_task(run, task), f"task {task} of {run}", format=format, quiet=quiet)
+        return 0
     if source is None or row is None:
         raise ConfigError("say which document with --source NAME --row N")
     with RunProvenance(recorded_run(run)) as provenance:
         found = provenance.find(source, row, file)
-    if not quiet:
-        print_answer(format, found.to_dict(), lambda console: _print_find(console, found))
+    print_answer(found.to_dict(), lambda console: _print_find(console, found), format=format, quiet=quiet)
     return 0
 
 

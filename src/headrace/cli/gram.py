@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from headrace.cli.terminal import LongWork, console_for, facts, short
+from headrace.cli.terminal import (
+    Format,
+    LongWork,
+    Quiet,
+    console_for,
+    count_text,
+    facts,
+    print_json,
+    print_plain,
+    short,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,8 +30,6 @@ if TYPE_CHECKING:
     from headrace.reduce.reduce_shards import GramSummary
     from headrace.reduce.shards import RowShards
     from headrace.reduce.transports.transport import FoldProgress
-
-__all__ = ["gram"]
 
 
 def _whole(_: object, tokens: Sequence[Token]) -> int:
@@ -53,9 +59,9 @@ def gram(
     window: Annotated[int, Parameter(converter=_whole, help="Partials a worker may be ahead of the slowest.")] = 4,
     save_every: Annotated[float, Parameter(help="Seconds between two checkpoints.")] = 30.0,
     deadline: Annotated[float, Parameter(help="Seconds without an answer of any worker after which it is an error.")] = 600.0,
-    replace: Annotated[bool, Parameter(help="Overwrite a result of something else, and begin anew where a pass over something else was left.", negative=())] = False,
-    format: Annotated[Literal["text", "json"], Parameter(help="json: print the summary as one JSON object.")] = "text",
-    quiet: Annotated[bool, Parameter(help="Print nothing but errors.", negative=())] = False,
+    replace: Annotated[bool, Parameter(help="Overwrite a result of something else, and begin anew where a pass over something else was left.")] = False,
+    format: Format = "text",
+    quiet: Quiet = False,
 ) -> int:  # fmt: skip
     """Sum x·xᵀ over all rows of the shards, to the same bits on any number of workers, threads and processors.
 
@@ -96,7 +102,7 @@ def gram(
     if talks:
         _closing(console, summary)
     elif format == "json":
-        console.print_json(json.dumps(summary.to_dict()))
+        print_json(summary.to_dict())
     return 128 + summary.signal if summary.signal else 0
 
 
@@ -112,36 +118,23 @@ def _join(
     from headrace.reduce.reduce_shards import join_spool
 
     talks = not quiet and format == "text"
-    console, errors = console_for(), console_for(sys.stderr)
-    said = time.perf_counter()
+    console = console_for()
+    with LongWork(console if talks else None, None if quiet else console_for(sys.stderr)) as work:
 
-    def say(to: Console, sentence: str) -> None:
-        to.print(f"  {sentence}", highlight=False, soft_wrap=True, markup=False)
+        def began(order: WorkOrder, count: int) -> None:
+            sizes = f"{order.partition.n_rows:,} in {order.partition.n_chunks:,} chunks"
+            rows = [("rows", sizes), ("workers", f"{count_text(count, 'worker')} here")]
+            work.opened(f"[bold]headrace[/] works for [bold]{spool}[/]", rows)
 
-    def began(order: WorkOrder, count: int) -> None:
-        if talks:
-            partition = order.partition
-            console.print(f"[bold]headrace[/] works for [bold]{spool}[/]", highlight=False)
-            say(
-                console,
-                f"{partition.n_rows:,} rows in {partition.n_chunks:,} chunks, {count} worker{'s' if count > 1 else ''} here",
-            )
-
-    def progress(made: int) -> None:
-        nonlocal said
-        if talks and time.perf_counter() - said >= LongWork.EVERY:
-            said = time.perf_counter()
-            say(console, f"made {made:,} partials")
-
-    summary = join_spool(
-        spool, shards=shards, workers=workers, threads=threads, deadline=deadline, began=began, progress=progress,
-        notice=lambda sentence: None if quiet else say(errors, sentence),
-    )  # fmt: skip
+        summary = join_spool(
+            spool, shards=shards, workers=workers, threads=threads, deadline=deadline, began=began, notice=work.notice,
+            progress=lambda made: work.went_on(f"made {made:,} partials", done=made),
+        )  # fmt: skip
     if talks:
         how = "the pass is over" if summary.state == "finished" else "stopped"
-        say(console, f"{how}; made {summary.partials:,} partials in {summary.seconds:.1f} s")
+        print_plain(console, f"  {how}; made {summary.partials:,} partials in {summary.seconds:.1f} s")
     elif format == "json":
-        console.print_json(json.dumps(summary.to_dict()))
+        print_json(summary.to_dict())
     return 128 + summary.signal if summary.signal else 0
 
 
@@ -152,11 +145,13 @@ class _Watcher(LongWork):
 
     def began(self, order: WorkOrder, shards: RowShards, engine: str, workers: int, resumed_at: int) -> None:
         partition = order.partition
+        folded = f", {resumed_at:,} folded already" if resumed_at else ""
+        shape = f"{shards.n_rows:,} x {shards.width:,} {shards.dtype}"
         rows = [
-            ("rows", f"{shards.n_rows:,} x {shards.width:,} {shards.dtype} in {len(shards.spec.paths):,} shard{'s' if len(shards.spec.paths) != 1 else ''}"),
-            ("chunks", f"{partition.n_chunks:,} of {partition.chunk_size:,} rows" + (f", {resumed_at:,} folded already" if resumed_at else "")),
-            ("workers", f"{workers} ({engine}), {order.threads} thread{'s' if order.threads > 1 else ''} each"),
-        ]  # fmt: skip
+            ("rows", f"{shape} in {count_text(len(shards.spec.paths), 'shard')}"),
+            ("chunks", f"{partition.n_chunks:,} of {partition.chunk_size:,} rows{folded}"),
+            ("workers", f"{workers} ({engine}), {count_text(order.threads, 'thread')} each"),
+        ]
         if self._spool is not None:
             rows.append(("join", f"headrace gram --join {self._spool.absolute()}"))
         headline = f"[bold]headrace[/] {'goes on with' if resumed_at else 'reduces to'} [bold]{self._out}[/]"
@@ -175,7 +170,7 @@ def rows_folded(summary: GramSummary) -> int:
 
 def _closing(console: Console, summary: GramSummary) -> None:
     words = {"reduced": "reduced", "complete": "is complete already", "stopped": "stopped"}[summary.state]
-    console.print(f"\n[bold]{words}[/]  {summary.out}", highlight=False)
+    console.print(f"\n[bold]{words}[/]  {summary.out}")
     lines = [("rows", f"{summary.n_rows:,} x {summary.width:,}, chunks of {summary.chunk_size:,}")]
     if summary.sha256:
         lines.append(("sha256", summary.sha256))

@@ -7,10 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from headrace.cli.terminal import console_for
+from headrace.cli.terminal import Quiet, console_for, print_plain
 from headrace.errors import ConfigError
-
-__all__ = ["init"]
 
 
 def init(
@@ -19,7 +17,7 @@ def init(
     tokenizer: Annotated[
         str | None, Parameter(help="A tokenizer.json, a folder, or a name of the local Hugging Face cache.")
     ] = None,
-    quiet: Annotated[bool, Parameter(help="Only the exit code.", negative=())] = False,
+    quiet: Quiet = False,
 ) -> int:
     """Write a commented TOML file that trains on your files. Without files it reads built-in text.
 
@@ -37,10 +35,5 @@ def init(
     except FileExistsError:
         raise ConfigError(f"{out} exists already: give another name with --out") from None
     if not quiet:
-        console_for().print(
-            f"wrote {out}; next: headrace check {out}, headrace run {out}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        print_plain(console_for(), f"wrote {out}; next: headrace check {out}, headrace run {out}")
     return 0

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
+from headrace.cli.terminal import Format, Quiet, print_answer, print_plain
 
-from headrace.cli.terminal import console_for
-
-__all__ = ["inspect"]
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def inspect(
     path: Path,
     /,
     *,
-    format: Annotated[Literal["text", "json"], Parameter(help="json: one object for machines.")] = "text",
-    quiet: Annotated[bool, Parameter(help="Only check: exit 0 if it is whole.", negative=())] = False,
+    format: Format = "text",
+    quiet: Quiet = False,
 ) -> int:
     """Show a run folder, a checkpoint or other container, a saved cursor, or a manifest; its checksums are verified.
 
@@ -32,32 +30,24 @@ def inspect(
     from headrace.runs.inspection import inspect_path
 
     found = inspect_path(path)
-    console = console_for()
-    if quiet:
-        return 0
-    if format == "json":
-        console.print_json(json.dumps(found))
-        return 0
-    console.print(f"[bold]{path}[/]: {found['kind']}", highlight=False)
-    _print(console, {k: v for k, v in found.items() if k != "kind"}, indent=1)
+    print_answer(found, lambda console: _print_description(console, path, found), format=format, quiet=quiet)
     return 0
 
 
-def _print(console: Any, value: Mapping[str, Any], indent: int) -> None:
-    for name, item in value.items():
-        pad = "  " * indent
+def _print_description(console: Console, path: Path, found: Mapping[str, Any]) -> None:
+    console.print(f"[bold]{path}[/]: {found['kind']}")
+    _print_tree(console, {k: v for k, v in found.items() if k != "kind"}, "  ")
+
+
+def _print_tree(console: Console, values: Mapping[str, Any], pad: str) -> None:
+    for name, item in values.items():
         if isinstance(item, Mapping):
-            console.print(f"{pad}[dim]{name}[/]", highlight=False)
-            _print(console, item, indent + 1)
+            console.print(f"{pad}[dim]{name}[/]")
+            _print_tree(console, item, pad + "  ")
         elif isinstance(item, list) and item and isinstance(item[0], Mapping):
-            console.print(f"{pad}[dim]{name}[/]", highlight=False)
+            console.print(f"{pad}[dim]{name}[/]")
             for row in item:
-                console.print(
-                    pad + "  " + "  ".join(f"{k} {v}" for k, v in row.items()),
-                    highlight=False,
-                    markup=False,
-                    soft_wrap=True,
-                )
+                print_plain(console, f"{pad}  " + "  ".join(f"{k} {v}" for k, v in row.items()))
         else:
             shown = f"{item:,}" if isinstance(item, int) and not isinstance(item, bool) else item
-            console.print(f"{pad}[dim]{name:<22}[/] {shown}", highlight=False, soft_wrap=True)
+            console.print(f"{pad}[dim]{name:<22}[/] {shown}")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
+from headrace.cli.terminal import Format, Quiet, print_answer
 
-from headrace.cli.terminal import Format, console_for
+if TYPE_CHECKING:
+    from rich.console import Console
 
-__all__ = ["metrics"]
+    from headrace.metrics import MetricSpec
 
 
-def metrics(
-    *, format: Format = "text", quiet: Annotated[bool, Parameter(help="Only the exit code.", negative=())] = False
-) -> int:
+def metrics(*, format: Format = "text", quiet: Quiet = False) -> int:
     """List every metric: key, how ranks are combined, unit, healthy range, meaning.
 
     ```
@@ -25,19 +24,18 @@ def metrics(
     from headrace.metrics import registered_specs
 
     specs = registered_specs()
-    console = console_for()
-    if quiet:
-        return 0
-    if format == "json":
-        rows = [
-            {
-                "key": s.key, "reduction": s.reduction.value, "with_max": s.with_max, "unit": s.unit,
-                "healthy": list(s.healthy) if s.healthy else None, "help": s.help,
-            }
-            for s in specs
-        ]  # fmt: skip
-        console.print_json(json.dumps(rows))
-        return 0
+    rows = [
+        {
+            "key": s.key, "reduction": s.reduction.value, "with_max": s.with_max, "unit": s.unit,
+            "healthy": list(s.healthy) if s.healthy else None, "help": s.help,
+        }
+        for s in specs
+    ]  # fmt: skip
+    print_answer(rows, lambda console: _print_metrics(console, specs), format=format, quiet=quiet)
+    return 0
+
+
+def _print_metrics(console: Console, specs: Sequence[MetricSpec]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -47,4 +45,3 @@ def metrics(
         healthy = f"{s.healthy[0]:g} – {s.healthy[1]:g}" if s.healthy else ""
         table.add_row(s.key, s.reduction.value + (", worst rank" if s.with_max else ""), s.unit, healthy, s.help)
     console.print(table)
-    return 0

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from headrace.cli.app import Settings, overrides
-from headrace.cli.terminal import LongWork, console_for, facts, short
+from headrace.cli.terminal import Format, LongWork, Quiet, console_for, facts, print_json, short
 from headrace.runs.config.loading import load_config
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 
     from headrace.loader import TextDataset
     from headrace.runs.prepare import PrepareProgress, PrepareSummary
-
-__all__ = ["prepare"]
 
 
 def prepare(
@@ -31,8 +28,8 @@ def prepare(
     out: Annotated[Path | None, Parameter(help="The folder to write; prepared/<run.name> unless given.")] = None,
     workers: Annotated[int | None, Parameter(help="Threads that tokenise; one a processor unless given.")] = None,
     shard_mb: Annotated[int, Parameter(help="Size of a shard in MiB. Cannot change in a folder once begun.")] = 128,
-    format: Annotated[Literal["text", "json"], Parameter(help="json: print the summary as one JSON object.")] = "text",
-    quiet: Annotated[bool, Parameter(help="Print nothing but errors.", negative=())] = False,
+    format: Format = "text",
+    quiet: Quiet = False,
 ) -> int:
     """Tokenise every document of a config's sources once, into checked shards that `PreparedDataset` maps.
 
@@ -56,7 +53,7 @@ def prepare(
     if talks:
         _closing(console, summary, _command(config, settings, out, shard_mb))
     elif format == "json":
-        console.print_json(json.dumps(summary.to_dict()))
+        print_json(summary.to_dict())
     return 128 + summary.signal if summary.signal else 0
 
 
@@ -78,7 +75,7 @@ class _Watcher(LongWork):
 
 def _closing(console: Console, summary: PrepareSummary, command: str) -> None:
     words = {"prepared": "prepared", "complete": "is complete already", "stopped": "stopped"}[summary.state]
-    console.print(f"\n[bold]{words}[/]  {summary.folder}", highlight=False)
+    console.print(f"\n[bold]{words}[/]  {summary.folder}")
     speed = summary.new_tokens / summary.seconds if summary.seconds else 0.0
     rows = [
         ("data", f"{summary.documents:,} documents, {summary.tokens:,} tokens, {summary.bytes / 1e6:,.1f} MB in {summary.shards:,} shards"),

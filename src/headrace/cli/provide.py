@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -11,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from headrace.cli.app import Settings, overrides
-from headrace.cli.terminal import console_for
+from headrace.cli.terminal import Format, Quiet, console_for, print_json, print_plain
 from headrace.errors import ConfigError
 from headrace.runs.config.loading import load_config
 
 if TYPE_CHECKING:
     from headrace.spool import DataProviderBase
 
-__all__ = ["provide"]
 
 _KINDS = {"lm": "", "mlm": "masked ", "classify": "labelled ", "tag": "tagged "}
 
@@ -28,18 +26,16 @@ def provide(
     /,
     *,
     settings: Settings = (),
-    join: Annotated[bool, Parameter(help="Work beside providers that are running already.", negative=())] = False,
+    join: Annotated[bool, Parameter(help="Work beside providers that are running already.")] = False,
     take: Annotated[int | None, Parameter(help="The most parts to take; all that are free unless given.")] = None,
     files: Annotated[int | None, Parameter(help="Stop after this many files.")] = None,
-    until_eof: Annotated[bool, Parameter(help="Also stop when standard input ends.", negative=())] = False,
-    force_regenerate: Annotated[bool, Parameter(help="Empty the spool first.", negative=())] = False,
+    until_eof: Annotated[bool, Parameter(help="Also stop when standard input ends.")] = False,
+    force_regenerate: Annotated[bool, Parameter(help="Empty the spool first.")] = False,
     engine: Annotated[
         Literal["local", "ray"], Parameter(help="ray: one actor for each part, on a Ray cluster.")
     ] = "local",
-    format: Annotated[
-        Literal["text", "json"], Parameter(help="json: print what was done as one JSON object.")
-    ] = "text",
-    quiet: Annotated[bool, Parameter(help="Print nothing but errors.", negative=())] = False,
+    format: Format = "text",
+    quiet: Quiet = False,
 ) -> int:
     """Fill a spool with the batches of a config, ahead of the trainers that read it, until stopped.
 
@@ -62,14 +58,14 @@ def provide(
 
     def say(sentence: str) -> None:
         if talks:
-            console.print(f"  {sentence}", highlight=False, soft_wrap=True, markup=False)
+            print_plain(console, f"  {sentence}")
 
     def announce() -> None:
         """Print what is made. Called once this provider has the spool: before that it may be refused."""
         if not talks:
             return
         spool = checked.spool
-        console.print(f"[bold]headrace[/] fills the spool [bold]{checked.spool_dir}[/]", highlight=False)
+        console.print(f"[bold]headrace[/] fills the spool [bold]{checked.spool_dir}[/]")
         say(
             f"{_KINDS[spool.task]}batches of {checked.loader.global_batch_size} x {checked.text.seq_len}, {spool.batches_per_file} a file, up to {spool.max_backlog_files} files ahead, "
             f"{spool.parts} part{'s' if spool.parts > 1 else ''}"
@@ -93,7 +89,7 @@ def provide(
         )  # fmt: skip
     seconds = time.perf_counter() - began
     if format == "json":
-        console.print_json(json.dumps({"spool": checked.spool_dir, "files": made, "seconds": seconds}))
+        print_json({"spool": checked.spool_dir, "files": made, "seconds": seconds})
     elif talks:
         say(f"made {made:,} files in {seconds:.1f} s")
     return 0

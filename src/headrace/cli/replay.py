@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from headrace.cli.terminal import console_for, short
+from headrace.cli.terminal import Format, Quiet, console_for, print_json, print_plain, short
 from headrace.errors import ConfigError
-
-__all__ = ["replay"]
 
 Phase = Literal[
     "idle", "arrival", "boundary", "each", "ingest", "pretokenize", "interleave", "write_experts", "compute_advantages", "apply_filters",
@@ -26,15 +23,15 @@ def replay(
     scale: Annotated[float | None, Parameter(help="With --make: shorten every turn by this factor; 1 if not given.")] = None,
     mode: Annotated[Literal["arrival", "boundary"], Parameter(help="When rollouts are processed: as they arrive, or all at the step's end.")] = "arrival",
     phase: Annotated[Phase | None, Parameter(help="Run this phase alone, in a thread beside the loop; `each` runs every phase in turn; idle, arrival and boundary are parts of the whole step.")] = None,
-    quick: Annotated[bool, Parameter(help="An idle stretch and every phase alone, as --phase each; --gather-chunk-size is then for the interleave.", negative=())] = False,
+    quick: Annotated[bool, Parameter(help="An idle stretch and every phase alone, as --phase each; --gather-chunk-size is then for the interleave.")] = False,
     form: Annotated[Literal["binary", "lists", "msgpack", "json"], Parameter(help="How rollouts arrive: in msgpack with binary columns, as dicts of lists, or as lists in msgpack or JSON text.")] = "lists",
     processes: Annotated[int, Parameter(help="Worker processes that make samples; 0 for a thread.")] = 0,
     synthetic_traffic: Annotated[int, Parameter(help="Background tasks that keep the loop busy meanwhile.")] = 0,
     gather_chunk_size: Annotated[int | None, Parameter(help="With --mode boundary, and for the phase interleave alone: rollouts handed to threads at a time.")] = None,
     seq_len: Annotated[int, Parameter(help="Tokens of a micro batch.")] = 32_768,
     ranks: Annotated[int, Parameter(help="Ranks the batch is packed for.")] = 2,
-    format: Annotated[Literal["text", "json"], Parameter(help="json: one object for machines.")] = "text",
-    quiet: Annotated[bool, Parameter(help="Only the exit code.", negative=())] = False,
+    format: Format = "text",
+    quiet: Quiet = False,
 ) -> int:  # fmt: skip
     """Replay a captured step of rollouts and tell what it costs: wall, CPU, and how late the event loop was.
 
@@ -58,19 +55,20 @@ def replay(
     if gather_chunk_size is not None and alone and phase not in ("interleave", "each"):
         raise ConfigError(f"--phase {phase} runs in one thread: --gather-chunk-size is for the phase interleave")
 
+    talks, answers = not quiet and format == "text", not quiet and format == "json"
+
     def say(line: str) -> None:
-        if not quiet:
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
+        if talks:
+            print_plain(console, line)
 
     if make is not None:
         from headrace.rollouts.dumps import dump_raw_rollouts, synthetic_rollouts
 
         count = dump_raw_rollouts(dump, synthetic_rollouts(make, scale=1.0 if scale is None else scale))
-        facts = {"dump": str(dump), "rollouts": count, "bytes": dump.stat().st_size}
-        if format == "json" and not quiet:
-            console.print_json(json.dumps(facts))
-        elif not quiet:
-            say(f"{dump}: {count} rollouts, {short(facts['bytes'])}B")
+        size = dump.stat().st_size
+        say(f"{dump}: {count} rollouts, {short(size)}B")
+        if answers:
+            print_json({"dump": str(dump), "rollouts": count, "bytes": size})
         return 0
     from headrace.rollouts.replay import ALONE, PhaseCost, replay_phase
     from headrace.rollouts.replay import replay as run
@@ -82,34 +80,29 @@ def replay(
         return f"{cost.phase:<22} {cost.wall:>8.3f} {cost.cpu:>8.3f}                {lags}"
 
     if alone:
-        told_phases = []
-        if format == "text":
-            say(header)
+        phases = []
+        say(header)
         for name in ALONE if phase == "each" else (str(phase),):
             idle, cost = replay_phase(
                 dump, name, synthetic_traffic=synthetic_traffic, seq_len=seq_len, ranks=ranks, form=form,
                 gather_chunk_size=gather_chunk_size if name == "interleave" else None,
             )  # fmt: skip
-            told_phases.append({**asdict(cost), "idle": asdict(idle)})
-            if format == "text":
-                say(f"{line(cost)}   (idle p99 {1e3 * idle.lag_p99:.2f}, max {1e3 * idle.lag_max:.2f})")
-        if format == "json" and not quiet:
-            console.print_json(json.dumps({"synthetic_traffic": synthetic_traffic, "phases": told_phases}))
+            phases.append({**asdict(cost), "idle": asdict(idle)})
+            say(f"{line(cost)}   (idle p99 {1e3 * idle.lag_p99:.2f}, max {1e3 * idle.lag_max:.2f})")
+        if answers:
+            print_json({"synthetic_traffic": synthetic_traffic, "phases": phases})
         return 0
     found = run(
         dump, mode=mode, synthetic_traffic=synthetic_traffic, gather_chunk_size=gather_chunk_size, seq_len=seq_len, ranks=ranks,
         processes=processes, form=form,
     )  # fmt: skip
-    costs = [c for c in found.phases if phase in (None, c.phase)]
-    if format == "json" and not quiet:
+    if answers:
         value = found.to_dict()
-        value["phases"] = [p for p in value["phases"] if phase in (None, p["phase"])]
-        console.print_json(json.dumps(value))
-        return 0
-    say(
-        f"{found.rollouts} rollouts, {found.samples} samples, {short(found.tokens)} tokens, {short(found.bytes)}B, mode {found.mode}, {synthetic_traffic} background tasks"
-    )
+        print_json(value | {"phases": [p for p in value["phases"] if phase in (None, p["phase"])]})
+    sizes = f"{found.rollouts} rollouts, {found.samples} samples, {short(found.tokens)} tokens, {short(found.bytes)}B"
+    say(f"{sizes}, mode {found.mode}, {synthetic_traffic} background tasks")
     say(header)
+    costs = [c for c in found.phases if phase in (None, c.phase)]
     for cost in costs:
         say(line(cost))
     idle = found.phases[0]

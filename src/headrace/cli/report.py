@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 from rich.markup import escape
 
-from headrace.cli.terminal import console_for, facts, short
-
-__all__ = ["report"]
+from headrace.cli.terminal import Format, Quiet, console_for, facts, print_json, short
 
 
 def report(
@@ -24,15 +21,12 @@ def report(
         tuple[str, ...],
         Parameter(
             consume_multiple=False,
-            negative=(),
             show_default=False,
             help="Panels for --png: those whose name contains this. May be repeated.",
         ),
     ] = (),
-    format: Annotated[
-        Literal["text", "json"], Parameter(help="json: facts, findings and panels for machines.")
-    ] = "text",
-    quiet: Annotated[bool, Parameter(help="Only the exit code.", negative=())] = False,
+    format: Format = "text",
+    quiet: Quiet = False,
 ) -> int:
     """Save a run's page as one self-contained HTML file: findings first, curves to zoom into, every metric.
 
@@ -53,40 +47,29 @@ def report(
         return 0
     status = view.status()
     findings = find_problems(view, status)
-    console = console_for()
     if format == "json":
         panels = [
             {k: p[k] for k in ("title", "key", "healthy")} | {"curves": [c["key"] for c in p["curves"]]}
             for p in pages.metrics(view)["panels"]
         ]
-        value = {
-            "path": str(run),
-            "name": view.name,
-            "kind": view.kind,
-            "status": status,
-            "findings": [f.to_dict() for f in findings],
-            "panels": panels,
-        }
-        console.print_json(json.dumps({**value, "page": str(path), "picture": str(png) if png else None}))
+        print_json(
+            {
+                "path": str(run), "name": view.name, "kind": view.kind, "status": status, "findings": [f.to_dict() for f in findings],
+                "panels": panels, "page": str(path), "picture": str(png) if png else None,
+            }
+        )  # fmt: skip
         return 0
-    console.print(f"[bold]{escape(view.name)}[/] ({view.kind})  {view.index.lines:,} lines", highlight=False)
-    facts(
-        console,
-        [
-            (
-                "state",
-                f"{status['state']} at step {status['step']:,}"
-                + (f" of {status['steps']:,}" if status["steps"] else ""),
-            )
-        ],
-    )
+    console = console_for()
+    console.print(f"[bold]{escape(view.name)}[/] ({view.kind})  {view.index.lines:,} lines")
+    steps = f" of {status['steps']:,}" if status["steps"] else ""
+    facts(console, [("state", f"{status['state']} at step {status['step']:,}{steps}")])
     for finding in findings:
-        console.print(f"[yellow]{finding.severity}[/] {escape(finding.sentence)}", highlight=False, soft_wrap=True)
+        console.print(f"[yellow]{finding.severity}[/] {escape(finding.sentence)}")
         if finding.remedy:
-            console.print(f"      {finding.remedy}", style="dim", highlight=False, soft_wrap=True, markup=False)
+            console.print(f"      {finding.remedy}", style="dim", markup=False)
     if not findings:
         console.print("nothing stands out", style="dim")
-    console.print(f"  [dim]page[/]     {escape(str(path))} ({short(size)}B)", highlight=False, soft_wrap=True)
+    facts(console, [("page", f"{escape(str(path))} ({short(size)}B)")])
     if png is not None:
-        console.print(f"  [dim]picture[/]  {escape(str(png))} ({drawn} panels)", highlight=False, soft_wrap=True)
+        facts(console, [("picture", f"{escape(str(png))} ({drawn} panels)")])
     return 0

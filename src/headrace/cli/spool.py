@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from headrace.cli.terminal import Format, console_for, short
+from headrace.cli.terminal import Format, Quiet, print_answer, print_plain, short
 
-__all__ = ["spool"]
+if TYPE_CHECKING:
+    from rich.console import Console
 
 spool = App(
     name="spool",
@@ -23,18 +23,15 @@ headrace spool verify /data/spool && echo whole
 ```""",
 )
 
-Quiet = Annotated[bool, Parameter(help="Only the exit code.", negative=())]
 
+def _print(value: Any, lines: list[str], *, format: str, quiet: bool) -> None:
+    """Print `value` as JSON, or the lines."""
 
-def _show(value: Any, format: str, quiet: bool, lines: list[str]) -> None:
-    if quiet:
-        return
-    console = console_for()
-    if format == "json":
-        console.print_json(json.dumps(value))
-        return
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    def show(console: Console) -> None:
+        for line in lines:
+            print_plain(console, line)
+
+    print_answer(value, show, format=format, quiet=quiet)
 
 
 @spool.command
@@ -53,7 +50,7 @@ def ls(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> 
         for f in files
     ]
     lines += [f"{f['split']:<6} quarantine/{f['file']}: {f['reason']}" for f in aside]
-    _show([f.to_dict() for f in files], format, quiet, lines or ["no files"])
+    _print([f.to_dict() for f in files], lines or ["no files"], format=format, quiet=quiet)
     return 0
 
 
@@ -85,7 +82,7 @@ def stat(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -
     disk = facts["disk"]
     lines.append(f"  {'disk':<14} {disk['file_system'] or 'unknown file system'}, {short(disk['bytes'])}B free")
     lines += [f"  {'':<14} {sentence}" for sentence in disk["warnings"]]
-    _show(facts, format, quiet, lines)
+    _print(facts, lines, format=format, quiet=quiet)
     return 0
 
 
@@ -102,7 +99,7 @@ def verify(directory: Path, /, *, format: Format = "text", quiet: Quiet = False)
     files, findings = check(directory)
     lines = [f.problem if f.seq is None else f"{f.split} part {f.part} file {f.seq}: {f.problem}" for f in findings]
     lines.append(f"{files:,} files checked, {len(findings)} problem{'' if len(findings) == 1 else 's'}")
-    _show({"files": files, "findings": [f.to_dict() for f in findings]}, format, quiet, lines)
+    _print({"files": files, "findings": [f.to_dict() for f in findings]}, lines, format=format, quiet=quiet)
     return 1 if findings else 0
 
 
@@ -127,14 +124,16 @@ def quarantine(
     if file is not None:
         set_aside(directory, file, reason, split=split, part=part)
     found = quarantined(directory)
-    _show(found, format, quiet, [f"{f['split']} {f['file']}: {f['reason']}" for f in found] or ["nothing"])
+    _print(
+        found, [f"{f['split']} {f['file']}: {f['reason']}" for f in found] or ["nothing"], format=format, quiet=quiet
+    )
     return 0
 
 
 @spool.command
 def purge(
     directory: Path, /, *,
-    yes: Annotated[bool, Parameter(help="Do it; without this it is only said what would go.", negative=())] = False,
+    yes: Annotated[bool, Parameter(help="Do it; without this it is only said what would go.")] = False,
     format: Format = "text", quiet: Quiet = False,
 ) -> int:  # fmt: skip
     """Empty a spool that no process uses: files, verdicts, quarantine, archives, positions and meta.
@@ -155,5 +154,5 @@ def purge(
         print(f"headrace spool purge: {directory} holds {files:,} files; say --yes to delete them", file=sys.stderr)
         return 1
     purge_spool(directory)
-    _show({"deleted": files}, format, quiet, [f"{files:,} files deleted"])
+    _print({"deleted": files}, [f"{files:,} files deleted"], format=format, quiet=quiet)
     return 0

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from headrace.cli.terminal import Format, count_text, print_answer, print_plain, print_rollouts, tokens_text
+from headrace.cli.terminal import Format, Quiet, count_text, print_answer, print_plain, tokens_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from headrace.provenance.steps import StepDocuments
-
-__all__ = ["step"]
+    from headrace.rollouts.arrival_log import Arrival
 
 
 def step(
@@ -26,12 +26,10 @@ def step(
     world: Annotated[
         int | None, Parameter(help="Count ranks and rows for this many ranks, rather than for as many as the run had.")
     ] = None,
-    text: Annotated[bool, Parameter(help="Show how each document begins.")] = True,
+    text: Annotated[bool, Parameter(help="Show how each document begins.", negative="--no-text")] = True,
     chars: Annotated[int, Parameter(help="How much of each text is shown.")] = 200,
     format: Format = "text",
-    quiet: Annotated[
-        bool, Parameter(help="Only the exit code: 0 if the documents of the step can be shown.", negative=())
-    ] = False,
+    quiet: Quiet = False,
 ) -> int:
     """List the documents that a run learned from in step NUMBER: source, file, row, tokens, rank, place in the batch, text. Of an RL run: its rollouts.
 
@@ -50,13 +48,12 @@ def step(
     from headrace.runs.recorded import recorded_run
 
     if has_rollouts(run):
-        return print_rollouts(
-            read_step(run, number), f"step {number} of {run}", format=format, quiet=quiet, text=text, chars=chars
-        )
+        shown = chars if text else 0
+        print_rollouts(read_step(run, number), f"step {number} of {run}", format=format, quiet=quiet, chars=shown)
+        return 0
     with RunProvenance(recorded_run(run)) as provenance:
         found = provenance.step(number, world=world, rank=rank, chars=chars if text else None)
-    if not quiet:
-        print_answer(format, found.to_dict(), lambda console: _print_step(console, run, found, rank))
+    print_answer(found.to_dict(), lambda console: _print_step(console, run, found, rank), format=format, quiet=quiet)
     return 0
 
 
@@ -84,3 +81,40 @@ def _print_step(console: Console, run: Path, found: StepDocuments, rank: int | N
         print_plain(console, f"not proven: {found.unproven} ({effort})", "yellow")
     else:
         print_plain(console, f"proven: these blocks give digest {found.digest}, as the run recorded ({effort})")
+
+
+def print_rollouts(arrivals: Sequence[Arrival], title: str, *, format: Format, quiet: bool, chars: int = 200) -> None:
+    """Print rollouts by task, each turn as a line of a chat with at most `chars` characters; 0: without the turns."""
+    answer = {
+        "rollouts": [
+            {
+                "task": a.task, "member": a.member, "attempt": a.attempt, "step": a.step + 1, "env": a.env, "version": a.version, "failed": a.failed or None,
+                "reward": None if a.failed else a.reward, "metrics": a.metrics, "timing": a.timing,
+                "turns": [{"prompt": turn.prompt, "completion": turn.completion, "spans": turn.spans} for turn in a.turns],
+            }
+            for a in arrivals
+        ]
+    }  # fmt: skip
+    print_answer(answer, lambda console: _print_tasks(console, arrivals, title, chars), format=format, quiet=quiet)
+
+
+def _print_tasks(console: Console, arrivals: Sequence[Arrival], title: str, chars: int) -> None:
+    done = [a for a in arrivals if not a.failed]
+    mean = sum(a.reward for a in done) / len(done) if done else float("nan")
+    failures = f"{len(arrivals) - len(done):,} failures"
+    print_plain(console, f"{title}: {len(done):,} rollouts, mean reward {mean:.3f}, {failures}", "bold")
+    task = None
+    for a in arrivals:
+        if a.task != task:
+            task = a.task
+            rewards = [b.reward for b in done if b.task == task]
+            reward = f"{sum(rewards) / len(rewards):.3f}" if rewards else "–"
+            print_plain(
+                console, f"  task {task} ({a.env}, step {a.step + 1}, version {a.version}): mean reward {reward}"
+            )
+        again = f" attempt {a.attempt}" if a.attempt else ""
+        result = f"failed, {a.failed}" if a.failed else f"reward {a.reward:g}"
+        print_plain(console, f"    member {a.member}{again}: {result}")
+        for turn in a.turns if chars else ():
+            print_plain(console, f"      env     {turn.prompt[:chars]}", "dim")
+            print_plain(console, f"      policy  {turn.completion[:chars]}")

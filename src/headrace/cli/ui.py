@@ -15,7 +15,6 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["start_page", "ui"]
 
 _PORT = 8765
 
@@ -27,7 +26,7 @@ def ui(
     port: Annotated[int, Parameter(help="Port to listen on; 0 takes a free one.")] = _PORT,
     host: Annotated[str, Parameter(help="Address to listen on. Any but loopback needs the token that is printed.")] = "127.0.0.1",
     beside: Annotated[int | None, Parameter(show=False)] = None,
-    quiet: Annotated[bool, Parameter(help="Print nothing but the address.", negative=())] = False,
+    quiet: Annotated[bool, Parameter(help="Print nothing but the address.")] = False,
 ) -> int:  # fmt: skip
     """Show runs while they go on: is it healthy, where does the time go, and what did the model just see?
 
@@ -68,7 +67,7 @@ def start_page(run: Path, console: Console) -> None:
         assert process.stderr is not None
         address = process.stdout.readline().strip()
         text = f"page   {address}" if address else f"no live page: {process.stderr.read().strip()[-500:]}"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, markup=False)
         for _ in process.stderr:  # a full pipe would stop the page
             pass
 

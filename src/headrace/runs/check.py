@@ -11,7 +11,8 @@ from typing import Any
 from headrace.errors import StorageError
 from headrace.loader import TextDataset
 from headrace.loader.dataset import MOST_LANES
-from headrace.runs.config.schema import RunConfig, divisors
+from headrace.runs.config.base import divisors
+from headrace.runs.config.schema import RunConfig
 from headrace.runs.job import Job
 
 __all__ = ["Plan", "SourcePlan", "check_hashes", "check_job", "ends_with", "plan_of"]

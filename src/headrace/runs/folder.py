@@ -36,7 +36,8 @@ from headrace.files import (
     read_regular,
     sweep_temporaries,
 )
-from headrace.runs.config.loading import AnyConfig, load_any_config
+from headrace.runs.config.base import JobConfig
+from headrace.runs.config.loading import load_any_config
 from headrace.runs.config.schema import RunConfig
 from headrace.runtime.locks import ExclusiveLock
 
@@ -46,14 +47,14 @@ _MAX_JSON = 16 << 20
 class RunFolder:
     """One run's folder. Made by `create` or `reopen`; every rank holds one, rank 0 writes."""
 
-    def __init__(self, path: Path, config: AnyConfig, about: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, config: JobConfig, about: Mapping[str, Any]) -> None:
         self.path = path
         self.config = config
         self.about = dict(about)
         self._lock: ExclusiveLock | None = None
 
     @classmethod
-    def create(cls, config: AnyConfig, *, version: str) -> RunFolder:
+    def create(cls, config: JobConfig, *, version: str) -> RunFolder:
         """Claim the folder of a new run. A folder that holds a run already is refused."""
         path = Path(config.run.dir)
         if path.exists() and not path.is_dir():

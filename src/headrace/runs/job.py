@@ -16,7 +16,6 @@ from headrace.errors import ConfigError
 from headrace.loader import Loader, MixChange, TextDataset
 from headrace.metrics import Meter
 from headrace.runs.config.loading import load_any_config
-from headrace.runs.config.rl import RLConfig
 from headrace.runs.config.schema import RunConfig
 from headrace.runs.config.streams import StreamsConfig
 from headrace.sources import Source
@@ -123,8 +122,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Job | StreamJob:
     ConfigError lists every mistake of both.
     """
     config = load_any_config(Path(path), overrides)
-    if isinstance(config, RLConfig):
-        raise ConfigError(
-            f"{path} describes an RL job, which has no loader: its batches come from rollouts. Start it with `headrace run {path}`"
-        )
-    return StreamJob(config) if isinstance(config, StreamsConfig) else Job(config)
+    if isinstance(config, RunConfig):
+        return Job(config)
+    if isinstance(config, StreamsConfig):
+        return StreamJob(config)
+    raise ConfigError(
+        f"{path} describes an RL job, which has no loader: its batches come from rollouts. Start it with `headrace run {path}`"
+    )

@@ -18,7 +18,7 @@ from headrace.loader import TextDataset
 from headrace.loader.dataset import sample_tokenizer
 from headrace.metrics import default_meter
 from headrace.order import fingerprint_json
-from headrace.runs.config.schema import RunConfig, lasting_source
+from headrace.runs.config.schema import RunConfig, hashed_source
 from headrace.runs.job import Job
 from headrace.runtime.signals import stop_signals
 from headrace.sources import Source, cache_folder
@@ -43,7 +43,7 @@ def batch_recipe(config: RunConfig) -> str:
     for table, name, fixed in ((loader, "lanes", 48), (text, "window_blocks", 64)):
         if table[name] == "auto":
             table[name] = fixed
-    sources = [lasting_source(source) for source in tables["source"]]
+    sources = [hashed_source(source) for source in tables["source"]]
     spool = {key: tables["spool"].get(key) for key in ("task", "mask_probability", "mask_id")}
     return fingerprint_json(
         {

@@ -41,7 +41,7 @@ class ModalityPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamPlan:
+class StreamForecast:
     """A stream run on paper."""
 
     kind: str
@@ -74,7 +74,7 @@ class StreamPlan:
 
 def check_streams(
     config: StreamsConfig, *, ranks: int = 1, stale_threshold: int | None = None, ledger_capacity: int | None = None
-) -> StreamPlan:
+) -> StreamForecast:
     """List the stream files and play the plan. `stale_threshold` and `ledger_capacity` are those of a ledger beside it; of the
     config's own, unless they are given. A ledger that protects what is read cannot sweep it falsely."""
     began = time.perf_counter()
@@ -107,7 +107,7 @@ def check_streams(
         for i, kind in enumerate(table.kinds)
     )  # fmt: skip
     an_epoch = sum(plan.picks)
-    result = StreamPlan(
+    result = StreamForecast(
         kind=config.kind,
         config_hash=config.hash,
         steps=config.run.steps,
@@ -180,7 +180,11 @@ def _play(plan: MixPlan, steps: int) -> _Seen:
 
 
 def _warnings(
-    config: StreamsConfig, plan: MixPlan, found: StreamPlan, stale_threshold: int | None, ledger_capacity: int | None
+    config: StreamsConfig,
+    plan: MixPlan,
+    found: StreamForecast,
+    stale_threshold: int | None,
+    ledger_capacity: int | None,
 ) -> list[str]:
     section = config.streams
     remarks = []

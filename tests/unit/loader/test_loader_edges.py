@@ -15,7 +15,7 @@ from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExce
 from headrace.loader import Loader, MixChange, TextDataset, merge_states
 from headrace.loader.ends import Share, StoreEnds
 from headrace.metrics import Meter
-from headrace.runs.config.schema import RunSection
+from headrace.runs.config.base import RunSection
 from headrace.sources import Source
 from headrace.text import ByteTokenizer, TokenBatch
 

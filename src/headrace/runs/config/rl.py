@@ -11,36 +11,27 @@ A config with [rollouts], [policy] or [[env]] is read as this.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from headrace.runs.config.schema import (
-    RunSection,
-    _array,
-    _Beta,
-    _Name,
-    _Section,
-    _table_toml,
-    _Text,
-    _unique,
-    found_text,
-)
+from headrace.errors import found_text
+from headrace.runs.config.base import Beta, JobConfig, Name, RunSection, Section, Text, array, unique_names
 
 __all__ = ["EngineSection", "EnvSection", "EvalSection", "PolicySection", "RLConfig", "RolloutsSection"]
 
 
 def _strings(value: object) -> object:
     """One URL may be written without brackets."""
-    return (value,) if isinstance(value, str) else _array(value)
+    return (value,) if isinstance(value, str) else array(value)
 
 
-class PolicySection(_Section):
+class PolicySection(Section):
     """[policy]: the model and how it learns."""
 
-    model: _Text = "gpt-digits"
+    model: Text = "gpt-digits"
     """gpt-digits, gpt-tiny or gpt-small with random weights; the folder of a `headrace run` whose newest checkpoint is the start; hf:FOLDER of transformers."""
-    alphabet: _Text = "0123456789>=<+-* "
+    alphabet: Text = "0123456789>=<+-* "
     """Characters of the built-in tokenizer, one id each."""
     context: int = Field(64, ge=2, le=1 << 20)
     """Longest prompt and answer together, in tokens."""
@@ -48,12 +39,12 @@ class PolicySection(_Section):
     warmup_steps: int = Field(0, ge=0)
     decay: float = Field(0.0, ge=0, le=1)
     """Last share of the steps over which the learning rate falls to 0."""
-    betas: Annotated[tuple[_Beta, _Beta], BeforeValidator(_array)] = (0.9, 0.95)
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(array)] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0)
-    advantage: _Text = "std"
+    advantage: Text = "std"
     """mean, std, leave_one_out, or package.module:function."""
-    clip: Annotated[tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]], BeforeValidator(_array)] = (
+    clip: Annotated[tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]], BeforeValidator(array)] = (
         0.2,
         0.2,
     )
@@ -86,13 +77,13 @@ class PolicySection(_Section):
         return alphabet
 
 
-class EngineSection(_Section):
+class EngineSection(Section):
     """[engine]: who samples from the policy."""
 
     kind: Literal["embedded", "openai"] = "embedded"
     """embedded: in this process. openai: servers by URL that take ids and return ids and log-probs."""
-    url: Annotated[tuple[_Text, ...], BeforeValidator(_strings)] = Field((), examples=[["http://gpu1:8000/v1"]])
-    model: _Text = Field("policy", examples=["policy"])
+    url: Annotated[tuple[Text, ...], BeforeValidator(_strings)] = Field((), examples=[["http://gpu1:8000/v1"]])
+    model: Text = Field("policy", examples=["policy"])
     """The name that the servers serve the policy under."""
     weights: Literal["files", "none"] = "files"
     """files: each version is written to weights/ and the servers are asked to load it. none: the servers keep what they have."""
@@ -112,11 +103,11 @@ class EngineSection(_Section):
         return self
 
 
-class EnvSection(_Section):
+class EnvSection(Section):
     """[[env]]: an environment and its share of the groups."""
 
-    spec: _Text = Field(examples=["python:sort.py:play"])
-    name: _Name = Field("", examples=["sort"])
+    spec: Text = Field(examples=["python:sort.py:play"])
+    name: Name = Field("", examples=["sort"])
     """Derived from the spec unless given."""
     weight: float = Field(1.0, ge=0)
     """Share of the groups, in proportion to the weights of all environments."""
@@ -157,7 +148,7 @@ class EnvSection(_Section):
         return self
 
 
-class RolloutsSection(_Section):
+class RolloutsSection(Section):
     """[rollouts]: how a step's rollouts are asked for."""
 
     groups_per_step: int = Field(32, ge=1, le=1 << 20)
@@ -177,7 +168,7 @@ class RolloutsSection(_Section):
     """Leave out groups whose rewards are all equal: they teach nothing."""
 
 
-class EvalSection(_Section):
+class EvalSection(Section):
     """[eval]: held-out tasks."""
 
     every: int = Field(20, ge=1)
@@ -193,13 +184,21 @@ class RLRunSection(RunSection):
     log_every: int = Field(1, ge=1)
 
 
-class RLConfig(_Section):
-    """Everything an RL run was asked to be, with every default filled in."""
+class RLConfig(JobConfig):
+    """The config of an RL run."""
+
+    kind = "rl"
+    without_effect: ClassVar = {
+        "run": ("steps", "skip"),
+        "engine": ("url", "slots", "tolerance", "deadline"),
+        "rollouts": ("concurrency", "keep", "deadline", "step_deadline"),
+        "eval": ("every", "tasks", "samples"),
+    }
 
     run: RLRunSection = RLRunSection()
     policy: PolicySection = PolicySection()
     engine: EngineSection = EngineSection()
-    env: Annotated[tuple[EnvSection, ...], BeforeValidator(_array)]
+    env: Annotated[tuple[EnvSection, ...], BeforeValidator(array)]
     rollouts: RolloutsSection = RolloutsSection()
     eval: EvalSection = EvalSection()
 
@@ -210,7 +209,7 @@ class RLConfig(_Section):
             raise ValueError('missing, expected at least one [[env]] with a spec such as spec = "python:sort.py:play"')
         if all(env.weight == 0 for env in envs):
             raise ValueError("every environment has weight 0; give at least one a weight above 0")
-        names = _unique([env.name for env in envs])
+        names = unique_names([env.name for env in envs])
         return tuple(
             env if env.name == name else env.model_copy(update={"name": name})
             for env, name in zip(envs, names, strict=True)
@@ -222,47 +221,11 @@ class RLConfig(_Section):
             raise ValueError("run.skip passes over steps of a text job; an RL run has none to pass over")
         return self
 
-    def check_world_size(self, world: int) -> None:
-        """Any number of ranks can share the micro batches of a step."""
-
-    @property
-    def kind(self) -> Literal["rl"]:
-        return "rl"
-
-    def resolved(self) -> dict[str, Any]:
-        """Every key with the value that holds, as plain JSON values."""
-        return self.model_dump(mode="json")
-
-    @property
-    def hash(self) -> str:
-        """12 hex digits over what decides the result of the run."""
-        from headrace.order.fingerprint import fingerprint_json
-
-        tables = self.model_dump(mode="json", exclude_none=True)
-        for table, keys in _WITHOUT_EFFECT.items():
-            for name in keys:
-                tables[table].pop(name, None)
+    def _hashed_tables(self) -> dict[str, Any]:
+        tables = super()._hashed_tables()
         if self.policy.decay:  # then the learning rate depends on where the run ends
             tables["run"]["steps"] = self.run.steps
         for env in tables["env"]:
             for name in ("workers", "memory_mb"):
                 env.pop(name)
-        return fingerprint_json(tables)[:12]
-
-    def to_toml(self) -> str:
-        """A file that is read back to this very config."""
-        tables = self.resolved()
-        if self.run.dir == f"runs/{self.run.name}":
-            del tables["run"]["dir"]
-        parts = [_table_toml(f"[{name}]", tables[name]) for name in ("run", "policy", "engine")]
-        parts += [_table_toml("[[env]]", env) for env in tables["env"]]
-        parts += [_table_toml(f"[{name}]", tables[name]) for name in ("rollouts", "eval")]
-        return "\n".join(parts)
-
-
-_WITHOUT_EFFECT = {
-    "run": ("name", "dir", "base", "steps", "checkpoint_every", "keep_checkpoints", "log_every", "sinks", "stop_after", "deadline", "skip"),
-    "engine": ("url", "slots", "tolerance", "deadline"),
-    "rollouts": ("concurrency", "keep", "deadline", "step_deadline"),
-    "eval": ("every", "tasks", "samples"),
-}  # fmt: skip
+        return tables

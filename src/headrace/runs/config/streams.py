@@ -1,17 +1,16 @@
-"""What a run over streams of cells was asked to be, as checked values.
+"""The checked config of a run over streams of cells: one with a [streams] table.
 
     [streams]
     roots = ["data/cells"]
     batch_size = 32
     batch_sizes = {rna = 64}
 
-A config with a [streams] table is read as this; one with [[source]] as a text job (schema.py). Loaded only for such a config:
-the mixing settings bring numpy.
+Imported only for such a config, because the mixing settings import numpy.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -19,32 +18,29 @@ from headrace.batch import LoaderSettings
 from headrace.errors import ConfigError
 from headrace.ledger.settings import EvictionMode, LedgerSettings
 from headrace.mix import BatchingMode, MixSettings, PickMode, Queue
-from headrace.runs.config.schema import (
+from headrace.runs.config.base import (
+    JobConfig,
+    Name,
     OneOf,
-    RunSection,
-    _array,
-    _Beta,
-    _Name,
-    _Section,
-    _table_toml,
-    _Text,
+    OptimiserSection,
+    Section,
+    Text,
+    array,
     default_of,
+    divisors,
 )
-from headrace.train.settings import TrainSettings
-
-__all__ = ["CellTrainSection", "LedgerSection", "StreamsConfig", "StreamsSection"]
 
 
-class StreamsSection(_Section):
+class StreamsSection(Section):
     """[streams]: which files of cells, and how they are mixed."""
 
-    roots: Annotated[tuple[_Text, ...], BeforeValidator(_array)] = Field(examples=[["data/cells"]])
+    roots: Annotated[tuple[Text, ...], BeforeValidator(array)] = Field(examples=[["data/cells"]])
     """Folders of stream files."""
     layout: Literal["nested", "direct"] = "nested"
     """nested: root/<modality>/<file>; direct: root/<file>, the modality being the root's own name."""
     batch_size: int = Field(32, ge=1, le=1 << 24)
     """Rows a batch and rank."""
-    batch_sizes: dict[_Name, Annotated[int, Field(ge=1, le=1 << 24)]] = Field(
+    batch_sizes: dict[Name, Annotated[int, Field(ge=1, le=1 << 24)]] = Field(
         default_factory=dict, examples=[{"rna": 64}]
     )
     """The same for single modalities, in place of batch_size."""
@@ -62,13 +58,13 @@ class StreamsSection(_Section):
     """Lanes of device_per_stream; the number of ranks divides them."""
     on_reshard: Literal["park", "drop"] = "park"
     """What happens to open files that a smaller pool has no slot for: wait in the queue, or be dropped."""
-    columns: Annotated[tuple[_Text, ...], BeforeValidator(_array)] = Field((), examples=[["x", "group_id"]])
+    columns: Annotated[tuple[Text, ...], BeforeValidator(array)] = Field((), examples=[["x", "group_id"]])
     """Only these columns are read; all of them unless given."""
-    group_key: _Text = "group_id"
+    group_key: Text = "group_id"
     """Column that holds the group of a row."""
-    feature: _Text = "x"
+    feature: Text = "x"
     """The column that the trainer learns from."""
-    targets: dict[_Name, Annotated[float, Field(ge=0)]] = Field(default_factory=dict, examples=[{"rna": 0.7}])
+    targets: dict[Name, Annotated[float, Field(ge=0)]] = Field(default_factory=dict, examples=[{"rna": 0.7}])
     """Shares of the values that each modality should have; only shown beside what was."""
     num_workers: int = Field(0, ge=0, le=256)
     """Processes that read."""
@@ -98,7 +94,7 @@ class StreamsSection(_Section):
         return (self.lanes or self.global_ranks) if self.batching_mode == "device_per_stream" else 1
 
 
-class CellTrainSection(_Section):
+class CellTrainSection(OptimiserSection):
     """[train]: the model and how it learns."""
 
     dim: int = Field(64, ge=1, le=1 << 14)
@@ -107,25 +103,11 @@ class CellTrainSection(_Section):
     """Layers of the model."""
     mask: float = Field(0.25, gt=0, lt=1)
     """Share of the features that is hidden and guessed."""
-    lr: float = Field(default_of(TrainSettings, "lr"), gt=0)
-    """Largest learning rate."""
-    min_lr_ratio: float = Field(default_of(TrainSettings, "min_lr_ratio"), ge=0, le=1)
-    """The learning rate falls to this part of `lr` by the last step."""
-    warmup_steps: int = Field(default_of(TrainSettings, "warmup_steps"), ge=0)
-    """Steps over which the learning rate rises."""
     weight_decay: float = Field(0.01, ge=0)
     """AdamW's weight decay."""
-    betas: Annotated[tuple[_Beta, _Beta], BeforeValidator(_array)] = default_of(TrainSettings, "betas")
-    """AdamW's betas."""
-    grad_clip: float = Field(default_of(TrainSettings, "grad_clip"), gt=0)
-    """Largest norm of the gradient."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is a device."""
-    threads: int | None = Field(None, ge=1, examples=[2])
-    """torch threads of each process."""
 
 
-class LedgerSection(_Section):
+class LedgerSection(Section):
     """[ledger]: one state a group, kept between steps. With it the job trains a recurrent model."""
 
     mode: Annotated[str, OneOf(lambda: [mode.value for mode in EvictionMode])] = default_of(
@@ -164,10 +146,16 @@ class LedgerSection(_Section):
         return LedgerSettings(width=width, device=device, **self.model_dump(exclude={"device"}))
 
 
-class StreamsConfig(_Section):
-    """Everything a stream run was asked to be, with every default filled in."""
+class StreamsConfig(JobConfig):
+    """The config of a run that trains on streams of cells."""
 
-    run: RunSection = RunSection()
+    kind = "streams"
+    without_effect: ClassVar = {
+        "run": ("skip",),
+        "streams": ("num_workers", "prefetch_batches", "targets"),
+        "train": ("threads",),
+    }
+
     streams: StreamsSection
     train: CellTrainSection = CellTrainSection()
     ledger: LedgerSection | None = None
@@ -179,56 +167,10 @@ class StreamsConfig(_Section):
         return self
 
     def check_world_size(self, world: int) -> None:
-        """Refuse a number of ranks that cannot share the lanes; per_stream takes any."""
+        """Raise ConfigError for a number of ranks that does not divide the lanes of device_per_stream."""
         lanes = self.streams.lane_count
         if self.streams.batching_mode == "device_per_stream" and lanes % world:
-            fitting = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
             raise ConfigError(
-                f"streams.lanes: {world} ranks cannot share {lanes} lanes, because the number of ranks must divide them; start {fitting} "
-                "ranks, or change streams.lanes (that may be done at a resume)"
+                f"streams.lanes: {world} ranks cannot share {lanes} lanes, because the number of ranks must divide them; start "
+                f"{', '.join(map(str, divisors(lanes)))} ranks, or change streams.lanes (that may be done at a resume)"
             )
-
-    @property
-    def kind(self) -> Literal["streams"]:
-        return "streams"
-
-    def resolved(self) -> dict[str, Any]:
-        """Every key with the value that holds, as plain JSON values."""
-        return self.model_dump(mode="json")
-
-    @property
-    def hash(self) -> str:
-        """12 hex digits over what decides the result of the run."""
-        from headrace.order.fingerprint import fingerprint_json
-
-        tables = self.model_dump(mode="json", exclude_none=True)
-        for table, keys in _WITHOUT_EFFECT.items():
-            for name in keys:
-                tables[table].pop(name, None)
-        return fingerprint_json(tables)[:12]
-
-    def to_toml(self) -> str:
-        """A file that is read back to this very config."""
-        tables = self.resolved()
-        if self.run.dir == f"runs/{self.run.name}":
-            del tables["run"]["dir"]
-        named = ("run", "streams", "train") if self.ledger is None else ("run", "streams", "train", "ledger")
-        return "\n".join(_table_toml(f"[{name}]", tables[name]) for name in named)
-
-
-_WITHOUT_EFFECT = {
-    "run": (
-        "name",
-        "dir",
-        "base",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "log_every",
-        "sinks",
-        "stop_after",
-        "deadline",
-        "skip",
-    ),
-    "streams": ("num_workers", "prefetch_batches", "targets"),
-    "train": ("threads",),
-}

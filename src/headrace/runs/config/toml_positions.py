@@ -6,9 +6,8 @@
     [[source]]                 source.lines[("source", 0, "spec")]    -> 5
     spec = "sample:prose"
 
-tomllib says what a document means but not where. A second walk over the same text keeps the places and skips the
-meanings. It runs only on documents that tomllib took, so it may trust the grammar: it never has to decide whether a
-document is valid. No maintained library gives the lines: tomlkit and rtoml keep or drop the text, and neither has positions.
+tomllib parses the values but keeps no positions, and neither do tomlkit and rtoml. A second pass over the same text finds the line of
+each key. It runs only on text that tomllib accepted, so it need not decide whether the text is valid.
 """
 
 from __future__ import annotations
@@ -36,10 +35,8 @@ _QUOTED = re.compile(
 _SCALAR = re.compile(r"[^,\]}#\n]+")
 _PLACE = re.compile(r"\s*\(at (?:line (\d+), column \d+|end of document)\)$")
 
-_MAX_PARTS = 1_000
-"""Parts of a dotted key."""
 _NOT_CLOSED = "a string is not closed; put the quote that began it at its end"
-# tomllib speaks of its own parser; these are the sentences of it that do not tell a user what to change.
+# Messages of tomllib that do not tell a user what to change, and what is shown in their place.
 _PLAINER = (
     (re.compile(r"Cannot overwrite a value"), "this key is already set above; keep one of the two"),
     (re.compile(r"Cannot declare \((.*?),?\) twice"), "this table already stands above; merge the two"),
@@ -54,7 +51,7 @@ _PLAINER = (
 
 
 class TomlError(ValueError):
-    """A document is not TOML. `line` is where, `message` what to change."""
+    """A text is not TOML. `line` is the line of the mistake, `message` says what to change."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(line, message)
@@ -64,7 +61,7 @@ class TomlError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TomlSource:
-    """What a document says, and where it says it."""
+    """The values of a TOML text, and the line of each key."""
 
     values: dict[str, Any]
     lines: dict[KeyPath, int]
@@ -72,16 +69,13 @@ class TomlSource:
 
 
 def parse_toml(text: str) -> TomlSource:
-    """Parse a document and find its keys. Raises TomlError."""
+    """Parse a TOML text and find the lines of its keys. Raises TomlError."""
     text = text.replace("\r\n", "\n")  # as tomllib does
-    for number, line in enumerate(text.split("\n"), start=1):  # a parser takes quadratic time for a key of many parts
-        if line.partition("=")[0].count(".") > _MAX_PARTS:
-            raise TomlError(number, "values are nested too deeply")
-    from headrace.files import deep_key_line  # brings numpy, which `headrace --help` does without
+    from headrace.files import deep_key_line  # imports numpy, which `headrace --help` does not need
 
+    if (deep := deep_key_line(text)) is not None:
+        raise TomlError(deep, "values are nested too deeply: a key has more than 33 parts")
     try:
-        if (deep := deep_key_line(text)) is not None:
-            raise TomlError(deep, "a key of more than 33 parts: values are nested too deeply")
         values = tomllib.loads(text)
         lines = _Walk(text).lines()
     except tomllib.TOMLDecodeError as error:
@@ -106,7 +100,7 @@ def _plain_error(message: str, *, last_line: int) -> TomlError:
 
 @dataclass(slots=True)
 class _Walk:
-    """One pass over a valid document."""
+    """One pass over a valid TOML text."""
 
     text: str
     at: int = 0
