@@ -31,17 +31,6 @@ from headrace.errors import TokenizerError
 from headrace.order import draws, key
 from headrace.text.token_batch import TokenBatch
 
-__all__ = [
-    "ENGINES",
-    "SPOT_CHECK_EVERY",
-    "Encode",
-    "EngineChoice",
-    "EngineName",
-    "Reference",
-    "choose_engine",
-    "proof_sample",
-]
-
 _log = logging.getLogger("headrace.text")
 
 EngineName = Literal["auto", "tokenizers", "fastokens", "gigatoken", "tiktoken"]

@@ -25,8 +25,6 @@ from headrace.text.engines import GPT2_PATTERN, Encode, split_pattern
 from headrace.text.ranks import CL100K_PATTERN, O200K_PATTERN
 from headrace.text.token_batch import TokenBatch
 
-__all__ = ["LONGEST_PIECE", "Pieces"]
-
 PIECE = 256 << 10
 """Characters of a piece. Documents of up to twice as many are encoded whole."""
 LONGEST_PIECE = 16 << 20

@@ -28,8 +28,6 @@ from headrace.text.pieces import Pieces
 from headrace.text.token_batch import TokenBatch
 from headrace.text.tokenizer_file import check_tokenizer
 
-__all__ = ["BpeTokenizer", "ByteTokenizer", "Tokenizer", "load_tokenizer", "train_bpe"]
-
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "[EOS]", "[SEP]")
 _BOS_NAMES = ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 _PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")

@@ -14,8 +14,6 @@ import orjson
 
 from headrace.errors import TokenizerError
 
-__all__ = ["check_tokenizer"]
-
 _MAX_ADDED = 10_000
 _MAX_CONTENT = 1_000
 _MAX_STEPS = 64
