@@ -116,7 +116,7 @@ def _cuttable(described: dict) -> tuple[str, ...] | None:
     if any(t.get(flag) for t in added for flag in ("single_word", "lstrip", "rstrip")):
         return None
     try:
-        pattern = split_pattern(described.get("pre_tokenizer"), digits=True)
+        pattern = split_pattern(described.get("pre_tokenizer"))
     except (ValueError, KeyError, TypeError):
         return None
     return tuple(str(t["content"]) for t in added if t.get("content")) if pattern in _PATTERNS else None
