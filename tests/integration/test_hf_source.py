@@ -192,7 +192,7 @@ def test_a_shard_that_was_not_downloaded_is_missed_by_name(tmp_path):
 
 def test_files_of_two_formats_in_a_split_are_not_mixed_in_silence(tmp_path):
     write(tmp_path / "d", {"train.jsonl": ["a"], "train.parquet": ["b"]})
-    with pytest.raises(DataError, match=r"files of several formats \(jsonl, parquet\); name those that are meant"):
+    with pytest.raises(DataError, match=r"files of several formats \(jsonl, parquet\); name the files to read"):
         opened(tmp_path)
 
 

@@ -61,15 +61,29 @@ class EngineChoice:
 class Reference:
     """The `tokenizers` library, which every other engine must agree with."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, name: str) -> None:
+        """`inner`: a `tokenizers.Tokenizer`. `name`: what errors call it."""
+        self._inner, self._name = inner, name
 
     def __call__(self, texts: Sequence[str]) -> TokenBatch:
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise TokenizerError(
+                f"`tokenizers` gave up on a text with tokenizer {self._name}: {_first_line(error)}. If that is about a regular "
+                "expression, it takes too many steps: give the file of its publisher"
+            ) from error
         rows = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=offsets[1:])
         return TokenBatch(np.concatenate(rows) if rows else np.empty(0, np.int32), offsets)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether native code panicked: the error of that is no Exception, and each library has a class of its own for it."""
+    return type(error).__name__ == "PanicException"
 
 
 def choose_engine(wanted: EngineName, definition: bytes, reference: Reference, *, name: str) -> EngineChoice:
