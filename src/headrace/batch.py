@@ -19,21 +19,6 @@ from headrace.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "DEFAULT_LM_FIELDS",
-    "DTYPES",
-    "LM_FIELDS",
-    "OFFSETS",
-    "BatchSpec",
-    "FieldSpec",
-    "Labels",
-    "LoaderSettings",
-    "label_problems",
-    "lm_batch_spec",
-    "lm_field_problems",
-    "numpy_dtype",
-]
-
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
     "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",

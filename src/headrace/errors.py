@@ -26,26 +26,6 @@ import difflib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = [
-    "ConfigError",
-    "CursorMismatch",
-    "DataChanged",
-    "DataError",
-    "DeadlineExceeded",
-    "EndOfData",
-    "EnvironmentFailed",
-    "FileCorrupt",
-    "HeadraceError",
-    "RolloutRefused",
-    "StepFailed",
-    "StorageError",
-    "TokenizerError",
-    "WeightsNotTaken",
-    "WorkerDied",
-    "did_you_mean",
-    "nearest",
-]
-
 
 class HeadraceError(Exception):
     """The root: an error with a sentence for the user."""

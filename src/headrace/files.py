@@ -1,21 +1,21 @@
-"""A file appears whole, durable and checked, or not at all.
+"""Writing and reading of files: a file appears whole, durable and checked, or not at all.
 
     publish(path, parts)            temp → write all → fsync → link (exclusive) → unlink temp → fsync of the folder
-    write_container(path, arrays, meta)   a safetensors file that also carries checksums and our JSON
+    write_container(path, arrays, meta)   a safetensors file with checksums and a JSON value
     open_container(path)            mapped and verified before a value is handed out
-    quarantine(path, reason)        a bad file leaves the way but is kept, with the reason beside it
+    quarantine(path, reason)        moves a bad file into a quarantine folder, with the reason beside it
     open_inside(folder, name)       a file that is appended to or locked; no symbolic link below the folder is followed
     open_regular(path)              a file of unknown origin: only a regular file is opened
-    read_regular(path, most)        all of its bytes, of which there may be at most so many
-    read_json(path, most)           a JSON value in such a file
+    read_regular(path, most)        all bytes of such a file, at most `most` of them
+    read_json(path, most)           the JSON value in such a file
 
 A process that dies at any point leaves either nothing, or a name starting with `.tmp-`, or the finished file. A failed
 fsync is never retried on the same file, because the kernel may have dropped the pages and report success the second
-time: the error goes up, and the next attempt is a new temp file.
+time: the error is raised, and the next attempt is a new temp file.
 
-Containers are ordinary safetensors, so any tool reads them; our part sits in `__metadata__["headrace"]`: a checksum of
-every tensor, one of the header itself (with its own digits blanked), and a JSON value of the caller's. Neither
-safetensors nor torch.load notices a flipped bit; here all of them are found before use.
+Containers are ordinary safetensors, so any tool reads them. `__metadata__["headrace"]` adds a checksum of every tensor, one of the header
+itself (with its own digits blanked), and a JSON value of the caller's. Neither safetensors nor torch.load notices a flipped bit; here
+every flipped bit is found before use.
 
 A tensor may be summed in segments of rows as well as a whole (`segments`): then a reader who needs some rows checks those
 and touches no other (`Container.check_rows`). The sums of the segments are a tensor of their own, summed as a whole.
@@ -63,8 +63,17 @@ SAFETENSORS_DTYPES = {
 }  # fmt: skip
 """numpy's types by safetensors' names. BF16 appears as uint16, because numpy has no bfloat16."""
 _NAME_OF = {np.dtype(v).str: k for k, v in SAFETENSORS_DTYPES.items() if k != "BF16"}
-Layout = tuple[tuple[str, int, int, str, tuple[int, ...]], ...]
-"""Name, first byte, end, dtype and shape of each tensor."""
+
+
+class _Tensor(NamedTuple):
+    """Place and type of a tensor in a container."""
+
+    name: str
+    start: int
+    """First byte, counted from the end of the header."""
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
 
 
 # ---------------------------------------------------------------------------------------------- publish
@@ -78,7 +87,7 @@ class Durability(enum.Enum):
     DEFERRED = "deferred"
     """Shortly after, by a background thread: a power cut may tear the last files. For data that can be made again."""
     UNSYNCED = "unsynced"
-    """When the kernel writes it, within half a minute or so. For what an older version of serves as well, or that is made again."""
+    """When the kernel writes it, within about half a minute. For files that can be made again, or whose older version will do."""
 
     @classmethod
     def of(cls, durable: Durability | bool) -> Durability:
@@ -93,17 +102,20 @@ def publish(
     replace: bool = False,
     durable: Durability | bool = True,
 ) -> None:
-    """Make `path` appear with all of `parts` in it.
+    """Make `path` appear with all of `parts` in it. StorageError if that fails; then `path` is as it was.
 
-    Exclusive by default: a path that exists raises FileExistsError, whoever came first. `replace=True` takes its place
-    in one step. Unless `durable` is True or SYNCED, the fsyncs are left to the caller or the kernel.
+    Args:
+        path: The file. Its folder has to exist.
+        parts: The content, in order.
+        replace: Take the place of an existing file in one step. Otherwise a path that exists raises FileExistsError.
+        durable: Unless True or SYNCED, fsync is left to the caller or the kernel.
     """
     durable = Durability.of(durable) is Durability.SYNCED
     folder = path.parent
     published = False
     temp = folder / temporary_name()
     try:
-        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             for part in (parts,) if isinstance(parts, bytes) else parts:
                 _write_all(fd, memoryview(part).cast("B"))
@@ -127,7 +139,7 @@ def publish(
         if published:
             raise StorageError(
                 f"{path} was written whole, but its folder could not be synced ({error.strerror or error}): it may be gone after a "
-                "power cut. Look after the disk before relying on it."
+                "power cut. Check the disk before relying on it."
             ) from error
         raise StorageError(
             f"could not write {path}: {error.strerror or error}. Nothing was published; free space or fix the folder "
@@ -167,7 +179,7 @@ def publish_json(path: Path, value: Any, *, replace: bool = False) -> None:
 
 def sync_folder(folder: Path) -> None:
     """fsync a folder, so that the names in it survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     finally:
@@ -175,7 +187,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sweep_temporaries(folder: Path) -> int:
-    """Remove what dead writers left behind; how many there were. Only for a folder that has one writer."""
+    """Remove the unfinished files of dead writers; return how many there were. Only for a folder that has one writer."""
     left = [p for p in folder.iterdir() if p.name.startswith(TEMP_PREFIX)]
     for path in left:
         _unlink_quietly(path)
@@ -183,7 +195,7 @@ def sweep_temporaries(folder: Path) -> int:
 
 
 def quarantine(path: Path, reason: str, folder: Path | None = None, about: Mapping[str, Any] | None = None) -> Path:
-    """Move a bad file, or whatever lies under its name, into a quarantine with its reason; the path it has there.
+    """Move a bad file, link or folder into a quarantine, with the reason beside it; return its path there.
 
     Args:
         path: The file. FileNotFoundError if it is gone.
@@ -278,9 +290,9 @@ _SYSTEM_ERRORS = {
     errno.EMFILE: "Close other files, or raise the limit of open files (ulimit -n), and run again",
     errno.ENFILE: "Close other files, or raise the machine's limit of open files (fs.file-max), and run again",
     errno.ENOMEM: "Free memory, or raise its limit, and run again",
-    errno.EIO: "Look after the disk and run again",
-    errno.ESTALE: "Look after the network file system and run again",
-    errno.ETIMEDOUT: "Look after the network file system and run again",
+    errno.EIO: "Check the disk and run again",
+    errno.ESTALE: "Check the network file system and run again",
+    errno.ETIMEDOUT: "Check the network file system and run again",
 }
 """Errors that say nothing about the file: the process or the machine is short of something, or the disk fails."""
 
@@ -327,7 +339,7 @@ def open_regular(path: Path | str, *, follow: bool = False) -> int:
 
 
 def read_regular(path: Path | str, most: int, *, follow: bool = False) -> bytes:
-    """All bytes of a regular file, at most `most` of them; FileCorrupt if it has more. Otherwise as `open_regular`."""
+    """Return all bytes of a regular file; FileCorrupt if there are more than `most`. `follow` and errors as for `open_regular`."""
     fd = open_regular(path, follow=follow)
     try:
         size = os.fstat(fd).st_size
@@ -345,12 +357,12 @@ def read_regular(path: Path | str, most: int, *, follow: bool = False) -> bytes:
 
 
 def read_json(path: Path | str, most: int = 16 << 20, *, follow: bool = False) -> Any:
-    """The JSON value in a regular file of at most `most` bytes. FileCorrupt names the file if it is none."""
+    """Return the JSON value in a regular file of at most `most` bytes; FileCorrupt names the file if there is none."""
     return decode_json(read_regular(path, most, follow=follow), path)
 
 
 MOST_PASSED = 1 << 28
-"""Bytes of one line that is too long that are passed over to find its end. Behind a longer one nothing is read."""
+"""Bytes of an overlong line that are skipped to find its end. Behind a longer line nothing is read."""
 
 
 class Line(NamedTuple):
@@ -360,11 +372,11 @@ class Line(NamedTuple):
     """From 1."""
     offset: int
     text: bytes | None
-    """None: it is longer than a line may be."""
+    """None if the line is longer than a line may be."""
 
 
 def read_lines(path: Path | str, longest: int = 1 << 20, *, follow: bool = False) -> Iterator[Line]:
-    """The lines of a regular file, of which no more than `longest` bytes are held at once."""
+    """Yield the lines of a regular file. No more than `longest` bytes are held at once; of a longer line the text is None."""
     with open(open_regular(path, follow=follow), "rb") as handle:
         number = offset = 0
         while text := handle.readline(longest + 1):
@@ -381,7 +393,7 @@ def read_lines(path: Path | str, longest: int = 1 << 20, *, follow: bool = False
 
 
 def json_objects(lines: Iterable[bytes | None]) -> Iterator[dict[str, Any]]:
-    """The JSON objects in some lines; what is torn, too long or another value is passed over."""
+    """Yield the JSON objects in some lines; lines that are torn, too long or hold another value are skipped."""
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line or b"")
@@ -390,13 +402,13 @@ def json_objects(lines: Iterable[bytes | None]) -> Iterator[dict[str, Any]]:
 
 
 def read_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The objects of an append-only file. A file that is not there has none."""
+    """Yield the objects of an append-only file; none if the file does not exist."""
     with contextlib.suppress(FileNotFoundError):
         yield from json_objects(line.text for line in read_lines(path, follow=True))
 
 
 def read_tail(path: Path | str, most: int = 1 << 20, *, follow: bool = False) -> list[bytes]:
-    """The last lines of a regular file, whatever its size: those that are whole in its last `most` bytes."""
+    """Return the last lines of a regular file: those that are whole in its last `most` bytes."""
     fd = open_regular(path, follow=follow)
     try:
         size = os.fstat(fd).st_size
@@ -409,25 +421,13 @@ def read_tail(path: Path | str, most: int = 1 << 20, *, follow: bool = False) ->
 
 
 def decode_json(raw: bytes | str, what: object) -> Any:
-    """The value of untrusted JSON text. FileCorrupt names `what` for anything else, also for values nested too deeply."""
+    """Return the value of untrusted JSON text; FileCorrupt names `what` if it is no JSON, or nested too deeply."""
     try:
         return json.loads(raw)
     except RecursionError as error:
         raise FileCorrupt(f"{what} is damaged: its JSON is nested too deeply") from error
     except (ValueError, MemoryError) as error:
         raise FileCorrupt(f"{what} is damaged: it is not JSON ({error})") from error
-
-
-def decode_msgpack(raw: bytes | memoryview, what: object) -> Any:
-    """The value of untrusted msgpack. FileCorrupt names `what` for anything else, also for values nested too deeply."""
-    import msgspec
-
-    try:
-        return msgspec.msgpack.decode(raw)
-    except RecursionError as error:
-        raise FileCorrupt(f"{what} is damaged: its values are nested too deeply") from error
-    except (msgspec.DecodeError, ValueError, MemoryError) as error:
-        raise FileCorrupt(f"{what} cannot be decoded: {error}") from error
 
 
 _DEEP_KEY = re.compile(r"""(?:(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){33}""")
@@ -440,10 +440,7 @@ def deep_key_line(text: str) -> int | None:
 
 
 def decode_toml(text: str, what: object) -> dict[str, Any]:
-    """The tables of untrusted TOML. FileCorrupt names `what` for anything else.
-
-    Keys of very many parts are refused before tomllib sees them; values nested too deeply by Python's own limit.
-    """
+    """Return the tables of untrusted TOML; FileCorrupt names `what` if it is no TOML, or nested too deeply."""
     if (line := deep_key_line(text)) is not None:
         raise FileCorrupt(f"{what}:{line}: a key of more than 33 parts, which is nested too deeply")
     try:
@@ -518,8 +515,12 @@ def write_container(
 ) -> None:
     """Publish named arrays and a JSON value as one checked safetensors file.
 
-    `dtypes` overrides the stored dtype name of an array of the same item size (BF16 for uint16). `segments` gives the rows
-    per checksum of the arrays that are summed by segments.
+    Args:
+        path, replace, durable: As for `publish`.
+        arrays: By name.
+        meta: A JSON value.
+        dtypes: Stored dtype names of arrays that are stored as another type of the same item size (BF16 for uint16).
+        segments: Rows per checksum, for arrays that are summed by segments.
     """
     publish(path, _container_parts(arrays, meta, dtypes or {}, segments or {}), replace=replace, durable=durable)
 
@@ -530,7 +531,7 @@ def container_bytes(arrays: Mapping[str, np.ndarray], meta: Any) -> bytes:
 
 
 def read_container(data: bytes | bytearray | memoryview, what: str) -> Container:
-    """Check and read such bytes in place. `what` names them in sentences."""
+    """Check and read the bytes of a container in place. `what` names them in errors."""
     return _container(Path(what), memoryview(data).cast("B"), verify=True)
 
 
@@ -562,14 +563,20 @@ def _container_parts(
 
 
 def open_container(path: Path, *, verify: bool = True, private: bool = False, follow: bool = True) -> Container:
-    """Map a container and check it. `verify=False` leaves tensors that are summed by segments, or all where there are none,
-    to `check_rows`; the header is always checked. `private`: the arrays may be written to, which changes no file. `follow`: a symbolic
-    link will do."""
+    """Map a container and check it. FileCorrupt if it is damaged.
+
+    Args:
+        path: The file.
+        verify: Check all tensors now. False leaves tensors that are summed by segments, or all if none is, to `check_rows`; the
+            header is always checked.
+        private: Let the arrays be written to, which changes no file.
+        follow: Let `path` be a symbolic link.
+    """
     return _container(path, memoryview(_mapped(path, private, follow)), verify=verify)
 
 
 def _container(path: Path, buffer: memoryview, *, verify: bool) -> Container:
-    """The container in these bytes, checked. `path` names it in sentences."""
+    """The container in these bytes, checked. `path` names it in errors."""
     size = len(buffer)
     if size < 8:
         raise FileCorrupt(f"{path} is not a container: it has {size} bytes")
@@ -582,14 +589,15 @@ def _container(path: Path, buffer: memoryview, *, verify: bool) -> Container:
     entries, ours = _parse_header(path, bytes(buffer[8:begin]))
     arrays: dict[str, np.ndarray] = {}
     dtypes: dict[str, str] = {}
-    for name, start, end, dtype, shape in _layout(path, entries, size - begin):
-        arrays[name] = np.frombuffer(buffer[begin + start : begin + end], dtype=SAFETENSORS_DTYPES[dtype]).reshape(
-            shape
-        )
-        dtypes[name] = dtype
+    for tensor in _layout(path, entries, size - begin):
+        data = buffer[begin + tensor.start : begin + tensor.end]
+        arrays[tensor.name] = np.frombuffer(data, dtype=SAFETENSORS_DTYPES[tensor.dtype]).reshape(tensor.shape)
+        dtypes[tensor.name] = tensor.dtype
     container = Container(path, arrays, dtypes, ours["meta"], ours["sums"])
     segmented = any(name.endswith(SEGMENT_SUMS) for name in arrays)
-    for name in sorted(arrays, key=lambda n: not n.endswith(SEGMENT_SUMS)):  # sums first: the others lean on them
+    for name in sorted(
+        arrays, key=lambda n: not n.endswith(SEGMENT_SUMS)
+    ):  # sums first: the others are compared with them
         if verify or (segmented and _recorded(ours["sums"].get(name, ""))[0] is None):
             container.check_rows(name)
     return container
@@ -619,7 +627,7 @@ def _header_bytes(entries: Mapping[str, Any], ours: Mapping[str, Any]) -> bytes:
 def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         entries = orjson.loads(header)
-        # By the module that knows all of JSON: orjson makes a fraction of a number of more than 64 bits, and a digest is one.
+        # Not by orjson: it reads an integer of more than 64 bits, such as a digest, as a float.
         ours = json.loads(entries.pop("__metadata__")["headrace"])
         recorded, version = ours["header"], ours["version"]
         if not (
@@ -642,33 +650,25 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, 
     return entries, ours
 
 
-def _layout(path: Path, entries: Mapping[str, Any], size: int) -> Layout:
-    """The tensors in file order, each checked against its neighbours: they tile the data with no gap and no overlap."""
+def _layout(path: Path, entries: Mapping[str, Any], size: int) -> list[_Tensor]:
+    """The tensors in file order. They must tile the `size` bytes of data without a gap or an overlap."""
+    found: list[_Tensor] = []
+    expected = 0
     try:
-        found = _tiles(orjson.dumps(entries)) if len(entries) <= 1000 else _tiles.__wrapped__(orjson.dumps(entries))
+        for name, entry in sorted(entries.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+            start, end = entry["data_offsets"]
+            shape = tuple(int(n) for n in entry["shape"])
+            if type(start) is not int or type(end) is not int or start != expected or min(shape, default=0) < 0:
+                raise ValueError(name)
+            if end - start != math.prod(shape) * np.dtype(SAFETENSORS_DTYPES[entry["dtype"]]).itemsize:
+                raise ValueError(name)
+            expected = end
+            found.append(_Tensor(name, start, end, entry["dtype"], shape))
     except (ValueError, KeyError, TypeError, OverflowError, AttributeError) as error:
         raise FileCorrupt(f"{path} is damaged: its header does not describe its data ({error})") from error
-    end = found[-1][2] if found else 0
-    if end != size:
-        raise FileCorrupt(f"{path} is damaged: {size:,} bytes of data, {end:,} described")
+    if expected != size:
+        raise FileCorrupt(f"{path} is damaged: {size:,} bytes of data, {expected:,} described")
     return found
-
-
-@functools.lru_cache(64)
-def _tiles(entries: bytes) -> Layout:
-    """What entries describe. Kept, because the files of a spool or a cache all look the same."""
-    found: list[tuple[str, int, int, str, tuple[int, ...]]] = []
-    expected = 0
-    for name, entry in sorted(orjson.loads(entries).items(), key=lambda item: tuple(item[1]["data_offsets"])):
-        start, end = entry["data_offsets"]
-        shape = tuple(int(n) for n in entry["shape"])
-        if type(start) is not int or type(end) is not int or start != expected or min(shape, default=0) < 0:
-            raise ValueError(name)
-        if end - start != math.prod(shape) * np.dtype(SAFETENSORS_DTYPES[entry["dtype"]]).itemsize:
-            raise ValueError(name)
-        expected = end
-        found.append((name, start, end, entry["dtype"], shape))
-    return tuple(found)
 
 
 def _recorded(text: str) -> tuple[int | None, str]:

@@ -67,7 +67,7 @@ def definition(kind: str) -> bytes:
 
 @cache
 def reference(kind: str) -> Reference:
-    return Reference(tokenizers.Tokenizer.from_buffer(definition(kind)))
+    return Reference(tokenizers.Tokenizer.from_buffer(definition(kind)), kind)
 
 
 def require_same(kind: str, texts: list[str], piece: int) -> int:

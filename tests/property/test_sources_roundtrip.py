@@ -89,17 +89,12 @@ def members(data: bytes, cuts: list[int], suffix: str) -> bytes:
     texts=st.lists(any_text, max_size=30),
     cuts=st.lists(st.integers(0, 5000), max_size=6),
     chunk_bytes=chunk_sizes,
-    smallest=st.integers(1, 300),
-    largest=st.sampled_from([1, 100, 1 << 20]),
-    piece=st.integers(1, 500),
+    frame=st.integers(1, 500),
 )
-def test_a_packed_shard_is_its_text_wherever_it_was_cut_and_however_it_is_kept(
-    suffix, texts, cuts, chunk_bytes, smallest, largest, piece
-):
+def test_a_packed_shard_is_its_text_wherever_it_was_cut_and_however_it_is_kept(suffix, texts, cuts, chunk_bytes, frame):
     data = b"".join(orjson.dumps({"text": text}) + b"\n" for text in texts)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        for constant, value in {"_SMALLEST_UNIT": smallest, "_LARGEST_UNIT": largest, "_PIECE": piece}.items():
-            patch.setattr(compressed, constant, value)
+        patch.setattr(compressed, "_FRAME_TEXT", frame)
         folder = Path(name)
         (folder / f"d.jsonl{suffix}").write_bytes(members(data, cuts, suffix))
         (folder / "p.jsonl").write_bytes(data)

@@ -24,8 +24,6 @@ from headrace.formats.lines import (
     split_lines,
 )
 
-__all__ = ["TextFiles", "TextParagraphs"]
-
 _NEWLINE = 10
 _ZERO = np.zeros(1, dtype=np.int64)
 

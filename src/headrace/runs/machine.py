@@ -23,7 +23,6 @@ _PACKAGES = [
     "tokenizers",
     "fastokens",
     "gigatoken",
-    "tiktoken",
     "xxhash",
     "wandb",
     "tensorboard",

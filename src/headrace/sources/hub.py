@@ -3,18 +3,16 @@
     hf:org/name?split=train&config=en        in the hub's cache on this machine, else through `datasets`
     hf:path/to/folder?split=test             a folder laid out like a dataset, or one that `save_to_disk` made
 
-Files that are there (parquet, jsonl, arrow, txt) are read by our own readers, where they lie; `datasets` is not imported.
-Which of them are a split is decided as the hub decides it: by `configs:` in the README's header; else by names such as
-data/train-00000-of-00004.parquet; else by train, test, validation (and their kin) in file and folder names; else all is
-train. Of shards numbered 0 to n - 1 all must be there.
+Local files (parquet, jsonl, arrow, txt) are read in place; `datasets` is not imported. The files of a split are found by the hub's rules:
+`configs:` in the README's header; else names such as data/train-00000-of-00004.parquet; else the words train, test, validation and
+their synonyms in file and folder names; else all files are train. Of shards numbered 0 to n - 1 all must be there.
 
-A split that is not there and lies on the hub as parquet is read from the hub by ranges (extra [s3]), at the commit that is the
-newest when the source is opened: only the footers are read before the first batch. A copy that is downloaded later is the same data.
+A split that is not on this machine and lies on the hub as parquet is read from the hub by ranges (extra [s3]), at the commit that is newest
+when the source is opened. Only the footers are read before the first batch. A copy that is downloaded later is the same data.
 
-What is in other formats, or asks for a token, or meets a machine without obstore, comes through `datasets` (extra [hf]) as a stream. A stream has no fixed bytes to
-come back to, so its texts are written to the cache once, shard by shard, as jsonl, and read from there: order and resume
-are then as exact as for any file. It is written once per (dataset, config, split, text_key, max_rows), by one process
-while others wait; one that is killed goes on at the first unfinished shard.
+Datasets in other formats, datasets that need a token, and machines without obstore use a stream of `datasets` (extra [hf]). A stream cannot be
+read twice with the same bytes. So its texts are written to the cache once, shard by shard, as jsonl, and read from there. One process
+writes while others wait; after a kill the next process goes on at the first unfinished shard.
 """
 
 from __future__ import annotations
@@ -25,10 +23,9 @@ import json
 import os
 import re
 import shutil
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,19 +33,13 @@ from typing import Any
 import orjson
 
 from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError, nearest
-from headrace.files import (
-    publish,
-    publish_json,
-    read_json,
-    read_regular,
-    sync_folder,
-)
+from headrace.files import publish, publish_json, read_json, read_regular, sync_folder
 from headrace.formats.byte_file import first_line
 from headrace.formats.compressed import PACKINGS
 from headrace.formats.object_store import fits
 from headrace.metrics import Wait
 from headrace.order import fingerprint_json
-from headrace.runtime.locks import ExclusiveLock, lock_holder
+from headrace.runtime.locks import ExclusiveLock
 from headrace.sources.spec import Source
 
 _FORMATS = {
@@ -66,7 +57,8 @@ _OF = re.compile(r"\A(?P<stem>.*)-(?P<shard>\d{5})-of-(?P<of>\d{5})(?P<rest>\.[^
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MAX_README = 4 << 20
 _PART_BYTES = 64 << 20
-_NO_PROGRESS = 600.0
+_LONGEST_WRITE = 86_400.0
+"""Seconds that a process waits for another one that writes the same stream to the cache."""
 _SEAL = "dataset.json"
 _HUB_TIMEOUT = 30.0
 _MAX_LISTING = 256 << 20
@@ -77,23 +69,33 @@ class Dataset:
     """The files of one split."""
 
     root: Path | str
-    """A folder, or the URL below which the hub has the files."""
+    """A folder, or the URL of the dataset's commit on the hub."""
     files: tuple[str, ...]
+    """Paths below the root."""
     format: str
+    """A scheme of `text_formats`, such as "parquet"."""
     follow: bool
-    """Whether its files are links, as those in the hub's cache are."""
+    """Whether the files may be symbolic links. Those in the hub's cache are."""
     text_key: str
+    """The field or column that holds the text."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Of files on the hub: bytes by path."""
+    """Bytes by path, for files on the hub."""
     commit: str = ""
-    """Of files on the hub: the commit that the URL names."""
+    """The commit in the URL, for files on the hub."""
 
 
 def find_dataset(
     source: Source, *, base: Path, cache: Path, what: str, columns: tuple[str, ...] | None = None
 ) -> Dataset:
-    """The files of the dataset's split, on this machine or on the hub. `columns`: what is kept of the rows of a stream; the text unless
-    given."""
+    """Find the files of a dataset's split, on this machine or on the hub.
+
+    Args:
+        source: The source, with the scheme `hf`.
+        base: Folder in which a relative place begins.
+        cache: Folder for the rows of a stream.
+        what: Begins every error, such as "source 'hf:org/name'".
+        columns: Columns of a stream that are kept; the text alone unless given.
+    """
     place = source.place
     if source.split is not None and "[" in source.split:
         raise ConfigError(
@@ -117,7 +119,7 @@ def find_dataset(
 
 
 def _snapshot(place: str, what: str) -> Path | None:
-    """The dataset's folder in the hub's cache: that of refs/main, or the only one."""
+    """The dataset's folder in the hub's cache: that of refs/main, or the only revision; None if there is none."""
     if not _REPOSITORY.fullmatch(place):
         return None
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
@@ -140,19 +142,23 @@ def _snapshot(place: str, what: str) -> Path | None:
 
 
 class _Layout:
-    """A folder of files, seen as the hub sees it."""
+    """The splits and configurations of a dataset's files, by the rules of the hub."""
 
     def __init__(
         self, root: Path | str, what: str, files: Iterable[str] | None = None, readme: str | None = None
     ) -> None:
-        """`files` and `readme`: what a folder holds that is not on this machine."""
+        """Args:
+        root: The folder, or the URL of a dataset on the hub.
+        what: Begins every error.
+        files, readme: Paths of the files and text of README.md of a dataset on the hub; of a folder both are read.
+        """
         self.root = root
         self.what = what
         self.files = tuple(_walk(Path(root)) if files is None else sorted(files, key=os.fsencode))
         self._remote_readme = readme
 
     def files_of(self, split: str | None, config: str | None) -> tuple[str, ...]:
-        """Paths below the root, of every shard of the split; none if nothing here is in a format that we read."""
+        """Return the paths of every shard of a split; none if no file is in a format that headrace reads."""
         if "dataset_dict.json" in self.files or "state.json" in self.files:
             return self._saved_to_disk(split, config)
         data = [path for path in self.files if _format_of(path) is not None]
@@ -164,14 +170,10 @@ class _Layout:
         elif config in (None, "default"):
             splits = _by_names(data)
         else:
-            inside = [path.removeprefix(f"{config}/") for path in data if path.startswith(f"{config}/")]
-            if not inside:
-                folders = sorted({path.partition("/")[0] for path in data if "/" in path})
-                raise DataError(
-                    f"{self.what}: there is no configuration {config!r} in {self.root}; its README declares none, and of folders "
-                    f"there are {', '.join(folders) or 'none'}"
-                )
-            splits = {name: [f"{config}/{path}" for path in paths] for name, paths in _by_names(inside).items()}
+            raise DataError(
+                f"{self.what}: there is no configuration {config!r}: {self.root} has no README that declares any. Leave config "
+                "out, or name the files, such as 'parquet:...'"
+            )
         chosen = self._chosen(splits, split)
         _require_all_shards(chosen, self.root, self.what)
         return tuple(chosen)
@@ -191,7 +193,7 @@ class _Layout:
         return splits[split]
 
     def _declared(self) -> list[dict[str, Any]]:
-        """`configs:` of the README's header."""
+        """The entries of `configs:` in the README's header."""
         readme, text = f"{self.root}/README.md", self._remote_readme
         if text is None:
             try:
@@ -205,7 +207,7 @@ class _Layout:
             import yaml
         except ImportError as error:
             raise ConfigError(
-                f"{self.what}: {readme} says which files are meant, in YAML; pip install pyyaml to have it read"
+                f"{self.what}: {readme} declares configurations in YAML, which needs PyYAML: pip install pyyaml"
             ) from error
         try:
             value = yaml.safe_load(header[1])
@@ -249,7 +251,7 @@ class _Layout:
         return splits
 
     def _saved_to_disk(self, split: str | None, config: str | None) -> tuple[str, ...]:
-        """What `Dataset.save_to_disk` or `DatasetDict.save_to_disk` left: state.json lists the arrow files of a split."""
+        """The arrow files of a folder that `save_to_disk` of `datasets` wrote: state.json lists those of a split."""
         if config is not None:
             raise ConfigError(f"{self.what}: a folder that save_to_disk made has no configurations; leave config out")
         prefix = ""
@@ -291,7 +293,7 @@ class _Layout:
 
 
 def _walk(root: Path) -> Iterator[str]:
-    """Files below a folder, bytewise, without what is hidden or begins with two underscores, as the hub leaves it out."""
+    """Files below a folder in bytewise order, without names that begin with a dot or two underscores: the hub leaves those out."""
     found: list[str] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
@@ -312,19 +314,20 @@ def _format_of(path: str) -> str | None:
 
 
 def _format(files: Sequence[str], what: str) -> str:
+    """The one format of a split's files."""
     if unknown := [path for path in files if _format_of(path) is None]:
         raise DataError(f"{what}: {unknown[0]!r} belongs to the split and is in no format that is read")
     formats = sorted({str(_format_of(path)) for path in files})
     if len(formats) > 1:
         raise DataError(
-            f"{what}: the split has files of several formats ({', '.join(formats)}); name those that are meant, such as "
+            f"{what}: the split has files of several formats ({', '.join(formats)}); name the files to read, such as "
             f"'{formats[0]}:...'"
         )
     return formats[0]
 
 
 def _by_names(files: Sequence[str]) -> dict[str, list[str]]:
-    """The splits that the hub sees in bare names."""
+    """Splits and their files, found by names alone."""
     splits: dict[str, list[str]] = {}
     for path in files:
         match = _SHARDED.fullmatch(path)
@@ -333,7 +336,7 @@ def _by_names(files: Sequence[str]) -> dict[str, list[str]]:
     if splits:
         return splits
     for split, words in _KEYWORDS.items():
-        # Delimited by the start, the end, a slash, or what is no letter.
+        # A word ends at a slash, a digit, one of -._ and a blank, or the end of the path.
         pattern = re.compile(rf"(?:\A|[-._ 0-9/])(?:{'|'.join(words)})(?:[-._ 0-9/]|\Z)")
         taken = [path for path in files if pattern.search(path)]
         if taken:
@@ -342,7 +345,7 @@ def _by_names(files: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _data_files(value: Any) -> Iterator[tuple[str, list[str]]]:
-    """(split, patterns) of every form that `data_files` may take in a README."""
+    """Yield (split, patterns) for each of the forms that `data_files` may have in a README."""
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value)):
         yield "train", [value] if isinstance(value, str) else value
     elif isinstance(value, dict):
@@ -361,7 +364,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _require_all_shards(files: Iterable[str], root: Path | str, what: str) -> None:
-    """A snapshot may hold a part of what the hub has; numbered shards tell."""
+    """Refuse a split of which numbered shards are missing: a snapshot may hold a part of the dataset only."""
     present: dict[tuple[str, str, int], set[int]] = {}
     for path in files:
         match = _OF.match(path)
@@ -374,7 +377,7 @@ def _require_all_shards(files: Iterable[str], root: Path | str, what: str) -> No
         if missing:
             raise DataError(
                 f"{what}: {len(missing)} of {of} shards are not in {root}, the first is {stem}-{missing[0]:05}-of-{of:05}{rest}. "
-                "Download the rest (hf download --repo-type dataset), or name the files that are meant."
+                "Download the rest (hf download --repo-type dataset), or name the files to read."
             )
 
 
@@ -382,13 +385,13 @@ def _require_all_shards(files: Iterable[str], root: Path | str, what: str) -> No
 
 
 def _parquet_on_hub(source: Source, what: str) -> Dataset | None:
-    """The split's parquet files on the hub; None if it has none there, or they cannot be read by ranges."""
+    """The split's parquet files on the hub; None if it has none there, or if they cannot be read by ranges."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return None
     if importlib.util.find_spec("obstore") is None:
         return None
     place, endpoint = source.place, os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    # What fails here for the moment stops the run. Going on through `datasets` would give this rank another order than the others.
+    # An error that passes stops the run: a rank that used `datasets` instead would have another order than the others.
     try:
         with Wait("source.hub", hidden=True):
             about = json.loads(_fetched(f"{endpoint}/api/datasets/{place}?blobs=true", _MAX_LISTING))
@@ -399,7 +402,7 @@ def _parquet_on_hub(source: Source, what: str) -> Dataset | None:
     except urllib.error.HTTPError as error:
         with error:
             if error.code < 500 and error.code not in (408, 429):
-                return None  # it asks for a token, or has no such dataset: `datasets` says more
+                return None  # a token is needed, or there is no such dataset: `datasets` says which
         raise _unreachable(place, what, error) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _unreachable(place, what, error) from error
@@ -427,7 +430,7 @@ def _fetched(url: str, most: int) -> bytes:
 
 
 def _frozen(source: Source, place: str, cache: Path, what: str, columns: tuple[str, ...] | None) -> Path:
-    """The folder of jsonl files that holds the stream's texts, or these columns of it, written now if this is the first use."""
+    """The folder of jsonl files with a stream's texts, or these columns of it. It is written now if this is the first use."""
     split, config, text_key = source.split or "train", source.config, source.text_key
     asked = {"place": place, "split": split, "config": config, "text_key": text_key, "max_rows": source.max_rows}
     key = fingerprint_json(asked if columns is None else asked | {"columns": list(columns)})
@@ -437,11 +440,21 @@ def _frozen(source: Source, place: str, cache: Path, what: str, columns: tuple[s
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one(folder):
+        lock = ExclusiveLock.acquire(
+            folder.with_name(folder.name + ".lock"),
+            in_use=f"{folder} is being written by",
+            advice="wait until it is done, or end that process, and run again",
+            inside=folder.parent,
+            patience=_LONGEST_WRITE,
+            wait_name="source.hf.lock",
+        )
+        try:
             if not (folder / _SEAL).is_file():
                 stream = _stream(place, split, config, what)
                 kept = {"text": text_key} if columns is None else {column: column for column in columns}
                 _write(stream, folder, place, kept, source.max_rows, what)
+        finally:
+            lock.release()
     except OSError as error:
         raise StorageError(
             f"{what}: could not keep the dataset in {folder}: {error.strerror or error}. Make room there, or choose a folder with "
@@ -472,7 +485,10 @@ def _unreachable(place: str, what: str, error: BaseException) -> DataError:
 
 
 def _write(stream: Any, folder: Path, place: str, kept: Mapping[str, str], max_rows: int | None, what: str) -> None:
-    """Shard by shard into a folder aside, each finished one marked; then the seal and the name."""
+    """Write a stream shard by shard into a folder beside `folder`, each finished shard marked; then seal and rename it.
+
+    `kept`: by name in the jsonl, the field of a row.
+    """
     aside = folder.with_name(folder.name + ".partial")
     aside.mkdir(exist_ok=True)
     shards = int(getattr(stream, "num_shards", None) or getattr(stream, "n_shards", 1) or 1)
@@ -485,8 +501,8 @@ def _write(stream: Any, folder: Path, place: str, kept: Mapping[str, str], max_r
             for left in aside.glob(f"{shard:05}-*.jsonl"):
                 left.unlink()
             part = stream.shard(num_shards=shards, index=shard) if shards > 1 else stream
-            most = None if max_rows is None else max_rows - total
-            rows = _write_shard(part, aside, shard, place, kept, most, what)
+            lines = _lines(part, place, kept, None if max_rows is None else max_rows - total, what)
+            rows = _write_shard(lines, aside, shard)
             publish_json(done, {"rows": rows})
             total += rows
         if max_rows is not None and total >= max_rows:
@@ -494,47 +510,45 @@ def _write(stream: Any, folder: Path, place: str, kept: Mapping[str, str], max_r
     for done in aside.glob("*.done"):
         done.unlink()
     publish_json(aside / _SEAL, {"rows": total, "shards": shards}, replace=True)
-    if folder.exists():  # without a seal: left by hand, or by a disk that lost it
+    if folder.exists():  # a folder without a seal is not complete
         shutil.rmtree(folder)
     aside.rename(folder)
     sync_folder(folder.parent)
 
 
-def _write_shard(
-    part: Any, aside: Path, shard: int, place: str, kept: Mapping[str, str], most: int | None, what: str
-) -> int:
-    rows, number = 0, 0
-    lines: list[bytes] = []
-    held = 0
-
-    def flush() -> None:
-        nonlocal number, held
-        if lines:
-            publish(aside / f"{shard:05}-{number:04}.jsonl", lines)
-            number, held = number + 1, 0
-            lines.clear()
-
-    stream = iter(part)
-    while most is None or rows < most:
-        try:
-            with Wait("source.hf", hidden=True):
-                row = next(stream, None)
-        except Exception as error:  # as above: whatever a remote stream can throw
-            raise _unreachable(place, what, error) from error
-        if row is None:
-            break
-        lines.append(orjson.dumps({name: _value(row, key, what) for name, key in kept.items()}, default=str) + b"\n")
-        held += len(lines[-1])
-        rows += 1
-        if held >= _PART_BYTES:
-            flush()
-    flush()
-    if hasattr(stream, "close"):
-        stream.close()  # a generator that is left in the middle keeps its files open
+def _write_shard(lines: Iterator[bytes], aside: Path, shard: int) -> int:
+    """Publish lines as files of 64 MiB; return how many lines there were."""
+    rows = number = 0
+    for first in lines:
+        part, size = [first], len(first)
+        while size < _PART_BYTES and (line := next(lines, None)) is not None:
+            part.append(line)
+            size += len(line)
+        publish(aside / f"{shard:05}-{number:04}.jsonl", part)
+        rows, number = rows + len(part), number + 1
     return rows
 
 
+def _lines(stream: Any, place: str, kept: Mapping[str, str], most: int | None, what: str) -> Iterator[bytes]:
+    """Yield the kept fields of the first `most` rows of a stream, each as a line of JSON."""
+    rows = iter(stream)
+    count = 0
+    while most is None or count < most:
+        try:
+            with Wait("source.hf", hidden=True):
+                row = next(rows, None)
+        except Exception as error:  # datasets, fsspec and the HTTP client each have errors of their own
+            raise _unreachable(place, what, error) from error
+        if row is None:
+            break
+        yield orjson.dumps({name: _value(row, key, what) for name, key in kept.items()}, default=str) + b"\n"
+        count += 1
+    if hasattr(rows, "close"):
+        rows.close()  # a generator that is left in the middle keeps its files open
+
+
 def _value(row: Any, path: str, what: str) -> Any:
+    """The field of a row that a path such as `a.b` names."""
     value = row
     for depth, key in enumerate([path] if isinstance(row, dict) and path in row else path.split(".")):
         if not isinstance(value, dict) or key not in value:
@@ -544,39 +558,7 @@ def _value(row: Any, path: str, what: str) -> Any:
                 ", ".join(map(repr, nearest(key, map(str, value))[:8])) if isinstance(value, dict) else repr(value)[:80]
             )
             raise DataError(
-                f"{what}: a row has no {path!r}; it has {have}. Set text_key to the one that holds the text, and label_key to its label's."
+                f"{what}: a row has no {path!r}; it has {have}. Set text_key to the field that holds the text, and label_key to the field of the label."
             )
         value = value[key]
     return value
-
-
-@contextlib.contextmanager
-def _only_one(folder: Path) -> Generator[None]:
-    """One process writes; the others wait as long as it makes progress."""
-    lock = folder.with_name(folder.name + ".lock")
-    seen, since = (0, 0), time.monotonic()
-    with Wait("source.hf.lock", hidden=True):
-        while (held := ExclusiveLock.take(lock, inside=lock.parent)) is None:
-            now = _progress(folder)
-            if now != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > _NO_PROGRESS:
-                raise DataError(
-                    f"{lock_holder(lock) or 'another process'} holds {lock} and has written nothing for {_NO_PROGRESS:.0f} s. End it "
-                    "and run again."
-                )
-            time.sleep(0.1)
-    try:
-        yield
-    finally:
-        held.release()
-
-
-def _progress(folder: Path) -> tuple[int, int]:
-    aside = folder.with_name(folder.name + ".partial")
-    try:
-        with os.scandir(aside) as entries:  # closed at once also where a file is gone by the time it is looked at
-            sizes = [entry.stat().st_size for entry in entries]
-    except OSError:
-        return 0, 0
-    return len(sizes), sum(sizes)

@@ -1,11 +1,11 @@
 """Opened sources: the text of a chunk's rows.
 
     source = open_source(Source("jsonl:web/*.jsonl"))
-    source.manifest.chunk_rows          how many rows each chunk has: all a plan needs to know
+    source.manifest.chunk_rows          the number of rows of each chunk, from which the order is made
     source.read(17)                     the texts of chunk 17, None where a row is bad and on_bad = "skip"
 
-Opening lists, counts and fingerprints; it holds no file open. Reading opens one file, reads one chunk, compares its hash
-with the one recorded when it was first read, and only then decodes it. `holes()` says what on_bad = "skip" left out.
+Opening lists, counts and fingerprints the files, and holds none of them open. Reading opens one file, reads one chunk, compares its hash
+with the one recorded when it was first read, and only then decodes it. `holes()` lists the rows and files that on_bad = "skip" left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,17 @@ from headrace.files import make_inside, publish, read_json
 from headrace.formats.byte_file import ACCEPT_DATA, ByteFile, Tally
 from headrace.formats.chunks import BadRow, Reader
 from headrace.formats.compressed import UnpackedFile, Unpacker
-from headrace.formats.object_store import DEADLINE, Store, store_of
+from headrace.formats.object_store import DEADLINE, store_of
 from headrace.order import fingerprint_json
 from headrace.sources.access import Access
 from headrace.sources.hub import find_dataset
 from headrace.sources.manifest import Manifest, make_manifest
-from headrace.sources.matching import Found, matches, named_files, pinned_objects, stored_matches
+from headrace.sources.matching import matches, named_files, pinned_objects, stored_matches
 from headrace.sources.records import ChunkRecords, chunk_ids
 from headrace.sources.rows import RowShape
 from headrace.sources.samples import sample_folder
 from headrace.sources.spec import Source
-from headrace.sources.text_formats import text_reader
+from headrace.sources.text_formats import TEXT_FORMATS, ReaderOptions
 
 _log = logging.getLogger("headrace.sources")
 MAX_LINE_BYTES = 256 << 20
@@ -55,7 +55,7 @@ _COUNTERS = (
 
 
 def cache_folder() -> Path:
-    """$HEADRACE_CACHE, or headrace in $XDG_CACHE_HOME, or ~/.cache/headrace."""
+    """Return $HEADRACE_CACHE, or headrace in $XDG_CACHE_HOME, or ~/.cache/headrace."""
     if own := os.environ.get("HEADRACE_CACHE"):
         return Path(own).expanduser()
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -76,15 +76,21 @@ def open_source(
     deadline: float = DEADLINE,
     rows: RowShape | None = None,
 ) -> OpenSource:
-    """List, count and fingerprint a source.
+    """List, count and fingerprint the files of a source.
 
-    `base` is where relative specs start (default: the working folder). `records` is the folder of chunk hashes of one run:
-    a chunk that differs from its hash there is refused. Without it the hashes lie in the cache, those of all runs of this
-    machine together: a chunk that differs from what an earlier run read is noted, recorded anew and delivered, unless
-    `bind_records` was called. `full_check` compares every recorded chunk now rather than when it is read.
-    `accept_changes` takes changed bytes as the new truth. `deadline`
-    is how many seconds an object store may stay out of reach before a read gives up. `rows`: several columns of every row, as
-    JSON, in place of its text.
+    Args:
+        source: What to read.
+        base: Folder in which relative specs begin; the working folder unless given.
+        cache: Folder of manifests, copies and downloads; `cache_folder()` unless given. `source.cache` comes before it.
+        records: Folder of the chunk hashes of one run. A chunk that differs from its hash there is refused. Without it the hashes
+            of all runs of this machine lie in the cache: a chunk that differs from what an earlier run read is logged, recorded
+            anew and delivered, unless `bind_records` was called.
+        full_check: Compare every recorded chunk now rather than when it is read.
+        accept_changes: Record changed bytes anew instead of refusing them.
+        max_line_bytes: A longer line is a bad row.
+        chunk_bytes: Size of a chunk of lines; by the size of the source unless given.
+        deadline: Seconds that an object store may stay out of reach before a read gives up.
+        rows: Columns of every row, which are delivered as JSON in place of its text.
     """
     if max_line_bytes < 1:
         raise ConfigError(f"max_line_bytes must be at least 1, got {max_line_bytes}")
@@ -97,9 +103,17 @@ def open_source(
         cache = base / Path(source.cache).expanduser()
     cache = (cache if cache is not None else cache_folder()).absolute()
     tally = Tally(*_COUNTERS)
-    found, reader, follow, store = _find(source, base, cache, max_line_bytes, deadline, tally, rows)
-    unpacker = Unpacker(cache, tally, fresh=accept_changes)
-    access = Access(found=found, packings=reader.packings, store=store, follow=follow, unpacker=unpacker, tally=tally)
+    access, reader = _find(
+        source,
+        base=base,
+        cache=cache,
+        options=ReaderOptions(
+            max_line_bytes=max_line_bytes, rows=rows, text_key=source.text_key, split=source.document
+        ),
+        deadline=deadline,
+        unpacker=Unpacker(cache, tally, fresh=accept_changes),
+        tally=tally,
+    )
     manifest = make_manifest(
         reader, access, chunk_bytes=chunk_bytes, holes=source.on_bad == "skip", fresh=accept_changes, cache=cache
     )
@@ -128,48 +142,47 @@ def open_source(
 
 def _find(
     source: Source,
+    *,
     base: Path,
     cache: Path,
-    max_line_bytes: int,
+    options: ReaderOptions,
     deadline: float,
+    unpacker: Unpacker,
     tally: Tally,
-    rows: RowShape | None,
-) -> tuple[Found, Reader, bool, Store | None]:
-    """The files of a source, who reads them, whether their names may be links, and the store they lie in, if any."""
-    what = f"source {source.spec!r}"
-    if source.scheme == "hf":
-        columns = None if rows is None else rows.columns
+) -> tuple[Access, Reader]:
+    """The files of a source, and their reader."""
+    what, place, scheme = f"source {source.spec!r}", source.place, source.scheme
+    follow, store = source.allow_symlinks, None
+    if scheme == "hf":
+        columns = None if options.rows is None else options.rows.columns
         dataset = find_dataset(source, base=base, cache=cache, what=what, columns=columns)
-        reader = text_reader(dataset.format, dataset.text_key, max_line_bytes, rows)
+        reader = TEXT_FORMATS[dataset.format].reader(replace(options, text_key=dataset.text_key, split=None))
+        follow = dataset.follow
         if isinstance(dataset.root, str):
-            stored, store = pinned_objects(
+            found, store = pinned_objects(
                 dataset.root, dataset.sizes, version=dataset.commit, deadline=deadline, tally=tally
             )
-            return stored, reader, False, store
-        found = named_files(
-            dataset.root, dataset.files, packings=reader.packings, allow_symlinks=dataset.follow, what=what
-        )
-        return found, reader, dataset.follow, None
-    if source.scheme == "sample":
-        reader = text_reader("jsonl", "text", max_line_bytes, rows)
-        place, follow = str(sample_folder(source.place, cache)), True
+        else:
+            found = named_files(dataset.root, dataset.files, packings=reader.packings, allow_symlinks=follow, what=what)
     else:
-        reader = text_reader(source.scheme, source.text_key, max_line_bytes, rows, split=source.document)
-        place, follow = source.place, source.allow_symlinks
-    if store_of(place) is not None:
-        found, store = stored_matches(
-            place, suffixes=reader.suffixes, packings=reader.packings, what=what, deadline=deadline, tally=tally
-        )
-        return found, reader, False, store
-    found = matches(
-        str(Path(place).expanduser()),
-        base=base,
-        suffixes=reader.suffixes,
-        packings=reader.packings,
-        allow_symlinks=follow,
-        what=what,
-    )
-    return found, reader, follow, None
+        if scheme == "sample":
+            scheme, place, follow = "jsonl", str(sample_folder(place, cache)), True
+        reader = TEXT_FORMATS[scheme].reader(options)
+        if store_of(place) is not None:
+            found, store = stored_matches(
+                place, suffixes=reader.suffixes, packings=reader.packings, what=what, deadline=deadline, tally=tally
+            )
+        else:
+            found = matches(
+                str(Path(place).expanduser()),
+                base=base,
+                suffixes=reader.suffixes,
+                packings=reader.packings,
+                allow_symlinks=follow,
+                what=what,
+            )
+    access = Access(found=found, packings=reader.packings, store=store, follow=follow, unpacker=unpacker, tally=tally)
+    return access, reader
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -182,9 +195,9 @@ class OpenSource:
     _access: Access
     _records: ChunkRecords
     _listings: Path
-    """Folder of the fingerprints of many files."""
+    """Folder of the lists of files that are too long for a cursor."""
     _accept: bool
-    """Whether changed bytes are the new truth."""
+    """Whether changed bytes are recorded anew."""
     _bound: bool
     """Whether a chunk that differs from its record is refused."""
 
@@ -205,7 +218,7 @@ class OpenSource:
         self.close()
 
     def read(self, chunk: int) -> list[str | None]:
-        """The texts of a chunk's rows, in order; exactly `manifest.chunk_rows[chunk]` of them, None for a hole."""
+        """Return the texts of a chunk's rows, in order: `manifest.chunk_rows[chunk]` of them, None for a hole."""
         manifest = self.manifest
         if not 0 <= chunk < manifest.chunks:
             raise IndexError(f"chunk {chunk} of source {self.name!r}, which has {manifest.chunks}")
@@ -232,11 +245,11 @@ class OpenSource:
         return texts
 
     def bind_records(self) -> None:
-        """From now on refuse a chunk that differs from its record, also one that another run made. A run that is resumed needs this."""
+        """Refuse chunks that differ from their record from now on, also where another run made the record. For resumed runs."""
         self._bound = True
 
     def fingerprint(self) -> dict[str, str]:
-        """What a cursor records: the whole under `data:<name>`, and each file of at most 64 under `data:<name>/<path>`."""
+        """Return the entries of a cursor: the source under `data:<name>`, and each of up to 64 files under `data:<name>/<path>`."""
         manifest = self.manifest
         whole = fingerprint_json({"manifest": manifest.fingerprint, "text_key": self._text_key()})
         cut = f", split={self.source.document}" if self._reader.parameters().get("split") else ""
@@ -249,7 +262,7 @@ class OpenSource:
         return entries
 
     def describe_change(self, saved: Mapping[str, str]) -> list[str]:
-        """What is different from a saved `fingerprint()`: a phrase per file, or one for the whole if no list is left."""
+        """Describe the differences from a saved `fingerprint()`: a phrase per file, or one for the source if no list of files is left."""
         own = f"data:{self.name}"
         now = self.fingerprint()
         if saved.get(own) == now[own]:
@@ -272,9 +285,9 @@ class OpenSource:
         return phrases or [f"source {self.name!r} is read differently (text_key, chunk size or format)"]
 
     def check_recorded(self, *, record_others: bool = False) -> int:
-        """Compare every chunk that has a record with it, now; how many were compared. DataChanged names what differs.
+        """Compare every chunk that has a record with it, and return how many these are. DataChanged names chunks that differ.
 
-        `record_others`: read the chunks without a record as well, and record them.
+        `record_others`: also read the chunks without a record, and record them.
         """
         known = [int(chunk) for chunk in self._records.known()]
         if not self._accept:
@@ -303,7 +316,7 @@ class OpenSource:
         return len(known)
 
     def _check_copies(self) -> None:
-        """What lies unpacked in the cache is compared with the shards it was made of."""
+        """Compare the unpacked copies in the cache with the shards they were made of."""
         for entry in self.manifest.files:
             if self._access.is_packed(entry.path) and not entry.hole:
                 with self._access.open(entry.path, entry.size, entry.fingerprint) as file:
@@ -311,15 +324,15 @@ class OpenSource:
                         file.verify()
 
     def bad_rows(self) -> list[tuple[str, int, str]]:
-        """(file, line or row from 1, reason) of the bad rows met so far, each once; the first 1,000 are kept."""
+        """Return (file, line or row from 1, reason) of the first 1,000 bad rows that were read, each once."""
         with self._lock:
             return list(self._bad)
 
     def holes(self) -> list[dict[str, Any]]:
-        """What was left out: `file`, `row` (the first, in that file, from 0), `rows` and `reason`, in the order of the source.
+        """Return what was left out: `file`, `row` (the first, in that file, from 0), `rows` and `reason`, in the order of the source.
 
-        A whole shard has `rows` 0 and is there from the start; rows and chunks appear once their chunk was read, at most
-        1,000 of them. Each is a pure function of the bytes: every reading of the chunk, now or later, finds the same.
+        A whole shard has `rows` 0 and is listed from the start; rows and chunks are listed once their chunk was read, at most
+        1,000 of them. Each is a pure function of the bytes: every reading of the chunk finds the same.
         """
         files = self.manifest.files
         shards = [(index, 0, 0, file.hole) for index, file in enumerate(files) if file.hole]
@@ -328,7 +341,7 @@ class OpenSource:
         return [{"file": files[f].path, "row": row, "rows": rows, "reason": why} for f, row, rows, why in found]
 
     def add_hole(self, row: int, reason: str) -> None:
-        """Note, once, a row of the source that a later stage cannot use."""
+        """Record, once, a row of the source that a later stage cannot use."""
         hole = (*self.manifest.locate(row), 1, reason)
         with self._lock:
             if hole in self._holes:
@@ -338,7 +351,7 @@ class OpenSource:
         self._tally.add(bad_rows=1)
 
     def counters(self) -> dict[str, int]:
-        """chunks, rows and bytes count every read; bad and empty rows count once, however often they are read."""
+        """Return the counters. Chunks, rows and bytes count every read; bad and empty rows count once, however often they are read."""
         return self._tally.counts()
 
     def close(self) -> None:
@@ -361,7 +374,7 @@ class OpenSource:
         return recorded is not None and recorded != value
 
     def _note_change(self, chunk: int) -> None:
-        """Log, once a file, that a new run reads other bytes than an earlier run did."""
+        """Log, once for each file, that this run reads other bytes than an earlier run."""
         path = self.manifest.path_of(chunk)
         with self._lock:
             if path in self._noted:
@@ -407,7 +420,7 @@ class OpenSource:
         self._tally.add(bad_rows=sum(b.rows for b in bad), empty_rows=texts.count(""))
 
     def _publish_listing(self, whole: str) -> None:
-        """Too many files for a cursor: their fingerprints lie beside the records, under the name the cursor carries."""
+        """Keep the fingerprints of files that are too many for a cursor beside the records, under the fingerprint of the source."""
         if self._listed:
             return
         listing = {file.path: f"{file.fingerprint} ({file.rows:,} rows)" for file in self.manifest.files}

@@ -1,11 +1,11 @@
-"""Records of what was read first: later reads must find the same bytes.
+"""Hashes of chunks that were read: later reads must find the same bytes.
 
 A chunk's hash is recorded when it is first read, in an append-only file that all ranks and later runs share:
 
     "\\n<chunk id> <hash> <check>"          16 + 16 + 8 hex digits, in one O_APPEND write
 
-Each record brings its own line start, so one torn by a dying writer never damages the next; what does not parse or fails
-its check is ignored. Of several records of a chunk the last holds: that is how a change is accepted.
+Each record begins with its own line feed, so one torn by a dying writer never damages the next. Records that do not parse or fail
+their check are ignored. Of several records of a chunk the last holds: that is how a change is accepted.
 
 A chunk's id is made of its file's path and size and its place in it, not of its content, so that the record is found
 exactly when bytes changed in place, and a shard that is added or replaced does not orphan the records of the others.
@@ -23,14 +23,19 @@ import numpy as np
 import xxhash
 
 from headrace.errors import DataError, FileCorrupt, StorageError
-from headrace.files import open_inside, read_regular
+from headrace.files import open_inside, open_regular, unreadable
 from headrace.formats.byte_file import Tally
 from headrace.order import mix64_array
 from headrace.sources.manifest import Manifest
 
 _log = logging.getLogger("headrace.sources")
 _RECORD = re.compile(rb"(?:\A|\n)([0-9a-f]{16}) ([0-9a-f]{16}) ([0-9a-f]{8})(?=\n|\Z)")
-_MAX_RECORD_FILE = 4 << 30
+_RECORD_BYTES = 43
+_RECORDS_PER_CHUNK = 64
+"""Every rank that reads a chunk before it knows of another's record adds one, and so does every accepted change."""
+_SMALL_FILE = 64 << 20
+"""A file of this size is read whatever it describes: other sources of the same folder share it. That takes 1 s."""
+_BLOCK = 1 << 20
 
 
 class ChunkRecords:
@@ -49,17 +54,20 @@ class ChunkRecords:
         self._load()
 
     def recorded(self, chunk: int) -> int | None:
-        """The hash on record, None if the chunk was never read."""
+        """Return the hash on record; None if the chunk was never read."""
         with self._lock:
             return int(self._hashes[chunk]) if self._known[chunk] else None
 
     def known(self) -> np.ndarray:
-        """Chunks with a record, ascending."""
+        """Return the chunks with a record, ascending."""
         with self._lock:
             return np.flatnonzero(self._known)
 
     def add(self, chunk: int, value: int, *, on_disk: bool = True) -> None:
-        """Record a hash, in memory and on disk. A disk that refuses costs later runs the check, not this run its data."""
+        """Record the hash `value` of a chunk. If the disk refuses, later runs cannot check the chunk, and this run goes on.
+
+        `on_disk`: write it to the file too, not only to memory.
+        """
         with self._lock:
             self._known[chunk] = True
             self._hashes[chunk] = value
@@ -93,14 +101,31 @@ class ChunkRecords:
 
     def _load(self) -> None:
         try:
-            ids, values = _parse(read_regular(self.path, _MAX_RECORD_FILE))
+            with open(open_regular(self.path), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                most = max(_SMALL_FILE, _RECORDS_PER_CHUNK * _RECORD_BYTES * len(self._ids))
+                if size > most:
+                    raise FileCorrupt(
+                        f"{self.path} has {size:,} bytes; for {len(self._ids):,} chunks at most {most:,} are read"
+                    )
+                order = np.argsort(self._ids)
+                rest = b""
+                while block := file.read(_BLOCK):
+                    records, line_feed, rest = (rest + block).rpartition(b"\n")
+                    rest = line_feed + rest[:_BLOCK]
+                    self._take(order, *_parse(records))
+                self._take(order, *_parse(rest))
         except FileNotFoundError:
             return
         except FileCorrupt as error:
-            raise DataError(f"it is no file of chunk hashes: {error}; move it aside and run again") from error
+            raise DataError(f"chunk hashes cannot be read: {error}. Move the file aside and run again") from error
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+
+    def _take(self, order: np.ndarray, ids: np.ndarray, values: np.ndarray) -> None:
+        """Take over the records of these chunk ids. `order` sorts the ids of this source."""
         if not ids.size or not self._ids.size:
             return
-        order = np.argsort(self._ids)
         place = np.minimum(np.searchsorted(self._ids, ids, sorter=order), self._ids.size - 1)
         chunks = order[place]
         ours = self._ids[chunks] == ids
@@ -109,7 +134,7 @@ class ChunkRecords:
 
 
 def chunk_ids(manifest: Manifest) -> np.ndarray:
-    """64 bits for (path, size, start, end) of every chunk."""
+    """Return 64 bits for (path, size, start, end) of every chunk."""
     files = np.array(
         [xxhash.xxh3_64_intdigest(f"{f.size}\0{f.path}".encode()) for f in manifest.files], dtype=np.uint64
     )

@@ -8,8 +8,6 @@ import numpy as np
 
 from headrace.runtime.compiled import kernel
 
-__all__ = ["best_fit", "copy_run", "join_documents", "lay_blocks"]
-
 
 def _copy_slice(out, at, values, start, count):
     out[at : at + count] = values[start : start + count]

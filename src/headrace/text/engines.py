@@ -3,25 +3,21 @@
     tokenizers   the reference: any tokenizer.json, 0.65 M tokens/s a core
     fastokens    byte-level BPE of the usual shapes, about 40 times as fast; installed with headrace
     gigatoken    as fast; optional, needs awkward
-    tiktoken     byte-level BPE, about 4 times as fast; optional
 
-The fast ones are young, and each supports only some tokenizers. None is trusted: an engine is used for a
-tokenizer only after it gave the reference's ids on a fixed sample of ugly text, with the tokenizer's own special tokens in
-it, and one live document in 16,384 is encoded by both for as long as the run lasts (windows.py). `auto` takes the first of
-`ENGINES` that is installed and proves itself. Where none does, `tokenizers` encodes, and one line of the log says so and why.
+Each fast engine supports only some tokenizers, and none is trusted. An engine is used for a tokenizer only after it gave the reference's
+ids on a fixed sample of difficult texts, the tokenizer's own special tokens among them. One live document in 16,384 is encoded by both for
+as long as the run lasts (`loader.windows`). `auto` takes the first of `ENGINES` that is installed and proves itself. Where none does,
+`tokenizers` encodes, and one line of the log says so and why.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import itertools
 import json
 import logging
 import multiprocessing
 import os
-import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,31 +27,20 @@ from headrace.errors import TokenizerError
 from headrace.order import draws, key
 from headrace.text.token_batch import TokenBatch
 
-__all__ = [
-    "ENGINES",
-    "SPOT_CHECK_EVERY",
-    "Encode",
-    "EngineChoice",
-    "EngineName",
-    "Reference",
-    "choose_engine",
-    "proof_sample",
-]
-
 _log = logging.getLogger("headrace.text")
 
-EngineName = Literal["auto", "tokenizers", "fastokens", "gigatoken", "tiktoken"]
-ENGINES: tuple[str, ...] = ("fastokens", "gigatoken", "tiktoken")
-"""The fast ones, in the order in which `auto` tries them."""
+EngineName = Literal["auto", "tokenizers", "fastokens", "gigatoken"]
+ENGINES: tuple[str, ...] = ("fastokens", "gigatoken")
+"""The fast engines, in the order in which `auto` tries them."""
 SPOT_CHECK_EVERY = 16_384
-"""One document in so many is encoded by the reference too: about 1 % of the work of the fastest engine."""
+"""One document in this many is encoded by the reference too: about 1 % of the work of the fastest engine."""
 
 Encode = Callable[[Sequence[str]], TokenBatch]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """What encodes from here on, and what was said about the others."""
+    """The engine that encodes, and why others were not taken."""
 
     name: str
     version: str
@@ -76,19 +61,40 @@ class EngineChoice:
 class Reference:
     """The `tokenizers` library, which every other engine must agree with."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, name: str) -> None:
+        """`inner`: a `tokenizers.Tokenizer`. `name`: what errors call it."""
+        self._inner, self._name = inner, name
 
     def __call__(self, texts: Sequence[str]) -> TokenBatch:
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise TokenizerError(
+                f"`tokenizers` gave up on a text with tokenizer {self._name}: {_first_line(error)}. If that is about a regular "
+                "expression, it takes too many steps: give the file of its publisher"
+            ) from error
         rows = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=offsets[1:])
         return TokenBatch(np.concatenate(rows) if rows else np.empty(0, np.int32), offsets)
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether native code panicked: the error of that is no Exception, and each library has a class of its own for it."""
+    return type(error).__name__ == "PanicException"
+
+
 def choose_engine(wanted: EngineName, definition: bytes, reference: Reference, *, name: str) -> EngineChoice:
-    """The encoder for a tokenizer.json. `auto` falls back to the reference; an engine asked for by name must prove itself."""
+    """Choose the encoder for a tokenizer.
+
+    Args:
+        wanted: `auto`, which falls back to the reference, or an engine. An engine that cannot be used raises TokenizerError.
+        definition: The tokenizer.json.
+        reference: The same tokenizer in `tokenizers`.
+        name: Name of the tokenizer, for messages.
+    """
     if wanted not in ("auto", "tokenizers", *ENGINES):
         raise TokenizerError(f"there is no engine {wanted!r}: choose auto, tokenizers, {', '.join(ENGINES)}")
     own = EngineChoice("tokenizers", _version("tokenizers") or "", reference)
@@ -127,18 +133,18 @@ def _say_fallback(name: str, passed_over: Sequence[str]) -> None:
     if name in _said or multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
         return
     _said.add(name)
-    _log.warning(
-        "tokenizer %s is encoded by `tokenizers`, at about 1 M tokens/s a core, because no fast encoder can be used: %s",
-        name, "; ".join(passed_over),
-    )  # fmt: skip
+    slow = (
+        "tokenizer %s is encoded by `tokenizers`, at about 1 M tokens/s a core, because no fast encoder can be used: %s"
+    )
+    _log.warning(slow, name, "; ".join(passed_over))
 
 
 _said: set[str] = set()
-"""Tokenizers of which the log has said that a slow encoder is used."""
+"""Names of tokenizers for which the log has said so."""
 
 
 def disagreement(encode: Encode, texts: Sequence[str], expected: TokenBatch) -> str | None:
-    """The first text on which an encoder differs from the expected ids, in words; None if there is none."""
+    """Describe the first text on which an encoder differs from the expected ids; None if there is none."""
     try:
         found = encode(texts)
     except Exception as error:
@@ -156,14 +162,13 @@ def disagreement(encode: Encode, texts: Sequence[str], expected: TokenBatch) -> 
 
 
 def _fastokens(definition: bytes) -> Encode:
+    # It starts no threads of its own: those of the loader call it side by side, and more are a tenth slower on two cores.
+    os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
     import fastokens
 
     tokenizer = fastokens.Tokenizer.from_json_str(definition.decode())
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    # It looks once how many threads of its own it may use. Ours call it side by side, and theirs come on top: a tenth slower on two cores.
-    with _unless_set("FASTOKENS_BPE_THREADS", "1"):
-        tokenizer.encode_batch_flat(["a", "b"])
 
     def encode(texts: Sequence[str]) -> TokenBatch:
         if not texts:
@@ -174,25 +179,8 @@ def _fastokens(definition: bytes) -> Encode:
     return encode
 
 
-@contextlib.contextmanager
-def _unless_set(name: str, value: str) -> Generator[None]:
-    """A variable of the environment inside, where the user has not set it."""
-    with _environment:
-        ours = name not in os.environ
-        if ours:
-            os.environ[name] = value
-        try:
-            yield
-        finally:
-            if ours:
-                os.environ.pop(name, None)
-
-
-_environment = threading.Lock()
-
-
 def _gigatoken(definition: bytes) -> Encode:
-    import awkward  # noqa: F401  what encode_batch answers with: its absence should be noticed here
+    import awkward  # noqa: F401  encode_batch returns its arrays: a missing package is noticed here
     import gigatoken
 
     backend = gigatoken.Tokenizer.from_json(definition.decode()).backend
@@ -211,57 +199,18 @@ def _gigatoken(definition: bytes) -> Encode:
 GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 
-def _tiktoken(definition: bytes) -> Encode:
-    """A byte-level BPE as tiktoken has it: the rank of a token is its id, so merges must be listed in the order of ids."""
-    import tiktoken
-
-    described = json.loads(definition)
-    model = described["model"]
-    if model.get("type") not in (None, "BPE") or described.get("normalizer") is not None:
-        raise ValueError("it is no plain byte-level BPE")
-    if model.get("dropout") or model.get("byte_fallback") or model.get("continuing_subword_prefix"):
-        raise ValueError("its model has options that tiktoken has not")
-    specials = {t["content"]: t["id"] for t in described.get("added_tokens", ())}
-    if any(t.get(flag) for t in described.get("added_tokens", ()) for flag in ("single_word", "lstrip", "rstrip")):
-        raise ValueError("its added tokens strip blanks")
-    to_byte = {c: b for b, c in byte_characters().items()}
-    ranks = {bytes(to_byte[c] for c in token): rank for token, rank in model["vocab"].items() if token not in specials}
-    merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
-    made = [model["vocab"][left + right] for left, right in merges]
-    if any(a >= b for a, b in itertools.pairwise(made)):
-        raise ValueError("its merges are not in the order of ids")
-    encoding = tiktoken.Encoding(
-        "headrace",
-        pat_str=split_pattern(described.get("pre_tokenizer")),
-        mergeable_ranks=ranks,
-        special_tokens=specials,
-    )
-
-    def encode(texts: Sequence[str]) -> TokenBatch:
-        rows = [encoding.encode_to_numpy(text, allowed_special="all") for text in texts]
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=offsets[1:])
-        return TokenBatch(np.concatenate(rows).view(np.int32) if rows else np.empty(0, np.int32), offsets)
-
-    return encode
+_MAKERS: dict[str, Callable[[bytes], Encode]] = {"fastokens": _fastokens, "gigatoken": _gigatoken}
 
 
-_MAKERS: dict[str, Callable[[bytes], Encode]] = {
-    "fastokens": _fastokens,
-    "gigatoken": _gigatoken,
-    "tiktoken": _tiktoken,
-}
+def split_pattern(pre_tokenizer: Any) -> str:
+    """Return the single pattern by which a byte-level pre-tokenizer cuts text; ValueError if there is none.
 
-
-def split_pattern(pre_tokenizer: Any, *, digits: bool = False) -> str:
-    """The single pattern by which a byte-level pre-tokenizer cuts text; ValueError if there is none.
-
-    `digits`: whether a step that sets digits apart beforehand is passed over.
+    `pre_tokenizer` is that of a tokenizer.json. A first step that sets digits apart is left out of account.
     """
     if not isinstance(pre_tokenizer, dict):
         raise ValueError("it has no pre-tokenizer")
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
-    if digits and len(steps) > 1 and steps[0].get("type") == "Digits":
+    if len(steps) > 1 and steps[0].get("type") == "Digits":
         steps = steps[1:]
     kinds = [step.get("type") for step in steps]
     if any(step.get("add_prefix_space") for step in steps):
@@ -319,7 +268,7 @@ _ALPHABETS = (
 
 
 def proof_sample(definition: bytes) -> list[str]:
-    """About 1,500 texts on which encoders are known to part: the same for every run of a tokenizer."""
+    """Return about 1,500 texts on which encoders are known to differ. They are the same for every run of a tokenizer."""
     texts = list(_WORDS)
     texts += [a + b for a in _WORDS[:24] for b in ("x", "1", "'s", " y")]
     texts += [f"x{a}y" for a in _WORDS[:24]]

@@ -18,8 +18,6 @@ from headrace.errors import FileCorrupt, StorageError, TokenizerError
 from headrace.files import read_regular
 from headrace.text.ranks import tokenizer_json_of_ranks
 
-__all__ = ["TokenizerDefinition", "definition_of", "read_definition"]
-
 _MAX_FILE = 256 << 20
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

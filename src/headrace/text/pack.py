@@ -27,8 +27,6 @@ from headrace.order import Permutation, content_hash
 from headrace.text.block_layout import best_fit, copy_run, join_documents, lay_blocks
 from headrace.text.token_batch import TokenBatch
 
-__all__ = ["PACK_KERNELS", "Blocks", "Packed", "Packing", "Unsound", "pack", "place_best_fit"]
-
 PACK_KERNELS = (copy_run, best_fit, join_documents, lay_blocks)
 """What packing compiles."""
 

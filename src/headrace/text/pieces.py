@@ -25,8 +25,6 @@ from headrace.text.engines import GPT2_PATTERN, Encode, split_pattern
 from headrace.text.ranks import CL100K_PATTERN, O200K_PATTERN
 from headrace.text.token_batch import TokenBatch
 
-__all__ = ["LONGEST_PIECE", "Pieces"]
-
 PIECE = 256 << 10
 """Characters of a piece. Documents of up to twice as many are encoded whole."""
 LONGEST_PIECE = 16 << 20
@@ -118,7 +116,7 @@ def _cuttable(described: dict) -> tuple[str, ...] | None:
     if any(t.get(flag) for t in added for flag in ("single_word", "lstrip", "rstrip")):
         return None
     try:
-        pattern = split_pattern(described.get("pre_tokenizer"), digits=True)
+        pattern = split_pattern(described.get("pre_tokenizer"))
     except (ValueError, KeyError, TypeError):
         return None
     return tuple(str(t["content"]) for t in added if t.get("content")) if pattern in _PATTERNS else None

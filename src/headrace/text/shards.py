@@ -41,29 +41,6 @@ from headrace.text.block_layout import best_fit
 from headrace.text.pack import Packing, place_best_fit
 from headrace.text.token_batch import TokenBatch
 
-__all__ = [
-    "MANIFEST",
-    "SEGMENT",
-    "SHARD_FOLDER",
-    "PackedShard",
-    "PreparedManifest",
-    "PreparedSource",
-    "ShardEntry",
-    "TokenShard",
-    "lay_documents",
-    "open_packed",
-    "open_shard",
-    "pack_shard",
-    "packed_name",
-    "read_packed_counts",
-    "segment_sum",
-    "shard_name",
-    "token_dtype",
-    "write_packed",
-    "write_packed_counts",
-    "write_shard",
-]
-
 MANIFEST = "manifest.json"
 SHARD_FOLDER = "tokens"
 """Holds a folder for every source, so that no name of a source can be that of another file."""

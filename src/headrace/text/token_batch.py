@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["TokenBatch", "join_batches"]
-
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:

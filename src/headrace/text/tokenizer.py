@@ -1,4 +1,4 @@
-"""How text becomes token ids.
+"""Tokenizers: text becomes token ids.
 
     load_tokenizer("tokenizer.json")   any Hugging Face tokenizer file, or a folder that holds one
     load_tokenizer("org/name")         the same from the local Hugging Face cache
@@ -7,8 +7,8 @@
     load_tokenizer(None)               bytes: 256 ids and three special tokens; needs no file
     train_bpe(texts, 4096)             a small byte-level BPE, for corpora that come without a tokenizer
 
-Ids land in one flat int32 array with offsets. A document never gets its special tokens here: the packer adds BOS and
-EOS, so that a document's own text can never forge one unless its tokenizer says so.
+Ids are one flat int32 array with offsets. No special tokens are added here: the packer adds BOS and EOS, so that the text of a document
+cannot forge one unless its tokenizer says so.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ import numpy as np
 import xxhash
 
 from headrace.errors import TokenizerError
-from headrace.text.engines import Encode, EngineName, Reference, choose_engine
+from headrace.text.engines import Encode, EngineName, Reference, choose_engine, is_panic
 from headrace.text.named_tokenizer import definition_of, read_definition
 from headrace.text.pieces import Pieces
 from headrace.text.token_batch import TokenBatch
 from headrace.text.tokenizer_file import check_tokenizer
-
-__all__ = ["BpeTokenizer", "ByteTokenizer", "Tokenizer", "load_tokenizer", "train_bpe"]
 
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "[EOS]", "[SEP]")
 _BOS_NAMES = ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
@@ -36,7 +34,7 @@ _PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
 
 
 class Tokenizer(Protocol):
-    """What the pipeline asks of a tokenizer. `encode` is called from several threads at once."""
+    """What a loader needs of a tokenizer. `encode` is called from several threads at once."""
 
     @property
     def name(self) -> str: ...
@@ -75,7 +73,7 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """A tokenizer.json, whatever its model: described by the `tokenizers` library, run by the fastest engine that agrees."""
+    """A tokenizer.json of any model, encoded by the fastest engine that gives the ids of the `tokenizers` library."""
 
     def __init__(
         self,
@@ -86,21 +84,21 @@ class BpeTokenizer:
         bos: str | None = None,
         engine: EngineName = "auto",
     ) -> None:
-        # Our threads are the parallelism; a second pool inside every call only adds switches (0.93x on 2 cores).
+        # The loader's threads are the parallelism; a second pool inside every call is slower (0.93x on 2 cores).
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 
         check_tokenizer(text, name)
         try:
             self._inner = tokenizers.Tokenizer.from_buffer(text)
-        except BaseException as error:  # the library raises bare Exception, and panics that are no Exception
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        except BaseException as error:  # the library raises bare Exception
+            if not isinstance(error, Exception) and not is_panic(error):
                 raise
             raise TokenizerError(f"{name} is not a tokenizer.json that `tokenizers` can load: {error}") from error
         self._inner.no_padding()
         self._inner.no_truncation()
         self.name = name
-        # Ids may have gaps: what a model needs is one more than the largest of them.
+        # Ids may have gaps, and a model needs a row for the largest id.
         self.vocab_size: int = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eos_id: int | None = self._special("eos", eos, _EOS_NAMES)
         self.bos_id: int | None = self._special("bos", bos, _BOS_NAMES)
@@ -108,18 +106,18 @@ class BpeTokenizer:
         self.fingerprint = f"{xxhash.xxh3_64_intdigest(text):016x} ({self.vocab_size:,} ids)"
         if self.vocab_size == 0:
             raise TokenizerError(f"{name} has an empty vocabulary: train it, or give another tokenizer")
-        reference = Reference(self._inner)
+        reference = Reference(self._inner, name)
         self.engine = choose_engine(engine, text, reference, name=name)
         self._pieces = Pieces(text)
         self._encode = self._pieces.encoder(self.engine.encode)
         self.reference: Encode | None = None if self.engine.name == "tokenizers" else self._pieces.encoder(reference)
-        """What a spot check compares with; None where the reference itself encodes."""
+        """The encoder that spot checks compare with; None where the reference itself encodes."""
 
     def encode(self, texts: Sequence[str]) -> TokenBatch:
         return self._encode(texts)
 
     def refusal(self, text: str) -> str | None:
-        """Why a document is too long to be encoded; None if it is not."""
+        """Return why a document is too long to be encoded; None if it is not."""
         return self._pieces.refusal(text)
 
     def decode(self, ids: np.ndarray) -> str:
@@ -142,7 +140,7 @@ def load_tokenizer(
     engine: EngineName = "auto",
     base: Path | None = None,
 ) -> ByteTokenizer | BpeTokenizer:
-    """The tokenizer of a path, a name or an object, or the byte tokenizer for None and "bytes".
+    """Load the tokenizer of a path, a name or an object, or the byte tokenizer for None and "bytes".
 
     Args:
         given: The path of a tokenizer.json, .tiktoken file or folder; a name such as "org/name", which is looked up in the local Hugging Face cache where no such
@@ -165,7 +163,7 @@ def load_tokenizer(
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
-    """A byte-level BPE trained on `texts`, as the bytes of a tokenizer.json."""
+    """Train a byte-level BPE of `vocab_size` ids on `texts`; return the bytes of its tokenizer.json."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers, trainers
 

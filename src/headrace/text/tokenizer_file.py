@@ -1,8 +1,9 @@
 """Checks of a tokenizer.json before native code sees it.
 
 `tokenizers` trusts the file: it takes memory for the largest id, and runs every normaliser over every document. An id of
-2^31 asks for 34 GB and aborts the process; 60 normalisers that each double a blank never return. What such a file can
-claim is compared with caps here. Regular expressions are not judged: one that backtracks for ever is found when it runs.
+2^31 asks for 34 GB and aborts the process; 60 normalisers that each double a blank never return. The claims of a file are compared with
+caps here. Of regular expressions only the length is checked: the libraries stop one that takes too many steps
+(docs/decisions/text-encoders.md).
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import orjson
 
 from headrace.errors import TokenizerError
 
-__all__ = ["check_tokenizer"]
-
 _MAX_ADDED = 10_000
 _MAX_CONTENT = 1_000
+_MAX_PATTERN = 4_096
+"""Characters of a regular expression; the longest in use has about 600."""
 _MAX_STEPS = 64
 """Normalisers, pre-tokenisers and post-processors, each counted with those inside it."""
 _MAX_GROWTH = 64
@@ -26,7 +27,12 @@ _SMALL = 1 << 20
 
 
 def check_tokenizer(text: bytes, name: str) -> None:
-    """TokenizerError names the file and what it claims. A file that this accepts may still be refused by `tokenizers`."""
+    """Raise TokenizerError if a tokenizer.json claims too much. `tokenizers` may still refuse a file that passes.
+
+    Args:
+        text: The file.
+        name: What errors call it.
+    """
     try:
         found = orjson.loads(text)
         if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
@@ -37,6 +43,7 @@ def check_tokenizer(text: bytes, name: str) -> None:
         _check_ids(found["model"], added)
         for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             steps = list(_steps(found.get(part)))
+            _check_patterns(steps)
             if part == "normalizer":
                 _check_growth(steps)
         _check_template(found.get("post_processor"))
@@ -47,7 +54,7 @@ def check_tokenizer(text: bytes, name: str) -> None:
 
 
 def _check_ids(model: dict[str, Any], added: list[Any]) -> None:
-    """The library holds a table as long as the largest id."""
+    """Check the ids: the library holds a table as long as the largest one."""
     vocab = model.get("vocab") or {}
     if not isinstance(vocab, dict | list):
         raise ValueError(f"its vocabulary is a {type(vocab).__name__}")
@@ -64,7 +71,7 @@ def _check_ids(model: dict[str, Any], added: list[Any]) -> None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """A part and all parts inside it. ValueError if there are too many."""
+    """Yield a part and all parts inside it; ValueError if there are too many."""
     waiting = [part] if isinstance(part, dict) else []
     count = 0
     while waiting:
@@ -78,6 +85,13 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
                 waiting += [i for i in inner if isinstance(i, dict) and "type" in i]
             elif isinstance(inner, list) and any(isinstance(i, dict) and "type" in i for i in inner[: _MAX_STEPS + 1]):
                 raise ValueError(f"it has more than {_MAX_STEPS} steps in one part")
+
+
+def _check_patterns(steps: list[dict[str, Any]]) -> None:
+    for step in steps:
+        pattern = step.get("pattern")
+        if isinstance(pattern, dict) and len(str(pattern.get("Regex") or "")) > _MAX_PATTERN:
+            raise ValueError(f"it has a regular expression of more than {_MAX_PATTERN:,} characters")
 
 
 def _check_growth(steps: list[dict[str, Any]]) -> None:

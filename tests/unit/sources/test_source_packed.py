@@ -11,7 +11,6 @@ import pyarrow as pa
 import pytest
 
 from headrace.errors import DataChanged, DataError, StorageError
-from headrace.formats import compressed
 from headrace.order import file_fingerprint
 from headrace.sources import Source, open_source
 
@@ -46,7 +45,6 @@ def texts_of(source):
 FORMS = {
     "one gzip member": (".gz", gzip.compress(TEXT)),
     "many gzip members": (".gz", b"".join(map(gzip.compress, cut(TEXT, 7777)))),
-    "gzip with zeros behind it": (".gz", gzip.compress(TEXT) + bytes(5000)),
     "an empty member between": (".gz", gzip.compress(TEXT[:99]) + gzip.compress(b"") + gzip.compress(TEXT[99:])),
     "one zstandard frame": (".zst", zst(TEXT)),
     "many zstandard frames": (".zst", b"".join(map(zst, cut(TEXT, 50_000)))),
@@ -59,16 +57,13 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("largest", [None, 1])
-def test_a_packed_shard_has_the_chunks_and_rows_of_its_text_however_it_was_packed(tmp_path, form, largest, monkeypatch):
-    if largest:  # nothing fits: every form takes the way of the copy
-        monkeypatch.setattr(compressed, "_LARGEST_UNIT", largest)
+def test_a_packed_shard_has_the_chunks_and_rows_of_its_text_however_it_was_packed(tmp_path, form):
     suffix, data = FORMS[form]
     (tmp_path / "plain.jsonl").write_bytes(TEXT)
     (tmp_path / f"d.jsonl{suffix}").write_bytes(data)
     plain = opened(tmp_path, "plain.jsonl", chunk_bytes=20_000)
     source = opened(tmp_path, f"d.jsonl{suffix}", chunk_bytes=20_000)
-    assert source.counters()["shards_unpacked"] == (1 if largest else 0)
+    assert source.counters()["shards_unpacked"] == 1
     for column in ("chunk_start", "chunk_end", "chunk_rows", "chunk_line"):
         np.testing.assert_array_equal(getattr(source.manifest, column), getattr(plain.manifest, column))
     assert source.manifest.files[0].size == len(data)
@@ -102,10 +97,7 @@ def test_a_packed_shard_of_nothing_has_no_rows(tmp_path, data):
     assert (source.manifest.rows, source.manifest.chunks) == (0, 0)
 
 
-def test_a_shard_without_restart_points_is_unpacked_once_into_the_cache_and_again_if_the_copy_is_gone(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(compressed, "_LARGEST_UNIT", 50_000)
+def test_a_shard_is_unpacked_once_into_the_cache_and_again_if_the_copy_is_gone(tmp_path):
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(TEXT))
     assert opened(tmp_path).counters()["shards_unpacked"] == 1
     again = opened(tmp_path)
@@ -118,8 +110,7 @@ def test_a_shard_without_restart_points_is_unpacked_once_into_the_cache_and_agai
     assert last.counters()["shards_unpacked"] == 1
 
 
-def test_the_option_cache_decides_where_the_copy_lies(tmp_path, monkeypatch):
-    monkeypatch.setattr(compressed, "_LARGEST_UNIT", 50_000)
+def test_the_option_cache_decides_where_the_copy_lies(tmp_path):
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(TEXT))
     with opened(tmp_path, cache="scratch") as source:
         assert texts_of(source) == ROWS
@@ -127,16 +118,14 @@ def test_the_option_cache_decides_where_the_copy_lies(tmp_path, monkeypatch):
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_cache_without_room_is_a_sentence_that_says_where_and_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(compressed, "_LARGEST_UNIT", 50_000)
+def test_a_cache_without_room_is_a_sentence_that_says_where_and_what_to_do(tmp_path):
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(TEXT))
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(StorageError, match=r"d.jsonl.gz cannot be read from the middle.*choose a folder with cache = "):
         opened(tmp_path)
 
 
-def test_a_damaged_copy_is_refused_by_name_before_any_of_it_is_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(compressed, "_LARGEST_UNIT", 50_000)
+def test_a_damaged_copy_is_refused_by_name_before_any_of_it_is_unpacked(tmp_path):
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(TEXT))
     opened(tmp_path)
     [copy] = (tmp_path / "cache" / "unpacked").glob("*.zst")
@@ -148,23 +137,19 @@ def test_a_damaged_copy_is_refused_by_name_before_any_of_it_is_unpacked(tmp_path
 
 
 BAD = {
-    "cut gzip": (".gz", gzip.compress(TEXT)[:-9], r"is cut short: it ends at byte [\d,]+ within the gzip member that begins at 0"),
-    "cut between members": (
-        ".gz",
-        gzip.compress(TEXT[:500]) + gzip.compress(TEXT[500:])[:700],
-        r"within the gzip member that begins at \d+",
-    ),
-    "cut header": (".gz", b"\x1f", "is cut short: it ends at byte 1 "),
-    "wrong checksum": (".gz", gzip.compress(TEXT)[:-8] + bytes(4) + gzip.compress(TEXT)[-4:], "gzip fails near byte .*incorrect data check"),
-    "no gzip": (".gz", TEXT, "is no gzip file"),
-    "something behind gzip": (".gz", gzip.compress(TEXT) + b"tail", r"is damaged: at byte [\d,]+ no gzip member begins"),
-    "cut zstandard": (".zst", zst(TEXT)[:-9], r"is cut short: it ends at byte [\d,]+ within the zstandard frame that begins at 0"),
-    "cut skippable": (".zst", zst(TEXT) + b"\x50\x2a\x4d\x18\xff\xff\xff\xff", "within the zstandard frame that begins at"),
-    "no zstandard": (".zst", TEXT, "is no zstandard file"),
-    "something behind zstandard": (".zst", zst(TEXT) + b"tail", r"is damaged: at byte [\d,]+ no zstandard frame begins"),
-    "a flipped byte": (".zst", zst(TEXT)[:2000] + b"\xff\xff\xff" + zst(TEXT)[2003:], r"zstandard frame at bytes 0 to [\d,]+ cannot be unpacked|no zstandard frame|cut short"),
-    "a huge window": (".zst", b"\x28\xb5\x2f\xfd\x00\xf8\x01\0\0", "needs a window of more than 134,217,728 bytes"),
-    "a dictionary": (".zst", b"\x28\xb5\x2f\xfd\x21\x07\0\x01\0\0", "was packed with a zstandard dictionary"),
+    "cut gzip": (".gz", gzip.compress(TEXT)[:-9], r"is cut short: gzip cannot unpack it near byte [\d,]+"),
+    "cut between members": (".gz", gzip.compress(TEXT[:500]) + gzip.compress(TEXT[500:])[:700], "is cut short"),
+    "cut header": (".gz", b"\x1f", "is cut short: .* of 1 "),
+    "wrong checksum": (".gz", gzip.compress(TEXT)[:-8] + bytes(4) + gzip.compress(TEXT)[-4:], "incorrect data check"),
+    "no gzip": (".gz", TEXT, "is damaged, or is no gzip file"),
+    "something behind gzip": (".gz", gzip.compress(TEXT) + b"tail", "is damaged, or is no gzip file"),
+    "cut zstandard": (".zst", zst(TEXT)[:-9], "is cut short"),
+    "cut skippable": (".zst", zst(TEXT) + b"\x50\x2a\x4d\x18\xff\xff\xff\xff", "is cut short"),
+    "no zstandard": (".zst", TEXT, "is damaged, or is no zstd file"),
+    "something behind zstandard": (".zst", zst(TEXT) + b"tail", "is damaged, or is no zstd file"),
+    "a flipped byte": (".zst", zst(TEXT)[:2000] + b"\xff\xff\xff" + zst(TEXT)[2003:], "is damaged|is cut short"),
+    "a huge window": (".zst", b"\x28\xb5\x2f\xfd\x00\xf8\x01\0\0", "requires too much memory"),
+    "a dictionary": (".zst", b"\x28\xb5\x2f\xfd\x21\x07\0\x01\0\0", "Dictionary mismatch"),
 }  # fmt: skip
 
 
@@ -216,9 +201,7 @@ def stored(data: bytes) -> bytes:
     return b"\x28\xb5\x2f\xfd\x00\x58" + b"".join(h + b for h, b in zip(heads, blocks, strict=True))
 
 
-@pytest.mark.parametrize("largest", [1 << 20, 1])
-def test_a_text_that_changed_in_a_packed_shard_of_equal_size_is_refused_when_read(tmp_path, largest, monkeypatch):
-    monkeypatch.setattr(compressed, "_LARGEST_UNIT", largest)
+def test_a_text_that_changed_in_a_packed_shard_of_equal_size_is_refused_when_read(tmp_path):
     path = tmp_path / "d.jsonl.zst"
     path.write_bytes(stored(TEXT))
     with opened(tmp_path, path.name, chunk_bytes=20_000) as source:
@@ -232,20 +215,7 @@ def test_a_text_that_changed_in_a_packed_shard_of_equal_size_is_refused_when_rea
         changed.read(0)
 
 
-def test_a_shard_that_no_longer_unpacks_where_it_did_has_changed_and_is_no_hole(tmp_path):
-    path = tmp_path / "d.jsonl.zst"
-    path.write_bytes(b"".join(map(zst, cut(TEXT, 200_000))))
-    opened(tmp_path, path.name, on_bad="skip", chunk_bytes=20_000)
-    source = opened(tmp_path, path.name, on_bad="skip", chunk_bytes=20_000)  # from the cache: nothing is unpacked yet
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
-    path.write_bytes(data)
-    with pytest.raises(DataChanged, match=r"d.jsonl.zst no longer unpacks at bytes"):
-        texts_of(source)
-
-
-def test_a_full_check_compares_the_copy_with_the_shard_it_was_made_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(compressed, "_LARGEST_UNIT", 1)
+def test_a_full_check_compares_the_copy_with_the_shard_it_was_made_of(tmp_path):
     path = tmp_path / "d.txt.zst"
     text = b"".join(b"%07d\n" % i for i in range(400_000))
     path.write_bytes(stored(text))

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from headrace.errors import DataChanged
+from headrace.errors import DataChanged, DataError
 from headrace.order import file_fingerprint
-from headrace.sources import Source, open_source
+from headrace.sources import Source, open_source, records
 
 ROWS = 40
 
@@ -163,6 +163,28 @@ def test_torn_and_foreign_lines_in_the_record_are_ignored_and_spoil_no_neighbour
     change(path)
     with pytest.raises(DataChanged):
         opened(tmp_path, full_check=True)
+
+
+def test_records_are_found_wherever_the_blocks_end_in_which_the_file_is_read(tmp_path, path, monkeypatch):
+    with opened(tmp_path) as source:
+        read_all(source)
+        chunks = source.manifest.chunks
+    record = record_file(tmp_path)
+    record.write_bytes(b"x" * 300 + record.read_bytes() + b"\n" + b"y" * 300 + b"\n")
+    for block in (50, 64, 100, 1000):
+        monkeypatch.setattr(records, "_BLOCK", block)
+        with opened(tmp_path) as again:
+            assert again._records.known().tolist() == list(range(chunks))
+
+
+def test_a_file_of_hashes_that_is_far_too_large_for_its_source_is_refused_by_name(tmp_path, path):
+    with opened(tmp_path) as source:
+        read_all(source)
+    os.truncate(record_file(tmp_path), (64 << 20) + 1)
+    with pytest.raises(
+        DataError, match=r"\.chunks has 67,108,865 bytes; for 4 chunks at most 67,108,864 are read. Move"
+    ):
+        opened(tmp_path)
 
 
 def test_a_record_after_a_torn_one_is_whole(tmp_path, path):

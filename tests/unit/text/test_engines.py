@@ -227,21 +227,19 @@ def test_ids_are_int32_and_offsets_int64_whatever_the_engine(pairs):
 THREADS = """
 import os, sys, threading
 import numpy, headrace.text.engines as engines
-before, environment = len(os.listdir("/proc/self/task")), dict(os.environ)
+before = len(os.listdir("/proc/self/task"))
 encode = engines._MAKERS["fastokens"](sys.stdin.buffer.read())
 for _ in range(5):
     encode(["for i in range(10):\\n    print(i)\\n" * 200] * 100)
-print(len(os.listdir("/proc/self/task")) - before, dict(os.environ) == environment)
+print(len(os.listdir("/proc/self/task")) - before)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted where Linux lists them")
-@pytest.mark.parametrize(("theirs", "threads"), [({}, 1), ({"FASTOKENS_BPE_THREADS": "2"}, 2)])
-def test_fastokens_starts_no_threads_of_its_own_unless_the_user_says_so(byte_level, theirs, threads):
+def test_fastokens_starts_no_threads_of_its_own(byte_level):
     pytest.importorskip("fastokens")
-    started = min(threads, os.cpu_count() or 1) - 1
-    environment = {k: v for k, v in os.environ.items() if k != "FASTOKENS_BPE_THREADS"} | theirs
+    environment = {k: v for k, v in os.environ.items() if k != "FASTOKENS_BPE_THREADS"}
     done = subprocess.run(
         [sys.executable, "-c", THREADS], input=byte_level, env=environment, capture_output=True, check=True
     )
-    assert done.stdout.decode().split() == [str(started), "True"]
+    assert done.stdout.decode().split() == ["0"]

@@ -25,6 +25,10 @@ def doubling(times):
     }
 
 
+def split(pattern):
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -37,6 +41,7 @@ def doubling(times):
         (lambda t: t.update(normalizer=doubling(100)), "more than 64 steps"),
         (lambda t: t["model"].update(merges=["a b", *t["model"]["merges"]], vocab={"a": 0, "b": 1}), "tokenizer"),
         (lambda t: t.update(model=[]), "it has no model"),
+        (lambda t: t.update(pre_tokenizer=split("(a|b)" * 1000)), "a regular expression of more than 4,096 characters"),
     ],
 )
 def test_a_file_that_claims_too_much_is_refused_by_name(tmp_path, change, told):
@@ -53,6 +58,13 @@ def test_a_panic_of_the_native_library_is_a_tokenizer_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
     with pytest.raises(TokenizerError, match=r"tokenizer\.json is not a tokenizer\.json that `tokenizers` can load"):
         load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_regular_expression_that_backtracks_without_end_is_a_tokenizer_error(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**PLAIN, "pre_tokenizer": split("(a+)+$")}))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json", engine="tokenizers")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: .*it takes too many steps"):
+        tokenizer.encode(["a" * 50 + "b"])
 
 
 def test_a_deep_file_and_a_harmless_normaliser(tmp_path):
