@@ -41,8 +41,6 @@ from headrace.rollouts.packing import MicroBatch, Packed
 from headrace.rollouts.records import TrainingSample
 from headrace.rollouts.values import decode_value, encode_value
 
-__all__ = ["BatchWriter", "TrainingBatch", "WrittenSample", "batch_path", "open_training_batch"]
-
 _KIND, _VERSION = "headrace-rollouts", 1
 _HEADER = 4096
 _IOV_MAX = 1024

@@ -21,8 +21,6 @@ from headrace.errors import ConfigError, WorkerDied
 from headrace.rollouts.environment_processes import EnvironmentPlayer, next_move
 from headrace.rollouts.environments import Result, Say, Task
 
-__all__ = ["EnvironmentActors"]
-
 _START_SECONDS = 120.0
 _AT_A_TIME = 1000
 """Rollouts that one actor plays at a time."""

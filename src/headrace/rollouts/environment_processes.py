@@ -27,8 +27,6 @@ import msgspec
 from headrace.errors import ConfigError, EnvironmentFailed, HeadraceError, WorkerDied
 from headrace.rollouts.environments import Result, Say, Task, load_environment
 
-__all__ = ["EnvironmentPlayer", "EnvironmentProcesses", "next_move"]
-
 _log = logging.getLogger("headrace.rollouts")
 _START_SECONDS = 120.0
 _CANCEL_SECONDS = 2.0

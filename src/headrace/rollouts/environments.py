@@ -39,8 +39,6 @@ from headrace.order import derive, key
 from headrace.rollouts.engine import Codec, Engine
 from headrace.rollouts.records import Rollout, Step, StepTokens
 
-__all__ = ["EnvFunction", "Environment", "Result", "Say", "Task", "load_environment", "play_rollout"]
-
 
 @dataclass(slots=True, frozen=True)
 class Result:

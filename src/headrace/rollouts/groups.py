@@ -24,8 +24,6 @@ from typing import Any, Literal
 from headrace.errors import ConfigError
 from headrace.rollouts.records import check_env_name
 
-__all__ = ["EnvPolicy", "GroupBook", "GroupCounts", "Request", "StepGroups", "solve_rates"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvPolicy:

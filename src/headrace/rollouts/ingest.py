@@ -19,7 +19,6 @@ import numpy as np
 
 from headrace.errors import ConfigError, RolloutRefused
 from headrace.rollouts.checks import (
-    CAUSES,
     Limits,
     error_chain,
     experts_from,
@@ -35,15 +34,6 @@ from headrace.rollouts.episodes import rollout_from_record
 from headrace.rollouts.records import Rollout, Step, StepTokens
 from headrace.rollouts.values import model_values
 from headrace.rollouts.wire import decode_rollout, ids_column, logprobs_column, mask_column
-
-__all__ = [
-    "CAUSES",
-    "ENCODED",
-    "Limits",
-    "experts_from",
-    "rollout_from_verifiers",
-    "step_from_reply",
-]
 
 ENCODED = (bytes, bytearray, memoryview, str)
 """Types of rollouts that arrive as msgpack or JSON text."""

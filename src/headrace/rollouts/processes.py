@@ -43,8 +43,6 @@ from headrace.rollouts.values import decode_value, encode_value
 from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess
 
-__all__ = ["RolloutProcesses"]
-
 _log = logging.getLogger("headrace.rollouts")
 _START_SECONDS = 120.0
 _WATCH_SECONDS = 0.05

@@ -23,20 +23,6 @@ import numpy as np
 
 from headrace.errors import ConfigError, RolloutRefused
 
-__all__ = [
-    "ALL_ENVS",
-    "ExpertRows",
-    "Group",
-    "Mode",
-    "Rollout",
-    "RoutedExperts",
-    "Step",
-    "StepTokens",
-    "TrainingSample",
-    "VersionSpan",
-    "check_env_name",
-]
-
 ALL_ENVS = "all"
 """Stands for every environment in metric keys, so no environment may be called that."""
 Mode = Literal["rl", "sft"]

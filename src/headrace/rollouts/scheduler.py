@@ -34,8 +34,6 @@ from headrace.rollouts.groups import GroupBook, Request
 from headrace.rollouts.pipeline import RolloutPipeline, StepReport
 from headrace.rollouts.transport import TrainingBatchSender
 
-__all__ = ["Environment", "RolloutScheduler"]
-
 _log = logging.getLogger("headrace.rollouts")
 Environment = Callable[[Request], Awaitable[Any]]
 """Makes the rollout of a request: a `verifiers` dict, JSON text or a Rollout."""

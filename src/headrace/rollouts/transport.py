@@ -36,8 +36,6 @@ from headrace.runtime.locks import lock_holder
 from headrace.spool.folder import SpoolFolder, sweep_dead_temporaries
 from headrace.spool.records import read_sealed, seal
 
-__all__ = ["SpoolReceiver", "SpoolSender", "TrainingBatchReceiver", "TrainingBatchSender"]
-
 POLL_SECONDS = 0.005
 
 

@@ -15,8 +15,6 @@ import numpy as np
 
 from headrace.errors import FileCorrupt
 
-__all__ = ["decode_value", "encode_value", "model_values"]
-
 _FOREIGN, _ARRAY = 1, 2
 
 

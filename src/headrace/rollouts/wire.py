@@ -36,16 +36,6 @@ import numpy as np
 from headrace.errors import RolloutRefused
 from headrace.rollouts.values import model_values
 
-__all__ = [
-    "binary_rollout",
-    "check_count",
-    "decode_rollout",
-    "encode_rollout",
-    "ids_column",
-    "logprobs_column",
-    "mask_column",
-]
-
 _LARGEST_MESSAGE = 1 << 30
 _NO_LIMIT = 1 << 62
 _MEANING = {"I": "token ids (0 to 2147483647)", "B": "0 and 1", "f": "numbers"}

@@ -33,8 +33,6 @@ from headrace.rollouts.batch_files import batch_path, sidecar_path
 from headrace.rollouts.pipeline import StepReport
 from headrace.rollouts.transport import POLL_SECONDS, TrainingBatchReceiver, TrainingBatchSender, unlink_batch
 
-__all__ = ["ZmqReceiver", "ZmqSender"]
-
 _PART = 4 << 20
 _AHEAD = 4
 _MAX_QUESTION = 4096
