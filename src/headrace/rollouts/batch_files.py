@@ -209,7 +209,7 @@ def _encoded_images(sample: TrainingSample) -> bytes:
     if not sample.multimodal:
         return b""
     try:
-        return encode_value(dict(sample.multimodal), strict=True)
+        return encode_value(dict(sample.multimodal))
     except ValueError as error:
         raise RolloutRefused(
             "wrong_type", f"the sample of example {sample.example_id!r} in {sample.env_name}: {sorted(sample.multimodal)} cannot be written: {error}"

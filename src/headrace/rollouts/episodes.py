@@ -294,7 +294,7 @@ def _turn_tokens(path: Sequence[_Node], node: _Node, known: int) -> StepTokens:
     context = [n.ids for n in path]
     images = [n.images for n in (*path, node) if n.images is not None]
     prompt_ids = np.concatenate([*context, node.ids[:scaffold]])
-    return StepTokens.of_columns(
+    return StepTokens(
         prompt_ids=prompt_ids, prompt_mask=np.zeros(len(prompt_ids), np.uint8),
         routed_experts=_rows(path, node, known), multimodal={"multimodal": images} if images else None, **node.completion(),
     )  # fmt: skip
