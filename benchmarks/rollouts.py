@@ -1,4 +1,4 @@
-"""A step of rollouts to a batch file, beside the boundary mode, beside plain code, and beside writing the same bytes.
+"""A step of rollouts to a batch file, beside plain code, and beside writing the same bytes.
 
     python benchmarks/rollouts.py                 both synthetic steps at a tenth of their size
     python benchmarks/rollouts.py --scale 1       1.16 GB of routed experts; 60 million ids
@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -197,19 +198,17 @@ def one(kind: str, dump: Path, folder: Path, traffic: int) -> dict[str, Any]:
         return many_steps(int(kind[6:]), folder)
     from headrace.rollouts.replay import replay
 
-    mode, _, processes = kind.partition("@")[0].partition(":")
-    chunk = 128 if mode == "boundary" else None
+    processes = kind.partition("@")[0].partition(":")[2]
     # Idle for about as long as what it is compared with: the largest of more samples is larger.
-    return replay(
+    found = replay(
         dump,
-        mode=mode,  # ty: ignore[invalid-argument-type]
         synthetic_traffic=traffic,
-        gather_chunk_size=chunk,
         folder=folder,
         processes=int(processes or 0),
         form=kind.partition("@")[2] or "binary",  # ty: ignore[invalid-argument-type]
         idle=4.0 if dump.stat().st_size > 2e8 else 1.0,
-    ).to_dict()
+    )
+    return asdict(found)
 
 
 def run(kind: str, dump: Path, folder: Path, traffic: int = 0) -> dict[str, Any]:
@@ -248,7 +247,7 @@ def compare(step: str, scale: float, folder: Path) -> None:
     payload = dump.stat().st_size
     print(f"-- {step}, scale {scale:g}: {payload / 1e6:,.0f} MB arrive", flush=True)
     simple = run("plain", dump, folder)
-    ways = ("arrival@binary", "arrival@lists", "arrival@msgpack", "arrival@json", "boundary", "arrival:1")
+    ways = ("arrival@binary", "arrival@lists", "arrival@msgpack", "arrival@json", "arrival:1")
     for traffic in (0, 200):
         for way in ways:
             found, share = undisturbed(way, dump, folder, traffic)

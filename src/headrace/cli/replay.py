@@ -21,13 +21,11 @@ def replay(
     dump: Annotated[Path, Parameter(help="The captured step: what dump_raw_rollouts wrote in your orchestrator, or --make.")], *,
     make: Annotated[Literal["r3", "text"] | None, Parameter(help="Write a synthetic dump to DUMP instead: r3 has 1.16 GB of routed experts, text 60 million token ids.")] = None,
     scale: Annotated[float | None, Parameter(help="With --make: shorten every turn by this factor; 1 if not given.")] = None,
-    mode: Annotated[Literal["arrival", "boundary"], Parameter(help="When rollouts are processed: as they arrive, or all at the step's end.")] = "arrival",
     phase: Annotated[Phase | None, Parameter(help="Run this phase alone, in a thread beside the loop; `each` runs every phase in turn; idle, arrival and boundary are parts of the whole step.")] = None,
-    quick: Annotated[bool, Parameter(help="An idle stretch and every phase alone, as --phase each; --gather-chunk-size is then for the interleave.")] = False,
+    quick: Annotated[bool, Parameter(help="An idle stretch and every phase alone, as --phase each.", negative=())] = False,
     form: Annotated[Literal["binary", "lists", "msgpack", "json"], Parameter(help="How rollouts arrive: in msgpack with binary columns, as dicts of lists, or as lists in msgpack or JSON text.")] = "lists",
     processes: Annotated[int, Parameter(help="Worker processes that make samples; 0 for a thread.")] = 0,
     synthetic_traffic: Annotated[int, Parameter(help="Background tasks that keep the loop busy meanwhile.")] = 0,
-    gather_chunk_size: Annotated[int | None, Parameter(help="With --mode boundary, and for the phase interleave alone: rollouts handed to threads at a time.")] = None,
     seq_len: Annotated[int, Parameter(help="Tokens of a micro batch.")] = 32_768,
     ranks: Annotated[int, Parameter(help="Ranks the batch is packed for.")] = 2,
     format: Format = "text",
@@ -39,8 +37,7 @@ def replay(
     headrace replay r3.dump --make r3 --scale 0.1
     headrace replay r3.dump --synthetic-traffic 200
     headrace replay r3.dump --phase interleave
-    headrace replay --dump r3.dump --gather-chunk-size 128 --synthetic-traffic 200 --quick
-    headrace replay r3.dump --mode boundary --gather-chunk-size 64 --format json
+    headrace replay --dump r3.dump --synthetic-traffic 200 --quick
     ```
     """
     console = console_for()
@@ -50,10 +47,8 @@ def replay(
     alone = phase is not None and phase not in ("idle", "arrival", "boundary")
     if scale is not None and make is None:
         raise ConfigError("--scale is for --make: a dump that is there is replayed as it is")
-    if alone and (mode != "arrival" or processes):
-        raise ConfigError(f"--phase {phase} runs without a pipeline: leave --mode and --processes out, or --phase")
-    if gather_chunk_size is not None and alone and phase not in ("interleave", "each"):
-        raise ConfigError(f"--phase {phase} runs in one thread: --gather-chunk-size is for the phase interleave")
+    if alone and processes:
+        raise ConfigError(f"--phase {phase} runs without a pipeline: leave --processes out, or --phase")
 
     talks, answers = not quiet and format == "text", not quiet and format == "json"
 
@@ -84,23 +79,19 @@ def replay(
         say(header)
         for name in ALONE if phase == "each" else (str(phase),):
             idle, cost = replay_phase(
-                dump, name, synthetic_traffic=synthetic_traffic, seq_len=seq_len, ranks=ranks, form=form,
-                gather_chunk_size=gather_chunk_size if name == "interleave" else None,
-            )  # fmt: skip
+                dump, name, synthetic_traffic=synthetic_traffic, seq_len=seq_len, ranks=ranks, form=form
+            )
             phases.append({**asdict(cost), "idle": asdict(idle)})
             say(f"{line(cost)}   (idle p99 {1e3 * idle.lag_p99:.2f}, max {1e3 * idle.lag_max:.2f})")
         if answers:
             print_json({"synthetic_traffic": synthetic_traffic, "phases": phases})
         return 0
-    found = run(
-        dump, mode=mode, synthetic_traffic=synthetic_traffic, gather_chunk_size=gather_chunk_size, seq_len=seq_len, ranks=ranks,
-        processes=processes, form=form,
-    )  # fmt: skip
+    found = run(dump, synthetic_traffic=synthetic_traffic, seq_len=seq_len, ranks=ranks, processes=processes, form=form)
     if answers:
-        value = found.to_dict()
+        value = asdict(found)
         print_json(value | {"phases": [p for p in value["phases"] if phase in (None, p["phase"])]})
     sizes = f"{found.rollouts} rollouts, {found.samples} samples, {short(found.tokens)} tokens, {short(found.bytes)}B"
-    say(f"{sizes}, mode {found.mode}, {synthetic_traffic} background tasks")
+    say(f"{sizes}, {synthetic_traffic} background tasks")
     say(header)
     costs = [c for c in found.phases if phase in (None, c.phase)]
     for cost in costs:

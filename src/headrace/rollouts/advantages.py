@@ -17,8 +17,6 @@ from typing import Any, Literal
 from headrace.errors import ConfigError
 from headrace.rollouts.records import Group, Rollout, rollouts_by_group
 
-__all__ = ["AdvantageConfig", "AdvantageFn", "AdvantageInputs", "AdvantageOutputs", "compute_advantages", "default_advantage"]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:

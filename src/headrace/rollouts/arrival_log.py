@@ -37,8 +37,6 @@ from headrace.files import make_inside, open_inside, open_regular, publish, publ
 from headrace.rollouts.groups import Request
 from headrace.rollouts.records import Rollout, Step, StepTokens, VersionSpan, check_env_name
 
-__all__ = ["Arrival", "ArrivalLog", "Turn", "arrival_path", "read_arrivals"]
-
 _HEAD = struct.Struct("<IQ")
 _LOG = re.compile(r"step_(\d{1,18})\.log", re.ASCII)
 Key = tuple[int, int, int]

@@ -41,8 +41,6 @@ from headrace.rollouts.packing import MicroBatch, Packed
 from headrace.rollouts.records import TrainingSample
 from headrace.rollouts.values import decode_value, encode_value
 
-__all__ = ["BatchWriter", "TrainingBatch", "WrittenSample", "batch_path", "open_training_batch"]
-
 _KIND, _VERSION = "headrace-rollouts", 1
 _HEADER = 4096
 _IOV_MAX = 1024
@@ -211,7 +209,7 @@ def _encoded_images(sample: TrainingSample) -> bytes:
     if not sample.multimodal:
         return b""
     try:
-        return encode_value(dict(sample.multimodal), strict=True)
+        return encode_value(dict(sample.multimodal))
     except ValueError as error:
         raise RolloutRefused(
             "wrong_type", f"the sample of example {sample.example_id!r} in {sample.env_name}: {sorted(sample.multimodal)} cannot be written: {error}"

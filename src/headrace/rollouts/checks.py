@@ -12,24 +12,6 @@ import numpy as np
 from headrace.errors import ConfigError, RolloutRefused
 from headrace.rollouts.records import RoutedExperts, VersionSpan
 
-__all__ = [
-    "CAUSES",
-    "Limits",
-    "duration_of",
-    "error_chain",
-    "experts_from",
-    "mapping",
-    "number",
-    "plain_values",
-    "required",
-    "sampling_from",
-    "timing_from",
-    "version_spans_from",
-]
-
-CAUSES = ("missing_field", "wrong_type", "wrong_length", "not_finite", "oversize", "not_unicode", "malformed", "routing", "no_tokens", "no_traces", "env_name", "tokenizer", "worker")  # fmt: skip
-"""Every cause a rollout is refused for."""
-
 _TIMES = ("total", "setup", "generation", "model", "env", "scoring")
 """Times that a rollout keeps, by name."""
 

@@ -27,8 +27,6 @@ from headrace.errors import ConfigError, FileCorrupt, StorageError
 from headrace.files import open_regular, publish
 from headrace.rollouts.values import model_values
 
-__all__ = ["DumpKind", "dump_raw_rollouts", "read_dump", "read_encoded", "synthetic_rollouts"]
-
 DumpKind = Literal["r3", "text"]
 _MAGIC = b"headrace-rollout-dump-1\n"
 _RECORD = struct.Struct("<QQ")

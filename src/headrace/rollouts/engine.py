@@ -14,8 +14,6 @@ import numpy as np
 from headrace.errors import TokenizerError
 from headrace.rollouts.records import VersionSpan
 
-__all__ = ["CharacterCodec", "Codec", "Completion", "Engine"]
-
 
 class Completion(NamedTuple):
     """What an engine answered."""

@@ -2,7 +2,7 @@
 
     actors = EnvironmentActors("python:sort.py:play", name="sort", base=Path("."), seed=7)
     await actors.start()
-    await actors.play(task, say)              as the environment's own function, which runs in an actor
+    await actors.play(task, say)              called like the environment's own function, which runs in an actor
 
 One actor a CPU of the cluster that Ray is connected to, or of this machine. The environment's files must lie under the same path on every node. An actor that dies
 fails the rollouts it had with `WorkerDied`; Ray starts it again.
@@ -21,21 +21,19 @@ from headrace.errors import ConfigError, WorkerDied
 from headrace.rollouts.environment_processes import EnvironmentPlayer, next_move
 from headrace.rollouts.environments import Result, Say, Task
 
-__all__ = ["EnvironmentActors"]
-
 _START_SECONDS = 120.0
 _AT_A_TIME = 1000
 """Rollouts that one actor plays at a time."""
 
 
 class _Actor:
-    """The actor's side. An environment that cannot be loaded comes back as a value: Ray would wrap an exception."""
+    """Runs in the actor. A ConfigError is returned as text, because Ray would wrap the exception."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
 
     async def load(self) -> str:
-        """Import the environment; what is wrong with it, or ""."""
+        """Import the environment. Returns the message of a ConfigError, or ""."""
         try:
             self._player = EnvironmentPlayer(self._settings)
         except ConfigError as error:
@@ -107,7 +105,7 @@ class EnvironmentActors:
             self._playing[at] -= 1
 
     async def close(self) -> None:
-        """End the actors, and Ray if this started it."""
+        """End the actors, and Ray if `start` started it."""
         for actor in self._actors:
             self._ray.kill(actor)
         if self._connected:

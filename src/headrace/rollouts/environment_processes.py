@@ -1,12 +1,12 @@
-"""Environments in processes of their own: one that blocks, leaks or crashes costs its own rollouts only.
+"""Environments in worker processes: an environment that blocks, leaks or crashes costs its own rollouts only.
 
     workers = EnvironmentProcesses("python:sort.py:play", workers=2, name="sort", base=Path("."), seed=7, memory_mb=512)
     await workers.start()
-    await workers.play(task, say)             as the environment's own function, which runs in a process
+    await workers.play(task, say)             called like the environment's own function, which runs in a process
 
-Each process plays many rollouts at a time on an event loop (`EnvironmentPlayer`). What it says to the policy comes back here over a pipe and is answered here, so
-ids and log-probs never leave this process. Frames are a length and msgpack. A process that dies fails the rollouts it had with `WorkerDied`, and a new one takes its place. A rollout
-that is cancelled at its deadline is cancelled there too; a process that does not confirm it is blocked, and is killed.
+Each process plays many rollouts at a time on an event loop (`EnvironmentPlayer`). Its prompts come back over a pipe and are answered here, so
+ids and log-probs never leave this process. A frame is a length and msgpack. When a process dies, its rollouts fail with `WorkerDied` and a new process is
+started. A rollout that is cancelled at its deadline is cancelled in the process too; a process that does not confirm that is blocked, and is killed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ import msgspec
 from headrace.errors import ConfigError, EnvironmentFailed, HeadraceError, WorkerDied
 from headrace.rollouts.environments import Result, Say, Task, load_environment
 
-__all__ = ["EnvironmentPlayer", "EnvironmentProcesses", "next_move"]
-
 _log = logging.getLogger("headrace.rollouts")
 _START_SECONDS = 120.0
 _CANCEL_SECONDS = 2.0
@@ -47,7 +45,7 @@ class _Process:
     def send(self, value: Mapping[str, Any]) -> None:
         pipe = self.process.stdin
         assert pipe is not None
-        with contextlib.suppress(ConnectionError, RuntimeError):  # the reader notices that it is gone
+        with contextlib.suppress(ConnectionError, RuntimeError):  # the process is gone: its reader task notices
             pipe.write(_framed(value))
 
 
@@ -67,7 +65,7 @@ class EnvironmentProcesses:
         self._readers: set[asyncio.Task[None]] = set()
         self._started = asyncio.Event()
         self._lost: HeadraceError | None = None
-        """Why a process could not be started again."""
+        """The error of a process that could not be started again."""
         self._closing = False
         self.restarts = 0
         """Processes that died or were killed, and were replaced."""
@@ -107,11 +105,11 @@ class EnvironmentProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that are there now."""
+        """Ids of the running processes."""
         return [p.process.pid for p in self._processes]
 
     async def _read_all(self, worker: _Process) -> None:
-        """Hand out what a process says until it ends; then fail what it played, and start another."""
+        """Hand out the frames of a process until it ends; then fail its rollouts and start another process."""
         assert worker.process.stdout is not None
         try:
             while True:
@@ -120,7 +118,7 @@ class EnvironmentProcesses:
                 if (inbox := worker.playing.get(said["id"])) is not None:
                     inbox.put_nowait(said)
         except asyncio.IncompleteReadError:
-            pass  # it has ended. Popen.kill would reap it, and asyncio could not tell its exit code
+            pass  # the process has ended. Popen.kill would reap it and lose its exit code
         except (ConnectionError, msgspec.DecodeError):
             worker.process.kill()
         code = await worker.process.wait()
@@ -192,7 +190,7 @@ class EnvironmentProcesses:
 
 
 async def next_move(said: Mapping[str, Any], say: Say) -> str | Result:
-    """What follows from a frame of an `EnvironmentPlayer`: the policy's answer to what was said, or the result. EnvironmentFailed if it raised."""
+    """Act on a frame of an `EnvironmentPlayer`: the policy's answer to its prompt, or its result. EnvironmentFailed if the environment raised."""
     if "say" in said:
         return await say(said["say"], max_tokens=said["max_tokens"])
     if "reward" in said:
@@ -221,7 +219,7 @@ async def _read(stream: asyncio.StreamReader) -> dict[str, Any]:
 
 
 class EnvironmentPlayer:
-    """Plays rollouts of one environment for another process: each call returns what the environment says next, its result or its error, as a frame."""
+    """Plays rollouts of one environment for another process. Each call returns a frame: the environment's next prompt, its result or its error."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """`settings`: memory_mb, and the arguments of `load_environment`. ConfigError as there."""
@@ -282,7 +280,7 @@ class _RemoteSay:
 
 
 def _plain(value: Any) -> float | str:
-    """A number, or what stands for it in the message that it is none."""
+    """A number; the `repr` of anything else, for the message that refuses it."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -296,8 +294,8 @@ def _write(out: int, value: Mapping[str, Any]) -> None:
 
 
 async def _serve() -> None:
-    """Play what the parent asks for until its pipe ends."""
-    # What an environment prints goes to standard error: standard output carries the frames.
+    """The loop of a worker process: play the rollouts that the parent asks for, until its pipe ends."""
+    # Standard output carries the frames, so prints of an environment go to standard error.
     out = os.dup(1)
     os.dup2(2, 1)
     loop, stream = asyncio.get_running_loop(), asyncio.StreamReader(limit=_LARGEST)

@@ -1,4 +1,4 @@
-"""Environments as functions: a task and a way to ask the policy in, a reward out.
+"""Environments: functions that are given a task and a way to ask the policy, and return a reward.
 
     async def play(task, say):
         digits = task.rng.integers(0, 10, 4)
@@ -39,16 +39,14 @@ from headrace.order import derive, key
 from headrace.rollouts.engine import Codec, Engine
 from headrace.rollouts.records import Rollout, Step, StepTokens
 
-__all__ = ["EnvFunction", "Environment", "Result", "Say", "Task", "load_environment", "play_rollout"]
-
 
 @dataclass(slots=True, frozen=True)
 class Result:
-    """What an environment may return in place of a bare reward."""
+    """A reward with further metrics; an environment may return it instead of a bare reward."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """More numbers about the rollout; saved with it."""
+    """Further numbers about the rollout; saved with it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Task:
     """One problem to solve. Members of a group are given equal tasks."""
 
     index: int
-    """Number of the task within its split and environment's run."""
+    """Number of the task within its split."""
     env: str
     key: int
     """64 bits that depend on the run's seed, the environment, the split and the index."""
@@ -74,7 +72,7 @@ EnvFunction = Callable[[Task, Any], Awaitable[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """An environment that a run can play."""
+    """A loaded environment and its sampling settings."""
 
     name: str
     spec: str
@@ -83,20 +81,16 @@ class Environment:
     temperature: float = 1.0
     seed: int = 0
     fingerprint: str = ""
-    """Of the file it was loaded from; empty where there is none."""
+    """Fingerprint of the file that it was loaded from; empty for other specs."""
 
     def task(self, index: int, split: str = "train") -> Task:
-        """The task of a number."""
-        return Task(index, self.name, derive(self._split_key(split), index), split)
-
-    def _split_key(self, split: str) -> int:
-        return _split_key("rollouts.task", self.name, split, self.seed)
+        """The task with this number."""
+        return Task(index, self.name, derive(_split_key("rollouts.task", self.name, split, self.seed), index), split)
 
     def sampling_key(self, split: str, index: int, member: int, attempt: int) -> int:
-        """What the completions of one rollout are sampled with."""
-        return derive(
-            derive(derive(_split_key("rollouts.sample", self.name, split, self.seed), index), member), attempt
-        )
+        """The key that the completions of one rollout are sampled with."""
+        split_key = _split_key("rollouts.sample", self.name, split, self.seed)
+        return derive(derive(derive(split_key, index), member), attempt)
 
 
 @lru_cache
@@ -105,20 +99,7 @@ def _split_key(purpose: str, env: str, split: str, seed: int) -> int:
 
 
 class Say:
-    """How an environment asks the policy: call it with the next text; the answer is text. Keeps ids, log-probs and versions of every turn."""
-
-    __slots__ = (
-        "_codec",
-        "_context",
-        "_engine",
-        "_key",
-        "_max_tokens",
-        "_temperature",
-        "_version",
-        "seconds",
-        "session",
-        "turns",
-    )
+    """Asks the policy: called with the next text, returns the answer. Keeps ids, log-probs and versions of every turn."""
 
     def __init__(
         self, engine: Engine, codec: Codec, *, key: int, version: int, max_tokens: int, temperature: float, session: str = ""
@@ -134,8 +115,8 @@ class Say:
         """Append `text` to the context and let the policy answer.
 
         Args:
-            text: what is said to the policy; its ids follow the ids of all turns before.
-            max_tokens: the longest answer; the environment's own setting unless given.
+            text: the next prompt; its ids follow the ids of all turns before.
+            max_tokens: the longest answer, in tokens; the environment's own setting unless given.
         """
         prompt = np.concatenate([self._context, self._codec.encode(text)])
         started = time.perf_counter()
@@ -145,7 +126,7 @@ class Say:
         )  # fmt: skip
         self.seconds += time.perf_counter() - started
         answer = self._codec.decode(completion.ids) if completion.text is None else completion.text
-        tokens = StepTokens.of_columns(
+        tokens = StepTokens(
             prompt_ids=prompt, prompt_mask=np.zeros(len(prompt), np.uint8), completion_ids=completion.ids,
             completion_mask=np.ones(len(completion.ids), np.uint8), completion_logprobs=completion.logprobs, version_spans=completion.spans,
         )  # fmt: skip
@@ -158,7 +139,7 @@ async def play_rollout(
     environment: Environment, engine: Engine, codec: Codec, *, index: int, member: int = 0, attempt: int = 0, version: int, split: str = "train",
     greedy: bool = False,
 ) -> Rollout:  # fmt: skip
-    """Play one rollout to its end. Whatever the environment raises passes through; RolloutRefused if its result is no reward."""
+    """Play one rollout to its end. Errors of the environment pass through; RolloutRefused if its result is not a reward."""
     started = time.perf_counter()
     say = Say(
         engine, codec, key=environment.sampling_key(split, index, member, attempt), version=version, max_tokens=environment.max_tokens,
@@ -174,7 +155,7 @@ async def play_rollout(
 def finished_rollout(
     environment: Environment, say: Say, reward: Any, metrics: Any, *, index: int, version: int, seconds: float
 ) -> Rollout:
-    """The record of a rollout whose environment has returned; RolloutRefused if what it returned cannot be used."""
+    """The record of a rollout whose environment has returned; RolloutRefused if its reward or metrics are not numbers."""
     try:
         reward = float(reward)
         metrics = {str(name): float(value) for name, value in dict(metrics).items()}
@@ -193,7 +174,7 @@ def finished_rollout(
 
 
 def _oldest_version(turns: Sequence[Step], asked: int) -> int:
-    """The oldest version of the weights that sampled any token, as the engine told it; `asked` where it told none."""
+    """The oldest version of the weights that sampled a token, as the engine reported it; `asked` without a report."""
     told = [span.version for turn in turns if turn.tokens is not None for span in turn.tokens.version_spans]
     return min(map(int, told)) if told and all(version.isdecimal() for version in told) else asked
 
@@ -208,9 +189,11 @@ def load_environment(
 
     Args:
         spec: see the module's table.
-        name: what the environment is called in metrics.
-        base: where relative paths start.
-        seed: of the run; tasks and samples are keyed by it.
+        name: the environment's name in metrics.
+        base: the folder that relative paths start at.
+        seed: the run's seed, which keys tasks and samples.
+        max_tokens: the longest answer, in tokens.
+        temperature: of the sampling.
         options: keyword arguments of the function, of the dataset (reasoning-gym) or of the taskset's config (verifiers).
     """
     kind, _, rest = spec.partition(":")
@@ -260,7 +243,7 @@ def _python_function(path: str, function: str, base: Path, spec: str) -> EnvFunc
             module = importlib.import_module(path)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # raised by the user's module
         raise ConfigError(f"env.spec {spec!r}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     play = getattr(module, function, None)
     if not inspect.iscoroutinefunction(play):
@@ -292,11 +275,11 @@ def _reasoning_gym(name: str, options: Mapping[str, Any], spec: str) -> EnvFunct
 
 
 _TASKS = 10_000
-"""Tasks that are taken of a verifiers taskset, which may have no end."""
+"""The most tasks that are taken of a verifiers taskset, which may be endless."""
 
 
 def _verifiers(name: str, options: Mapping[str, Any], spec: str) -> EnvFunction:
-    """Plays tasks of one prompt: the policy is shown it, and the task's own rewards score the answer. One task in ten is held out, by its key."""
+    """Plays tasks that are one prompt; the task's own rewards score the answer. One task in ten is held out, by its key."""
     try:
         vf = importlib.import_module("verifiers.v1")
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
@@ -305,7 +288,7 @@ def _verifiers(name: str, options: Mapping[str, Any], spec: str) -> EnvFunction:
     try:
         taskset = loaders.load_taskset(loaders.taskset_config_type(name)(id=name, **options))
         tasks = list(itertools.islice(taskset, _TASKS))
-    except Exception as error:  # whatever a taskset raises
+    except Exception as error:  # raised by the taskset
         raise ConfigError(f"env.spec {spec!r}: verifiers does not make it: {type(error).__name__}: {error}") from error
     needs = [
         task.key for task in tasks if task.data.prompt is None or type(task).toolsets(task.config) or _needs_sandbox(task)
@@ -338,6 +321,6 @@ def _verifiers(name: str, options: Mapping[str, Any], spec: str) -> EnvFunction:
 
 
 def _needs_sandbox(task: Any) -> bool:
-    """Whether a reward of a verifiers task has to look into the box that its episode ran in."""
+    """Whether a reward of a verifiers task needs the sandbox that its episode ran in."""
     parameters = [inspect.signature(hook).parameters.get("runtime") for hook in task.hooks("reward")]
     return any(p is not None and p.default is inspect.Parameter.empty for p in parameters)

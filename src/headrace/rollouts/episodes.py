@@ -43,8 +43,6 @@ from headrace.rollouts.records import Rollout, RoutedExperts, Step, StepTokens
 from headrace.rollouts.values import model_values
 from headrace.rollouts.wire import ids_column, logprobs_column, mask_column
 
-__all__ = ["episode_from_deltas", "read_episodes", "rollout_from_record", "rollouts_from_episode"]
-
 _LISTS = ("nodes", "calls", "payload", "errors", "extra_usage", "request_rewrites", "response_rewrites")
 """Lists of a trace that deltas append to."""
 _CUT_SHORT = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
@@ -296,7 +294,7 @@ def _turn_tokens(path: Sequence[_Node], node: _Node, known: int) -> StepTokens:
     context = [n.ids for n in path]
     images = [n.images for n in (*path, node) if n.images is not None]
     prompt_ids = np.concatenate([*context, node.ids[:scaffold]])
-    return StepTokens.of_columns(
+    return StepTokens(
         prompt_ids=prompt_ids, prompt_mask=np.zeros(len(prompt_ids), np.uint8),
         routed_experts=_rows(path, node, known), multimodal={"multimodal": images} if images else None, **node.completion(),
     )  # fmt: skip

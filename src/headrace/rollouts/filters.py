@@ -20,8 +20,6 @@ import numpy as np
 from headrace.errors import ConfigError
 from headrace.rollouts.records import Rollout
 
-__all__ = ["Filter", "Filtered", "GibberishFilter", "RepetitionFilter", "ZeroAdvantageFilter", "apply_filters"]
-
 
 class Filter(Protocol):
     """What looks at a rollout. `name` is its metric key."""

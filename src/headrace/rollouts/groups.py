@@ -1,17 +1,17 @@
-"""Which rollouts belong to which step, and what happens when one of them fails: `GroupBook`.
+"""Groups of rollouts: which step each belongs to, and what a failed rollout does to its group (`GroupBook`).
 
     task i ── opens group i of `group_size` requests ──► step floor(i / groups_per_step), policy version step − lag
 
 With membership="index" (the default) the step of a group follows from its number alone, so slow rollouts are not left out and two
-runs train on the same groups; a step's rollouts come in the order of their tasks, not of their arrival. With
-membership="completion" the first groups that close make the next step; what the clock decided then (which groups, which policy versions, which
-failures) is in the journal.
+runs train on the same groups. A step's rollouts are in the order of their tasks, not of their arrival. With
+membership="completion" the first groups that close make the next step. The journal then records what depended on the clock: the groups of each step, their
+policy versions and their failures.
 
 Every request ends exactly once, as arrived or as failed for a reason, and `counts` adds up at any moment:
 
     requested = arrived + failed + outstanding            arrived = delivered + dropped + discarded + held
 
-What arrives after its request ended is late: counted, and in no step. The book reads no clock; its caller calls `expire`.
+A rollout that arrives after its request ended is late: it is counted and enters no step. The book reads no clock; its caller calls `expire`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from typing import Any, Literal
 from headrace.errors import ConfigError
 from headrace.rollouts.records import check_env_name
 
-__all__ = ["EnvPolicy", "GroupBook", "GroupCounts", "Request", "StepGroups", "solve_rates"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvPolicy:
-    """How the groups of an environment are scored, and what a failure does to them."""
+    """How the groups of an environment are scored, and what a failed rollout does to its group."""
 
     env_name: str
     group_size: int
@@ -65,7 +63,7 @@ class EnvPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One rollout to be made. A refill differs from what it replaces in its attempt only."""
+    """One rollout to make. A refill differs from the request it replaces in its attempt only."""
 
     task: int
     member: int
@@ -78,21 +76,22 @@ class Request:
 
 @dataclass(slots=True)
 class GroupCounts:
-    """What became of every request."""
+    """Numbers of requests and groups by outcome."""
 
     requested: int = 0
     arrived: int = 0
     failed: Counter[str] = field(default_factory=Counter)
-    """By reason."""
+    """Requests that failed, by reason."""
     delivered: int = 0
+    """Rollouts that left the book with their step."""
     dropped: int = 0
-    """Arrived, but its group was dropped."""
+    """Rollouts that arrived and whose group was dropped."""
     discarded: int = 0
-    """Arrived, but its group was asked for again."""
+    """Rollouts that arrived and whose group was requested again."""
     late: int = 0
-    """Arrived after its request had ended; the request is counted as failed."""
+    """Rollouts that arrived after their request had ended; the request is counted as failed."""
     groups: Counter[str] = field(default_factory=Counter)
-    """full, partial, dropped."""
+    """Closed groups by kind: full, partial, dropped."""
 
 
 @dataclass(slots=True)
@@ -101,13 +100,12 @@ class _Group:
     task: int
     step: int
     policy_version: int
-    attempt: int = 0
     attempts: list[int] = field(default_factory=list)
     waiting: set[Request] = field(default_factory=set)
     arrived: dict[int, Any] = field(default_factory=dict)
     closed: bool = False
     first_attempt: int = 0
-    """Refills are counted from here; above 0 where the whole step was asked for again."""
+    """Refills are counted from this attempt; above 0 where the whole step was requested again."""
 
     def request(self, member: int) -> Request:
         return Request(
@@ -118,16 +116,17 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGroups:
-    """The rollouts of one step, by task and member, and the groups that gave none."""
+    """The rollouts of one step, in the order of task and member."""
 
     step: int
     rollouts: tuple[Any, ...]
-    """What `arrive` was given."""
+    """The objects that `arrive` was given."""
     tasks: tuple[int, ...]
-    """Tasks whose groups are in it."""
+    """Tasks that have rollouts in the step."""
     dropped: tuple[int, ...]
+    """Tasks whose groups have no rollout left."""
     policy_version: int = 0
-    """The oldest that any of its groups was generated with."""
+    """The oldest version that any of its groups was generated with."""
 
 
 class GroupBook:
@@ -143,7 +142,16 @@ class GroupBook:
         journal: Callable[[Mapping[str, Any]], None] | None = None,
         failures: Mapping[tuple[int, int, int], str] | None = None,
     ) -> None:
-        """`journal` is called with every fact. `failures`: why requests failed in a run that is resumed, by task, member and attempt."""
+        """An empty book.
+
+        Args:
+            envs: the environments, each with a name of its own.
+            groups_per_step: groups that make a step.
+            lag: steps by which the policy version of a group is behind its step.
+            membership: see the module's text.
+            journal: called with every fact: a failed or late request; by completion also opened groups and taken steps.
+            failures: reasons of requests that failed in the run that is resumed, by task, member and attempt.
+        """
         if groups_per_step < 1 or lag < 0 or membership not in ("index", "completion"):
             raise ConfigError(
                 f"groups_per_step is {groups_per_step} (at least 1), lag is {lag} (0 or more), membership is {membership!r} ('index' or 'completion')"
@@ -172,18 +180,18 @@ class GroupBook:
         return self._opened
 
     def start_at(self, step: int) -> None:
-        """Begin with this step: a restarted orchestrator goes on after those that were sent."""
+        """Begin with this step: a restarted orchestrator continues after the steps that were sent."""
         if self._opened or self._next_step:
-            raise RuntimeError("a book begins at a step before anything is opened in it")
+            raise RuntimeError("start_at comes before the first open")
         self._opened, self._next_step = step * self.groups_per_step, step
 
     def recorded_failure(self, request: Request) -> str | None:
-        """Why a request failed in the run that is resumed; None if it did not."""
+        """The reason why a request failed in the run that is resumed; None if it did not fail."""
         return self._failures.get((request.task, request.member, request.attempt))
 
     @property
     def open_tasks(self) -> tuple[int, ...]:
-        """Tasks whose groups wait for something."""
+        """Tasks whose groups still wait for rollouts."""
         return tuple(t for t, g in self._groups.items() if not g.closed)
 
     @property
@@ -194,7 +202,7 @@ class GroupBook:
     # ------------------------------------------------------------------------------------------ requests
 
     def open(self, env_name: str, *, policy_version: int | None = None) -> list[Request]:
-        """Open the next task's group; the requests to send. Its policy version is pinned by its number unless given."""
+        """Open the group of the next task and return the requests to send. Its policy version follows from its step unless given."""
         if env_name not in self._envs:
             raise ConfigError(f"no environment is called {env_name!r}; there are {sorted(self._envs)}")
         task, policy = self._opened, self._envs[env_name]
@@ -221,8 +229,7 @@ class GroupBook:
         return group is not None and request in group.waiting
 
     def arrive(self, request: Request, rollout: Any) -> bool:
-        """A request was answered, by a rollout or by whatever stands for one; whether that closed its group. A request that had ended before is late
-        and changes nothing."""
+        """Record the answer to a request; whether that closed its group. `rollout` is any object. A request that had ended before is late and changes nothing."""
         group = self._groups.get(request.task)
         if group is None or request not in group.waiting:
             self.counts.late += 1
@@ -235,7 +242,7 @@ class GroupBook:
         return group.closed
 
     def fail(self, request: Request, reason: str) -> list[Request]:
-        """A request came to nothing; what to ask for instead, if anything."""
+        """Record that a request failed, and return the requests to send in its place."""
         group = self._groups.get(request.task)
         if group is None or request not in group.waiting:
             return []
@@ -261,13 +268,13 @@ class GroupBook:
         return []
 
     def expire(self, step: int, reason: str = "deadline") -> int:
-        """End every request of a step that is still out, without refills; how many. The step can be taken afterwards."""
+        """End the unfinished requests of a step without refills; how many. The step can be taken afterwards."""
         mine = [g for g in self._groups.values() if not g.closed and (g.step == step or self.membership != "index")]
         return sum(self._end(group, reason) for group in mine)
 
     def cancel_older(self, policy_version: int, reason: str = "stale") -> int:
-        """End what is still out in groups generated with an older policy than this; how many. Finished groups stay, and so do groups that were asked
-        for again."""
+        """End the unfinished requests of groups whose policy is older than this version; how many. Finished groups and groups that were requested again
+        stay."""
         live = [g for g in self._groups.values() if not g.closed and not g.first_attempt]
         return sum(self._end(group, reason) for group in live if group.policy_version < policy_version)
 
@@ -328,7 +335,7 @@ class GroupBook:
         return None
 
     def _asked_again(self, step: int) -> list[int]:
-        """By completion: the tasks of a step that was asked for again. They make the step, however many others have closed meanwhile."""
+        """By completion: the tasks of a step that was requested again. They make the step, however many other groups have closed meanwhile."""
         return [task for task, group in self._groups.items() if group.step == step]
 
     def ready(self) -> bool:
@@ -336,7 +343,7 @@ class GroupBook:
         return self._members_of(self._next_step) is not None
 
     def take(self, *, short: bool = False) -> StepGroups:
-        """The next step. Its rollouts leave the book. `short`: by completion, with fewer groups than a step has, if no more have closed."""
+        """Take the next step out of the book. `short`: by completion, take the groups that have closed even if they are fewer than a step has."""
         step, tasks = self._next_step, self._members_of(self._next_step)
         if tasks is None and short and self.membership == "completion":
             again = self._asked_again(step)
@@ -359,20 +366,15 @@ class GroupBook:
         )  # fmt: skip
 
     def again(self) -> list[Request]:
-        """Open the groups of the step that was taken last once more, because nothing of it could be trained on; the requests to send."""
+        """Open the groups of the last step once more, because none of its rollouts could be trained on. Returns the requests to send."""
         if not self._last:
-            raise RuntimeError("no step was taken that could be asked for again")
+            raise RuntimeError("no step was taken that could be requested again")
         self._next_step -= 1
         requests: list[Request] = []
         for task, old in self._last.items():
             attempt, size = max(old.attempts) + 1, old.policy.group_size
             group = _Group(
-                old.policy,
-                task,
-                self._next_step,
-                old.policy_version,
-                attempts=[attempt] * size,
-                first_attempt=attempt,
+                old.policy, task, self._next_step, old.policy_version, attempts=[attempt] * size, first_attempt=attempt
             )
             self._groups[task] = group
             requests += self._ask(group, range(size))
@@ -386,12 +388,12 @@ class GroupBook:
 
     @property
     def held(self) -> int:
-        """Rollouts that arrived and wait for their step."""
+        """Rollouts that arrived and whose step is not taken yet."""
         return sum(len(g.arrived) for g in self._groups.values())
 
 
 def solve_rates(groups: Mapping[Any, Sequence[float]], solved: float = 1.0) -> tuple[float, float]:
-    """The shares of groups in which every member, and in which none, has at least the reward `solved`: by each group's own size."""
+    """Two shares of groups: those in which every member has at least the reward `solved`, and those in which no member has."""
     if not groups:
         return 0.0, 0.0
     hits = [(sum(r >= solved for r in rewards), len(rewards)) for rewards in groups.values()]

@@ -1,13 +1,12 @@
-"""How replies and rollouts of others enter: lists become columns once, and what is wrong is refused by name.
+"""Ingest of replies and rollouts from other programs: lists become columns once, and wrong input is refused by a named cause.
 
     step_from_reply(reply, prompt=messages)     an OpenAI-style reply (chat or completion) with vLLM's token ids
     step_from_reply(reply, prompt_ids=ids)      a reply of vLLM's /inference/v1/generate, which repeats no prompt and has no text
     rollout_from_verifiers(output)              a rollout of a `verifiers` environment: a v0 dict, or an episode or trace of 0.4 and later
     rollout_from_verifiers(raw)                 the same as JSON text or msgpack, as environments in other processes send it
 
-Nothing here trusts its input. A missing field, a wrong type or length, a NaN, text that is no Unicode or that has 50 MB
-raises RolloutRefused, which carries the cause it is counted under; nothing is half taken. The checks are in `checks.py`, episodes and traces in
-`episodes.py`; `wire.py` says in which forms token columns come, and reads them.
+No input is trusted. A missing field, a wrong type or length, a NaN, text that is no Unicode or text of 50 MB raises RolloutRefused with the cause it is counted
+under; a rollout is taken whole or not at all. The checks are in `checks.py`, episodes and traces in `episodes.py`, the forms of token columns in `wire.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import numpy as np
 
 from headrace.errors import ConfigError, RolloutRefused
 from headrace.rollouts.checks import (
-    CAUSES,
     Limits,
     error_chain,
     experts_from,
@@ -34,16 +32,7 @@ from headrace.rollouts.checks import (
 from headrace.rollouts.episodes import rollout_from_record
 from headrace.rollouts.records import Rollout, Step, StepTokens
 from headrace.rollouts.values import model_values
-from headrace.rollouts.wire import decode_rollout, ids_column, logprobs_column, mask_column
-
-__all__ = [
-    "CAUSES",
-    "ENCODED",
-    "Limits",
-    "experts_from",
-    "rollout_from_verifiers",
-    "step_from_reply",
-]
+from headrace.rollouts.wire import COLUMN_READERS, decode_rollout, ids_column, logprobs_column
 
 ENCODED = (bytes, bytearray, memoryview, str)
 """Types of rollouts that arrive as msgpack or JSON text."""
@@ -59,8 +48,15 @@ _KNOWN = frozenset(
 def step_from_reply(
     reply: Mapping[str, Any], *, prompt: Any = (), prompt_ids: Any = None, choice: int = 0, limits: Limits | None = None
 ) -> Step:
-    """The step of one choice of an OpenAI-style reply. `prompt_ids` are the ids that were asked with, for an engine that does not repeat them.
-    Without token ids in the reply the step has none and wants pretokenising. The engine's `weight_versions` are kept."""
+    """The step of one choice of an OpenAI-style reply. The engine's `weight_versions` are kept.
+
+    Args:
+        reply: the JSON object that the server answered with. Without token ids in it the step has no tokens and needs `pretokenize`.
+        prompt: the messages or the text that were sent.
+        prompt_ids: the ids that were sent, for an engine that does not repeat them.
+        choice: number of the choice.
+        limits: the largest reply that is taken.
+    """
     limits = limits or Limits()
     where = "the reply"
     if not isinstance(reply, Mapping):
@@ -87,7 +83,7 @@ def step_from_reply(
         logprobs = _reply_logprobs(said)
         column = ids_column(ids, "token_ids", limits.tokens)
         spans = version_spans_from(said.get("weight_versions"), np.arange(len(column)), "the choice", limits)
-        tokens = StepTokens.of_columns(
+        tokens = StepTokens(
             prompt_ids=asked, prompt_mask=np.zeros(len(asked), np.uint8), completion_ids=column,
             completion_mask=np.ones(len(column), np.uint8),
             completion_logprobs=logprobs_column(logprobs, "logprobs", limits.tokens),
@@ -100,7 +96,7 @@ def step_from_reply(
 
 
 def _prompt_column(said: Mapping[str, Any], reply: Mapping[str, Any], given: Any, limits: Limits) -> np.ndarray | None:
-    """The prompt's ids as the reply has them, or as the caller gave them; both must be the same."""
+    """The prompt's ids from the reply, or from the caller; if both have them, they must be equal."""
     repeated = said.get("prompt_token_ids")
     repeated = reply.get("prompt_token_ids") if repeated is None else repeated
     column = None if repeated is None else ids_column(repeated, "prompt_token_ids", limits.tokens)
@@ -134,10 +130,16 @@ def rollout_from_verifiers(
     output: Any, *, env_name: str | None = None, policy_version: int = 0, run: str = "", draw: int | str | None = None,
     limits: Limits | None = None,
 ) -> Rollout:  # fmt: skip
-    """A rollout from what a `verifiers` environment returns: a v0 dict, or a trace or an episode with one trace to train on, as a record or as the live object.
-    JSON text and msgpack are decoded; experts of msgpack are views of its bytes: do not write over them.
+    """A rollout from the output of a `verifiers` environment.
 
-    `env_name` stands in for its own name of the task; `draw` for the draw that it does not tell.
+    Args:
+        output: a v0 dict, or a trace or an episode with one trace to train on, as a record or as the live object. JSON text and msgpack are decoded;
+            experts of msgpack are views of its bytes: do not write over them.
+        env_name: name of the environment; takes precedence over the rollout's own `env_name` and `task`.
+        policy_version: version of the weights that the request was pinned to.
+        run: name of the run, which keeps its samples apart in micro batches.
+        draw: which draw of the example, where the rollout has none of its own.
+        limits: the largest rollout that is taken.
     """
     limits = limits or Limits()
     output = decode_rollout(output) if isinstance(output, ENCODED) else model_values(output)
@@ -146,7 +148,7 @@ def rollout_from_verifiers(
     if "traces" in output or ("nodes" in output and "trajectory" not in output):
         return rollout_from_record(
             output, env_name=env_name, policy_version=policy_version, run=run, draw=draw, limits=limits
-        )  # fmt: skip
+        )
     name = env_name if env_name is not None else output.get("env_name", output.get("task"))
     example = required(output, "example_id", "the rollout")
     if isinstance(example, np.integer):
@@ -189,16 +191,14 @@ def _verifiers_step(step: Any, number: int, limits: Limits) -> Step:
     if tokens is not None:
         if not isinstance(tokens, Mapping):
             raise RolloutRefused("wrong_type", f"the tokens of {name} are a {type(tokens).__name__}")
-        ids = ("prompt_ids", "completion_ids")
-        masks = ("prompt_mask", "completion_mask")
-        extra = {k: tokens[k] for k in _MULTIMODAL if tokens.get(k) is not None}
-        columns = StepTokens.of_columns(
-            **{n: ids_column(required(tokens, n, name), f"{n} of {name}", limits.tokens) for n in ids},
-            **{n: mask_column(required(tokens, n, name), f"{n} of {name}", limits.tokens) for n in masks},
-            completion_logprobs=logprobs_column(required(tokens, "completion_logprobs", name), f"completion_logprobs of {name}", limits.tokens),
-            routed_experts=experts_from(tokens.get("routed_experts")),
-            multimodal=extra or None,
-        )  # fmt: skip
+        images = {k: tokens[k] for k in _MULTIMODAL if tokens.get(k) is not None}
+        read: dict[str, Any] = {
+            column: reader(required(tokens, column, name), f"{column} of {name}", limits.tokens)
+            for column, reader in COLUMN_READERS.items()
+        }
+        columns = StepTokens(
+            **read, routed_experts=experts_from(tokens.get("routed_experts")), multimodal=images or None
+        )
     return Step(
         prompt=plain_values(step.get("prompt", ()), f"the prompt of {name}", limits),
         completion=plain_values(step.get("completion", ()), f"the completion of {name}", limits),

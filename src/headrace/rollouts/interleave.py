@@ -25,8 +25,6 @@ import numpy as np
 from headrace.errors import RolloutRefused
 from headrace.rollouts.records import ExpertRows, Rollout, StepTokens, TrainingSample
 
-__all__ = ["interleave_rollout"]
-
 
 @dataclass(slots=True)
 class _Growing:

@@ -19,8 +19,6 @@ from typing import TypeVar
 
 from headrace.metrics import Wait
 
-__all__ = ["LoopYield", "PausingList"]
-
 _SLICE, _LONGEST_SLICE = 5e-4, 2e-3
 """Seconds of work between two waits, and at most so many where the loop is busy."""
 _LOOP_SHARE = 4

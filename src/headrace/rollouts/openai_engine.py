@@ -31,8 +31,6 @@ from headrace.rollouts.ingest import step_from_reply
 from headrace.rollouts.records import VersionSpan
 from headrace.rollouts.weights import check_probe, read_probe
 
-__all__ = ["OpenAIEngine"]
-
 _FIRST_RETRY, _LONGEST_RETRY = 0.05, 2.0
 _SEED_BITS = 63
 

@@ -19,8 +19,6 @@ import numpy as np
 from headrace.errors import ConfigError
 from headrace.rollouts.records import ExpertRows, Mode, TrainingSample
 
-__all__ = ["MicroBatch", "Packed", "first_fit_decreasing", "pack_samples"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:

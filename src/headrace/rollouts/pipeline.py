@@ -1,22 +1,19 @@
-"""From arriving rollouts to a published batch, beside an event loop that never waits for it: `RolloutPipeline`.
+"""The pipeline from arriving rollouts to a published batch, beside an event loop that it does not stall: `RolloutPipeline`.
 
     async with RolloutPipeline(folder, seq_len=8192, ranks=4) as pipeline:
         pipeline.arrive(rollout_dict, step=12, key=(task, member))     returns at once
-        report = await pipeline.finish(12, policy_version=11)          a batch file, metrics, where the time went
+        report = await pipeline.finish(12, policy_version=11)          a batch file, metrics, seconds by phase
 
-mode="arrival" (the default): one worker thread takes each rollout when it comes, makes its samples (`sample_rollout.py`) and writes their experts from
-the chunks they came in. Every half millisecond it lets the loop run (`loop_yield.py`). At the boundary columns, a header and a name are left to do, in the
-worker as well. With `use_process_pool` samples are made in processes (`processes.py`), and only written here.
+One worker thread takes each rollout when it arrives, makes its samples (`sample_rollout.py`) and writes their experts from the chunks they came in.
+Every half millisecond it lets the loop run (`loop_yield.py`). The end of a step writes columns, a header and a name, in the worker thread as well.
+With `use_process_pool` samples are made in processes (`processes.py`), and only written here.
 
-mode="boundary": rollouts are kept until `finish`, which takes them `gather_chunk_size` at a time through threads. It is what
-the arrival mode is compared with; results are equal to the byte.
+A step ends once. A rollout that arrives later, or that is not samples by then, is counted as late and enters no batch. A rollout that cannot become samples is
+counted by its cause. Samples are ordered by their keys, so a batch does not depend on the order of arrival. The rollouts of one task are one group: two draws of
+one example have two baselines.
 
-A step ends once: what arrives later, and what is not samples by then, is counted as late and enters nothing. What cannot become samples is counted by
-its cause. Samples are ordered by their keys, so a batch does not depend on who came first. The rollouts of one task are one group: two draws of one
-example have two baselines.
-
-While it is open the pipeline samples the loop's lag ten times a second, for the metrics of each step, and keeps what was alive when it opened out of the
-garbage collector (`freeze_garbage`): a full collection runs on whichever thread allocates next, mostly the loop's, and walking the modules of a
+While it is open the pipeline samples the loop's lag ten times a second, for the metrics of each step. It also keeps the objects that were alive when it opened out of
+the garbage collector (`freeze_garbage`): a full collection runs on the thread that allocates next, mostly the loop's, and walking the modules of a
 process with torch in it takes 0.1 s of CPU and more (docs/decisions/rollouts-arrival.md).
 """
 
@@ -36,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -55,13 +52,6 @@ from headrace.rollouts.sample_rollout import Processed, process_rollout
 from headrace.rollouts.saving import save_rollouts
 from headrace.rollouts.step_metrics import rollout_metrics
 
-__all__ = [
-    "RolloutPipeline",
-    "StepPhases",
-    "StepReport",
-    "collected_samples",
-]
-
 _log = logging.getLogger("headrace.rollouts")
 _SMALL_TOKENS, _SMALL_TURNS = 4096, 8
 Key = tuple[int, ...]
@@ -69,7 +59,7 @@ Key = tuple[int, ...]
 
 
 class StepPhases:
-    """Seconds by phase of one step."""
+    """Seconds by phase of one step. Used by any thread."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -77,7 +67,7 @@ class StepPhases:
 
     @contextmanager
     def measure(self, name: str) -> Generator[None]:
-        """Adds the time of its body; also a phase of the process's meter, so that it is in its trace."""
+        """Add the time of the body to phase `name`, and to the phase `rollouts.<name>` of the process's metrics."""
         start = time.perf_counter()
         try:
             with phase(f"rollouts.{name}"):
@@ -88,33 +78,40 @@ class StepPhases:
                 self.seconds[name] = self.seconds.get(name, 0.0) + took
 
     def line(self, step: int) -> str:
-        """One line, the costliest first."""
+        """The phases on one line, the costliest first."""
         ordered = sorted(self.seconds.items(), key=lambda item: (-item[1], item[0]))
         return f"Step {step} phase breakdown: " + ", ".join(f"{name}={seconds:.3f}" for name, seconds in ordered)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What became of a step."""
+    """The result of a step."""
 
     step: int
     policy_version: int
     path: Path | None
     """The batch; None if every rollout was filtered, refused or missing, and so nothing was published."""
     rollouts: int
+    """Rollouts that became samples, filtered ones included."""
     samples: int
+    """Samples in the batch."""
     tokens: int
+    """Tokens of those samples."""
     bulk_bytes: int
+    """Bytes of routed experts that were written."""
     refused: Mapping[str, int]
+    """Rollouts that could not become samples, by cause."""
     truncated: int
+    """Samples that were longer than seq_len and lost their end."""
     filtered: Filtered
     advantages: tuple[float, ...]
+    """One for each rollout, in the order of their keys."""
     metrics: Mapping[str, float]
     phases: StepPhases
 
     @property
     def all_filtered(self) -> bool:
-        """Nothing to train on: the caller asks for the step's groups again, a bounded number of times."""
+        """Whether the step has nothing to train on: the caller then asks for its groups again, a bounded number of times."""
         return self.path is None
 
 
@@ -124,14 +121,12 @@ class _OpenStep:
     phases: StepPhases = field(default_factory=StepPhases)
     pending: dict[asyncio.Future[str | None], Key] = field(default_factory=dict)
     """Rollouts that are not samples yet."""
-    raw: dict[Key, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
-    """What boundary mode keeps."""
     keys: set[Key] = field(default_factory=set)
     done: dict[Key, tuple[Rollout, list[WrittenSample]]] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
     truncated: int = 0
     ended: bool = False
-    """Nothing is written any more. Set on the loop; writers look at it while they hold the lock."""
+    """No rollout is written any more. Set on the loop; writers read it while they hold the lock."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held by the thread that writes: the worker thread, or one that talks to a process."""
 
@@ -141,32 +136,42 @@ class RolloutPipeline:
 
     def __init__(
         self, folder: Path | str, *, seq_len: int, ranks: int = 1, advantage: AdvantageConfig | AdvantageFn | None = None,
-        filters: Sequence[Filter] = (), mode: Literal["arrival", "boundary"] = "arrival", gather_chunk_size: int | None = None,
-        render: Render | None = None, save_to: Path | str | None = None, state_columns: Mapping[str, Sequence[str]] | None = None,
-        limits: Limits | None = None, first_step: int = 0, deadline: float = 600.0,
+        filters: Sequence[Filter] = (), render: Render | None = None, save_to: Path | str | None = None,
+        state_columns: Mapping[str, Sequence[str]] | None = None, limits: Limits | None = None, first_step: int = 0, deadline: float = 600.0,
         sinks: Sequence[Sink] = (), use_process_pool: bool | int = False, worker_retries: int = 2, worker_deadline: float = 60.0,
         freeze_garbage: bool = True, warn_of_lag: bool = True,
     ) -> None:  # fmt: skip
-        """`sinks` are given the metrics of every step, in the worker thread; the caller closes them. `use_process_pool`: True for one process less than there are cores, or how many. One that dies or does not answer within
-        `worker_deadline` seconds is replaced and asked again, `worker_retries` times a rollout at most. `freeze_garbage`: collect garbage when the
-        pipeline opens and freeze what is alive then (`gc.freeze`) until it closes; False leaves the garbage collector alone. `warn_of_lag`: log a warning when the
-        event loop is late; its lag is in the metrics of every step anyway."""
+        """Make a pipeline; it works while it is entered.
+
+        Args:
+            folder: where batches are published; made if it is not there.
+            seq_len: tokens of a micro batch. A longer sample loses its end.
+            ranks: ranks of the trainer that the micro batches are dealt to.
+            advantage: how rewards become advantages; None takes the rewards themselves.
+            filters: which rollouts send no sample, in their order.
+            render: makes tokens for turns whose engine returned none.
+            save_to: folder of one JSON-lines file a step with its rollouts; None saves none.
+            state_columns: fields of an environment's state that are saved, by environment.
+            limits: the largest rollout that is taken.
+            first_step: steps before it have ended: their rollouts are late.
+            deadline: seconds that `finish` waits for the worker thread.
+            sinks: given the metrics of every step, in the worker thread; the caller closes them.
+            use_process_pool: True for one process less than there are cores, or the number of processes.
+            worker_retries: how often a rollout is tried again after a process died over it.
+            worker_deadline: seconds after which a process that has not answered is replaced.
+            freeze_garbage: collect garbage when the pipeline opens and freeze the objects that are alive then (`gc.freeze`) until it closes.
+            warn_of_lag: log a warning when the event loop is late. Its lag is in the metrics of every step anyway.
+        """
         problems = []
-        if use_process_pool and mode != "arrival":
-            problems.append("use_process_pool is for mode='arrival' only")
         if use_process_pool is not True and use_process_pool < 0:
             problems.append(f"use_process_pool is {use_process_pool}, expected True, False or a number of processes")
         if seq_len < 1 or ranks < 1:
             problems.append(f"seq_len is {seq_len} and ranks is {ranks}, both must be at least 1")
-        if mode not in ("arrival", "boundary"):
-            problems.append(f"mode is {mode!r}, expected 'arrival' or 'boundary'")
-        if gather_chunk_size is not None and (gather_chunk_size < 1 or mode != "boundary"):
-            problems.append(f"gather_chunk_size is {gather_chunk_size}: it is at least 1, and for mode='boundary' only")
         if problems:
             raise ConfigError(problems)
-        self.folder, self.seq_len, self.ranks, self.mode = Path(folder), seq_len, ranks, mode
+        self.folder, self.seq_len, self.ranks = Path(folder), seq_len, ranks
         self._advantage, self._filters, self._render = advantage, tuple(filters), render
-        self._chunk, self._columns = gather_chunk_size, state_columns
+        self._columns = state_columns
         self._save_to = None if save_to is None else Path(save_to)
         self._freeze, self._frozen = freeze_garbage, False
         self._lag = EventLoopLagMonitor(warn_above=None if warn_of_lag else {})
@@ -180,20 +185,15 @@ class RolloutPipeline:
         self._worker: ThreadPoolExecutor | None = None
         self._askers: ThreadPoolExecutor | None = None
         self.processes: RolloutProcesses | None = None
-        """Those that make samples, if `use_process_pool` says so."""
+        """The processes that make samples; None without `use_process_pool`."""
         if use_process_pool:
             wanted = max(1, (os.cpu_count() or 2) - 1) if use_process_pool is True else int(use_process_pool)
             self.processes = RolloutProcesses(
-                wanted,
-                seq_len=seq_len,
-                limits=self._limits,
-                render=render,
-                retries=worker_retries,
-                deadline=worker_deadline,
-            )
+                wanted, seq_len=seq_len, limits=self._limits, render=render, retries=worker_retries, deadline=worker_deadline
+            )  # fmt: skip
         self._pause: LoopYield
         """Made when the pipeline opens, for the loop it is opened on."""
-        self._restarts_told = self._late_told = 0
+        self._restarts_reported = self._late_reported = 0
         self._refused: Counter[str] = Counter()
         """Rollouts that were refused by `prepare`: they count for the next step."""
 
@@ -254,7 +254,7 @@ class RolloutPipeline:
     ) -> str | None:
         """`arrive`, and wait until the rollout is samples: None, or the cause it was refused under ("late" if its step had ended). `until`: when its step
         ends (monotonic); a worker process gets no more time than that."""
-        if self.mode == "arrival" and isinstance(raw, Rollout) and _is_small(raw):
+        if isinstance(raw, Rollout) and _is_small(raw):
             state = self._open_step(step, key)
             return "late" if state is None else self._process_small(state, key, raw)
         future = self._arrived(raw, step, key, policy_version, about, until)
@@ -297,11 +297,6 @@ class RolloutPipeline:
         state = self._open_step(step, key)
         if state is None:
             return None
-        if self.mode == "boundary":
-            state.raw[key] = (raw, about)
-            kept: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-            kept.set_result(None)
-            return kept
         # In a list, which is emptied: an executor keeps what it was called with until the call is over.
         future = asyncio.get_running_loop().run_in_executor(
             self._askers or self._worker, self._process, state, key, [raw], about, until
@@ -338,8 +333,7 @@ class RolloutPipeline:
         except (RolloutRefused, TokenizerError) as error:
             if not state.ended:
                 cause = self._refuse(state, key, error)
-        if self.mode == "arrival":
-            self._pause()
+        self._pause()
         return "late" if state.ended else cause
 
     def _samples(
@@ -350,7 +344,7 @@ class RolloutPipeline:
             return self.processes.process(box.pop(), about, until=until)
         return process_rollout(
             box.pop(), about, seq_len=self.seq_len, limits=self._limits, render=self._render,
-            measure=None if phases is None else phases.measure, pause=self._pause if self.mode == "arrival" else None,
+            measure=None if phases is None else phases.measure, pause=self._pause,
         )  # fmt: skip
 
     def _write(self, state: _OpenStep, key: Key, made: Processed) -> None:
@@ -366,7 +360,7 @@ class RolloutPipeline:
         _log.warning("step %d: rollout %s was refused: %s", state.writer.step, key, error)
         return cause
 
-    # ------------------------------------------------------------------------------------------ boundary
+    # ------------------------------------------------------------------------------------------ end of a step
 
     async def finish(self, step: int, *, policy_version: int = 0, only: Collection[Key] | None = None) -> StepReport:
         """End a step and publish its batch. Whatever arrives for it afterwards is late. `only`: rollouts with other keys are left out, and those of
@@ -380,8 +374,6 @@ class RolloutPipeline:
         state = self._steps.pop(step, None) or _OpenStep(BatchWriter(self.folder, step=step))
         loop = asyncio.get_running_loop()
         try:
-            if self.mode == "boundary":
-                await self._gather(state)
             await self._drained(state, only)
             state.ended = True
             self.late += len(state.pending)
@@ -427,20 +419,6 @@ class RolloutPipeline:
             wait.check()
         for future in awaited:
             future.result()
-
-    async def _gather(self, state: _OpenStep) -> None:
-        """Process a step at its boundary: a thread for every rollout, some at a time."""
-        items = sorted(state.raw.items())
-        state.raw.clear()
-        size = self._chunk or max(1, len(items))
-        with state.phases.measure("process_rollout_gather"):
-            for at in range(0, len(items), size):
-                some = [
-                    asyncio.to_thread(self._process, state, key, [raw], about, math.inf)
-                    for key, (raw, about) in items[at : at + size]
-                ]
-                await asyncio.gather(*some)
-                await asyncio.sleep(0)
 
     def _finish(
         self, state: _OpenStep, step: int, policy_version: int, only: Collection[Key] | None, lag: dict[str, float]
@@ -491,23 +469,22 @@ class RolloutPipeline:
             metrics = rollout_metrics(rollouts, filtered)
             metrics |= {f"rollouts/refused/{cause}": float(n) for cause, n in state.refused.items()}
             metrics |= {
-                "rollouts/late": float(self.late - self._late_told),
+                "rollouts/late": float(self.late - self._late_reported),
                 "rollouts/split_samples": float(split),
                 **lag,
             }
-            self._late_told = self.late
+            self._late_reported = self.late
             if self.processes is not None:
-                metrics["rollouts/worker_restarts"] = float(self.processes.restarts - self._restarts_told)
-                self._restarts_told = self.processes.restarts
+                metrics["rollouts/worker_restarts"] = float(self.processes.restarts - self._restarts_reported)
+                self._restarts_reported = self.processes.restarts
         with measured("sinks"):
             for sink in self._sinks:
                 sink.write({"step": step, "policy_version": policy_version, **metrics})
-        report = StepReport(
+        return StepReport(
             step=step, policy_version=policy_version, path=path, rollouts=len(rollouts), samples=len(slots), tokens=sum(len(s.sample) for s in slots),
             bulk_bytes=state.writer.bulk_bytes, refused=dict(state.refused), truncated=state.truncated, filtered=filtered,
             advantages=tuple(advantages), metrics=metrics, phases=state.phases,
         )  # fmt: skip
-        return report
 
 
 def collected_samples(

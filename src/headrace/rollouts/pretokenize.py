@@ -19,8 +19,6 @@ import numpy as np
 from headrace.errors import RolloutRefused, TokenizerError
 from headrace.rollouts.records import Rollout, Step, StepTokens
 
-__all__ = ["Render", "needs_tokens", "pretokenize"]
-
 Render = Callable[[Sequence[Any], bool], Sequence[int]]
 """Messages to ids; the second argument asks for the generation prompt at the end."""
 

@@ -1,18 +1,18 @@
-"""Rollouts made samples in processes of their own: `RolloutProcesses`, what `use_process_pool` turns on.
+"""Worker processes that make samples of rollouts: `RolloutProcesses`, which `use_process_pool` turns on.
 
     a rollout, a turn at a time ──► process: `process_rollout` ──► the rollout without its contexts, and its samples
 
-A thread shares the GIL with the event loop; a process does not. Processes pay where rollouts come as lists in JSON text or msgpack, which is then not
-decoded here, and cost a copy of every number where rollouts come as dicts: measure before you turn them on (`headrace replay --processes`).
+A thread shares the GIL with the event loop; a process does not. Processes pay where rollouts come as lists in JSON text or msgpack, which are then decoded
+in the process. They cost a copy of every number where rollouts come as dicts: measure before you turn them on (`headrace replay --processes`).
 
-Every process is asked one rollout at a time, so when one dies it is known over which. That rollout is asked again, of a new process,
-`retries` times at most, and then refused under the cause `worker`; no other is touched by it. Nothing is written before an answer is whole,
-so nothing is lost or written twice. Processes are spawned at the start, end with their pipe, and are killed at exit. What crosses
-a pipe is plain values and arrays, never pickled.
+A process has one rollout at a time, so the rollout that it died over is known. That rollout is given to a new process,
+`retries` times at most, and is then refused under the cause `worker`; other rollouts are not affected. Samples are written when an answer is whole,
+so none is lost or written twice. Processes are spawned at the start, end with their pipe, and are killed at exit. Plain values and arrays cross
+the pipes; nothing is pickled.
 
-A watch thread kills a process that has not answered within `deadline` seconds or when the rollout's step ends, and one that has used no CPU for a
-quarter of the time that the step had left: it hangs, and a new process still has time for the rollouts behind it. The kill also ends a write
-into the pipe of a stopped process, which no deadline of a pipe would.
+A watch thread kills a process that has not answered within `deadline` seconds or at the end of the rollout's step. It also kills a process that has used no CPU for
+a quarter of the time that the step had left: it hangs, and a new process still has time for the next rollouts. The kill also ends a blocked write
+into the pipe of a stopped process, which has no deadline of its own.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ from headrace.rollouts.values import decode_value, encode_value
 from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess
 
-__all__ = ["RolloutProcesses"]
-
 _log = logging.getLogger("headrace.rollouts")
 _START_SECONDS = 120.0
 _WATCH_SECONDS = 0.05
@@ -56,7 +54,7 @@ _COLUMNS = ("completion_ids", "completion_mask", "completion_logprobs")
 
 
 class _Worker:
-    """One process, and when the watch kills it."""
+    """One process, and the times at which the watch thread kills it."""
 
     def __init__(self, number: int, settings: dict[str, Any]) -> None:
         self.process = WorkerProcess(f"headrace-rollouts-{number}", _serve, settings)
@@ -65,35 +63,35 @@ class _Worker:
         self._patience = math.inf
         self._cpu, self._moved = 0.0, 0.0
         self.killed = ""
-        """Why the watch killed it; empty if it did not."""
+        """Why the watch thread killed the process; empty if it did not."""
 
     def watch_from_now(self, allowed: float, until: float) -> None:
-        """It is asked something now: it may take `allowed` seconds, and no longer than `until` (monotonic)."""
+        """Start the clock of a question: the process may take `allowed` seconds, and no longer than `until` (monotonic)."""
         now = time.monotonic()
         self._patience = math.inf if until == math.inf else max(_LEAST_PATIENCE, _PATIENCE * (until - now))
         self._cpu, self._moved = _cpu_seconds(self.pid), now
         self._asked, self._due = now, min(now + allowed, until)
 
     def watch_no_more(self) -> None:
-        """It has answered."""
+        """Stop the clock: the process has answered."""
         self._due = self._patience = math.inf
 
     def check(self, now: float) -> None:
-        """Kill it if it is overdue, or has stood still for too long."""
+        """Kill the process if it is overdue, or has used no CPU for too long."""
         if self.killed or (now < self._due and now - self._moved < self._patience):
             return
         if now >= self._due:
             self.killed = f"no answer for {now - self._asked:.1f} s"
         else:
             cpu = _cpu_seconds(self.pid)
-            if cpu != self._cpu or math.isnan(cpu):  # nan: the system does not tell
+            if cpu != self._cpu or math.isnan(cpu):  # nan: there is no /proc
                 self._cpu, self._moved = cpu, now
                 return
             self.killed = f"it used no CPU for {now - self._moved:.1f} s"
         self.process.kill()
 
     def wait_until_ready(self) -> None:
-        """Its imports are done. WorkerDied if it ended over them."""
+        """Wait until the process has done its imports. WorkerDied if it ended meanwhile."""
         if self.process.has_answered:
             return
         try:
@@ -106,7 +104,7 @@ class _Worker:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU seconds of a process; nan where /proc does not tell."""
+    """CPU seconds of a process; nan where there is no /proc."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -116,11 +114,12 @@ def _cpu_seconds(pid: int) -> float:
 
 
 class RolloutProcesses:
-    """A few processes. `process` may be called from as many threads as there are processes."""
+    """A pool of processes. `process` may be called from as many threads as there are processes."""
 
     def __init__(
         self, workers: int, *, seq_len: int, limits: Limits, render: Render | None = None, retries: int = 2, deadline: float = 60.0
     ) -> None:  # fmt: skip
+        """`retries`: further processes that a rollout is given to. `deadline`: seconds that one may take. The other arguments are those of `process_rollout`."""
         if workers < 1 or retries < 0 or not deadline > 0:
             raise ConfigError(
                 f"worker processes: {workers} (at least 1), retries {retries} (0 or more), deadline {deadline} s (above 0)"
@@ -138,7 +137,7 @@ class RolloutProcesses:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes that are there now."""
+        """Ids of the running processes."""
         with self._lock:
             return tuple(w.pid for w in self._all.values())
 
@@ -153,7 +152,7 @@ class RolloutProcesses:
                 self._idle.put(worker)
             self._watch = threading.Thread(target=self._watched, name="headrace-rollouts-watch", daemon=True)
             self._watch.start()
-        except (AttributeError, TypeError, ImportError) as error:  # what pickling a function that has no name raises
+        except (AttributeError, TypeError, ImportError) as error:  # raised when a lambda or a local function is pickled
             self.close()
             raise ConfigError(
                 f"the tokenizer's render function cannot be sent to a process ({error}): give one that a module defines"
@@ -163,7 +162,7 @@ class RolloutProcesses:
             raise
 
     def _watched(self) -> None:
-        """What the watch thread does until the processes are closed."""
+        """The loop of the watch thread, until the processes are closed."""
         while True:
             with Wait("rollouts.watch", hidden=True):
                 if self._stopped.wait(_WATCH_SECONDS):
@@ -182,7 +181,7 @@ class RolloutProcesses:
         return worker
 
     def close(self) -> None:
-        """End the processes. A thread that waits for an answer gets WorkerDied."""
+        """End the processes. A thread that waits for an answer raises WorkerDied."""
         atexit.unregister(self.close)
         with self._lock:
             self._closing = True
@@ -194,7 +193,7 @@ class RolloutProcesses:
         for worker in workers:
             worker.process.kill()
             worker.process.exit_code(60.0)
-        # Pipes that no thread reads. A thread that reads another pipe sees its end now, and closes it.
+        # Pipes of idle processes. A thread that reads the pipe of a busy one sees its end now, and closes it.
         with contextlib.suppress(queue.Empty):
             while True:
                 self._idle.get_nowait().pipe.close()
@@ -202,14 +201,14 @@ class RolloutProcesses:
     # -------------------------------------------------------------------------------------------- asking
 
     def process(self, raw: Any, about: Mapping[str, Any], *, until: float = math.inf) -> Processed:
-        """A rollout as process_rollout makes it. RolloutRefused also after `retries` processes have died over it, or at `until` (monotonic: when its step
-        ends)."""
+        """Call `process_rollout` in a process. RolloutRefused also if `retries` + 1 processes died over the rollout, or at `until` (monotonic, the end of
+        its step)."""
         if isinstance(raw, Rollout):
             return process_rollout(raw, about, **self._settings)
         try:
             frames = _question(raw, about)
         except ValueError:
-            # What cannot be sent holds a number or a text that is no value: the checks say which.
+            # The rollout holds an object that cannot be sent: the checks name it.
             return process_rollout(raw, about, **self._settings)
         attempt = 0
         while attempt <= self.retries and time.monotonic() < until:
@@ -220,7 +219,7 @@ class RolloutProcesses:
             except (EOFError, OSError, WorkerDied) as error:
                 self._replace(worker, attempt, error)
                 if isinstance(error, WorkerDied) and attempt == self.retries:
-                    raise  # it does not even start, which is no rollout's fault
+                    raise  # the process does not start, which is not the rollout's fault
                 attempt += 1
                 continue
             except BaseException:
@@ -270,7 +269,7 @@ class RolloutProcesses:
 
 
 def _question(raw: Any, about: Mapping[str, Any]) -> list[bytes | memoryview]:
-    """A rollout as frames: JSON text and msgpack as they are, lists turn by turn, because an encoder keeps the interpreter for the whole of its call."""
+    """A rollout as frames: JSON text and msgpack as they are, dicts turn by turn, because an encoder holds the GIL for the whole of its call."""
     if isinstance(raw, ENCODED):
         whole = raw.encode() if isinstance(raw, str) else raw
         return [encode_value({"about": about, "encoded": True, "frames": 1}), whole]
@@ -282,12 +281,12 @@ def _question(raw: Any, about: Mapping[str, Any]) -> list[bytes | memoryview]:
 
 
 def _turn(step: Any) -> Any:
-    """What ingest reads of a turn."""
+    """The fields of a turn that ingest reads."""
     return {k: step[k] for k in _STEP_FIELDS if k in step} if isinstance(step, Mapping) else step
 
 
 def _answered(frames: list[bytes]) -> Processed:
-    """What a process made of a rollout."""
+    """The rollout and samples in the answer of a process; raises the error in it."""
     head = decode_value(frames[0])
     if "error" in head:
         raise decode_error(head["error"], otherwise=RuntimeError)
@@ -320,14 +319,14 @@ def _step(told: dict[str, Any]) -> Step:
 
 
 def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
-    """What a process does until its pipe closes."""
+    """The loop of a worker process, until its pipe closes."""
     pipe.send_bytes(b"ready")
     while True:
         head = decode_value(pipe.recv_bytes())
         frames = [pipe.recv_bytes() for _ in range(head["frames"])]
         try:
             answer = _answer(process_rollout(_raw(head, frames), head["about"], **settings))
-        except Exception as error:  # a bug must reach the caller and not end the process
+        except Exception as error:  # a bug must reach the caller, not end the process
             answer = [encode_value({"error": encode_error(error)})]
         pipe.send_bytes(msgspec.msgpack.encode(len(answer)))
         for frame in answer:

@@ -1,19 +1,18 @@
-"""What a rollout is once it has entered: typed records whose tokens are columns, never Python lists.
+"""Typed records of rollouts, whose tokens are columns of numbers and never Python lists.
 
     Rollout ── trajectory ──► Step ── tokens ──► StepTokens   int32 ids, uint8 masks, float32 logprobs
                                                      └──────► RoutedExperts   uint8 [rows, layers, topk], as it came
 
     TrainingSample      one token sequence with what to learn from it; experts stay a list of chunks until they are written
 
-A record checks itself when it is made, so whatever holds one can rely on its lengths. Advantage, temperature and
-environment are one value a sample and positions are implied: a token costs 4 bytes of id, 4 of logprob and 1 of mask. Records that there
-are many of are not the garbage collector's (gc=False; they form no cycles): it would walk 15,000 of them a step on the event loop's time.
+A record checks itself when it is made, so code that holds one can rely on its lengths. Advantage, temperature and environment are one value a sample and positions
+are implied: a token costs 4 bytes of id, 4 of logprob and 1 of mask. Records that there are many of are hidden from the garbage collector (gc=False; they form no
+cycles): it would walk 15,000 of them a step on the event loop's time.
 """
 
 from __future__ import annotations
 
 import binascii
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -22,27 +21,13 @@ import numpy as np
 
 from headrace.errors import ConfigError, RolloutRefused
 
-__all__ = [
-    "ALL_ENVS",
-    "ExpertRows",
-    "Group",
-    "Mode",
-    "Rollout",
-    "RoutedExperts",
-    "Step",
-    "StepTokens",
-    "TrainingSample",
-    "VersionSpan",
-    "check_env_name",
-]
-
 ALL_ENVS = "all"
 """Stands for every environment in metric keys, so no environment may be called that."""
 Mode = Literal["rl", "sft"]
 Group = tuple[str, int | str, int | str | None]
 """(env_name, example_id, draw)."""
 
-# Decoded at once: a2b_base64 keeps the interpreter's lock, and 192 KiB take .5 ms.
+# Characters decoded at a time: a2b_base64 holds the GIL, and 192 KiB take 0.5 ms.
 _BASE64_SLICE = 192 << 10
 
 
@@ -59,7 +44,7 @@ def check_env_name(name: str) -> str:
 class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """Which experts every token was routed to, as the engine sent it: raw bytes, or base64 text from older servers.
 
-    Row r of it belongs to token `start + r` of the step's prompt and completion.
+    Row r belongs to token `start + r` of the step's prompt and completion.
     """
 
     data: bytes | bytearray | memoryview | str | np.ndarray
@@ -106,7 +91,7 @@ class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fals
 
 
 def _decoded(text: str, begin: int, end: int) -> np.ndarray:
-    """Bytes [begin, end) of what base64 text stands for: 4 characters are 3 bytes, so both ends are known without reading."""
+    """Bytes [begin, end) of decoded base64 text. 4 characters are 3 bytes, so only the characters of these bytes are decoded."""
     out = np.empty(end - begin, np.uint8)
     at = begin
     while at < end:
@@ -155,10 +140,6 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
         for name in ("prompt_mask", "completion_mask"):
             if getattr(self, name).max(initial=0) > 1:
                 raise RolloutRefused("wrong_type", f"{name} holds numbers other than 0 and 1")
-        self._fits()
-
-    def _fits(self) -> None:
-        """Columns of one turn: equally long, finite, and with no more experts than tokens."""
         said = len(self.completion_ids)
         for side, wanted, name, found in (
             ("prompt", len(self.prompt_ids), "mask", len(self.prompt_mask)),
@@ -182,43 +163,22 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
                 f"a step has {self.length} tokens and routed experts up to token {routed.end}: they belong to another request",
             )
 
-    @classmethod
-    def of_columns(cls, **fields: Any) -> StepTokens:
-        """From columns of the right types, with masks of 0 and 1, as wire.py makes them: what is known of each alone is not looked at again (17 us)."""
-        made = copy.copy(_NO_TOKENS)
-        for name, value in fields.items():
-            msgspec.structs.force_setattr(made, name, value)
-        made._fits()
-        return made
-
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
     def slim(self, *, context: int | None = None) -> StepTokens:
-        """What metrics, filters and saved lines need: completions. The context is as long as it was (or `context`), of zeros that take no memory."""
-        told = copy.copy(self)  # checks nothing anew: 17 us a turn otherwise
+        """The turn without the contents of its context, its experts and its images. The context keeps its length (or has the length `context`): zeros with a
+        stride of 0, which take no memory."""
         n = len(self.prompt_ids) if context is None else context
-        for name, value in (
-            ("prompt_ids", np.ndarray(n, np.int32, bytes(4), strides=(0,))),
-            ("prompt_mask", np.ndarray(n, np.uint8, bytes(1), strides=(0,))),
-            ("routed_experts", None),
-            ("multimodal", None),
-        ):
-            msgspec.structs.force_setattr(told, name, value)
-        return told
+        ids, mask = np.ndarray(n, np.int32, bytes(4), strides=(0,)), np.ndarray(n, np.uint8, bytes(1), strides=(0,))
+        return msgspec.structs.replace(self, prompt_ids=ids, prompt_mask=mask, routed_experts=None, multimodal=None)
 
 
 _COLUMNS = {
     "prompt_ids": np.dtype(np.int32), "prompt_mask": np.dtype(np.uint8), "completion_ids": np.dtype(np.int32),
     "completion_mask": np.dtype(np.uint8), "completion_logprobs": np.dtype(np.float32),
 }  # fmt: skip
-
-
-_NO_TOKENS = StepTokens(
-    prompt_ids=np.empty(0, np.int32), prompt_mask=np.empty(0, np.uint8), completion_ids=np.empty(0, np.int32),
-    completion_mask=np.empty(0, np.uint8), completion_logprobs=np.empty(0, np.float32),
-)  # fmt: skip
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
@@ -239,7 +199,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     reward: float
     trajectory: tuple[Step, ...]
     draw: int | str | None = None
-    """Which draw of the example: two draws of one example are two groups. A pipeline puts the task's number there, before a draw that the rollout told."""
+    """Which draw of the example: two draws of one example are two groups. A pipeline writes the task's number here, in front of the rollout's own draw."""
     metrics: Mapping[str, float] = {}
     error: tuple[str, ...] | None = None
     """What went wrong, outermost first; None if nothing did."""
@@ -249,7 +209,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     timing: Mapping[str, float] = {}
     """Seconds by name: total, setup, generation, model, env."""
     state: Mapping[str, Any] = {}
-    """Whatever else the environment returned; `state_columns` chooses what of it is saved."""
+    """All other fields that the environment returned; `state_columns` chooses which of them are saved."""
     policy_version: int = 0
     run: str = ""
     mode: Mode = "rl"
@@ -263,7 +223,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def group(self) -> Group:
-        """Rollouts with equal ones are compared with each other."""
+        """The key of the rollout's group. Rollouts of one group are compared with each other."""
         return self.env_name, self.example_id, self.draw
 
     @property
@@ -272,7 +232,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return 1.0 if value is None else float(value)
 
     def slim(self) -> Rollout:
-        """The rollout without its contexts' tokens, its experts and its images: the bulk of it."""
+        """The rollout without the tokens of its contexts, its experts and its images, which are the bulk of it."""
         return msgspec.structs.replace(
             self,
             trajectory=tuple(
@@ -320,7 +280,7 @@ class ExpertRows(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
 
 
 class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
-    """One sequence to learn from. The trainer eats it; interleave_rollout makes it."""
+    """One sequence to learn from, made by `interleave_rollout`."""
 
     env_name: str
     example_id: int | str
@@ -328,7 +288,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fal
     mask: np.ndarray
     """1 where a token is learnt."""
     logprobs: np.ndarray
-    """What the policy that wrote a token gave it; 0 where it was not the policy's."""
+    """Log-prob of each token under the policy that sampled it; 0 for tokens that no policy sampled."""
     prompt_length: int
     """Tokens before the first completion."""
     draw: int | str | None = None
@@ -354,7 +314,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fal
         return len(self.ids)
 
     def truncated(self, length: int) -> TrainingSample:
-        """The first `length` tokens of it; views."""
+        """The sample's first `length` tokens; views."""
         if len(self) <= length:
             return self
         return msgspec.structs.replace(
@@ -364,7 +324,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fal
 
 
 def rollouts_by_group(rollouts: Sequence[Rollout]) -> dict[Group, list[int]]:
-    """Where the members of each group stand, groups in the order of their first member."""
+    """Indices of the members of each group. Groups are in the order of their first member."""
     groups: dict[Group, list[int]] = {}
     for at, rollout in enumerate(rollouts):
         groups.setdefault(rollout.group, []).append(at)

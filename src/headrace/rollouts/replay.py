@@ -1,23 +1,22 @@
-"""What a captured step costs the event loop: `replay`, and `replay_phase` for one part of it alone.
+"""Replays of a captured step, which measure what it costs the event loop: `replay`, and `replay_phase` for one phase alone.
 
-The rollouts of a dump go through a RolloutPipeline again, on a loop that a sampler looks at every millisecond and that may be kept busy by
-background tasks as in a real orchestrator. They arrive in one of four forms (`Form`). Each phase is told with its wall time, its CPU time and how late the loop was during it,
-and beside them an idle stretch of the same loop with the same tasks, because that is what lag has to be compared with. A phase alone is
-run in a thread of its own, after everything it needs was made, so that what stalls the loop has a name.
+The rollouts of a dump go through a RolloutPipeline again. A sampler looks at the loop every millisecond, and background tasks may keep it busy as in a real
+orchestrator. Rollouts arrive in one of four forms (`Form`). Each phase is reported with its wall time, its CPU time and the lag of the loop. An idle stretch
+of the same loop with the same tasks is reported beside them, because lag has to be compared with it. A phase alone runs in a thread of its own, after its inputs
+were made, so that a stall can be traced to one phase.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import logging
 import os
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -52,7 +51,6 @@ Form = Literal["binary", "lists", "msgpack", "json"]
 """How rollouts arrive: in msgpack with binary columns, as dicts of lists, or as lists in msgpack or JSON text."""
 _LOOK = 0.001
 """Seconds between two looks at the loop."""
-__all__ = ["ALONE", "PhaseCost", "Replay", "replay", "replay_phase"]
 
 ALONE = (
     "ingest", "pretokenize", "interleave", "write_experts", "compute_advantages", "apply_filters", "result_collection_loop", "pack",
@@ -63,12 +61,12 @@ ALONE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseCost:
-    """One phase of the replay; seconds."""
+    """What one phase of a replay took, in seconds."""
 
     phase: str
     wall: float
     cpu: float
-    """Of the whole process."""
+    """CPU of the whole process."""
     loop: float
     """CPU of the event loop's own thread."""
     lag_mean: float
@@ -80,20 +78,16 @@ class PhaseCost:
 class Replay:
     """A step that was replayed."""
 
-    mode: str
     rollouts: int
     samples: int
     tokens: int
     bytes: int
-    """Of the batch's files."""
+    """Size of the batch's files."""
     refused: dict[str, int]
     synthetic_traffic: int
     phases: tuple[PhaseCost, ...]
     breakdown: str
-    """Where the worker's time went, the costliest first."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    """Seconds of the worker thread by phase, the costliest first."""
 
 
 @contextlib.asynccontextmanager
@@ -115,46 +109,36 @@ async def _traffic(tasks: int) -> AsyncGenerator[None]:
 
 
 def replay(
-    dump: Path, *, mode: Literal["arrival", "boundary"] = "arrival", synthetic_traffic: int = 0, gather_chunk_size: int | None = None,
-    seq_len: int = 32_768, ranks: int = 2, folder: Path | None = None, idle: float = 1.0, processes: int = 0, form: Form = "lists",
+    dump: Path, *, synthetic_traffic: int = 0, seq_len: int = 32_768, ranks: int = 2, folder: Path | None = None, idle: float = 1.0,
+    processes: int = 0, form: Form = "lists",
 ) -> Replay:  # fmt: skip
-    """Take the rollouts of a dump through the pipeline once, and tell what it cost. The batch is written below `folder` and removed."""
-    options: dict[str, Any] = {"mode": mode, "gather_chunk_size": gather_chunk_size, "use_process_pool": processes}
+    """Take the rollouts of a dump through the pipeline once.
+
+    Args:
+        dump: a file of `dump_raw_rollouts`.
+        synthetic_traffic: background tasks that keep the loop busy.
+        seq_len, ranks: tokens of a micro batch, and ranks the batch is packed for.
+        folder: where the batch is written and removed again; the system's temporary folder unless given.
+        idle: seconds of the idle stretch.
+        processes: worker processes that make samples; 0 for a thread.
+        form: how rollouts arrive.
+    """
     with _prepared(dump, synthetic_traffic, folder, form) as (rollouts, scratch):
-        return _on_a_loop(_replay(rollouts, scratch, synthetic_traffic, seq_len, ranks, idle, options))
+        return _on_a_loop(_replay(rollouts, scratch, synthetic_traffic, seq_len, ranks, idle, processes))
 
 
 def replay_phase(
     dump: Path, phase: str, *, synthetic_traffic: int = 0, seq_len: int = 32_768, ranks: int = 2, folder: Path | None = None,
-    idle: float = 1.0, form: Form = "lists", gather_chunk_size: int | None = None,
+    idle: float = 1.0, form: Form = "lists",
 ) -> tuple[PhaseCost, PhaseCost]:  # fmt: skip
-    """One of ALONE by itself, in a thread beside the loop: what an idle stretch cost, and what the phase did. With `gather_chunk_size` the phase
-    interleave is a gather of threads, one a rollout and so many at a time."""
+    """Run one phase of ALONE in a thread beside the loop. Returns the costs of an idle stretch and of the phase. Arguments as for `replay`."""
     if phase not in ALONE:
         raise ConfigError(f"no phase is called {phase!r}; those that can be run alone are {', '.join(ALONE)}")
-    if gather_chunk_size is not None and (gather_chunk_size < 1 or phase != "interleave"):
-        raise ConfigError(
-            f"gather_chunk_size is {gather_chunk_size}: it is at least 1, and for the phase interleave only"
-        )
     with _prepared(dump, synthetic_traffic, folder, form) as (rollouts, scratch):
-        stages = _Stages(rollouts, scratch, seq_len, ranks)
-        work = stages.work(phase)
-        if gather_chunk_size is None:
-            body: Callable[[LoopYield], Coroutine[Any, Any, Any]] = functools.partial(asyncio.to_thread, work)
-        else:
-            body = functools.partial(_gathered, stages.rollouts, gather_chunk_size)
+        work = _phase_work(phase, rollouts, scratch, seq_len, ranks)
         gc.collect()
         gc.freeze()
-        return _on_a_loop(_replay_phase(phase, body, synthetic_traffic, idle))
-
-
-async def _gathered(rollouts: list[Rollout], size: int, _: LoopYield) -> list[Any]:
-    """Samples of all rollouts, a thread for each, `size` at a time."""
-    made: list[Any] = []
-    for at in range(0, len(rollouts), size):
-        made += await asyncio.gather(*(asyncio.to_thread(interleave_rollout, r) for r in rollouts[at : at + size]))
-        await asyncio.sleep(0)
-    return made
+        return _on_a_loop(_replay_phase(phase, work, synthetic_traffic, idle))
 
 
 @contextlib.contextmanager
@@ -169,7 +153,7 @@ def _prepared(dump: Path, traffic: int, folder: Path | None, form: Form) -> Gene
         rollouts = [encode_rollout(r) if form == "binary" else msgspec.json.encode(r) for r in read_dump(dump)]
     else:
         raise ConfigError(f"form is {form!r}, expected one of {', '.join(get_args(Form))}")
-    # All of the step lies in memory here, which it does not where it arrives: without this the collector walks through its lists again and again.
+    # The whole step is in memory here, unlike where it arrives: without the freeze the garbage collector would walk its lists again and again.
     gc.collect()
     gc.freeze()
     try:
@@ -218,14 +202,14 @@ class _Costs:
 
 
 async def _replay(
-    rollouts: list[Any], folder: Path, traffic: int, seq_len: int, ranks: int, idle: float, options: dict[str, Any]
+    rollouts: list[Any], folder: Path, traffic: int, seq_len: int, ranks: int, idle: float, processes: int
 ) -> Replay:
     costs, total = _Costs(), len(rollouts)
     (folder / "saved").mkdir()
     sink = JsonlSink(folder / "saved" / "metrics.jsonl")
     pipeline = RolloutPipeline(
         folder, seq_len=seq_len, ranks=ranks, advantage=AdvantageConfig(), filters=[ZeroAdvantageFilter(enforce=False)],
-        save_to=folder / "saved", sinks=[sink], **options,
+        save_to=folder / "saved", sinks=[sink], use_process_pool=processes,
     )  # fmt: skip
     with contextlib.closing(sink):
         async with _traffic(traffic), costs.monitor, pipeline:
@@ -234,8 +218,8 @@ async def _replay(
             async with costs.measured("arrival"):
                 rollouts.reverse()
                 for number in range(total):
-                    # Let go of it here: the pipeline has the only reference, as when it came over a socket.
-                    # A dump does not say which task a rollout was of: all are of one, and groups are by example.
+                    # `pop` leaves the pipeline the only reference, as when a rollout came over a socket.
+                    # A dump does not say which task a rollout belongs to: all get task 0, and groups are by example.
                     pipeline.arrive(rollouts.pop(), step=0, key=(0, number))
                     await asyncio.sleep(0)
                 await pipeline.settled(0)
@@ -244,13 +228,13 @@ async def _replay(
     with os.scandir(folder) as entries:
         size = sum(e.stat().st_size for e in entries if e.is_file())
     return Replay(
-        mode=pipeline.mode, rollouts=report.rollouts, samples=report.samples, tokens=report.tokens, bytes=size, refused=dict(report.refused),
+        rollouts=report.rollouts, samples=report.samples, tokens=report.tokens, bytes=size, refused=dict(report.refused),
         synthetic_traffic=traffic, phases=tuple(costs.found), breakdown=report.phases.line(0),
     )  # fmt: skip
 
 
 async def _replay_phase(
-    name: str, body: Callable[[LoopYield], Coroutine[Any, Any, Any]], traffic: int, idle: float
+    name: str, work: Callable[[LoopYield], Any], traffic: int, idle: float
 ) -> tuple[PhaseCost, PhaseCost]:
     costs = _Costs()
     pause = LoopYield(asyncio.get_running_loop())
@@ -258,61 +242,51 @@ async def _replay_phase(
         async with costs.measured("idle"):
             await asyncio.sleep(idle)
         async with costs.measured(name):
-            made = await body(pause)
-        del made  # after the phase: what a user keeps is not freed in it
+            made = await asyncio.to_thread(work, pause)
+        del made  # after the phase: its results would not be freed in it either
     return costs.found[0], costs.found[1]
 
 
-class _Stages:
-    """Everything that the phases of a step need, made when it is asked for."""
-
-    def __init__(self, raw: list[Any], folder: Path, seq_len: int, ranks: int) -> None:
-        self._raw, self._folder, self._seq_len, self._ranks = raw, folder, seq_len, ranks
-
-    def work(self, phase: str) -> Callable[[LoopYield], Any]:
-        """The phase, ready to run."""
-        if phase == "ingest":
-            return lambda pause: _ingested(pause.between(self._raw))
-        rollouts = self.rollouts
-        if phase == "pretokenize":
-            return lambda _: needs_tokens(rollouts)
-        if phase == "interleave":
-            return lambda pause: [interleave_rollout(r) for r in pause.between(rollouts)]
-        if phase == "compute_advantages":
-            return lambda _: compute_advantages(rollouts, AdvantageConfig())
-        if phase == "apply_filters":
-            filters = (GibberishFilter(vocab_size=160_000), RepetitionFilter(), ZeroAdvantageFilter())
-            return lambda _: apply_filters(filters, rollouts, [1.0] * len(rollouts))
-        if phase == "save_rollouts":
-            slim = [r.slim() for r in rollouts]
-            return lambda pause: save_rollouts(self._folder / "step_0.jsonl", pause.between(slim), durable=False)
-        if phase == "metrics_aggregation":
-            return lambda _: rollout_metrics(rollouts)
-        if phase == "sinks":
-            metrics, sink = rollout_metrics(rollouts), JsonlSink(self._folder / "metrics.jsonl")
-            return lambda _: (sink.write({"step": 0, **metrics}), sink.close())
-        by_rollout = [[s.truncated(self._seq_len) for s in interleave_rollout(r)] for r in rollouts]
-        samples = [s for some in by_rollout for s in some]
-        if phase == "pack":
-            return lambda _: pack_samples(samples, seq_len=self._seq_len, ranks=self._ranks)
-        writer = BatchWriter(self._folder, step=0)
-        if phase == "write_experts":
-            return lambda _: [writer.add([s]) for s in samples]
-        if phase == "result_collection_loop":
-            written = [writer.add(some) for some in by_rollout]
-            n = len(written)
-            return lambda _: collected_samples(written, [1.0] * n, [True] * n)
-        slots = writer.add(samples)
-        packed = pack_samples([s.sample for s in slots], seq_len=self._seq_len, ranks=self._ranks)
-        return lambda _: writer.publish(packed, slots, seq_len=self._seq_len, policy_version=0)
-
-    @functools.cached_property
-    def rollouts(self) -> list[Rollout]:
-        return _ingested(self._raw)
+def _phase_work(phase: str, raw: list[Any], folder: Path, seq_len: int, ranks: int) -> Callable[[LoopYield], Any]:
+    """A function that runs one phase of a step; its inputs are made here."""
+    if phase == "ingest":
+        return lambda pause: _ingested(pause.between(raw))
+    rollouts = _ingested(raw)
+    if phase == "pretokenize":
+        return lambda _: needs_tokens(rollouts)
+    if phase == "interleave":
+        return lambda pause: [interleave_rollout(r) for r in pause.between(rollouts)]
+    if phase == "compute_advantages":
+        return lambda _: compute_advantages(rollouts, AdvantageConfig())
+    if phase == "apply_filters":
+        filters = (GibberishFilter(vocab_size=160_000), RepetitionFilter(), ZeroAdvantageFilter())
+        return lambda _: apply_filters(filters, rollouts, [1.0] * len(rollouts))
+    if phase == "save_rollouts":
+        slim = [r.slim() for r in rollouts]
+        return lambda pause: save_rollouts(folder / "step_0.jsonl", pause.between(slim), durable=False)
+    if phase == "metrics_aggregation":
+        return lambda _: rollout_metrics(rollouts)
+    if phase == "sinks":
+        metrics, sink = rollout_metrics(rollouts), JsonlSink(folder / "metrics.jsonl")
+        return lambda _: (sink.write({"step": 0, **metrics}), sink.close())
+    by_rollout = [[s.truncated(seq_len) for s in interleave_rollout(r)] for r in rollouts]
+    samples = [s for some in by_rollout for s in some]
+    if phase == "pack":
+        return lambda _: pack_samples(samples, seq_len=seq_len, ranks=ranks)
+    writer = BatchWriter(folder, step=0)
+    if phase == "write_experts":
+        return lambda _: [writer.add([s]) for s in samples]
+    if phase == "result_collection_loop":
+        written = [writer.add(some) for some in by_rollout]
+        n = len(written)
+        return lambda _: collected_samples(written, [1.0] * n, [True] * n)
+    slots = writer.add(samples)
+    packed = pack_samples([s.sample for s in slots], seq_len=seq_len, ranks=ranks)
+    return lambda _: writer.publish(packed, slots, seq_len=seq_len, policy_version=0)
 
 
 def _ingested(raws: Iterable[Any]) -> list[Rollout]:
-    """Those that can be taken; a step with others in it has phases too."""
+    """The rollouts that can be taken. Others are left out with a warning."""
     taken = []
     for number, raw in enumerate(raws):
         try:

@@ -19,8 +19,6 @@ from headrace.rollouts.pretokenize import Render, needs_tokens, pretokenize
 from headrace.rollouts.records import Rollout, TrainingSample
 from headrace.rollouts.wire import decode_rollout
 
-__all__ = ["Processed", "process_rollout"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processed:

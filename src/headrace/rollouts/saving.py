@@ -19,8 +19,6 @@ from headrace.errors import ConfigError
 from headrace.files import publish
 from headrace.rollouts.records import Rollout, Step
 
-__all__ = ["ALWAYS_SAVED", "export_tokens", "save_rollouts", "saved_columns"]
-
 ALWAYS_SAVED = ("trajectory", "sampling_args")
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _WRITE_BYTES = 1 << 20

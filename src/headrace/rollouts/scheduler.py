@@ -1,18 +1,18 @@
-"""Who is asked for what, and when a step has waited long enough: `RolloutScheduler`.
+"""The scheduler sends requests to environments and ends steps at their deadlines: `RolloutScheduler`.
 
     scheduler = RolloutScheduler(book, pipeline, sender, environments={"game": play}, env_of=lambda task: "game")
-    async for report in scheduler.run(steps=100):  ...        a batch was sent; report.path is None if nothing could be trained on
+    async for report in scheduler.run(steps=100):  ...        a batch was sent; report.path is None if the step has nothing to train on
     scheduler.policy_is(7)                                     the engines have the weights of step 7
 
-A group's requests go out one by one under a concurrency limit that evaluation shares (`evaluate`), as soon as the policy version its step
-was pinned to is there: up to `lag` steps ahead of the trainer, never further, so nothing that was generated is thrown away for its age.
-A request that raises, hangs or answers with what cannot be used has failed for a reason, logged and counted when it is seen; what that does to
-its group is its environment's policy (`EnvPolicy`). At the step's deadline whatever is out has failed too: one slow group holds nobody
-up, and what it says later is late and enters nothing. A step of which every rollout was filtered or failed is asked for again,
-`empty_retries` times at most. If rollouts came and all were filtered, it is then sent as nothing to train on; if every request failed, `StepFailed` is raised.
+Requests are sent under a concurrency limit that evaluation shares (`evaluate`). A step's groups are opened as soon as the policy version that the step
+is pinned to exists: up to `lag` steps ahead of the trainer and never further, so no rollout is thrown away for its age.
+A request that raises, hangs or answers with an unusable rollout has failed for a reason, which is logged and counted at once. The environment's `EnvPolicy` says what that
+does to the group. At the step's deadline the unfinished requests have failed too: one slow group does not hold up the step, and its later answers are late and enter
+no batch. A step of which every rollout was filtered or failed is requested again, `empty_retries` times at most. If rollouts came and all were filtered, it is
+then sent as a step without a batch; if every request failed, `StepFailed` is raised.
 
-With a book whose membership is "completion" the first groups that close make the next step, and as many are under way as `lag` + 1 steps have.
-Samples are made when an answer comes, and written when its step is taken, because its step is known only then. A group whose policy is more than
+With a book whose membership is "completion" the first groups that close make the next step, and `lag` + 1 steps' worth of groups are under way.
+Samples are made when an answer arrives, and written when its step is taken, because its step is known only then. A group whose policy is more than
 `lag` versions old is cancelled.
 """
 
@@ -34,13 +34,12 @@ from headrace.rollouts.groups import GroupBook, Request
 from headrace.rollouts.pipeline import RolloutPipeline, StepReport
 from headrace.rollouts.transport import TrainingBatchSender
 
-__all__ = ["Environment", "RolloutScheduler"]
-
 _log = logging.getLogger("headrace.rollouts")
 Environment = Callable[[Request], Awaitable[Any]]
 """Makes the rollout of a request: a `verifiers` dict, JSON text or a Rollout."""
 _Result = TypeVar("_Result")
 _GRACE = 2.0
+"""Seconds that environments have to end after they were cancelled."""
 _WARNINGS = 5
 """Failures of one reason that are warned of."""
 _SLICE = 0.0005
@@ -59,6 +58,20 @@ class RolloutScheduler:
         environments: Mapping[str, Environment], env_of: Callable[[int], str], concurrency: int = 256, step_deadline: float = 600.0,
         request_deadline: float = 600.0, policy_deadline: float = 3600.0, empty_retries: int = 2,
     ) -> None:  # fmt: skip
+        """Make a scheduler on the running event loop.
+
+        Args:
+            book: keeps the groups.
+            pipeline: makes samples and batches; it is open while `run` is iterated.
+            sender: hands batches to the trainer; None leaves that to the caller.
+            environments: the function that plays a request, by environment.
+            env_of: the environment of a task.
+            concurrency: requests under way at a time, evaluation included.
+            step_deadline: seconds after which a step ends without its unfinished requests.
+            request_deadline: seconds that one request may take.
+            policy_deadline: seconds to wait for the trainer's next version.
+            empty_retries: how often a step without anything to train on is requested again.
+        """
         problems = []
         if concurrency < 1 or empty_retries < 0:
             problems.append(f"concurrency is {concurrency} (at least 1), empty_retries is {empty_retries} (0 or more)")
@@ -74,7 +87,7 @@ class RolloutScheduler:
         self._version = 0
         self._changed = asyncio.Event()
         self._queue: deque[Request] = deque()
-        """Requests that no task has been started for."""
+        """Requests that have no asyncio task yet."""
         self._pump: asyncio.Task[None] | None = None
         self._running: dict[Request, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,9 +95,9 @@ class RolloutScheduler:
         self._by_index = book.membership == "index"
         self._last_step = 0
         self._broken: StorageError | EngineDied | None = None
-        """Why the run cannot go on."""
+        """The error that ends the run."""
         self.empty_steps = 0
-        """Steps that were sent with nothing to train on."""
+        """Steps that were sent without a batch."""
 
     # -------------------------------------------------------------------------------------------- policy
 
@@ -93,7 +106,7 @@ class RolloutScheduler:
         return self._version
 
     def policy_is(self, version: int) -> None:
-        """The engines answer with this version of the policy from now on."""
+        """Tell the scheduler that the engines sample with this version of the policy from now on."""
         if version < self._version:
             raise ConfigError(f"the policy is version {self._version} and cannot go back to {version}")
         self._version = version
@@ -108,7 +121,7 @@ class RolloutScheduler:
     # --------------------------------------------------------------------------------------------- steps
 
     async def run(self, steps: int, *, first: int = 0) -> AsyncGenerator[StepReport]:
-        """The reports of the steps [first, steps), in order, each after its batch was sent. What is still out at the end is cancelled."""
+        """Yield the reports of the steps [first, steps) in order, each after its batch was sent. Unfinished requests are cancelled at the end."""
         if first:
             self.book.start_at(first)
         opened = first
@@ -158,7 +171,7 @@ class RolloutScheduler:
                 await asyncio.sleep(0)
 
     def _fill(self) -> None:
-        """By completion: open groups until as many are under way as the lag allows and the steps to come need."""
+        """By completion: open groups, as many as the lag allows and the remaining steps need."""
         book = self.book
         if self._by_index:
             return
@@ -189,7 +202,7 @@ class RolloutScheduler:
                 self._limit.release()
                 return
             request = self._queue.popleft()
-            if not self.book.is_waiting(request):  # ended before it was begun, at a deadline or with its group
+            if not self.book.is_waiting(request):  # it ended at a deadline or with its group before it was started
                 self._limit.release()
                 continue
             name = f"rollout-{request.task}-{request.member}-{request.attempt}"
@@ -201,7 +214,7 @@ class RolloutScheduler:
                 until = loop.time() + _SLICE
 
     async def _one(self, request: Request) -> None:
-        """One request to its end. A full disk or a dead engine is no fault of the environment: the run ends with it."""
+        """Play one request to its end. A full disk or a dead engine is not the environment's fault: it ends the run."""
         try:
             await self._play(request)
         except (StorageError, EngineDied) as error:
@@ -209,7 +222,7 @@ class RolloutScheduler:
             self._wake()
 
     async def _play(self, request: Request) -> None:
-        """Ask for a rollout: it arrives, or fails for a reason. Started with the limit acquired, which it releases when the environment has answered."""
+        """Play a request: its rollout arrives, or the request fails for a reason. The caller has acquired the limit; it is released when the environment has answered."""
         patience, made = asyncio.timeout(self._request_deadline), None
         try:
             try:
@@ -225,15 +238,14 @@ class RolloutScheduler:
             told: object = cause
         except (StorageError, EngineDied):
             raise
-        except Exception as error:  # whatever an environment raises: it is a failure of one rollout
+        except Exception as error:  # raised by the environment: one rollout has failed
             reason, told = type(error).__name__, error
             if isinstance(error, RolloutRefused):
                 reason = f"refused_{error.cause}"
             elif isinstance(error, EnvironmentFailed):
                 reason = error.cause
-            if (
-                isinstance(error, TimeoutError) and patience.expired()
-            ):  # an environment may raise a TimeoutError of its own
+            # An environment may also raise a TimeoutError of its own.
+            if isinstance(error, TimeoutError) and patience.expired():
                 reason, told = "timeout", f"no answer for {self._request_deadline:g} s"
         if reason is None or reason == "refused_late":
             if self.book.arrive(request, made):  # a late one is counted as such there
@@ -243,7 +255,7 @@ class RolloutScheduler:
             self._failed(request, reason, told)
 
     async def _made(self, request: Request, raw: Any) -> tuple[Any, str | None]:
-        """Make samples of an answer: what the book keeps of it, and the cause it was refused under, if it was."""
+        """Make samples of an answer. Returns the object that the book keeps, and the cause of a refusal or None."""
         now = asyncio.get_running_loop().time()
         begun = (
             self._begun.get(request.step, math.inf) if self._by_index else min(self._begun.values(), default=math.inf)
@@ -274,7 +286,7 @@ class RolloutScheduler:
         self._tasks.discard(task)
 
     def _stop_ended(self) -> None:
-        """Stop the environments of requests that have ended, at a deadline or for their age."""
+        """Cancel the environments of requests that ended at a deadline or for their age."""
         for request, task in self._running.items():
             if not self.book.is_waiting(request):
                 task.cancel()
@@ -318,7 +330,7 @@ class RolloutScheduler:
         return report
 
     async def _complete(self, step: int) -> None:
-        """Until every request of the step has ended, or its deadline has ended them."""
+        """Wait until every request of the step has ended; the step's deadline ends them."""
         left = self._begun[step] + self._deadline - asyncio.get_running_loop().time()
         first = self._oldest_open()
         with Wait("rollouts.step") as wait:
@@ -344,15 +356,15 @@ class RolloutScheduler:
         return min(self.book.open_tasks, default=self.book.next_task)
 
     def _is_hopeless(self, first: int) -> bool:
-        """By completion: whether as many groups as all tries of a step have, from task `first` on, ended without a rollout. Others would take their
-        places and fail, until the deadline."""
+        """By completion: whether all groups from task `first` on have ended without a rollout, and they are as many as all tries of a step have. Without this
+        check new groups would be opened and fail until the deadline."""
         tried = self.book.groups_per_step * (self._empty_retries + 1)
         return not self.book.held and self._oldest_open() - first >= tried
 
     # -------------------------------------------------------------------------------------------- evaluation
 
     async def evaluate(self, calls: Sequence[Callable[[], Awaitable[_Result]]]) -> list[_Result | BaseException]:
-        """Make these calls beside training, under the same limit; what each gave or raised, in their order."""
+        """Make these calls beside training, under the same limit. Returns the result or the exception of each, in their order."""
 
         async def one(call: Callable[[], Awaitable[_Result]]) -> _Result:
             async with self._limit:

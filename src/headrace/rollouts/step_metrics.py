@@ -16,8 +16,6 @@ from headrace.rollouts.filters import Filtered
 from headrace.rollouts.groups import solve_rates
 from headrace.rollouts.records import ALL_ENVS, Rollout, rollouts_by_group
 
-__all__ = ["rollout_metrics"]
-
 _MEASURES = ("reward", "completion_length", "turns", "is_truncated", "error")
 register(
     *(

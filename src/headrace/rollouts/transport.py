@@ -1,18 +1,18 @@
-"""How a batch gets from the orchestrator to the trainer: `TrainingBatchSender` and `TrainingBatchReceiver`, here over a spool's folder.
+"""Transport of batches from the orchestrator to the trainer, through a shared folder: `SpoolSender` and `SpoolReceiver`.
 
     sender = SpoolSender(folder, ranks=4)                 the pipeline writes into sender.queue; nothing is copied
     await sender.send(report)                             waits, by name, while the trainer is too far behind
     receiver = SpoolReceiver(folder, rank=0, ranks=4)
-    batch = receiver.receive(policy_version=17)           maps it; stale ones are refused and counted
-    receiver.ack(batch.step)                              now it may be deleted
+    batch = receiver.receive(policy_version=17)           maps the batch; stale batches are refused and counted
+    receiver.ack(batch.step)                              the batch may be deleted
 
     folder/queue/rollouts/step_000000000012[.experts].safetensors    batches; not synced, because they can be made again
-    folder/queue/rollouts/step_000000000013.skip                     a step that gave nothing to train on
-    folder/state/rollouts-{sender,receiver-<rank>}.lock              who is at work; the kernel lets go when a process dies
-    folder/state/rollouts-read-<rank>.json, rollouts-end.json        what was acknowledged; which step was the last
+    folder/queue/rollouts/step_000000000013.skip                     a step without anything to train on
+    folder/state/rollouts-{sender,receiver-<rank>}.lock              locks of the two ends; the kernel releases the lock of a process that dies
+    folder/state/rollouts-read-<rank>.json, rollouts-end.json        first step that the rank has not acknowledged; number of the last step
 
-Steps are read in their order and each once. A sender that dies is noticed within a heartbeat, because its lock is free; one that
-closed left the number of its last step behind, and after it the receiver raises EndOfData.
+Steps are read in order, each once. A sender that dies is noticed within a heartbeat, because its lock is free. A sender that is closed
+writes the number of its last step; after that step the receiver raises EndOfData.
 """
 
 from __future__ import annotations
@@ -36,17 +36,15 @@ from headrace.runtime.locks import lock_holder
 from headrace.spool.folder import SpoolFolder, sweep_dead_temporaries
 from headrace.spool.records import read_sealed, seal
 
-__all__ = ["SpoolReceiver", "SpoolSender", "TrainingBatchReceiver", "TrainingBatchSender"]
-
 POLL_SECONDS = 0.005
 
 
 class TrainingBatchSender(abc.ABC):
-    """The orchestrator's end. `send` is awaited on its event loop and blocks nothing."""
+    """The orchestrator's end. `send` is awaited on its event loop and does not block it."""
 
     _wait_name: str
     _remedy: str
-    """Name of the wait for the trainer, and what to look at when it takes too long."""
+    """Name of the wait for the trainer, and the remedy that its error names."""
 
     def __init__(self, queue: Path, *, ranks: int, max_unread: int, deadline: float, sent: int) -> None:
         if ranks < 1 or max_unread < 1:
@@ -54,10 +52,10 @@ class TrainingBatchSender(abc.ABC):
                 f"ranks is {ranks} and max_unread is {max_unread}: a trainer has at least one rank, and one batch to read"
             )
         self.queue, self._max_unread, self._deadline, self._sent = queue, max_unread, deadline, sent
-        """`queue`: where the pipeline publishes."""
+        """`queue`: the folder that the pipeline publishes into."""
 
     async def send(self, report: StepReport) -> None:
-        """Make a finished step the trainer's; waits while the trainer is too far behind."""
+        """Hand a finished step to the trainer; waits while the trainer is more than `max_unread` steps behind."""
         if report.step != self._sent + 1:
             raise ConfigError(
                 f"step {report.step} was sent after step {self._sent}: steps are sent in order and each once"
@@ -74,7 +72,7 @@ class TrainingBatchSender(abc.ABC):
 
     @abc.abstractmethod
     async def _hand_over(self, report: StepReport) -> None:
-        """Let receivers see a step."""
+        """Make a step visible to the receivers."""
 
     @abc.abstractmethod
     def _first_needed(self) -> int:
@@ -82,7 +80,7 @@ class TrainingBatchSender(abc.ABC):
 
     @abc.abstractmethod
     async def close(self, *, last: bool = True) -> None:
-        """Let go. `last`: no step comes after those that were sent."""
+        """Close this end. `last`: no step follows those that were sent."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -92,7 +90,7 @@ class TrainingBatchSender(abc.ABC):
 
 
 class TrainingBatchReceiver(abc.ABC):
-    """The trainer's end, one for each rank. Steps are received in their order and each once."""
+    """The trainer's end, one for each rank. Steps are received in order, each once."""
 
     def __init__(self, *, rank: int, ranks: int, max_lag: int | None, deadline: float, heartbeat: float) -> None:
         if not 0 <= rank < ranks:
@@ -105,7 +103,7 @@ class TrainingBatchReceiver(abc.ABC):
         """Batches that were not delivered, by cause."""
 
     def receive(self, *, policy_version: int | None = None) -> TrainingBatch:
-        """The next step's batch, not older than `max_lag` versions behind `policy_version`.
+        """The next step's batch, at most `max_lag` versions older than `policy_version`.
 
         EndOfData after the last; WorkerDied if the sender is gone; DeadlineExceeded if nothing comes.
         """
@@ -139,7 +137,7 @@ class TrainingBatchReceiver(abc.ABC):
                 self.refused["nothing_to_train_on"] += 1
 
     def ack(self, step: int) -> None:
-        """This rank needs nothing up to and including this step any more."""
+        """Acknowledge all steps up to this one: this rank does not need them any more."""
         if step >= self.next_step:
             raise ConfigError(
                 f"step {step} cannot be acknowledged: step {self.next_step - 1} was the last that was received"
@@ -148,7 +146,7 @@ class TrainingBatchReceiver(abc.ABC):
 
     @abc.abstractmethod
     def _look_for(self, step: int) -> Path | Literal["skip"] | None:
-        """The file of a step; "skip" if it gave nothing to train on, None while it was not sent. EndOfData or WorkerDied if it never comes."""
+        """The file of a step; "skip" for a step without a batch, None while it was not sent. EndOfData or WorkerDied if it will not come."""
 
     @abc.abstractmethod
     def _acknowledge(self, step: int) -> None: ...
@@ -164,7 +162,7 @@ class TrainingBatchReceiver(abc.ABC):
 
 
 def unlink_batch(path: Path) -> None:
-    """Remove a batch and its sidecar, as far as they are there."""
+    """Remove a batch and its sidecar, where they exist."""
     for name in (path, sidecar_path(path)):
         name.unlink(missing_ok=True)
 
@@ -174,7 +172,7 @@ def _skip_path(queue: Path, step: int) -> Path:
 
 
 class _Folder:
-    """What both ends know about the folder."""
+    """The folder and its state files, as both ends see it."""
 
     def __init__(self, folder: Path | str, ranks: int) -> None:
         self.spool, self.ranks = SpoolFolder(Path(folder)), ranks
@@ -185,7 +183,7 @@ class _Folder:
         return self.spool.state / f"rollouts-{name}.json"
 
     def acknowledged(self) -> list[int]:
-        """Per rank: the first step it still needs."""
+        """The first step that each rank still needs."""
         steps = []
         for rank in range(self.ranks):
             value = read_sealed(self.state(f"read-{rank}"))
@@ -199,7 +197,7 @@ class _Folder:
 
 
 class SpoolSender(TrainingBatchSender):
-    """Hands batches over in a folder that both ends see."""
+    """Hands batches over in a folder that both ends can open."""
 
     _wait_name, _remedy = "rollouts.trainer", "the trainer reads no batches; is it alive?"
 
@@ -216,7 +214,7 @@ class SpoolSender(TrainingBatchSender):
         self._sent = max(self._sent, *(n - 1 for n in self._folder.acknowledged()))
         self._deleted = -1
         self.next_step = self._sent + 1
-        """The step a restarted orchestrator goes on with."""
+        """The step that a restarted orchestrator continues with."""
 
     async def _hand_over(self, report: StepReport) -> None:
         if report.path is None:
@@ -257,7 +255,7 @@ class SpoolReceiver(TrainingBatchReceiver):
         )
         self.next_step = self._folder.acknowledged()[rank]
         self._sender_seen = math.inf
-        """When the sender was alive last (monotonic); infinite before it was seen for the first time."""
+        """Monotonic time at which the sender's lock was last held; infinite until it was seen once."""
 
     def _look_for(self, step: int) -> Path | Literal["skip"] | None:
         path = batch_path(self._folder.queue, step)
@@ -286,7 +284,7 @@ class SpoolReceiver(TrainingBatchReceiver):
 
 
 def _step_of(name: str) -> int:
-    """The step a name in the queue belongs to; -1 if to none, or to a batch that was never finished."""
+    """The step of a file name in the queue; -1 for other names and for sidecars, whose batch may be unfinished."""
     stem = name.removeprefix("step_").partition(".")[0]
     whole = name.startswith("step_") and stem.isdecimal() and not name.endswith(".experts.safetensors")
     return int(stem) if whole else -1

@@ -11,8 +11,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FolderWeights"]
-
 
 class FolderWeights:
     """Mixed into vLLM's worker class; `self` is the worker."""

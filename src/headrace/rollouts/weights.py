@@ -22,16 +22,6 @@ from headrace.errors import FileCorrupt, WeightsNotTaken
 from headrace.files import make_inside, publish_json, read_json, write_container
 from headrace.order import draws, key
 
-__all__ = [
-    "PROBE_TOKENS",
-    "check_probe",
-    "drop_weights_below",
-    "probe_ids",
-    "publish_weights",
-    "read_probe",
-    "version_folder",
-]
-
 PROBE_TOKENS = 64
 
 

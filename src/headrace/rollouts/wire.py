@@ -13,14 +13,14 @@ A rollout is a record in the form that `verifiers` environments return: a map wi
 
 The nodes of a trace (`verifiers` 0.4 and later) have `token_ids`, `mask` and `logprobs` of the same three types.
 
-A one-dimensional numpy array may stand in the place of the bytes where a rollout stays in its process. Plain lists of numbers are taken as well, in
-dicts, in msgpack and in JSON text. Lists are the slow way: every number is a Python object first. `encode_rollout` and `binary_rollout` make the
+A one-dimensional numpy array may replace the bytes where a rollout stays in its process. Plain lists of numbers are taken as well, in
+dicts, in msgpack and in JSON text. Lists are slow: every number is a Python object first. `encode_rollout` and `binary_rollout` make the
 binary form.
 
     wire = encode_rollout(rollout)          in the client: lists, arrays or bytes to msgpack with binary columns
     pipeline.arrive(wire, step=0, key=key)  in the orchestrator
 
-Every column is checked here when it is read: element type, length in bytes, range of values, and the limit of `Limits.tokens`. What does not fit
+Every column is checked here when it is read: element type, length in bytes, range of values, and the limit of `Limits.tokens`. A column that fails
 raises RolloutRefused with the cause it is counted under. `records.StepTokens` checks that the columns of a turn fit each other.
 """
 
@@ -35,16 +35,6 @@ import numpy as np
 
 from headrace.errors import RolloutRefused
 from headrace.rollouts.values import model_values
-
-__all__ = [
-    "binary_rollout",
-    "check_count",
-    "decode_rollout",
-    "encode_rollout",
-    "ids_column",
-    "logprobs_column",
-    "mask_column",
-]
 
 _LARGEST_MESSAGE = 1 << 30
 _NO_LIMIT = 1 << 62
@@ -87,7 +77,7 @@ def logprobs_column(value: Any, name: str, limit: int) -> np.ndarray:
 
 
 def _column(value: Any, code: str, dtype: type[Any], kinds: str, name: str, limit: int) -> np.ndarray:
-    """The column before its values are checked: contiguous, aligned, and of no memory but its own where `value` was bytes or a list.
+    """The column before its values are checked: contiguous, aligned, and a copy where `value` was bytes or a list.
 
     `code` is the type code of `array.array` for lists, `dtype` the element of raw bytes, `kinds` the numpy kinds that an array may have.
     """
@@ -146,9 +136,9 @@ _TURN = msgspec.msgpack.Decoder(_Turn)
 
 
 def decode_rollout(raw: bytes | bytearray | memoryview | str) -> Any:
-    """The record that msgpack or JSON text stands for. Binary columns and experts of a msgpack trajectory are views of `raw`.
+    """The record in msgpack or JSON text. Binary columns and experts of a msgpack trajectory are views of `raw`.
 
-    Turns are decoded one by one: a decoder keeps the GIL for the whole of a call. Raises RolloutRefused (`malformed`, `oversize`).
+    Turns are decoded one by one: a decoder holds the GIL for the whole of a call. Raises RolloutRefused (`malformed`, `oversize`).
     """
     if len(raw) > _LARGEST_MESSAGE:
         raise RolloutRefused("oversize", f"a rollout of {len(raw):,} bytes, at most {_LARGEST_MESSAGE:,} are taken")
@@ -158,7 +148,7 @@ def decode_rollout(raw: bytes | bytearray | memoryview | str) -> Any:
         try:
             fields = decode(data, type=dict[str, msgspec.Raw])
             turns = decode(fields.pop("trajectory"), type=list[msgspec.Raw])
-        except (msgspec.ValidationError, KeyError):  # a trace, an episode, or what ingest refuses by name
+        except (msgspec.ValidationError, KeyError):  # a trace, an episode, or a record that ingest refuses
             return decode(data)
         record = {name: decode(value) for name, value in fields.items()}
         return record | {"trajectory": [_decoded_turn(turn, decode) for turn in turns]}
@@ -207,17 +197,18 @@ def _encoded_object(value: Any) -> Any:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded_object)
-_READERS = {
+COLUMN_READERS = {
     "prompt_ids": ids_column, "prompt_mask": mask_column, "completion_ids": ids_column, "completion_mask": mask_column,
     "completion_logprobs": logprobs_column,
 }  # fmt: skip
+"""The function that reads each column of a turn's tokens."""
 
 
 def _binary_tokens(tokens: Mapping[str, Any] | None, turn: int) -> dict[str, Any] | None:
     if tokens is None:
         return None
     binary = dict(tokens)
-    for name, read in _READERS.items():
+    for name, read in COLUMN_READERS.items():
         if name in binary:
             column = read(binary[name], f"{name} of turn {turn}", _NO_LIMIT)
             binary[name] = column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes()

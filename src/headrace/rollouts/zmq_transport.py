@@ -1,15 +1,15 @@
-"""Batches to a trainer on another machine: `ZmqSender` and `ZmqReceiver`, by question and answer.
+"""Transport of batches to a trainer on another machine over ZMQ: `ZmqSender` and `ZmqReceiver`.
 
     receiver  ── want 12 ──►  sender        none | have 12, sizes of its files | skip 12 | end 11
               ── part 12 ──►                up to 4 MiB of one of the files; four parts are asked for ahead
-              ── ack 12 ───►                acked 12: the sender deletes it once all ranks said so
+              ── ack 12 ───►                acked 12: the sender deletes the batch once all ranks have acknowledged it
 
-The receiver asks for everything it gets, so nothing is ever dropped past a high-water mark (PUB does that silently), memory is bounded by
+The receiver asks for every part, so no message is dropped at a high-water mark (PUB drops silently), memory is bounded by
 four parts, and either end may be restarted: a question is repeated until it is answered. An answer to `want` is also the
-heartbeat: without one the receiver says that the sender is gone. What arrives is written as the same two files, the batch last,
-and read with the same checks as from a spool's folder.
+heartbeat: without one the receiver reports that the sender is gone. The parts are written as the same two files, the batch last,
+and read with the same checks as in a shared folder.
 
-The sender's socket lives in one thread of its own; libzmq copies and sends without the interpreter. Needs pyzmq (`headrace[rl]`).
+The sender's socket belongs to a thread of its own; libzmq copies and sends without the GIL. Needs pyzmq (`headrace[rl]`).
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ from headrace.rollouts.batch_files import batch_path, sidecar_path
 from headrace.rollouts.pipeline import StepReport
 from headrace.rollouts.transport import POLL_SECONDS, TrainingBatchReceiver, TrainingBatchSender, unlink_batch
 
-__all__ = ["ZmqReceiver", "ZmqSender"]
-
 _PART = 4 << 20
 _AHEAD = 4
 _MAX_QUESTION = 4096
 
 
 class _Question(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """What a receiver asks. Made by ZmqReceiver, eaten by ZmqSender."""
+    """A question of a receiver."""
 
     verb: str
     rank: int
@@ -52,15 +50,16 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forb
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """What a sender says; the bytes of a part follow in a frame of their own."""
+    """The answer of a sender; the bytes of a part follow in a frame of their own."""
 
     verb: str
     step: int
     file: int = 0
     offset: int = 0
     sizes: tuple[int, int] = (0, 0)
-    """Of the batch and of its sidecar, 0 if it has none."""
+    """Sizes of the batch and of its sidecar; 0 without a sidecar."""
     told: str = ""
+    """Why a receiver is refused."""
 
 
 def _zmq() -> Any:
@@ -104,7 +103,7 @@ class ZmqSender(TrainingBatchSender):
         self._closing = False
         self._broken: BaseException | None = None
         self.ignored: Counter[str] = Counter()
-        """Messages that were no questions of ours, by reason."""
+        """Messages that are not valid questions, by reason."""
         self._files: dict[tuple[int, int], int] = {}
         self._thread = threading.Thread(target=self._serve, name="headrace-rollouts-zmq", daemon=True)
         self._thread.start()
@@ -120,8 +119,7 @@ class ZmqSender(TrainingBatchSender):
             return min(self._needed)
 
     async def close(self, *, last: bool = True) -> None:
-        """Let go. With `last`, only after every rank has acknowledged everything, and was told that nothing comes any more or did not
-        ask for `linger` seconds."""
+        """Stop serving. With `last`, only after every rank has acknowledged all steps and has been answered `end`, or `linger` seconds have passed."""
         try:
             if last and not self._closing:
                 with self._lock:
@@ -145,7 +143,7 @@ class ZmqSender(TrainingBatchSender):
                     frames = self._socket.recv_multipart()
                     answer = self._answer(frames[-1]) if len(frames) == 2 else None
                     if answer is not None:
-                        with contextlib.suppress(zmq.ZMQError):  # the asker is gone: it asks again when it is back
+                        with contextlib.suppress(zmq.ZMQError):  # the receiver is gone: it asks again when it is back
                             self._socket.send_multipart([frames[0], *answer], copy=False)
         except BaseException as error:
             self._broken = error
@@ -163,13 +161,8 @@ class ZmqSender(TrainingBatchSender):
             return None
         if asked.ranks != self._ranks or not 0 <= asked.rank < self._ranks:
             self.ignored["ranks"] += 1
-            return _packed(
-                _Answer(
-                    verb="refused",
-                    step=asked.step,
-                    told=f"batches are packed for {self._ranks} ranks, not {asked.ranks}",
-                )
-            )
+            told = f"batches are packed for {self._ranks} ranks, not {asked.ranks}"
+            return _packed(_Answer(verb="refused", step=asked.step, told=told))
         if asked.verb == "want":
             about = self._about(asked.step)
             if about.verb == "end":
@@ -258,7 +251,7 @@ class ZmqReceiver(TrainingBatchReceiver):
         self._socket.send(msgspec.msgpack.encode(question))
 
     def _hear(self, until: float) -> tuple[_Answer, Any] | None:
-        """The next answer, None if there is none by then."""
+        """The next answer and the bytes of its part; None if none comes before `until` (monotonic)."""
         while (left := until - time.monotonic()) > 0:
             if not self._socket.poll(max(1, int(1000 * left))):
                 return None
@@ -274,7 +267,7 @@ class ZmqReceiver(TrainingBatchReceiver):
         return None
 
     def _answer_to(self, verb: str, step: int, verbs: tuple[str, ...]) -> _Answer:
-        """Ask until there is an answer; WorkerDied without one for a heartbeat."""
+        """Ask, and wait for the answer; WorkerDied after a heartbeat without one."""
         self._ask(verb, step)
         until = time.monotonic() + self._heartbeat
         while (heard := self._hear(until)) is not None:
@@ -325,7 +318,7 @@ class ZmqReceiver(TrainingBatchReceiver):
         while (heard := self._hear(time.monotonic() + self._heartbeat)) is not None:
             answer, data = heard
             if (answer.verb, answer.step, answer.file, answer.offset) != ("part", step, file, offset) or data is None:
-                continue  # the answer to a question that was given up
+                continue  # the answer to an earlier question
             if len(data) != min(_PART, size - offset):
                 raise FileCorrupt(
                     f"{self.address} sent {len(data)} bytes of step {step} from {offset} on, the file has {size}"

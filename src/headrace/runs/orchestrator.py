@@ -42,8 +42,6 @@ from headrace.rollouts.weights import drop_weights_below, probe_ids, publish_wei
 from headrace.runs.config.rl import RLConfig
 from headrace.runs.run_loop import Run
 
-__all__ = ["Orchestrator", "environment_of_task"]
-
 _CLOSE_SECONDS = 4.0
 """How long the loop may take to end. One that takes longer is blocked by an environment."""
 _ANSWERS = 3

@@ -56,8 +56,6 @@ from headrace.runs.run_loop import Run, RunSummary, StepOutcome, Task, TaskState
 from headrace.sources import cache_folder
 from headrace.text import load_tokenizer
 
-__all__ = ["RLSummary", "RLTask", "run_rl"]
-
 _REWARDS_KEPT = 10
 _TRAIN, _SKIP, _WAIT, _END = 1, 2, 3, 0
 _HEARTBEAT = 5.0

@@ -33,8 +33,6 @@ from headrace.order.keys import mix64_array
 from headrace.train.lm import TrainSettings, learning_rate, naming_lost_peers, require_group
 from headrace.train.lm import _device as device_for
 
-__all__ = ["CellModel", "CellStep", "CellTrainer", "hidden_features"]
-
 _VERSION = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

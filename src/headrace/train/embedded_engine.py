@@ -31,8 +31,6 @@ from headrace.rollouts.records import VersionSpan
 from headrace.train.gpt import GPT, Block, rotate
 from headrace.train.policy_models import HFPolicy
 
-__all__ = ["EmbeddedEngine"]
-
 _TICKS_A_CALL = 32
 
 

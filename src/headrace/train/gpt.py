@@ -30,8 +30,6 @@ from torch import Tensor, nn
 from headrace.errors import ConfigError
 from headrace.order import draws, key
 
-__all__ = ["GPT", "PRESETS", "GPTConfig", "document_mask", "init_parameters"]
-
 _LOGITS_AT_ONCE = 1 << 20
 IGNORED = -100
 """A label that is not learned: the last token of a document, and padding."""

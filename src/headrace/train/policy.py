@@ -29,8 +29,6 @@ from headrace.train.lm import _described, _not_finite, _require, _to_array, _to_
 from headrace.train.policy_models import HFConfig, HFPolicy, make_model
 from headrace.train.rl import EnvWatch, policy_terms
 
-__all__ = ["PolicySettings", "PolicyStep", "PolicyTrainer", "logprobs_of"]
-
 _KIND, _VERSION = "headrace.policy", 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -23,8 +23,6 @@ from headrace.files import read_json
 from headrace.text import Tokenizer
 from headrace.train.gpt import GPT, GPTConfig
 
-__all__ = ["HFConfig", "HFPolicy", "TokenizerCodec", "make_model", "parameters_of"]
-
 
 @dataclass(frozen=True)
 class HFConfig:

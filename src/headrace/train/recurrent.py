@@ -31,8 +31,6 @@ from headrace.metrics import phase
 from headrace.train.cells import CellModel, CellStep, CellTrainer
 from headrace.train.lm import TrainSettings
 
-__all__ = ["RecurrentEncoder", "RecurrentTrainer"]
-
 
 @dataclass(slots=True)
 class _Visit:

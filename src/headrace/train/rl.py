@@ -22,8 +22,6 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 
-__all__ = ["EnvWatch", "PolicyTerms", "policy_terms"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTerms:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from headrace.errors import ConfigError
 
-__all__ = ["TrainSettings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:

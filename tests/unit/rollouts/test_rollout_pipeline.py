@@ -47,19 +47,15 @@ def run(folder, arrivals, *, step=0, **more):
 KEYS = [(task, member) for task in range(3) for member in range(4)]
 
 
-def test_the_batch_is_the_same_for_every_order_of_arrival_and_for_both_modes(tmp_path):
+def test_the_batch_is_the_same_for_every_order_of_arrival(tmp_path):
     arrivals = [(key, output(*key)) for key in KEYS]
     first = run(tmp_path / "a", arrivals)
     seen = told(open_training_batch(first.path))
-    for name, order, more in (
-        ("b", arrivals[::-1], {}),
-        ("c", arrivals, {"mode": "boundary"}),
-        ("d", arrivals[5:] + arrivals[:5], {"mode": "boundary", "gather_chunk_size": 5}),
-    ):
-        report = run(tmp_path / name, order, **more)
+    for name, order in (("b", arrivals[::-1]), ("c", arrivals[5:] + arrivals[:5])):
+        report = run(tmp_path / name, order)
         assert told(open_training_batch(report.path)) == seen
         assert (report.samples, report.tokens, report.truncated) == (first.samples, first.tokens, first.truncated)
-    assert not [p for name in "abcd" for p in (tmp_path / name).iterdir() if p.name.startswith(".tmp-")]
+    assert not [p for name in "abc" for p in (tmp_path / name).iterdir() if p.name.startswith(".tmp-")]
 
 
 @pytest.mark.parametrize("routed", [True, False])
@@ -112,12 +108,11 @@ def test_malformed_rollouts_are_counted_by_cause_and_the_others_train(tmp_path):
         ((0, 4), output(0, 5)),
         ((0, 5), {}),
     ]
-    for mode in ("arrival", "boundary"):
-        report = run(tmp_path / mode, arrivals, mode=mode)
-        assert report.refused == {"not_finite": 1, "wrong_length": 1, "no_tokens": 1, "missing_field": 1}
-        assert report.rollouts + sum(report.refused.values()) == len(arrivals)
-        assert report.metrics["rollouts/refused/not_finite"] == 1.0
-        assert open_training_batch(report.path).samples == 2
+    report = run(tmp_path, arrivals)
+    assert report.refused == {"not_finite": 1, "wrong_length": 1, "no_tokens": 1, "missing_field": 1}
+    assert report.rollouts + sum(report.refused.values()) == len(arrivals)
+    assert report.metrics["rollouts/refused/not_finite"] == 1.0
+    assert open_training_batch(report.path).samples == 2
 
 
 def test_what_is_late_enters_no_step_and_is_counted(tmp_path):
@@ -243,7 +238,7 @@ def test_sinks_are_given_the_metrics_of_a_step(tmp_path):
             records.append(dict(record))
 
         def close(self):
-            raise AssertionError("whoever made a sink closes it")
+            raise AssertionError("the caller closes its sinks")
 
     report = run(tmp_path, [((0, 0), output(0, 0))], step=3, sinks=[Sink()])
     assert records == [{"step": 3, "policy_version": 5, **report.metrics}]
@@ -291,7 +286,7 @@ def test_an_images_fields_reach_the_trainer_with_their_sample_and_what_is_no_val
     assert image["ids"].tolist() == expected.ids.tolist()
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "boundary"}, {"use_process_pool": 1}])
+@pytest.mark.parametrize("options", [{}, {"use_process_pool": 1}])
 def test_samples_that_lose_their_end_are_counted_and_keep_their_experts(tmp_path, options):
     report = run(tmp_path, [((0, m), output(0, m, turns=1 + 8 * (m % 2))) for m in range(4)], seq_len=20, **options)
     assert (report.truncated, report.samples) == (2, 4)
@@ -349,7 +344,7 @@ def test_a_batch_without_its_sidecar_or_with_anothers_is_refused(tmp_path):
         open_training_batch(path)
 
 
-def test_a_sidecar_without_its_batch_is_nobodys_and_is_replaced(tmp_path):
+def test_a_sidecar_without_its_batch_is_replaced(tmp_path):
     path, sidecar = published(tmp_path)
     path.unlink()
     before = sidecar.read_bytes()

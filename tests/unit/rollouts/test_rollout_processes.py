@@ -162,8 +162,6 @@ def test_a_pipeline_that_is_left_in_the_middle_ends_its_processes(tmp_path):
 
 
 def test_what_a_pool_cannot_be_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="mode='arrival' only"):
-        RolloutPipeline(tmp_path, seq_len=4, mode="boundary", use_process_pool=True)
     with pytest.raises(ConfigError, match="use_process_pool is -1"):
         RolloutPipeline(tmp_path, seq_len=4, use_process_pool=-1)
     with pytest.raises(ConfigError, match="retries -1"):

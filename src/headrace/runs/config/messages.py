@@ -36,7 +36,7 @@ _ARRAYS = ("source", "env")
 """Tables that stand in double brackets."""
 _ORCHESTRATOR = {
     "dump_raw_rollouts": "rollouts.keep: every rollout is kept in the run folder's arrivals/",
-    "gather_chunk_size": 'nothing: rollouts are taken when they arrive; headrace.rollouts.RolloutPipeline(mode="boundary") is the old way',
+    "gather_chunk_size": "nothing: rollouts are processed when they arrive, so there is no gather to cut into chunks",
     "use_process_pool": "env.workers: processes that play an environment",
     "seq_len": "policy.micro_tokens, or policy.context for the longest rollout",
     "advantage": "policy.advantage",
