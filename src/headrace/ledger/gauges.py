@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from headrace.metrics import MetricSpec, Reduction, register
 
-__all__ = ["LEDGER_SPECS", "LEDGER_SUM_KEYS"]
-
 EVICTED = {"lru": "ledger/evictions/lru", "stale": "ledger/evictions/stale"}
 FALSE = {"lru": "ledger/false_evictions/lru", "stale": "ledger/false_evictions/stale"}
 PROTECTED = "ledger/evictions/protected"

@@ -11,8 +11,6 @@ import numpy as np
 
 from headrace.order.keys import mix64_array
 
-__all__ = ["BUCKETS", "bucket_of", "owner_of"]
-
 BUCKETS = 4_096
 
 

@@ -35,8 +35,6 @@ from headrace.metrics.ranks import Ranks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Ledger", "Route"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:

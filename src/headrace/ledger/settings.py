@@ -11,8 +11,6 @@ from typing import Literal
 
 from headrace.errors import ConfigError
 
-__all__ = ["DTYPES", "MAX_STEP", "NO_LIMIT", "EvictionMode", "LedgerSettings"]
-
 NO_LIMIT = 2**31 - 1
 """Groups are numbered in 32 bits."""
 DTYPES = ("float32", "bfloat16", "float16")

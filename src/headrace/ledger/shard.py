@@ -42,8 +42,6 @@ from headrace.ledger.settings import MAX_STEP, NO_LIMIT, EvictionMode, LedgerSet
 from headrace.ledger.slots import Slots
 from headrace.metrics import MetricSpec
 
-__all__ = ["LedgerShard"]
-
 _KIND, _VERSION = "headrace.ledger", 1
 _LRU, _STALE = 1, 2
 _NAMES = {_LRU: "lru", _STALE: "stale"}

@@ -11,8 +11,6 @@ import numpy as np
 from headrace.order import mix64
 from headrace.runtime.compiled import kernel
 
-__all__ = ["INDEX_KERNELS", "enter_slots", "find_slots", "remove_slots"]
-
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S27, _S30, _S31, _S32 = (np.uint64(n) for n in (27, 30, 31, 32))
 _GIDS = "Array(int64, 1, 'A', readonly=True)"

@@ -22,8 +22,6 @@ from headrace.ledger.settings import NO_LIMIT
 from headrace.ledger.slot_index import INDEX_KERNELS, enter_slots, find_slots, remove_slots
 from headrace.runtime.compiled import wait_for_kernels
 
-__all__ = ["Slots"]
-
 _FIRST = 1_024
 _MANY = 20_000
 """Gids at once from which on it takes less to wait for the compiler than to do without it."""

@@ -19,8 +19,6 @@ import numpy as np
 
 from headrace.metrics.spec import MetricSpec, Number, Reduction
 
-__all__ = ["Histogram"]
-
 
 class Histogram:
     """Counts by log-spaced bucket. Any thread may record; `drain` loses nothing."""

@@ -23,8 +23,6 @@ from headrace.metrics.spec import MetricSpec, Reduction, register
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["EventLoopLagMonitor"]
-
 _log = logging.getLogger("headrace.lag")
 _MAX_SAMPLES = 1 << 20
 _STATISTICS = ("min", "mean", "median", "p90", "p99", "max")

@@ -22,8 +22,6 @@ from headrace.metrics.spec import MetricSpec, Number, Reduction
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["reduce_loss_metrics"]
-
 # Families, so that a key may be new at any step and on one rank only. A marker stands for one part of a key: '/' is written as '-s'.
 _SPECS = (MetricSpec("mean/<key>", Reduction.MEAN), MetricSpec("sum/<key>", Reduction.SUM, with_max=True))
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Ranks", "ranks_text"]
-
 _SLICE = 0.25
 """Seconds between looks at whether another rank has reported trouble."""
 _GRACE = 1.25

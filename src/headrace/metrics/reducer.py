@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["STEPS_IN_INTERVAL", "Accumulator", "Mean", "Reducer", "reduce_values"]
-
 STEPS_IN_INTERVAL = MetricSpec(
     "steps_in_interval", Reduction.MAX, help="steps that were accumulated into this line, on the rank with the most"
 )

@@ -29,8 +29,6 @@ from headrace.files import open_inside
 from headrace.metrics.spec import MetricSpec, Reduction, register
 from headrace.metrics.wait import Meter, Wait, default_meter
 
-__all__ = ["SINKS", "BackgroundSinks", "JsonlSink", "Sink", "SinkContext", "TensorboardSink", "WandbSink"]
-
 _log = logging.getLogger(__name__)
 
 _SPECS = (

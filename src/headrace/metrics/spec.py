@@ -23,8 +23,6 @@ from typing import Protocol, runtime_checkable
 
 from headrace.errors import ConfigError
 
-__all__ = ["Metered", "MetricSpec", "Reduction", "SpecBook", "register", "registered_specs"]
-
 Number = int | float
 
 _MARKER = re.compile(r"<[a-z_]+>")

@@ -37,8 +37,6 @@ from typing import Any, Self
 from headrace.errors import DeadlineExceeded
 from headrace.metrics.spec import MetricSpec, Number, Reduction, register
 
-__all__ = ["Meter", "OpenWait", "StepTimes", "Wait", "default_meter", "phase"]
-
 MAX_NAMES = 1000
 """Distinct names a thread may use; what comes after is counted under the name `overflow`, so memory stays bounded."""
 

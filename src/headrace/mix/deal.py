@@ -27,8 +27,6 @@ import numpy as np
 
 from headrace.order import Permutation, derive
 
-__all__ = ["Deal", "Span"]
-
 _SNAP_AT = 16
 _EPOCHS_KEPT = 4
 

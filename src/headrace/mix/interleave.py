@@ -33,8 +33,6 @@ import numpy as np
 
 from headrace.order import Permutation, key
 
-__all__ = ["LaneMix", "fixed_point", "lane_weight_factors", "starting_credits"]
-
 SCALE_BITS = 24
 SCALE = 1 << SCALE_BITS
 _TURN = 1 << 32

@@ -28,8 +28,6 @@ from typing import Literal, get_args
 from headrace.mix.pool import Slice
 from headrace.order import derive
 
-__all__ = ["PICK_MODES", "PickMode", "Picker", "picker_for", "promised_shares"]
-
 PickMode = Literal["proportional", "weighted", "uniform", "round_robin", "sequential"]
 PICK_MODES: tuple[PickMode, ...] = get_args(PickMode)
 

@@ -27,19 +27,6 @@ from headrace.mix.queue import QUEUES, Queue, queue_order
 from headrace.mix.streams import StreamTable, dealt_to_lanes, picks_of
 from headrace.order import derive, key
 
-__all__ = [
-    "BATCHING_MODES",
-    "BatchingMode",
-    "LanePool",
-    "MixPlan",
-    "MixSettings",
-    "MixState",
-    "PlanStep",
-    "Reshard",
-    "lane_steps",
-    "worker_of",
-]
-
 BatchingMode = Literal["per_stream", "device_per_stream"]
 BATCHING_MODES: tuple[BatchingMode, ...] = get_args(BatchingMode)
 

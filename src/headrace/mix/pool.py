@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 
 from headrace.mix.streams import StreamTable, picks_of
 
-__all__ = ["Draw", "LaneState", "PoolChange", "Slice", "Snapshot"]
-
 
 class Slice:
     """The rows [0, end) of one stream and how far they have been read. Mutable: it is the hot path of a plan."""

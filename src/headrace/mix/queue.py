@@ -19,8 +19,6 @@ import numpy as np
 
 from headrace.order import derive, draws
 
-__all__ = ["QUEUES", "Queue", "queue_order"]
-
 Queue = Literal["stratified", "permuted", "banded"]
 QUEUES: tuple[Queue, ...] = get_args(Queue)
 

@@ -20,8 +20,6 @@ import numpy as np
 
 from headrace.order import Permutation, derive, draws
 
-__all__ = ["BALANCES", "Balance", "Strata", "held_out"]
-
 Balance = Literal["equal", "natural"]
 BALANCES: tuple[Balance, ...] = ("equal", "natural")
 _KEPT = 4096

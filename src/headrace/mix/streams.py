@@ -19,8 +19,6 @@ from functools import cached_property
 from headrace.errors import ConfigError
 from headrace.order import fingerprint_json
 
-__all__ = ["StreamTable", "dealt_to_lanes", "picks_of", "rank_share"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StreamTable:

@@ -17,8 +17,6 @@ from typing import Any
 
 from headrace.errors import CursorMismatch
 
-__all__ = ["Cursor"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-__all__ = ["Digest", "content_hash", "sample_term"]
-
 _MASK = (1 << 128) - 1
 
 

@@ -15,15 +15,6 @@ import xxhash
 
 from headrace.order.keys import derive, key
 
-__all__ = [
-    "SAMPLED_BLOCK",
-    "chunk_hash",
-    "file_fingerprint",
-    "fingerprint_json",
-    "full_fingerprint",
-    "sampled_offsets",
-]
-
 SAMPLED_BLOCK = 64 * 1024
 _SAMPLES = 14
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-__all__ = ["derive", "draws", "key", "mix64", "mix64_array"]
-
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

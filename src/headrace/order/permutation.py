@@ -16,8 +16,6 @@ import numpy as np
 
 from headrace.order.keys import derive, draws
 
-__all__ = ["ROUNDS", "TABLE", "Permutation"]
-
 TABLE = 4096
 """Items up to which the order is a table of draws."""
 ROUNDS = 8

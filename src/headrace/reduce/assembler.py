@@ -19,8 +19,6 @@ import numpy as np
 from headrace.errors import ConfigError, DataError
 from headrace.reduce.partition import CrossNodePartition
 
-__all__ = ["ChunkAssembler", "whole_chunk_size"]
-
 
 def whole_chunk_size(value: object) -> int:
     """A chunk size that is one: with none, no chunk would ever be whole."""

@@ -22,8 +22,6 @@ from headrace.reduce.partition import CrossNodePartition, Provenance
 from headrace.reduce.tree import BorderState
 from headrace.runtime.generations import Generations
 
-__all__ = ["CheckpointFiles", "SavedState", "state_arrays", "state_from"]
-
 
 class CheckpointFiles(Generations):
     """Two generations of one writer's state."""

@@ -19,8 +19,6 @@ from headrace.errors import ConfigError, DataError
 from headrace.order import fingerprint_json
 from headrace.reduce.kernel import as_rows, chunk_gram_packed, row_dtype_name
 
-__all__ = ["Columns", "RowBatch", "as_given", "as_rows"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBatch:

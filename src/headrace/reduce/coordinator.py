@@ -28,8 +28,6 @@ from headrace.reduce.partial import NodePartial
 from headrace.reduce.partition import CrossNodePartition, Provenance
 from headrace.reduce.tree import BorderState, StreamingBorderGram
 
-__all__ = ["DEFAULT_WINDOW", "CrossNodeCheckpoint", "CrossNodeGramReduction", "Receipt"]
-
 DEFAULT_WINDOW = 4
 """Partials a rank may be ahead of the fold: pending memory is at most window · ranks partials."""
 

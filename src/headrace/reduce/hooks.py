@@ -28,8 +28,6 @@ from headrace.reduce.stream import GramStream, streams_result
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["activations"]
-
 
 def activations(
     model: nn.Module,

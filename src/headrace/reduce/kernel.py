@@ -25,15 +25,6 @@ from headrace.metrics import Wait
 from headrace.reduce.partition import CROSS_CHUNK_BASE
 from headrace.runtime.compiled import KernelModule
 
-__all__ = [
-    "as_rows",
-    "chunk_gram",
-    "chunk_gram_packed",
-    "dtype_name",
-    "row_dtype_name",
-    "unpack_upper",
-]
-
 T = TypeVar("T")
 _NAMES = {"float64": "f64", "float32": "f32", "float16": "f16", "uint16": "bf16"}
 _PACKED_BYTES = 64 << 20

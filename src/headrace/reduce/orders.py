@@ -24,8 +24,6 @@ from headrace.reduce.partition import CrossNodePartition, Provenance
 from headrace.reduce.shards import RowShards, ShardSpec, require_unchanged
 from headrace.reduce.worker import NodeWorker, NodeWorkerCheckpoint
 
-__all__ = ["PartialMaker", "WorkOrder"]
-
 _SAVE_SPAN_EVERY = 30.0
 
 

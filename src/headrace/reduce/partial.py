@@ -22,8 +22,6 @@ import xxhash
 from headrace.errors import DataError
 from headrace.reduce.partition import Provenance
 
-__all__ = ["NodePartial"]
-
 _MAGIC = b"HRGP"
 _VERSION = 1
 _PREFIX = struct.Struct("<4sIIQ")  # magic, version, header bytes, payload bytes

@@ -20,8 +20,6 @@ from typing import Any
 from headrace.errors import ConfigError, CursorMismatch, DataError
 from headrace.order import fingerprint_json
 
-__all__ = ["ARITHMETIC", "CROSS_CHUNK_BASE", "ROW_DTYPES", "CrossNodePartition", "Provenance", "default_chunk_size"]
-
 CROSS_CHUNK_BASE = 128
 """Chunks that are added one after the other before the tree begins; also rows within a chunk."""
 

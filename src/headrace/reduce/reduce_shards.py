@@ -55,8 +55,6 @@ from headrace.runtime.locks import ExclusiveLock
 from headrace.runtime.processors import usable_processors
 from headrace.runtime.signals import signal_asked
 
-__all__ = ["ENGINES", "GramPlan", "GramSummary", "GramWatcher", "JoinSummary", "join_spool", "reduce_shards"]
-
 ENGINES = ("local", "torchrun", "ray", "spool")
 _COORDINATOR = "coordinator"
 _RECORD = "shards.json"

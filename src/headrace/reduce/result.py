@@ -27,8 +27,6 @@ from headrace.order import fingerprint_json
 from headrace.reduce.columns import Columns
 from headrace.reduce.kernel import unpack_upper
 
-__all__ = ["GramResult", "Pca", "Ridge", "facts_path", "is_result", "is_result_header", "require_free"]
-
 _KIND = "headrace-gram"
 _NOISE = 256 * 2.0**-53
 """What rounding leaves of a difference that should be zero, in units of what was subtracted: 107 at most in sums of up to 300,000

@@ -36,8 +36,6 @@ from headrace.reduce.kernel import dtype_name, row_dtype_name
 from headrace.reduce.partition import ROW_DTYPES
 from headrace.reduce.result import is_result, is_result_header
 
-__all__ = ["RowShards", "ShardSpec"]
-
 _SUFFIXES = (".npy", ".safetensors", ".parquet")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _ROWS_LOOKED_AT = 4096

@@ -25,8 +25,6 @@ from headrace.reduce.partition import ARITHMETIC, default_chunk_size
 from headrace.reduce.result import GramResult
 from headrace.reduce.tree import StreamingBorderGram, all_finite, pairwise_sum
 
-__all__ = ["GramStream", "gram"]
-
 
 class GramStream:
     """Sums rows as they come; `finish` seals the partition."""

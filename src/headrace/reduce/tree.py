@@ -24,8 +24,6 @@ from headrace.errors import DataError, FileCorrupt
 from headrace.reduce.kernel import unpack_upper
 from headrace.reduce.partition import CROSS_CHUNK_BASE
 
-__all__ = ["BorderState", "StreamingBorderGram", "all_finite", "pairwise_sum"]
-
 _CHECKED_AT_ONCE = 1 << 16
 _NAMED_MISSING = 8
 

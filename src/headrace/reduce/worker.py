@@ -26,8 +26,6 @@ from headrace.reduce.partial import NodePartial
 from headrace.reduce.partition import CrossNodePartition, Provenance
 from headrace.reduce.tree import BorderState, StreamingBorderGram, all_finite
 
-__all__ = ["NodeWorker", "NodeWorkerCheckpoint"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeWorkerCheckpoint(SavedState):

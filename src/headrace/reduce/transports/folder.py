@@ -51,8 +51,6 @@ from headrace.spool.channel import Channel
 from headrace.spool.folder import SpoolFolder, patiently
 from headrace.spool.records import read_sealed, seal
 
-__all__ = ["FolderTransport", "LocalWorkers", "PartialSpool", "SpoolWorker", "Wanted", "dissolve", "order_in"]
-
 _SPLIT = "partials"
 _AHEAD_BYTES, _AHEAD_UNITS = 1 << 30, 256
 """Partials that may lie in the queue ahead of the sum, whichever is fewer: 64 at k = 2048. A worker looks at all of them."""

@@ -26,8 +26,6 @@ from headrace.reduce.stream import GramStream, streams_result
 from headrace.reduce.transports.transport import FoldProgress
 from headrace.runtime.wire_errors import decode_error, encode_error
 
-__all__ = ["coordinate_group", "nothing_to_do", "summed_over_ranks", "work_in_group"]
-
 _DEADLINE = 1800.0
 """Of the waits here. The group's own timeout, which ends the calls themselves, should be shorter."""
 

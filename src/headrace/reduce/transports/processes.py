@@ -19,8 +19,6 @@ from headrace.reduce.transports.transport import Answer, Transport
 from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess
 
-__all__ = ["ProcessTransport"]
-
 _MESSAGE, _ERROR = b"P", b"E"
 _PATIENCE = 5.0
 _MID_MESSAGE = 60.0

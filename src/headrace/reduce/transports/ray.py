@@ -19,8 +19,6 @@ from headrace.reduce.orders import PartialMaker, WorkOrder
 from headrace.reduce.transports.transport import Answer, Transport
 from headrace.runtime.wire_errors import decode_error, encode_error
 
-__all__ = ["RayTransport"]
-
 
 class _Rank:
     """The actor's side. An error a user can cause comes back as a value: Ray would wrap and pickle an exception."""

@@ -21,8 +21,6 @@ from headrace.metrics import Wait
 from headrace.reduce.coordinator import CrossNodeGramReduction, Receipt
 from headrace.reduce.partial import NodePartial
 
-__all__ = ["Answer", "FoldProgress", "Transport", "drive"]
-
 _AHEAD = 2
 """Units a rank is asked for at once, so that it has the next one while the last travels."""
 _REPLACEMENTS = 5
