@@ -109,6 +109,9 @@ def _world_sizes_text(plan: Plan) -> str:
     if shared:
         more = ", …" if len(shared) > 12 else ""
         text += f"; that make windows on several ranks: {', '.join(shared[:12])}{more}"
+    if plan.lane_bytes:
+        least, most = (f"{short(plan.lane_bytes * n)}B" for n in (min(plan.lanes_followed), max(plan.lanes_followed)))
+        text += f"\nwindows in memory: {most} with 1 rank" + (f", {least} a rank with more" if least != most else "")
     return text
 
 

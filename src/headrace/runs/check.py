@@ -51,6 +51,8 @@ class Plan:
     """Numbers of ranks that can share the global batch."""
     lanes_followed: tuple[int, ...]
     """How many of the lanes each rank follows, for each of `world_sizes`: a rank makes the windows of these lanes."""
+    lane_bytes: int = 0
+    """About how many bytes of windows a lane holds: of each source one that is open, and the next."""
     total_tokens: int
     tokenizer: str
     vocab_size: int
@@ -111,6 +113,7 @@ def plan_of(config: RunConfig, data: TextDataset, *, note_end: bool = True) -> P
         seq_len=config.text.seq_len,
         lanes=data.lanes,
         **_world_sizes(config, data.lanes),
+        lane_bytes=2 * len(data.sources) * data.packing.budget * 4,
         total_tokens=total,
         tokenizer=data.tokenizer.name,
         vocab_size=data.vocab_size,
