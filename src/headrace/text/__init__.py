@@ -2,7 +2,6 @@
 
 tokenizer  text → flat int32 ids; any tokenizer.json, or bytes
 named_tokenizer  the definition of a path, of a name in the Hugging Face cache, or of a tokenizer object
-ranks      .tiktoken vocabularies as a tokenizer.json
 pieces     very long documents, encoded in pieces with the ids of the whole
 engines    which library encodes, and the proof that it agrees with the reference
 named_encode  tokens of texts; errors name the document

@@ -224,14 +224,6 @@ def split_pattern(pre_tokenizer: Any) -> str:
     raise ValueError(f"its pre-tokenizer ({', '.join(map(str, kinds))}) is not one that a single pattern expresses")
 
 
-def byte_characters() -> dict[int, str]:
-    """The printable character that byte-level BPE writes for each byte."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    table = {b: chr(b) for b in plain}
-    table |= {b: chr(256 + n) for n, b in enumerate(b for b in range(256) if b not in table)}
-    return table
-
-
 # --------------------------------------------------------------------------------------------- the sample
 
 _WORDS = (
