@@ -80,28 +80,20 @@ class Unpacker:
         self._fresh = fresh
         self._lock = threading.Lock()
         self._indexes: dict[str, _Index] = {}
-        self._busy: dict[str, threading.Lock] = {}
         self._held: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._held_bytes = 0
 
     def index(self, key: str, shard: ByteFile) -> _Index:
         """Return the index of a shard's copy. The copy is made now if the cache has none."""
-        with self._lock:
-            if key in self._indexes:
-                return self._indexes[key]
-            busy = self._busy.setdefault(key, threading.Lock())
-        with Wait("source.unpack", hidden=True), busy:  # one thread unpacks a shard, others wait for it
-            with self._lock:
-                if key in self._indexes:
-                    return self._indexes[key]
-            path = self._folder / f"{key}.index"
+        if key in self._indexes:
+            return self._indexes[key]
+        path = self._folder / f"{key}.index"
+        with Wait("source.unpack", hidden=True):
             index = None if self._fresh else self._cached(path)
             if index is None:
                 index = self._made(path, shard)
-            with self._lock:
-                self._indexes[key] = index
-                self._busy.pop(key, None)
-        return index
+        # Two threads may have made a copy each; all go on with the first.
+        return self._indexes.setdefault(key, index)
 
     def copy_of(self, index: _Index) -> RawFile:
         return RawFile(self._folder / index.copy, size=int(index.packed_at[-1]), tally=self._tally)

@@ -76,9 +76,7 @@ class Reference:
                 "expression, it takes too many steps: give the file of its publisher"
             ) from error
         rows = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=offsets[1:])
-        return TokenBatch(np.concatenate(rows) if rows else np.empty(0, np.int32), offsets)
+        return TokenBatch.of_counts(np.concatenate(rows) if rows else np.empty(0, np.int32), map(len, rows))
 
 
 def is_panic(error: BaseException) -> bool:

@@ -63,9 +63,7 @@ class ByteTokenizer:
 
     def encode(self, texts: Sequence[str]) -> TokenBatch:
         raw = [text.encode() for text in texts]
-        offsets = np.zeros(len(raw) + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, raw), np.int64, len(raw)), out=offsets[1:])
-        return TokenBatch(np.frombuffer(b"".join(raw), np.uint8).astype(np.int32), offsets)
+        return TokenBatch.of_counts(np.frombuffer(b"".join(raw), np.uint8).astype(np.int32), map(len, raw))
 
     def decode(self, ids: np.ndarray) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
