@@ -294,7 +294,7 @@ def test_a_row_without_text_is_a_bad_row_and_one_without_the_key_a_sentence(tmp_
     source = opened(tmp_path, "org/name", on_bad="skip")
     assert texts_of(source) == ["a", None, None]
     monkeypatch.setattr(hub, "_stream", lambda *_: Shards([["a"]]))
-    with pytest.raises(DataError, match=r"a row has no 'body'; it has 'text'. Set text_key"):
+    with pytest.raises(DataError, match=r"a row has no key 'body'; it has 'text'. Set text_key"):
         opened(tmp_path, "org/name", text_key="body")
 
 

@@ -33,13 +33,7 @@ from headrace.runtime.retry import retry
 
 T = TypeVar("T")
 
-STORES: dict[str, str] = {
-    "s3": "Amazon S3 and what speaks its protocol",
-    "gs": "Google Cloud Storage",
-    "az": "Azure Blob Storage",
-    "http": "the web",
-    "https": "the web",
-}
+STORES = ("s3", "gs", "az", "http", "https")
 MAX_FILES = 1_000_000
 """Files or objects that one listing may hold."""
 DEADLINE = 60.0

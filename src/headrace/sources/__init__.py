@@ -23,7 +23,6 @@ Nothing here knows an order: a plan takes the chunk table and decides what comes
 from headrace.sources.manifest import FileEntry, Manifest
 from headrace.sources.opened import MAX_LINE_BYTES, OpenSource, cache_folder, open_source
 from headrace.sources.rows import RowShape
-from headrace.sources.samples import sample_names
 from headrace.sources.spec import Source
 
 __all__ = [
@@ -35,5 +34,4 @@ __all__ = [
     "Source",
     "cache_folder",
     "open_source",
-    "sample_names",
 ]

@@ -40,6 +40,7 @@ from headrace.formats.object_store import fits
 from headrace.metrics import Wait
 from headrace.order import fingerprint_json
 from headrace.runtime.locks import ExclusiveLock
+from headrace.sources.rows import field_of
 from headrace.sources.spec import Source
 
 _FORMATS = {
@@ -515,24 +516,14 @@ def _lines(stream: Any, place: str, kept: Mapping[str, str], most: int | None, w
             raise _unreachable(place, what, error) from error
         if row is None:
             break
-        yield orjson.dumps({name: _value(row, key, what) for name, key in kept.items()}, default=str) + b"\n"
+        try:
+            values = {name: field_of(row, key) for name, key in kept.items()}
+        except KeyError as error:
+            raise DataError(
+                f"{what}: a row has {error.args[0]}. Set text_key to the field that holds the text, and label_key to the field of "
+                "the label."
+            ) from error
+        yield orjson.dumps(values, default=str) + b"\n"
         count += 1
     if hasattr(rows, "close"):
         rows.close()  # a generator that is left in the middle keeps its files open
-
-
-def _value(row: Any, path: str, what: str) -> Any:
-    """The field of a row that a path such as `a.b` names."""
-    value = row
-    for depth, key in enumerate([path] if isinstance(row, dict) and path in row else path.split(".")):
-        if not isinstance(value, dict) or key not in value:
-            if depth and value is None:
-                return None
-            have = (
-                ", ".join(map(repr, nearest(key, map(str, value))[:8])) if isinstance(value, dict) else repr(value)[:80]
-            )
-            raise DataError(
-                f"{what}: a row has no {path!r}; it has {have}. Set text_key to the field that holds the text, and label_key to the field of the label."
-            )
-        value = value[key]
-    return value

@@ -46,18 +46,10 @@ class RowShape:
 
     def row(self, found: Any) -> tuple[str | None, str]:
         """Return the JSON of a row and "", or None and the reason."""
-        values: dict[str, Any] = {}
-        for column in self.columns:
-            value = found
-            for key in column.split(".") if not (isinstance(found, dict) and column in found) else [column]:
-                if not isinstance(value, dict) or key not in value:
-                    have = ", ".join(repr(k[:40]) for k in nearest(key, value)[:8]) if isinstance(value, dict) else ""
-                    return (
-                        None,
-                        f"it has no key {column!r}; it has {have or 'none at all'} (set text_key and label_key)",
-                    )
-                value = value[key]
-            values[column] = value
+        try:
+            values = {column: field_of(found, column) for column in self.columns}
+        except KeyError as error:
+            return None, f"it has {error.args[0]} (set text_key and label_key)"
         try:
             reason = self.judge(values)
             return (None, reason) if reason else (orjson.dumps(values).decode(), "")
@@ -78,6 +70,19 @@ class RowShape:
                 raise ValueError(f"its rows unpack to more than {_MAX_CHUNK_TEXT:,} bytes")
             texts.append(text)
         return texts, bad
+
+
+def field_of(row: Any, path: str) -> Any:
+    """Return the field of a row that a path such as `a.b` names; None where `a` is null. KeyError says which keys there are instead."""
+    value = row
+    for key in [path] if isinstance(row, dict) and path in row else path.split("."):
+        if value is None and row is not None:
+            return None
+        if not isinstance(value, dict) or key not in value:
+            keys = [repr(k[:40]) for k in nearest(key, map(str, value))[:8]] if isinstance(value, dict) else []
+            raise KeyError(f"no key {path!r}; it has {', '.join(keys) or 'none at all'}")
+        value = value[key]
+    return value
 
 
 class ColumnReader(Generic[T]):

@@ -27,7 +27,6 @@ import orjson
 from headrace.errors import DataChanged, FileCorrupt, StorageError
 from headrace.files import publish, publish_json, read_json, sync_folder, temporary_name
 from headrace.order import full_fingerprint
-from headrace.sources.spec import SAMPLES
 
 _SHARDS = 4
 _LEAST, _MOST = 300, 8_000
@@ -37,11 +36,6 @@ _LEFT_OUT = frozenset({
     "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "turtledemo", "ensurepip", "pydoc_data",
 })  # fmt: skip
 _SEAL = "sample.json"
-
-
-def sample_names() -> tuple[str, ...]:
-    """Return the names of the sample corpora."""
-    return tuple(SAMPLES)
 
 
 def sample_folder(name: str, cache: Path) -> Path:
