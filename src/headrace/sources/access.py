@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import xxhash
 
 from headrace.errors import DataChanged
-from headrace.formats.byte_file import ByteFile, RawFile, Tally, patiently
+from headrace.formats.byte_file import ByteFile, RawFile, Tally
 from headrace.formats.compressed import UnpackedFile, Unpacker
 from headrace.formats.object_store import Store, StoredObject
-from headrace.order import file_fingerprint
 from headrace.order.fingerprint import SAMPLED_BLOCK, sampled_offsets
 from headrace.sources.matching import Found, FoundFile
 
@@ -65,14 +63,11 @@ class Access:
 
     def fingerprint(self, file: FoundFile) -> str:
         """Return 16 hex digits over the size and sampled blocks. A file on disk and its copy in a store have the same."""
-        name = f"{self.root}/{file.path}"
-        if self.store is None:
-            return patiently(f"reading {name}", lambda: file_fingerprint(Path(name), file.size), self.tally)
         hasher = xxhash.xxh3_64()
         hasher.update(file.size.to_bytes(8, "little"))
-        with self.bare(file.path, file.size) as stored:
+        with self.bare(file.path, file.size) as found:
             for start in sampled_offsets(file.size):
-                hasher.update(stored.read(start, min(SAMPLED_BLOCK, file.size - start)))
+                hasher.update(found.read(start, min(SAMPLED_BLOCK, file.size - start)))
         return hasher.hexdigest()
 
     def require_unchanged(self, file: FoundFile) -> None:

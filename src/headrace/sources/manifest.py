@@ -16,9 +16,7 @@ like any file, so that a run that left it out is not resumed unnoticed over a me
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import FileCorrupt, StorageError
-from headrace.files import open_container, quarantine, write_container
+from headrace.files import open_container, write_container
 from headrace.formats.byte_file import Tally, Undecodable
 from headrace.formats.chunks import FileScan, Reader
 from headrace.order import fingerprint_json
@@ -239,10 +237,8 @@ def _from_cache(
             raise FileCorrupt(f"{path} describes another source than its name says")
         blank = int(meta["blank_lines"])
         holes = {str(path): str(reason) for path, reason in meta.get("holes", {}).items()}
-    except (FileCorrupt, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (FileCorrupt, KeyError, TypeError, ValueError, AttributeError):
         tally.add(cache_damaged=1)
-        with contextlib.suppress(OSError, StorageError):  # another rank may have moved it aside already
-            quarantine(path, f"{error} (found {time.strftime('%Y-%m-%d %H:%M:%S')})")
         return None
     if prints is not None and [f[3] for f in files] != prints:
         tally.add(cache_stale=1)
