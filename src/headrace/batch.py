@@ -220,21 +220,14 @@ class LoaderSettings:
     """Has no effect; earlier versions had it."""
 
     def lm_fields(self) -> tuple[str, ...]:
-        """The fields of a batch of text, in the order of LM_FIELDS."""
+        """Return the fields of a batch of text, in the order of LM_FIELDS."""
         return tuple(f for f in LM_FIELDS if f in self.fields or (f == "segment_ids" and self.segment_ids))
 
     def problems(self) -> list[str]:
-        """What is wrong with the settings that all plans share, one sentence each."""
-        wrong = [
-            f"{name} must be {wanted}, got {value!r}"
-            for name, value, wanted, holds in (
-                ("prefetch_batches", self.prefetch_batches, "0 or more", _is_count(self.prefetch_batches)),
-                ("deadline", self.deadline, "above 0 seconds", self.deadline > 0),
-            )
-            if not holds
-        ]
+        """Return what is wrong with the settings that all plans share, one sentence each."""
+        wrong = []
+        if not isinstance(self.prefetch_batches, int) or self.prefetch_batches < 0:
+            wrong.append(f"prefetch_batches must be 0 or more, got {self.prefetch_batches!r}")
+        if not self.deadline > 0:
+            wrong.append(f"deadline must be above 0 seconds, got {self.deadline!r}")
         return wrong + label_problems(self.labels) + lm_field_problems(self.fields)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 0

@@ -1,4 +1,4 @@
-"""Everything a user can cause, in one tree.
+"""The errors that a user can cause.
 
     HeadraceError
     ├── ConfigError        a config, a spec or an argument is wrong           (all problems at once)
@@ -17,7 +17,7 @@
     └── DeadlineExceeded   a named wait took longer than it may
 
 The command prints `str(error)` as one sentence and exits with 1; it shows a traceback only with `--debug`. A bug is
-never one of these: it stays an ordinary exception, so that it is not mistaken for the user's fault.
+never one of these: it stays an ordinary exception.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 class HeadraceError(Exception):
-    """The root: an error with a sentence for the user."""
+    """Base of all errors that a user can cause. The message is a sentence for the user."""
 
 
 class ConfigError(HeadraceError):
@@ -66,7 +66,7 @@ class TokenizerError(HeadraceError):
 
 
 class CursorMismatch(HeadraceError):
-    """A saved state was made for something else. `differences` maps what differs to (saved, now)."""
+    """A saved state belongs to other data, another tokenizer or another config. `differences`: by name, (saved, now)."""
 
     def __init__(self, message: str, differences: Mapping[str, tuple[object, object]] | None = None) -> None:
         self.differences = dict(differences or {})
@@ -112,7 +112,7 @@ class StepFailed(HeadraceError):
 
 
 def nearest(word: str, valid: Iterable[str]) -> list[str]:
-    """Up to 1,000 of `valid`, those most like `word` first: for "did you mean". A file with 300,000 keys costs no more."""
+    """Return up to 1,000 of `valid`, those most like `word` first, for "did you mean"."""
 
     def unlikeness(name: str) -> tuple[float, str]:
         return -difflib.SequenceMatcher(None, word[:80].lower(), name[:80].lower()).ratio(), name
@@ -121,7 +121,7 @@ def nearest(word: str, valid: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """ ", did you mean NAME?" with the name that is nearly the word; empty if none is."""
+    """Return ", did you mean NAME?" with the name that is most like the word; "" if none is similar."""
     near = difflib.get_close_matches(word[:80], list(itertools.islice(valid, 1000)), 1)
     return f", did you mean {near[0] if near[0].isprintable() else found_text(near[0])}?" if near else ""
 
@@ -140,7 +140,7 @@ _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def quoted(text: str) -> str:
-    """A TOML string, in which nothing can break a line or move a terminal's cursor."""
+    """Return a text as a TOML string, without characters that break a line or move a terminal's cursor."""
     return '"' + "".join(_ESCAPES.get(c) or (c if c.isprintable() else _escaped(c)) for c in text) + '"'
 
 
@@ -150,12 +150,12 @@ def _escaped(character: str) -> str:
 
 
 def found_text(text: str) -> str:
-    """A text that was found, quoted and shortened."""
+    """Return a text quoted and shortened."""
     return quoted(shortened(text))
 
 
 def number_text(value: int | float) -> str:
-    """A number in at most a few words: large powers of two as such, huge integers by their size."""
+    """Return a number in at most a few words: large powers of two as 2**n, huge integers by their size."""
     if isinstance(value, int) and value >= 1 << 16 and value & (value - 1) == 0:
         return f"2**{value.bit_length() - 1}"
     if isinstance(value, int) and value.bit_length() > 64:
@@ -164,5 +164,5 @@ def number_text(value: int | float) -> str:
 
 
 def shortened(text: str) -> str:
-    """At most 60 characters of a text."""
+    """Return at most 60 characters of a text."""
     return text if len(text) <= 60 else text[:57] + "..."

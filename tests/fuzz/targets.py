@@ -467,20 +467,6 @@ def read_partial(path: Path) -> Any:
     return found.gram.tobytes(), found.chunk
 
 
-def tiktoken(path: Path) -> None:
-    import base64
-
-    tokens = [bytes([b]) for b in range(256)] + [b"so", b"me", b"some", b" w"]
-    path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens)))
-
-
-@target("tiktoken", "gpt2.tiktoken", tiktoken)
-def read_tiktoken(path: Path) -> Any:
-    from headrace.text.tokenizer import load_tokenizer
-
-    return load_tokenizer(path, engine="tokenizers").encode(["some words"]).ids.tolist()
-
-
 def hub(path: Path) -> Any:
     from headrace.sources import Source, open_source
 
@@ -495,13 +481,7 @@ def hub_readme(path: Path) -> None:
     path.write_text("---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: train.jsonl\n---\n# Data\n")  # fmt: skip
 
 
-def hub_state(path: Path) -> None:
-    stream(path.parent / "data-00000-of-00001.arrow")
-    path.write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}))
-
-
 target("hub: README.md", "readme/README.md", hub_readme)(hub)
-target("hub: state.json", "saved/state.json", hub_state)(hub)
 
 
 def chunk_hashes(path: Path) -> None:

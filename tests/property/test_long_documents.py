@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from headrace.text import pieces
 from headrace.text.engines import GPT2_PATTERN, Reference, proof_sample
-from headrace.text.ranks import CL100K_PATTERN, O200K_PATTERN
+from headrace.text.pieces import CL100K_PATTERN, O200K_PATTERN
 
 TEXTS = [
     "The quick brown fox jumps over 1,234 lazy dogs, don't they? It's we'll",

@@ -1,15 +1,14 @@
 """Arrow IPC: the messages of a file or stream, and its record batches by row.
 
-Both forms are read: the file (`ARROW1` at both ends) and the bare stream, which is what `datasets` keeps in its caches and
-in `save_to_disk` folders. The messages are walked from the first to the last; a file's footer, which lists them a second
-time, only says where they end. Nothing is mapped, and no offset in a batch is followed before pyarrow's full validation
-has passed.
+Both forms are read: the file (`ARROW1` at both ends) and the bare stream, which `datasets` writes to its caches and `save_to_disk`
+folders. The messages are read from the first to the last; of a file's footer, which lists them a second time, only the place is used.
+Nothing is mapped, and no offset in a batch is followed before pyarrow's full validation has passed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.formats.arrow_columns import PiecedRows
 from headrace.formats.arrow_messages import BATCH, DICTIONARY, SCHEMA, Batch, parse_batch, parse_message
@@ -24,6 +23,18 @@ _MAX_METADATA = 64 << 20
 _MAX_BATCH_ROWS = 1 << 26
 
 
+class PlacedMessage(NamedTuple):
+    """A message and its place in the file."""
+
+    start: int
+    end: int
+    body: int
+    """Bytes of the body, which ends at `end`."""
+    kind: int
+    """SCHEMA, DICTIONARY or BATCH."""
+    metadata: bytes
+
+
 class ArrowRows(PiecedRows):
     """Columns of an Arrow file by row. A record batch is decoded when its first row is asked for, and kept."""
 
@@ -33,16 +44,20 @@ class ArrowRows(PiecedRows):
         self._places: list[tuple[int, int, int]] = []
         opening: list[bytearray] = []
         held = 0
-        for at, end, body, kind, metadata in messages_of(file):
-            if body > MAX_DECODED:
+        for found in messages_of(file):
+            if found.body > MAX_DECODED:
                 raise Undecodable(
-                    file.path, f"has a record batch of {body:,} bytes at byte {at:,}", "Write smaller ones"
+                    file.path,
+                    f"has a record batch of {found.body:,} bytes at byte {found.start:,}",
+                    "Write smaller ones",
                 )
-            if kind == BATCH:
-                self._places.append((at, end, batch_of(file, at, metadata).rows))
+            if found.kind == BATCH:
+                rows = batch_of(file, found.start, found.metadata).rows
+                self._places.append((found.start, found.end, rows))
                 continue
-            message = file.read(at, end - at)
-            held += 0 if kind == SCHEMA else _decoded(file, at, metadata, memoryview(message)[len(message) - body :])
+            message = file.read(found.start, found.end - found.start)
+            if found.kind == DICTIONARY:
+                held += _decoded(file, found.start, found.metadata, memoryview(message)[len(message) - found.body :])
             if held > MAX_DECODED:
                 raise Undecodable(
                     file.path, f"has dictionaries of more than {MAX_DECODED:,} bytes", "Write smaller ones"
@@ -56,8 +71,8 @@ class ArrowRows(PiecedRows):
 
         start, end, _ = self._places[piece]
         message = self.file.read(start, end - start)
-        _, _, body, _, metadata = next(messages_of(self.file, start, end))
-        _decoded(self.file, start, metadata, memoryview(message)[len(message) - body :])
+        found = next(messages_of(self.file, start, end))
+        _decoded(self.file, start, found.metadata, memoryview(message)[len(message) - found.body :])
         with self._stream(self.file, message) as stream:
             batch = next(iter(stream))
         batch.validate(full=True)
@@ -74,28 +89,28 @@ class ArrowRows(PiecedRows):
 
 
 def schema_message(file: ByteFile) -> bytes:
-    """The metadata of the schema."""
-    found = next((m for _, _, _, kind, m in messages_of(file) if kind == SCHEMA), None)
+    """Return the metadata of the schema."""
+    found = next((message for message in messages_of(file) if message.kind == SCHEMA), None)
     if found is None:
         raise Undecodable(file.path, "is no Arrow file or stream: it holds no schema")
-    return found
+    return found.metadata
 
 
 def read_schema(file: ByteFile, metadata: bytes) -> pa.Schema:
-    """The schema in a message. Undecodable where it does not parse, or a name in it is not UTF-8."""
+    """Return the schema in a message; Undecodable if it does not parse, or a name in it is not UTF-8."""
     import pyarrow as pa
 
     try:
         head = _CONTINUED.to_bytes(4, "little") + len(metadata).to_bytes(4, "little")
         schema = pa.ipc.read_schema(pa.py_buffer(head + metadata))
-        schema.names  # noqa: B018 (decodes them)
+        schema.names  # noqa: B018 (decodes the names)
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         raise Undecodable(file.path, f"is damaged: its schema does not parse ({first_line(error)})") from error
     return schema
 
 
 def read_batch(file: ByteFile, schema: pa.Schema, message: bytes | bytearray) -> pa.RecordBatch:
-    """The record batch in the bytes of one message, validated. ValueError or an error of pyarrow's says what is wrong."""
+    """Return the record batch in the bytes of one message, validated. ValueError or an error of pyarrow if it is damaged."""
     import pyarrow as pa
 
     found = pa.ipc.read_message(pa.py_buffer(message))
@@ -117,10 +132,8 @@ def _decoded(file: ByteFile, at: int, metadata: bytes, body: memoryview) -> int:
     return total
 
 
-def messages_of(
-    file: ByteFile, at: int | None = None, end: int | None = None
-) -> Iterator[tuple[int, int, int, int, bytes]]:
-    """(start, end, length of the body, kind, metadata) of the messages from `at` on; the whole file's by default."""
+def messages_of(file: ByteFile, at: int | None = None, end: int | None = None) -> Iterator[PlacedMessage]:
+    """Yield the messages of bytes [at, end); of the whole file by default."""
     if at is None:
         at, end = _bounds(file)
     assert end is not None
@@ -129,7 +142,7 @@ def messages_of(
         first = int.from_bytes(head[:4], "little")
         if len(head) == 8 and first == _CONTINUED:
             length, here = int.from_bytes(head[4:], "little"), at + 8
-        else:  # as Arrow wrote before 0.15
+        else:  # the form of Arrow before 0.15
             length, here = first, at + 4
         if length == 0 and len(head) >= 4:
             return
@@ -151,7 +164,7 @@ def messages_of(
                 file.path,
                 f"is cut short: the record batch at byte {at:,} should end at {stop:,}, the file has {end:,} bytes of them",
             )
-        yield at, stop, message.body, message.kind, metadata
+        yield PlacedMessage(at, stop, message.body, message.kind, metadata)
         at = stop
 
 
@@ -169,6 +182,7 @@ def _bounds(file: ByteFile) -> tuple[int, int]:
 
 
 def batch_of(file: ByteFile, at: int, metadata: bytes) -> Batch:
+    """Return the record batch that the metadata of the message at byte `at` describes."""
     try:
         batch = parse_batch(metadata)
     except ValueError as error:

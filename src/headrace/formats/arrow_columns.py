@@ -18,12 +18,17 @@ if TYPE_CHECKING:
 
 
 class PiecedRows:
-    """Rows in pieces of which each is decoded whole. The piece in use is kept."""
+    """Rows of a file that is decoded piece by piece. The last piece is kept."""
 
     piece_name = "piece"
 
     def __init__(self, file: ByteFile, schema: pa.Schema, columns: Sequence[str] | None, sizes: Sequence[int]) -> None:
-        """`sizes`: rows of each piece."""
+        """Args:
+        file: The file.
+        schema: Its schema.
+        columns: Columns to read; all unless given.
+        sizes: Rows of each piece.
+        """
         self.file = file
         self._ends = list(accumulate(sizes))
         self.rows = self._ends[-1] if self._ends else 0
@@ -35,7 +40,7 @@ class PiecedRows:
         self._held: tuple[int, tuple[str, ...], dict[str, np.ndarray | Ragged]] = (-1, (), {})
 
     def decode(self, piece: int, names: tuple[str, ...]) -> pa.Table:
-        """One piece, from the file."""
+        """Read and decode one piece."""
         raise NotImplementedError
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> dict[str, np.ndarray | Ragged]:
@@ -56,7 +61,7 @@ class PiecedRows:
         import pyarrow as pa
 
         if self._held[:2] != (piece, names):
-            self._held = (-1, (), {})  # two pieces at once would be twice the memory
+            self._held = (-1, (), {})  # freed first: two pieces at once would take twice the memory
             expected = self._ends[piece] - (self._ends[piece - 1] if piece else 0)
             try:
                 table = self.decode(piece, names)
@@ -79,7 +84,7 @@ class PiecedRows:
 
 
 class _Unfit(Exception):
-    """A column holds what an array cannot."""
+    """A column holds values that an array cannot hold."""
 
 
 def _whole(chunked: pa.ChunkedArray) -> pa.Array:
@@ -105,7 +110,7 @@ def _described(kind: pa.DataType, rows: int) -> Column:
 
 
 def _as_numpy(array: pa.Array) -> np.ndarray | Ragged:
-    """The column without a copy where Arrow and numpy lay it out alike. _Unfit says what it holds that an array cannot."""
+    """The column as an array, without a copy if Arrow and numpy have the same layout. _Unfit if an array cannot hold its values."""
     import pyarrow as pa
 
     kind = array.type

@@ -6,8 +6,8 @@ A file or stream of Arrow data is a run of messages, each a flatbuffer (metadata
                            kind, body length; of a batch: rows,          the columns' buffers
                            (offset, length) of every buffer
 
-pyarrow reads them too, but only whole: to count the rows of a batch or to reach one column it reads, and trusts, all of it.
-So the few numbers needed are read here, each held against the bytes that are there.
+pyarrow reads messages only whole: to count the rows of a batch or to reach one column, it reads and trusts all of the batch.
+So the few numbers needed are read here, and each is compared with the bytes that are there.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Batch:
 
 
 def parse_message(data: bytes) -> Message:
-    """ValueError says what does not fit."""
+    """Parse the metadata of a message; ValueError if it is damaged."""
     table = _root(data)
     return Message(kind=table.number(1, "B"), body=table.number(3, "q"))
 
 
 def parse_batch(data: bytes) -> Batch:
-    """The record batch of a message of that kind, or the one that holds a dictionary."""
+    """Parse the record batch of a BATCH or DICTIONARY message; ValueError if it is damaged."""
     message = _root(data)
     header = message.table(2)
     if header is not None and message.number(1, "B") == DICTIONARY:
@@ -73,7 +73,7 @@ def parse_batch(data: bytes) -> Batch:
 
 
 def is_big_endian(data: bytes) -> bool:
-    """Of a schema message."""
+    """Return whether a schema message says that numbers are big-endian."""
     header = _root(data).table(2)
     return header is not None and header.number(0, "h") != 0
 
@@ -89,7 +89,7 @@ def _at(data: bytes, place: int, kind: str) -> int:
 
 
 class _Table:
-    """A flatbuffer's table: numbered fields, each of which may be absent."""
+    """A table of a flatbuffer: numbered fields, each of which may be absent."""
 
     def __init__(self, data: bytes, place: int) -> None:
         self._data = data

@@ -1,11 +1,10 @@
-"""Bytes at any offset of a file, an object or a decompressed shard, and the one file object that libraries are given.
+"""Bytes at any offset of a file, an object of a store or a decompressed shard, and the file object that libraries get.
 
     with RawFile(path) as file:
         file.read(offset, length)      exactly these bytes, or a DataError that names the file
 
-Files are read with pread into our own memory, never through a map: a mapped page of a truncated file kills the process
-with SIGBUS, a short pread is an error with a sentence. It costs nothing: finding the line ends of a warm file runs at
-3.0 GB/s through pread in blocks of 256 KiB and at 2.8 through a map.
+Files are read with pread, never through a map: a mapped page of a truncated file kills the process with SIGBUS, a short pread is an
+error with a sentence. It costs nothing: the line ends of a warm file are found at 3.0 GB/s through pread and at 2.8 through a map.
 
 FIFOs and devices are refused by lstat before the open, and again by fstat after it; the open itself never blocks.
 Errors of a failing disk or network mount are tried three times; everything else is raised at once as a DataError.
@@ -35,22 +34,9 @@ RATIO_COUNTS_FROM = 64 << 20
 _TRIES = 3
 _DEADLINE = 60.0
 """Seconds after which a read that fails is not tried again."""
-_TRANSIENT = frozenset(
-    code
-    for name in [
-        "EINTR",
-        "EIO",
-        "EAGAIN",
-        "EBUSY",
-        "ESTALE",
-        "ETIMEDOUT",
-        "ECONNRESET",
-        "EREMOTEIO",
-        "ENETDOWN",
-        "ENETUNREACH",
-    ]
-    if (code := getattr(errno, name, None)) is not None
-)
+_NAMES = "EINTR EIO EAGAIN EBUSY ESTALE ETIMEDOUT ECONNRESET EREMOTEIO ENETDOWN ENETUNREACH"
+_TRANSIENT = frozenset(getattr(errno, name) for name in _NAMES.split() if hasattr(errno, name))
+"""Errors that may pass. macOS has no EREMOTEIO."""
 
 
 class Undecodable(DataError):
@@ -71,7 +57,7 @@ def first_line(error: BaseException) -> str:
 
 
 def most_decoded(stored: int) -> int:
-    """How many bytes a piece that has `stored` bytes in its file may have in memory."""
+    """Return how many bytes a piece of `stored` bytes of a file may have in memory."""
     return min(max(RATIO_COUNTS_FROM, MAX_RATIO * stored), MAX_DECODED)
 
 
@@ -93,7 +79,7 @@ class Tally:
 
 
 def patiently(doing: str, call: Callable[[], T], tally: Tally | None = None) -> T:
-    """`call()`, again if the error is one that passes; a DataError that says what was being done otherwise."""
+    """Return `call()`. It is tried again after errors that may pass; a DataError begins with `doing`. `tally` counts retries."""
 
     def gave_up(error: Exception, tries: int, seconds: float) -> DataError:
         assert isinstance(error, OSError)
@@ -112,25 +98,25 @@ def patiently(doing: str, call: Callable[[], T], tally: Tally | None = None) -> 
 
 
 ACCEPT_DATA = 'accept the change with load_state_dict(state, accept={"data"}) (command: --accept data)'
-"""What a DataChanged advises besides restoring the file. Both accept it for good: nothing else has to be said."""
+"""What a DataChanged advises besides restoring the file."""
 
 
 class ByteFile(Protocol):
-    """What a format reads from: bytes at any offset of something whose size is known. A file on disk (RawFile), an object
-    in a store (StoredObject), or the text of a compressed one (UnpackedFile)."""
+    """Bytes that a format reads at any offset: a file on disk (RawFile), an object in a store (StoredObject), or the text of a
+    compressed file (UnpackedFile)."""
 
     path: Path | str
-    """What an error calls it."""
+    """Name in errors."""
     size: int
     version: int | str
-    """Another content has another version, as far as the place can tell: a time of modification, an entity tag."""
+    """A time of modification or an entity tag: another content has another version, as far as the file system or store can tell."""
 
     def __enter__(self) -> ByteFile: ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def read(self, offset: int, length: int) -> bytearray:
-        """Exactly these bytes. Memory is taken only for what the file can hold."""
+        """Return exactly these bytes. Memory is taken only for what the file can hold."""
         ...
 
     def read_into(self, view: memoryview, offset: int) -> None:
@@ -145,7 +131,6 @@ class WholeReads:
     size: int
 
     def read(self, offset: int, length: int) -> bytearray:
-        """Exactly these bytes. Memory is taken only for what the file can hold."""
         self._require_within(offset, length)
         buffer = bytearray(length)
         self.read_into(memoryview(buffer), offset)
@@ -165,13 +150,18 @@ class WholeReads:
 class RawFile(WholeReads):
     """One regular file, read at any offset. Safe to share between threads.
 
-    Within `with` it stays open. Outside, every read opens and closes it: thousands of shards then hold no descriptor.
+    Within `with` the file stays open. Outside, every read opens and closes it, so that thousands of shards hold no descriptor.
     """
 
     def __init__(
         self, path: Path | str, *, follow: bool = False, size: int | None = None, tally: Tally | None = None
     ) -> None:
-        """`size`: what the manifest says; another size is refused. `follow`: whether the name may be a symbolic link."""
+        """Args:
+        path: The file.
+        follow: Whether the name may be a symbolic link.
+        size: Size in the manifest; another size is refused.
+        tally: Counts retries.
+        """
         self.path = path
         self.follow = follow
         self._expected = size
@@ -185,7 +175,7 @@ class RawFile(WholeReads):
         return self
 
     def _opened(self) -> int:
-        """A descriptor of the file, which is regular and has the expected size."""
+        """Open the file, check that it is regular and has the expected size, and return the descriptor."""
         fd = patiently(f"opening {self.path}", self._open, self._tally)
         try:
             status = os.fstat(fd)
@@ -206,7 +196,7 @@ class RawFile(WholeReads):
         self.close()
 
     def close(self) -> None:
-        """Give the descriptor back; a file that is not open stays so."""
+        """Close the descriptor, if the file is open."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -241,17 +231,12 @@ class RawFile(WholeReads):
 
 
 class FileObject(io.RawIOBase):
-    """Bytes [start, end) of a file as the file object that zipfile and pyarrow want; reads elsewhere return nothing.
+    """A file object for zipfile and pyarrow over the `size` bytes that `read(offset, length)` returns."""
 
-    So a decoder that is given the bytes that were hashed cannot read others.
-    """
-
-    def __init__(self, read: Callable[[int, int], Any], size: int, start: int = 0, end: int | None = None) -> None:
-        """`read(offset, length)` returns bytes of the file, which has `size` of them, in the form that the library wants."""
+    def __init__(self, read: Callable[[int, int], Any], size: int) -> None:
         super().__init__()
         self._read, self._size = read, size
-        self._start, self._end = start, size if end is None else end
-        self.at = start
+        self.at = 0
 
     def readable(self) -> bool:
         return True
@@ -270,7 +255,7 @@ class FileObject(io.RawIOBase):
         return self.at
 
     def read(self, size: int = -1) -> Any:
-        left = max(self._end - self.at, 0) if self.at >= self._start else 0
+        left = max(self._size - self.at, 0)
         data = self._read(self.at, left if size is None or size < 0 else min(size, left)) if left else b""
         self.at += len(data)
         return data
@@ -287,7 +272,7 @@ _KINDS = {
 
 
 def file_kind(mode: int) -> str:
-    """What a file that is no regular one is, for messages."""
+    """Return what a file that is no regular one is, for messages."""
     return _KINDS.get(stat.S_IFMT(mode), "no regular file")
 
 

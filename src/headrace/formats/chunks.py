@@ -1,14 +1,14 @@
-"""What a text format must know how to do: find the chunks of a file, load one, decode its rows.
+"""The protocol of text formats: find the chunks of a file, load one, decode its rows.
 
-    scan(file)                 where the chunks of a file are and how many rows each holds      once, then cached
-    load(file, start, end)     the bytes of one chunk, and their hash                           every time it is read
-    decode(loaded)             the texts of its rows                                            after the hash was checked
+    scan(file)                 places and row counts of the chunks of a file      once, then cached
+    load(file, start, end)     the bytes of one chunk, and their hash             every time it is read
+    decode(loaded)             the texts of its rows                              after the hash was checked
 
-`start` and `end` mean what the format says: byte offsets of whole lines (lines.py), row groups (text_columns.py),
-offsets of messages (text_columns.py). A new format is a class with these methods and an entry in `sources.text_formats`.
+The meaning of `start` and `end` depends on the format: byte offsets of whole lines (`formats.lines`), row groups (`sources.text_parquet`),
+offsets of messages (`sources.text_arrow`). A new format is a class with these methods and an entry in `sources.text_formats`.
 
-What is wrong with the bytes themselves is `Undecodable`, which on_bad = "skip" turns into a hole: it says the same on
-every rank and every time. A disk that fails, a file that vanished or changed is any other DataError and always stops.
+Damaged bytes are `Undecodable`, which on_bad = "skip" turns into a hole; the reason is the same on every rank and every time. A disk that
+fails, or a file that vanished or changed, is any other DataError and always stops the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FileScan:
     end: np.ndarray
     rows: np.ndarray
     line: np.ndarray
-    """Line (or row) of the file at which each chunk begins, from 0: what an error counts from."""
+    """Line (or row) of the file at which each chunk begins, from 0. Errors count from it."""
     size: np.ndarray
     """Bytes of text in each chunk, as far as the format can tell without decoding: lanes are balanced by it."""
     blank_lines: int = 0
@@ -37,7 +37,7 @@ class FileScan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A chunk's bytes as they were hashed; `payload` is the format's own."""
+    """A chunk's bytes as they were hashed; the format decides what `payload` is."""
 
     hash: int
     size: int
@@ -46,7 +46,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRow:
-    """Rows that cannot be used: the first one's place in the chunk, the lines before it in the chunk, and why."""
+    """Consecutive rows that cannot be used: the first one's place in the chunk, the lines before it in the chunk, and why."""
 
     row: int
     line: int
@@ -55,23 +55,23 @@ class BadRow:
 
 
 class Reader(Protocol):
-    """One format, bound to what a source asked of it. Its methods are called from many threads."""
+    """One format with the options of a source. Its methods are called from many threads."""
 
     format: str
     suffixes: tuple[str, ...]
     packings: tuple[str, ...]
     """Suffixes of compressed files whose text it reads."""
     unit: str
-    """What an error calls a row: "line" or "row"."""
+    """Name of a row in errors: "line" or "row"."""
     span: str
-    """What an error calls [start, end): "bytes" or "row groups"."""
+    """Name of [start, end) in errors: "bytes" or "row groups"."""
 
     def parameters(self) -> dict[str, Any]:
-        """What a scan depends on besides the bytes."""
+        """Return the options that a scan depends on besides the bytes."""
         ...
 
     def chunk_bytes(self, total: int) -> int:
-        """How large a chunk should be in a source of `total` bytes; 0 where the files decide."""
+        """Return the size of a chunk in a source of `total` bytes; 0 if the files decide it."""
         ...
 
     def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan: ...
@@ -79,15 +79,15 @@ class Reader(Protocol):
     def load(self, file: ByteFile, start: int, end: int) -> Loaded: ...
 
     def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
-        """Exactly `rows` texts; None where a row is bad, and why. DataError if the chunk does not hold `rows` rows."""
+        """Return exactly `rows` texts, None where a row is bad, and the bad rows. DataError if the chunk does not hold `rows` rows."""
         ...
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Why a row is bad, for every format alike."""
+    """Return the reason of a bad row, the same for every format."""
     return f"it is not valid UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start:,}: {error.reason})"
 
 
 def all_bad(rows: int, reason: str) -> tuple[list[str | None], list[BadRow]]:
-    """A chunk of which nothing can be used."""
+    """Return the result of `decode` for a chunk of which no row can be used."""
     return [None] * rows, [BadRow(row=0, line=0, rows=rows, reason=reason)]

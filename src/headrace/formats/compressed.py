@@ -5,7 +5,8 @@ A compressed shard cannot be read from the middle. So it is packed anew, once, i
     text     |--------|---------|--------|----|        text_at     where each frame begins in the text
     copy     |---|-----|---|------|--|                 packed_at   where it begins in the copy
 
-The copy is about as large as the shard. To the formats above, its text is a file like any other (`UnpackedFile`).
+The copy is about as large as the shard. To the formats above, its text is a file like any other (`UnpackedFile`). The shard itself is not
+read again as long as its size, time of modification and sampled blocks stay the same.
 
 Memory is taken piece by piece, whatever a header claims. A shard that unpacks to 200 times its size, or to a TiB, is refused as a
 decompression bomb. All bytes are unpacked before the rows are counted, so a shard that is cut short or damaged is known then.
@@ -24,12 +25,10 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-import xxhash
 
-from headrace.errors import DataChanged, DataError, FileCorrupt, StorageError
+from headrace.errors import DataError, FileCorrupt, StorageError
 from headrace.files import open_container, publish, write_container
 from headrace.formats.byte_file import (
-    ACCEPT_DATA,
     MAX_RATIO,
     RATIO_COUNTS_FROM,
     ByteFile,
@@ -60,8 +59,6 @@ class _Index:
     text_at: np.ndarray
     sums: np.ndarray
     """Hash of each packed frame."""
-    text_sum: int
-    """Hash of the whole text."""
     copy: str
     """File name of the copy."""
 
@@ -80,43 +77,23 @@ class Unpacker:
         self._fresh = fresh
         self._lock = threading.Lock()
         self._indexes: dict[str, _Index] = {}
-        self._busy: dict[str, threading.Lock] = {}
         self._held: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._held_bytes = 0
 
     def index(self, key: str, shard: ByteFile) -> _Index:
         """Return the index of a shard's copy. The copy is made now if the cache has none."""
-        with self._lock:
-            if key in self._indexes:
-                return self._indexes[key]
-            busy = self._busy.setdefault(key, threading.Lock())
-        with Wait("source.unpack", hidden=True), busy:  # one thread unpacks a shard, others wait for it
-            with self._lock:
-                if key in self._indexes:
-                    return self._indexes[key]
-            path = self._folder / f"{key}.index"
+        if key in self._indexes:
+            return self._indexes[key]
+        path = self._folder / f"{key}.index"
+        with Wait("source.unpack", hidden=True):
             index = None if self._fresh else self._cached(path)
             if index is None:
                 index = self._made(path, shard)
-            with self._lock:
-                self._indexes[key] = index
-                self._busy.pop(key, None)
-        return index
+        # Two threads may have made a copy each; all go on with the first.
+        return self._indexes.setdefault(key, index)
 
     def copy_of(self, index: _Index) -> RawFile:
         return RawFile(self._folder / index.copy, size=int(index.packed_at[-1]), tally=self._tally)
-
-    def verify(self, key: str, shard: ByteFile) -> None:
-        """Unpack a shard from end to end and compare its text with the text of its copy."""
-        index = self.index(key, shard)
-        hasher = xxhash.xxh3_64()
-        try:
-            for data in _pieces(shard):
-                hasher.update(data)
-        except Undecodable as error:
-            raise _changed(shard, error.reason) from error
-        if hasher.intdigest() != index.text_sum:
-            raise _changed(shard, "unpacks to another text")
 
     def frame(self, key: str, index: _Index, number: int, copy: ByteFile, shard: ByteFile) -> bytes:
         """Return the text of one frame, read from `copy`. The last 64 MiB are kept."""
@@ -152,7 +129,6 @@ class Unpacker:
             container = open_container(path)
             index = _Index(
                 **{name: np.array(container.arrays[name]) for name in ("packed_at", "text_at", "sums")},
-                text_sum=int(container.meta["text_sum"]),
                 copy=str(container.meta["copy"]),
             )
             # Version 0.2 named no copy where it read a shard in place.
@@ -166,7 +142,7 @@ class Unpacker:
         """Make the copy of a shard, and its index."""
         index = self._copied(path.stem, shard)
         arrays = {"packed_at": index.packed_at, "text_at": index.text_at, "sums": index.sums}
-        meta = {"kind": "unpacked", "text_sum": index.text_sum, "copy": index.copy}
+        meta = {"kind": "unpacked", "copy": index.copy}
         try:
             write_container(path, arrays, meta, replace=self._fresh, durable=False)
         except FileExistsError:  # another rank was first, or the index there is of no use and is replaced
@@ -187,12 +163,10 @@ class Unpacker:
 
         codec = pa.Codec("zstd", compression_level=1)
         packed_at, text_at, sums = [0], [0], []
-        hasher = xxhash.xxh3_64()
 
         def frames() -> Iterator[bytes]:
             for text in _pieces(shard):
                 packed = codec.compress(text, asbytes=True)
-                hasher.update(text)
                 packed_at.append(packed_at[-1] + len(packed))
                 text_at.append(text_at[-1] + len(text))
                 sums.append(chunk_hash(packed))
@@ -212,7 +186,6 @@ class Unpacker:
             packed_at=np.array(packed_at, np.int64),
             text_at=np.array(text_at, np.int64),
             sums=np.array(sums, np.uint64),
-            text_sum=hasher.intdigest(),
             copy=copy,
         )
 
@@ -258,16 +231,6 @@ class UnpackedFile(WholeReads):
             view[filled : filled + taken] = memoryview(text)[start : start + taken]
             filled += taken
             number += 1
-
-    def verify(self) -> None:
-        """Compare the shard itself with the text its copy was made of."""
-        self._unpacker.verify(self._key, self._shard)
-
-
-def _changed(shard: ByteFile, how: str) -> DataChanged:
-    return DataChanged(
-        f"{shard.path} {how}: it was written to since its rows were counted. Restore it, or {ACCEPT_DATA}."
-    )
 
 
 def _pieces(shard: ByteFile) -> Iterator[bytes]:

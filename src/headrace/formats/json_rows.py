@@ -16,7 +16,7 @@ _MAX_LINE = 16 << 20
 
 
 class JsonRows:
-    """One JSON object a line. What a column holds follows from the first row."""
+    """The rows of one file."""
 
     def __init__(self, file: ByteFile, columns: Sequence[str] | None = None) -> None:
         self._file = file
@@ -105,7 +105,7 @@ def _flat(values: list[Any]) -> list[Any]:
 
 
 def _column(path: object, name: str, value: Any, rows: int) -> Column:
-    """What a column holds, from its value in the first row."""
+    """Describe a column by its value in the first row."""
     inside = value if isinstance(value, list) else [value]
     shape = (len(value),) if isinstance(value, list) else ()
     if all(isinstance(v, bool) for v in inside):

@@ -4,13 +4,13 @@
     jsonl   a line is an object with the text in one field; a line of nothing but blanks is no row
 
 Chunks are runs of whole lines of at most `chunk_bytes`; a longer line is a chunk of its own. A file is scanned block by
-block with numpy's compare: 2.3 GB/s of one core, warm, where a bare read() does 6 and bytes.count alone would do 2.0.
-Only \\n ends a line: U+2028 and its kin are text. A byte-order mark at the start of a file belongs to no row.
+block with numpy's compare, at 2.3 GB/s of one core. Only \\n ends a line: U+2028 and the like are text. A byte-order mark at the start
+of a file belongs to no row.
 
-jsonl is decoded a chunk at a time by msgspec, into a type that holds nothing but the text: 1.2 ns a byte of text with an escape every 60
-bytes, where line by line takes 2.0, orjson into dicts 2.2 and pyarrow's JSON reader 2 to 3.5. msgspec's `decode_lines` takes any white space for a
-line end (a value may span lines, a line may hold two values), so its answer is used only where every line begins with { and ends
-with }: between } and { no JSON value can continue, hence each line is one value. All else is decoded line by line.
+jsonl is decoded a chunk at a time by msgspec, into a type that holds nothing but the text (docs/decisions/text-sources.md). msgspec's
+`decode_lines` takes any white space for a line end: a value may span lines, and a line may hold two values. So its answer is used only where
+every line begins with { and ends with }: between } and { no JSON value can continue, hence each line is one value. Other chunks are
+decoded line by line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headrace.order import chunk_hash
 
 BLOCK_BYTES = 256 << 10
 BOM = b"\xef\xbb\xbf"
-_NEWLINE, _RETURN, _OPEN, _CLOSE = 10, 13, 123, 125
+NEWLINE, _RETURN, _OPEN, _CLOSE = 10, 13, 123, 125
 BLANKS = b" \t\r"
 IS_BLANK = np.zeros(256, dtype=bool)
 IS_BLANK[list(b" \t\r\n")] = True
@@ -38,8 +38,10 @@ _ZERO = np.zeros(1, dtype=np.int64)
 
 
 def default_chunk_bytes(total: int) -> int:
-    """A 1024th of the source, at least 256 KiB (64 for sources so small that lanes would share) and at most 1 MiB: a chunk
-    costs 60 us besides its bytes, so larger ones are cheaper to read, and a few hundred of them are enough to deal."""
+    """Return a 1024th of the source, at least 256 KiB (64 KiB for sources below 64 MiB) and at most 1 MiB.
+
+    A chunk costs 60 us besides its bytes, so larger ones are cheaper to read, and a few hundred of them are enough to deal.
+    """
     return min(max(total // 1024, 256 << 10 if total >= 64 << 20 else 64 << 10), 1 << 20)
 
 
@@ -79,14 +81,14 @@ class TextLines:
 
     def load(self, file: ByteFile, start: int, end: int) -> Loaded:
         if end - start > self.max_line_bytes + 2 and end - start > 1 << 20:
-            # Only a line of its own can be a chunk of this size: hashed in pieces, never held.
+            # A chunk of this size is one line. It is hashed in pieces and never held.
             hasher = xxhash.xxh3_64()
             buffer = piece = memoryview(bytearray(1 << 20))
             for offset in range(start, end, len(buffer)):
                 piece = buffer[: min(len(buffer), end - offset)]
                 file.read_into(piece, offset)
                 hasher.update(piece)
-            line_bytes = end - start - (piece[-1] == _NEWLINE)
+            line_bytes = end - start - (piece[-1] == NEWLINE)
             return Loaded(hash=hasher.intdigest(), size=end - start, payload=line_bytes)
         data = file.read(start, end - start)
         return Loaded(hash=chunk_hash(memoryview(data)), size=end - start, payload=data)
@@ -106,21 +108,15 @@ class TextLines:
 
         Goes over the file in blocks that stay in the processor's cache; of a line longer than a block nothing is kept.
         """
-        size = file.size
-        start = len(BOM) if size >= len(BOM) and file.read(0, len(BOM)) == BOM else 0
-        buffer = bytearray(min(BLOCK_BYTES, size - start))
-        view, array = memoryview(buffer), np.frombuffer(buffer, dtype=np.uint8)
-        end, lines, blanks = start, 0, 0  # the open chunk
+        end = start = text_start(file)
+        lines = blanks = 0  # of the open chunk, which is [start, end)
         solid = False  # whether the open line has shown a byte that is not blank
-        for offset in range(start, size, max(1, len(buffer))):
-            held = min(len(buffer), size - offset)
-            file.read_into(view[:held], offset)
-            window = array[:held]
-            newlines = (window == _NEWLINE).nonzero()[0]
+        for offset, window in blocks(file, start):
+            newlines = (window == NEWLINE).nonzero()[0]
             ends = newlines + (offset + 1)
-            unended = offset + held == size and window[-1] != _NEWLINE
-            if unended:  # the last line of the file ends with it
-                ends = np.append(ends, size)
+            unended = offset + len(window) == file.size and window[-1] != NEWLINE
+            if unended:  # the last line of the file has no line feed
+                ends = np.append(ends, file.size)
             blank_before = None
             if not self._blank_is_row:
                 blank_before, solid = _blank_lines(window, newlines, solid, unended)
@@ -144,7 +140,7 @@ class TextLines:
         return f"it is {size:,} bytes long, more than the {self.max_line_bytes:,} that max_line_bytes allows"
 
     def _decode_all(self, data: bytearray, rows: int) -> list[str | None] | None:
-        """All texts at once, or None if anything about the chunk asks for a closer look."""
+        """Return all texts at once, or None if the chunk has to be decoded line by line."""
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError:
@@ -224,7 +220,7 @@ class JsonLines(TextLines):
         return value, ""
 
     def _misfit(self, line: bytes, message: str) -> str:
-        """Valid JSON without a text where it was expected: which keys exist, nearest first, or what stands there."""
+        """Describe valid JSON without a text under the key: which keys exist, nearest first, or what is there instead."""
         try:
             found: Any = msgspec.json.decode(line)
         except (ValueError, RecursionError):
@@ -237,13 +233,27 @@ class JsonLines(TextLines):
                 keys = ", ".join(repr(k if len(k) <= 40 else k[:40] + "…") for k in nearest(key, found)[:8])
                 return f"it has no key {key!r}; it has {keys or 'none at all'} (set text_key to the one that holds the text)"
             found = found[key]
-        if isinstance(found, str):  # the decoder above met another value of the same key, which this one overwrote
+        if isinstance(found, str):  # the key is there twice: the struct decoder saw the first value, this one the last
             return f"{self.text_key!r} stands in it more than once, and not every time as text"
         return f"{self.text_key!r} is {_type_name(found)}, expected text"
 
 
+def text_start(file: ByteFile) -> int:
+    """Return the offset of the first byte after a byte-order mark."""
+    return len(BOM) if file.size >= len(BOM) and file.read(0, len(BOM)) == BOM else 0
+
+
+def blocks(file: ByteFile, start: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (offset, bytes) of a file from `start` on, in blocks of 256 KiB. All blocks use the same memory."""
+    buffer = np.empty(min(BLOCK_BYTES, file.size - start), np.uint8)
+    for offset in range(start, file.size, max(1, len(buffer))):
+        window = buffer[: file.size - offset]
+        file.read_into(window.data, offset)
+        yield offset, window
+
+
 def split_lines(data: bytearray) -> Iterator[bytes]:
-    """The lines without their \\n, one at a time: a chunk of many lines is never held twice."""
+    """Yield the lines without their \\n, one at a time: a chunk of many lines is never held twice."""
     start = 0
     while start < len(data):
         end = data.find(b"\n", start)
@@ -254,10 +264,10 @@ def split_lines(data: bytearray) -> Iterator[bytes]:
 
 
 def _is_objects(data: bytearray, rows: int) -> bool:
-    """Whether the chunk is `rows` lines, each from { to }. 0.25 ns a byte."""
+    """Return whether the chunk is `rows` lines that each begin with { and end with }."""
     array = np.frombuffer(data, dtype=np.uint8)
-    newlines = (array == _NEWLINE).nonzero()[0]
-    count, ended = len(newlines), data[-1] == _NEWLINE
+    newlines = (array == NEWLINE).nonzero()[0]
+    count, ended = len(newlines), data[-1] == NEWLINE
     if count + (not ended) != rows or data[0] != _OPEN:
         return False
     closed = array[newlines - 1]
@@ -273,10 +283,10 @@ def _is_objects(data: bytearray, rows: int) -> bool:
 def _blank_lines(
     window: np.ndarray, newlines: np.ndarray, solid: bool, unended: bool
 ) -> tuple[np.ndarray | None, bool]:
-    """How many of the lines that end in a block, before each of them, hold nothing but blanks; None if none does.
+    """Count, before each line that ends in a block, the lines of the block that hold only blanks; None if there is none.
 
-    `solid` says whether the line that is open at the block's start has shown something else, and is returned for the line
-    that is open at its end. Lines are looked at only if they begin with a blank: as a rule none does.
+    `solid` says whether the line that is open at the block's start has shown a byte that is not blank. The second result says it of the line
+    that is open at the block's end. Only lines that begin with a blank are looked at: as a rule there is none.
     """
     starts = np.concatenate((_ZERO, newlines + 1))  # the last is the line that stays open, or the file's last
     tail = int(starts[-1])

@@ -1,14 +1,13 @@
-"""Arrays that numpy saved: .npy, and .npz archives of them. Nothing is unpickled.
+"""Arrays that numpy saved: .npy files, and .npz archives. Nothing is unpickled.
 
-Arrays are read in place with pread. Those of a compressed archive are unpacked when their first row is read and then
-kept; the cap is on all of them together.
+Arrays are read in place with pread. The arrays of a compressed archive are unpacked when their first row is read, and kept; the cap is on
+all of them together.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import re
 import struct
 import threading
 import zipfile
@@ -25,27 +24,16 @@ _MAX_UNPACKED = 1 << 30
 """Bytes that the compressed arrays of an archive may have together: they stay in memory as long as the file is open."""
 _MAX_ROW = 1 << 40
 _HEAD = 1 << 16
-_NPY_HEADER = re.compile(
-    rb"\{'descr': '([<>|=][a-zA-Z]\d*)', 'fortran_order': (True|False), 'shape': \(((?:\d{1,19},? ?)*)\), \}\s*"
-)
 _parsing = threading.Lock()
 
 
 def _npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype, int]:
     """(shape, is Fortran order, dtype, where the data begins) of a .npy; ValueError if it is none.
 
-    numpy's own parser goes through `ast`, which two threads may not do at once in Python 3.11: one of them gets a
-    SystemError. (A sweep of 900 resumes met it.) Plain dtypes are read here, structured ones by numpy under a lock.
+    numpy's parser uses `ast`, which two threads may not do at once in Python 3.11: one of them gets a SystemError. Hence the lock.
     """
     if head[:6] != b"\x93NUMPY" or len(head) < 12:
         raise ValueError(f"it begins with {head[:6]!r}. Give files that numpy.save wrote")
-    wide = head[6] >= 2
-    length = int.from_bytes(head[8 : 12 if wide else 10], "little")
-    began = (12 if wide else 10) + length
-    plain = _NPY_HEADER.fullmatch(head[began - length : began])
-    if plain is not None:
-        shape = tuple(int(n) for n in plain[3].decode().replace(",", " ").split())
-        return shape, plain[2] == b"True", np.dtype(plain[1].decode()), began
     stream = io.BytesIO(head)
     version = np.lib.format.read_magic(stream)
     if version not in ((1, 0), (2, 0), (3, 0)):
@@ -57,10 +45,16 @@ def _npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype, int]:
 
 
 class _Array:
-    """Dtype, shape and place of one array. `what` begins errors ("is an array", "holds an array 'x'"), `head` is its first
-    64 KiB, `limit` its bytes."""
+    """Dtype, shape and place of one array."""
 
     def __init__(self, path: object, what: str, head: bytes, offset: int, limit: int) -> None:
+        """Args:
+        path: The file.
+        what: Begins errors: "is an array", "holds an array 'x'".
+        head: The first 64 KiB of the array.
+        offset: Its first byte in the file.
+        limit: The bytes it has.
+        """
         try:
             shape, fortran, dtype, began = _npy_header(head)
         except Exception as error:  # numpy hands the header to Python's own parser, which raises whatever it meets

@@ -1,15 +1,15 @@
-"""Objects of a store: which of them a URL names, and how their bytes are read.
+"""Objects of a store: finding those that a URL names, and reading their bytes by ranges.
 
     s3://bucket/web/*.jsonl    gs://    az://        a prefix, a glob or one object      listed in bytewise order
     https://host/web.jsonl                           one object: the web has no listings
 
-Through obstore (extra [s3]): one small package for all stores. Its settings come from the environment, as those of each
-store's own tools do (AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT_URL, AWS_SKIP_SIGNATURE for public buckets, ...).
+Stores are read through obstore (extra [s3]). Its settings come from the environment, like those of each store's own tools
+(AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT_URL, AWS_SKIP_SIGNATURE for public buckets, ...).
 
-An object is read by ranges: a chunk's bytes, or a parquet column's, and no more; while rows are counted, 8 MiB at a time.
-Each answer must carry the entity tag the object had when it was listed, so one that is replaced under the run is refused.
-Errors that pass (no connection, 5xx, 429, a time-out) are tried again until a deadline; wrong names, credentials and
-regions are a sentence at once. obstore's own retries are off: they would wait without a name.
+An object is read by ranges: the bytes of a chunk or of a parquet column, or 8 MiB at a time while rows are counted. Each answer must carry
+the entity tag the object had when it was listed, so an object that is replaced during the run is refused. Requests are tried again until a
+deadline after errors that may pass (no connection, 5xx, 429, a time-out); wrong names, credentials and regions are errors at once.
+obstore's own retries are off: they would wait without a name.
 """
 
 from __future__ import annotations
@@ -33,23 +33,17 @@ from headrace.runtime.retry import retry
 
 T = TypeVar("T")
 
-STORES: dict[str, str] = {
-    "s3": "Amazon S3 and what speaks its protocol",
-    "gs": "Google Cloud Storage",
-    "az": "Azure Blob Storage",
-    "http": "the web",
-    "https": "the web",
-}
+STORES = ("s3", "gs", "az", "http", "https")
 MAX_FILES = 1_000_000
 """Files or objects that one listing may hold."""
 DEADLINE = 60.0
+"""Seconds that a store may stay out of reach before a read gives up."""
 _SILENCE = 2.0
 """Seconds of failing requests after which the log says so."""
 _log = logging.getLogger("headrace.sources")
-"""Seconds that a store may stay out of reach before a read gives up."""
 _AHEAD = 8 << 20
 _PINNED = "pinned "
-"""Begins the tag of an object whose URL names its content: the tags of answers, which differ between servers, say nothing."""
+"""Begins the tag of an object whose URL names its content. The tags in answers differ between servers and are not compared."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
 _METADATA_SERVICE = ("169.254.169.254", "metadata.google.internal", "169.254.170.2")
@@ -60,7 +54,11 @@ class Store:
     """One bucket, container or web host. Safe to share between threads; not to be carried over a fork."""
 
     def __init__(self, root: str, *, deadline: float = DEADLINE, on_retry: Callable[[], object] = lambda: None) -> None:
-        """`root` is `s3://bucket` or `https://host`. `on_retry` is called before every request that is tried again."""
+        """Args:
+        root: `s3://bucket` or `https://host`.
+        deadline: Seconds that the store may stay out of reach.
+        on_retry: Called before every request that is tried again.
+        """
         self.root = root
         self._deadline = deadline
         self._on_retry = on_retry
@@ -85,7 +83,7 @@ class Store:
             raise DataError(f"opening {root}: {_said(error)}") from error
 
     def below(self, prefix: str, what: str) -> list[Mapping[str, Any]]:
-        """Every object below a prefix (whole path parts), as the store lists them."""
+        """Return every object below a prefix (whole path parts), in the store's order. `what` begins errors."""
 
         def call() -> list[Mapping[str, Any]]:
             listed: list[Mapping[str, Any]] = []
@@ -98,7 +96,7 @@ class Store:
         return self._patiently(f"{what}: listing {self.root}/{prefix}", call)
 
     def head(self, key: str, what: str) -> Mapping[str, Any] | None:
-        """Size, tag and time of one object; None if there is none."""
+        """Return size, tag and time of one object; None if there is none. `what` begins errors."""
 
         def call() -> Mapping[str, Any] | None:
             try:
@@ -109,7 +107,7 @@ class Store:
         return self._patiently(f"{what}: looking at {self.root}/{key}", call)
 
     def read(self, key: str, start: int, end: int, tag: str) -> Any:
-        """Bytes [start, end) of an object that must still carry its tag."""
+        """Return bytes [start, end) of an object, which must still carry its tag."""
         url = f"{self.root}/{key}"
 
         def call() -> Any:
@@ -134,7 +132,7 @@ class Store:
         return self._patiently(f"reading {url} at byte {start:,}", call)
 
     def _patiently(self, doing: str, call: Callable[[], T]) -> T:
-        """`call()`, again while the error is one that passes, until the deadline; a DataError with a sentence otherwise."""
+        """Return `call()`. It is tried again until the deadline after errors that may pass; a DataError begins with `doing`."""
         _require_own_process(doing)
 
         def timed() -> T:
@@ -191,7 +189,7 @@ class Store:
 
 
 _threads_of: int | None = None
-"""The process in which obstore has started its threads: one for all stores, and only there."""
+"""The id of the process in which obstore has started its threads."""
 
 
 def _require_own_process(doing: str) -> None:
@@ -199,7 +197,7 @@ def _require_own_process(doing: str) -> None:
     if _threads_of is None:
         _threads_of = os.getpid()
     elif _threads_of != os.getpid():
-        # Its threads did not come along over the fork: the call would wait for them for ever.
+        # A fork does not copy its threads: the call would wait for them forever.
         raise DataError(
             f"{doing}: this process was forked from one that had read a store, which obstore does not survive. Start worker "
             'processes with the method "spawn" or "forkserver".'
@@ -207,7 +205,7 @@ def _require_own_process(doing: str) -> None:
 
 
 class StoredObject(WholeReads):
-    """One object of a store, as a ByteFile. Not to be shared between threads: it remembers what it read last."""
+    """One object of a store, as a ByteFile. Not to be shared between threads: it keeps the last answer."""
 
     def __init__(self, store: Store, key: str, *, size: int, tag: str) -> None:
         self.path: Path | str = f"{store.root}/{key}"
@@ -224,13 +222,13 @@ class StoredObject(WholeReads):
         self._window = (0, b"")
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """From the last answer if it holds the bytes. Who goes on where that ended is walking, and is read ahead for."""
+        """Fill `view` from the last answer if it holds the bytes. A read that goes on where the last answer ended reads 8 MiB ahead."""
         if not len(view):
             return
         start, held = self._window
         if not start <= offset <= offset + len(view) <= start + len(held):
-            walking = len(held) > 0 and start <= offset <= start + len(held)
-            end = min(self.size, offset + max(len(view), _AHEAD if walking else 0))
+            is_sequential = len(held) > 0 and start <= offset <= start + len(held)
+            end = min(self.size, offset + max(len(view), _AHEAD if is_sequential else 0))
             start, held = offset, memoryview(self._store.read(self._key, offset, end, str(self.version)))
             self._window = (start, held)
         view[:] = held[offset - start : offset - start + len(view)]
@@ -241,7 +239,7 @@ class FoundObject:
     """An object as it was when it was listed."""
 
     path: str
-    """Its key below the place that was listed, with slashes."""
+    """The key below the listed prefix, with slashes."""
     key: str
     size: int
     tag: str
@@ -249,13 +247,13 @@ class FoundObject:
 
 
 def store_of(place: str) -> str | None:
-    """`s3` of `s3://bucket/web/*.jsonl`; None for a path, of which `file://` is a long form."""
+    """Return `s3` for `s3://bucket/web/*.jsonl`; None for a path, also with `file://`."""
     scheme, separator, _ = place.partition("://")
     return scheme if separator and scheme != "file" and re.fullmatch(r"[A-Za-z][\w+.-]*", scheme) else None
 
 
 def open_object(url: str) -> StoredObject:
-    """One object, as it is now."""
+    """Open one object in its present version."""
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     store = Store(f"{scheme}://{bucket}")
@@ -274,10 +272,14 @@ def find_objects(
     deadline: float = DEADLINE,
     on_retry: Callable[[], object] = lambda: None,
 ) -> tuple[Store, str, list[FoundObject]]:
-    """The store of a URL, the URL of the place that was listed, and the objects it names, in bytewise order.
+    """Return the store of a URL, the URL that the paths of objects are relative to, and the objects in bytewise order.
 
-    A prefix gives the objects below it whose names end in one of `suffixes`, or in one of them and one of `packings`; names that
-    start with a dot are left out. `what` opens every sentence, such as "source 'jsonl:s3://b/web'".
+    Args:
+        place: The URL of one object, of a prefix, or with a glob.
+        suffixes: Endings of the objects taken below a prefix. Names that start with a dot are left out.
+        packings: Endings that may follow a suffix.
+        what: Begins errors, such as "source 'jsonl:s3://b/web'".
+        deadline, on_retry: As for `Store`.
     """
     scheme, _, rest = place.partition("://")
     bucket, _, path = rest.partition("/")
@@ -313,7 +315,7 @@ def find_objects(
 
 
 def pinned_tag(version: str) -> str:
-    """The tag of objects whose URL names their content, `version`, so that they never change."""
+    """Return the tag of objects that never change, because their URL names the `version` of their content."""
     return f'{_PINNED}"{version}"'
 
 
@@ -336,7 +338,7 @@ def _listed(
 
 
 def fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether the parts of a path match those of a glob: `**` is any number of folders, a leading dot must be asked for."""
+    """Return whether the parts of a path match those of a glob. `**` is any number of folders; a leading dot must be in the pattern."""
     if not pattern or not names:
         return not pattern and not names
     head, rest = pattern[0], pattern[1:]
@@ -361,7 +363,7 @@ def _replaced(url: str) -> DataChanged:
 
 
 def _said(error: BaseException) -> str:
-    """The first line, without the tree of debugging output that obstore appends."""
+    """The first line of an error, without the debugging output that obstore appends."""
     text = str(error).split("\n\nDebug source")[0]
     code = _CODE.search(text)
     line = text.splitlines()[0].split(": <?xml")[0] if text else type(error).__name__

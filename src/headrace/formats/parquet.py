@@ -1,4 +1,4 @@
-"""Parquet: the row groups of a file, of which the wanted columns are loaded and decoded.
+"""Parquet: columns of the row groups of a file.
 
     columns = ParquetColumns(ParquetFile(file), ["text"])
     pages = columns.load(file, group)          bytes of the pages of these columns
@@ -6,8 +6,8 @@
 
     ParquetRows(file).read(start, stop, names)     the same as numpy arrays, by row
 
-Text, labelled rows, cells and Gram shards are read through this one class. Pages are found from the footer, read with
-pread and handed to pyarrow as the only bytes it can see: what is decoded is what was hashed, and a file that is cut short
+Text, labelled rows, cells and Gram shards are read through this module. Pages are found from the footer, read with
+pread and handed to pyarrow as the only bytes it can see. So the decoded bytes are those that were hashed, and a file that is cut short
 during the read is an error, not a signal.
 
 Sizes in the footer and in the headers of pages are claims. They are compared with the size of the file and with caps
@@ -41,7 +41,7 @@ Pages = list[tuple[int, bytearray | memoryview]]
 
 
 class ParquetFile:
-    """The footer of one file. Holds no descriptor: `file` is given again to whatever reads."""
+    """The footer of one file. It holds no descriptor: later reads get `file` again."""
 
     def __init__(self, file: ByteFile) -> None:
         self.path, self.size = file.path, file.size
@@ -62,11 +62,14 @@ class ParquetFile:
 
 
 class ParquetColumns:
-    """Columns of one file as its footer describes them, every claim compared with the file and the caps."""
+    """Columns of one file, by its footer. Every claim is compared with the file and the caps."""
 
     def __init__(self, parquet: ParquetFile, names: Sequence[str], *, text: bool = False) -> None:
-        """`names`: the columns; `a.b` is field b of a struct. `text`: there is one name, and it must be a column of one
-        text a row."""
+        """Args:
+        parquet: The file.
+        names: The columns; `a.b` is field b of a struct.
+        text: There is one name, and it must be a column of one text a row.
+        """
         footer = parquet.footer
         self._parquet = parquet
         paths = [".".join(leaf.path) for leaf in footer.leaves]
@@ -95,7 +98,7 @@ class ParquetColumns:
             self._check(", ".join(names), group)
 
     def load(self, file: ByteFile, group: int) -> Pages:
-        """The pages of these columns, from the file. Columns that lie far apart are read one by one."""
+        """Read the pages of these columns. Columns that lie far apart are read one by one."""
         stretches: list[tuple[int, int]] = []
         for pages in sorted(self._pages[group], key=lambda p: p.offset):
             end = pages.offset + pages.compressed
@@ -109,10 +112,9 @@ class ParquetColumns:
         return list(buffers)
 
     def decode(self, group: int, pages: Pages) -> pa.Table:
-        """The rows of a group, from bytes that hold its pages. ValueError or an error of pyarrow's says what is wrong.
+        """Return the rows of a group, from bytes that hold its pages. ValueError or an error of pyarrow if they are damaged.
 
-        A column with a dictionary stays one: half a megabyte of file can stand for terabytes of repeated text, which
-        then exist once.
+        A column with a dictionary stays a dictionary array: half a megabyte of file can stand for terabytes of repeated text.
         """
         import pyarrow.parquet as pq
 
@@ -160,7 +162,7 @@ class ParquetColumns:
                 "It is damaged, or should be written with smaller row groups",
             )
         if rows == 0:
-            return  # has no pages, and writers leave anything as their place
+            return  # there are no pages, and writers put any number as their place
         for p in (*self._pages[group], pages):
             if p.offset < 4 or p.compressed < 0 or p.offset + p.compressed > size:
                 raise Undecodable(
@@ -186,7 +188,7 @@ class ParquetRows(PiecedRows):
         self._parquet = ParquetFile(file)
         self._columns: dict[tuple[str, ...], ParquetColumns] = {}
         super().__init__(file, self._parquet.schema(), columns, self._parquet.footer.group_rows)
-        self._of(tuple(self.schema))  # claims are checked now, not when a row is read
+        self._of(tuple(self.schema))  # checks the claims of the footer
 
     def decode(self, piece: int, names: tuple[str, ...]) -> pa.Table:
         columns = self._of(names)
@@ -214,7 +216,7 @@ def _together(pages: list[ColumnPages]) -> ColumnPages:
 
 
 def no_such_column(path: object, name: str, present: Iterable[str], *, text: bool) -> DataError:
-    """Names what the file has in place of a column, the likeliest meant first."""
+    """Return the error for a missing column. It lists up to 8 columns of the file, those with similar names first."""
     listed = ", ".join(repr(p) for p in nearest(name, present)[:8]) or "none at all"
     remedy = (
         "Set text_key to the one that holds the text"

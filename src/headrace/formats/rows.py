@@ -1,11 +1,10 @@
-"""Rows [a, b) of named columns: the one way to read a file of numbers, whatever its format.
+"""Rows [a, b) of named columns of a file of numbers, for all formats.
 
     with open_rows(RawFile("a.parquet")) as rows:
         rows.schema                        {"x": Column(dtype=float32, shape=(200,), rows=4000), ...}
         rows.read(64, 128, ["x"])          {"x": float32[64, 200]}
 
-Cells and Gram shards are views of this. `FORMATS` is the registry: a new format is a module with a class that has `schema`
-and `read`, and a line here.
+Cells and Gram shards are read through it. `FORMATS` is the registry: a new format is a class with `schema`, `rows` and `read`, and a line here.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ FORMATS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """What a column holds."""
+    """Type and shape of a column."""
 
     dtype: np.dtype
-    """Of its numbers; object for strings, and for what cannot be read."""
+    """Type of its numbers; object for strings, and for values that cannot be read."""
     shape: tuple[int, ...] | None
-    """Of one row; None for lists of any length."""
+    """Shape of one row; None for lists of any length."""
     rows: int
     stored_as: str = ""
     """The file's own name of the dtype, where it has one: "BF16", which is uint16 to numpy."""
@@ -55,7 +54,7 @@ class Ragged:
     offsets: np.ndarray
 
     def __getitem__(self, rows: slice) -> Ragged:
-        """The lists of some consecutive rows; their values are a view."""
+        """Return the lists of some consecutive rows; the values are a view."""
         start, stop, _ = rows.indices(len(self.offsets) - 1)
         offsets = self.offsets[start : stop + 1]
         return Ragged(values=self.values[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
@@ -73,12 +72,17 @@ class RowFile(Protocol):
         ...
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> dict[str, np.ndarray | Ragged]:
-        """Rows [start, stop) of these columns, of the dtype and shape in the schema; the caller stays within their rows."""
+        """Return rows [start, stop) of these columns. The caller stays within [0, rows]."""
         ...
 
 
 def open_rows(file: ByteFile, columns: Sequence[str] | None = None) -> RowFile:
-    """Open a file by its suffix. `columns` leaves out the others. The file must stay usable as long as rows are read."""
+    """Open a file by its suffix.
+
+    Args:
+        file: The file. It must stay usable as long as rows are read.
+        columns: Columns to read; all unless given.
+    """
     suffix = PurePath(str(file.path)).suffix
     if suffix not in FORMATS:
         raise DataError(f"{file.path} ends in none of {', '.join(FORMATS)}. Rename it, or convert it.")
@@ -87,15 +91,15 @@ def open_rows(file: ByteFile, columns: Sequence[str] | None = None) -> RowFile:
 
 
 def read_array(file: ByteFile, offset: int, dtype: np.dtype, shape: Sequence[int], start: int, stop: int) -> np.ndarray:
-    """Rows [start, stop) of an array whose first row lies at byte `offset`; `shape` is that of a row."""
+    """Read rows [start, stop) of an array whose first row is at byte `offset`. `shape` is that of a row."""
     out = np.empty((stop - start, *shape), dtype)
-    if out.nbytes:  # straight into the array: a bytearray would be cleared first
+    if out.nbytes:
         file.read_into(out.reshape(-1).view(np.uint8).data, offset + start * (out.nbytes // len(out)))
     return out
 
 
 def chosen(path: object, names: Sequence[str], columns: Sequence[str] | None) -> list[str]:
-    """The wanted names, all unless given. DataError names one that is missing, and one that several columns have."""
+    """Return the wanted column names, all unless given. DataError if one is missing, or several columns have it."""
     missing = [name for name in columns or () if name not in names]
     if missing:
         raise DataError(
@@ -110,9 +114,9 @@ def chosen(path: object, names: Sequence[str], columns: Sequence[str] | None) ->
 
 
 def common_rows(path: object, schema: Mapping[str, Any]) -> int:
-    """How many rows all columns have. DataError if they have different numbers."""
+    """Return the number of rows that all columns have; DataError if they have different numbers."""
     lengths = {name: column.rows for name, column in schema.items()}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {n:,}" for name, n in list(lengths.items())[:8])
-        raise DataError(f"{path}: its arrays have different numbers of rows ({told}). A row of each is one cell.")
+        listed = ", ".join(f"{name} {n:,}" for name, n in list(lengths.items())[:8])
+        raise DataError(f"{path}: its arrays have different numbers of rows ({listed}). A row of each is one cell.")
     return next(iter(lengths.values()), 0)

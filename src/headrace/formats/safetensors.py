@@ -1,4 +1,4 @@
-"""Safetensors: named tensors, read in place. The header is compared with the file's size before it is believed."""
+"""Safetensors: named tensors, read in place. The claims of the header are compared with the file's size."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class SafetensorsRows:
         return common_rows(self._file.path, self.schema)
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> dict[str, np.ndarray | Ragged]:
-        chosen = [(name, self.schema[name], self._places[name]) for name in columns]
-        return {
-            name: read_array(self._file, place, column.dtype, column.shape or (), start, stop)
-            for name, column, place in chosen
-        }
+        found: dict[str, np.ndarray | Ragged] = {}
+        for name in columns:
+            column = self.schema[name]
+            found[name] = read_array(self._file, self._places[name], column.dtype, column.shape or (), start, stop)
+        return found
 
 
 def _placed(entry: Mapping[str, Any], base: int, size: int) -> tuple[Column, int]:
-    """A tensor's column and the place of its first byte. ValueError if it does not lie in the file."""
+    """The column of a tensor and the offset of its first byte; ValueError if the tensor is not within the file."""
     start, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if not all(type(n) is int for n in (start, end, *shape)):

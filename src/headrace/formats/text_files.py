@@ -3,7 +3,7 @@
     TextFiles        a file is a document
     TextParagraphs   a document is a run of lines between blank lines
 
-`formats.lines.TextLines` makes a document of each line. A byte-order mark belongs to no document, and \\r\\n becomes \\n, as there.
+`formats.lines.TextLines` makes a document of each line. In all three a byte-order mark belongs to no document, and \\r\\n becomes \\n.
 """
 
 from __future__ import annotations
@@ -14,17 +14,8 @@ import numpy as np
 
 from headrace.formats.byte_file import ByteFile
 from headrace.formats.chunks import BadRow, FileScan, not_utf8
-from headrace.formats.lines import (
-    BLANKS,
-    BLOCK_BYTES,
-    BOM,
-    IS_BLANK,
-    TextLines,
-    other_rows,
-    split_lines,
-)
+from headrace.formats.lines import BLANKS, IS_BLANK, NEWLINE, TextLines, blocks, other_rows, split_lines, text_start
 
-_NEWLINE = 10
 _ZERO = np.zeros(1, dtype=np.int64)
 
 
@@ -37,12 +28,10 @@ class TextFiles(TextLines):
         return {"split": "file"}
 
     def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan:
-        start = _text_start(file)
-        count = 1 if file.size > start else 0
-        column = np.array([start] * count, dtype=np.int64)
-        return FileScan(
-            start=column, end=column + (file.size - start), rows=column * 0 + 1, line=column * 0, size=column * 0 + (file.size - start)
-        )  # fmt: skip
+        start = text_start(file)
+        begin = np.full(1 if file.size > start else 0, start, np.int64)
+        end = np.full_like(begin, file.size)
+        return FileScan(start=begin, end=end, rows=np.ones_like(begin), line=np.zeros_like(begin), size=end - begin)
 
     def decode(self, file: ByteFile, loaded: Any, rows: int) -> tuple[list[str | None], list[BadRow]]:
         if rows != 1:
@@ -78,26 +67,19 @@ class TextParagraphs(TextLines):
         return FileScan(start=start, end=end, rows=np.diff(at), line=lines[at[:-1]], size=end - start)
 
     def _paragraphs(self, file: ByteFile) -> tuple[np.ndarray, np.ndarray]:
-        """Where each paragraph of a file begins: the offset, and the number of lines before it."""
-        size, at = file.size, _text_start(file)
+        """Find the paragraphs of a file: the offset at which each begins, and the number of lines before it."""
         starts, lines = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        buffer = bytearray(min(BLOCK_BYTES, size - at))
-        view, array = memoryview(buffer), np.frombuffer(buffer, dtype=np.uint8)
-        line_start, line = at, 0  # the line that is open at the block's start
+        line_start, line = text_start(file), 0  # the line that is open at the block's start
         solid = False  # whether that line has shown a byte that is not blank
         after_blank = True  # whether the line before it was blank, or there is none
-        for offset in range(at, size, max(1, len(buffer))):
-            held = min(len(buffer), size - offset)
-            file.read_into(view[:held], offset)
-            window = array[:held]
-            ends = (window == _NEWLINE).nonzero()[0] + 1
-            if offset + held == size and window[-1] != _NEWLINE:
+        for offset, window in blocks(file, line_start):
+            held = len(window)
+            ends = (window == NEWLINE).nonzero()[0] + 1
+            if offset + held == file.size and window[-1] != NEWLINE:
                 ends = np.append(ends, held)
             others = np.concatenate((_ZERO, np.cumsum(~IS_BLANK[window], dtype=np.int64)))
-            counts = np.diff(
-                np.concatenate((_ZERO, others[ends]))
-            )  # bytes that are not blank, of each line that ends here
-            is_text = counts > 0
+            # Bytes that are not blank, of each line that ends in this block.
+            is_text = np.diff(np.concatenate((_ZERO, others[ends]))) > 0
             rest = bool(others[held] > (others[ends[-1]] if len(ends) else 0))
             if not len(ends):
                 solid = solid or rest
@@ -137,10 +119,6 @@ class TextParagraphs(TextLines):
         if len(texts) != rows:
             raise other_rows(file, rows, len(texts))
         return texts, bad
-
-
-def _text_start(file: ByteFile) -> int:
-    return len(BOM) if file.size >= len(BOM) and file.read(0, len(BOM)) == BOM else 0
 
 
 def _decoded(data: bytes | bytearray) -> tuple[str | None, str]:

@@ -1,31 +1,27 @@
-"""Access to the bytes of a source's shards: local files, URLs, object stores.
+"""Access to the bytes of a source's shards, as a ByteFile.
 
-    on disk, in a store           RawFile, StoredObject         what lies there
-    packed (.gz, .zst)            UnpackedFile                  the text in it
-
-The formats see a ByteFile and do not ask.
+on disk, in a store           RawFile, StoredObject         the bytes of the file
+packed (.gz, .zst)            UnpackedFile                  the text in it
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import xxhash
 
 from headrace.errors import DataChanged
-from headrace.formats.byte_file import ByteFile, RawFile, Tally, patiently
+from headrace.formats.byte_file import ByteFile, RawFile, Tally
 from headrace.formats.compressed import UnpackedFile, Unpacker
 from headrace.formats.object_store import Store, StoredObject
-from headrace.order import file_fingerprint
 from headrace.order.fingerprint import SAMPLED_BLOCK, sampled_offsets
 from headrace.sources.matching import Found, FoundFile
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """The way to the found files. Every method may be called from many threads."""
+    """Opens the files of a source. Every method may be called from many threads."""
 
     found: Found
     packings: tuple[str, ...]
@@ -45,13 +41,13 @@ class Access:
 
     @property
     def vouched_for(self) -> bool:
-        """Whether the place itself says when a file changed: every object of a store carries an entity tag."""
+        """Whether every file is an object with an entity tag, which says by itself when the object changed."""
         return self.store is not None and all(str(v).endswith('"') for v in self._versions.values())
 
     def open(self, path: str, size: int, fingerprint: str) -> ByteFile:
-        """What the formats read: the text of a packed file, the bytes of any other."""
+        """Return what formats read: the text of a packed file, the bytes of any other."""
         file = self.bare(path, size)
-        if not path.endswith(self.packings):
+        if not self.is_packed(path):
             return file
         return UnpackedFile(self.unpacker, file, identity=(self.root, path, size, fingerprint, self._versions[path]))
 
@@ -59,22 +55,19 @@ class Access:
         return path.endswith(self.packings)
 
     def bare(self, path: str, size: int) -> ByteFile:
-        """The bytes as they lie there."""
+        """Return the bytes of a file, not unpacked."""
         if self.store is None:
             return RawFile(f"{self.root}/{path}", follow=self.follow, size=size, tally=self.tally)
         key = f"{self.root}/{path}".removeprefix(f"{self.store.root}/")
         return StoredObject(self.store, key, size=size, tag=str(self._versions[path]))
 
     def fingerprint(self, file: FoundFile) -> str:
-        """16 hex digits over the size and sampled blocks: the same for a file on disk and its copy in a store."""
-        name = f"{self.root}/{file.path}"
-        if self.store is None:
-            return patiently(f"reading {name}", lambda: file_fingerprint(Path(name), file.size), self.tally)
+        """Return 16 hex digits over the size and sampled blocks. A file on disk and its copy in a store have the same."""
         hasher = xxhash.xxh3_64()
         hasher.update(file.size.to_bytes(8, "little"))
-        with self.bare(file.path, file.size) as stored:
+        with self.bare(file.path, file.size) as found:
             for start in sampled_offsets(file.size):
-                hasher.update(stored.read(start, min(SAMPLED_BLOCK, file.size - start)))
+                hasher.update(found.read(start, min(SAMPLED_BLOCK, file.size - start)))
         return hasher.hexdigest()
 
     def require_unchanged(self, file: FoundFile) -> None:

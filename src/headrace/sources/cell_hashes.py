@@ -30,7 +30,7 @@ _VERSION = 1
 
 
 def record_name(columns: Sequence[str] | None, *more: str) -> str:
-    """The name of the record file for these columns. `more` tells apart what shares a folder."""
+    """Return the name of the record file for these columns. `more` tells apart listings that share a folder."""
     return f"streams-{fingerprint_json([_VERSION, columns, *more])}.chunks"
 
 
@@ -38,7 +38,11 @@ class CellHashes:
     """The recorded hashes of all units of a listing. Safe to share between threads."""
 
     def __init__(self, path: Path, files: Sequence[StreamFile], *, accept: bool = False) -> None:
-        """`accept`: a hash that differs becomes the recorded one."""
+        """Args:
+        path: The record file.
+        files: The listing.
+        accept: Record a hash that differs instead of refusing it.
+        """
         self._accept = accept
         unit = UNIT_BYTES
         total = sum(f.size for f in files)
@@ -57,7 +61,7 @@ class CellHashes:
         self._records = ChunkRecords(path, mix64_array(ids ^ length), Tally())
 
     def is_same(self, stream: int, unit: int, cells: Cells, *, keep: bool) -> bool:
-        """Compare the cells of a unit with the record, if there is one. `keep`: write a new record to disk, not only to memory."""
+        """Return whether the cells of a unit fit its record; without one they are recorded. `keep`: on disk, not only in memory."""
         chunk, value = int(self._first[stream]) + unit, cells_hash(cells)
         recorded = self._records.recorded(chunk)
         if recorded is None or (recorded != value and self._accept):
@@ -70,7 +74,7 @@ class CellHashes:
 
 
 def cells_hash(cells: Cells) -> int:
-    """64 bits over names, dtypes, shapes and values. Objects other than strings, bytes and arrays count by their number only."""
+    """Return 64 bits over names, dtypes, shapes and values. Of objects other than strings, bytes and arrays only the number counts."""
     hasher = xxhash.xxh3_64()
     for name, column in cells.items():
         hasher.update(f"{name}\0{column.dtype.str}\0{column.shape}\0".encode())

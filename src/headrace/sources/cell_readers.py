@@ -1,11 +1,11 @@
-"""Readers that take the rows of a draw out of a file of cells.
+"""Readers of rows of files of cells.
 
-`CellReaders` keeps the files of a pool open and opens the next ones ahead, in a thread, with their first rows decoded: pools
-exhaust in clusters, up to K slices within K steps, and a row group takes longer to decode than a batch to train on.
+`CellReaders` keeps the files of a pool open and opens the next ones ahead in a thread, with their first rows decoded: slices of a pool
+end close together, up to K within K steps, and a row group takes longer to decode than a batch to train on.
 
-`CellProcesses` has the same done by worker processes. A worker is asked for rows and answers with rows; which worker
-reads a slice follows from the plan, a slice stays with one of them, and the answers are taken in the order of the plan. So
-the number of workers changes nothing but the time it takes, and a worker holds no state that a resume would need.
+`CellProcesses` reads in worker processes. A worker receives requests for rows and answers with rows. The plan decides which worker reads a
+slice, a slice stays with one worker, and answers are taken in the order of the plan. So the number of workers changes nothing but
+the time, and a worker holds no state that a resume would need.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess
 from headrace.sources.cell_hashes import CellHashes
 from headrace.sources.cells import CellFile, CellOpener, Cells, open_cells
-
-_QUICK = (".npy",)
-"""Not opened ahead: that is 100 us of Python, and a thread would hold the interpreter's lock for as long at a worse moment."""
 
 
 class _Request(NamedTuple):
@@ -60,8 +57,15 @@ class CellReaders:
         meter: Meter | None = None,
         deadline: float = 300.0,
     ) -> None:
-        """`rows`: what was counted when the files were listed; another number is refused. `hashes`: compare what is read with what was
-        read first."""
+        """Args:
+        paths: The files, by stream.
+        columns: Columns to read; all unless given.
+        readers: Openers of further formats, by suffix.
+        rows: Rows of each file when it was listed; another number is refused.
+        hashes: Recorded hashes that the rows are compared with.
+        meter: Meter of the waits.
+        deadline: Seconds that a wait may take.
+        """
         self._paths = paths
         self._columns = columns
         self._readers = readers
@@ -76,7 +80,7 @@ class CellReaders:
         self._opener: ThreadPoolExecutor | None = None
 
     def read(self, stream: int, start: int, stop: int) -> Cells:
-        """The cells of rows [start, stop) of a stream."""
+        """Return the cells of rows [start, stop) of a stream."""
         file = self._open.get(stream)
         if file is None:
             file = self._open[stream] = self._arrived(stream)
@@ -109,9 +113,9 @@ class CellReaders:
         return first, last, cells
 
     def expect(self, streams: Sequence[int]) -> None:
-        """Open these ahead, if they are not open yet."""
+        """Open these streams ahead, if they are not open yet."""
         for stream in streams:
-            if stream in self._open or stream in self._coming or self._paths[stream].endswith(_QUICK):
+            if stream in self._open or stream in self._coming:
                 continue
             if self._opener is None:
                 self._opener = ThreadPoolExecutor(1, thread_name_prefix="headrace-open-ahead")

@@ -5,8 +5,7 @@
         file.read(64, 128)           {"x": float32[64, 200], "group_id": int64[64]}
 
 Fixed-size columns become arrays of one dtype and shape for the whole file; strings and ragged lists become object arrays,
-for a collator to pad. Which of the two it is follows from the file's schema (of jsonl: from its first row), never from the
-rows that happen to be asked for.
+for a collator to pad. The file's schema (of jsonl: its first row) decides which of the two a column is, never the rows that are read.
 
 The formats are those of `headrace.formats.rows`, without safetensors. `register_cells(".h5ad", open_h5ad)` adds one: a
 function from (path, columns) to an object with `rows`, `read` and `close`.
@@ -37,7 +36,7 @@ class CellFile(Protocol):
     rows: int
 
     def read(self, start: int, stop: int) -> Cells:
-        """The cells of rows [start, stop) within [0, rows]; no rows give empty arrays of the right dtype and shape."""
+        """Return the cells of rows [start, stop) within [0, rows]; no rows give empty arrays of the right dtype and shape."""
         ...
 
     def close(self) -> None: ...
@@ -58,19 +57,25 @@ def register_cells(suffix: str, opener: CellOpener) -> None:
 
 
 def registered_cells() -> dict[str, CellOpener]:
-    """What was registered beside the built-in formats."""
+    """Return the openers of registered formats, by suffix."""
     return dict(_registered)
 
 
 def cell_suffixes(more: Mapping[str, CellOpener] | None = None) -> tuple[str, ...]:
-    """Every suffix that can be read."""
+    """Return every suffix that can be read, with those of `more`."""
     return tuple(dict.fromkeys((*_BUILT_IN, *_registered, *(more or ()))))
 
 
 def open_cells(
     path: Path, columns: Sequence[str] | None = None, *, readers: Mapping[str, CellOpener] | None = None
 ) -> CellFile:
-    """Open a stream file by its suffix, the longest first. `columns` leaves out the others."""
+    """Open a stream file by its suffix, the longest first.
+
+    Args:
+        path: The file.
+        columns: Columns to read; all unless given.
+        readers: Openers of further formats, by suffix.
+    """
     known = {**dict.fromkeys(_BUILT_IN, _CellRows), **_registered, **(readers or {})}
     found = [suffix for suffix in known if path.name.endswith(suffix)]
     if not found:
@@ -83,8 +88,8 @@ def open_cells(
     if not (isinstance(rows, int) and 0 <= rows <= _MAX_ROWS):
         said = "does not say how many rows it has" if rows is None else f"says it has {rows!r} rows"
         raise DataError(
-            f"{path}: its reader ({suffix}) {said}. The order is made from the numbers of rows before anything is read: have the reader "
-            "count them when it opens a file whose format does not tell."
+            f"{path}: its reader ({suffix}) {said}. The order is made from row counts before anything is read: have the reader "
+            "count the rows when it opens a file."
         )
     return opened
 

@@ -40,6 +40,7 @@ from headrace.formats.object_store import fits
 from headrace.metrics import Wait
 from headrace.order import fingerprint_json
 from headrace.runtime.locks import ExclusiveLock
+from headrace.sources.rows import field_of
 from headrace.sources.spec import Source
 
 _FORMATS = {
@@ -54,6 +55,7 @@ _KEYWORDS = {
 }
 _SHARDED = re.compile(r"data/(?P<split>\w+(?:\.\w+)*)-(?P<shard>\d{5})-of-(?P<of>\d{5})[^/]*")
 _OF = re.compile(r"\A(?P<stem>.*)-(?P<shard>\d{5})-of-(?P<of>\d{5})(?P<rest>\.[^/]*)\Z")
+_SAVED = re.compile(r"(data-\d{5}-of-\d{5}|dataset)\.arrow")
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MAX_README = 4 << 20
 _PART_BYTES = 64 << 20
@@ -159,13 +161,12 @@ class _Layout:
 
     def files_of(self, split: str | None, config: str | None) -> tuple[str, ...]:
         """Return the paths of every shard of a split; none if no file is in a format that headrace reads."""
-        if "dataset_dict.json" in self.files or "state.json" in self.files:
-            return self._saved_to_disk(split, config)
         data = [path for path in self.files if _format_of(path) is not None]
-        if not data:
+        if "dataset_dict.json" in self.files or "state.json" in self.files:
+            splits = self._saved_to_disk(split, config)
+        elif not data:
             return ()
-        declared = self._declared()
-        if declared:
+        elif declared := self._declared():
             splits = self._configured(declared, config, data)
         elif config in (None, "default"):
             splits = _by_names(data)
@@ -187,9 +188,7 @@ class _Layout:
                 f"{self.what}: {self.root} has no split {split!r}; it has {names}. Set split to one of them."
             )
         if not splits[split]:
-            raise DataError(
-                f"{self.what}: no file in {self.root} belongs to split {split!r}, which its README declares"
-            )
+            raise DataError(f"{self.what}: no file in {self.root} belongs to split {split!r}, which it declares")
         return splits[split]
 
     def _declared(self) -> list[dict[str, Any]]:
@@ -250,46 +249,22 @@ class _Layout:
                 ]
         return splits
 
-    def _saved_to_disk(self, split: str | None, config: str | None) -> tuple[str, ...]:
-        """The arrow files of a folder that `save_to_disk` of `datasets` wrote: state.json lists those of a split."""
+    def _saved_to_disk(self, split: str | None, config: str | None) -> dict[str, list[str]]:
+        """The arrow files that `save_to_disk` of `datasets` wrote, by split: those beside a state.json."""
         if config is not None:
             raise ConfigError(f"{self.what}: a folder that save_to_disk made has no configurations; leave config out")
-        prefix = ""
-        if "dataset_dict.json" in self.files:
-            names = [str(name) for name in self._json("dataset_dict.json").get("splits", [])]
-            chosen = split or ("train" if "train" in names or len(names) != 1 else names[0])
-            if chosen not in names:
+        folders = [path.rpartition("/")[0] for path in self.files if path.rpartition("/")[2] == "state.json"]
+        splits: dict[str, list[str]] = {(folder or split or "train"): [] for folder in folders}
+        for path in self.files:
+            folder, _, name = path.rpartition("/")
+            if folder in folders and name == "indices.arrow":
                 raise DataError(
-                    f"{self.what}: {self.root} has no split {chosen!r}; it has {', '.join(nearest(chosen, names))}"
+                    f"{self.what}: {self.root}/{folder} is a selection of rows that is stored as indices. Save it again after "
+                    "flatten_indices()."
                 )
-            prefix = f"{chosen}/"
-        state = self._json(f"{prefix}state.json")
-        own = state.get("_split")
-        if not prefix and split is not None and own is not None and own != split:
-            raise DataError(f"{self.what}: {self.root} holds the split {own!r}, not {split!r}")
-        if state.get("_indices_files") or state.get("_indices_data_files"):
-            raise DataError(
-                f"{self.what}: {self.root}/{prefix} is a selection of rows that is stored as indices. Save it again after "
-                "flatten_indices()."
-            )
-        listed = state.get("_data_files")
-        names = (
-            [f"{prefix}{entry['filename']}" for entry in listed if isinstance(entry, dict) and "filename" in entry]
-            if isinstance(listed, list)
-            else []
-        )
-        if any(".." in Path(name).parts or Path(name).is_absolute() for name in names):
-            raise DataError(f"{self.what}: {self.root}/{prefix}state.json names files outside of its folder")
-        return tuple(names)
-
-    def _json(self, name: str) -> dict[str, Any]:
-        try:
-            value = read_json(Path(self.root, name), _MAX_LISTING, follow=True)
-        except (OSError, FileCorrupt) as error:
-            raise DataError(f"{self.what}: {self.root}/{name} cannot be read ({first_line(error)})") from error
-        if not isinstance(value, dict):
-            raise DataError(f"{self.what}: {self.root}/{name} holds no JSON object")
-        return value
+            if folder in folders and _SAVED.fullmatch(name):
+                splits[folder or split or "train"].append(path)
+        return splits
 
 
 def _walk(root: Path) -> Iterator[str]:
@@ -541,24 +516,14 @@ def _lines(stream: Any, place: str, kept: Mapping[str, str], most: int | None, w
             raise _unreachable(place, what, error) from error
         if row is None:
             break
-        yield orjson.dumps({name: _value(row, key, what) for name, key in kept.items()}, default=str) + b"\n"
+        try:
+            values = {name: field_of(row, key) for name, key in kept.items()}
+        except KeyError as error:
+            raise DataError(
+                f"{what}: a row has {error.args[0]}. Set text_key to the field that holds the text, and label_key to the field of "
+                "the label."
+            ) from error
+        yield orjson.dumps(values, default=str) + b"\n"
         count += 1
     if hasattr(rows, "close"):
         rows.close()  # a generator that is left in the middle keeps its files open
-
-
-def _value(row: Any, path: str, what: str) -> Any:
-    """The field of a row that a path such as `a.b` names."""
-    value = row
-    for depth, key in enumerate([path] if isinstance(row, dict) and path in row else path.split(".")):
-        if not isinstance(value, dict) or key not in value:
-            if depth and value is None:
-                return None
-            have = (
-                ", ".join(map(repr, nearest(key, map(str, value))[:8])) if isinstance(value, dict) else repr(value)[:80]
-            )
-            raise DataError(
-                f"{what}: a row has no {path!r}; it has {have}. Set text_key to the field that holds the text, and label_key to the field of the label."
-            )
-        value = value[key]
-    return value

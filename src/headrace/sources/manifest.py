@@ -10,15 +10,13 @@ On a cache hit only the sampled blocks of every file are read again, about a mil
 behind an unchanged size and mtime is thereby noticed in most cases, and the rest when its chunks are read (records.py).
 Objects of a store have entity tags in place of the mtime, and these are believed.
 
-A shard that cannot be decoded stops the run, or with on_bad = "skip" is a hole: a file of no rows, the reason beside it. It
-is in the fingerprint like any file, so that a run that left it out does not continue, unnoticed, over a mended shard.
+A shard that cannot be decoded stops the run, or with on_bad = "skip" is a hole: a file of no rows with a reason. The fingerprint covers it
+like any file, so that a run that left it out is not resumed unnoticed over a mended shard.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import FileCorrupt, StorageError
-from headrace.files import open_container, quarantine, write_container
+from headrace.files import open_container, write_container
 from headrace.formats.byte_file import Tally, Undecodable
 from headrace.formats.chunks import FileScan, Reader
 from headrace.order import fingerprint_json
@@ -74,7 +72,7 @@ class Manifest:
     chunk_line: np.ndarray
     """Line (or row) of its file at which a chunk begins, from 0. Differs from the row where lines are blank."""
     chunk_bytes: np.ndarray
-    """About how much text a chunk holds."""
+    """Approximate bytes of text of a chunk."""
     first_row: np.ndarray
     """Row of the source at which each chunk begins; one more entry than chunks, the last is `rows`."""
     file_first_row: np.ndarray
@@ -91,11 +89,11 @@ class Manifest:
         return sum(file.size for file in self.files)
 
     def path_of(self, chunk: int) -> str:
-        """The file of a chunk, with its root: what an error calls it."""
+        """Return the path of a chunk's file, with the root, for errors."""
         return f"{self.root}/{self.files[int(self.chunk_file[chunk])].path}"
 
     def locate(self, row: int) -> tuple[int, int]:
-        """(index of the file, row within it) of a row of the source. O(log files)."""
+        """Return (index of the file, row within it) of a row of the source."""
         if not 0 <= row < self.rows:
             raise IndexError(f"row {row} of a source of {self.rows} rows")
         file = int(np.searchsorted(self.file_first_row, row, side="right")) - 1
@@ -105,10 +103,15 @@ class Manifest:
 def make_manifest(
     reader: Reader, access: Access, *, chunk_bytes: int | None, holes: bool, fresh: bool, cache: Path
 ) -> Manifest:
-    """The manifest of the found files: from the cache if it is there and still true, else by scanning them.
+    """Return the manifest of the found files, from the cache or by scanning them.
 
-    `holes`: whether a file that cannot be decoded is left out rather than an error. `fresh` scans in any case: whoever
-    accepts changed bytes wants them counted anew.
+    Args:
+        reader: The format.
+        access: The files.
+        chunk_bytes: Size of a chunk; the reader's choice unless given.
+        holes: Leave out files that cannot be decoded, instead of raising Undecodable.
+        fresh: Scan also where the cache has a manifest.
+        cache: The cache folder.
     """
     found, tally = access.found, access.tally
     target = reader.chunk_bytes(sum(f.size for f in found.files)) if chunk_bytes is None else chunk_bytes
@@ -193,7 +196,7 @@ def _manifest(
 
 
 def _side_by_side(call: Any, items: tuple[FoundFile, ...]) -> list[Any]:
-    """`call` of every item, in order. Reading and comparing leave the interpreter's lock, so threads help."""
+    """Return `call` of every item, in order. Reading and comparing release the GIL, so threads help."""
     if len(items) < 16 and sum(item.size for item in items) < 4 << 20:  # not worth the threads
         return [call(item) for item in items]
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="headrace-scan") as pool:
@@ -217,7 +220,7 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 def _from_cache(
     path: Path, found: Found, prints: list[str] | None, recipe: dict[str, Any], tally: Tally
 ) -> Manifest | None:
-    """The cached manifest if it is whole and the files' sampled blocks, if they were read, are what they were."""
+    """The cached manifest, if it is whole and the fingerprints of the files, where known, are the same."""
     if not path.exists():
         return None
     try:
@@ -234,10 +237,8 @@ def _from_cache(
             raise FileCorrupt(f"{path} describes another source than its name says")
         blank = int(meta["blank_lines"])
         holes = {str(path): str(reason) for path, reason in meta.get("holes", {}).items()}
-    except (FileCorrupt, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (FileCorrupt, KeyError, TypeError, ValueError, AttributeError):
         tally.add(cache_damaged=1)
-        with contextlib.suppress(OSError, StorageError):  # another rank may have moved it aside already
-            quarantine(path, f"{error} (found {time.strftime('%Y-%m-%d %H:%M:%S')})")
         return None
     if prints is not None and [f[3] for f in files] != prints:
         tally.add(cache_stale=1)
@@ -246,10 +247,10 @@ def _from_cache(
 
 
 def _to_cache(path: Path, columns: dict[str, np.ndarray], meta: dict[str, Any], tally: Tally) -> None:
-    """Ranks may arrive together: each publishes the same bytes in one step, the last name wins."""
+    """Publish the manifest. Ranks that do so at once publish the same bytes; the last replaces the others."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_container(path, columns, meta, replace=True, durable=False)  # what a power cut damages is made again
     except (OSError, StorageError):
-        # A cache that cannot be written costs the next start a scan and nothing else; the count says so.
+        # The next start has to scan again.
         tally.add(cache_unwritable=1)

@@ -2,9 +2,9 @@
 
     matches("web/*.jsonl", base, suffixes=(".jsonl",), ...)  ->  root folder, and the files below it in bytewise order
 
-The order is that of the paths' bytes, so every machine lists alike. Names that start with a dot are left out of folders
-and globs, as a shell does. Whatever leads out of the named place (a symbolic link, `..`) or is no regular file is
-refused rather than left out: a shard that silently is not there changes the data. Nothing is opened here.
+Files are listed in the order of their paths' bytes, which is the same on every machine. Names that start with a dot are left out of folders
+and globs, as in a shell. A symbolic link, `..` and a file that is not regular are refused rather than left out: a shard that is
+silently missing changes the data. Nothing is opened here.
 """
 
 from __future__ import annotations
@@ -51,9 +51,15 @@ def matches(
     allow_symlinks: bool,
     what: str,
 ) -> Found:
-    """The regular files that `place` names. `what` opens every sentence, such as "source 'jsonl:web/'".
+    """Return the regular files that a place names.
 
-    `packings` are the suffixes of compressed files that can be read; others are refused by name.
+    Args:
+        place: A file, a folder or a glob.
+        base: Folder in which a relative place begins.
+        suffixes: Endings of the files taken from a folder.
+        packings: Suffixes of compressed files that can be read; others are refused by name.
+        allow_symlinks: Follow symbolic links and `..`.
+        what: Begins errors, such as "source 'jsonl:web/'".
     """
     parts = PurePosixPath(place).parts
     if ".." in parts and not allow_symlinks:
@@ -80,7 +86,7 @@ def matches(
 
 
 def named_files(root: Path, paths: Sequence[str], *, packings: Sequence[str], allow_symlinks: bool, what: str) -> Found:
-    """The regular files of these paths below a folder, by the same rules."""
+    """Return the regular files of these paths below a folder, by the rules of `matches`."""
     walk = _Walk((), packings, allow_symlinks, what)
     walk.check_named(root.parent, (root.name,))
     return Found(
@@ -92,7 +98,7 @@ def named_files(root: Path, paths: Sequence[str], *, packings: Sequence[str], al
 def stored_matches(
     place: str, *, suffixes: Sequence[str], packings: tuple[str, ...], what: str, deadline: float, tally: Tally
 ) -> tuple[Found, Store]:
-    """The objects that a URL names, and the store they lie in."""
+    """Return the objects that a URL names, and their store."""
     store, root, objects = find_objects(
         place,
         suffixes=suffixes,
@@ -114,7 +120,7 @@ def stored_matches(
 def pinned_objects(
     root: str, sizes: Mapping[str, int], *, version: str, deadline: float, tally: Tally
 ) -> tuple[Found, Store]:
-    """Objects of the web below a URL that never change, with their sizes, and the store they lie in. `version` names their content."""
+    """Return objects below a URL whose content never changes, by path and size, and their store. `version` names the content."""
     store = Store("/".join(root.split("/")[:3]), deadline=deadline, on_retry=lambda: tally.add(retries=1))
     tag = pinned_tag(version)
     files = tuple(FoundFile(path=p, size=sizes[p], version=tag) for p in sorted(sizes, key=str.encode))
@@ -158,7 +164,7 @@ class _Walk:
         return (status.st_dev, status.st_ino) if status is not None else (-1, -1)
 
     def check_named(self, base: Path, parts: Sequence[str]) -> None:
-        """The folders the spec itself names below `base` (of an absolute path: its last part) are no links."""
+        """Refuse links among the folders that the spec names below `base`; of an absolute path only the last part is checked."""
         named = [base.joinpath(*parts[: i + 1]) for i in range(len(parts))]
         absolute = bool(parts) and parts[0] == "/"
         for path in named[-1:] if absolute else named:
@@ -205,7 +211,7 @@ class _Walk:
                 inner = folder / name
                 yield from self.below(inner, f"{prefix}{name}/", (*above, self.identity(inner)))
             elif name.endswith(self.suffixes) or name.endswith(self.compressed):
-                # a.jsonl.xz is taken up too, to be refused by name: a shard left out in silence changes the data
+                # `file` refuses a.jsonl.xz by name: a shard that is silently missing changes the data.
                 yield self.file(folder / name, f"{prefix}{name}")
 
     def expand(
@@ -279,7 +285,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def _nothing(what: str, place: str, wanted: Path) -> str:
-    """No file matches: the nearest folder that exists, and what it holds that looks like the name."""
+    """The message that no file matches. It names the nearest folder that exists and similar names in it."""
     missing = wanted.name
     folder = wanted
     while not folder.is_dir() and folder != folder.parent:

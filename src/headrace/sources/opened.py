@@ -28,7 +28,7 @@ from headrace.errors import ConfigError, DataChanged, DataError, FileCorrupt, St
 from headrace.files import make_inside, publish, read_json
 from headrace.formats.byte_file import ACCEPT_DATA, ByteFile, Tally
 from headrace.formats.chunks import BadRow, Reader
-from headrace.formats.compressed import UnpackedFile, Unpacker
+from headrace.formats.compressed import Unpacker
 from headrace.formats.object_store import DEADLINE, store_of
 from headrace.order import fingerprint_json
 from headrace.sources.access import Access
@@ -290,8 +290,6 @@ class OpenSource:
         `record_others`: also read the chunks without a record, and record them.
         """
         known = [int(chunk) for chunk in self._records.known()]
-        if not self._accept:
-            self._check_copies()
         others = sorted(set(range(self.manifest.chunks)) - set(known)) if record_others else []
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="headrace-check") as pool:
             hashes = list(pool.map(self._hash, known))
@@ -314,14 +312,6 @@ class OpenSource:
             self._records.add(chunk, value)
         self._tally.add(accepted_chunks=len(changed))
         return len(known)
-
-    def _check_copies(self) -> None:
-        """Compare the unpacked copies in the cache with the shards they were made of."""
-        for entry in self.manifest.files:
-            if self._access.is_packed(entry.path) and not entry.hole:
-                with self._access.open(entry.path, entry.size, entry.fingerprint) as file:
-                    if isinstance(file, UnpackedFile):
-                        file.verify()
 
     def bad_rows(self) -> list[tuple[str, int, str]]:
         """Return (file, line or row from 1, reason) of the first 1,000 bad rows that were read, each once."""

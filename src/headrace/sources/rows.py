@@ -3,12 +3,10 @@
     source = open_source(Source("jsonl:reviews/*.jsonl"), rows=RowShape(columns=("text", "label"), judge=judge))
     source.read(17)      one JSON object a row: '{"text": "fine", "label": 1}'
 
-Chunks, hashes, holes, packed files and object stores are those of the text readers; only decoding differs. A row without one
-of the columns is bad, and so is one of which `judge` has something to say: on_bad decides what that means, and the error names
-file, line and remedy. Columns may hold text, numbers, and lists of them. `a.b` is field b of object a.
+Chunks, hashes, holes, packed files and object stores work as for text; only decoding differs. A row without one of the columns is bad,
+and so is a row for which `judge` returns a reason. Columns may hold text, numbers, and lists of them. `a.b` is field b of object a.
 
-Of parquet the pages from the first wanted column to the last are read; of Arrow files whole record batches, because a batch is
-one piece to pyarrow. Dictionary-encoded Arrow columns lie elsewhere and are refused.
+Of parquet the pages from the first wanted column to the last are read, of Arrow files whole record batches (`text_arrow`).
 """
 
 from __future__ import annotations
@@ -44,22 +42,14 @@ class RowShape:
 
     columns: tuple[str, ...]
     judge: Callable[[Mapping[str, Any]], str]
-    """Why a row cannot be used ("its label is null"), or nothing. Pure: it says the same of the same row."""
+    """Returns why a row cannot be used ("its label is null"), or "". A pure function of the row."""
 
     def row(self, found: Any) -> tuple[str | None, str]:
-        """The JSON of a row, or why there is none."""
-        values: dict[str, Any] = {}
-        for column in self.columns:
-            value = found
-            for key in column.split(".") if not (isinstance(found, dict) and column in found) else [column]:
-                if not isinstance(value, dict) or key not in value:
-                    have = ", ".join(repr(k[:40]) for k in nearest(key, value)[:8]) if isinstance(value, dict) else ""
-                    return (
-                        None,
-                        f"it has no key {column!r}; it has {have or 'none at all'} (set text_key and label_key)",
-                    )
-                value = value[key]
-            values[column] = value
+        """Return the JSON of a row and "", or None and the reason."""
+        try:
+            values = {column: field_of(found, column) for column in self.columns}
+        except KeyError as error:
+            return None, f"it has {error.args[0]} (set text_key and label_key)"
         try:
             reason = self.judge(values)
             return (None, reason) if reason else (orjson.dumps(values).decode(), "")
@@ -67,7 +57,7 @@ class RowShape:
             return None, f"it holds what JSON cannot ({first_line(error)})"
 
     def rows(self, found: list[Any]) -> tuple[list[str | None], list[BadRow]]:
-        """The same for all rows of a chunk."""
+        """Return the JSON of all rows of a chunk, None where a row is bad, and the bad rows."""
         texts: list[str | None] = []
         bad: list[BadRow] = []
         size = 0
@@ -82,10 +72,23 @@ class RowShape:
         return texts, bad
 
 
-class ColumnReader(Generic[T]):
-    """What the readers of parquet and Arrow share: one text column, or several columns with `shape`. pyarrow is imported on first use.
+def field_of(row: Any, path: str) -> Any:
+    """Return the field of a row that a path such as `a.b` names; None where `a` is null. KeyError says which keys there are instead."""
+    value = row
+    for key in [path] if isinstance(row, dict) and path in row else path.split("."):
+        if value is None and row is not None:
+            return None
+        if not isinstance(value, dict) or key not in value:
+            keys = [repr(k[:40]) for k in nearest(key, map(str, value))[:8]] if isinstance(value, dict) else []
+            raise KeyError(f"no key {path!r}; it has {', '.join(keys) or 'none at all'}")
+        value = value[key]
+    return value
 
-    `T`: what the head of a file says about these columns.
+
+class ColumnReader(Generic[T]):
+    """Base of the readers of parquet and Arrow: one text column, or several columns with `shape`. pyarrow is imported on first use.
+
+    `T`: the description of the columns in the head of a file.
     """
 
     packings: tuple[str, ...] = ()
@@ -107,7 +110,7 @@ class ColumnReader(Generic[T]):
         raise NotImplementedError
 
     def described(self, file: ByteFile) -> T:
-        """The same; that of the last 64 files is kept, because consecutive chunks come from few files."""
+        """Return `describe(file)`. The descriptions of the last 64 files are kept."""
         key = (str(file.path), file.size, file.version)
         with self._lock:
             if key in self._kept:
@@ -124,7 +127,7 @@ class ColumnReader(Generic[T]):
     def checked(
         what: str, rows: int, decode: Callable[[], tuple[list[str | None], list[BadRow]]]
     ) -> tuple[list[str | None], list[BadRow]]:
-        """`decode()`; if it fails, or gives another number of rows, all rows are bad. `what`: the chunk, for messages."""
+        """Return `decode()`. If it fails, or gives another number of rows, all rows are bad. `what` names the chunk in reasons."""
         import pyarrow as pa
 
         try:
@@ -151,13 +154,13 @@ class JsonLabelled(JsonLines):
         try:
             found = self._whole.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            text, reason = super()._decode_line(line)  # it knows what to call what is wrong
+            text, reason = super()._decode_line(line)  # for the reason
             return None, reason or f"it is no object with the keys {', '.join(self._shape.columns)} ({text!r:.40})"
         return self._shape.row(found)
 
 
 def row_objects(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
-    """The rows of a table as objects: one dict a row."""
+    """Return the rows of a table, each as a dict."""
     import pyarrow as pa
 
     names = table.schema.names
@@ -170,7 +173,7 @@ def row_objects(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def _values(array: pa.Array) -> list[Any]:
-    """The array's values. Those of a dictionary are made once, however often they stand in it."""
+    """The values of an array. A value of a dictionary is made once, however often it occurs."""
     import pyarrow as pa
 
     if len(array) > _MAX_VALUES:
@@ -190,7 +193,7 @@ def _values(array: pa.Array) -> list[Any]:
 
 
 def texts_of(array: pa.Array) -> tuple[list[str | None], dict[int, str]]:
-    """The texts of an array, None where there is none, and why not."""
+    """Return the texts of an array, None where there is none, and the reason by row."""
     import pyarrow as pa
 
     if isinstance(array, pa.DictionaryArray):

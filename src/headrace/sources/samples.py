@@ -1,11 +1,11 @@
-"""Built-in sample sources: text to train on when no data is at hand.
+"""Built-in sample sources: text to train on without data of one's own.
 
     sample:prose    the language reference's topics and the docstrings of the standard library    ~3 MB
     sample:code     the standard library's source, cut into documents at top-level definitions     ~6 MB
 
-Made from the installed Python on first use (1 and 2 s), without importing or running any of it, and frozen in the cache
-folder as four jsonl shards, so that later runs and resumes see the same bytes. The folder is built aside and renamed: it
-is complete or not there, and of two builders that meet one wins and both see its files.
+A corpus is made from the installed Python on first use (1 to 2 s), without importing or running any of it, and kept in the cache
+folder as four jsonl shards, so that later runs and resumes see the same bytes. The folder is written under another name and renamed. If two
+processes do so at once, the first wins, and both read its files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import gc
 import io
 import itertools
 import os
-import secrets
 import shutil
 import sys
 import sysconfig
@@ -26,44 +25,21 @@ from pathlib import Path
 import orjson
 
 from headrace.errors import DataChanged, FileCorrupt, StorageError
-from headrace.files import (
-    TEMP_PREFIX,
-    publish,
-    publish_json,
-    read_json,
-    sync_folder,
-)
+from headrace.files import publish, publish_json, read_json, sync_folder, temporary_name
 from headrace.order import full_fingerprint
-from headrace.sources.spec import SAMPLES
 
 _SHARDS = 4
 _LEAST, _MOST = 300, 8_000
 _LEAST_DOCUMENT = 60
 _MOST_BYTES = 6_000_000
-_LEFT_OUT = frozenset(
-    [
-        "test",
-        "tests",
-        "idlelib",
-        "lib2to3",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "turtledemo",
-        "ensurepip",
-        "pydoc_data",
-    ]
-)
+_LEFT_OUT = frozenset({
+    "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "turtledemo", "ensurepip", "pydoc_data",
+})  # fmt: skip
 _SEAL = "sample.json"
 
 
-def sample_names() -> tuple[str, ...]:
-    """The corpora that `sample:<name>` knows."""
-    return tuple(SAMPLES)
-
-
 def sample_folder(name: str, cache: Path) -> Path:
-    """The folder of a corpus, made now if this is its first use."""
+    """Return the folder of a corpus. It is made now if this is its first use."""
     folder = cache / "samples" / f"{name}-v1-py{sys.version_info.major}.{sys.version_info.minor}"
     if not (folder / _SEAL).is_file():
         _build(name, folder)
@@ -72,8 +48,8 @@ def sample_folder(name: str, cache: Path) -> Path:
 
 
 def _build(name: str, folder: Path) -> None:
-    """Write everything aside, then rename. A folder that is there already was made by another builder and is as good."""
-    aside = folder.parent / f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+    """Write the corpus under another name, then rename it. If another process was first, its folder is kept."""
+    aside = folder.parent / temporary_name()
     try:
         aside.mkdir(parents=True)
         shards: list[list[bytes]] = [[] for _ in range(_SHARDS)]
@@ -102,7 +78,7 @@ def _build(name: str, folder: Path) -> None:
 
 
 def _require_whole(folder: Path) -> None:
-    """The shards that were sealed are there at their sizes; their content is checked like any source's."""
+    """Check that the sealed shards are there at their sizes. Their content is checked like that of any source."""
     try:
         sealed = read_json(folder / _SEAL)["files"]
         whole = all((folder / name).stat().st_size == entry["size"] for name, entry in sealed.items())
@@ -110,14 +86,14 @@ def _require_whole(folder: Path) -> None:
         whole = False
     if not whole:
         raise DataChanged(
-            f"the sample corpus in {folder} is not what was made there. Remove the folder and run again to make it anew; a "
+            f"the sample corpus in {folder} was changed. Remove the folder and run again to make it anew; a "
             "run that was trained on it cannot be resumed exactly then."
         )
 
 
 def _documents(name: str) -> list[tuple[str, str]]:
     collecting = gc.isenabled()
-    gc.disable()  # a tree is a million small objects without cycles: the collector makes parsing four times as slow
+    gc.disable()  # a syntax tree is a million small objects without cycles: the collector makes parsing four times as slow
     try:
         return _deduplicated(_prose() if name == "prose" else _code(), _MOST_BYTES)
     finally:

@@ -1,12 +1,12 @@
-"""Source specs: what the user wants to be read.
+"""Source specs: which documents to read, and how much of them.
 
     Source("jsonl:web/*.jsonl", weight=0.7)
     Source.parse("jsonl:web/*.jsonl?weight=0.7&text_key=content")      the same in one line
     Source(Path("web.jsonl.gz"))                                       the scheme follows from the suffix
 
 A spec is `scheme:place`. The place is a file, a folder (all files of the scheme's suffixes below it) or a glob (`**`
-too), on disk or in an object store (`jsonl:s3://bucket/web/*.jsonl.zst`); of `hf:` it is a dataset of the hub or a folder
-laid out like one. Nothing is opened here: a value checks itself, `open_source` looks at the disk.
+too), on disk or in an object store (`jsonl:s3://bucket/web/*.jsonl.zst`). For `hf:` it is a dataset of the hub or a folder
+with the same layout. Nothing is opened here: a `Source` checks its values, `open_source` looks at the disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLES: dict[str, str] = {
     "code": "the source of the standard library",
 }
 TXT_SPLITS = ("file", "paragraph", "line")
-"""What a document of a txt file is; the first unless a source says otherwise."""
+"""What a document of a txt file can be; the first is the default."""
 _ONLY_FOR: dict[str, tuple[str, ...]] = {"split": ("hf", "txt"), "config": ("hf",)}
 """Options that mean something for some schemes only."""
 _BY_SUFFIX = {suffix: name for name, text_format in TEXT_FORMATS.items() for suffix in text_format.suffixes}
@@ -43,20 +43,20 @@ _QUERY = re.compile(r"\A(?P<spec>.*)\?(?P<query>[^?=&]+=[^?]*)\Z", re.DOTALL)
 
 
 def option_value(text: str) -> str:
-    """What is written after `key=` in a one-line spec: `%26` stands for `&`, and `+` for itself, in Python as in TOML."""
+    """Decode the text after `key=` in a one-line spec: `%26` stands for `&`, and `+` for itself."""
     return unquote(text)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One source of documents: where they lie, how much of the mix they are, and what a bad row does."""
+    """One source of documents: where to read them, their share of the mix, and what a bad row does."""
 
     spec: str
     """`scheme:place`. A path object is taken too, if its suffix says what the file holds."""
     weight: float = 1.0
     """Share of the delivered tokens, relative to the other sources. 0 keeps the source listed and never read."""
     name: str | None = None
-    """What metrics and errors call it; derived from the spec when not given."""
+    """Name in metrics and errors; derived from the spec unless given."""
     text_key: str = "text"
     """The field (jsonl) or column (parquet, arrow) that holds the text. `a.b` means field b of object a."""
     label_key: str | None = None
@@ -73,7 +73,7 @@ class Source:
     config: str | None = None
     """Of `hf:`: which of the dataset's configurations; its default one unless given."""
     cache: str | None = None
-    """A folder for what is kept of this source (manifest, unpacked and downloaded copies) in place of the common cache."""
+    """A folder for the manifest and for unpacked and downloaded copies of this source, in place of the common cache."""
 
     def __post_init__(self) -> None:
         for key in ("spec", "cache"):
@@ -187,7 +187,7 @@ class Source:
         yield from self._out_of_place(what, scheme, place)
 
     def _out_of_place(self, what: str, scheme: str, place: str) -> Iterable[str]:
-        """Options that have no effect for this scheme: setting one is a mistake."""
+        """Name options that have no effect for this scheme: setting one is a mistake."""
         for key, schemes in _ONLY_FOR.items():
             if getattr(self, key) is not None and scheme in SCHEMES and scheme not in schemes:
                 yield f"{what}: {key} means something for {' and '.join(f'{name}:' for name in schemes)} only; leave it out, or name the files themselves"
@@ -220,7 +220,7 @@ def _scheme_of(place: str) -> str | None:
 
 
 def _guessed(spec: str) -> str:
-    """The scheme that the suffix of a bare URL speaks for; jsonl if it does not say."""
+    """The scheme that the suffix of a bare URL suggests; jsonl if it suggests none."""
     return _scheme_of(spec) or "jsonl"
 
 

@@ -4,8 +4,8 @@
     direct    root/<file>                the modality is the root's own name, so there may be several roots
 
 The listing is in bytewise order of `modality/file`; a file's place in it is its stream_id, the same on every machine. Rows and fingerprints
-are kept in the cache under the file's size and times: of modification, and of the last change of its inode, which no program can set back.
-Listings that a saved state was made on are kept there too, to say later which file changed.
+are cached by the file's size, time of modification, and time of the last change of its inode, which no program can set back. Listings of
+saved states are cached too, to say later which file changed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class StreamFile:
     """One stream file as it was when it was listed."""
 
     name: str
-    """`modality/file`: what it is called on every machine."""
+    """`modality/file`, the same on every machine."""
     path: str
-    """Where it lies here."""
+    """Absolute path on this machine."""
     modality: str
     size: int
     rows: int
@@ -61,11 +61,11 @@ class StreamListing:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits over names, rows, modalities and contents."""
+        """16 hex digits over names, rows, modalities, sizes and fingerprints of the files."""
         return fingerprint_json([[f.name, f.rows, f.modality, f.size, f.fingerprint] for f in self.files])
 
     def to_json(self) -> list[dict[str, Any]]:
-        """What a run keeps to say later which file changed."""
+        """Return the listing as JSON, for `changes_since`."""
         return [{"name": f.name, "rows": f.rows, "size": f.size, "fingerprint": f.fingerprint} for f in self.files]
 
     def keep(self, cache: Path | None) -> None:
@@ -79,7 +79,7 @@ class StreamListing:
             return
 
     def changes_since(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
-        """What is different from a listing that was kept, one line a file."""
+        """Return the differences from a kept listing, one line a file."""
         before = {str(f["name"]): f for f in saved}
         now = {f.name: f for f in self.files}
         lines = [f"{name} is gone" for name in before if name not in now]
@@ -94,7 +94,7 @@ class StreamListing:
 
 
 def kept_listing(fingerprint: str, cache: Path | None) -> list[dict[str, Any]]:
-    """A listing that was kept, as `to_json` gives it; [] if it is not there."""
+    """Return a kept listing in the form of `to_json`; [] if there is none."""
     try:
         read = read_json(_listing_path(fingerprint, cache), _MAX_LISTING)
     except (OSError, FileCorrupt):
@@ -115,7 +115,16 @@ def list_streams(
     allow_symlinks: bool = False,
     cache: Path | None = None,
 ) -> StreamListing:
-    """List the stream files below one or several folders and count their rows."""
+    """List the stream files below one or several folders and count their rows.
+
+    Args:
+        roots: The folders.
+        layout: "nested" or "direct", as above.
+        base: Folder in which relative roots begin; the working folder unless given.
+        readers: Openers of further formats, by suffix.
+        allow_symlinks: Follow symbolic links.
+        cache: Cache folder; `cache_folder()` unless given.
+    """
     places = [roots] if isinstance(roots, str | Path) else list(roots)
     if layout not in LAYOUTS:
         raise ConfigError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -161,14 +170,14 @@ def _below(
                 f"{what}: {entry.path} does not lie at {expected}, as layout {layout!r} has it."
                 + (f" Use layout = {hint!r}, or move the file." if hint else " Move the file.")
             )
-        # Resolved: the root may be "." or end in a slash, and a modality needs a name.
+        # Resolved, because "." has no name.
         modality = entry.path.partition("/")[0] if layout == "nested" else folder.resolve().name
         if not _MODALITY.fullmatch(modality):
             raise DataError(
                 f"{what}: the folder name {modality!r} becomes a modality and part of metric keys; it may have letters, "
                 "digits, _ . and - only. Rename it."
             )
-        # Where links are allowed their targets are what is opened: the readers follow none.
+        # The readers follow no links, so allowed links are resolved here.
         path = (folder / entry.path).resolve() if allow_symlinks else folder / entry.path
         changed = patiently(f"looking at {path}", path.stat).st_ctime_ns
         rows, fingerprint = kept.of(entry, changed) or kept.count(entry, changed, path, readers)
@@ -187,7 +196,7 @@ def _below(
 
 
 class _Kept:
-    """Rows and fingerprints of files whose size and times have not changed. Damaged: counted anew."""
+    """The cache of rows and fingerprints of files whose size and times have not changed. A damaged cache is made anew."""
 
     def __init__(self, folder: Path, cache: Path | None) -> None:
         name = fingerprint_json(["stream rows", _VERSION, str(folder.resolve())])
@@ -226,5 +235,5 @@ class _Kept:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             publish(self._path, orjson.dumps(self._now), replace=True, durable=False)
-        except (OSError, StorageError):  # a cache that cannot be written costs time at the next start, nothing else
+        except (OSError, StorageError):  # the next start counts again
             return

@@ -1,7 +1,7 @@
 """Text and labelled rows of Arrow IPC files and streams. A chunk is a record batch.
 
-Of a batch only the buffers of the text column are read and hashed; for labelled rows whole batches, because a batch is
-one piece to pyarrow. Dictionary-encoded columns would need batches that lie elsewhere, and are refused.
+Of a batch only the buffers of the text column are read and hashed. Labelled rows read whole batches, because pyarrow decodes a batch
+as one piece. Dictionary-encoded columns are refused: their values lie in other messages.
 """
 
 from __future__ import annotations
@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from headrace.errors import DataChanged, DataError, nearest
-from headrace.formats.arrow import bad_batch, batch_of, messages_of, read_batch, read_schema, schema_message
+from headrace.errors import DataChanged, DataError
+from headrace.formats.arrow import (
+    PlacedMessage,
+    bad_batch,
+    batch_of,
+    messages_of,
+    read_batch,
+    read_schema,
+    schema_message,
+)
 from headrace.formats.arrow_messages import BATCH, SCHEMA, Batch, is_big_endian
 from headrace.formats.byte_file import ACCEPT_DATA, ByteFile, Undecodable, first_line, most_decoded
 from headrace.formats.chunks import BadRow, FileScan, Loaded
@@ -42,16 +50,16 @@ class ArrowTexts(ColumnReader["_Column"]):
         found: list[tuple[int, int, int, int, int]] = []
         row = 0
         column: _Column | None = None
-        for at, end, body, kind, metadata in messages_of(file):
-            if kind == SCHEMA:
-                column = _Column.of(file, metadata, self.text_key)
-            elif kind == BATCH:
+        for message in messages_of(file):
+            if message.kind == SCHEMA:
+                column = _Column.of(file, message.metadata, self.text_key)
+            elif message.kind == BATCH:
                 if column is None:
                     raise Undecodable(file.path, "is damaged: a record batch comes before any schema")
-                batch = batch_of(file, at, metadata)
-                size = sum(length for _, length in column.buffers(file, at, batch, end - body, end))
+                batch = batch_of(file, message.start, message.metadata)
+                size = sum(length for _, length in column.buffers(file, message, batch))
                 if batch.rows:
-                    found.append((at, end, batch.rows, row, size))
+                    found.append((message.start, message.end, batch.rows, row, size))
                 row += batch.rows
         if column is None:
             raise Undecodable(file.path, "is no Arrow file or stream: it holds no schema")
@@ -60,11 +68,11 @@ class ArrowTexts(ColumnReader["_Column"]):
     def load(self, file: ByteFile, start: int, end: int) -> Loaded:
         column = self.described(file)
         try:
-            at, stop, body, kind, metadata = next(messages_of(file, start, end))
-            if kind != BATCH or (at, stop) != (start, end):
+            message = next(messages_of(file, start, end))
+            if message.kind != BATCH or message.end != end:
                 raise ValueError("no record batch")
-            batch = batch_of(file, start, metadata)
-            places = column.buffers(file, start, batch, stop - body, stop)
+            batch = batch_of(file, start, message.metadata)
+            places = column.buffers(file, message, batch)
         except (StopIteration, ValueError, Undecodable) as error:
             raise DataChanged(
                 f"{file.path} no longer holds a record batch at bytes {start:,} to {end:,}: it was written to since its rows were "
@@ -73,7 +81,7 @@ class ArrowTexts(ColumnReader["_Column"]):
         first = min((offset for offset, length in places if length), default=0)
         last = max((offset + length for offset, length in places if length), default=0)
         data = file.read(first, last - first)
-        hasher = xxhash.xxh3_64(metadata)
+        hasher = xxhash.xxh3_64(message.metadata)
         view = memoryview(data)
         buffers = [view[offset - first : offset - first + length] if length else None for offset, length in places]
         for buffer in buffers:
@@ -114,15 +122,17 @@ class ArrowLabelled(ArrowTexts):
         self._schema_of(file)
         found: list[tuple[int, int, int, int, int]] = []
         row = 0
-        for at, end, body, kind, metadata in messages_of(file):
-            if kind == BATCH:
-                rows = batch_of(file, at, metadata).rows
-                if body > _MAX_BATCH_BYTES:
+        for message in messages_of(file):
+            if message.kind == BATCH:
+                rows = batch_of(file, message.start, message.metadata).rows
+                if message.body > _MAX_BATCH_BYTES:
                     raise Undecodable(
-                        file.path, f"has a record batch of {body:,} bytes at byte {at:,}", "Write smaller ones"
+                        file.path,
+                        f"has a record batch of {message.body:,} bytes at byte {message.start:,}",
+                        "Write smaller ones",
                     )
                 if rows:
-                    found.append((at, end, rows, row, body))
+                    found.append((message.start, message.end, rows, row, message.body))
                 row += rows
         return _scan_of(found)
 
@@ -162,7 +172,7 @@ class ArrowLabelled(ArrowTexts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Column:
-    """Where the text column stands among the arrays and buffers of a batch."""
+    """The place of the text column among the arrays and buffers of a batch."""
 
     node: int
     first_buffer: int
@@ -172,7 +182,7 @@ class _Column:
     parents: tuple[tuple[int, int], ...]
     """(buffer, views before it) of the validity of each struct around it, outermost first."""
     read_as: pa.DataType
-    """The bytes of its type: whether a row is UTF-8 is judged row by row."""
+    """Its type as bytes: whether a row is UTF-8 is checked row by row."""
 
     @classmethod
     def of(cls, file: ByteFile, metadata: bytes, text_key: str) -> _Column:
@@ -194,10 +204,7 @@ class _Column:
         for depth, name in enumerate(names):
             present = [field.name for field in fields]
             if name not in present:
-                listed = ", ".join(map(repr, nearest(name, present)[:8])) or "none at all"
-                raise DataError(
-                    f"{file.path} has no column {text_key!r}; it has {listed}. Set text_key to the one that holds the text."
-                )
+                raise no_such_column(file.path, text_key, present, text=True)
             index = present.index(name)
             for before in fields[:index]:
                 place += _layout(before.type)
@@ -226,15 +233,21 @@ class _Column:
             read_as=read_as,
         )
 
-    def buffers(self, file: ByteFile, at: int, batch: Batch, start: int, end: int) -> list[tuple[int, int]]:
-        """(offset in the file, length) of the parents' validities and of the column's own buffers, held against the body."""
+    def buffers(self, file: ByteFile, message: PlacedMessage, batch: Batch) -> list[tuple[int, int]]:
+        """Return (offset in the file, length) of the parents' validities and of the column's own buffers.
+
+        Every claim of the batch is compared with the body of its message first.
+        """
+        import pyarrow.types as t
+
+        at, has_views = message.start, t.is_binary_view(self.read_as)
         first = self.first_buffer + sum(batch.views[: self.views_before])
         count = self.buffer_count
-        if _has_views(self.read_as):
+        if has_views:
             if self.views_before >= len(batch.views):
                 raise bad_batch(file, at, "it does not say how many buffers its views have")
             count += batch.views[self.views_before]
-        # Claims first: parents come before the column, so its end bounds all of them.
+        # Parents come before the column, so its end bounds all of them.
         if (
             self.node >= len(batch.nodes)
             or not 0 <= first <= first + count <= len(batch.buffers)
@@ -247,18 +260,18 @@ class _Column:
         numbers += range(first, first + count)
         places = [batch.buffers[number] for number in numbers]
         for offset, length in places:
-            if offset < 0 or length < 0 or start + offset + length > end:
+            if offset < 0 or length < 0 or offset + length > message.body:
                 raise bad_batch(
                     file,
                     at,
-                    f"a buffer should lie at bytes {offset:,} to {offset + length:,} of a body of {end - start:,}",
+                    f"a buffer should lie at bytes {offset:,} to {offset + length:,} of a body of {message.body:,}",
                 )
         if sum(length for _, length in places) > _MAX_COLUMN_BYTES:
             raise bad_batch(file, at, f"its text has more than the {_MAX_COLUMN_BYTES:,} bytes a chunk may have")
-        width = 16 if _has_views(self.read_as) else 4
+        width = 16 if has_views else 4
         if not batch.codec and batch.rows * width > places[len(self.parents) + 1][1]:
             raise bad_batch(file, at, f"it claims {batch.rows:,} rows, more than its buffers can hold")
-        return [(start + offset, length) for offset, length in places]
+        return [(message.end - message.body + offset, length) for offset, length in places]
 
 
 def _scan_of(batches: list[tuple[int, int, int, int, int]]) -> FileScan:
@@ -268,12 +281,13 @@ def _scan_of(batches: list[tuple[int, int, int, int, int]]) -> FileScan:
 
 
 def _layout(kind: pa.DataType) -> tuple[int, int, int]:
-    """(arrays, buffers, arrays of views) that a type takes in a batch, itself and all that is in it."""
+    """Count the arrays, buffers and arrays of views that a type takes in a batch, with all types inside it."""
     import pyarrow as pa
     import pyarrow.types as t
 
     while isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
+    stored = _as_bytes(kind)
     views = 0
     if t.is_null(kind) or t.is_run_end_encoded(kind):
         buffers = 0
@@ -281,9 +295,9 @@ def _layout(kind: pa.DataType) -> tuple[int, int, int]:
         buffers = 1
     elif t.is_union(kind):
         buffers = 1 if kind.mode == "sparse" else 2
-    elif _has_views(kind):
+    elif stored is not None and t.is_binary_view(stored):
         buffers, views = 2, 1
-    elif _is_text(kind) or t.is_list_view(kind) or t.is_large_list_view(kind):
+    elif stored is not None or t.is_list_view(kind) or t.is_large_list_view(kind):
         buffers = 3
     else:  # numbers, times, lists, maps, dictionaries' indices
         buffers = 2
@@ -295,31 +309,20 @@ def _layout(kind: pa.DataType) -> tuple[int, int, int]:
     return nodes, buffers, views
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    import pyarrow.types as t
-
-    return t.is_string(kind) or t.is_binary(kind) or t.is_large_string(kind) or t.is_large_binary(kind)
-
-
-def _has_views(kind: pa.DataType) -> bool:
-    import pyarrow.types as t
-
-    return t.is_string_view(kind) or t.is_binary_view(kind)
-
-
 def _as_bytes(kind: pa.DataType) -> pa.DataType | None:
+    """The type of the bytes of a text column; None for any other column."""
     import pyarrow as pa
     import pyarrow.types as t
 
-    if _has_views(kind):
+    if t.is_string_view(kind) or t.is_binary_view(kind):
         return pa.binary_view()
     if t.is_string(kind) or t.is_binary(kind):
         return pa.binary()
-    return pa.large_binary() if _is_text(kind) else None
+    return pa.large_binary() if t.is_large_string(kind) or t.is_large_binary(kind) else None
 
 
 def _plain(buffer: memoryview, codec: str) -> Any:
-    """A buffer as it was before it was packed: 8 bytes say how long that is, -1 that it was left as it is."""
+    """Unpack a buffer. Its first 8 bytes are the unpacked length; -1 if it was not packed."""
     if not codec:
         return buffer
     import pyarrow as pa
@@ -335,7 +338,7 @@ def _plain(buffer: memoryview, codec: str) -> Any:
 
 
 def _hide(texts: list[str | None], why: dict[int, str], validity: Any) -> None:
-    """A struct that is null has no text in it."""
+    """Remove the texts inside structs that are null."""
     if validity is None:
         return
     bits = np.unpackbits(np.frombuffer(validity, dtype=np.uint8), bitorder="little")

@@ -1,14 +1,14 @@
 """Documents become tokens, tokens become blocks.
 
-tokenizer  text → flat int32 ids; any tokenizer.json, or bytes
-named_tokenizer  the definition of a path, of a name in the Hugging Face cache, or of a tokenizer object
-ranks      .tiktoken vocabularies as a tokenizer.json
-pieces     very long documents, encoded in pieces with the ids of the whole
-engines    which library encodes, and the proof that it agrees with the reference
-named_encode  tokens of texts; errors name the document
-pack       documents → blocks of seq_len tokens with their pieces; pure in the token counts
-block_layout  the compiled loops behind pack: best fit, joining documents, laying blocks
-shards     tokens at rest: shards, packed index, manifest
+tokenizer        text → flat int32 ids; any tokenizer.json, or bytes
+named_tokenizer  the tokenizer.json of a path, of a name in the Hugging Face cache, or of a tokenizer object
+tokenizer_file   checks of a tokenizer.json before native code sees it
+pieces           encoding of very long documents in pieces
+engines          the libraries that encode, and the proof that they agree with the reference
+named_encode     encoding whose errors name the document
+pack             documents → blocks of seq_len tokens; a pure function of the token counts
+block_layout     the compiled loops of pack
+shards           prepared tokens on disk: shards, packed index, manifest
 """
 
 from headrace.text.engines import ENGINES, SPOT_CHECK_EVERY, Encode, EngineChoice, EngineName

@@ -15,8 +15,8 @@ def _copy_slice(out, at, values, start, count):
 
 @kernel("void(int32[::1], int64, Array(int32, 1, 'C', readonly=True), int64, int64)", python=_copy_slice)
 def copy_run(out, at, values, start, count):
-    """out[at : at + count] = values[start : start + count]. A loop over two views becomes vector code; numba's slice assignment takes three
-    times as long, and seconds to compile."""
+    """out[at : at + count] = values[start : start + count]. A loop over two views compiles to vector code; numba's slice assignment takes
+    three times as long, and seconds to compile."""
     to, come = out[at : at + count], values[start : start + count]
     for i in range(count):
         to[i] = come[i]
@@ -44,7 +44,7 @@ def join_documents(ids, offsets, bos, eos, stream, at):
 
 
 def _best_fit(rest, whole, order, count, least, capacity, blocks, bin_of):
-    """The readable rule: open bins as a sorted list of (room, −when it got that room, bin)."""
+    """The rule in plain Python: open bins as a sorted list of (room, −turn in which the bin got that room, bin)."""
     while True:
         bins = int(whole[:count].sum())
         rooms: list[tuple[int, int, int]] = []
@@ -72,12 +72,12 @@ _DOCUMENTS = "Array(int64, 1, 'C', readonly=True)"
     python=_best_fit,
 )
 def best_fit(rest, whole, order, count, least, capacity, blocks, bin_of):
-    """Best-fit decreasing of the first documents into bins: the most of `count` documents, but at least `least`, that need at most `blocks`.
+    """Pack the first documents into bins, best fit decreasing: as many of `count` documents as fit into `blocks`, but at least `least`.
 
-    rest, whole: each document's length modulo `capacity`, and divided by it: whole bins are not looked at here, they come first.
-    order: the documents that have a rest, the longest rest first, equal ones as they come.
-    bin_of: the bin of each document's rest is written here. Among bins of equal room the one that got it last is taken.
-    Returns how many bins and how many documents these are.
+    rest, whole: each document's length modulo `capacity`, and divided by it. Whole bins come first and are not packed here.
+    order: the documents that have a rest, the longest rest first, equal ones in document order.
+    bin_of: receives the bin of each document's rest. Among bins of equal room the one that got that room last is taken.
+    Returns the number of bins and of documents.
     """
     # Open bins by room left: a bit set finds the tightest room that fits, linked lists hold the bins of equal room.
     words = (capacity >> 6) + 1
@@ -134,11 +134,11 @@ def best_fit(rest, whole, order, count, least, capacity, blocks, bin_of):
 def lay_blocks(
     stream, first, lengths, piece_ptr, piece_doc, piece_start, piece_len, pad, tokens, piece_next, real, row_count, stamps, stamp_ends
 ):  # fmt: skip
-    """The tokens of every piece into its block, padded with `pad`, and what `Blocks` says of them.
+    """Write the tokens of every piece into its block, padded with `pad`, and fill the arrays of `Blocks`.
 
-    stream, first: the documents' tokens, and where each document begins.
-    stamps, stamp_ends: what each block's content hash is taken over, block after block, and where it ends: the block's tokens, the lengths of
-    its pieces and the tokens that follow them, each led by its size in bytes as 64 bits (`order.content_hash`).
+    stream, first: the documents' tokens, and the place of each document's first token.
+    stamps, stamp_ends: the input of each block's content hash, block after block, and its end: the block's tokens, the lengths of
+    its pieces and the tokens that follow them, each after its size in bytes as 64 bits (`order.content_hash`).
     """
     at = 0
     for b in range(len(tokens)):

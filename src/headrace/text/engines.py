@@ -76,9 +76,7 @@ class Reference:
                 "expression, it takes too many steps: give the file of its publisher"
             ) from error
         rows = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=offsets[1:])
-        return TokenBatch(np.concatenate(rows) if rows else np.empty(0, np.int32), offsets)
+        return TokenBatch.of_counts(np.concatenate(rows) if rows else np.empty(0, np.int32), map(len, rows))
 
 
 def is_panic(error: BaseException) -> bool:
@@ -222,14 +220,6 @@ def split_pattern(pre_tokenizer: Any) -> str:
         if split.get("behavior") == "Isolated" and not split.get("invert") and "Regex" in split.get("pattern", {}):
             return split["pattern"]["Regex"]
     raise ValueError(f"its pre-tokenizer ({', '.join(map(str, kinds))}) is not one that a single pattern expresses")
-
-
-def byte_characters() -> dict[int, str]:
-    """The printable character that byte-level BPE writes for each byte."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    table = {b: chr(b) for b in plain}
-    table |= {b: chr(256 + n) for n, b in enumerate(b for b in range(256) if b not in table)}
-    return table
 
 
 # --------------------------------------------------------------------------------------------- the sample

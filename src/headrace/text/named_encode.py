@@ -1,4 +1,4 @@
-"""Encoding whose errors name the document: a tokenizer itself only says that one text of a batch failed."""
+"""Encoding whose errors name the document. A tokenizer itself only says that one text of a batch failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from headrace.text.tokenizer import Tokenizer
 
 
 def encode_named(tokenizer: Tokenizer, texts: Sequence[str], place: Callable[[int], str]) -> TokenBatch:
-    """The ids of some texts. TokenizerError if the tokenizer fails, or gives what cannot be; `place(i)` names text number i in it."""
+    """Return the ids of some texts; TokenizerError if the tokenizer fails or gives impossible ids.
+
+    Args:
+        tokenizer: The tokenizer.
+        texts: The documents.
+        place: Returns the name of document number i, for errors.
+    """
     name, size = tokenizer.name, tokenizer.vocab_size
     try:
         batch = tokenizer.encode(texts)

@@ -1,4 +1,4 @@
-"""Where a tokenizer's definition comes from: a file, a folder, a name in the local Hugging Face cache, or a tokenizer object.
+"""Definitions of tokenizers, of a file, a folder, a name in the local Hugging Face cache, or a tokenizer object.
 
 read_definition("tokenizer.json")          the bytes of the file
 read_definition("meta-llama/Llama-3.2-1B") of the folder of that name, or of the Hugging Face cache; nothing is downloaded
@@ -16,7 +16,6 @@ from typing import Any
 
 from headrace.errors import FileCorrupt, StorageError, TokenizerError
 from headrace.files import read_regular
-from headrace.text.ranks import tokenizer_json_of_ranks
 
 _MAX_FILE = 256 << 20
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -33,7 +32,7 @@ class TokenizerDefinition:
 
 
 def definition_of(given: object) -> TokenizerDefinition | None:
-    """The definition of a tokenizer object of `tokenizers` or transformers; None for any other object."""
+    """Return the definition of a tokenizer object of `tokenizers` or transformers; None for any other object."""
     if isinstance(given, TokenizerDefinition):
         return given
     inner: Any = getattr(given, "backend_tokenizer", given)
@@ -44,7 +43,7 @@ def definition_of(given: object) -> TokenizerDefinition | None:
             )
         return None
     described = json.loads(inner.to_str())
-    # A call with padding or truncation leaves its settings in the object. They are no part of the tokenizer.
+    # A call with padding or truncation leaves its settings in the object. They do not belong to the tokenizer.
     described |= {"truncation": None, "padding": None}
     name = str(getattr(given, "name_or_path", "") or type(given).__name__)
     return TokenizerDefinition(
@@ -56,13 +55,15 @@ def definition_of(given: object) -> TokenizerDefinition | None:
 
 
 def read_definition(name: str | Path, *, base: Path | None = None) -> bytes:
-    """The tokenizer.json of a path or name; TokenizerError says what was looked for.
+    """Return the tokenizer.json of a path or name; TokenizerError says where it was looked for.
 
     Args:
-        name: A tokenizer.json or .tiktoken file, a folder that holds a tokenizer.json, or the name of a model on the Hugging Face hub.
+        name: A tokenizer.json, a folder that holds a tokenizer.json, or the name of a model on the Hugging Face hub.
         base: Where a relative path starts; the working folder unless given.
     """
     file = Path(name).expanduser() if base is None else base / Path(name).expanduser()
+    if file.suffix == ".tiktoken":
+        raise TokenizerError(f"tokenizer {name} holds ranks only: give the tokenizer.json of the same vocabulary")
     try:
         if file.is_dir():
             file = file / "tokenizer.json"
@@ -77,8 +78,6 @@ def read_definition(name: str | Path, *, base: Path | None = None) -> bytes:
             raise TokenizerError(f"tokenizer {name} cannot be read from {cached}: {unreadable}") from unreadable
     except (OSError, FileCorrupt, StorageError) as error:
         raise TokenizerError(f"tokenizer {name} cannot be read: {error}") from error
-    if file.suffix == ".tiktoken":
-        return tokenizer_json_of_ranks(text, encoding=file.stem, name=str(name))
     return text
 
 
@@ -107,7 +106,7 @@ def _hub_cache() -> Path:
 def _missing(name: str | Path, file: Path) -> str:
     sentence = f"tokenizer {name} does not exist: give the path of a tokenizer.json, or leave it out to use bytes"
     text = str(name)
-    if not _REPOSITORY.fullmatch(text) or text.endswith((".json", ".tiktoken")):
+    if not _REPOSITORY.fullmatch(text) or text.endswith(".json"):
         return sentence
     return (
         f"tokenizer {name} is neither a file nor a folder ({file}), and the Hugging Face cache {_hub_cache()} has no tokenizer.json of it: "

@@ -1,4 +1,4 @@
-"""How documents become blocks of exactly `seq_len` tokens.
+"""Packing of documents into blocks of exactly `seq_len` tokens.
 
     best_fit   the longest run of documents that fits into K blocks, packed best fit decreasing: only documents longer
                than a block are cut; padding well under one per cent
@@ -28,7 +28,7 @@ from headrace.text.block_layout import best_fit, copy_run, join_documents, lay_b
 from headrace.text.token_batch import TokenBatch
 
 PACK_KERNELS = (copy_run, best_fit, join_documents, lay_blocks)
-"""What packing compiles."""
+"""The kernels of packing, for `wait_for_kernels`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Packing:
     seq_len: int
     strategy: Literal["best_fit", "concat"] = "best_fit"
     blocks: int = 64
-    """The budget of a window."""
+    """Blocks of a window."""
     bos_id: int | None = None
     eos_id: int | None = None
     pad_id: int = 0
@@ -51,20 +51,20 @@ class Packing:
 
     @property
     def budget(self) -> int:
-        """Tokens that a window asks for."""
+        """Tokens of a full window."""
         return self.seq_len * self.blocks
 
     @property
     def extra(self) -> int:
-        """Tokens that a document gets besides its own."""
+        """Tokens that are added to a document: BOS and EOS."""
         return (self.bos_id is not None) + (self.eos_id is not None)
 
     def lengths(self, encoded: np.ndarray) -> np.ndarray:
-        """Token counts of documents with BOS and EOS; a document without tokens stays empty."""
+        """Return the token counts of documents with BOS and EOS, from those without. A document without tokens stays empty."""
         return np.where(encoded > 0, encoded + self.extra, 0)
 
     def total(self, batch: TokenBatch) -> int:
-        """Tokens of documents with BOS and EOS; -1: the batch's offsets do not cover its ids."""
+        """Return the tokens of all documents with BOS and EOS; -1 if the batch's offsets do not cover its ids."""
         offsets = batch.offsets
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(batch.ids):
             return -1
@@ -76,7 +76,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Packed blocks in delivery order. Arrays are owned by the window and never written again."""
+    """Packed blocks in delivery order. The arrays belong to the window and are not written again."""
 
     tokens: np.ndarray
     """int32 [blocks, seq_len], padded."""
@@ -93,13 +93,13 @@ class Blocks:
     row_count: np.ndarray
     """int64 [blocks]: documents whose last piece lies in the block."""
     hashes: np.ndarray
-    """uint64 [blocks, 2]: the 16 bytes of each block's content hash; what the digest is made of."""
+    """uint64 [blocks, 2]: the 16 bytes of each block's content hash, of which the digest is made."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def content(self, block: int) -> bytes:
-        """The content hash of a block, worked out anew."""
+        """Compute the content hash of a block."""
         pieces = slice(int(self.piece_ptr[block]), int(self.piece_ptr[block + 1]))
         return content_hash(
             self.tokens[block, : int(self.real[block])], self.piece_len[pieces], self.piece_next[pieces]
@@ -111,11 +111,11 @@ class Unsound(NamedTuple):
 
     document: int
     place: int
-    """Of the id in its document."""
+    """Place of the id in its document."""
 
 
 class Packed(NamedTuple):
-    """What `pack` made, and where the next window begins."""
+    """The result of `pack`: blocks, and the beginning of the next window."""
 
     blocks: Blocks
     documents: int
@@ -127,7 +127,7 @@ class Packed(NamedTuple):
     empty: int
     """Documents without a token, of those used up."""
     unsound: Unsound | None
-    """The first one seen: then the blocks are of no use."""
+    """The first id outside the vocabulary. If there is one, the blocks cannot be used."""
 
 
 _ANY_ID = np.iinfo(np.int32).max
@@ -138,7 +138,7 @@ _local = threading.local()
 
 
 class _Placed(NamedTuple):
-    """Where every document goes: piece i is tokens [start[i], start[i] + length[i]) of document doc[i], in bin bin_of[i]."""
+    """The pieces of documents: piece i is tokens [start[i], start[i] + length[i]) of document doc[i], in bin bin_of[i]."""
 
     doc: np.ndarray
     start: np.ndarray
@@ -160,10 +160,15 @@ def pack(
     shuffle_key: int | None = None,
     vocabulary: int = _ANY_ID,
 ) -> Packed:
-    """Pack documents from the first on, until the window's budget is used or (`last`) there are no more.
+    """Pack documents from the first on, until the window is full.
 
-    The offsets of every batch must cover its ids (`Packing.total` tells). `offset` tokens of the first document are already delivered.
-    `shuffle_key` orders the finished blocks.
+    Args:
+        batches: The documents. The offsets of every batch must cover its ids, which `Packing.total` checks.
+        packing: The settings.
+        offset: Tokens of the first document that are already delivered (concat only).
+        last: There are no more documents: the last block of concat may be padded.
+        shuffle_key: Key of the order of the blocks; in packing order if None.
+        vocabulary: Ids from this number on are reported in `Packed.unsound`.
     """
     encoded = np.concatenate([b.counts() for b in batches]) if batches else np.empty(0, np.int64)
     lengths = packing.lengths(encoded)
@@ -178,9 +183,9 @@ def pack(
 
 
 def place_best_fit(lengths: np.ndarray, capacity: int, blocks: int = _NO_LIMIT) -> _Placed:
-    """The longest run of documents that packs into so many blocks; at least one document with tokens, however long.
+    """Pack the longest run of documents that fits into `blocks` blocks of `capacity` tokens; at least one document with tokens.
 
-    Best-fit decreasing. A document longer than a block is cut: whole blocks first, and the rest is packed like any other.
+    Best fit decreasing. A document longer than a block is cut: whole blocks first, and the rest is packed like any other document.
     """
     ends = np.cumsum(lengths)
     some = int(np.argmax(lengths > 0)) + 1 if len(lengths) and ends[-1] else len(lengths)
@@ -203,7 +208,7 @@ def place_best_fit(lengths: np.ndarray, capacity: int, blocks: int = _NO_LIMIT) 
 
 
 def _place_in_a_row(lengths: np.ndarray, capacity: int, blocks: int, offset: int, last: bool) -> _Placed:
-    """The stream of tokens from `offset` on, cut every `capacity`; reaches just over the budget, or (`last`) to its end."""
+    """Cut the joined tokens from `offset` on into blocks of `capacity`, up to just over the window's budget, or (`last`) to the end."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     count = len(lengths)
@@ -226,7 +231,7 @@ def _place_in_a_row(lengths: np.ndarray, capacity: int, blocks: int, offset: int
 def _lay(
     batches: Sequence[TokenBatch], lengths: np.ndarray, placed: _Placed, packing: Packing, shuffle_key: int | None
 ) -> Blocks:
-    """The blocks, in delivery order, the pieces of each in the order of documents."""
+    """Make the blocks, in delivery order. The pieces of a block are in the order of documents."""
     first = np.cumsum(lengths) - lengths
     stream = _scratch("stream", int(lengths.sum()))
     at = 0
@@ -263,7 +268,7 @@ def _lay(
 
 
 def _scratch(name: str, size: int) -> np.ndarray:
-    """This thread's buffer of that name: fresh pages for every window would cost more than packing it."""
+    """This thread's buffer of that name. It is used again, because fresh pages would cost more than packing."""
     held = getattr(_local, name, None)
     if held is None or len(held) < size or len(held) > _KEPT:
         held = np.empty(size, np.int32)
@@ -274,7 +279,7 @@ def _scratch(name: str, size: int) -> np.ndarray:
 def _first_unsound(
     batches: Sequence[TokenBatch], encoded: np.ndarray, placed: _Placed, packing: Packing, vocabulary: int
 ) -> Unsound | None:
-    """The first id outside the vocabulary, of those that are in a block."""
+    """The first id outside the vocabulary, of the ids that are in a block."""
     left = int(encoded[: placed.documents].sum()) + max(placed.offset - (packing.bos_id is not None), 0)
     before = 0
     for batch in batches:

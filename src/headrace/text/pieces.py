@@ -1,4 +1,4 @@
-"""Very long documents, encoded in pieces whose ids are those of the whole.
+"""Encoding of very long documents in pieces, with the ids of the whole document.
 
 An encoder takes 10 to 170 bytes of memory for every character of a text. A document is therefore cut into pieces of about
 256 Ki characters, and their ids are joined. That is exact only where a cut never moves a border of the pre-tokenizer. It holds
@@ -22,13 +22,19 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from headrace.text.engines import GPT2_PATTERN, Encode, split_pattern
-from headrace.text.ranks import CL100K_PATTERN, O200K_PATTERN
 from headrace.text.token_batch import TokenBatch
 
 PIECE = 256 << 10
 """Characters of a piece. Documents of up to twice as many are encoded whole."""
 LONGEST_PIECE = 16 << 20
 """Characters that are encoded at once at most: 2.6 GB of memory with `tokenizers`."""
+CL100K_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K_PATTERN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN2 = CL100K_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 _PATTERNS = frozenset({GPT2_PATTERN, CL100K_PATTERN, O200K_PATTERN, _QWEN2})
 # Letters and other characters that were so in every version of Unicode that an encoder may know.
@@ -36,10 +42,9 @@ _CUT = re.compile(r"[A-Za-zА-Яа-яぁ-ゖァ-ヺ一-龥가-힣](?=[\t\n\r -&(
 
 
 class Pieces:
-    """Where documents may be cut for one tokenizer."""
+    """The places where documents may be cut for one tokenizer, whose tokenizer.json is `definition`."""
 
     def __init__(self, definition: bytes) -> None:
-        """`definition`: the tokenizer.json."""
         added = _cuttable(json.loads(definition))
         self.exact = added is not None
         """Whether documents may be cut at all."""
@@ -47,7 +52,7 @@ class Pieces:
         self._reach = max(map(len, self._added), default=0)
 
     def cuts_of(self, text: str) -> list[int]:
-        """Where each piece of a text ends; the last ends with the text."""
+        """Return the end of each piece of a text; the last piece ends with the text."""
         ends: list[int] = []
         at = 0
         while self.exact and len(text) - at > 2 * PIECE:
@@ -61,7 +66,7 @@ class Pieces:
         return [*ends, len(text)]
 
     def refusal(self, text: str) -> str | None:
-        """Why a text cannot be encoded without taking too much memory; None if it can."""
+        """Return why a text would take too much memory to encode; None if it can be encoded."""
         if len(text) <= LONGEST_PIECE:
             return None
         ends = self.cuts_of(text)
@@ -73,7 +78,7 @@ class Pieces:
         return f"it has {len(text):,} characters, and this tokenizer can only encode a document as a whole, of at most {LONGEST_PIECE:,}"
 
     def encoder(self, encode: Encode) -> Encode:
-        """`encode` with the same ids and less memory for long texts."""
+        """Return an encoder with the ids of `encode` that takes less memory for long texts."""
 
         def in_pieces(texts: Sequence[str]) -> TokenBatch:
             if not texts or max(map(len, texts)) <= 2 * PIECE:

@@ -1,4 +1,4 @@
-"""Documents as token ids at rest: shards that are mapped, an index of blocks over them, a manifest that names them all.
+"""Prepared tokens on disk: shards that are mapped, an index of blocks, and a manifest.
 
     prepared/web-mix/
       manifest.json                        sources, shards, counts, checksums, tokenizer; published last
@@ -6,14 +6,14 @@
       tokens/web/tokens-00000.safetensors  tokens, document offsets, a checksum for every 4,096 tokens
       tokens/web/best_fit-2048-00000.…     the pieces of every block of that shard
 
-Documents stand in row order with their BOS and EOS, and none is divided between shards. So a shard serves every seq_len
+Documents are in row order with their BOS and EOS, and none is divided between shards. So a shard serves every seq_len
 and both ways of packing: a `concat` block is a run of tokens, a `best_fit` block is a few runs found through the index.
-Storing the tokens in packed order instead would make every block one run, but for one seq_len only; reading the runs of a
+Tokens in packed order would make every block one run, but for one seq_len only; reading the runs of a
 block costs little more than reading one (benchmarks/prepared.py).
 
-What a reader trusts was checked before: the header and the small arrays when a shard is mapped, every segment of tokens
-the first time a block touches it. A file that is cut short while it is mapped ends the process (SIGBUS); sizes are
-compared when a folder is opened, and nothing here ever shortens a file.
+Everything is checked before it is used: the header and the small arrays when a shard is mapped, every segment of tokens
+the first time a block needs it. A file that is cut short while it is mapped ends the process (SIGBUS); sizes are
+compared when a folder is opened, and nothing here shortens a file.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ import numpy as np
 import xxhash
 
 from headrace.errors import DataError, FileCorrupt
-from headrace.files import (
-    open_container,
-    publish,
-    read_json,
-    write_container,
-)
+from headrace.files import open_container, publish, read_json, write_container
 from headrace.order import fingerprint_json
 from headrace.runtime.compiled import wait_for_kernels
 from headrace.text.block_layout import best_fit
@@ -43,10 +38,10 @@ from headrace.text.token_batch import TokenBatch
 
 MANIFEST = "manifest.json"
 SHARD_FOLDER = "tokens"
-"""Holds a folder for every source, so that no name of a source can be that of another file."""
+"""Holds a folder for every source, so that the name of a source cannot be that of another file."""
 WINDOW_BLOCKS = 2048
-"""Documents are packed in runs of this many blocks. Nothing waits for a run here, so it can be long: .04 % of padding where
-runs of 512 blocks leave .17 and runs of 64 leave 1.1 (seq_len 2,048, log-normal documents, median 400)."""
+"""Documents are packed in runs of this many blocks. Long runs leave less padding: 0.04 % where runs of 64 blocks leave 1.1 %
+(seq_len 2,048, log-normal documents, median 400)."""
 SEGMENT = 4096
 """Tokens that share a checksum. 8 KiB of uint16: a block of 2,048 tokens touches one or two."""
 _KIND, _VERSION = "headrace-prepared", 2
@@ -56,12 +51,12 @@ _SAFE_NAME = re.compile(r"\w[\w.-]{0,127}")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """uint16 where every id fits, else uint32."""
+    """Return uint16 if every id fits, else uint32."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 def lay_documents(batch: TokenBatch, packing: Packing, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Documents joined end to end, with BOS and EOS as the packing says, and how many tokens each has."""
+    """Return documents joined end to end, with BOS and EOS as the packing says, and the token count of each."""
     lengths = packing.lengths(batch.counts()).astype(np.int64)
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
@@ -83,7 +78,7 @@ def lay_documents(batch: TokenBatch, packing: Packing, dtype: np.dtype) -> tuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """One shard as the manifest names it."""
+    """The entry of a shard in the manifest."""
 
     file: str
     first_row: int
@@ -111,7 +106,7 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True)
 class TokenShard:
-    """A mapped shard. Its tokens are checked segment by segment as they are read; the rest was checked when it was mapped."""
+    """A mapped shard. Its tokens are checked segment by segment as they are read; the other arrays when it is mapped."""
 
     entry: ShardEntry
     tokens: np.ndarray
@@ -129,7 +124,15 @@ def shard_name(number: int) -> str:
 def write_shard(
     path: Path, tokens: np.ndarray, lengths: np.ndarray, *, first_row: int, bad: int, about: Mapping[str, Any]
 ) -> ShardEntry:
-    """Publish a shard; how the manifest names it. The same documents always give the same bytes."""
+    """Publish a shard and return its entry for the manifest. The same documents always give the same bytes.
+
+    Args:
+        path: The file.
+        tokens, lengths: As `lay_documents` returns them.
+        first_row: Row of the source at which the shard begins.
+        bad: Rows that were left out.
+        about: More values for the header.
+    """
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     starts = np.arange(0, len(tokens), SEGMENT, dtype=np.int64)
@@ -152,7 +155,7 @@ def write_shard(
 
 
 def open_shard(path: Path, expected: ShardEntry | None = None, *, full: bool = False) -> TokenShard:
-    """Map a shard. `expected` is what the manifest says of it; `full` reads and checks all of it now."""
+    """Map a shard. `expected`: its entry in the manifest. `full`: read and check all of it now."""
     container = open_container(path, verify=full)
     try:
         meta, arrays = container.meta, container.arrays
@@ -218,7 +221,7 @@ class PackedShard:
 
 
 def pack_shard(offsets: np.ndarray, seq_len: int) -> PackedShard:
-    """Best-fit decreasing over runs of documents that fill 2,048 blocks; a pure function of the documents' lengths."""
+    """Pack a shard's documents by best fit decreasing, in runs that fill 2,048 blocks. A pure function of the documents' lengths."""
     wait_for_kernels(best_fit)
     lengths = np.diff(offsets).astype(np.int64)
     ptrs: list[np.ndarray] = [np.zeros(1, np.int64)]
@@ -253,7 +256,7 @@ def write_packed(path: Path, packed: PackedShard, *, seq_len: int, of: ShardEntr
 
 
 def open_packed(path: Path, *, seq_len: int, of: ShardEntry) -> PackedShard:
-    """Map the index of one shard, checked as a whole: it is a fiftieth of the tokens."""
+    """Map the index of one shard and check all of it: it is a fiftieth of the tokens' size."""
     container = open_container(path)
     arrays = container.arrays
     if container.meta != _packed_meta(seq_len, of):
@@ -275,7 +278,7 @@ def _packed_meta(seq_len: int, of: ShardEntry) -> dict[str, Any]:
 
 
 def write_packed_counts(folder: Path, seq_len: int, data: str, blocks: Mapping[str, Sequence[int]]) -> None:
-    """Publish how many blocks each shard has: from here on the index is complete."""
+    """Publish the number of blocks of each shard. It is the last file of an index: from here on the index is complete."""
     body = {"kind": "headrace-packed", "version": _VERSION, "seq_len": seq_len, "window": WINDOW_BLOCKS, "data": data,
             "blocks": {name: [int(n) for n in counts] for name, counts in blocks.items()}}  # fmt: skip
     publish_checked(folder / f"best_fit-{seq_len}.json", body)
@@ -353,7 +356,7 @@ class PreparedManifest:
     pad_id: int
     seq_len: int
     pack: Literal["best_fit", "concat"]
-    """The config's packing: what a reader gets who asks for no other."""
+    """The config's packing, which readers use unless they choose another."""
     sources: tuple[PreparedSource, ...]
 
     def __post_init__(self) -> None:
@@ -375,7 +378,7 @@ class PreparedManifest:
 
     @classmethod
     def read(cls, folder: Path) -> PreparedManifest:
-        """The manifest of a folder, checked; nothing in it can name a file outside."""
+        """Read and check the manifest of a folder. No entry can name a file outside it."""
         path = folder / MANIFEST
         if not path.exists():
             raise DataError(
@@ -403,7 +406,7 @@ def publish_checked(path: Path, body: Mapping[str, Any]) -> None:
 
 
 def read_checked(path: Path, kind: str) -> dict[str, Any]:
-    """The object that `publish_checked` wrote, without kind, version and checksum."""
+    """Return the object that `publish_checked` wrote, without kind, version and checksum."""
     try:
         body = read_json(path, _MAX_JSON, follow=True)
     except FileNotFoundError as error:
@@ -419,7 +422,7 @@ def read_checked(path: Path, kind: str) -> dict[str, Any]:
     checksum = body.pop("checksum", None)
     try:
         is_whole = checksum == fingerprint_json(body)
-    except ValueError:  # numbers and characters that no JSON of ours has
+    except ValueError:  # numbers and characters that `publish_checked` never writes
         is_whole = False
     if not is_whole:
         raise FileCorrupt(f"{path} is damaged: it fails its own checksum. {_REMEDY}.")

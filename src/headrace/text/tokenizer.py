@@ -3,7 +3,6 @@
     load_tokenizer("tokenizer.json")   any Hugging Face tokenizer file, or a folder that holds one
     load_tokenizer("org/name")         the same from the local Hugging Face cache
     load_tokenizer(AutoTokenizer...)   a tokenizer object of transformers or `tokenizers`
-    load_tokenizer("cl100k_base.tiktoken")   a vocabulary as tiktoken publishes them
     load_tokenizer(None)               bytes: 256 ids and three special tokens; needs no file
     train_bpe(texts, 4096)             a small byte-level BPE, for corpora that come without a tokenizer
 
@@ -64,9 +63,7 @@ class ByteTokenizer:
 
     def encode(self, texts: Sequence[str]) -> TokenBatch:
         raw = [text.encode() for text in texts]
-        offsets = np.zeros(len(raw) + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, raw), np.int64, len(raw)), out=offsets[1:])
-        return TokenBatch(np.frombuffer(b"".join(raw), np.uint8).astype(np.int32), offsets)
+        return TokenBatch.of_counts(np.frombuffer(b"".join(raw), np.uint8).astype(np.int32), map(len, raw))
 
     def decode(self, ids: np.ndarray) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -143,7 +140,7 @@ def load_tokenizer(
     """Load the tokenizer of a path, a name or an object, or the byte tokenizer for None and "bytes".
 
     Args:
-        given: The path of a tokenizer.json, .tiktoken file or folder; a name such as "org/name", which is looked up in the local Hugging Face cache where no such
+        given: The path of a tokenizer.json or of its folder; a name such as "org/name", which is looked up in the local Hugging Face cache where no such
             path exists; a `tokenizers.Tokenizer`; or a transformers tokenizer.
         eos: The token that ends a document; found under its usual names, or in the object, unless given.
         bos: The token that begins a document, likewise.

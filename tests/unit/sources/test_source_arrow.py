@@ -5,7 +5,8 @@ import pyarrow as pa
 import pytest
 
 from headrace.errors import DataChanged, DataError
-from headrace.formats.arrow_messages import Batch
+from headrace.formats.arrow import PlacedMessage
+from headrace.formats.arrow_messages import BATCH, Batch
 from headrace.formats.byte_file import RawFile
 from headrace.sources import Source, open_source, text_arrow
 from headrace.sources.text_arrow import ArrowTexts
@@ -237,7 +238,7 @@ def test_a_batch_that_claims_views_without_end_is_refused_before_memory_is_taken
     for views in ((2**62,), (-1,), ()):
         batch = Batch(rows=1, nodes=((1, 0),), buffers=((0, 0),) * 3, codec="", views=views)
         with pytest.raises(DataError, match=r"fewer than its schema|how many buffers its views have"):
-            column.buffers(RawFile(tmp_path / "d.arrow"), 0, batch, 0, 100)
+            column.buffers(RawFile(tmp_path / "d.arrow"), PlacedMessage(0, 100, 100, BATCH, b""), batch)
 
 
 @pytest.mark.parametrize("form", ["stream", "file"])

@@ -1,7 +1,6 @@
 """A compressed shard gives the rows of its text, from any place in it; a bad one is a sentence or a hole."""
 
 import gzip
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import pyarrow as pa
 import pytest
 
 from headrace.errors import DataChanged, DataError, StorageError
-from headrace.order import file_fingerprint
 from headrace.sources import Source, open_source
 
 ROWS = [f"row {i} " + "é\u2028x" * (i % 40) for i in range(4000)]
@@ -215,55 +213,35 @@ def test_a_text_that_changed_in_a_packed_shard_of_equal_size_is_refused_when_rea
         changed.read(0)
 
 
-def test_a_full_check_compares_the_copy_with_the_shard_it_was_made_of(tmp_path):
-    path = tmp_path / "d.txt.zst"
-    text = b"".join(b"%07d\n" % i for i in range(400_000))
-    path.write_bytes(stored(text))
-    status = path.stat()
-    with opened(tmp_path, path.name) as source:
-        texts_of(source)
-    before = file_fingerprint(path, status.st_size)
-    for row in range(50_000, 350_000, 9_000):  # a place between the sampled blocks
-        path.write_bytes(stored(text.replace(b"%07d\n" % row, b"X%06d\n" % row, 1)))
-        if file_fingerprint(path, status.st_size) == before:
-            break
-    else:
-        pytest.fail("every place tried lies in a sampled block")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(DataChanged, match=r"d.txt.zst unpacks to another text"):
-        opened(tmp_path, path.name, full_check=True)
-    with opened(tmp_path, path.name, accept_changes=True) as source:
-        assert sum(t.startswith("X") for t in texts_of(source)) == 1
-
-
-BOMB = """
+BOMBS = """
 import sys
 from pathlib import Path
 from headrace.errors import DataError
 from headrace.sources import Source, open_source
 folder = Path(sys.argv[1])
-import pyarrow, zlib
+import pyarrow
 def peak_mib():
     return int(next(row for row in open("/proc/self/status") if row.startswith("VmHWM")).split()[1]) // 1024
 base = peak_mib()
-try:
-    open_source(Source(f"txt:{sys.argv[2]}", split="line"), base=folder, cache=folder / "cache")
-except DataError as error:
-    print(error)
+for name in ("d.txt.gz", "d.txt.zst"):
+    try:
+        open_source(Source(f"txt:{name}", split="line"), base=folder, cache=folder / "cache")
+    except DataError as error:
+        print(error)
 print(peak_mib() - base)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to read the peak of memory")
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_bomb_is_refused_before_it_fills_memory_or_disk(tmp_path, suffix):
-    zeros = bytes(400 << 20) if suffix == ".gz" else b""
-    data = gzip.compress(zeros, 1) if suffix == ".gz" else zst(bytes(300 << 20)) * 20
-    (tmp_path / f"d.txt{suffix}").write_bytes(data)
+def test_bombs_are_refused_before_they_fill_memory_or_disk(tmp_path):
+    zeros = bytes(128 << 20)
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(zeros, 1))
+    (tmp_path / "d.txt.zst").write_bytes(zst(zeros) * 20)
     done = subprocess.run(
-        [sys.executable, "-c", BOMB, tmp_path, f"d.txt{suffix}"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", BOMBS, tmp_path], capture_output=True, text=True, timeout=60, check=True
     )
     *said, mib = done.stdout.strip().splitlines()
-    assert "unpacks to more than 200 times its size" in said[0]
+    assert [line.partition(" ")[0][-4:] for line in said] == ["t.gz", ".zst"]
+    assert all("unpacks to more than 200 times its size" in line for line in said)
     assert int(mib) < 64
     assert sum(path.stat().st_size for path in tmp_path.glob("cache/unpacked/*")) == 0

@@ -65,7 +65,7 @@ def test_a_corpus_that_lost_a_shard_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "_MOST_BYTES", 20_000)
     with open_source(Source("sample:code"), cache=tmp_path) as source:
         (source.manifest.root / "code-2.jsonl").unlink()
-    with pytest.raises(DataChanged, match=r"is not what was made there\. Remove the folder"):
+    with pytest.raises(DataChanged, match=r"was changed\. Remove the folder"):
         open_source(Source("sample:code"), cache=tmp_path)
 
 

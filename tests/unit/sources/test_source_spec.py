@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.sources import Source, sample_names
+from headrace.sources import Source
 
 
 def test_a_one_line_spec_equals_the_same_fields():
@@ -144,10 +144,6 @@ def test_the_options_of_a_hub_dataset_stand_in_one_line_too():
 
 def test_a_file_url_is_a_path():
     assert Source("jsonl:file:///data/web/*.jsonl").place == "/data/web/*.jsonl"
-
-
-def test_samples_are_prose_and_code():
-    assert sample_names() == ("prose", "code")
 
 
 def test_a_source_survives_pickling():

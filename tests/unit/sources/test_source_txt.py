@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError, CursorMismatch, DataError
-from headrace.formats import text_files
+from headrace.formats import lines as line_format
 from headrace.loader import Loader, TextDataset
 from headrace.sources import Source, open_source
 
@@ -59,7 +59,7 @@ LINES = st.lists(st.sampled_from(["", " ", "\t\r", "a", " b", "c\r", "é漢", "x
 def test_paragraphs_are_those_of_a_plain_reading_whatever_the_blocks_and_chunks(lines, ended, block, chunk_bytes):
     data = ("\n".join(lines) + ("\n" if ended else "")).encode()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_files, "BLOCK_BYTES", block)
+        patch.setattr(line_format, "BLOCK_BYTES", block)
         assert documents(written(Path(folder), data), "paragraph", chunk_bytes) == by_hand(data)
 
 
