@@ -355,7 +355,9 @@ def test_starting_over_after_the_predecessor_is_gone_says_what_to_do(counted, tm
     provider.folder.write_commit_points({"train": {"g": 16, "at": [[2, 0]], "start": [16]}})
     for path in (tmp_path / "spool" / "queue" / "train").iterdir():
         path.unlink()
-    with pytest.raises(DataError, match=r"file 2 of train cannot be made, because the file before it.*force_regenerate"):
+    with pytest.raises(
+        DataError, match=r"file 2 of train cannot be made, because the file before it.*force_regenerate"
+    ):
         provider.run(max_files=1)
 
 
