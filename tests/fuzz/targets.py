@@ -607,7 +607,7 @@ def read_arrival_log(path: Path) -> Any:
 
     run_folder(path.parents[1] / "run.json")
     rollouts = [arrival.rollout() for arrival in read_arrivals(path) if not arrival.failed]
-    return len(rollouts), len(pages.rollout(read_view(path.parents[1]), 4)["rollouts"])
+    return len(rollouts), len(pages.rollouts(read_view(path.parents[1]), 4)["rollouts"])
 
 
 target("arrival log", "arrivals/step_000000000003.log", arrivals)(read_arrival_log)

@@ -226,7 +226,8 @@ def evil_runs(root: Path) -> None:
         json.dumps({"step": 1, "env": EVIL, "task": EVIL, "prompt": EVIL, "answer": EVIL, "reward": 1}) + "\n"
     )
     (rl / "arrivals").mkdir()
-    records = [record(0, env=EVIL, prompt=EVIL, completion=EVIL, metrics={EVIL: 1.0}), record(1, env=EVIL, failed=EVIL)]
+    env = EVIL.replace("/", "")  # no environment has a slash in its name
+    records = [record(0, env=env, prompt=EVIL, completion=EVIL, metrics={EVIL: 1.0}), record(1, env=env, failed=EVIL)]
     (rl / "arrivals" / "step_000000000001.log").write_bytes(b"".join(records))
 
 

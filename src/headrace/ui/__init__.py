@@ -2,10 +2,10 @@
 
 metrics_index  metrics.jsonl by key: bounded memory, spikes kept, follows a growing file
 run_view       a run folder as the pages see it: state, config, journal, metrics
-findings       what is wrong with a run, the worst first, each with a remedy
-pages          what each page shows, as JSON
+findings       the problems of a run, the worst first, each with a remedy
+pages/         content of each page as JSON, one module a page
 questions      documents of a step, find, diff: answered by headrace.provenance in a worker process
-server         the live page (Starlette, uvicorn): who may ask, and what
+server         the live page (Starlette, uvicorn): routes, access rules, limits
 static_page    the report: one HTML file with the data inside
 picture        panels as a PNG, for documents
 assets/        the page itself: HTML, CSS, JavaScript; no build step, no library

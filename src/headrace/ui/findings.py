@@ -1,7 +1,7 @@
-"""What is wrong with a run, in sentences: the worst first, each with what to do about it and the curve that shows it.
+"""The problems of a run in sentences: the worst first, each with a remedy and the metric that shows it.
 
-A finding is for the reader who has a minute. Three kinds are looked for: the state of the run (dead, stalled), the last
-lines (waits, loss, speed), and metrics outside the healthy range that their declaration gives.
+Three kinds are looked for: the state of the run (dead, stalled), the last lines (waits, loss, speed), and metrics outside
+the healthy range that their declaration gives.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 
 from headrace.ui.metrics_index import Line, is_number
-from headrace.ui.run_view import RunView
-
-__all__ = ["Finding", "find_problems", "healthy_range", "recent_waits"]
+from headrace.ui.run_view import SPEEDS, RunView
 
 _OUTSIDE = 0.1
 """A metric outside its healthy range for more than this share of the lines is a finding."""
@@ -23,12 +21,13 @@ _RECENT_STEPS = 100
 _WAIT_SHARE = 0.05
 """Exposed wait above this share of the step time is a finding; above four times as much it is bad."""
 _STARTUP = 10
-"""Steps of a run's start whose waits are not held against it: compiling, first windows."""
+"""Steps at a run's start whose waits are ignored: compiling, first windows."""
 _MIX_BAND = 0.02
+"""Largest distance between a source's share of the tokens and its target."""
 _LOPSIDED = 10.0
-"""Largest over smallest share of the picks from which on a mix is called lopsided."""
+"""Ratio of the largest to the smallest number of picks from which a mix is called lopsided."""
 _SPREAD = 0.3
-"""How far apart the fractions of the pool's files that are left may be."""
+"""Largest healthy difference between the remaining fractions of the pool's files."""
 _SINCE = "stream_mixing/active/steps_since_pick_max"
 _EXHAUSTED = "stream_mixing/refill/exhaust_events"
 _MODALITIES = "stream_mixing/active/modalities/"
@@ -50,44 +49,44 @@ _REMEDIES = (
 
 _LAG = "Something blocks the event loop of the environments, or the machine is busy with other work. Look for slow code in `play` and in reward functions; give the run more cores."
 _RANGE_REMEDIES = {"event_loop_lag/p99": _LAG, "event_loop_lag/median": _LAG}
-"""What to do about a metric outside its range, where its meaning does not say."""
+"""Remedies for metrics outside their range, in place of the metric's meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something to look at."""
+    """A problem of a run."""
 
     key: str
-    """The metric that shows it."""
+    """The metric that shows it; empty if none does."""
     title: str
     sentence: str
     remedy: str = ""
     severity: str = "warn"
     """bad or warn."""
     step: int | None = None
-    """A step to open, where one stands out."""
+    """A step to open, if one stands out."""
     weight: float = 0.0
-    """Findings of a severity are ordered by this, the largest first."""
+    """Findings of one severity are ordered by this, the largest first."""
     rule: str = ""
-    """Which check found it: stable, for machines."""
+    """Name of the check that found it. It does not change between versions."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def find_problems(view: RunView, status: Mapping[str, Any]) -> list[Finding]:
-    """Everything that is wrong, the worst first."""
+    """All problems of a run, the worst first. `status`: what `view.status()` returned."""
     found: list[Finding] = []
     for check in (_state, _loss, _waits, _speed, _mix, _left_out, _ledger, _streams, _rollouts, _ranges):
         found += check(view, status)
-    # A rule about one metric says more than its healthy range.
+    # A check of its own says more about a metric than its healthy range.
     said = {f.key for f in found if f.rule != "range"}
     kept = [f for f in found if f.rule != "range" or f.key not in said]
     return sorted(kept, key=lambda f: (f.severity != "bad", -f.weight))
 
 
 def recent_lines(view: RunView, steps: int = _RECENT_STEPS) -> list[Line]:
-    """The lines of the last `steps` steps, without those of the run's start."""
+    """The lines of the last `steps` steps, without the run's start."""
     lines = list(view.index.recent)
     if not lines:
         return []
@@ -96,7 +95,7 @@ def recent_lines(view: RunView, steps: int = _RECENT_STEPS) -> list[Line]:
 
 
 def recent_waits(view: RunView) -> tuple[dict[str, float], float, int]:
-    """Seconds by wait over the recent lines, the step time they are part of, and the steps looked at."""
+    """Seconds by wait over the recent lines, the step time that they are part of, and the number of steps."""
     lines = recent_lines(view)
     waits: dict[str, float] = {}
     total = 0.0
@@ -110,7 +109,7 @@ def recent_waits(view: RunView) -> tuple[dict[str, float], float, int]:
 
 
 def healthy_range(view: RunView, key: str) -> tuple[float, float] | None:
-    """In which range a metric needs no look: as declared, or as the config makes it."""
+    """The healthy range of a metric: as declared, or as it follows from the config; None if it has none."""
     if key == _SINCE:
         size = view.section("streams").get("num_streams_mixed", 8)
         return (0.0, 5.0 * size) if isinstance(size, int) else None
@@ -130,7 +129,7 @@ def _state(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
     if status["state"] == "dead":
         yield Finding(
             rule="dead", key="", severity="bad", weight=1e9, title="The run died",
-            sentence=f"No process holds the run's lock, and it did not say how it ended. Its last line is of step {status['step']:,}.",
+            sentence=f"No process holds the run's lock, and the run wrote no summary of its end. Its last line is of step {status['step']:,}.",
             remedy=f"Continue it: headrace run --resume {view.path}",
         )  # fmt: skip
     times = [r["time"] for r in list(view.index.recent)[-50:] if is_number(r.get("time"))]
@@ -138,7 +137,7 @@ def _state(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
         usual, silent = float(np.median(np.diff(times))), status["now"] - times[-1]
         if silent > max(20 * usual, 60):
             yield Finding(
-                rule="stalled", key="seconds", severity="bad", weight=1e8, title="The run stands still",
+                rule="stalled", key="seconds", severity="bad", weight=1e8, title="The run has stalled",
                 sentence=f"No line for {_duration(silent)}; lines usually come every {_duration(usual)}.",
                 remedy="Look at the run's terminal. A wait that passes its deadline (run.deadline) ends the run with an error that names it.",
             )  # fmt: skip
@@ -165,7 +164,7 @@ def _loss(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
         ended = bool(finite) and finite[-1]["step"] > missing[-1]["step"]
         yield Finding(
             rule="nan", key="train/loss", severity="warn" if ended else "bad", weight=1e7, step=first, title="The loss is not a number",
-            sentence=f"The loss is NaN or infinite in {_many(len(missing), 'line')}, first at step {first:,}.",
+            sentence=f"The loss is NaN or infinite in {many(len(missing), 'line')}, first at step {first:,}.",
             remedy=f"Read the documents of step {first:,}; lower train.lr, or skip the steps: headrace run --resume {view.path} --run.skip {first}:{first + 1}",
         )  # fmt: skip
     _, norms = view.index.means("train/grad_norm")
@@ -181,7 +180,7 @@ def _loss(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
             sentence=f"At step {extremes[3]:,} the gradient norm is {extremes[2]:.3g}; its median is {float(np.median(norms)):.3g}.",
             remedy=f"Read the documents of step {extremes[3]:,}. train.grad_clip keeps such a step from moving the weights far.",
         )  # fmt: skip
-    if view.kind == "streams":  # each step has the loss of one modality: jumps are no spikes
+    if view.kind == "streams":  # a step has the loss of one modality, so the loss jumps from step to step
         return
     worst: tuple[float, Line, float] | None = None
     values = np.array([line["train/loss"] for line in finite])
@@ -208,7 +207,7 @@ def _waits(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
     lines = recent_lines(view)
     for name, seconds in list(waits.items())[:3]:
         share = seconds / total
-        # A step of RL waits for its rollouts by nature: only most of the time is too much.
+        # An RL step always waits for its rollouts: only more than half of its time is a finding.
         limit = 0.5 if name.startswith("rollouts.") else _WAIT_SHARE
         if share <= limit:
             continue
@@ -230,7 +229,7 @@ def _remedy(wait: str) -> str:
 
 
 def _speed(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
-    for key, unit in (("tokens_per_second", "tokens/s"), ("cells_per_second", "cells/s")):
+    for key, unit in SPEEDS:
         _, all_lines = view.index.means(key)
         recent = [line[key] for line in recent_lines(view) if is_number(line.get(key))]
         if len(all_lines) < 20 or len(recent) < 3:
@@ -271,8 +270,8 @@ def _left_out(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
         count = int(view.index.total(key))
         if count:
             yield Finding(
-                rule="left_out", key=key, weight=100 + min(count, 100), title=f"{_many(count, what)} could not be read",
-                sentence=f"{_many(count, what)} of the sources could not be read and {'was' if count == 1 else 'were'} left out by policy (on_bad).",
+                rule="left_out", key=key, weight=100 + min(count, 100), title=f"{many(count, what)} could not be read",
+                sentence=f"{many(count, what)} of the sources could not be read and {'was' if count == 1 else 'were'} left out by policy (on_bad).",
                 remedy="The journal names each: headrace inspect RUN. Mend the files before the next run.",
             )  # fmt: skip
     padding, tokens = view.index.total("data/padding"), view.index.total("data/tokens")
@@ -370,7 +369,7 @@ def _rollouts(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
         if count:
             yield Finding(
                 rule="refused", key=key, weight=150, title=f"Rollouts are refused: {cause}",
-                sentence=f"{_many(count, 'rollout')} could not become samples ({cause}).",
+                sentence=f"{many(count, 'rollout')} could not become samples ({cause}).",
                 remedy="The rollout viewer shows their errors.",
             )  # fmt: skip
 
@@ -435,7 +434,8 @@ _TITLES = {
 }
 
 
-def _many(count: int, what: str) -> str:
+def many(count: int, what: str) -> str:
+    """`1 line`, `2 lines`."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 

@@ -1,33 +1,34 @@
-"""Index of a metrics.jsonl: bounded memory, every spike kept, kept up to date while a run appends to the file.
+"""Index of a metrics.jsonl: bounded memory, every spike kept, updated while a run appends to the file.
 
     index = MetricsIndex(run / "metrics.jsonl")
     index.update()                                    read what was appended since the last call
     index.curve("train/loss", points=800)             {"steps": [...], "values": [...]}, at most about 800 of them
-    index.curve("train/loss", first=4000, last=4500)  the same between two steps, read again from the file where buckets are coarse
+    index.curve("train/loss", first=4000, last=4500)  the same between two steps, read again from the file if buckets are coarse
 
 Lines are collected in buckets of `stride` lines. A bucket keeps, for every key, the least and the greatest value with their steps,
 the sum and the count. When all buckets are full, pairs of them are merged and the stride doubles, so the memory depends on the number of keys
-alone. A bucket knows the file offset of its first line, so any range of steps can be read again line by line.
+alone. A bucket has the file offset of its first line, so any range of steps can be read again line by line.
 
-A run that was killed and resumed trains some steps twice. A line whose step is not above the last one takes the place of everything from that
+A run that was killed and resumed trains some steps twice. A line whose step is not above the last one replaces all lines from that
 step on; the bucket in which that step lies is read again.
 
-A counter (Reduction.SUM) is indexed per step: its value over `steps_in_interval`. Otherwise the first line of a run, which covers one step,
+A counter (Reduction.SUM) is indexed per step: its value divided by `steps_in_interval`. Otherwise the first line of a run, which covers one step,
 would look like a collapse beside lines that cover ten.
 
 A file of more than `SKETCH_BYTES` takes seconds to read whole. `sketch` shows it at once, from lines at evenly spaced offsets; `update` reads the
-rest in slices, and `progress` says how far it is.
+file in slices, and `progress` is the share that was read.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
@@ -37,11 +38,9 @@ import orjson
 from headrace.errors import DataError, HeadraceError
 from headrace.files import open_regular
 
-__all__ = ["MAX_KEYS", "SKETCH_BYTES", "MetricsIndex", "sampled_lines"]
-
 BUCKETS = 2048
 MAX_KEYS = 1500
-"""Keys that are indexed; further keys of a file are counted, not kept."""
+"""Most keys that are indexed. Further keys of a file are only counted."""
 MAX_LINE = 1 << 20
 SKETCH_BYTES = 24 << 20
 RECENT = 1024
@@ -51,7 +50,7 @@ _MAX_BYTES = 4 << 30
 _SKETCH_LINES = 600
 _MAX_STEP = 1 << 53
 _RANGE_BYTES = 48 << 20
-"""Largest part of the file that is read again for one question."""
+"""Most bytes of the file that are read again for one range of steps."""
 
 _NOT_JSON = re.compile(rb"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[ ,}\]])")
 
@@ -59,13 +58,13 @@ Line = dict[str, Any]
 
 
 def parse_line(line: bytes) -> Line | None:
-    """The record of a line; None for a torn or foreign one."""
+    """The record of a line; None if the line is torn or foreign."""
     if len(line) > MAX_LINE:
         return None
     try:
         record = orjson.loads(line)
     except ValueError:
-        # Python's json writes NaN and Infinity, which are no JSON: the line is good, the value is no number.
+        # Python's json writes NaN and Infinity, which are not JSON. The line is valid; the value is read as null.
         try:
             record = orjson.loads(_NOT_JSON.sub(b"null", line))
         except ValueError:
@@ -74,7 +73,7 @@ def parse_line(line: bytes) -> Line | None:
 
 
 def _parsed(pieces: Sequence[bytes]) -> list[Line | None]:
-    """The record of each line. All at once, which is twice as fast, unless one of them is damaged."""
+    """The record of each line, None if it is damaged. All lines are parsed at once, which is twice as fast, unless one is damaged."""
     try:
         values = orjson.loads(b"[" + b",".join(pieces) + b"]")
     except ValueError:
@@ -90,7 +89,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _column(records: Sequence[Line], key: str) -> np.ndarray:
-    """The values of a key as float64, NaN where a record has no finite number."""
+    """The values of a key as float64; NaN if a record has no finite number."""
     values = [r.get(key) for r in records]
     if set(map(type, values)) <= _PLAIN:
         try:
@@ -107,7 +106,7 @@ _PLAIN = {int, float, type(None)}
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a value can be drawn: a finite number that is no flag."""
+    """Whether a value can be drawn: a finite int or float, not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
 
 
@@ -119,12 +118,12 @@ def _is_finite(value: int | float) -> bool:
 
 
 def open_metrics(path: Path) -> BinaryIO:
-    """Open a file of a run for reading. DataError for one that is missing, cannot be read, is no regular file, or is larger than metrics get."""
+    """Open a metrics file for reading. DataError if it is missing, cannot be read, is not a regular file or is too large."""
     try:
         handle = os.fdopen(open_regular(path), "rb", buffering=0)
     except FileNotFoundError:
         raise DataError(
-            f"{path} does not exist: the run has written no metrics yet, or this is no run folder"
+            f"{path} does not exist: the run has written no metrics yet, or this is not a run folder"
         ) from None
     except (HeadraceError, OSError) as error:
         raise DataError(str(error)) from error
@@ -138,7 +137,7 @@ def open_metrics(path: Path) -> BinaryIO:
 
 
 def sampled_lines(path: Path, count: int) -> list[Line]:
-    """About `count` records at evenly spaced offsets of a file, the last one included; all of a file that is short."""
+    """About `count` records at evenly spaced offsets of a file, the last record included; all records of a short file."""
     with open_metrics(path) as handle:
         size = os.fstat(handle.fileno()).st_size
         if size <= max(count, 1) * 4096:
@@ -161,12 +160,18 @@ def sampled_lines(path: Path, count: int) -> list[Line]:
 
 
 class MetricsIndex:
-    """What a metrics file holds, by key. `update` is called by one thread at a time; questions may come from others."""
+    """The content of a metrics file by key. One thread at a time may call `update`; any thread may read."""
 
     def __init__(
         self, path: Path, *, per_step: Callable[[str], bool] = lambda key: False, buckets: int = BUCKETS
     ) -> None:
-        """`per_step` says whether a key is a counter, to be divided by the steps of its line."""
+        """Nothing is read before `update` or `sketch`.
+
+        Args:
+            path: The file. It need not exist yet.
+            per_step: Whether a key is a counter, which is divided by the steps of its line.
+            buckets: Number of buckets, even.
+        """
         self.path = path
         self._per_step = per_step
         self._buckets = buckets
@@ -177,7 +182,7 @@ class MetricsIndex:
     def _reset(self) -> None:
         self._columns: dict[str, np.ndarray] = {}
         self._layout = np.zeros((self._buckets, 4), np.int64)
-        """Of a bucket: first step, last step, offset of its first line, lines."""
+        """For each bucket: first step, last step, offset of its first line, number of lines."""
         self._used = 0
         self._stride = 1
         self._offset = 0
@@ -185,14 +190,13 @@ class MetricsIndex:
         self._size = 0
         self._skipping = False
         self.lines = 0
-        """Lines taken so far. A client follows the run by this number."""
+        """Number of lines indexed so far. A client asks for lines after this number."""
         self.generation = getattr(self, "generation", -1) + 1
-        """Changes when lines that were taken no longer hold: the run went back to an earlier step, or the file is another one."""
+        """Changes when indexed lines are no longer valid: the run went back to an earlier step, or the file was replaced."""
         self.keys_left_out = 0
         self.damaged = 0
-        """Lines that were torn or made no sense."""
+        """Number of torn or foreign lines."""
         self.recent: deque[Line] = deque(maxlen=RECENT)
-        self._totals: dict[str, float] = {}
         self._sketch: dict[str, tuple[np.ndarray, np.ndarray]] | None = None
 
     # ------------------------------------------------------------------------------------------ reading
@@ -210,7 +214,7 @@ class MetricsIndex:
             return int(self._sketch["step"][0][-1]) if self._sketch and len(self._sketch["step"][0]) else 0
 
     def update(self, seconds: float = math.inf) -> bool:
-        """Read what was appended, for at most about `seconds`; whether the end of the file was reached."""
+        """Index what was appended, for at most about `seconds`; returns whether the end of the file was reached."""
         until = time.monotonic() + seconds
         with self._lock, open_metrics(self.path) as handle:
             status = os.fstat(handle.fileno())
@@ -224,14 +228,14 @@ class MetricsIndex:
         return True
 
     def _slice(self) -> bool:
-        """Take up to `_READ` bytes of whole lines; False at the end of the file."""
+        """Index up to `_READ` bytes of whole lines; False at the end of the file."""
         with self._lock, open_metrics(self.path) as handle:
             text = os.pread(handle.fileno(), _READ, self._offset)
             end = text.rfind(b"\n") + 1
             if not end:
                 if len(text) < _READ:
                     return False  # a line that is being written
-                # A line longer than a slice is no line of ours: go on behind it.
+                # No line of metrics is longer than a slice: continue after it.
                 self._skipping = True
                 self._offset += len(text)
                 self.damaged += 1
@@ -246,7 +250,7 @@ class MetricsIndex:
             return len(text) == _READ
 
     def load(self, records: Sequence[Line]) -> None:
-        """Hold some records in place of a file; of two for a step the later."""
+        """Index some records in place of a file. Of two records for a step the later counts."""
         kept = _rising(records)
         with self._lock:
             self._reset()
@@ -272,43 +276,34 @@ class MetricsIndex:
         self._add(records[start:], offsets[start:])
 
     def _rewind(self, step: int) -> None:
-        """Forget everything from `step` on: the run was taken up again before it."""
+        """Remove all lines from `step` on: the run was resumed before it."""
         self.generation += 1
         keep = int(np.searchsorted(self._layout[: self._used, 1], step))
         self.recent = deque((r for r in self.recent if r["step"] < step), maxlen=RECENT)
         if keep == self._used:
             return
         first, _, offset, _ = self._layout[keep].tolist()
-        dropped = self._used - keep
         for column in self._columns.values():
             column[keep : self._used] = _EMPTY
         self._layout[keep : self._used] = 0
         self._used = keep
-        self._recount()
-        if first < step and dropped:
-            again, seen = [], []
-            for at, record in self._lines_from(offset):
-                if record["step"] >= step:
-                    break
-                again.append(record)
-                seen.append(at)
-            self._add(again, seen, fresh=False)
+        if first < step:
+            lines = self._lines(offset, offset + _READ)
+            before = list(itertools.takewhile(lambda entry: entry[1]["step"] < step, lines))
+            self._add([record for _, record in before], [at for at, _ in before], fresh=False)
 
-    def _recount(self) -> None:
-        self._totals = {key: float(column[: self._used, _TOTAL].sum()) for key, column in self._columns.items()}
-
-    def _lines_from(self, offset: int) -> Iterable[tuple[int, Line]]:
+    def _lines(self, offset: int, stop: int) -> Iterator[tuple[int, Line]]:
+        """(offset, record) of the lines in a part of the file."""
         with open_metrics(self.path) as handle:
-            text = os.pread(handle.fileno(), _READ, offset)
-        at = offset
-        for piece in text[: text.rfind(b"\n") + 1].split(b"\n")[:-1]:
+            text = os.pread(handle.fileno(), stop - offset, offset)
+        for piece in text.split(b"\n"):
             record = parse_line(piece)
             if record is not None:
-                yield at, record
-            at += len(piece) + 1
+                yield offset, record
+            offset += len(piece) + 1
 
     def _add(self, records: Sequence[Line], offsets: Sequence[int], fresh: bool = True) -> None:
-        """Append records with rising steps."""
+        """Append records with rising steps. `fresh`: they are new, not read again."""
         if not records:
             return
         if fresh:
@@ -342,7 +337,7 @@ class MetricsIndex:
             values = _column(records, key)
             if key not in self._columns:
                 if np.isnan(values).all() and not any(key in r and r[key] is None for r in records):
-                    continue  # text, a list, a flag
+                    continue  # text, a list, a bool
                 if len(self._columns) >= MAX_KEYS:
                     self.keys_left_out += 1
                     continue
@@ -351,16 +346,15 @@ class MetricsIndex:
             if there.any():
                 drawn = values / spans if self._counter(key) else values
                 self._fill(self._columns[key], buckets[there], steps[there], drawn[there], values[there])
-                self._totals[key] = self._totals.get(key, 0.0) + float(values[there].sum())
 
     def _room(self) -> int:
-        """How many lines still fit."""
+        """Number of lines that fit before buckets have to be merged."""
         free = (self._buckets - self._used) * self._stride
         return free + (self._stride - int(self._layout[self._used - 1, 3]) if self._used else 0)
 
     @staticmethod
     def _fill(column: np.ndarray, buckets: np.ndarray, steps: np.ndarray, drawn: np.ndarray, raw: np.ndarray) -> None:
-        """Add values to their buckets; `buckets` never falls."""
+        """Add values to their buckets, which are in ascending order. `drawn`: the values per step for a counter. `raw`: the values as written."""
         starts = np.flatnonzero(np.diff(buckets, prepend=-1))
         touched = buckets[starts]
         sizes = np.diff(np.append(starts, len(buckets)))
@@ -385,6 +379,7 @@ class MetricsIndex:
         return found
 
     def _merge(self) -> None:
+        """Merge pairs of buckets and double the stride."""
         half = self._buckets // 2
         layout = self._layout.reshape(half, 2, 4)
         merged = np.stack([layout[:, 0, 0], layout[:, :, 1].max(1), layout[:, 0, 2], layout[:, :, 3].sum(1)], axis=1)
@@ -393,7 +388,7 @@ class MetricsIndex:
             pairs = column.reshape(half, 2, len(_EMPTY))
             a, b = pairs[:, 0], pairs[:, 1]
             low = np.where(_less(b[:, _LOW], a[:, _LOW])[:, None], b[:, :2], a[:, :2])
-            high = np.where(_less(a[:, _HIGH], b[:, _HIGH])[:, None], b[:, 2:4], a[:, 2:4])
+            high = np.where(_less(-b[:, _HIGH], -a[:, _HIGH])[:, None], b[:, 2:4], a[:, 2:4])
             joined = np.hstack([low, high, a[:, 4:] + b[:, 4:]])
             self._columns[key] = np.vstack([joined, np.tile(_EMPTY, (self._buckets - half, 1))])
         self._used, self._stride = (self._used + 1) // 2, self._stride * 2
@@ -401,7 +396,7 @@ class MetricsIndex:
     # ---------------------------------------------------------------------------------------- questions
 
     def sketch(self) -> None:
-        """Know the outline of a long file before it is indexed, from lines at evenly spaced offsets."""
+        """Read lines at evenly spaced offsets, so that curves of a long file can be drawn before it is indexed."""
         records = sampled_lines(self.path, _SKETCH_LINES)
         rising = _rising(records)
         steps = np.array([r["step"] for r in rising], np.int64)
@@ -419,13 +414,13 @@ class MetricsIndex:
 
     @property
     def sketched(self) -> bool:
-        """Whether answers come from the sketch, because the index is not complete."""
+        """Whether curves come from the sketch, because the index is not complete."""
         return self._sketch is not None and self.progress < 1.0
 
     def known_keys(self) -> list[str]:
-        """Every key that has a number somewhere, in the order of its first appearance."""
+        """Every key that has a number, in the order of first appearance."""
         with self._lock:
-            if self._sketch is not None and self.progress < 1.0:
+            if self._sketch is not None and self.sketched:
                 return [k for k in dict.fromkeys((*self._columns, *self._sketch)) if k != "step"]
             return list(self._columns)
 
@@ -435,10 +430,11 @@ class MetricsIndex:
     def total(self, key: str) -> float:
         """Sum of a key over all lines."""
         with self._lock:
-            return self._totals.get(key, 0.0)
+            column = self._columns.get(key)
+            return 0.0 if column is None else float(column[: self._used, _TOTAL].sum())
 
     def extremes(self, key: str) -> tuple[float, int, float, int] | None:
-        """(least value, its step, greatest value, its step); None where there is none."""
+        """(least value, its step, greatest value, its step); None if the key has no value."""
         with self._lock:
             column = self._columns.get(key)
             if column is None or not column[: self._used, _COUNT].any():
@@ -449,7 +445,7 @@ class MetricsIndex:
             )  # fmt: skip
 
     def means(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """(last step, mean value) of every bucket that has one."""
+        """(last step, mean value) of every bucket that has values."""
         with self._lock:
             column = self._columns.get(key)
             if column is None:
@@ -461,7 +457,7 @@ class MetricsIndex:
             return self._layout[there, 1].copy(), column[there, _SUM] / column[there, _COUNT]
 
     def cumulative(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """(last step, sum of all lines up to it) of every bucket."""
+        """(last step, sum of all lines up to that step) of every bucket."""
         with self._lock:
             column = self._columns.get(key)
             if column is None:
@@ -471,11 +467,17 @@ class MetricsIndex:
     def curve(
         self, key: str, *, points: int = 800, first: int | None = None, last: int | None = None
     ) -> dict[str, list[Any]]:
-        """Steps and values of a key, at most about `points` of them, extremes kept; a value is null where a line had no finite number."""
+        """Steps and values of a key. A value is None if a line had no finite number.
+
+        Args:
+            key: The key.
+            points: Most points, about. Extremes are kept.
+            first, last: Range of steps; the whole run unless given.
+        """
         with self._lock:
             if first is not None or last is not None:
                 steps, values = self._between(key, first or 0, last if last is not None else _MAX_STEP)
-            elif self._sketch is not None and self.progress < 1.0 and key in self._sketch:
+            elif self._sketch is not None and self.sketched and key in self._sketch:
                 steps, values = self._sketch[key]
             else:
                 steps, values = self._points(key, 0, self._used)
@@ -506,7 +508,9 @@ class MetricsIndex:
         offset = int(self._layout[begin, 2])
         stop = int(self._layout[end, 2]) if end < self._used else self._offset
         if self._stride > 1 and stop - offset <= _RANGE_BYTES:
-            found = self.records(offset, stop, first, last)
+            # Of two lines for a step the later counts.
+            by_step = {r["step"]: r for _, r in self._lines(offset, stop) if first <= r["step"] <= last}
+            found = [by_step[step] for step in sorted(by_step)]
             steps = np.array([r["step"] for r in found], np.int64)
             values = _column(found, key)
             if self._counter(key):
@@ -516,19 +520,8 @@ class MetricsIndex:
         inside = (steps >= first) & (steps <= last)
         return steps[inside], values[inside]
 
-    def records(self, offset: int, stop: int, first: int, last: int) -> list[Line]:
-        """The lines of a part of the file whose steps lie in [first, last]; of two lines for a step the later."""
-        found: dict[int, Line] = {}
-        with open_metrics(self.path) as handle:
-            text = os.pread(handle.fileno(), stop - offset, offset)
-        for piece in text.split(b"\n"):
-            record = parse_line(piece)
-            if record is not None and first <= record["step"] <= last:
-                found[record["step"]] = record
-        return [found[step] for step in sorted(found)]
-
     def sampled(self, count: int) -> list[Line]:
-        """Whole lines, evenly spaced over the run, at most about `count`: for charts that draw several keys of one line together."""
+        """At most about `count` whole lines, evenly spaced over the run, for charts that draw several keys of one line together."""
         with self._lock:
             if len(self.recent) == self.lines and self.lines:
                 found = list(self.recent)
@@ -548,23 +541,24 @@ class MetricsIndex:
         return found[:: max(math.ceil(len(found) / count), 1)]
 
     def after(self, line: int) -> list[Line]:
-        """The lines that were taken after the first `line`; of more than are kept only the newest."""
+        """The lines after the first `line`, at most the `RECENT` newest."""
         with self._lock:
             new = self.lines - line
             return list(self.recent)[-new:] if new > 0 else []
 
 
 _LOW, _LOW_STEP, _HIGH, _HIGH_STEP, _SUM, _TOTAL, _COUNT = range(7)
+"""Columns of a bucket: extremes with their steps, sum of the drawn values, sum of the values as written, count."""
 _EMPTY = np.array([math.nan, 0, math.nan, 0, 0, 0, 0], np.float64)
 
 
 def _less(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a < b, where NaN stands for no value: any value is taken rather than none."""
-    return (a < b) | (np.isnan(b) & ~np.isnan(a)) if a is not b else np.zeros(len(a), bool)
+    """Whether a < b, or b is NaN (no value) and a is not."""
+    return (a < b) | (np.isnan(b) & ~np.isnan(a))
 
 
 def _rising(records: Sequence[Line]) -> list[Line]:
-    """The records that hold: one takes the place of all before it whose steps are not below its own."""
+    """The records with rising steps: a record replaces all before it whose steps are not below its own."""
     kept: list[Line] = []
     for record in records:
         while kept and kept[-1]["step"] >= record["step"]:
@@ -580,7 +574,7 @@ def _spans(records: Sequence[Line]) -> np.ndarray:
 
 
 def thinned(steps: np.ndarray, values: np.ndarray, points: int) -> dict[str, list[Any]]:
-    """At most about `points` of a curve: the least and the greatest of each stretch, the first and the last. NaN becomes null."""
+    """At most about `points` points of a curve: the least and the greatest of each stretch, the first and the last. NaN becomes None."""
     if len(steps) > points:
         there = np.flatnonzero(~np.isnan(values))
         if len(there) > points:

@@ -1,4 +1,4 @@
-"""The panels that matter as one PNG, for documents and pull requests."""
+"""Some panels of a run as one PNG, for documents and pull requests."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from headrace.files import publish
 from headrace.ui import pages
 from headrace.ui.run_view import RunView
 
-__all__ = ["write_picture"]
-
 _POINTS = 2000
 _COLOURS = ("#1f66b0", "#d9730d", "#138a72", "#a3437f", "#6a5fb5", "#8a7410", "#3fa0c4", "#7a4a2b")
 _GROUPS = ("Streams", "Training", "Ledger", "Rollouts")
 
 
 def write_picture(view: RunView, path: Path, *, keys: Sequence[str] = (), columns: int = 3) -> int:
-    """Publish a PNG of the panels whose keys contain one of `keys` (default: those of mixing and training), with the findings
-    about them below; how many."""
+    """Publish a PNG of some panels, with the findings about them below; returns how many panels.
+
+    Args:
+        view: The run.
+        path: Where the PNG goes.
+        keys: Panels whose key contains one of these; the groups of mixing, training, ledger and rollouts unless given.
+        columns: Panels side by side.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "a picture needs the package matplotlib, which is not installed. Run: pip install 'headrace[ui]'"

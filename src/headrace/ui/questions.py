@@ -1,4 +1,4 @@
-"""Questions that make windows again: the documents of a step, the steps of a document, where two runs part.
+"""Questions that make windows of a run again: the documents of a step, the steps of a document, where the data of two runs parts.
 
 They are answered by `headrace.provenance`, as `headrace step`, `find` and `diff` answer them, in a worker process: one question at a time, at
 low priority, with a deadline. A question that passes its deadline ends the worker, and the next question starts another.
@@ -8,7 +8,6 @@ This module is the only one of the page that imports `headrace.provenance`.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import threading
 from collections.abc import Callable
@@ -16,9 +15,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import DeadlineExceeded, HeadraceError, WorkerDied
+import orjson
 
-__all__ = ["QUESTIONS", "Questions"]
+from headrace.errors import DeadlineExceeded, HeadraceError, WorkerDied
+from headrace.runtime.workers import WorkerProcess
 
 DEADLINE = 60.0
 _CHARS = 240
@@ -31,59 +31,48 @@ class Questions:
     """Asks the worker process. Safe to use from several threads: questions are answered one at a time."""
 
     def __init__(self, deadline: float = DEADLINE) -> None:
+        """`deadline`: seconds for one question."""
         self._deadline = deadline
         self._lock = threading.Lock()
-        self._process: Any = None
-        self._pipe: Connection | None = None
+        self._worker: WorkerProcess | None = None
 
     def ask(self, question: str, **arguments: Any) -> dict[str, Any]:
-        """The answer of one of `QUESTIONS`. HeadraceError with the worker's sentence, DeadlineExceeded, or WorkerDied."""
+        """The answer to one of `QUESTIONS`. HeadraceError with the worker's sentence, DeadlineExceeded, or WorkerDied."""
         if not self._lock.acquire(timeout=self._deadline):
             raise DeadlineExceeded(f"another question has taken {self._deadline:g} s: try again")
         try:
-            pipe = self._start()
-            pipe.send((question, arguments))
+            if self._worker is None or not self._worker.is_alive():
+                self._stop()
+                self._worker = WorkerProcess("headrace-ui-questions", _work, imports_main=False)
+            pipe = self._worker.pipe
+            pipe.send_bytes(orjson.dumps([question, arguments], default=str))
             if not pipe.poll(self._deadline):
                 self._stop()
                 raise DeadlineExceeded(
                     f"the question took longer than {self._deadline:g} s and was given up; `headrace {question}` has no such limit"
                 )
-            ok, answer = pipe.recv()
-        except (EOFError, ConnectionError) as error:
+            answer = orjson.loads(pipe.recv_bytes())
+        except (EOFError, OSError) as error:
             self._stop()
             raise WorkerDied(
                 "the process that makes documents again died: ask again, or see `headrace step` for its error"
             ) from error
         finally:
             self._lock.release()
-        if not ok:
-            raise HeadraceError(answer)
-        return answer
+        if "error" in answer:
+            raise HeadraceError(answer["error"])
+        return answer["answer"]
 
     def close(self) -> None:
         """End the worker."""
         with self._lock:
             self._stop()
 
-    def _start(self) -> Connection:
-        if self._process is None or not self._process.is_alive() or self._pipe is None:
-            self._stop()
-            context = multiprocessing.get_context("spawn")
-            ours, theirs = context.Pipe()
-            self._process = context.Process(target=_work, args=(theirs,), name="headrace-ui-questions", daemon=True)
-            self._process.start()
-            theirs.close()
-            self._pipe = ours
-        return self._pipe
-
     def _stop(self) -> None:
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._process = None
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.end()
+            self._worker = None
 
 
 # ------------------------------------------------------------------------------------------- in the worker
@@ -93,54 +82,48 @@ def _work(pipe: Connection) -> None:
     """Answer questions until the server closes the pipe."""
     with contextlib.suppress(OSError):
         os.nice(10)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
-        while True:
-            question, arguments = pipe.recv()
-            try:
-                answer = True, QUESTIONS[question](**arguments)
-            except HeadraceError as error:
-                answer = False, str(error)
-            except (
-                OSError,
-                ValueError,
-                KeyError,
-                TypeError,
-                IndexError,
-                AssertionError,
-                RecursionError,
-                MemoryError,
-            ) as error:
-                answer = False, f"the run's files make no sense: {type(error).__name__}: {error}"[:500]
-            pipe.send(answer)
+    while True:
+        question, arguments = orjson.loads(pipe.recv_bytes())
+        try:
+            answer = _json({"answer": QUESTIONS[question](**arguments)})
+        except HeadraceError as error:
+            answer = _json({"error": str(error)})
+        except (OSError, ValueError, LookupError, TypeError, AssertionError, RecursionError, MemoryError) as error:
+            answer = _json({"error": f"the run's files make no sense: {type(error).__name__}: {error}"[:500]})
+        pipe.send_bytes(answer)
+
+
+def _json(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY, default=str)
 
 
 _opened: dict[str, Any] = {}
-"""The run that was asked about last, and when its record was read."""
+"""The run that was asked about last, and size and time of its record when it was opened."""
 
 
-def _run(path: Path) -> Any:
-    """The run's record. Kept open between questions, and opened again when the run has recorded more."""
+def _run(path: str) -> Any:
+    """The record of the run in a folder. Kept open between questions, and opened again when the run has recorded more."""
     from headrace.provenance.steps import RunProvenance
     from headrace.runs.recorded import recorded_run
 
-    status = (path / "flight.jsonl").stat() if (path / "flight.jsonl").exists() else None
-    key = str(path), status and (status.st_size, status.st_mtime_ns)
+    flight = Path(path) / "flight.jsonl"
+    status = flight.stat() if flight.exists() else None
+    key = path, status and (status.st_size, status.st_mtime_ns)
     if _opened.get("key") != key:
         if "run" in _opened:
             _opened.pop("run").close()
         _opened.clear()
-        _opened["run"] = RunProvenance(recorded_run(path))
+        _opened["run"] = RunProvenance(recorded_run(Path(path)))
         _opened["key"] = key
     return _opened["run"]
 
 
-def step(path: Path, number: int, rank: int | None = None) -> dict[str, Any]:
-    """The documents of a step, as `headrace step` tells them."""
+def step(path: str, number: int, rank: int | None = None) -> dict[str, Any]:
+    """The documents of a step, as `headrace step` shows them."""
     return _run(path).step(number, rank=rank, chars=_CHARS).to_dict()
 
 
-def tokens(path: Path, sample: int) -> dict[str, Any]:
+def tokens(path: str, sample: int) -> dict[str, Any]:
     """The block of one sample with the text of every token, document by document."""
     run = _run(path)
     (rebuilt,) = run.rebuild(range(sample, sample + 1))
@@ -162,7 +145,7 @@ def tokens(path: Path, sample: int) -> dict[str, Any]:
 
 
 def token_texts(decode: Callable[[list[int]], str], ids: list[int]) -> list[str]:
-    """The text of each token. A character that is spread over several tokens belongs to the last of them."""
+    """The text of each token. A character of several tokens belongs to the last of them."""
     texts: list[str] = []
     held: list[int] = []
     for one in ids:
@@ -176,13 +159,13 @@ def token_texts(decode: Callable[[list[int]], str], ids: list[int]) -> list[str]
     return texts
 
 
-def find(path: Path, source: str, row: int, file: str | None = None) -> dict[str, Any]:
-    """The steps that saw a document, as `headrace find` tells them."""
+def find(path: str, source: str, row: int, file: str | None = None) -> dict[str, Any]:
+    """The steps that saw a document, as `headrace find` shows them."""
     return _run(path).find(source, row, file).to_dict()
 
 
-def search(path: Path, text: str, around: int) -> dict[str, Any]:
-    """Documents whose text, as far as the steps around `around` hold it, contains `text`."""
+def search(path: str, text: str, around: int) -> dict[str, Any]:
+    """Documents of the steps around `around` that contain `text`."""
     run = _run(path)
     found, looked = [], []
     for number in range(max(around - _AROUND, 1), around + _AROUND + 1):
@@ -200,18 +183,14 @@ def search(path: Path, text: str, around: int) -> dict[str, Any]:
     return {"steps": looked, "documents": found}
 
 
-def diff(a: Path, b: Path) -> dict[str, Any]:
-    """Where the data of two runs parts, as `headrace diff` tells it."""
+def diff(a: str, b: str) -> dict[str, Any]:
+    """Where the data of two runs parts, as `headrace diff` shows it."""
     from headrace.provenance.diff import diff_runs
     from headrace.runs.recorded import recorded_run
 
-    return diff_runs(recorded_run(a), recorded_run(b)).to_dict()
+    return diff_runs(recorded_run(Path(a)), recorded_run(Path(b))).to_dict()
 
 
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    "step": step,
-    "tokens": tokens,
-    "find": find,
-    "search": search,
-    "diff": diff,
+    function.__name__: function for function in (step, tokens, find, search, diff)
 }

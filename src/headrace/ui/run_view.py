@@ -1,21 +1,23 @@
-"""A run folder as the pages see it: what it is, how it stands, its metrics. Nothing in the folder is trusted or changed.
+"""A run folder as the pages see it: state, config, journal, metrics. Nothing in the folder is trusted or changed.
 
     runs = find_runs(Path("runs"))          {"quickstart": Path("runs/quickstart"), ...}
     view = RunView("quickstart", path)
-    view.refresh()                          read what the run has written since
+    view.refresh()                          read what the run has appended
     view.status()                           {"state": "running", "step": 120, "steps": 200, ...}
 
-Whether a run goes on is asked of the kernel: its process holds a lock on run.lock, which ends with the process.
+A run is running if a process holds the lock on run.lock. The kernel releases the lock when the process ends.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +29,20 @@ from headrace.metrics import MetricSpec, Reduction, SpecBook, registered_specs
 from headrace.runtime.locks import lock_holder
 from headrace.ui.metrics_index import SKETCH_BYTES, Line, MetricsIndex, is_number, sampled_lines
 
-__all__ = ["RunView", "find_runs", "read_object", "run_lines", "run_summary", "spec_book"]
-
 _MAX_SMALL = 4 << 20
 _MAX_EVENTS = 2000
 _MAX_RUNS = 500
-_CARD_LINES = 120
-"""Lines that are read for a row of the list of runs."""
+_LISTED_LINES = 120
+"""Lines that are read of a run for the list of runs."""
 _MAX_VISITED = 20_000
 _MARKED = ("started", "resumed", "weights", "skipped", "stopped", "hole", "data_ended")
+"""Events of the journal that are marked on the time axis."""
+SPEEDS = (("tokens_per_second", "tokens/s"), ("cells_per_second", "cells/s"))
+"""Keys and units of a run's throughput; a run has one of them."""
 
 
 def spec_book() -> SpecBook:
-    """Every metric that some room declares, whether or not this process uses the room."""
+    """The declarations of all metrics of headrace. Imports every module that registers some."""
     import headrace.ledger.gauges
     import headrace.loader.data_stats
     import headrace.loader.loader
@@ -61,7 +64,7 @@ DERIVED = (
     MetricSpec("stream_mixing/picks_so_far/<modality>", Reduction.MEAN, unit="%", help="share of this modality in all batches drawn up to here"),
 )  # fmt: skip
 _GAUGES = ("data/tokens_seen/", "stream_mixing/active/", "tokens_per_second", "cells_per_second")
-"""Keys that ranks add up and that are no counts of an interval."""
+"""Keys with Reduction.SUM that do not count what happened in an interval."""
 
 
 def find_runs(root: Path) -> dict[str, Path]:
@@ -69,7 +72,7 @@ def find_runs(root: Path) -> dict[str, Path]:
     if _is_run(root):
         return {root.resolve().name or "run": root}
     if not root.is_dir():
-        raise DataError(f"{root} is no folder; give a run's folder, or a folder of runs")
+        raise DataError(f"{root} is not a folder; give a run's folder, or a folder of runs")
     found: dict[str, Path] = {}
     level, visited = [root], 0
     for _ in range(3):
@@ -100,7 +103,7 @@ def _is_run(path: Path) -> bool:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A small JSON or TOML file; {} where it is missing, damaged, too large or no regular file."""
+    """A small JSON or TOML file; {} if it is missing, damaged, too large or not a regular file."""
     try:
         value = (
             decode_toml(read_regular(path, _MAX_SMALL).decode(), path)
@@ -113,7 +116,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def tail_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects at the end of an append-only file; lines that are torn or foreign are passed over."""
+    """The JSON objects at the end of an append-only file. Torn and foreign lines are left out."""
     try:
         lines = read_tail(path)
     except (HeadraceError, OSError):
@@ -127,94 +130,20 @@ def tail_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield value
 
 
-def run_holder(path: Path) -> str | None:
-    """Which process holds the lock of a run; None if none does, or the system cannot tell."""
-    try:
-        return lock_holder(path / "run.lock")
-    except HeadraceError:
-        return None
-
-
-def kind_of(config: Mapping[str, Any], last: Mapping[str, Any]) -> str:
-    """What a run trains: `text`, `streams` or `rl`."""
-    if "streams" in config:
-        return "streams"
-    if any(name in config for name in ("rollouts", "environment", "engine", "policy")) or any(
-        k.startswith("reward/") for k in last
-    ):
-        return "rl"
-    return "text"
-
-
-def state_of(path: Path, summary: Mapping[str, Any], last_step: int, running: bool) -> str:
-    """running, completed, stopped, data_ended, or dead: it neither goes on nor said how it ended."""
-    if running:
-        return "running"
-    step = summary.get("step")
-    # A summary of an earlier stop is left over when the run was resumed and killed.
-    if isinstance(summary.get("state"), str) and isinstance(step, int) and step >= last_step:
-        return summary["state"]
-    if not (path / "run.lock").exists():
-        return "recorded"  # a folder that something else than `headrace run` wrote
-    return "dead"
-
-
-_cards: dict[Path, tuple[tuple[int, int], list[Line]]] = {}
-_cards_lock = threading.Lock()
-
-
 def run_lines(path: Path) -> list[Line]:
-    """About a hundred lines of a run, however many it has; read again when the file changed."""
+    """About a hundred lines of a run, however many it has. Read again when the file changed."""
     metrics = path / "metrics.jsonl"
-    lines: list[Line] = []
     try:
         status = metrics.stat()
-        key = status.st_size, status.st_mtime_ns
-        with _cards_lock:
-            known = _cards.get(metrics)
-        if known is not None and known[0] == key:
-            lines = known[1]
-        else:
-            lines = sampled_lines(metrics, _CARD_LINES)
-            with _cards_lock:
-                if len(_cards) > 2 * _MAX_RUNS:
-                    _cards.clear()
-                _cards[metrics] = key, lines
+        return _sampled(metrics, status.st_size, status.st_mtime_ns)
     except (OSError, DataError):
-        pass
-    return lines
+        return []
 
 
-def run_summary(name: str, path: Path) -> dict[str, Any]:
-    """One row of the list of runs."""
-    lines = run_lines(path)
-    last = lines[-1] if lines else {}
-    config, summary = read_object(path / "config.toml"), read_object(path / "summary.json")
-    running = run_holder(path) is not None
-    step = last.get("step", 0)
-    kind = kind_of(config, last)
-    curve_key = "reward/all/mean" if kind == "rl" else "train/loss"
-    speed = next((k for k in ("tokens_per_second", "cells_per_second") if is_number(last.get(k))), None)
-    seconds, waited = last.get("step/seconds"), last.get("waits/exposed/seconds")
-    share = waited / seconds if is_number(waited) and is_number(seconds) and seconds > 0 else None
-    changed = last.get("time")
-    return {
-        "run": name, "name": _run_name(config, path), "kind": kind, "state": state_of(path, summary, step, running), "step": step,
-        "steps": _number(_section(config, "run").get("steps")), "key": curve_key,
-        "value": _number(last.get(curve_key)), "curve": [_number(line.get(curve_key)) for line in lines],
-        "speed": _number(last.get(speed)) if speed else None, "speed_unit": {"tokens_per_second": "tokens/s", "cells_per_second": "cells/s"}.get(speed or ""),
-        "wait_share": _number(share), "changed": _number(changed), "config_hash": read_object(path / "run.json").get("config_hash"),
-    }  # fmt: skip
-
-
-def _run_name(config: Mapping[str, Any], path: Path) -> str:
-    name = _section(config, "run").get("name")
-    return name[:200] if isinstance(name, str) else path.resolve().name
-
-
-def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = config.get(name)
-    return value if isinstance(value, dict) else {}
+@functools.lru_cache(maxsize=2 * _MAX_RUNS)
+def _sampled(metrics: Path, size: int, changed: int) -> list[Line]:
+    """Some lines of a file. `size` and `changed` (ns) are those of the file: part of the cache's key."""
+    return sampled_lines(metrics, _LISTED_LINES)
 
 
 def _number(value: Any) -> float | int | None:
@@ -225,7 +154,13 @@ class RunView:
     """One run, read again as it grows. Safe to use from several threads."""
 
     def __init__(self, run: str, path: Path, book: SpecBook | None = None) -> None:
-        """`run` is the name by which pages ask for it."""
+        """Nothing is read before `refresh`.
+
+        Args:
+            run: The name by which pages ask for the run.
+            path: Its folder.
+            book: Declarations of all metrics; made unless given.
+        """
         self.run = run
         self.path = path
         self.book = book if book is not None else spec_book()
@@ -236,7 +171,7 @@ class RunView:
     # ------------------------------------------------------------------------------------------- metrics
 
     def spec(self, key: str) -> MetricSpec | None:
-        """The declaration of a key; of `<key>_max` that of the key."""
+        """The declaration of a key; for `<key>_max` the declaration of `<key>`."""
         found = self.book.find(key)
         if found is None and key.endswith("_max"):
             found = self.book.find(key.removesuffix("_max"))
@@ -247,17 +182,10 @@ class RunView:
         spec = self.spec(key)
         return spec is not None and spec.reduction is Reduction.SUM and not key.startswith(_GAUGES)
 
-    @classmethod
-    def outline(cls, run: str, path: Path, book: SpecBook, lines: list[Line]) -> RunView:
-        """A run as some of its lines show it: enough for a verdict."""
-        view = cls(run, path, book)
-        view.index.load(lines)
-        return view
-
     def refresh(self, seconds: float = 0.2) -> None:
-        """Take in what was written since, for at most about `seconds`. A long file is sketched first.
+        """Index what was appended, for at most about `seconds`. A long file is sketched first.
 
-        Returns at once, with what is known, if another thread has been refreshing for half a second.
+        Returns without reading if another thread has been refreshing for half a second.
         """
         if not self._lock.acquire(timeout=0.5):
             return
@@ -268,14 +196,14 @@ class RunView:
             else:
                 self.index.update(seconds)
         except (OSError, DataError):
-            return  # not there yet, or no file: pages say that there is no line
+            return  # not there yet, or not a file: pages say that there is no line
         finally:
             self._lock.release()
 
     # ------------------------------------------------------------------------------------------- the folder
 
     def _cached(self, name: str, read: Any) -> Any:
-        """What `read` makes of a file, read again only when the file changed."""
+        """The result of `read` for a file of the folder; read again only when the file changed."""
         path = self.path / name
         try:
             status = path.stat()
@@ -306,7 +234,8 @@ class RunView:
 
     @property
     def name(self) -> str:
-        return _run_name(self.config, self.path)
+        name = self.section("run").get("name")
+        return name[:200] if isinstance(name, str) else self.path.resolve().name
 
     @property
     def last(self) -> Line:
@@ -315,27 +244,44 @@ class RunView:
 
     @property
     def kind(self) -> str:
-        return kind_of(self.config, self.last)
+        """What the run trains: `text`, `streams` or `rl`."""
+        if "streams" in self.config:
+            return "streams"
+        configured = any(name in self.config for name in ("rollouts", "environment", "engine", "policy"))
+        return "rl" if configured or any(key.startswith("reward/") for key in self.last) else "text"
 
     def section(self, name: str) -> dict[str, Any]:
-        return _section(self.config, name)
+        """A table of the config; {} if it is missing."""
+        value = self.config.get(name)
+        return value if isinstance(value, dict) else {}
 
     @property
     def world_size(self) -> int:
-        """Ranks of the newest start that the journal tells of."""
+        """Ranks of the newest start in the journal."""
         for event in reversed(self.events):
             ranks = event.get("world_size")
             if isinstance(ranks, int) and not isinstance(ranks, bool) and 0 < ranks < 1 << 20:
                 return ranks
         return 1
 
+    def _state(self, running: bool) -> str:
+        """running, completed, stopped, data_ended; dead: the process ended without a summary; recorded: `headrace run` did not write the folder."""
+        if running:
+            return "running"
+        state, step = self.summary.get("state"), self.summary.get("step")
+        # After a resume that was killed, the summary of the earlier stop is still there.
+        if isinstance(state, str) and isinstance(step, int) and step >= self.index.last_step:
+            return state
+        return "dead" if (self.path / "run.lock").exists() else "recorded"
+
     def status(self) -> dict[str, Any]:
-        """How the run stands."""
-        holder = run_holder(self.path)
-        last, summary = self.last, self.summary
-        step = self.index.last_step
+        """State, progress and pace of the run."""
+        holder = None
+        with contextlib.suppress(HeadraceError):
+            holder = lock_holder(self.path / "run.lock")
+        last, step = self.last, self.index.last_step
         steps = _number(self.section("run").get("steps"))
-        state = state_of(self.path, summary, step, holder is not None)
+        state = self._state(holder is not None)
         started = next(
             (e["time"] for e in self.events if e.get("event") in ("started", "resumed") and is_number(e.get("time"))),
             None,
@@ -349,12 +295,12 @@ class RunView:
             "state": state, "holder": holder, "step": step, "steps": steps, "ranks": self.world_size, "started": started,
             "changed": _number(last.get("time")), "now": time.time(), "steps_per_second": pace, "seconds_left": left, "lines": self.index.lines,
             "generation": self.index.generation, "progress": round(self.index.progress, 4), "sketched": self.index.sketched,
-            "resume": _text(summary.get("resume")), "path": str(self.path), "name": self.name, "kind": self.kind, "run": self.run,
+            "resume": resume[:2000] if isinstance(resume := self.summary.get("resume"), str) else None, "path": str(self.path), "name": self.name, "kind": self.kind, "run": self.run,
             "damaged": self.index.damaged, "keys_left_out": self.index.keys_left_out,
         }  # fmt: skip
 
     def marks(self) -> list[list[Any]]:
-        """Steps at which something happened: [step, what]."""
+        """Events of the journal to mark on the time axis: [step, event]."""
         found = []
         for event in self.events:
             what, step = event.get("event"), event.get("step")
@@ -363,7 +309,7 @@ class RunView:
         return found[-200:]
 
     def targets(self) -> dict[str, float]:
-        """Share of the tokens that each source or modality should have, from the config; {} where none is given."""
+        """Share of the tokens that each source or modality should have, from the config; {} if it has no weights."""
         events = [e for e in self.events if e.get("event") == "weights" and isinstance(e.get("weights"), dict)]
         if events:
             weights = {str(k): v for k, v in events[-1]["weights"].items()}
@@ -379,7 +325,3 @@ class RunView:
         """Keys of a family by their varying part: `data/source_tokens/<source>` -> {"web": "data/source_tokens/web"}."""
         shape = re.compile("([^/]+)".join(re.escape(p) for p in re.split(r"<[a-z_]+>", pattern)))
         return {m[1]: key for key in self.index.known_keys() if (m := shape.fullmatch(key))}
-
-
-def _text(value: Any) -> str | None:
-    return value[:2000] if isinstance(value, str) else None

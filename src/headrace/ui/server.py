@@ -2,9 +2,9 @@
 
     serve(Path("runs"), port=8765)                    until Ctrl-C
 
-What a request may do is decided in `Guard`, before any page: only GET and HEAD, only a Host that is this server, no request from another site, a
-token on any address but loopback, short paths. Responses carry a policy that lets the page load nothing from elsewhere. Connections that send or
-read too slowly are aborted, so they cannot keep other clients out.
+`Guard` checks every request before any page: only GET and HEAD, only a Host that is this server, no request from another site, a
+token on any address but loopback, short paths. Responses carry a policy that forbids the page to load anything from elsewhere. Connections that
+send or read too slowly are aborted, so they cannot keep other clients out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
-
-__all__ = ["Guard", "Runs", "make_app", "serve"]
 
 ASSETS = files("headrace.ui") / "assets"
 _TYPES = {
@@ -64,15 +62,15 @@ _MAX_PATH = 8192
 _MAX_CONNECTIONS = 128
 _MAX_STREAMS = 32
 _REQUEST_SECONDS = 10.0
-"""How long a client may take to send a request, and to take each part of an answer."""
+"""How long a client may take to send a request, and to read each part of an answer."""
 _TICK = 1.0
-"""Seconds between two looks at a run's files."""
+"""Seconds between two checks of a run's files."""
 _OPEN_RUNS = 8
 """Runs whose index is kept in memory."""
 
 
 class Runs:
-    """The runs below a folder, by name. A name that is not in the list names nothing: no path is made from a request."""
+    """The runs below a folder, by name. Names are looked up in a listing: no path is made from a request."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -83,7 +81,7 @@ class Runs:
         self._listed = -math.inf
 
     def view(self, name: str) -> RunView:
-        """A run, refreshed. DataError where there is none of this name."""
+        """A run, refreshed. DataError if there is none of this name."""
         with self._lock:
             if name not in self._paths or time.monotonic() - self._listed > 10:
                 self._paths, self._listed = find_runs(self.root), time.monotonic()
@@ -103,10 +101,10 @@ class Runs:
 
 
 class Guard:
-    """Refuses requests that no page of ours makes."""
+    """ASGI middleware that refuses requests which the page itself does not make."""
 
     def __init__(self, app: Any, *, hosts: frozenset[str], token: str | None) -> None:
-        """`hosts` are the values of Host that this server answers to. `token` is asked for where it is given."""
+        """`hosts`: values of the Host header that are accepted. `token`: what a client has to present; None: no client has to."""
         self._app = app
         self._hosts = hosts
         self._token = token
@@ -128,14 +126,17 @@ class Guard:
 
         cookie: list[tuple[bytes, bytes]] = []
         problem = self._problem(scope, headers, cookie)
+        app = self._app
         if problem is not None:
-            await _plain(guarded, *problem)
-        else:
-            await self._app(scope, receive, guarded)
+            from starlette.responses import PlainTextResponse
+
+            app = PlainTextResponse(problem[1], problem[0])
+        await app(scope, receive, guarded)
 
     def _problem(
         self, scope: Any, headers: dict[bytes, bytes], cookie: list[tuple[bytes, bytes]]
     ) -> tuple[int, str] | None:
+        """Status and sentence of a refusal; None if the request is allowed. Adds a `cookie` to set if the address held the token."""
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "this page changes nothing: only GET"
         if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > _MAX_PATH:
@@ -166,23 +167,17 @@ class Guard:
         return None
 
 
-async def _plain(send: Callable[[Any], Awaitable[None]], status: int, text: str) -> None:
-    body = text.encode()
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())],
-        }
-    )
-    await send({"type": "http.response.body", "body": body})
-
-
 # --------------------------------------------------------------------------------------------------------- app
 
 
 def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, questions: Questions | None = None) -> Any:
-    """The pages of the runs below `root`, as an ASGI application behind its guard."""
+    """The pages of the runs below `root`, as an ASGI application behind its guard.
+
+    Args:
+        root: A run's folder, or a folder of runs.
+        hosts, token: Those of `Guard`.
+        questions: Answers questions about documents; made unless given.
+    """
     from starlette.applications import Starlette
     from starlette.responses import Response, StreamingResponse
     from starlette.routing import Route
@@ -190,27 +185,29 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
     runs = Runs(root)
     asked = questions if questions is not None else Questions()
     following = 0
-    # Every answer is made by one of a few threads, so requests cannot start threads without end.
+    # At most four threads make answers, so requests cannot start any number of them.
     makers = asyncio.Semaphore(4)
+
+    def answered(value: Any, status: int = 200) -> Response:
+        return Response(_json(value), status, media_type="application/json")
 
     async def made(make: Callable[[], Any]) -> Response:
         try:
             async with makers:
-                value = await asyncio.to_thread(make)
-            return Response(_json(value), media_type="application/json")
+                return answered(await asyncio.to_thread(make))
         except HeadraceError as error:
-            missing = isinstance(error, DataError)
-            return Response(_json({"error": str(error)[:2000]}), 404 if missing else 409, media_type="application/json")
+            return answered({"error": str(error)[:2000]}, 404 if isinstance(error, DataError) else 409)
         except (ValueError, KeyError) as error:
-            return Response(
-                _json({"error": f"the address makes no sense: {error}"[:500]}), 400, media_type="application/json"
-            )
+            return answered({"error": f"the address makes no sense: {error}"[:500]}, 400)
 
     def page(make: Callable[[RunView, Any], Any]) -> Any:
         async def answer(request: Request) -> Response:
             return await made(lambda: make(runs.view(request.query_params["run"]), request.query_params))
 
         return answer
+
+    def ask(view: RunView, question: str, **arguments: Any) -> Any:
+        return asked.ask(question, path=view.path.resolve(), **arguments)
 
     async def index(request: Request) -> Response:
         return Response((ASSETS / "index.html").read_bytes(), media_type="text/html")
@@ -242,9 +239,9 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
             view = await asyncio.to_thread(runs.view, query["run"])
             line, generation = int(query.get("line", "0")), int(query.get("generation", "-1"))
         except (HeadraceError, KeyError, ValueError) as error:
-            return Response(_json({"error": str(error)[:500]}), 400, media_type="application/json")
+            return answered({"error": str(error)[:500]}, 400)
         if following >= _MAX_STREAMS:
-            return Response(_json({"error": "too many pages follow a run already"}), 503, media_type="application/json")
+            return answered({"error": "too many pages follow a run already"}, 503)
 
         async def lines() -> AsyncIterator[bytes]:
             nonlocal following, line, generation
@@ -265,7 +262,7 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
                         line, state = view.index.lines, now
                         yield b"event: lines\ndata: " + _json(news) + b"\n\n"
                     else:
-                        yield b": still here\n\n"
+                        yield b": no news\n\n"
                     await asyncio.sleep(0.05 if view.index.progress < 1 else _TICK)
             finally:
                 following -= 1
@@ -283,12 +280,12 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
         "/api/streams": page(lambda view, q: pages.streams(view)),
         "/api/spool": page(lambda view, q: pages.spool(view)),
         "/api/rl": page(lambda view, q: pages.rl(view)),
-        "/api/rollouts": page(lambda view, q: pages.rollout(view, int(q["step"]))),
+        "/api/rollouts": page(lambda view, q: pages.rollouts(view, int(q["step"]))),
         "/api/curves": page(lambda view, q: pages.curves(view, q.getlist("key"), first=number(q.get("first")), last=number(q.get("last")), points=int(q.get("points", "600")))),
-        "/api/step": page(lambda view, q: asked.ask("step", path=view.path.resolve(), number=int(q["step"]), rank=number(q.get("rank")))),
-        "/api/tokens": page(lambda view, q: asked.ask("tokens", path=view.path.resolve(), sample=int(q["sample"]))),
-        "/api/find": page(lambda view, q: asked.ask("find", path=view.path.resolve(), source=q["source"], row=int(q["row"]), file=q.get("file") or None)),
-        "/api/search": page(lambda view, q: asked.ask("search", path=view.path.resolve(), text=q["text"][:1000], around=int(q["step"]))),
+        "/api/step": page(lambda view, q: ask(view, "step", number=int(q["step"]), rank=number(q.get("rank")))),
+        "/api/tokens": page(lambda view, q: ask(view, "tokens", sample=int(q["sample"]))),
+        "/api/find": page(lambda view, q: ask(view, "find", source=q["source"], row=int(q["row"]), file=q.get("file") or None)),
+        "/api/search": page(lambda view, q: ask(view, "search", text=q["text"][:1000], around=int(q["step"]))),
     }  # fmt: skip
 
     @contextlib.asynccontextmanager
@@ -304,7 +301,7 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
 
 
 def _json(value: Any) -> bytes:
-    """JSON with no NaN in it: orjson writes null."""
+    """The value as JSON. orjson writes null for NaN."""
     return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY, default=str)
 
 
@@ -319,9 +316,14 @@ def serve(
     ready: Callable[[str], None] = lambda address: None,
     parent: int | None = None,
 ) -> None:
-    """Answer until the process is asked to stop. `ready` is called with the page's address; port 0 takes a free one.
+    """Answer requests until the process is asked to stop.
 
-    `parent`: end when this process ends.
+    Args:
+        root: A run's folder, or a folder of runs.
+        host: Address to listen on. Any address but loopback needs a token, which is part of the address given to `ready`.
+        port: Port to listen on; 0: a free one.
+        ready: Called with the page's address.
+        parent: Id of a process; the server ends when that process ends.
     """
     try:
         import uvicorn
@@ -330,7 +332,7 @@ def serve(
         raise ConfigError(
             "the live page needs the packages starlette and uvicorn. Run: pip install 'headrace[ui]'"
         ) from None
-    find_runs(root)  # a wrong path is a sentence, before anything is started
+    find_runs(root)  # DataError for a wrong path, before anything is started
     try:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -346,7 +348,7 @@ def serve(
     hosts = frozenset(f"{name.lower()}:{port}" for name in names)
 
     class Connection(H11Protocol):
-        """A connection that must send its request in time and take its answer in time. When there are too many, the oldest without a request goes."""
+        """A connection that must send its request in time and read its answer in time. When there are too many, the oldest without a request is closed."""
 
         _unread: asyncio.TimerHandle | None = None
 
@@ -407,7 +409,7 @@ def _bind(host: str, port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-        bound.listen(128)  # from here on a client that follows the printed address waits rather than fails
+        bound.listen(128)  # from here on a client of the printed address waits instead of failing
     except OSError as error:
         bound.close()
         raise ConfigError(
@@ -423,7 +425,7 @@ def _addresses() -> set[str]:
 
 
 def _follow(server: Any, parent: int) -> None:
-    """Stop the server once its parent process is gone."""
+    """Stop the server when its parent process has ended."""
     while os.getppid() == parent:
         time.sleep(1.0)
     server.should_exit = True

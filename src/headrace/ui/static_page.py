@@ -1,7 +1,7 @@
-"""The static report: the live page with its data inside, one HTML file that asks nothing of any network.
+"""The static report: the live page with its data inside, one HTML file that loads nothing from a network.
 
-It shows the same pages from the same code (`pages`, `assets/`). What has to be worked out on request (documents of a step, find, compare) needs
-the live page. Scripts and styles are allowed by their hashes, so nothing that a name in the data could smuggle in would run.
+It shows the same pages from the same code (`pages`, `assets/`). Answers that are computed on request (documents of a step, find, compare) need
+the live page. Scripts and styles are allowed by their hashes, so no script in a name or text of the data can run.
 """
 
 from __future__ import annotations
@@ -17,36 +17,34 @@ from typing import Any
 from headrace.errors import DataError
 from headrace.files import publish
 from headrace.ui import pages
+from headrace.ui.pages.page_parts import POINTS
 from headrace.ui.run_view import RunView
 
-__all__ = ["page_html", "read_run", "write_page"]
-
-_POINTS = 600
 _ASSETS = files("headrace.ui") / "assets"
 
 
 def read_run(path: Path) -> RunView:
-    """A run folder, read whole. DataError where it holds no line of metrics."""
+    """A run folder, read whole. DataError if it holds no line of metrics."""
     if not path.is_dir():
-        raise DataError(f"{path} is no run folder; give the --run.dir of a run that was started")
+        raise DataError(f"{path} is not a run folder; give the --run.dir of a run that was started")
     view = RunView(path.resolve().name, path)
     view.index.update()
     if not view.index.lines:
         raise DataError(
-            f"{path / 'metrics.jsonl'} holds no line yet; wait for the first, or look at the run's own output"
+            f"{path / 'metrics.jsonl'} holds no line yet; wait for the first one, or look at the run's own output"
         )
     return view
 
 
 def write_page(view: RunView, path: Path) -> int:
-    """Publish the page; its size in bytes."""
+    """Publish the report of a run at `path`; returns its size in bytes."""
     data = page_html(view).encode("utf-8", "replace")
     publish(path, data, replace=True, durable=False)
     return len(data)
 
 
 def page_html(view: RunView) -> str:
-    """The page as text."""
+    """The report of a run as HTML."""
     shown = pages.tabs(view)
     made: dict[str, Any] = {
         "overview": pages.overview(view),
@@ -64,9 +62,9 @@ def page_html(view: RunView) -> str:
         "run": view.run,
         "path": str(view.path),
         "pages": made,
-        "curves": {key: view.index.curve(key, points=_POINTS) for key in keys},
+        "curves": {key: view.index.curve(key, points=POINTS) for key in keys},
     }
-    # Inside a script element only "</" and "<!--" mean anything to a parser, and JSON needs neither.
+    # Inside a script element a parser looks for "</" and "<!--" only. Escaped like this, JSON has neither.
     text = (
         json.dumps(_finite(data), ensure_ascii=True, allow_nan=False, default=str)
         .replace("<", "\\u003c")
@@ -94,7 +92,7 @@ def _hash(text: str) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same value with null for every number that JSON has no form for."""
+    """The value with None for NaN and infinite numbers, which JSON does not have."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):

@@ -37,6 +37,14 @@ def test_merged_buckets_keep_every_spike_and_the_sums(tmp_path):
     assert exact["values"][23] == 9.0
 
 
+def test_merged_buckets_keep_the_extremes_of_a_key_that_few_lines_have(tmp_path):
+    lines = [{"step": i, "x": 0.0} | ({"rare": float(i)} if i in (3, 40, 97) else {}) for i in range(100)]
+    index = MetricsIndex(written(tmp_path / "m.jsonl", lines), buckets=8)
+    index.update()
+    assert index.extremes("rare") == (3.0, 3, 97.0, 97)
+    assert {3, 97} <= set(index.curve("rare")["steps"])
+
+
 @given(
     st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=40), min_size=1, max_size=5),
     st.integers(2, 9),

@@ -15,7 +15,7 @@ import xxhash
 
 from headrace.errors import ConfigError, DataError
 from headrace.ui import find_problems, page_html, pages, read_run, write_page, write_picture
-from headrace.ui.run_view import RunView, find_runs, run_summary
+from headrace.ui.run_view import RunView, find_runs
 
 A = "stream_mixing/active"
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -186,19 +186,19 @@ def test_rollouts_are_read_from_the_arrival_log_up_to_damage(tmp_path):
     whole = arrival() + arrival(member=1, reward=0.0) + arrival(member=2, failed=EVIL)
     (run / "arrivals" / "step_000000000002.log").write_bytes(whole + b"\x05\x00\x00\x00junkjunkbroke" + arrival())
     view = read_run(run)
-    told = pages.rollout(view, 3)
+    told = pages.rollouts(view, 3)
     assert [(r["reward"], r.get("advantage")) for r in told["rollouts"]] == [(1.0, 0.5), (0.0, -0.5), (1.0, None)]
     assert told["rollouts"][0]["turns"][0]["tokens"] == list("1234")
     assert told["rollouts"][2]["error"] == EVIL
     assert "damaged" in told["damaged"]
     assert [(p["key"], p["band"]) for p in pages.rl(view)["rewards"]] == [("reward/sort/mean", [[3, 0.4, 0.6]])]
     (run / "arrivals" / "step_000000000003.log").write_bytes(arrival() + arrival(task=["unhashable"]))
-    assert "task and member" in pages.rollout(view, 4)["damaged"]
-    newest, older = pages.rollout_groups(view)
+    assert "does not parse" in pages.rollouts(view, 4)["damaged"]
+    newest, older = pages.rl(view)["groups"]
     assert (newest["step"], newest["trained"], newest["rollouts"], newest["damaged"]) == (4, False, 1, True)
     assert (older["step"], older["trained"], older["rollouts"], older["failed"]) == (3, True, 2, {EVIL: 1})
     with pytest.raises(DataError, match="no rollouts of step 9"):
-        pages.rollout(view, 9)
+        pages.rollouts(view, 9)
 
 
 def test_the_spool_of_a_run_is_described_and_a_missing_or_damaged_one_is_said(tmp_path):
@@ -288,7 +288,7 @@ def test_a_folder_of_damaged_runs_is_listed_and_shown(tmp_path):
     good = a_run(tmp_path / "good", [text_line(10)], TEXT)
     bad = tmp_path / "deep" / "bad"
     bad.mkdir(parents=True)
-    for name in (
+    names = (
         "config.toml",
         "summary.json",
         "run.json",
@@ -296,7 +296,8 @@ def test_a_folder_of_damaged_runs_is_listed_and_shown(tmp_path):
         "metrics.jsonl",
         "flight.jsonl",
         "streams.json",
-    ):
+    )
+    for name in names:
         (bad / name).write_bytes(b"\xff\x00[[[{{{" + b"[" * 5000 + b"\n\n\x80")
     (tmp_path / "loop").symlink_to(tmp_path)
     assert find_runs(tmp_path) == {"good": good, "deep/bad": bad}
@@ -307,7 +308,7 @@ def test_a_folder_of_damaged_runs_is_listed_and_shown(tmp_path):
     view.refresh()
     for make in (pages.overview, pages.metrics, pages.config, pages.streams, pages.spool, pages.rl):
         json.dumps(make(view))
-    assert run_summary("deep/bad", bad)["step"] == 0
+    assert listed["deep/bad"]["step"] == 0
 
 
 def test_a_picture_has_the_panels_asked_for(tmp_path):
@@ -323,7 +324,7 @@ def test_a_picture_has_the_panels_asked_for(tmp_path):
 
 
 def test_what_is_no_run_is_a_sentence(tmp_path):
-    with pytest.raises(DataError, match="is no run folder"):
+    with pytest.raises(DataError, match="is not a run folder"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(DataError, match="does not exist: the run has written no metrics yet"):
         read_run(tmp_path)
