@@ -20,7 +20,7 @@ import orjson
 
 from headrace.metrics import Reducer
 from headrace.mix import MixPlan, MixSettings, MixState, StreamTable
-from headrace.mix.pick import picker_for
+from headrace.mix.pick import Picker
 from headrace.mix.pool import Slice
 
 FILES, CELLS, BATCH = 24, 1 << 20, 64
@@ -96,11 +96,8 @@ def picks() -> None:
 
 def weighted() -> None:
     for slots in (8, 512):
-        picker = picker_for("weighted", 7)
+        picker = Picker("weighted", 7)
         pool = [Slice(stream=i, end=1000 + i, position=0, per_pick=1) for i in range(slots)]
-        for i, one in enumerate(pool):
-            one.slot = i
-            picker.admitted(one)
         steps = itertools.count()
         ours = microseconds(lambda picker=picker, pool=pool, steps=steps: picker.choose(pool, next(steps)), 4000)
         rng = np.random.default_rng(0)
@@ -238,6 +235,7 @@ def throughput(folder: Path) -> None:
 
 
 def rank(number: int, world: int, store: str) -> None:
+    import torch
     import torch.distributed as dist
 
     from headrace.loader.stream_metrics import stream_specs
@@ -245,12 +243,18 @@ def rank(number: int, world: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=world)
     specs = stream_specs(("m0", "m1", "m2", "m3"))
     row = {s.key: 3 if s.unit else 0.5 for s in specs}
-    forms = {form: Reducer(specs, collectives=form, deadline=60.0) for form in ("all_gather", "all_reduce")}
+    reducer = Reducer(specs, deadline=60.0)
+
+    def three_all_reduce() -> None:
+        for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            dist.all_reduce(torch.tensor(list(row.values()), dtype=torch.float64), operation)
+
+    forms = {"all_gather": lambda: reducer.reduce(row), "all_reduce": three_all_reduce}
     times: dict[str, list[float]] = {form: [] for form in forms}
     for _ in range(150):
-        for form, reducer in forms.items():
+        for form, reduce in forms.items():
             began = time.perf_counter()
-            reducer.reduce(row)
+            reduce()
             times[form].append(time.perf_counter() - began)
     if number == 0:
         print(orjson.dumps({form: 1e3 * statistics.median(t) for form, t in times.items()}).decode())

@@ -82,9 +82,9 @@ def packed_speed() -> float:
     from headrace.reduce import tiles
 
     panels_count, rows = 64 // tiles.NR, 512
-    panels, levels = np.ones(64 * rows), np.empty(tiles.level_size(rows // tiles.BLOCK))
+    panels, levels, out = np.ones(64 * rows), np.empty(tiles.level_size(rows // tiles.BLOCK)), np.empty(64 * 65 // 2)
     took = best(
-        {"tiles": lambda: tiles.multiply(panels, rows, panels_count, 0, panels_count, 0, panels_count, levels)}, 0.5
+        {"tiles": lambda: tiles.multiply(panels, rows, 64, 0, panels_count, 0, panels_count, levels, False, out)}, 0.5
     )
     computed = sum(min(panels_count, j + 1) for j in range(panels_count)) * tiles.NR * tiles.NR
     return 2 * computed * rows / took["tiles"] / 1e9

@@ -30,7 +30,7 @@ from headrace.reduce import (
 from headrace.reduce.orders import WorkOrder
 from headrace.reduce.reduce_shards import GramPlan, join_spool, reduce_shards
 from headrace.reduce.shards import RowShards
-from headrace.reduce.transports.folder import FolderTransport, SpoolWorker, Wanted, order_in
+from headrace.reduce.transports.folder import FolderTransport, SpoolWorker, wait_for_order
 from headrace.reduce.transports.transport import drive
 
 CHUNK = 10
@@ -190,15 +190,14 @@ def test_a_unit_that_keeps_coming_damaged_ends_the_pass_with_its_number(rows, tm
     transport.close()
 
 
-def test_other_bits_for_the_same_unit_end_the_pass_and_equal_ones_are_counted(rows, tmp_path):
+def test_other_bits_for_the_same_unit_end_the_pass_and_equal_ones_do_not(rows, tmp_path):
     order = order_for(rows[0])
     transport = begun(tmp_path / "s", order)
     reduction = CrossNodeGramReduction(order.partition, provenance=order.provenance)
     with SpoolWorker(tmp_path / "s") as worker:
         worker.step()
         message = transport.spool.channel.path(0).read_bytes()
-        worker._publish(0, message)
-        assert worker.duplicates == 1
+        worker._publish(0, message)  # equal bits: nothing happens
         partial = NodePartial.from_bytes(message)
         other = NodePartial(
             chunk=0,
@@ -267,11 +266,11 @@ def test_a_folder_of_something_else_is_not_touched(rows, tmp_path):
     transport.close()
     with pytest.raises(ConfigError, match=r"holds the partials of another pass \(pass differ\)"):
         begun(tmp_path / "s", order_for(rows[0], job="u"))
-    with pytest.raises(DeadlineExceeded, match="Nobody has begun a pass"):
-        order_in(tmp_path / "nowhere", patience=0.05)
+    with pytest.raises(DeadlineExceeded, match="No coordinator has begun a pass"):
+        wait_for_order(tmp_path / "nowhere", patience=0.05)
     worker = SpoolWorker(tmp_path / "s", patience=0.05)
-    worker.spool.want(Wanted(first=0, end=0))
-    with pytest.raises(DeadlineExceeded, match="nobody has coordinated the pass"), worker:
+    worker.spool.want(0, 0)
+    with pytest.raises(DeadlineExceeded, match="no process has coordinated the pass"), worker:
         worker.run()
 
 

@@ -61,10 +61,7 @@ def mixed(rank: int, world: int, root: str, mode: str) -> Any:
     for batch in itertools.islice(data, 6):
         local = data.drain_step_metrics()
         together = data.aggregate_step_metrics(local, world, "cpu", deadline=60.0)
-        three = data.aggregate_step_metrics(local, world, "cpu", collectives="all_reduce", deadline=60.0)
-        told.append(
-            {"local": local, "together": together, "three": three, "rows": len(batch["row"]), "draw": batch["draw"]}
-        )
+        told.append({"local": local, "together": together, "rows": len(batch["row"]), "draw": batch["draw"]})
     return told
 
 
@@ -163,7 +160,6 @@ def test_device_per_stream_ranks_come_to_what_the_reductions_say(ranks: Callable
                 expected = min(values) if key.endswith("_min") else max(values) if key.endswith("_max") else sum(values)
                 assert together[key] == expected, key
             assert together == reduce_values(specs, locals_)
-            assert said["result"][step]["three"] == {k: v for k, v in together.items() if not k.endswith("/worst_rank")}
             widest = together[f"{A}/steps_since_pick_max/worst_rank"]
             assert locals_[widest][f"{A}/steps_since_pick_max"] == together[f"{A}/steps_since_pick_max"]
 
@@ -177,7 +173,7 @@ def test_per_stream_ranks_share_every_draw_and_agree(ranks: Callable[..., Told],
         assert all(h["local"] == here[0]["local"] for h in here), "one plan, the same on all ranks"
         assert here[0]["together"][f"{A}/remaining_max"] == here[0]["local"][f"{A}/remaining_max"]
         for key in here[0]["local"]:
-            assert here[0]["together"][key] == here[0]["three"][key] == here[0]["local"][key], (
+            assert here[0]["together"][key] == here[0]["local"][key], (
                 "one draw is one pick, however many ranks share it"
             )
 

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.metrics import Accumulator, Histogram, Mean, MetricSpec, Reduction, reduce_values
-from headrace.metrics.reducer import _from_order, _in_order
 
 SPECS = (
     MetricSpec("sum", Reduction.SUM, with_max=True),
@@ -79,13 +78,6 @@ def test_the_order_of_ranks_changes_nothing_but_their_names(ranks: list[dict], d
             extreme = a["sum_max"] if key == "sum" else a[key]
             assert ranks[a[f"{key}/worst_rank"]][key] == extreme
             assert shuffled[b[f"{key}/worst_rank"]][key] == extreme
-
-
-@given(a=st.floats(allow_nan=False), b=st.floats(allow_nan=False))
-def test_floats_keep_their_order_as_integers(a: float, b: float) -> None:
-    assert _from_order(_in_order(a)) == a
-    if a < b:
-        assert _in_order(a) < _in_order(b)
 
 
 durations = st.floats(1e-6, 3600.0)

@@ -330,10 +330,9 @@ def test_a_flipped_bit_or_a_missing_end_of_a_message_is_always_noticed(at, bit, 
         NodePartial.from_bytes(message)
 
 
-@settings(max_examples=30)
-@given(k=st.integers(1, 200) | st.sampled_from([512, 577]), threads=st.sampled_from([1, 2]))
-def test_a_mirrored_triangle_holds_every_entry_on_both_sides_of_the_diagonal(k, threads):
+@pytest.mark.parametrize("k", [1, 2, 65, 200])
+def test_a_mirrored_triangle_holds_every_entry_on_both_sides_of_the_diagonal(k):
     packed = np.arange(k * (k + 1) // 2, dtype=np.float64) + 1
     above = np.zeros((k, k))
     above[np.triu_indices(k)] = packed
-    assert np.array_equal(unpack_upper(packed, k, threads=threads), np.where(above > 0, above, above.T))
+    assert np.array_equal(unpack_upper(packed, k), np.where(above > 0, above, above.T))

@@ -323,8 +323,8 @@ class StreamMixingDataset(IterableDataset):
         """What the ranks say together, each metric by its own reduction. Collective, unless world_size is 1.
 
         Values travel as int64 and float64 through the memory of `device`, which `group` must reach; by default through CPU memory where
-        the group reaches it. One packed all_gather by default, which also names the worst rank; `collectives="all_reduce"` is one
-        all_reduce a kind of reduction. `step` (default: the batches that each rank was given) must be the same on every rank. In per_stream
+        the group reaches it. They travel in one packed all_gather; `collectives="all_reduce"` carries them by an all_reduce
+        instead, with the same result. `step` (default: the batches that each rank was given) must be the same on every rank. In per_stream
         rank 0 of the group counts the draws, which are those of all ranks.
         """
         if world_size == 1:

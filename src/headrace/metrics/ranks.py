@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -102,18 +102,17 @@ class Ranks:
         self._finish(lambda: self._group.allgather([rows], [ours], options), wait)
         return torch.stack(rows).cpu().numpy()
 
-    def all_reduce(self, values: np.ndarray, operation: Literal["SUM", "MIN"], wait: Wait) -> np.ndarray:
+    def gather_by_sum(self, row: np.ndarray, wait: Wait) -> np.ndarray:
+        """What `gather` returns, by one all_reduce: each rank adds a matrix that is zero but for its own row."""
         import torch
-        from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
+        from torch.distributed.distributed_c10d import AllreduceOptions
 
-        tensor = torch.from_numpy(values.copy()).to(self._device)  # the collective writes in place
-        if not len(tensor):
-            return values
+        rows = torch.zeros((len(self.names), len(row)), dtype=torch.int64, device=self._device)
+        rows[self.names.index(self._me)] = torch.from_numpy(row).to(self._device)
         options = AllreduceOptions()
-        options.reduceOp = ReduceOp(getattr(ReduceOp, operation))
         options.timeout = self._op_timeout(wait)
-        self._finish(lambda: self._group.allreduce([tensor], options), wait)
-        return tensor.cpu().numpy()
+        self._finish(lambda: self._group.allreduce([rows], options), wait)
+        return rows.cpu().numpy()
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], wait: Wait) -> Tensor:
         """What the ranks have for this one, in the order of ranks: the first sent[0] of `rows` go to rank 0, and so on."""

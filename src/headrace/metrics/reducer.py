@@ -9,9 +9,8 @@ Each value travels with a tag: absent, int64 or float64. So a rank that has noth
 or a mean, identities such as +inf are never emitted, and counts stay exact (packed as float32 they would be wrong
 above 2^24). A NaN anywhere makes the value NaN: it is never hidden by a minimum.
 
-The default is one packed all_gather and the same arithmetic on every rank, which also knows the worst rank. On gloo with
-2 processes it costs .2 to .4 of `collectives="all_reduce"`, three calls of all_reduce, which do not know it
-(benchmarks/metrics.py).
+One packed all_gather brings every rank the rows of all ranks, and each rank does the same arithmetic on them, so each knows the worst
+rank. On gloo with 2 processes this costs 0.2 to 0.4 of one all_reduce for each kind of reduction (benchmarks/metrics.py).
 
 The layout of the packed row comes from the specs; its hash is compared once, before anything is added up, so that ranks
 with other keys are refused by name instead of summing different columns. Members of a family (`wait/<name>/seconds`)
@@ -272,8 +271,8 @@ class Reducer:
     Values travel through the memory of `device`, which `group` must reach. By default that is CPU memory where the group reaches it
     (gloo), else the group's own device (nccl). With `torch.distributed` not initialised, or one rank, nothing is sent.
 
-    `specs` declare the keys that a row may have. `deadline`: seconds that one reduction may take. `collectives`: `"all_gather"` also finds the worst rank of each
-    key; `"all_reduce"` does not. `meter` counts the waits; the process's own unless given.
+    `specs` declare the keys that a row may have. `deadline`: seconds that one reduction may take. `collectives`: the collective that carries the
+    rows; `"all_reduce"` gives the same result and sends more. `meter` counts the waits; the process's own unless given.
     """
 
     def __init__(
@@ -345,9 +344,7 @@ class Reducer:
 
     def _attempt(self, ranks: Ranks, row: np.ndarray, wait: Wait) -> dict[str, Number] | None:
         """The reduced row, None if some rank has something to say first."""
-        if self._collectives == "all_reduce":
-            return _ThreeAllReduce(self._layout).reduce(row, ranks, wait)
-        rows = ranks.gather(row, wait)
+        rows = ranks.gather(row, wait) if self._collectives == "all_gather" else ranks.gather_by_sum(row, wait)
         if rows[:, 0].any() or (rows[:, 1] != rows[0, 1]).any():
             return None
         return self._layout.reduce(rows, ranks.names)
@@ -423,98 +420,3 @@ def _distributed(group: ProcessGroup | None) -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-
-
-class _ThreeAllReduce:
-    """The reduction by three all_reduce: a sum of int64, a sum of float64, and a minimum (a maximum is the minimum of ~x).
-
-    Values of both types have columns of their own, and the counts of who has which ride in the integer sum; floats
-    enter the minimum as the int64 of the same order. Sums of counts at or above 2^63 wrap around here.
-    """
-
-    def __init__(self, layout: _Layout) -> None:
-        self.layout = layout
-        self.compared = [
-            (at, c) for at, c in enumerate(layout.columns) if c.reduction is not Reduction.SUM or c.with_max
-        ]
-
-    def reduce(self, row: np.ndarray, ranks: Ranks, wait: Wait) -> dict[str, Number] | None:
-        layout, width = self.layout, self.layout.width
-        ints = row[_HEAD : _HEAD + width]
-        floats = ints.view(np.float64)
-        tags = row[_HEAD + width :].view(np.uint8)[:width]
-        is_int, is_float = tags == _INT, tags == _FLOAT
-        held = np.where(is_float, floats, 0.0)
-        has_nan = np.isnan(held)
-        counts = np.concatenate(
-            [row[:1], np.where(is_int, ints, 0), is_int, is_float + (has_nan.astype(np.int64) << 32)]
-        )
-        counts = ranks.all_reduce(counts, "SUM", wait)
-        sums = ranks.all_reduce(held, "SUM", wait)
-        compared = np.concatenate([[row[1], ~row[1]], self._comparable(ints, held, is_int, is_float)])
-        first_step, last_step, *lows = ranks.all_reduce(compared, "MIN", wait).tolist()
-        if counts[0] or first_step != ~last_step:
-            return None
-        int_sums, int_ranks, float_ranks = counts[1:].reshape(3, width)
-        nans, float_ranks = float_ranks >> 32, float_ranks & 0xFFFFFFFF
-
-        def total(at: int) -> Number:
-            return float(sums[at]) + int(int_sums[at]) if float_ranks[at] else int(int_sums[at])
-
-        extremes: dict[int, Number] = {}
-        for n, (at, column) in enumerate(self.compared):
-            low_int, low_float = lows[2 * n : 2 * n + 2]
-            if column.reduction is not Reduction.MIN:
-                low_int, low_float = ~low_int, ~low_float
-            found: list[Number] = []
-            if column.reduction is not Reduction.MEAN and int_ranks[at]:
-                found.append(low_int)
-            if column.reduction is Reduction.MEAN or float_ranks[at]:
-                found.append(_from_order(low_float))
-            if found:
-                best = min(found) if column.reduction is Reduction.MIN else max(found)
-                extremes[at] = math.nan if nans[at] else float(best) if float_ranks[at] else best
-        result: dict[str, Number] = {}
-        for at, (key, reduction, with_max) in enumerate(layout.columns):
-            if not int_ranks[at] + float_ranks[at]:
-                continue
-            match reduction:
-                case Reduction.SUM:
-                    result[key] = total(at)
-                case Reduction.MEAN:
-                    weight = total(layout.weights[key])
-                    if weight == 0:
-                        continue
-                    result[key] = total(at) / weight
-                case _:
-                    result[key] = extremes[at]
-            if with_max and reduction in (Reduction.SUM, Reduction.MEAN):
-                result[f"{key}_max"] = extremes[at]
-        return result
-
-    def _comparable(self, ints: np.ndarray, floats: np.ndarray, is_int: np.ndarray, is_float: np.ndarray) -> np.ndarray:
-        out = np.full(2 * len(self.compared), np.iinfo(np.int64).max, dtype=np.int64)
-        for n, (at, column) in enumerate(self.compared):
-            flip = 0 if column.reduction is Reduction.MIN else -1
-            if column.reduction is Reduction.MEAN:
-                if is_int[at] or is_float[at]:
-                    second = self.layout.weights[column.key]
-                    weight = float(floats[second]) if is_float[second] else int(ints[second])
-                    value = float(floats[at]) if is_float[at] else int(ints[at])
-                    out[2 * n + 1] = _in_order(value / weight) ^ flip
-            elif is_int[at]:
-                out[2 * n] = int(ints[at]) ^ flip
-            elif is_float[at]:
-                out[2 * n + 1] = _in_order(float(floats[at])) ^ flip
-        return out
-
-
-def _in_order(value: float) -> int:
-    """The int64 that stands where the float64 stands in the order of all of them."""
-    bits = int(np.float64(value).view(np.int64))
-    return bits if bits >= 0 else bits ^ 0x7FFF_FFFF_FFFF_FFFF
-
-
-def _from_order(place: int) -> float:
-    bits = place if place >= 0 else place ^ 0x7FFF_FFFF_FFFF_FFFF
-    return float(np.int64(bits).view(np.float64))

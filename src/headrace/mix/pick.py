@@ -11,17 +11,20 @@ Proportional is stride scheduling. A slice of n picks that came into the pool at
     e + (k + phase) / n        for its picks k = 0, 1, …, n − 1        (fixed-point integers, 2**32 a unit)
 
 and the earliest is picked. The phase, in [0, 1), is keyed by stream and epoch: with a constant one, lanes whose files have
-equal lengths go in step, and all their slices run dry at the same steps. A heap finds the earliest in O(log K); there is no
-generator, and nothing to save but e.
+equal lengths go in step, and all their slices run dry at the same steps. Nothing has to be saved but e.
 
 Weighted with refill is pathological by construction: what is left decays exponentially, so a slice with one pick left is in
 the pool in some 70 % of the steps and waits for hundreds of them. It is kept for runs that began with it. The draws are pure
 functions of (key, step): counters, never a generator.
+
+A pick looks at every slice: 1 us with 8 slots, 20 us with 512.
 """
 
 from __future__ import annotations
 
-import heapq
+import bisect
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -32,150 +35,46 @@ PickMode = Literal["proportional", "weighted", "uniform", "round_robin", "sequen
 PICK_MODES: tuple[PickMode, ...] = get_args(PickMode)
 
 UNIT_BITS = 32
+_earliest = operator.attrgetter("due", "stream")
 
 
 class Picker:
-    """Chooses among the slices of a pool. Told of everything that happens to them."""
+    """Chooses among the slices of a pool."""
 
-    def __init__(self, key: int) -> None:
-        self.key = key
+    def __init__(self, mode: PickMode, key: int) -> None:
+        self.mode, self.key = mode, key
         self.clock = 0
-        """Virtual time; only proportional has one."""
+        """Virtual time of the last pick; it moves in mode proportional only."""
         self.turn = 0
-        """The slot whose turn it is; only round_robin has one."""
+        """The slot that is picked next; it moves in mode round_robin only."""
 
     def choose(self, slots: list[Slice], step: int) -> Slice:
-        raise NotImplementedError
-
-    def admitted(self, one: Slice) -> None:
-        """A slice has come into its slot (its `entry` is set)."""
-
-    def read_on(self, one: Slice) -> None:
-        """A slice was picked and is not dry."""
-
-    def removed(self, slots: list[Slice], slot: int) -> None:
-        """The slice of `slot` is dry and nothing took its place; those behind it have moved up."""
-
-    def passed(self, slot: int) -> None:
-        """The slice of `slot` was dry and another has taken its place."""
-
-
-class _Proportional(Picker):
-    def __init__(self, key: int) -> None:
-        super().__init__(key)
-        self._heap: list[tuple[int, int, Slice]] = []
-
-    def choose(self, slots: list[Slice], step: int) -> Slice:
-        self.clock, _, one = self._heap[0]
-        return one
-
-    def admitted(self, one: Slice) -> None:
-        one.due = _due(one)
-        heapq.heappush(self._heap, (one.due, one.stream, one))
-
-    def read_on(self, one: Slice) -> None:
-        one.due = due = _due(one)
-        heapq.heapreplace(self._heap, (due, one.stream, one))
-
-    def passed(self, slot: int) -> None:
-        heapq.heappop(self._heap)
-
-    def removed(self, slots: list[Slice], slot: int) -> None:
-        heapq.heappop(self._heap)
-
-
-def _due(one: Slice) -> int:
-    taken = -(-one.position // one.per_pick)
-    return one.entry + ((taken << UNIT_BITS) + one.phase) // (taken + one.remaining)
-
-
-class _Weighted(Picker):
-    """A Fenwick tree over the picks left: a draw and an update are O(log K)."""
-
-    def __init__(self, key: int) -> None:
-        super().__init__(key)
-        self._tree: list[int] = [0]
-        self._held: list[int] = []
-        self._total = 0
-        self._top = 0
-
-    def choose(self, slots: list[Slice], step: int) -> Slice:
-        target = derive(self.key, step) % self._total
-        tree, at, bit, size = self._tree, 0, self._top, len(self._tree)
-        while bit:
-            if at + bit < size and tree[at + bit] <= target:
-                at += bit
-                target -= tree[at]
-            bit >>= 1
-        return slots[at]
-
-    def admitted(self, one: Slice) -> None:
-        if one.slot == len(self._held):
-            self._held.append(one.remaining)
-            self._build()
-        else:
-            self._add(one.slot, one.remaining - self._held[one.slot])
-
-    def read_on(self, one: Slice) -> None:
-        self._add(one.slot, one.remaining - self._held[one.slot])
-
-    def removed(self, slots: list[Slice], slot: int) -> None:
-        del self._held[slot]
-        self._build()
-
-    def _add(self, slot: int, change: int) -> None:
-        self._held[slot] += change
-        self._total += change
-        tree, at = self._tree, slot + 1
-        while at < len(tree):
-            tree[at] += change
-            at += at & -at
-
-    def _build(self) -> None:
-        self._total = sum(self._held)
-        tree = self._tree = [0, *self._held]
-        self._top = 1 << len(self._held).bit_length() >> 1
-        for at in range(1, len(tree)):
-            above = at + (at & -at)
-            if above < len(tree):
-                tree[above] += tree[at]
-
-
-class _Uniform(Picker):
-    def choose(self, slots: list[Slice], step: int) -> Slice:
-        return slots[derive(self.key, step) % len(slots)]
-
-
-class _RoundRobin(Picker):
-    def choose(self, slots: list[Slice], step: int) -> Slice:
-        if self.turn >= len(slots):
-            self.turn = 0
-        return slots[self.turn]
-
-    def read_on(self, one: Slice) -> None:
-        self.turn = one.slot + 1
-
-    def passed(self, slot: int) -> None:
-        self.turn = slot + 1
-
-
-class _Sequential(Picker):
-    def choose(self, slots: list[Slice], step: int) -> Slice:
+        """The slice that gives the lane's draw number `step`."""
+        if self.mode == "proportional":
+            one = min(slots, key=_earliest)
+            self.clock = one.due
+            return one
+        if self.mode == "weighted":
+            ends = list(itertools.accumulate(one.remaining for one in slots))
+            return slots[bisect.bisect(ends, derive(self.key, step) % ends[-1])]
+        if self.mode == "uniform":
+            return slots[derive(self.key, step) % len(slots)]
+        if self.mode == "round_robin":
+            if self.turn >= len(slots):
+                self.turn = 0
+            return slots[self.turn]
         return slots[0]
 
-
-_PICKERS: dict[str, type[Picker]] = {
-    "proportional": _Proportional,
-    "weighted": _Weighted,
-    "uniform": _Uniform,
-    "round_robin": _RoundRobin,
-    "sequential": _Sequential,
-}
+    def pass_on(self, slot: int) -> None:
+        """The slot that was picked still holds a slice, the same one or its successor."""
+        if self.mode == "round_robin":
+            self.turn = slot + 1
 
 
-def picker_for(mode: PickMode, key: int) -> Picker:
-    """The picker of a mode."""
-    return _PICKERS[mode](key)
+def due_time(one: Slice) -> int:
+    """Virtual time of a slice's next pick."""
+    taken = -(-one.position // one.per_pick)
+    return one.entry + ((taken << UNIT_BITS) + one.phase) // (taken + one.remaining)
 
 
 def promised_shares(mode: PickMode, picks: Sequence[int]) -> Sequence[int]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from headrace.errors import ConfigError, CursorMismatch
-from headrace.mix.pick import PICK_MODES, UNIT_BITS, PickMode, picker_for, promised_shares
+from headrace.mix.pick import PICK_MODES, UNIT_BITS, Picker, PickMode, due_time, promised_shares
 from headrace.mix.pool import Draw, LaneState, PoolChange, Slice, Snapshot
 from headrace.mix.queue import QUEUES, Queue, queue_order
 from headrace.mix.streams import StreamTable, dealt_to_lanes, picks_of
@@ -140,7 +140,8 @@ class LanePool:
         begun, self._begun = self._begun, None
         if one.remaining:
             stop = one.position = start + one.per_pick
-            picker.read_on(one)
+            one.due = due_time(one)
+            picker.pass_on(one.slot)
             draw = Draw(index, self.lane, one.stream, start, stop, one.ordinal, False, self.epoch)
             return draw, PoolChange(one.slot, picker.clock, picker.turn, None, begun)
         stop = one.position = one.end
@@ -166,7 +167,7 @@ class LanePool:
         """Slices that came into the pool in this epoch."""
         self.index = 0
         self.queue = self._order(epoch)
-        self.picker = picker_for(self._settings.pick_mode, self._pick_key)
+        self.picker = Picker(self._settings.pick_mode, self._pick_key)
         self._begun: LaneState | None = None
         """The lane as it is, if nothing was picked since the epoch began."""
 
@@ -203,7 +204,7 @@ class LanePool:
         one.phase = derive(self._phase_key, one.stream) >> (64 - UNIT_BITS)
         one.ordinal = self.admitted
         self.admitted += 1
-        self.picker.admitted(one)
+        one.due = due_time(one)
 
     def _replace(self, dry: Slice) -> Slice | None:
         """Give the slot of a dry slice to the next that waits, which is returned; None: the pool has a slot less."""
@@ -212,13 +213,12 @@ class LanePool:
         if following is not None:
             following.slot = slot
             self.slots[slot] = following
-            self.picker.passed(slot)
             self._admit(following)
+            self.picker.pass_on(slot)
             return following
         del self.slots[slot]
         for one in self.slots[slot:]:
             one.slot -= 1
-        self.picker.removed(self.slots, slot)
         return None
 
     # ---------------------------------------------------------------------------------------------- state

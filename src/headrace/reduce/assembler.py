@@ -21,7 +21,7 @@ from headrace.reduce.partition import CrossNodePartition
 
 
 def whole_chunk_size(value: object) -> int:
-    """A chunk size that is one: with none, no chunk would ever be whole."""
+    """`value` as a chunk size; ConfigError unless it is a whole number of 1 or more."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"chunk_size must be a whole number of at least 1, got {value!r}")
     return int(value)
@@ -51,7 +51,7 @@ class ChunkAssembler:
 
     @classmethod
     def unbounded(cls, *, k: int, chunk_size: int, ordinal: int = 0) -> ChunkAssembler:
-        """For rows whose number nobody knows yet."""
+        """For rows whose number is not known yet."""
         return cls(k=k, chunk_size=whole_chunk_size(chunk_size), partition=None, rank=0, ordinal=ordinal)
 
     @property

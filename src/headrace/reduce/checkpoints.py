@@ -4,7 +4,7 @@
     checkpoint.save(files)           coordinator-000000000007.safetensors, whole, durable, checked; the one before it is kept
     type(checkpoint).load(files)     the newest generation that verifies; None if there never was one
 
-How files appear, are kept and are set aside: `headrace.runtime.generations`. A state whose numbers do not add up counts as damaged.
+`headrace.runtime.generations` writes, keeps and sets aside the files. A state whose numbers do not add up counts as damaged.
 """
 
 from __future__ import annotations

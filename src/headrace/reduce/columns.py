@@ -1,4 +1,4 @@
-"""Which columns are multiplied: the rows, what else is wanted of them, and a one.
+"""The columns that are multiplied: rows, targets, and a column of ones; shifted and weighted.
 
     [ (x − shift)·√w │ y·√w │ √w ]      k = width + targets + 1
 
@@ -48,19 +48,19 @@ class Columns:
             object.__setattr__(self, "shift", self._checked(self.shift))
 
     def _checked(self, shift: Any) -> np.ndarray:
-        told = f"a shift is {self.width} finite numbers, one a column; got"
+        expected = f"a shift is {self.width} finite numbers, one a column; got"
         try:
             given = as_given(shift, "a shift")
         except DataError as error:
             raise ConfigError(str(error)) from None
         if given.dtype.kind not in "fiu":
-            raise ConfigError(f"{told} {given.dtype}")
+            raise ConfigError(f"{expected} {given.dtype}")
         if given.shape != (self.width,):
-            raise ConfigError(f"{told} shape {given.shape}")
+            raise ConfigError(f"{expected} shape {given.shape}")
         wide = np.array(_wide(given, "a shift"))  # it is subtracted from every row: not the caller's to change
         if not np.isfinite(wide).all():
             bad = int(np.argmin(np.isfinite(wide)))
-            raise ConfigError(f"{told} {wide[bad]} for column {bad}")
+            raise ConfigError(f"{expected} {wide[bad]} for column {bad}")
         return wide
 
     @property

@@ -1,4 +1,4 @@
-"""What arrived, what is still missing, and the one sum.
+"""Coordinator of a reduction: takes the partials of all ranks and folds them into one sum.
 
     reduction = CrossNodeGramReduction(partition)
     receipt = reduction.receive(partial)          TAKEN, DUPLICATE (equal bits, counted) or WAIT (the rank is too far ahead)
@@ -6,7 +6,7 @@
     reduction.checkpoint().to_bytes()             for a store of the caller's; CrossNodeCheckpoint.from_bytes reads it
     gram = reduction.finish()                     the upper triangle; finish(full=True): the k x k matrix
 
-Each rank's partials come in its own order; ranks may be as far apart as the window allows. What is refused, in this order:
+Each rank sends its partials in order; ranks may be as far apart as the window allows. What is refused, in this order:
 another pass or partition, a rank out of range, a rank that does not own the chunk, a chunk that is not the rank's next, then
 what the fold refuses. A refused message changes nothing.
 """
@@ -101,7 +101,7 @@ def _whole_numbers(value: object) -> bool:
 
 
 class CrossNodeGramReduction:
-    """Folds the partials of all ranks into one sum whose bits know nothing of ranks."""
+    """Folds the partials of all ranks into one sum. Its bits do not depend on the ranks."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class CrossNodeGramReduction:
         return min(self.window - ahead, left)
 
     def receive(self, partial: NodePartial) -> Receipt:
-        """Take one partial, say that it was taken before, or ask for patience; anything else is an error."""
+        """Take one partial. DUPLICATE: it was taken before, with equal bits. WAIT: its rank is too far ahead. Anything else is a DataError."""
         try:
             receipt = self._receive(partial)
         except DataError:
@@ -220,7 +220,7 @@ class CrossNodeGramReduction:
         return self._fold.complete
 
     def missing(self, limit: int = 8) -> list[int]:
-        """The first chunks that nobody sent."""
+        """The first chunks that did not arrive."""
         return self._fold.missing(limit)
 
     def finish(self, *, full: bool = False) -> np.ndarray:

@@ -4,9 +4,9 @@
     result.pca(16).share
 
 The rows are what the module puts out, one a position, in the order of the batches; nothing is stored but the sums and one
-chunk of rows. How many rows there will be is known at the end only: the partition is sealed then. The sum is exact in its
-order, and the activations are what they are: they have the same bits again only if the model's own kernels give them (same
-device, same libraries, same batch shapes). With a headrace loader the batches themselves are the same on every run.
+chunk of rows. The number of rows is known at the end only. The sum is exact in its
+order; the activations have the same bits again only if the model's own kernels give them (same device, same libraries, same
+batch shapes). With a headrace loader the batches themselves are the same on every run.
 
 Under torchrun every rank reduces the rows of its own samples and all get the one result. Rows are summed in `streams`: stream s
 takes the samples g with g mod streams = s, in order, and the streams are added by number. So the order of the sum depends on
@@ -76,7 +76,9 @@ def activations(
         _collect(model, loader, module, steps, forward, keep, sums)
         packed = {number: stream.packed() for number, stream in sums.open.items()}
     except Exception as error:
-        problem = error  # the others are told before it goes up: they would wait for this rank until their deadline
+        problem = (
+            error  # raised after the exchange: without it the other ranks would wait for this one until their deadline
+        )
     return summed_over_ranks(sums.open, packed, count, rank, ranks, problem)
 
 
@@ -132,7 +134,7 @@ def _samples(batch: Any, output: Tensor) -> list[int]:
         samples = [int(g) for g in batch["sample_index"]]
     except (KeyError, TypeError, IndexError):
         raise ConfigError(
-            "streams are told apart by batch['sample_index'], which this loader does not give: leave streams out"
+            "streams are divided by batch['sample_index'], which this loader does not give: leave streams out"
         ) from None
     if not samples or len(output) != len(samples):
         raise ConfigError(

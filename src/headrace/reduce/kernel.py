@@ -34,7 +34,7 @@ _LEAST_ROWS, _MOST_ROWS = 512, 4096
 _NODE_ROWS = 1 << 16
 """Rows of a subtree of a narrow matrix at most: those of 16 bits are widened a subtree at a time."""
 _WORTH_SHARING = 16_000_000
-"""Multiply-adds below which one thread does it all: they take it a millisecond at most, and to wake another and wait for it takes .1 to .3."""
+"""Multiply-adds below which one thread does it all: they take 1 ms at most, and to wake another thread and wait for it takes 0.1 to 0.3 ms."""
 _local = threading.local()
 _lock = threading.Lock()
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
@@ -72,23 +72,26 @@ _tiles = KernelModule("headrace.reduce.tiles")
 
 
 def chunk_gram(rows: Any, *, threads: int = 1) -> np.ndarray:
-    """The k x k Gram matrix of a chunk of rows, f64, symmetric."""
+    """The k x k Gram matrix of a chunk of rows, f64, symmetric. `threads` share the work and never change the bits."""
     rows = as_rows(rows)
-    return unpack_upper(chunk_gram_packed(rows, threads=threads), rows.shape[1], threads=threads)
+    return unpack_upper(chunk_gram_packed(rows, threads=threads), rows.shape[1])
 
 
-def unpack_upper(packed: np.ndarray, k: int, *, threads: int = 1) -> np.ndarray:
+def unpack_upper(packed: np.ndarray, k: int) -> np.ndarray:
     """The full k x k matrix of a packed upper triangle."""
     if packed.shape != (k * (k + 1) // 2,):
         raise DataError(f"a packed Gram of {k} columns has {k * (k + 1) // 2:,} entries, got shape {packed.shape}")
-    full, packed, tiles = np.empty((k, k)), np.ascontiguousarray(packed), _tiles()
-    step = k if threads == 1 or k < 512 else 64  # shared out only where it takes a millisecond
-    _share(range(0, k, step), lambda at: tiles.mirror(packed, k, full, at, min(at + step, k)), threads)
+    full, lower = np.empty((k, k)), np.tri(k, k, -1, dtype=bool)
+    full[~lower] = packed
+    np.copyto(full, full.T, where=lower)
     return full
 
 
 def chunk_gram_packed(rows: Any, extra: np.ndarray | None = None, *, threads: int = 1) -> np.ndarray:
-    """The upper triangle of the Gram of [rows, extra], row by row."""
+    """The upper triangle of the Gram of [rows, extra], row by row, in one vector.
+
+    `rows`: an array, a torch tensor or lists. `extra`: more columns, f64. `threads` share the work and never change the bits.
+    """
     rows = as_rows(rows)
     row_dtype_name(rows)
     if rows.ndim != 2 or rows.shape[1] < 1:
@@ -108,10 +111,10 @@ def chunk_gram_packed(rows: Any, extra: np.ndarray | None = None, *, threads: in
 
 
 class _Task:
-    """The rows of a chunk, and how they become the sum at the top of the cascade.
+    """The Gram of one chunk.
 
-    Threads decide who computes a node or a tile, never how: narrow matrices are shared out by subtrees of rows, wide ones by
-    tiles over rows that all threads packed together.
+    Threads share a narrow matrix by subtrees of rows, and a wide one by tiles over rows that all threads packed together. Neither changes
+    how an entry is computed.
     """
 
     def __init__(self, rows: np.ndarray, extra: np.ndarray | None, columns: int) -> None:
@@ -142,14 +145,12 @@ class _Task:
 
     def _node(self, start: int, end: int) -> np.ndarray:
         """The sum of a subtree of rows: any number of blocks of 128, or the last ones."""
-        tiles, count = self._tiles, self._panels
-        blocks = -(-(end - start) // tiles.BLOCK)
-        levels = _scratch("levels", tiles.level_size(blocks))
-        panels = _scratch("panels", count * tiles.NR * tiles.BLOCK)
+        tiles = self._tiles
+        levels = _scratch("levels", tiles.level_size(-(-(end - start) // tiles.BLOCK)))
+        panels = _scratch("panels", self._panels * tiles.NR * tiles.BLOCK)
         out = np.empty(self._entries)
         x, extra, first = self._slice(start, end - start)
-        tiles.narrow_of[x.dtype.name](x, extra, first, end - start, self._columns, panels, levels)
-        tiles.write(self._columns, tiles.fold(blocks, levels), 0, count, 0, count, levels, False, out)
+        tiles.narrow_of[x.dtype.name](x, extra, first, end - start, panels, levels, out)
         return out
 
     # --------------------------------------------------------------------------------------- wide matrices
@@ -201,10 +202,7 @@ class _Task:
         def some(start: int) -> None:
             many = min(step, rows - start)
             x, extra, first = self._slice(at + start, many)
-            part = panels[start * count * tiles.NR :]
-            tiles.pack_of[x.dtype.name](x, first, many, 0, x.shape[1], count, part)
-            tiles.pack(extra, first, many, x.shape[1], extra.shape[1], count, part)
-            tiles.blank(many, self._columns, count, part)
+            tiles.pack_rows_of[x.dtype.name](x, extra, first, many, count, panels[start * count * tiles.NR :])
 
         _share(range(0, rows, step), some, threads)
 
@@ -217,13 +215,12 @@ class _Task:
         out: np.ndarray,
         threads: int,
     ) -> None:
-        tiles, count, columns = self._tiles, self._panels, self._columns
+        tiles = self._tiles
         blocks = -(-rows // tiles.BLOCK)
 
         def one(tile: tuple[int, int, int, int]) -> None:
             levels = _scratch("levels", tiles.level_size(blocks))
-            tiles.multiply(panels, rows, count, *tile, levels)
-            tiles.write(columns, tiles.fold(blocks, levels), *tile, levels, merge, out)
+            tiles.multiply(panels, rows, self._columns, *tile, levels, merge, out)
 
         _share(work, one, threads)
 
@@ -253,7 +250,7 @@ def _superblock(columns: int, block: int) -> int:
 
 
 def _node_rows(n: int, threads: int, block: int) -> int:
-    """Rows of the subtrees that threads take, 128·2^p: as large as leaves nobody idle for more than a thirtieth of the time."""
+    """Rows of the subtrees that threads take, 128·2^p: as large as leaves no thread idle for more than a thirtieth of the time."""
     size = block
     while size < min(n, _NODE_ROWS):
         size *= 2
@@ -289,7 +286,7 @@ def _in_large_pages(size: int) -> np.ndarray:
 
 
 def _share(work: Iterable[T], do: Callable[[T], object], threads: int) -> None:
-    """Do all of it, by this thread and threads − 1 others, whoever is free next."""
+    """Call `do` for each item of `work`, on this thread and threads − 1 others; the next free thread takes the next item."""
     left = deque(work)
 
     def until_none_is_left() -> None:
@@ -306,7 +303,9 @@ def _share(work: Iterable[T], do: Callable[[T], object], threads: int) -> None:
         until_none_is_left()
     finally:
         left.clear()
-        others = [other for other in others if not other.cancel()]  # nobody waits for one that has not woken up yet
+        others = [
+            other for other in others if not other.cancel()
+        ]  # a thread that has not woken up yet is not waited for
         if others:
             with Wait("reduce.threads"):
                 wait_for(others)
@@ -334,7 +333,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def _require_denormals() -> None:
-    """A library built with -ffast-math may have told this thread's processor to round tiny numbers to zero."""
+    """ConfigError if this thread rounds denormal numbers to zero, as a library built with -ffast-math may have made it do."""
     if np.float64(5e-324) * np.float64(1.0) == 0.0:
         raise ConfigError(
             "this process rounds denormal numbers to zero (a library switched that on, or torch.set_flush_denormal): sums would have "

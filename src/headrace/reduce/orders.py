@@ -1,11 +1,11 @@
-"""What a worker needs to know, and how its answer is made.
+"""Work orders: everything a worker needs to know, and the maker of its partials.
 
     order = WorkOrder(partition=…, provenance=…, columns=…, shards=…)        JSON: goes to any process or host
     maker = PartialMaker(order, rank=3)
     maker.make(ordinal)                                                      the rank's partial of that number, as bytes
 
-Whoever asks decides what comes next; a maker that is new, or is asked for something else than it expected, goes there. With
-spans it saves the open span now and then, so that a replacement does not begin it again.
+The caller decides which unit is next: a maker that is asked for another than the one after its last goes there. With spans it saves
+the open span every 30 s, so that a replacement does not begin the span again.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class PartialMaker:
                     self._files.remove()
                 return partial.to_bytes()
             if self._files is not None and time.monotonic() - saved >= _SAVE_SPAN_EVERY:
-                with contextlib.suppress(FileExistsError):  # somebody took the unit over and saved it a moment ago
+                with contextlib.suppress(
+                    FileExistsError
+                ):  # another worker took the unit over and saved it a moment ago
                     worker.checkpoint().save(self._files)
                 saved = time.monotonic()
 

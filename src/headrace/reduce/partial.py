@@ -1,12 +1,12 @@
-"""What crosses the wire: the Gram of a chunk or of a span of chunks, never rows.
+"""The message between worker and coordinator: the Gram of a chunk or of a span of chunks, never rows.
 
-    made by     NodeWorker.compute        eaten by     CrossNodeGramReduction.receive
+    NodeWorker.compute makes it, CrossNodeGramReduction.receive takes it
 
     magic, version, lengths │ xxh3-128 of what follows │ JSON: chunk, rank, partition, pass │ k(k+1)/2 doubles
              20 bytes               16 bytes                  padded to 64 bytes                   little-endian
 
-A message says which pass it belongs to and how its sums were rounded. Lengths are compared with what arrived before anything
-is allocated, the checksum before anything is believed; the numbers are then used where they lie.
+A message names its pass and how its sums were rounded. Lengths are compared with what arrived before anything is allocated, and
+the checksum before the header is parsed. The numbers are then used where they lie.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -48,7 +47,7 @@ class NodePartial:
 
     @property
     def digest(self) -> int:
-        """64 bits over the numbers: what tells a retry from another answer."""
+        """64 bits over the numbers: a retry has the same ones."""
         return xxhash.xxh3_64_intdigest(np.ascontiguousarray(self.gram, "<f8").view(np.uint8).data)
 
     def cut(self, start: int, end: int) -> NodePartial:
@@ -60,11 +59,11 @@ class NodePartial:
 
     def to_bytes(self) -> bytes:
         payload = np.ascontiguousarray(self.gram, "<f8").view(np.uint8).data
-        told = {
+        fields = {
             "chunk": self.chunk, "chunks": self.chunks, "rank": self.rank, "partition": self.partition,
             "first_entry": self.first_entry, "pass": self.provenance.to_dict(),
         }  # fmt: skip
-        header = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
+        header = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
         header += b" " * (-(_HEAD + len(header)) % 64)
         check = xxhash.xxh3_128()
         prefix = _PREFIX.pack(_MAGIC, _VERSION, len(header), payload.nbytes)
@@ -90,20 +89,13 @@ class NodePartial:
         check.update(view[_HEAD:])
         if check.digest() != bytes(view[_PREFIX.size : _HEAD]):
             raise DataError(f"{what} is damaged: it fails its checksum. Send it again")
-        told = _parsed(bytes(view[_HEAD : _HEAD + header_len]), what)
+        try:
+            fields = json.loads(bytes(view[_HEAD : _HEAD + header_len]))
+            numbers = {name: fields[name] for name in ("chunk", "chunks", "rank", "first_entry")}
+            partition, provenance = fields["partition"], fields["pass"]
+            if not all(type(n) is int for n in numbers.values()) or not isinstance(partition, str):
+                raise ValueError("a field has another type")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DataError(f"{what} has an unreadable header: {error}") from error
         gram = np.frombuffer(view[_HEAD + header_len :], "<f8")
-        return cls(
-            chunk=told["chunk"], chunks=told["chunks"], rank=told["rank"], partition=told["partition"],
-            provenance=Provenance.from_dict(told["pass"], what=what), gram=gram, first_entry=told["first_entry"],
-        )  # fmt: skip
-
-
-def _parsed(header: bytes, what: str) -> dict[str, Any]:
-    try:
-        told = json.loads(header)
-        whole = all(type(told[name]) is int for name in ("chunk", "chunks", "rank", "first_entry"))
-        if not whole or not isinstance(told["partition"], str) or "pass" not in told:
-            raise ValueError("a field has another type")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{what} has an unreadable header: {error}") from error
-    return told
+        return cls(partition=partition, provenance=Provenance.from_dict(provenance, what=what), gram=gram, **numbers)

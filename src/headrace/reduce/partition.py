@@ -1,13 +1,13 @@
-"""Which rows form a chunk, and who computes it.
+"""Which rows form a chunk, and which rank computes it.
 
     partition = CrossNodePartition(k=512, n_rows=10_000_000, chunk_size=4096, n_ranks=64)
     partition.chunk_rows(7)        (28672, 32768)
     partition.owner(7)             7
 
-Chunk j is the rows [j·c, (j+1)·c), whoever computes it. Chunks are dealt to ranks in *units*: a unit is one chunk, or with
+Chunk j is the rows [j·c, (j+1)·c). Chunks are dealt to ranks in *units*: a unit is one chunk, or with
 `span` an aligned run of 128·2^p of them whose sum is one node of the global tree, so that a rank may ship the run as one
-partial. Unit u belongs to rank u mod n_ranks. Ranks and spans say who computes and what is shipped; the sum that is formed
-depends on (k, n_rows, chunk_size) alone.
+partial. Unit u belongs to rank u mod n_ranks. Ranks and spans decide which process computes a chunk and what
+is shipped; the sum depends on (k, n_rows, chunk_size) alone.
 
 Pure arithmetic: two participants built from the same fields agree on everything without talking.
 """

@@ -1,11 +1,11 @@
-"""The Gram matrix of rows in shards, by any number of workers, whatever dies on the way.
+"""The Gram matrix of rows in shards, by any number of workers. Worker and coordinator may be killed at any moment.
 
     shards ──► partition ──► engine: processes here │ ranks of torchrun │ Ray actors │ a spool ──► one fold ──► OUT.safetensors
 
-Beside the result stands OUT.work/ while a pass is under way: the lock of whoever coordinates, and two generations of what was
-received. The same command goes on from there, on as many workers as it is given now; when the result is published the folder
-goes. What the sum depends on (the files, the columns, the chunk size) is compared first: anything else is refused by name. So is a
-file that was written since the pass was begun, by its size and time: a fingerprint looks at samples only.
+While a pass is under way, OUT.work/ beside the result holds the coordinator's lock, size and time of writing of the shards, and two
+generations of the sum so far. The same command continues from there, on any number of workers, and removes the folder when the result is
+published. Before that it compares what the sum depends on (the files, the columns, the chunk size); a difference is refused by name. So is
+a file that was written since the pass was begun, by its size and time of writing, because a fingerprint covers samples of a large file only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,14 +56,13 @@ from headrace.runtime.processors import usable_processors
 from headrace.runtime.signals import signal_asked
 
 ENGINES = ("local", "torchrun", "ray", "spool")
-_COORDINATOR = "coordinator"
 _RECORD = "shards.json"
 """Size and time of writing of the shards when the pass was begun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GramPlan:
-    """What is asked for."""
+    """The options of `headrace gram`."""
 
     shards: Sequence[str]
     out: Path
@@ -151,7 +150,7 @@ class GramSummary:
 
 
 class GramWatcher(Protocol):
-    """Whoever looks on."""
+    """Receives progress; the command prints it."""
 
     def began(self, order: WorkOrder, shards: RowShards, engine: str, workers: int, resumed_at: int) -> None: ...
     def progress(self, progress: FoldProgress) -> None: ...
@@ -159,24 +158,28 @@ class GramWatcher(Protocol):
 
 
 def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
-    """Reduce, or go on reducing. Returns early, and cleanly, on SIGINT and SIGTERM."""
+    """Reduce, or continue a pass that was stopped. Returns early, and cleanly, on SIGINT and SIGTERM."""
     began = time.perf_counter()
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if not ranks.strip().isdecimal():
-        raise ConfigError(f"WORLD_SIZE must be a whole number, got {ranks!r}: torchrun sets it, unset it without one")
-    engine = plan.engine or ("spool" if plan.spooled else "torchrun" if int(ranks) > 1 else "local")
+    world = os.environ.get("WORLD_SIZE", "1")
+    if not world.strip().isdecimal():
+        raise ConfigError(f"WORLD_SIZE must be a whole number, got {world!r}: torchrun sets it, unset it without one")
+    engine = plan.engine or ("spool" if plan.spooled else "torchrun" if int(world) > 1 else "local")
     with contextlib.ExitStack() as stack:
-        group = _Group.join(stack, plan.deadline) if engine == "torchrun" else None
+        group = _join_group(stack, plan.deadline) if engine == "torchrun" else None
         shards = RowShards.open(
             plan.shards, field=plan.field, targets=plan.targets, weights=plan.weights, rows=plan.rows, out=plan.out
         )
         stamps = shards.stamps()  # before anything is read: what is written from now on is noticed
-        shift = _shift(plan.shift, shards.width)
-        columns = Columns(width=shards.width, targets=shards.n_targets, weighted=shards.weighted, shift=shift)
+        columns = Columns(
+            width=shards.width,
+            targets=shards.n_targets,
+            weighted=shards.weighted,
+            shift=_shift(plan.shift, shards.width),
+        )
         chunk = plan.chunk or default_chunk_size(columns.k)
         if group is not None:
-            workers = group.size
-        else:  # more workers than there is to do would only start and end
+            workers = group[1]
+        else:  # more workers than there are units would only start and end
             units = -(-shards.n_rows // (chunk * plan.span))
             workers = min(usable_processors() if plan.workers is None else plan.workers, max(units, 1))
         ranks = 1 if engine == "spool" else workers
@@ -198,78 +201,78 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
             out=str(plan.out), state="reduced", n_rows=shards.n_rows, width=shards.width, rows=shards.dtype, chunk_size=chunk,
             n_chunks=order.partition.n_chunks, workers=workers, engine=engine,
         )  # fmt: skip
-        if _Pass(plan, watcher, stack, group, shards, stamps, order, summary).run():
+        if group is not None and group[0] > 0:
+            from headrace.reduce.transports.gloo import work_in_group
+
+            work_in_group(order, group[0])
+            summary.state = "worker"
+        elif _Pass(plan, watcher, stack, shards, stamps, order, summary).run():
             summary.seconds = time.perf_counter() - began
         return summary
 
 
-@dataclass(slots=True)
 class _Pass:
-    """One call of `reduce_shards`, once it is known what is computed and by whom."""
+    """The coordinator's part of `reduce_shards`, once it is known what is computed and by which workers."""
 
-    plan: GramPlan
-    watcher: GramWatcher
-    stack: contextlib.ExitStack
-    group: _Group | None
-    shards: RowShards
-    stamps: Mapping[str, Sequence[int | str]]
-    order: WorkOrder
-    summary: GramSummary
-    stopped: Callable[[], int] = lambda: 0
-    files: CheckpointFiles = field(init=False)
-    reduction: CrossNodeGramReduction = field(init=False)
-    transport: Transport | None = None
-    """None for the ranks of torchrun."""
+    def __init__(
+        self,
+        plan: GramPlan,
+        watcher: GramWatcher,
+        stack: contextlib.ExitStack,
+        shards: RowShards,
+        stamps: Mapping[str, Sequence[int | str]],
+        order: WorkOrder,
+        summary: GramSummary,
+    ) -> None:
+        self.plan, self.watcher, self.stack, self.shards = plan, watcher, stack, shards
+        self.stamps, self.order, self.summary = stamps, order, summary
+        self.files = CheckpointFiles(plan.work, "coordinator", report=watcher.notice)
+        self.transport: Transport | None = None
+        """None for the ranks of torchrun."""
 
     def run(self) -> bool:
-        """Whether this process folded something, or was stopped before it could; False where there was nothing to fold."""
-        if self.group is not None and self.group.rank > 0:
-            from headrace.reduce.transports.gloo import work_in_group
-
-            work_in_group(self.order, self.group.rank)
-            self.summary.state = "worker"
-            return False
+        """Whether something was left to fold."""
+        plan, summary = self.plan, self.summary
         self.stopped = self.stack.enter_context(signal_asked())
-        done = _finished(self.plan, self.order, self.stamps)
+        done = _finished(plan, self.order, self.stamps)
         if done is not None:
             self._complete(done)
             return False
-        plan, summary = self.plan, self.summary
-        _claim(plan.work, self.stack)
-        self.files = CheckpointFiles(plan.work, _COORDINATOR, report=self.watcher.notice)
-        self.reduction = _begun(plan, self.files, self.order, self.stamps)
+        _lock(plan.work, self.stack)
+        self.reduction, fresh = _begun(plan, self.files, self.order, self.stamps)
         summary.resumed_at = self.reduction.frontier
         self.watcher.began(self.order, self.shards, summary.engine, summary.workers, summary.resumed_at)
-        self.transport = None if self.group is not None else self._transport()
-        whole = self._folded()
+        if summary.engine != "torchrun":
+            self.transport = self._transport(fresh)
+        is_complete = self._fold()
         summary.duplicates, summary.most_pending = self.reduction.duplicates, self.reduction.most_pending
         summary.folded = self.reduction.frontier
-        if whole:
+        if is_complete:
             self._publish()
         else:
             summary.state, summary.signal = "stopped", self.stopped()
         return True
 
     def _complete(self, done: GramResult) -> None:
-        """The result is there already: tell the workers, and clear up what a killed coordinator left."""
-        plan = self.plan
-        if self.group is not None:
+        """The result is there already: release the other ranks, and remove what a killed coordinator left."""
+        plan, summary = self.plan, self.summary
+        if summary.engine == "torchrun":
             from headrace.reduce.transports.gloo import nothing_to_do
 
             nothing_to_do(self.order.partition)
         if not facts_path(plan.out).exists():
             done.save_facts(plan.out)
-        self.summary.state, self.summary.sha256 = "complete", done.sha256
-        self.summary.resumed_at = self.summary.folded = self.order.partition.n_chunks
+        summary.state, summary.sha256 = "complete", done.sha256
+        summary.resumed_at = summary.folded = self.order.partition.n_chunks
         if plan.work.is_dir():
-            _claim(plan.work, self.stack)
+            _lock(plan.work, self.stack)
             shutil.rmtree(plan.work, ignore_errors=True)
         if plan.spooled:
-            from headrace.reduce.transports.folder import dissolve
+            from headrace.reduce.transports.folder import remove_finished_pass
 
-            dissolve(plan.spool_folder, self.order)
+            remove_finished_pass(plan.spool_folder, self.order)
 
-    def _transport(self) -> Transport:
+    def _transport(self, fresh: bool) -> Transport:
         plan, order = self.plan, self.order
         transport: Transport
         if plan.spooled:
@@ -277,7 +280,7 @@ class _Pass:
 
             transport = FolderTransport(
                 plan.spool_folder, order, workers=self.summary.workers, first_unit=self.reduction.received_per_rank[0],
-                window=plan.window, patience=plan.deadline, notice=self.watcher.notice, stamps=self.stamps, anew=plan.replace,
+                window=plan.window, patience=plan.deadline, notice=self.watcher.notice, fresh=fresh, replace=plan.replace,
             )  # fmt: skip
         elif plan.engine == "ray":
             from headrace.reduce.transports.ray import RayTransport
@@ -290,9 +293,9 @@ class _Pass:
         self.stack.callback(transport.close)
         return transport
 
-    def _folded(self) -> bool:
-        """Fold until everything is there (True), or until the run is asked to stop."""
-        how: dict[str, Any] = {
+    def _fold(self) -> bool:
+        """Fold until everything is there (True), or until a signal asks to stop (False)."""
+        options: dict[str, Any] = {
             "save": self._save,
             "save_every": self.plan.save_every,
             "progress": self._progress,
@@ -301,10 +304,10 @@ class _Pass:
         if self.transport is None:
             from headrace.reduce.transports.gloo import coordinate_group
 
-            return coordinate_group(self.reduction, self.order, **how)
+            return coordinate_group(self.reduction, self.order, **options)
         try:
             notice, deadline = self.watcher.notice, self.plan.deadline
-            return drive(self.reduction, self.transport, notice=notice, deadline=deadline, **how)
+            return drive(self.reduction, self.transport, notice=notice, deadline=deadline, **options)
         except DeadlineExceeded:
             self._save()
             if (awaited := self.transport.awaited()) is None:
@@ -361,39 +364,46 @@ def join_spool(
     progress: Callable[[int], None] = lambda _: None,
     notice: Callable[[str], None] = lambda _: None,
 ) -> JoinSummary:
-    """Work for the pass in a folder until it is over. `shards`: where the same files lie on this machine, if elsewhere."""
-    from headrace.reduce.transports.folder import LocalWorkers, order_in
+    """Work for the pass in a folder until it is over.
+
+    Args:
+        spool: The folder.
+        shards: Where the same files lie on this machine; the paths of the pass unless given.
+        workers: Processes to start; one a processor unless given.
+        threads: Threads for a chunk in each; as the pass says unless given.
+        deadline: Seconds to wait for a coordinator.
+        began, progress, notice: Called with the order and the number of workers, with the number of partials made, and with sentences.
+    """
+    from headrace.reduce.transports.folder import LocalWorkers, wait_for_order
 
     start = time.perf_counter()
     if workers is not None and not 1 <= workers <= 65536:
         raise ConfigError(f"--workers must be between 1 and 65,536, got {workers}")
     with signal_asked() as stopped, contextlib.ExitStack() as stack:
-        order, _ = order_in(spool, patience=deadline)
-        told = order.shards
-        # Opened here once, so that what is wrong is told once and not by every process.
+        order, _ = wait_for_order(spool, patience=deadline)
+        spec = order.shards
+        # Opened here once, so that an error is printed once and not by every process.
         if shards:
-            here = RowShards.open(shards, field=told.field, targets=told.targets, weights=told.weights, rows=told.rows)
+            here = RowShards.open(shards, field=spec.field, targets=spec.targets, weights=spec.weights, rows=spec.rows)
         else:
-            here = RowShards.of(told)
+            here = RowShards.of(spec)
         require_unchanged(here, order.data)
         count = usable_processors() if workers is None else workers
         summary = JoinSummary(spool=str(spool), state="finished", workers=count)
         began(order, count)
-        transport = LocalWorkers(
-            spool, count, threads=threads if threads is not None else order.threads, shards=here.spec, patience=deadline
-        )
-        stack.callback(transport.close)
+        crew = LocalWorkers(spool, count, threads=threads or order.threads, shards=here.spec, patience=deadline)
+        stack.callback(crew.close)
         deaths = made = 0
         with Wait("gram.spool.join"):
-            while not transport.finished():
+            while not crew.finished():
                 time.sleep(0.05)
-                if transport.count() > made:
-                    made, deaths = transport.made, 0
+                if crew.count() > made:
+                    made, deaths = crew.made, 0
                     progress(made)
                 if stopped():
                     summary.state, summary.signal = "stopped", stopped()
                     break
-                if (lost := transport.dead()) is not None:
+                if (lost := crew.dead()) is not None:
                     deaths += 1
                     if deaths > 5:
                         raise WorkerDied(
@@ -401,39 +411,33 @@ def join_spool(
                         )
                     notice(f"{lost}; a new one takes its place")
                     summary.replaced += 1
-                    transport.replace()
-        summary.partials = transport.count()
+                    crew.replace()
+        summary.partials = crew.count()
         summary.seconds = time.perf_counter() - start
         return summary
 
 
-class _Group:
-    """This process's place among the ranks that torchrun started."""
+def _join_group(stack: contextlib.ExitStack, deadline: float) -> tuple[int, int]:
+    """(rank, size) of this process among the ranks that torchrun started."""
+    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+        raise ConfigError(
+            "--engine torchrun is for ranks that torchrun started: torchrun --nproc-per-node 2 -m headrace gram SHARDS... "
+            "(or leave --engine out for processes of this machine)"
+        )
+    import torch.distributed as dist
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    @classmethod
-    def join(cls, stack: contextlib.ExitStack, deadline: float) -> _Group:
-        if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
-            raise ConfigError(
-                "--engine torchrun is for ranks that torchrun started: torchrun --nproc-per-node 2 -m headrace gram SHARDS... "
-                "(or leave --engine out for processes of this machine)"
-            )
-        import torch.distributed as dist
-
-        if not dist.is_initialized():
-            # The timeout is what ends a receive from a rank that is stopped; one that is dead is noticed at once.
-            dist.init_process_group("gloo", timeout=timedelta(seconds=deadline))
-            stack.callback(dist.destroy_process_group)
-        return cls(dist.get_rank(), dist.get_world_size())
+    if not dist.is_initialized():
+        # The timeout is what ends a receive from a rank that is stopped; one that is dead is noticed at once.
+        dist.init_process_group("gloo", timeout=timedelta(seconds=deadline))
+        stack.callback(dist.destroy_process_group)
+    return dist.get_rank(), dist.get_world_size()
 
 
 # ------------------------------------------------------------------------------------------------ state
 
 
 def _about(order: WorkOrder) -> dict[str, Any]:
-    """What the bits depend on, as the result tells it."""
+    """What the bits depend on, for the result."""
     provenance = order.provenance
     return order.partition.order | {
         "rows": provenance.rows,
@@ -443,7 +447,7 @@ def _about(order: WorkOrder) -> dict[str, Any]:
 
 
 def _finished(plan: GramPlan, order: WorkOrder, stamps: Mapping[str, Sequence[int | str]]) -> GramResult | None:
-    """The result, if it is there already; a result of something else is not touched."""
+    """The result, if it is there already. A result of something else is refused."""
     if not plan.out.exists():
         if not plan.out.absolute().parent.is_dir():
             raise ConfigError(
@@ -475,12 +479,15 @@ def _begun(
     files: CheckpointFiles,
     order: WorkOrder,
     stamps: Mapping[str, Sequence[int | str]],
-) -> CrossNodeGramReduction:
-    """What is folded already of this very pass, or nothing. Whatever else is found is refused; with --replace it goes."""
+) -> tuple[CrossNodeGramReduction, bool]:
+    """The sum of this pass as far as it is folded, and whether the record in OUT.work was missing or of other shards.
+
+    A saved sum of something else, or of shards that were written since, is refused; with --replace it is removed.
+    """
     work, record = plan.work, plan.work / _RECORD
     try:
         then = saved_stamps(record)
-        # Where nothing was kept there is nothing to mix: a pass that ended at a bad row begins with the mended one.
+        # Where nothing was saved there is nothing to mix: a pass that ended at a bad row begins with the mended one.
         if any(p.name not in ("lock", _RECORD) for p in work.iterdir()):
             require_unwritten(then, stamps, work)
         reduction = _resumed(files, order, plan.window)
@@ -494,9 +501,10 @@ def _begun(
                 path.unlink()
         then = {}
         reduction = _resumed(files, order, plan.window)
-    if then != stamps:
+    fresh = then != stamps
+    if fresh:
         save_stamps(record, stamps)
-    return reduction
+    return reduction, fresh
 
 
 def _resumed(files: CheckpointFiles, order: WorkOrder, window: int) -> CrossNodeGramReduction:
@@ -521,8 +529,8 @@ def _other_pass(found: str, differences: dict[str, tuple[Any, Any]]) -> CursorMi
     )
 
 
-def _claim(work: Path, stack: contextlib.ExitStack) -> None:
-    """Be the only coordinator of this result."""
+def _lock(work: Path, stack: contextlib.ExitStack) -> None:
+    """Become the only coordinator of this result."""
     try:
         work.mkdir(exist_ok=True)
     except OSError as error:

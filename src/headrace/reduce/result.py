@@ -1,4 +1,4 @@
-"""What people want of a Gram matrix.
+"""The result of a Gram pass: covariance, correlation, PCA, whitening, ridge; saved to safetensors and JSON.
 
     result = gram(rows)
     result.covariance()  result.correlation()  result.pca(64)  result.whitening()  result.ridge(1e-3)
@@ -253,8 +253,8 @@ class GramResult:
         publish_json(facts_path(path), self._facts(), replace=True)
 
     def _facts(self) -> dict[str, Any]:
-        told = self.to_dict()
-        return told | {"fingerprint": fingerprint_json(told)} | ({"files": dict(self.files)} if self.files else {})
+        facts = self.to_dict()
+        return facts | {"fingerprint": fingerprint_json(facts)} | ({"files": dict(self.files)} if self.files else {})
 
     @classmethod
     def load(cls, path: str | Path) -> GramResult:
@@ -273,8 +273,8 @@ class GramResult:
             )
             if result.full.shape != (result.columns.k, result.columns.k):
                 raise ValueError("its matrix is not the one it describes")
-            told = {name: value for name, value in result.to_dict().items() if name in facts}
-            if told["sha256"] != facts["sha256"] or fingerprint_json(told) != facts["fingerprint"]:
+            found = {name: value for name, value in result.to_dict().items() if name in facts}
+            if found["sha256"] != facts["sha256"] or fingerprint_json(found) != facts["fingerprint"]:
                 raise ValueError("its matrix is not the one it describes")
         except (KeyError, TypeError, ValueError, AttributeError, HeadraceError) as error:
             raise FileCorrupt(f"{path} is no saved Gram of headrace's: {error}") from error
@@ -287,7 +287,7 @@ def facts_path(path: Path) -> Path:
 
 
 def require_free(path: Path) -> None:
-    """The JSON beside a result may be an older one of a result's, and nobody else's file."""
+    """ConfigError if the JSON beside a result is there and does not belong to a saved result."""
     beside = facts_path(path)
     if not beside.exists():
         return
@@ -302,7 +302,7 @@ def require_free(path: Path) -> None:
 
 
 def is_result(path: Path) -> bool:
-    """Whether a file says that it is a saved Gram; what it holds is not checked."""
+    """Whether the header of a file names a saved Gram. The rest of the file is not checked."""
     try:
         with open(open_regular(path, follow=True), "rb") as file:
             return is_result_header(lambda offset, length: os.pread(file.fileno(), length, offset))
@@ -314,8 +314,9 @@ def is_result_header(read: Callable[[int, int], bytes | bytearray]) -> bool:
     """The same of a file that `read(offset, length)` reads."""
     try:
         length = int.from_bytes(read(0, 8), "little")
-        told = json.loads(read(8, length))["__metadata__"]["headrace"] if length <= _MOST_FACTS else "{}"
-        return json.loads(told)["meta"]["kind"] == _KIND
+        if length > _MOST_FACTS:
+            return False
+        return json.loads(json.loads(read(8, length))["__metadata__"]["headrace"])["meta"]["kind"] == _KIND
     except (DataError, ValueError, KeyError, TypeError, RecursionError):
         return False
 

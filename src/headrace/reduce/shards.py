@@ -1,4 +1,4 @@
-"""Rows at rest: .npy, .safetensors and .parquet files as one long matrix.
+"""Row shards: .npy, .safetensors and .parquet files as one long matrix.
 
     shards = RowShards.open(["acts/*.npy"])
     shards = RowShards.open(["acts/"], field="hidden", targets="label", weights="w", rows="f32")
@@ -7,8 +7,7 @@
     shards.read(start, end)            a RowBatch of those rows
 
 Files are taken in the order of their names (the order is part of the sum). They are read by `headrace.formats`: the rows of a
-chunk, or the row groups they lie in. Results of headrace's that lie among the shards are no shards: a folder or a glob leaves them
-out.
+chunk, or the row groups they lie in. A folder or a glob leaves out saved Gram results.
 
 An object of a store is known by its size and entity tag, and every read compares the tag; a file on disk is known by its size
 and sampled blocks, and every read compares the size.
@@ -19,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +55,12 @@ class ShardSpec:
     """Convert rows to this type; as they are stored unless given."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {"paths": list(self.paths), "field": self.field, "targets": self.targets, "weights": self.weights, "rows": self.rows}  # fmt: skip
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> ShardSpec:
-        return cls(
-            paths=tuple(value["paths"]),
-            field=value["field"],
-            targets=value["targets"],
-            weights=value["weights"],
-            rows=value["rows"],
-        )
+        fields: dict[str, Any] = dict(value) | {"paths": tuple(value["paths"])}
+        return cls(**fields)
 
 
 class RowShards:
@@ -212,7 +206,7 @@ def _same_width(files: Sequence[_Shard], shapes: Sequence[tuple[int, int]], what
 
 
 def _require_said(files: Sequence[_Shard], stored: Sequence[str], rows: str | None) -> None:
-    """bfloat16 is what a file, or the user, says it is; nothing else becomes it."""
+    """Rows count as bfloat16 only where the file or the user says so; other rows are not converted to it."""
     for file, dtype in zip(files, stored, strict=True):
         if rows == "bf16" and dtype != "bf16":
             raise ConfigError(f"{file.path} holds {dtype} rows: they can be converted to f64, f32 or f16, not to bf16")
@@ -420,15 +414,15 @@ def first_written(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None
 
 
 def save_stamps(path: Path, stamps: Mapping[str, Any]) -> None:
-    """Write down how the shards stood when a pass was begun."""
+    """Write the stamps of the shards at the beginning of a pass."""
     publish(path, json.dumps(dict(stamps)).encode(), replace=True)
 
 
 def saved_stamps(path: Path) -> dict[str, Any]:
-    """How they stood; empty where nobody wrote it down."""
+    """The stamps that `save_stamps` wrote; {} without a file."""
     try:
-        told = read_json(path, 256 << 20)
-        if not isinstance(told, dict) or not all(isinstance(stamp, list) for stamp in told.values()):
+        stamps = read_json(path, 256 << 20)
+        if not isinstance(stamps, dict) or not all(isinstance(stamp, list) for stamp in stamps.values()):
             raise ValueError("it names no files")
     except FileNotFoundError:
         return {}
@@ -436,7 +430,7 @@ def saved_stamps(path: Path) -> dict[str, Any]:
         raise FileCorrupt(
             f"{path} does not say how the shards of the pass stood ({error}): remove {path.parent}, or give --replace to begin again"
         ) from error
-    return told
+    return stamps
 
 
 def require_unwritten(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:

@@ -1,9 +1,9 @@
-"""One process, rows in hand: the Gram of an array, or of batches as they come.
+"""Grams in one process: of an array, or of batches as they come.
 
     result = gram(x)                                    an array, or a torch tensor
     result = gram(x, targets=y, weights=w, shift=mu)
 
-    stream = GramStream(width=512)                      nobody knows yet how many rows there will be
+    stream = GramStream(width=512)                      the number of rows is not known yet
     for batch in batches: stream.push(batch)
     result = stream.finish()
 
@@ -27,7 +27,7 @@ from headrace.reduce.tree import StreamingBorderGram, all_finite, pairwise_sum
 
 
 class GramStream:
-    """Sums rows as they come; `finish` seals the partition."""
+    """Sums rows as they come; `finish` gives the result."""
 
     def __init__(
         self,
@@ -39,6 +39,16 @@ class GramStream:
         chunk_size: int | None = None,
         threads: int = 1,
     ) -> None:
+        """Make an empty sum.
+
+        Args:
+            width: Columns of a row.
+            targets: Columns of targets, which every `push` then needs; for `GramResult.ridge`.
+            weighted: Whether every `push` brings a weight for each row.
+            shift: A vector that is subtracted from every row; keeps digits where means are large.
+            chunk_size: Rows a chunk, which the bits depend on; `default_chunk_size` unless given.
+            threads: Threads that share the work. They never change the bits.
+        """
         self.columns = Columns(width=width, targets=targets, weighted=weighted, shift=shift)
         self.chunk_size = whole_chunk_size(chunk_size) if chunk_size is not None else default_chunk_size(self.columns.k)
         self.threads = threads
@@ -123,7 +133,11 @@ def gram(
     chunk_size: int | None = None,
     threads: int = 1,
 ) -> GramResult:
-    """The sums over an array of rows that is in memory or mapped."""
+    """The sums over an array of rows that is in memory or mapped.
+
+    `rows`: an array, a torch tensor or lists, [n, width]. `targets`: [n] or [n, targets], for `ridge`. `weights`: [n]. The other arguments are
+    those of `GramStream`.
+    """
     x = as_given(rows, "rows")
     if x.ndim != 2:
         raise DataError(f"rows are a matrix, got shape {x.shape}")

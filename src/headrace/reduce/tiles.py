@@ -30,9 +30,9 @@ BLOCK = 128
 def _shape() -> tuple[int, int, int]:
     """(MR, NR, VW). 4 x 8 in vectors of four reaches the multiply-add limit of AVX2 (50 GFLOP/s where a 4 x 12 tile reaches 49
     and OpenBLAS 32 to 40) and wastes least at the diagonal; AVX-512 has the registers for 8 x 16."""
-    told = os.environ.get("HEADRACE_GRAM_TILE")
-    if told:
-        mr, nr, vw = (int(n) for n in told.split("x"))
+    chosen = os.environ.get("HEADRACE_GRAM_TILE")
+    if chosen:
+        mr, nr, vw = (int(n) for n in chosen.split("x"))
         return mr, nr, vw
     if os.environ.get("NUMBA_CPU_NAME", "host") != "host" or not llvm.get_host_cpu_features().get("avx512f", False):
         return 4, 8, 4
@@ -157,39 +157,6 @@ def _tile(typingctx, panels, a, b, rows, levels, slot, size, level, ahead):
 tile = Intrinsic(_tile, MR, NR, VW)
 
 
-def _line_codegen(add: bool) -> Any:
-    def codegen(context, builder, signature, arguments):
-        out = context.make_array(signature.args[0])(context, builder, arguments[0])
-        held = context.make_array(signature.args[2])(context, builder, arguments[2])
-        to, come = builder.gep(out.data, [arguments[1]]), builder.gep(held.data, [arguments[3]])
-        for at in range(0, NR, VW):
-            place = builder.bitcast(builder.gep(to, [_constant(at)]), _VEC.as_pointer())
-            value = builder.load(builder.bitcast(builder.gep(come, [_constant(at)]), _VEC.as_pointer()), align=8)
-            value = builder.fadd(builder.load(place, align=8), value) if add else value
-            builder.store(value, place, align=8)
-        return context.get_dummy_value()
-
-    return codegen
-
-
-def _line_signature(out: Any, levels: Any) -> Any:
-    from numba.core import types as nb
-
-    return nb.void(out, nb.int64, levels, nb.int64)
-
-
-def _line_set(typingctx, out, to, levels, come):
-    """out[to : to+NR] = levels[come : come+NR], without the checks for negative indices that keep loops from being vectors."""
-    return _line_signature(out, levels), _line_codegen(add=False)
-
-
-def _line_add(typingctx, out, to, levels, come):
-    """out[to : to+NR] += levels[come : come+NR]."""
-    return _line_signature(out, levels), _line_codegen(add=True)
-
-
-line_set, line_add = Intrinsic(_line_set, NR, VW), Intrinsic(_line_add, NR, VW)
-
 _WAITS: Any = {"interpretable": False}
 """Rows are millions of multiply-adds: callers wait for the compiler."""
 _ROWS = {"float64": "Array(float64, 2, 'C', readonly=True)", "float32": "Array(float32, 2, 'C', readonly=True)"}
@@ -224,18 +191,29 @@ def pack(x, first, count, column, width, panels_count, panels):
 
 
 pack_extra = pack
-pack_of = {"float64": pack, "float32": pack.variant(_PACK["float32"])}
+_PACK_ROWS = {
+    name: f"void({rows}, {_ROWS['float64']}, int64, int64, int64, float64[::1])" for name, rows in _ROWS.items()
+}
 
 
-@kernel("void(int64, int64, int64, float64[::1])", **_WAITS)
-def blank(count, columns, panels_count, panels):
-    """Zero what lies right of the last column in the last panel: those entries are computed and thrown away."""
-    slices = (count + BLOCK - 1) // BLOCK
-    for s in range(slices):
+@kernel(_PACK_ROWS["float64"], **_WAITS)
+def pack_rows(x, extra, first, count, panels_count, panels):
+    """Rows [first, first+count) of [x, extra] into the panels. Zero right of the last column: those entries are computed and dropped."""
+    width = x.shape[1]
+    columns = width + extra.shape[1]
+    pack(x, first, count, 0, width, panels_count, panels)
+    pack_extra(extra, first, count, width, columns - width, panels_count, panels)
+    for s in range((count + BLOCK - 1) // BLOCK):
         at = (s * panels_count + panels_count - 1) * BLOCK * NR
         for r in range(min(BLOCK, count - s * BLOCK)):
             for c in range(columns - (panels_count - 1) * NR, NR):
                 panels[at + r * NR + c] = 0.0
+
+
+pack_rows_of = {
+    "float64": pack_rows,
+    "float32": pack_rows.variant(_PACK_ROWS["float32"], pack=pack.variant(_PACK["float32"])),
+}
 
 
 @kernel(f"void(float64[::1], {7 * 'int64, '}float64[::1], int64, int64)", **_WAITS)
@@ -259,9 +237,10 @@ def _macro(panels, base, s, rows, i0, i1, j0, j1, levels, coming, coming_end):
                 slot += TILE
 
 
-@kernel("int64(int64, float64[::1])", **_WAITS)
-def fold(slices, levels):
-    """Add what the cascade of `slices` blocks left, right to left; the level that holds the sum."""
+@kernel(f"void({6 * 'int64, '}float64[::1], boolean, float64[::1])", **_WAITS)
+def _write(slices, columns, i0, i1, j0, j1, levels, add, out):
+    """Add what the cascade of `slices` blocks left, right to left, and put the upper triangle of the macro tile into its place: out = sum, or
+    out = out + sum where `add`."""
     size = MACRO * MACRO * SUB * TILE
     lowest = 0
     while not (slices >> lowest) & 1:
@@ -272,89 +251,57 @@ def fold(slices, levels):
             held = levels[higher * size : (higher + 1) * size]
             for e in range(size):
                 total[e] = held[e] + total[e]
-    return lowest
-
-
-@kernel(f"void({6 * 'int64, '}float64[::1], boolean, float64[::1])", **_WAITS)
-def write(columns, level, i0, i1, j0, j1, levels, add, out):
-    """Put the upper triangle of a macro tile into its place: out = it, or out = out + it where `add`."""
     for j in range(j0, j1):
         for i in range(i0, min(i1, j + 1)):
-            at = ((level * MACRO + j - j0) * MACRO + i - i0) * SUB * TILE
-            for r in range(NR):
+            at = ((j - j0) * MACRO + i - i0) * SUB * TILE
+            for r in range(min(NR, columns - i * NR)):
                 row = i * NR + r
-                if row >= columns:
-                    break
-                first = max(j * NR, row)
-                to = row * columns - row * (row - 1) // 2 + first - row
-                come = at + r * NR + first - j * NR
-                many = min(j * NR + NR, columns) - first
-                if many == NR and add:
-                    line_add(out, to, levels, come)
-                elif many == NR:
-                    line_set(out, to, levels, come)
-                else:
-                    for c in range(many):
-                        out[to + c] = (out[to + c] if add else -0.0) + levels[come + c]
+                first, end = max(j * NR, row), min(j * NR + NR, columns)
+                start = row * columns - row * (row - 1) // 2 - row
+                line, place = total[at + r * NR :], out[start + first : start + end]
+                for c in range(end - first):
+                    value = line[first - j * NR + c]
+                    place[c] = place[c] + value if add else value
 
 
-@kernel(f"void(float64[::1], {6 * 'int64, '}float64[::1])", **_WAITS)
-def multiply(panels, count, panels_count, i0, i1, j0, j1, levels):
-    """The cascade of one macro tile over `count` packed rows."""
+@kernel(f"void(float64[::1], {6 * 'int64, '}float64[::1], boolean, float64[::1])", **_WAITS)
+def multiply(panels, count, columns, i0, i1, j0, j1, levels, add, out):
+    """The sum of one macro tile over `count` packed rows, put or added into the packed triangle `out`."""
+    panels_count = (columns + NR - 1) // NR
     slices = (count + BLOCK - 1) // BLOCK
     for s in range(slices):
         rows = min(BLOCK, count - s * BLOCK)
         _macro(panels, s * panels_count * BLOCK * NR, s, rows, i0, i1, j0, j1, levels, 0, 0)
+    _write(slices, columns, i0, i1, j0, j1, levels, add, out)
 
 
 _NARROW = {
-    name: f"void({rows}, {_ROWS['float64']}, int64, int64, int64, float64[::1], float64[::1])"
+    name: f"void({rows}, {_ROWS['float64']}, int64, int64, float64[::1], float64[::1], float64[::1])"
     for name, rows in _ROWS.items()
 }
 
 
 @kernel(_NARROW["float64"], **_WAITS)
-def narrow(x, extra, first, count, columns, panels, levels):
-    """`pack` and `multiply` in one for matrices of a single macro tile: 128 packed rows stay in the second-level cache, and
+def narrow(x, extra, first, count, panels, levels, out):
+    """`pack_rows` and `multiply` in one for matrices of a single macro tile: 128 packed rows stay in the second-level cache, and
     the cascade takes any number of them. At k = 64 packing everything first took a fifth of the time."""
+    columns = x.shape[1] + extra.shape[1]
     panels_count = (columns + NR - 1) // NR
     slices = (count + BLOCK - 1) // BLOCK
     width = x.shape[1] * x.itemsize
     for s in range(slices):
         rows = min(BLOCK, count - s * BLOCK)
-        pack(x, first + s * BLOCK, rows, 0, x.shape[1], panels_count, panels)
-        pack_extra(extra, first + s * BLOCK, rows, x.shape[1], extra.shape[1], panels_count, panels)
-        blank(rows, columns, panels_count, panels)
+        pack_rows(x, extra, first + s * BLOCK, rows, panels_count, panels)
         following = x.ctypes.data + (first + (s + 1) * BLOCK) * width
         end = min(following + BLOCK * width, x.ctypes.data + (first + count) * width)
         _macro(panels, 0, s, rows, 0, panels_count, 0, panels_count, levels, following, end)
+    _write(slices, columns, 0, panels_count, 0, panels_count, levels, False, out)
 
 
 narrow_of = {
     "float64": narrow,
-    "float32": narrow.variant(_NARROW["float32"], pack=pack_of["float32"]),
+    "float32": narrow.variant(_NARROW["float32"], pack_rows=pack_rows_of["float32"]),
 }
-
-
-@kernel("void(float64[::1], int64, float64[:, ::1], int64, int64)", **_WAITS)
-def mirror(packed, k, full, first, end):
-    """Rows and columns [first, end) of the symmetric matrix of a packed triangle.
-
-    Rows lie as they are wanted. Columns go eight at a time, a whole line of memory in each row: rows whose length is a power of two share
-    a cache set, so a line that is not finished at once is fetched again for every entry (k = 1,024: 2.6 ms, 1.3 so; 2,048: 13.6 and 10.3, most of it fresh pages).
-    """
-    for i in range(first, end):
-        base = i * k - i * (i - 1) // 2 - i
-        for j in range(i, k):
-            full[i, j] = packed[base + j]
-    for j0 in range(first, k, 64):
-        for i0 in range(first, min(end, j0 + 64), 8):
-            i1 = min(i0 + 8, end)
-            for j in range(max(j0, i0 + 1), min(j0 + 64, k)):
-                base = i0 * k - i0 * (i0 - 1) // 2 - i0
-                for i in range(i0, min(i1, j)):
-                    full[j, i] = packed[base + j]
-                    base += k - i - 1
 
 
 def level_size(slices: int) -> int:

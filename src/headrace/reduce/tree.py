@@ -29,8 +29,8 @@ _NAMED_MISSING = 8
 
 
 def pairwise_sum(items: Sequence[np.ndarray] | np.ndarray) -> np.ndarray | float:
-    """The sum this project means by a sum: up to 128 items a left fold seeded from the first, longer sequences split at the
-    largest 128·2^p strictly below their length. Empty: +0.0."""
+    """The sum of items in the fixed order of this package: a left fold of up to 128 items, seeded from the first; longer sequences are split
+    at the largest 128·2^p strictly below their length. Empty: +0.0."""
     count = len(items)
     if count == 0:
         return 0.0
@@ -80,8 +80,8 @@ class _Node:
 class StreamingBorderGram:
     """Folds the partials of chunks 0, 1, 2, … in that order, whatever the order they come in.
 
-    `n_chunks=None`: not known yet; `seal` says it at the end. `entries` is the length of a partial: k(k+1)/2, or fewer where
-    several coordinators share the matrix.
+    `n_chunks=None`: not known yet; `seal` sets it at the end. `entries` is the length of a partial: k(k+1)/2, or fewer where
+    several coordinators share the matrix. `span`: chunks that a partial sums.
     """
 
     def __init__(self, *, entries: int, n_chunks: int | None, span: int = 1) -> None:
@@ -135,7 +135,7 @@ class StreamingBorderGram:
         self._drain()
 
     def seal(self, n_chunks: int) -> None:
-        """Say how many chunks there are, once that is known."""
+        """Set the number of chunks, once it is known."""
         if self.n_chunks is not None and self.n_chunks != n_chunks:
             raise DataError(f"the fold has {self.n_chunks:,} chunks and cannot be sealed at {n_chunks:,}")
         beyond = max(self._pending, default=self.frontier - 1)
@@ -164,7 +164,7 @@ class StreamingBorderGram:
         )
         raise DataError(self._failed) from None
 
-    # numpy looks at the processor's flags after every addition anyway: to be told takes .5 us, to look at the sums as long as to add.
+    # numpy looks at the processor's flags after every addition anyway. To raise costs 0.5 us; to look at the sums costs as much as to add.
     @np.errstate(over="raise", invalid="raise")
     def _add(self, gram: np.ndarray) -> None:
         if self.span == 1:

@@ -1,4 +1,4 @@
-"""One rank: which rows next, and what is shipped for them.
+"""Worker of a reduction: turns the rows of one rank's chunks into partials.
 
     worker = NodeWorker(partition, rank=3)
     while (rows := worker.next_rows) is not None:         (start, end) of the chunk to compute

@@ -27,7 +27,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -138,8 +138,7 @@ class Kernel:
 
     def digest(self) -> str:
         """Eight letters that change with the code, the kernels it calls and the constants it uses."""
-        code = self._function.__code__
-        parts = [repr((code.co_code, code.co_consts, code.co_names, self._signatures, self._nogil))]
+        parts = [repr((_code_text(self._function.__code__), self._signatures, self._nogil))]
         for name, value in sorted(self._globals().items()):
             if isinstance(value, Kernel | Intrinsic):
                 parts.append(value.digest())
@@ -172,7 +171,13 @@ class Intrinsic:
         return self._compiled
 
     def digest(self) -> str:
-        return repr((self._function.__code__.co_code, self._function.__code__.co_consts, self._constants))
+        return repr((_code_text(self._function.__code__), self._constants))
+
+
+def _code_text(code: CodeType) -> str:
+    """The same text for the same code in every process; the `repr` of a nested function's code holds an address."""
+    constants = [_code_text(value) if isinstance(value, CodeType) else value for value in code.co_consts]
+    return repr((code.co_code, constants, code.co_names))
 
 
 def kernel(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from headrace.metrics import default_meter
-from headrace.runtime.compiled import Kernel, KernelModule, kernel, wait_for_kernels, warm_kernels  # noqa: F401
+from headrace.runtime.compiled import Intrinsic, Kernel, KernelModule, kernel, wait_for_kernels, warm_kernels  # noqa: F401
 
 STEP = np.uint64(0x9E3779B97F4A7C15)
 SCALE = 3
@@ -204,3 +204,12 @@ def test_a_process_ends_in_the_middle_of_a_compile(tmp_path, passes, ending):
     assert "compiled: False" in done.stdout
     assert not list(tmp_path.rglob("*.nbc")), "the compile went on to its end"
     assert "headrace-kernels" not in done.stderr
+
+
+def test_the_digest_of_an_intrinsic_with_a_nested_function_is_the_same_in_every_process():
+    def digest() -> str:
+        found: dict = {}
+        exec("def outer(context):\n    def inner(builder):\n        return builder\n    return inner\n", found)
+        return Intrinsic(found["outer"], 4, 8).digest()
+
+    assert digest() == digest(), "the repr of a nested code object holds its address"

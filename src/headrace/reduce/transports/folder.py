@@ -1,48 +1,40 @@
-"""Partial Grams through a folder: workers on any machine that sees it, coming and going as they like.
+"""Partial Grams through a folder: worker processes on any machine that sees the folder may join and leave at any time.
 
-    DIR/gram.json                                what is computed, for whoever joins
-    DIR/queue/partials/000000000007.partial      unit 7, as it would cross a wire
-    DIR/claims/partials/000000000008             somebody is making this one (for speed only)
-    DIR/state/wanted.json                        which units may be made now; or that the pass is over
-    DIR/state/commit                             below this both saved generations of the sum are past: files may go
-    DIR/state/shards.json                        how the coordinator's shards stood when the pass was begun
+    DIR/gram.json                                the work order, for workers that join
+    DIR/queue/partials/000000000007.partial      unit 7, in the bytes of `NodePartial`
+    DIR/claims/partials/000000000008             lock of the worker that makes unit 8 (saves work, decides nothing)
+    DIR/state/wanted.json                        which units may be made now
+    DIR/state/refused.json                       the error that ended the pass
+    DIR/state/commit                             units below this one are in both saved generations of the sum: their files may go
 
-A unit is a function of its number, so nobody owns any: a worker takes the first one that is wanted, not there and not claimed. A
-claim is a kernel lock that its holder renews; that of a dead process is free at once, that of a stopped one after `lease`
-seconds by the clock of whoever looks. Exclusive links decide who was first; who comes second compares, and other bits end the
-pass. The coordinator folds in order and parks nothing: what is early lies in the queue. It deletes only what both of its
-checkpoints hold, so a coordinator that is killed finds every partial it had not saved.
+A unit is a function of its number, so no worker owns one: a worker takes the first unit that is wanted, not there and not claimed. A
+claim is a kernel lock that its holder renews. The claim of a dead process is free at once; that of a stopped process expires after
+`lease` seconds by the clock of the worker that wants it. An exclusive link decides which of two workers was first; the second one
+compares its bytes, and other bits end the pass. The coordinator folds in order and parks nothing: early partials stay in the queue. It
+deletes only what both of its checkpoints hold, so a coordinator that is killed finds every partial it had not saved. When the result is
+published the folder is removed, which is how workers learn that the pass is over.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from headrace.errors import (
-    ConfigError,
-    DataChanged,
-    DataError,
-    DeadlineExceeded,
-    FileCorrupt,
-    HeadraceError,
-    StorageError,
-)
+from headrace.errors import ConfigError, DataError, DeadlineExceeded, FileCorrupt, HeadraceError, StorageError
 from headrace.files import publish, read_regular
 from headrace.metrics import Wait
 from headrace.reduce.orders import PartialMaker, WorkOrder
 from headrace.reduce.partial import NodePartial
-from headrace.reduce.shards import ShardSpec, require_unwritten, save_stamps, saved_stamps
+from headrace.reduce.shards import ShardSpec
 from headrace.reduce.transports.transport import Answer, Transport
 from headrace.runtime.locks import ExclusiveLock, lock_holder
 from headrace.runtime.wire_errors import decode_error, encode_error
@@ -57,30 +49,8 @@ _AHEAD_BYTES, _AHEAD_UNITS = 1 << 30, 256
 _KEPT_BYTES = 512 << 20
 """Folded partials after which the sum is saved, whatever the clock says: they go once two generations are past them."""
 _MOST_WANTED = 1 << 20
-_LEFT = ("queue", "claims", "verdicts", "quarantine", "spans")
-"""Folders of a pass."""
 _BAD_FILES = 5
 """Times one unit may come damaged."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What the coordinator asks of whoever is there."""
-
-    first: int
-    end: int
-    """The units [first, end) may be made."""
-    state: Literal["open", "finished", "failed"] = "open"
-    sentence: str = ""
-    """Why it failed."""
-
-    def __post_init__(self) -> None:
-        if (
-            type(self.first) is not int
-            or type(self.end) is not int
-            or not 0 <= self.first <= self.end <= self.first + _MOST_WANTED
-        ):
-            raise ValueError(f"units {self.first} to {self.end} cannot be wanted")
 
 
 class PartialSpool:
@@ -90,72 +60,68 @@ class PartialSpool:
         self.path = path
         self.folder = SpoolFolder(path)
         self.channel = Channel(self.folder, _SPLIT, suffix=".partial")
-        self._order_file, self._wanted_file = path / "gram.json", self.folder.state / "wanted.json"
-        self._refusal_file = self.folder.state / "refused.json"
-        self._stamps_file = self.folder.state / "shards.json"
+        self._order_file = path / "gram.json"
+        self._wanted_file, self._error_file = self.folder.state / "wanted.json", self.folder.state / "refused.json"
 
     # ------------------------------------------------------------------------------------- coordinator
 
-    def lead(self) -> ExclusiveLock:
-        """Be the only coordinator. A folder with something else in it is not touched."""
+    def lock(self) -> ExclusiveLock:
+        """Become the only coordinator. A folder that is not empty and no spool is refused, and not touched."""
         try:
-            strange = self.path.exists() and not self._order_file.exists() and not self.folder.state.exists()
-            if strange and any(self.path.iterdir()):
+            is_spool = not self.path.exists() or self._order_file.exists() or self.folder.state.exists()
+            if not is_spool and any(self.path.iterdir()):
                 raise ConfigError(f"{self.path} is no spool of partials, and not empty: give another --spool")
         except NotADirectoryError:
             raise ConfigError(f"{self.path} is a file, not a folder: give another --spool") from None
         self.folder.prepare()
-        self.channel.prepare()
         return self.folder.take_lock(
             "coordinator", "the coordinator of a Gram", "wait for it, stop it first, or give another --spool"
         )
 
-    def begin(
-        self, order: WorkOrder, lease: float, *, stamps: Mapping[str, Any] | None = None, anew: bool = False
-    ) -> None:
-        """Say what is computed. Only for who leads. The partials of another pass, and those of shards that were written since (by their
-        `stamps`), are not touched; with `anew` they go."""
-        stamps = dict(stamps or {})
+    def begin(self, order: WorkOrder, lease: float, *, fresh: bool = False, replace: bool = False) -> None:
+        """Write down the order of the pass. The caller holds the lock.
+
+        Partials of the same pass are kept, unless the pass is `fresh`: its coordinator has no record of them. The partials of another pass
+        are refused, or removed with `replace`.
+        """
+        same = True
         try:
-            self._require_same(order, stamps)
-        except (ConfigError, DataChanged, FileCorrupt):
-            if not anew:
+            held = self._read_order()
+            if held is not None:
+                now = _identity(order.to_dict())
+                differing = [name for name, value in _identity(held["order"]).items() if value != now[name]]
+                if differing:
+                    raise ConfigError(
+                        f"{self.path} holds the partials of another pass ({', '.join(differing)} differ): finish that one with the command "
+                        "it was begun with, give another --spool, or remove the folder"
+                    )
+        except (ConfigError, FileCorrupt):
+            if not replace:
                 raise
+            same = False
+        if fresh or not same:
             self._clear()
-        save_stamps(self._stamps_file, stamps)
+            self.folder.prepare()
+        self.channel.prepare()
         publish(self._order_file, seal({"order": order.to_dict(), "lease": lease, "version": 1}), replace=True)
-        self._refusal_file.unlink(missing_ok=True)
+        self._error_file.unlink(missing_ok=True)
         self.folder.sweep()
 
-    def _require_same(self, order: WorkOrder, stamps: Mapping[str, Any]) -> None:
-        held = self._told()
-        if held is not None:
-            now = _identity(order.to_dict())
-            differing = [name for name, value in _identity(held["order"]).items() if value != now[name]]
-            if differing:
-                raise ConfigError(
-                    f"{self.path} holds the partials of another pass ({', '.join(differing)} differ): finish that one with the command "
-                    "it was begun with, give another --spool, or remove the folder"
-                )
-            require_unwritten(saved_stamps(self._stamps_file), stamps, self.path)
-
     def _clear(self) -> None:
-        """Forget another pass, but not who leads."""
+        """Remove everything of a pass but the locks."""
         self._order_file.unlink(missing_ok=True)
-        for name in _LEFT:
+        for name in ("queue", "claims", "verdicts", "quarantine", "spans"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         for path in self.folder.state.iterdir():
             if path.is_file() and path.suffix != ".lock":
                 path.unlink(missing_ok=True)
-        self.folder.prepare()
-        self.channel.prepare()
 
-    def want(self, wanted: Wanted) -> None:
-        """Not durable: the next coordinator says it again."""
-        publish(self._wanted_file, seal(asdict(wanted)), replace=True, durable=False)
+    def want(self, first: int, end: int) -> None:
+        """Let workers make the units [first, end). Not durable: the next coordinator writes it again."""
+        publish(self._wanted_file, seal({"first": first, "end": end}), replace=True, durable=False)
 
     def commit(self, unit: int) -> None:
-        """From now on units below this one are never asked for again. Durable first, then they go."""
+        """Units below this one are never asked for again: write that down durably, then delete their files."""
         self.folder.write_commit_points({_SPLIT: {"g": unit, "start": [0], "at": [[unit, 0]]}})
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(self.channel.queue):
@@ -164,58 +130,63 @@ class PartialSpool:
                     self.channel.delete(int(number))
 
     def remove(self) -> None:
-        """Take away what a finished pass leaves, and nothing else."""
-        for name in (*_LEFT, "state"):
-            shutil.rmtree(self.path / name, ignore_errors=True)
-        self._order_file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # somebody keeps other things there
+        """Remove what a finished pass leaves, and nothing else."""
+        self._clear()
+        shutil.rmtree(self.folder.state, ignore_errors=True)
+        with contextlib.suppress(OSError):  # other files lie in the folder
             self.path.rmdir()
 
     # ----------------------------------------------------------------------------------------- workers
 
-    def _told(self) -> dict[str, Any] | None:
-        told = read_sealed(self._order_file)
-        if told is not None and (not isinstance(told, dict) or told.get("version") != 1 or "order" not in told):
+    def _read_order(self) -> dict[str, Any] | None:
+        held = read_sealed(self._order_file)
+        if held is not None and (not isinstance(held, dict) or held.get("version") != 1 or "order" not in held):
             raise FileCorrupt(f"{self._order_file} does not describe a pass of version 1: remove the folder")
-        return told
+        return held
 
     def order(self) -> tuple[WorkOrder, float] | None:
-        """What is computed here, and the lease of a claim; None before a coordinator said so."""
-        told = self._told()
+        """The work order and the lease of a claim in seconds; None before a coordinator has begun."""
+        held = self._read_order()
         try:
-            return None if told is None else (WorkOrder.from_dict(told["order"]), float(told["lease"]))
+            return None if held is None else (WorkOrder.from_dict(held["order"]), float(held["lease"]))
         except (KeyError, TypeError, ValueError) as error:
             raise FileCorrupt(
                 f"{self._order_file} does not describe a pass ({error!r}): was it begun by another version?"
             ) from error
 
-    def wanted(self) -> Wanted | None:
-        """None while nobody said; a damaged one is not believed and not kept waiting for: it is written again and again."""
+    def wanted(self) -> range | None:
+        """The units that may be made now; None without a file, or with a damaged one, which the coordinator soon overwrites."""
         try:
-            told = read_sealed(self._wanted_file)
-            return None if told is None else Wanted(**told)
-        except (FileCorrupt, TypeError, ValueError):
+            found = read_sealed(self._wanted_file)
+            if found is None:
+                return None
+            first, end = found["first"], found["end"]
+            usable = type(first) is int and type(end) is int and 0 <= first <= end <= first + _MOST_WANTED
+            return range(first, end) if usable else None
+        except (FileCorrupt, KeyError, TypeError):
             return None
 
-    def over(self) -> bool:
-        """Whether the folder of the pass was taken away."""
+    def is_over(self) -> bool:
+        """Whether the pass was removed from the folder."""
         return not self._order_file.exists()
 
     def coordinator(self) -> str | None:
-        """Who holds the pass together now."""
+        """The process that coordinates the pass now, as its lock names it."""
         return lock_holder(self.folder.state / "coordinator.lock")
 
-    def refuse(self, unit: int, error: HeadraceError, who: str) -> None:
-        """End the pass with this error. The first one stands."""
+    def refuse(self, unit: int, error: HeadraceError) -> None:
+        """End the pass with this error of a worker. The first error stands."""
+        worker = f"process {os.getpid()} on {os.uname().nodename}"
         with contextlib.suppress(FileExistsError):
-            publish(self._refusal_file, seal(encode_error(error, prefix=f"{who}, unit {unit}: ")))
+            publish(self._error_file, seal(encode_error(error, prefix=f"{worker}, unit {unit}: ")))
 
-    def refusal(self) -> Exception | None:
-        told = read_sealed(self._refusal_file)
-        return None if told is None else decode_error(told)
+    def error(self) -> Exception | None:
+        """The error that ended the pass, if one did."""
+        saved = read_sealed(self._error_file)
+        return None if saved is None else decode_error(saved)
 
     def message(self, unit: int, most: int) -> bytes | None:
-        """The bytes of a unit, None while it is not there. What is larger than a partial can be is not read."""
+        """The bytes of a unit; None while it is not there. A file of more than `most` bytes is not read."""
         try:
             return read_regular(self.channel.path(unit), most)
         except FileNotFoundError:
@@ -230,26 +201,27 @@ def _identity(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _largest(order: WorkOrder) -> int:
+    """Bytes that a partial of the pass has at most."""
     return 8 * order.partition.entries + (1 << 16) + 64
+
+
+def wait_for_order(path: Path, *, patience: float) -> tuple[WorkOrder, float]:
+    """The work order of a folder and the lease of a claim there. Waits up to `patience` seconds for a coordinator to begin."""
+    spool = PartialSpool(path)
+    with Wait("gram.spool.order", deadline=patience, remedy=f"No coordinator has begun a pass in {path}") as wait:
+        pause = 0.005
+        while (found := spool.order()) is None:
+            wait.check()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------- worker
 
 
-def order_in(path: Path, *, patience: float) -> tuple[WorkOrder, float]:
-    """What is computed in a folder and the lease of a claim there; waits for somebody to begin."""
-    spool = PartialSpool(path)
-    with Wait("gram.spool.order", deadline=patience, remedy=f"Nobody has begun a pass in {path}") as wait:
-        pause = 0.005
-        while (told := spool.order()) is None:
-            wait.check()
-            time.sleep(pause)
-            pause = min(2 * pause, 0.2)
-    return told
-
-
 class SpoolWorker:
-    """Makes what is wanted, one unit at a time."""
+    """Makes wanted units, one at a time."""
 
     def __init__(
         self,
@@ -258,33 +230,39 @@ class SpoolWorker:
         shards: ShardSpec | None = None,
         threads: int | None = None,
         patience: float = 600.0,
-        made: Callable[[], object] = lambda: None,
+        on_made: Callable[[], object] = lambda: None,
     ) -> None:
-        """`shards`: where the same rows lie here; as the order says unless given. Other rows are refused. `patience`: seconds to
-        wait for a coordinator, and for a disk that is full. `made` is called after each partial."""
+        """Wait for the order in the folder `path`, and open the rows.
+
+        Args:
+            path: The folder of the pass.
+            shards: Where the same rows lie on this machine; the paths of the order unless given. Other rows are refused.
+            threads: Threads for a chunk; as the order says unless given.
+            patience: Seconds to wait for a coordinator, and for a disk that is full.
+            on_made: Called after each partial.
+        """
         self.spool = PartialSpool(path)
         self.patience = patience
-        self._told_made = made
-        order, self._lease = order_in(path, patience=patience)
-        order = replace(
-            order,
-            shards=shards if shards is not None else order.shards,
-            threads=threads if threads is not None else order.threads,
-            folder=str(path / "spans"),
+        self.made = 0
+        self._on_made = on_made
+        order, self._lease = wait_for_order(path, patience=patience)
+        self.order = replace(
+            order, shards=shards or order.shards, threads=threads or order.threads, folder=str(path / "spans")
         )
-        self.order = order
-        self.made = self.duplicates = 0
-        self._who = "a Gram worker"
-        self._maker = PartialMaker(order, 0, by_unit=True)
-        self._held: ExclusiveLock | None = None
-        self._beating = threading.Lock()
+        try:
+            self._maker = PartialMaker(self.order, 0, by_unit=True)
+        except HeadraceError as error:
+            self.spool.refuse(0, error)
+            raise
+        self._claim: ExclusiveLock | None = None
+        self._claim_lock = threading.Lock()
         self._closed = threading.Event()
-        self._beat = threading.Thread(target=self._renew, name="headrace-gram-claim", daemon=True)
-        self._beat.start()
+        self._renewal = threading.Thread(target=self._renew, name="headrace-gram-claim", daemon=True)
+        self._renewal.start()
 
     def close(self) -> None:
         self._closed.set()
-        self._beat.join()
+        self._renewal.join()
 
     def __enter__(self) -> Self:
         return self
@@ -293,16 +271,16 @@ class SpoolWorker:
         self.close()
 
     def run(self) -> int:
-        """Work until the pass is over; how many partials were made."""
+        """Work until the pass is over; the number of partials made."""
         idle_since, pause = time.monotonic(), 0.002
         while (step := self.step()) != "finished":
             if step == "made":
                 idle_since, pause = time.monotonic(), 0.002
                 continue
-            # Without work a worker waits as long as somebody coordinates; without a coordinator, as long as its patience lasts.
+            # Without work a worker waits as long as there is a coordinator; without a coordinator, as long as its patience lasts.
             if time.monotonic() - idle_since > self.patience and self.spool.coordinator() is None:
                 raise DeadlineExceeded(
-                    f"nobody has coordinated the pass in {self.spool.path} for {self.patience:g} s: start its command again, then join again"
+                    f"no process has coordinated the pass in {self.spool.path} for {self.patience:g} s: start its command again, then join again"
                 )
             with Wait("gram.spool.idle", deadline=1.0):
                 time.sleep(pause)
@@ -312,66 +290,66 @@ class SpoolWorker:
     def step(self) -> Literal["made", "idle", "finished"]:
         """Make the first unit that is wanted and free."""
         try:
-            wanted = self.spool.wanted()
-            if wanted is None:
-                return "finished" if self.spool.over() else "idle"
-            if wanted.state == "finished":
-                return "finished"
-            if wanted.state == "failed":
-                raise DataError(f"the pass in {self.spool.path} failed: {wanted.sentence}")
-            for unit in range(wanted.first, wanted.end):
+            if (error := self.spool.error()) is not None:
+                raise DataError(f"the pass in {self.spool.path} failed: {error}")
+            for unit in self.spool.wanted() or ():
                 if self.spool.channel.find(unit) is None and self._take(unit):
                     return "made"
-            return "idle"
+            return "finished" if self.spool.is_over() else "idle"
         except (StorageError, FileNotFoundError):
-            if self.spool.over():
+            if self.spool.is_over():
                 return "finished"
             raise
 
     def _take(self, unit: int) -> bool:
-        channel = self.spool.channel
-        claim = channel.claim(unit, self._who, self._lease)
+        """Make a unit, unless another worker has it; whether it was made."""
+        channel, owner = self.spool.channel, "a Gram worker"
+        claim = channel.claim(unit, owner, self._lease)
         if claim == "expired":
             # Its holder is stopped, or out of reach. Its lock stays with the file that loses its name here.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(channel.claims / f"{unit:012d}")
-            claim = channel.claim(unit, self._who, self._lease)
+            claim = channel.claim(unit, owner, self._lease)
         if not isinstance(claim, ExclusiveLock):
             return False
-        with self._beating:
-            self._held = claim
+        with self._claim_lock:
+            self._claim = claim
         try:
             if channel.find(unit) is not None or unit < channel.commit_point():
-                return False  # somebody finished it in between
+                return False  # another worker finished it in between
             try:
                 message = self._maker.make(unit)
             except HeadraceError as error:
-                self.spool.refuse(unit, error, f"process {os.getpid()} on {os.uname().nodename}")
+                self.spool.refuse(unit, error)
                 raise
             self._publish(unit, message)
             return True
         finally:
-            with self._beating:
-                self._held = None
+            with self._claim_lock:
+                self._claim = None
             claim.release(remove=True)
 
     def _publish(self, unit: int, message: bytes) -> None:
-        channel = self.spool.channel
-        # Without fsync: what a power cut leaves of it fails its checksum, is set aside and made again.
-        how = patiently(
+        def write(path: Path) -> None:
+            if self.spool.is_over():
+                raise FileNotFoundError(path)
+            # Without fsync: what a power cut leaves of it fails its checksum, is set aside and made again.
+            publish(path, message, durable=False)
+
+        outcome = patiently(
             f"partial {unit}",
-            lambda: channel.publish(unit, lambda path: publish(path, message, durable=False)),
+            lambda: self.spool.channel.publish(unit, write),
             deadline=self.patience,
             hidden=False,
         )
-        if how == "published":
+        if outcome == "published":
             self.made += 1
-            self._told_made()
-        elif how == "exists":
-            self.duplicates += 1
+            self._on_made()
+        elif outcome == "exists":
             self._compare(unit, message)
 
     def _compare(self, unit: int, message: bytes) -> None:
+        """End the pass if the partial that is there is whole and has other bits."""
         try:
             there = self.spool.message(unit, _largest(self.order))
             if there is None or there == message:
@@ -383,16 +361,17 @@ class SpoolWorker:
             "two workers came to other bits for the same rows: the rows changed, or memory is failing on one of their machines. Find out which "
             "is right before you trust any sum"
         )
-        self.spool.refuse(unit, error, f"process {os.getpid()} on {os.uname().nodename}")
+        self.spool.refuse(unit, error)
         raise error
 
     def _renew(self) -> None:
+        """Change the line in the claim five times a lease, so that other workers see that its holder is alive."""
         turn = 0
         while not self._closed.wait(self._lease / 5):
             turn += 1
-            with self._beating, contextlib.suppress(OSError):
-                if self._held is not None:
-                    self._held.renew(f"{self._who}, beat {turn}")
+            with self._claim_lock, contextlib.suppress(OSError):
+                if self._claim is not None:
+                    self._claim.renew(f"a Gram worker, beat {turn}")
 
 
 # ------------------------------------------------------------------------------------------------ processes
@@ -402,22 +381,13 @@ class LocalWorkers:
     """Worker processes of this machine. They end when this process does."""
 
     def __init__(
-        self,
-        path: Path,
-        count: int,
-        *,
-        threads: int,
-        shards: ShardSpec | None = None,
-        patience: float = 600.0,
-        speak: bool = False,
+        self, path: Path, count: int, *, threads: int, shards: ShardSpec | None = None, patience: float = 600.0
     ) -> None:
-        """`speak`: what keeps one of them from opening its rows ends the pass, with its sentence."""
-        self._told = {
-            "path": str(path.absolute()), "threads": threads, "shards": None if shards is None else shards.to_dict(),
-            "patience": patience, "speak": speak,
-        }  # fmt: skip
+        """Start `count` processes, each a `SpoolWorker` with these arguments."""
+        self._arguments = (str(path.absolute()), threads, None if shards is None else shards.to_dict(), patience)
         self._processes: list[WorkerProcess] = []
         self.made = 0
+        """Partials they made, as of the last `count`."""
         try:
             for _ in range(count):
                 self._processes.append(self._start())
@@ -427,40 +397,37 @@ class LocalWorkers:
 
     @property
     def pids(self) -> list[int]:
-        return [p.pid for p in self._processes]
+        return [process.pid for process in self._processes]
 
     def dead(self) -> str | None:
-        """How one of them ended that should not have; it is replaced by `replace`."""
+        """How a process ended that should not have; None if all are well."""
         for process in self._processes:
             if process.exit_code() not in (None, 0):
                 return f"process {process.pid} {process.how_it_ended()}"
         return None
 
     def replace(self) -> None:
-        """New ones for those that died."""
+        """Start a process in the place of each that died."""
         for at, process in enumerate(self._processes):
             if process.exit_code() not in (None, 0):
                 process.end()
                 self._processes[at] = self._start()
 
     def count(self) -> int:
-        """Partials they made so far: each worker sends how many it made since it sent last."""
+        """The number of partials made so far: a worker sends one byte for each."""
         for process in self._processes:
             with contextlib.suppress(EOFError, OSError):
                 while process.pipe.poll():
-                    self.made += int(process.pipe.recv_bytes())
+                    self.made += len(process.pipe.recv_bytes())
         return self.made
 
     def finished(self) -> bool:
         return all(process.exit_code() == 0 for process in self._processes)
 
-    def close(self, patience: float = 0.0) -> None:
-        """End them; after `patience` seconds, in which they may see by themselves that the pass is over."""
-        with Wait("gram.spool.workers", deadline=patience + 60) as wait:
-            until = time.monotonic() + patience
-            for process in self._processes:
-                process.exit_code(max(0.0, until - time.monotonic()))
-            self.count()
+    def close(self) -> None:
+        """End them. A killed worker loses the unit it was making."""
+        self.count()
+        with Wait("gram.spool.workers", deadline=60) as wait:
             for process in self._processes:
                 process.kill()
             for process in self._processes:
@@ -468,32 +435,19 @@ class LocalWorkers:
         self._processes = []
 
     def _start(self) -> WorkerProcess:
-        return WorkerProcess("headrace-gram-spool", _serve, self._told, imports_main=False)
+        return WorkerProcess("headrace-gram-spool", _serve, *self._arguments, imports_main=False)
 
 
-def _serve(pipe: Connection, told: dict[str, Any]) -> None:
-    """A worker process's whole life. The end of its pipe is the end of the process that started it."""
-    unsent = 0
-
-    def count(made: int = 1) -> None:
-        nonlocal unsent
-        unsent += made
-        if unsent and select.select([], [pipe], [], 0)[1]:  # a parent that does not read holds no worker up
-            pipe.send_bytes(str(unsent).encode())
-            unsent = 0
-
+def _serve(pipe: Connection, path: str, threads: int, shards: dict[str, Any] | None, patience: float) -> None:
+    """The whole life of a worker process. It ends when the process that started it does."""
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
-    path, shards = Path(told["path"]), None if told["shards"] is None else ShardSpec.from_dict(told["shards"])
-    worker = None
+    rows = None if shards is None else ShardSpec.from_dict(shards)
     try:
-        worker = SpoolWorker(path, shards=shards, threads=told["threads"], patience=told["patience"], made=count)
-        with worker:
+        with SpoolWorker(
+            Path(path), shards=rows, threads=threads, patience=patience, on_made=lambda: pipe.send_bytes(b"1")
+        ) as worker:
             worker.run()
-        count(0)
     except HeadraceError as error:
-        if told["speak"] and worker is None:
-            PartialSpool(path).refuse(0, error, f"process {os.getpid()}")
-            sys.exit(1)
         sys.exit(f"a Gram worker: {error}")
 
 
@@ -507,7 +461,7 @@ def _end_with_parent(pipe: Connection) -> None:
 
 
 class FolderTransport(Transport):
-    """The coordinator's end of the folder. One logical rank: units are dealt by claims, not by number."""
+    """The coordinator's end of the folder. It has one logical rank, because units are claimed and not dealt by number."""
 
     def __init__(
         self,
@@ -520,29 +474,39 @@ class FolderTransport(Transport):
         patience: float = 600.0,
         lease: float | None = None,
         notice: Callable[[str], None] = lambda _: None,
-        stamps: Mapping[str, Any] | None = None,
-        anew: bool = False,
+        fresh: bool = False,
+        replace: bool = False,
     ) -> None:
-        """`workers`: processes to start here; others may join. `first_unit`: the first that the sum still lacks. `stamps`: of the shards, to
-        notice what is written to them. `anew`: another pass in the folder goes."""
+        """Lock the folder, begin or continue the pass and start worker processes.
+
+        Args:
+            path: The folder.
+            order: The pass.
+            workers: Processes to start here; others may join.
+            first_unit: The first unit that the sum still lacks.
+            window: Partials that a worker may be ahead of the sum.
+            patience: Seconds for which workers wait for a coordinator.
+            lease: Seconds after which the claim of a stopped worker expires; a quarter of `patience` and at most 30 unless given.
+            notice: Receives a sentence for each file that was set aside.
+            fresh: Use no partial that lies in the folder.
+            replace: Remove another pass that lies in the folder, instead of refusing it.
+        """
         if order.partition.n_ranks != 1:
-            raise ConfigError(f"the spool engine has one rank, whoever works; the order has {order.partition.n_ranks}")
+            raise ConfigError(f"the spool engine has one rank; the order has {order.partition.n_ranks}")
         self.spool = PartialSpool(path)
-        self._notice, self._units, self._largest = notice, order.partition.n_units, _largest(order)
-        self._expected = (order.partition.fingerprint, order.provenance, order.partition.span)
+        self._order, self._notice, self._largest = order, notice, _largest(order)
         self._ahead = max(min(window * max(workers, 1), _MOST_WANTED), min(_AHEAD_BYTES // self._largest, _AHEAD_UNITS))
         self._next = self._asked = self._saved = first_unit
         self._bad: dict[int, int] = {}
-        self._failed = ""
+        """Times that each unit came damaged."""
         self._workers: LocalWorkers | None = None
-        self._lock = self.spool.lead()
+        self._lock = self.spool.lock()
         try:
-            lease = min(30.0, patience / 4) if lease is None else lease
-            self.spool.begin(order, lease, stamps=stamps, anew=anew)
+            self.spool.begin(order, lease or min(30.0, patience / 4), fresh=fresh, replace=replace)
             if self.spool.channel.commit_point() > first_unit:  # the sum's own checkpoints are lost: all is made again
                 self.spool.commit(first_unit)
             self._want()
-            self._workers = LocalWorkers(path, workers, threads=order.threads, patience=patience, speak=True)
+            self._workers = LocalWorkers(path, workers, threads=order.threads, patience=patience)
         except BaseException:
             self.close()
             raise
@@ -555,6 +519,7 @@ class FolderTransport(Transport):
         self._asked = max(self._asked, ordinal + 1)
 
     def answer(self, timeout: float) -> Answer | None:
+        assert self._workers is not None
         until, pause = time.monotonic() + timeout, 0.0005
         while True:
             message = self._checked(self._next) if self._next < self._asked else None
@@ -562,11 +527,9 @@ class FolderTransport(Transport):
                 self._next += 1
                 self._want()
                 return Answer(rank=0, message=message)
-            if (error := self.spool.refusal()) is not None:
-                self._failed = str(error)
+            if (error := self.spool.error()) is not None:
                 return Answer(rank=0, error=error)
-            assert self._workers is not None
-            self._workers.count()
+            self._workers.count()  # empties the pipes
             if (lost := self._workers.dead()) is not None:
                 return Answer(rank=0, lost=lost)
             left = until - time.monotonic()
@@ -589,47 +552,42 @@ class FolderTransport(Transport):
         self._saved = unit
 
     def awaited(self) -> str:
-        """What the sum waits for, and whose work it is."""
+        """The unit that the sum waits for, and the worker that has claimed it."""
         holder = lock_holder(self.spool.channel.claims / f"{self._next:012d}")
         if holder is None:
-            return f"nobody is making unit {self._next} of {self.spool.path}. Let a worker join: headrace gram --join {self.spool.path.absolute()}"
+            return f"no worker makes unit {self._next} of {self.spool.path}. Let a worker join: headrace gram --join {self.spool.path.absolute()}"
         return (
             f"unit {self._next} of {self.spool.path} is claimed by {holder}; is it alive, and can it read its shards?"
         )
 
     def finish(self) -> None:
-        """The result is safe: send everybody home and take the folder away."""
-        self.spool.want(Wanted(first=self._units, end=self._units, state="finished"))
-        if self._workers is not None:
-            self._workers.close(patience=2.0)
-            self._workers = None
+        """The result is published: end the workers and remove the folder."""
+        self._end_workers()
         self.spool.remove()
 
     def close(self) -> None:
-        if self._failed and not self.spool.over():
-            self.spool.want(Wanted(first=self._next, end=self._next, state="failed", sentence=self._failed))
+        self._end_workers()
+        self._lock.release()
+
+    def _end_workers(self) -> None:
         if self._workers is not None:
             self._workers.close()
             self._workers = None
-        self._lock.release()
 
     def _want(self) -> None:
-        self.spool.want(Wanted(first=self._next, end=min(self._units, self._next + self._ahead)))
+        self.spool.want(self._next, min(self._order.partition.n_units, self._next + self._ahead))
 
     def _checked(self, unit: int) -> bytes | None:
         """A unit's message, if it is there and is what it should be; a bad one is set aside and made again."""
+        partition, provenance = self._order.partition, self._order.provenance
         try:
             message = self.spool.message(unit, self._largest)
             if message is None:
                 return None
-            partial = NodePartial.from_bytes(message, sender=f"the file of unit {unit}")
-            if (partial.partition, partial.provenance, partial.chunk) != (
-                *self._expected[:2],
-                unit * self._expected[2],
-            ):
-                raise DataError(
-                    f"the file of unit {unit} holds chunk {partial.chunk} of another pass, or another chunk"
-                )
+            found = NodePartial.from_bytes(message, sender=f"the file of unit {unit}")
+            expected = (partition.fingerprint, provenance, unit * partition.span)
+            if (found.partition, found.provenance, found.chunk) != expected:
+                raise DataError(f"the file of unit {unit} holds chunk {found.chunk} of another pass, or another chunk")
             return message
         except DataError as error:
             self._bad[unit] = self._bad.get(unit, 0) + 1
@@ -642,15 +600,14 @@ class FolderTransport(Transport):
             return None
 
 
-def dissolve(path: Path, order: WorkOrder) -> None:
-    """Take away the folder of a pass whose result is there: its coordinator was killed before it could."""
+def remove_finished_pass(path: Path, order: WorkOrder) -> None:
+    """Remove the folder of a pass whose result is published: its coordinator was killed before it could do so."""
     spool = PartialSpool(path)
     held = spool.order()
     if held is None or _identity(held[0].to_dict()) != _identity(order.to_dict()):
         return
-    lock = spool.lead()
+    lock = spool.lock()
     try:
-        spool.want(Wanted(first=order.partition.n_units, end=order.partition.n_units, state="finished"))
         spool.remove()
     finally:
         lock.release()

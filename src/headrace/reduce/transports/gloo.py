@@ -1,8 +1,8 @@
 """Workers as the ranks of a torch.distributed group (torchrun, gloo).
 
 Every rank computes its own chunks and sends the partials to rank 0, one travelling while the next is computed; rank 0 computes
-its share too and folds in chunk order, so nothing is ever parked. Where to begin is what rank 0's checkpoint says, on as many
-ranks as there are today. A rank that fails, is gone or does not answer within the group's timeout ends the pass with its name;
+its share too and folds in chunk order, so nothing is ever parked. A pass begins where rank 0's checkpoint is, on any number of
+ranks. A rank that fails, is gone or does not answer within the group's timeout ends the pass with its name;
 what was folded is saved first, and the same command goes on.
 """
 
@@ -40,8 +40,10 @@ def coordinate_group(
     progress: Callable[[FoldProgress], None] = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Rank 0's part: tell the others where to begin, then fold until everything is there (True), or until `stop` says so: then
-    it saves and leaves (False), and the others end with the group."""
+    """Rank 0's part: broadcast where each rank begins, then fold until the sum is complete (True) or `stop()` is true (False).
+
+    The arguments are those of `drive`. When stopped it saves and leaves, and the other ranks end with the group.
+    """
     import torch
     import torch.distributed as dist
 
@@ -73,7 +75,7 @@ def coordinate_group(
 
 
 def nothing_to_do(partition: CrossNodePartition, *, group: Any = None) -> None:
-    """Rank 0's part where the result is there already: the others are told that all of theirs was received."""
+    """Rank 0's part where the result is there already: broadcast that everything was received of every rank."""
     import torch
     import torch.distributed as dist
 
@@ -82,7 +84,7 @@ def nothing_to_do(partition: CrossNodePartition, *, group: Any = None) -> None:
 
 
 def work_in_group(order: WorkOrder, rank: int, *, group: Any = None) -> int:
-    """The part of every other rank; how many partials it sent."""
+    """The part of every other rank: send its partials. Returns how many it sent."""
     import torch
     import torch.distributed as dist
 
@@ -99,8 +101,7 @@ def work_in_group(order: WorkOrder, rank: int, *, group: Any = None) -> int:
             travelling = [(dist.isend(part, dst=0, group=group), part) for part in (size, message)]
     except HeadraceError as error:
         _landed(travelling)
-        told = json.dumps(encode_error(error)).encode()
-        body = torch.from_numpy(np.frombuffer(bytearray(told), np.uint8))
+        body = torch.from_numpy(np.frombuffer(bytearray(json.dumps(encode_error(error)).encode()), np.uint8))
         _landed([(dist.isend(part, dst=0, group=group), part) for part in (torch.tensor([-len(body)]), body)])
         raise
     _landed(travelling)
@@ -115,8 +116,15 @@ def summed_over_ranks(
     ranks: int,
     problem: Exception | None = None,
 ) -> GramResult:
-    """The result over the streams of all ranks, on every rank; stream s is rank s mod ranks', `packed` its sum. A rank with a problem says so
-    first, so that the others end with its number instead of waiting for it; then its problem goes up."""
+    """The result over the streams of all ranks, on every rank. Stream s belongs to rank s mod `ranks`.
+
+    Args:
+        streams: This rank's streams, by number.
+        packed: The sum of each.
+        count: Streams of all ranks.
+        rank, ranks: This rank, and how many there are.
+        problem: An error of this rank. The other ranks learn of it before it is raised here, so that they do not wait.
+    """
     import torch
     import torch.distributed as dist
 
@@ -129,12 +137,12 @@ def summed_over_ranks(
         if mine is None
         else [int(failed), mine.columns.width, mine.chunk_size, ROW_DTYPES.index(mine.about["rows"])]
     )
-    told = torch.tensor(head + [streams[s].n_rows if s in streams else 0 for s in range(count)], device=device)
-    heard = [torch.empty_like(told) for _ in range(ranks)]
-    _all_ranks(lambda: dist.all_gather(heard, told), "streams")
+    ours = torch.tensor(head + [streams[s].n_rows if s in streams else 0 for s in range(count)], device=device)
+    gathered = [torch.empty_like(ours) for _ in range(ranks)]
+    _all_ranks(lambda: dist.all_gather(gathered, ours), "streams")
     if problem is not None:
         raise problem
-    heads = [h[:4].tolist() for h in heard]
+    heads = [row[:4].tolist() for row in gathered]
     if bad := [r for r, h in enumerate(heads) if h[0]]:
         raise WorkerDied(f"rank {bad[0]} could not collect its activations; its own message says why")
     if differing := [r for r, h in enumerate(heads) if h != heads[rank]]:
@@ -150,7 +158,7 @@ def summed_over_ranks(
         held = part.to(device)
         _all_ranks(lambda held=held, number=number: dist.broadcast(held, src=number % ranks), "streams")
         parts.append(held.cpu().numpy())
-    n_rows = int(sum(h[4:].sum() for h in heard))
+    n_rows = int(sum(row[4:].sum() for row in gathered))
     return streams_result(parts, mine.columns, n_rows, mine.about)
 
 

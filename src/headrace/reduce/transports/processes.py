@@ -1,6 +1,6 @@
 """Workers as processes of this machine, one socket each.
 
-A worker is told its order as JSON and then numbers; it answers with messages as they stand in `partial`. Nothing is pickled, and a script
+A worker gets its order as JSON, then the numbers of units; it answers with the bytes of `NodePartial`. Nothing is pickled, and a script
 needs no main guard (`runtime.workers`).
 """
 
@@ -43,7 +43,7 @@ class ProcessTransport(Transport):
         return [worker.pid for worker in self._workers.values()]
 
     def ask(self, rank: int, ordinal: int) -> None:
-        with contextlib.suppress(OSError):  # a worker that is gone is told by `answer`
+        with contextlib.suppress(OSError):  # a worker that is gone: `answer` reports it
             self._workers[rank].pipe.send_bytes(ordinal.to_bytes(8, "little"))
 
     def answer(self, timeout: float) -> Answer | None:
@@ -81,7 +81,7 @@ class ProcessTransport(Transport):
 
 
 def _serve(connection: Connection, described: dict[str, Any], rank: int) -> None:
-    """A worker's whole life: numbers, until the socket ends."""
+    """The whole life of a worker process: it makes units until the socket ends."""
     order, maker = WorkOrder.from_dict(described), None
     while True:
         ordinal = int.from_bytes(connection.recv_bytes(8), "little")

@@ -1,6 +1,6 @@
 """Workers as Ray actors: the engine for fleets.
 
-Every rank is an actor on whatever node Ray finds for it; it opens the shards there (they must be reachable under the same
+Every rank is an actor on a node that Ray chooses; it opens the shards there (they must be reachable under the same
 paths) and puts each partial into the object store, from which the coordinator reads it in place. An actor or a node that
 dies is replaced, and its rank is asked again from what was received of it.
 """
@@ -73,12 +73,12 @@ class RayTransport(Transport):
         rank = oldest[ready[0]]
         self._open[rank].popleft()
         try:
-            message, told = ray.get(ready[0])
+            message, problem = ray.get(ready[0])
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
             self._open.pop(rank)
             return Answer(rank=rank, lost=str(error).strip().splitlines()[0][:200])
-        if told is not None:
-            return Answer(rank=rank, error=decode_error(told, prefix=f"rank {rank}: "))
+        if problem is not None:
+            return Answer(rank=rank, error=decode_error(problem, prefix=f"rank {rank}: "))
         return Answer(rank=rank, message=message.data)
 
     def replace(self, rank: int) -> None:

@@ -1,11 +1,10 @@
-"""Who computes the partials, seen from the coordinator; and the loop that asks for them.
+"""The workers as the coordinator sees them, and the loop that asks them for partials.
 
     transport.ask(rank, ordinal)       begin on that unit
-    transport.answer(timeout)          the next answer of anybody: a message, an error, or a rank that is gone
+    transport.answer(timeout)          the next answer of any rank: a message, an error, or a rank that is gone
     transport.replace(rank)            a new worker for a rank that is gone
 
-This is the whole seam between the reduction and a transport: processes on this machine, Ray actors, or something else with
-these four calls. The coordinator asks for what it can take, so memory is bounded by its window; a rank that died is replaced
+The reduction needs nothing else of a transport: processes on this machine, Ray actors, files in a folder, or one of a user's own. The coordinator asks for what it can take, so memory is bounded by its window; a rank that died is replaced
 and asked again from what was received of it.
 """
 
@@ -29,17 +28,16 @@ _REPLACEMENTS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What came of a rank: one of the three."""
+    """An answer of a rank: a message, an error, or how its worker ended."""
 
     rank: int
     message: bytes | memoryview | None = None
     error: Exception | None = None
     lost: str | None = None
-    """How it ended."""
 
 
 class Transport(Protocol):
-    """Carries questions to workers and their answers back: four calls, and four more for a transport that holds something itself."""
+    """Carries requests to workers and their answers back. The last four calls are for a transport that keeps partials itself."""
 
     def ask(self, rank: int, ordinal: int) -> None: ...
     def answer(self, timeout: float) -> Answer | None: ...
@@ -47,7 +45,7 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
     def due(self) -> bool:
-        """Whether it holds so much that the sum should be saved."""
+        """Whether it keeps so many partials that the sum should be saved now."""
         return False
 
     def saved(self, unit: int) -> None:
@@ -55,11 +53,11 @@ class Transport(Protocol):
         return
 
     def finish(self) -> None:
-        """The result is safe."""
+        """The result is published."""
         return
 
     def awaited(self) -> str | None:
-        """What the sum waits for, where the transport knows more than which rank is asked."""
+        """What the sum waits for, in words, where the transport knows more than the rank."""
         return None
 
 
@@ -97,9 +95,17 @@ def drive(
     stop: Callable[[], bool] = lambda: False,
     deadline: float = 600.0,
 ) -> bool:
-    """Ask, receive and fold until everything is there (True), or until `stop` says so (False). Saves on the way and when
-    stopped; also when the transport is `due`. `deadline`: seconds without any answer after which it is
-    an error."""
+    """Ask for partials, receive and fold them until the sum is complete (True) or `stop()` is true (False).
+
+    Args:
+        reduction: The sum.
+        transport: The workers.
+        save: Saves the sum. Called every `save_every` seconds, when the transport is `due`, and when stopped.
+        progress: Called after each partial.
+        notice: Called with a sentence for each worker that is replaced.
+        stop: Asked after each answer.
+        deadline: Seconds without any answer after which DeadlineExceeded is raised.
+    """
     partition = reduction.partition
     ranks = range(partition.n_ranks)
     asked = list(reduction.received_per_rank)
