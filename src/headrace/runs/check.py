@@ -122,7 +122,7 @@ def plan_of(config: RunConfig, data: TextDataset, *, note_end: bool = True) -> P
     )
 
 
-def _world_sizes(config: RunConfig, lanes: int) -> dict[str, tuple[int, ...]]:
+def _world_sizes(config: RunConfig, lanes: int) -> dict[str, Any]:
     sizes = tuple(divisors(config.loader.global_batch_size))
     return {"world_sizes": sizes, "lanes_followed": tuple(lanes // gcd(lanes, n) for n in sizes)}
 
