@@ -13,7 +13,7 @@
 #   make bench-mixing   stream mixing: picks, metrics, batches, ranks
 #   make bench-spool    batches out of the spool, beside a memcpy and beside torch.load
 #   make bench-ledger   recurrent state by group, beside a dict of tensors
-#   make bench-rollouts  a step of rollouts beside the boundary mode and plain code    ARGS="--scale 1" for the whole
+#   make bench-rollouts  a step of rollouts beside plain code    ARGS="--scale 1" for the whole
 #   make bench-rl       the RL orchestrator beside bare asyncio; examples/rl/sort.toml to its accuracy, seeds 0, 1, 2
 #   make bench-text     headrace beside the loaders people use, each in an environment of its own    ARGS="--make-envs"
 #   make bench-reduce   Gram matrices beside numpy, scipy and sklearn                 ARGS=kernel-1 for one part

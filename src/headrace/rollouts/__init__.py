@@ -6,7 +6,7 @@ decode   check      if an engine    samples        append experts        by grou
                     sent no ids                                                         not sent    batches
 
 wire.py           the wire contract: token columns as raw bytes, arrays or lists; decoded, checked, encoded
-records.py        what passes through: Rollout, Step, StepTokens, RoutedExperts, TrainingSample
+records.py        typed records: Rollout, Step, StepTokens, RoutedExperts, TrainingSample
 ingest.py         replies of OpenAI and vLLM servers and `verifiers` rollouts, checked (checks.py: what is checked)
 episodes.py       episodes and traces of `verifiers` 0.4 and later
 pretokenize.py    tokens for turns whose engine returned none
@@ -22,10 +22,13 @@ loop_yield.py     lets the event loop run between slices of the pipeline's work
 processes.py      process_rollout in worker processes
 values.py         values in msgpack without pickle, for pipes and files
 groups.py         which rollouts belong to which step; failures, refills, late arrivals
-scheduler.py      asks environments under one limit; ends steps at their deadlines
+scheduler.py      sends requests to environments under one limit; ends steps at their deadlines
+environments.py   environments as functions; environment_processes.py, environment_actors.py: in processes, in Ray actors
+engine.py         inference engines; openai_engine.py: servers by URL; weights.py, vllm_worker.py: weights for them as files
+arrival_log.py    every finished rollout, for a restarted run
 transport.py      batches to the trainer through a folder; zmq_transport.py: to another machine
 saving.py         JSON lines for people: rollouts, tokens
-dumps.py          a step's rollouts as they arrived; replay.py runs them again
+dumps.py          dumps of a step's raw rollouts; replay.py measures a step again
 """
 
 from headrace.rollouts.advantages import (
@@ -40,24 +43,12 @@ from headrace.rollouts.dumps import dump_raw_rollouts
 from headrace.rollouts.episodes import episode_from_deltas, read_episodes, rollouts_from_episode
 from headrace.rollouts.filters import Filtered, GibberishFilter, RepetitionFilter, ZeroAdvantageFilter, apply_filters
 from headrace.rollouts.groups import EnvPolicy, GroupBook, GroupCounts, Request, StepGroups, solve_rates
-from headrace.rollouts.ingest import (
-    Limits,
-    rollout_from_verifiers,
-    step_from_reply,
-)
+from headrace.rollouts.ingest import Limits, rollout_from_verifiers, step_from_reply
 from headrace.rollouts.interleave import interleave_rollout
 from headrace.rollouts.packing import MicroBatch, Packed, pack_samples
 from headrace.rollouts.pipeline import RolloutPipeline, StepPhases, StepReport
 from headrace.rollouts.pretokenize import needs_tokens, pretokenize
-from headrace.rollouts.records import (
-    ExpertRows,
-    Rollout,
-    RoutedExperts,
-    Step,
-    StepTokens,
-    TrainingSample,
-    VersionSpan,
-)
+from headrace.rollouts.records import ExpertRows, Rollout, RoutedExperts, Step, StepTokens, TrainingSample, VersionSpan
 from headrace.rollouts.saving import export_tokens, save_rollouts
 from headrace.rollouts.scheduler import RolloutScheduler
 from headrace.rollouts.step_metrics import rollout_metrics

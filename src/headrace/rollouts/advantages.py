@@ -1,9 +1,9 @@
-"""How much better a rollout was than its group: `compute_advantages`.
+"""Advantages: how much better a rollout was than its group (`compute_advantages`).
 
     group (env_name, example_id, draw)   rewards 1, 0, 1   ->   advantages 1/3, -2/3, 1/3
 
-A function is called once per group, whatever the group's size, and returns one float a rollout. A group of equal rewards,
-and so every group of one, gets exactly 0: subtracting a rounded mean would leave 1e-17 and pass the zero-advantage filter.
+An advantage function is called once per group, whatever the group's size, and returns one float a rollout. A group of equal rewards,
+and so every group of one, gets exactly 0: subtracting a rounded mean would leave 1e-17, which the zero-advantage filter does not catch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AdvantageFn = Callable[[AdvantageInputs], AdvantageOutputs]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageConfig:
-    """Which function, and with what."""
+    """Which advantage function, and its arguments."""
 
     kind: Literal["default", "std", "leave_one_out", "custom"] = "default"
     """default: r − mean(r). std: that, divided by the group's standard deviation. leave_one_out: r − mean of the others. custom: `import_path`."""
@@ -46,7 +46,7 @@ class AdvantageConfig:
     import_path: str = ""
     """`package.module:function` or `package.module.function`, for custom."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Given to the custom function after its inputs."""
+    """Keyword arguments of the custom function."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("default", "std", "leave_one_out", "custom"):
@@ -60,12 +60,9 @@ class AdvantageConfig:
 
 
 def default_advantage(
-    inputs: AdvantageInputs,
-    *,
-    length_penalty: float = 0.0,
-    kind: Literal["default", "std", "leave_one_out"] = "default",
-) -> AdvantageOutputs:
-    """r − mean(r) after the length penalty, if there is one; `kind` as in AdvantageConfig."""
+    inputs: AdvantageInputs, *, length_penalty: float = 0.0, kind: Literal["default", "std", "leave_one_out"] = "default"
+) -> AdvantageOutputs:  # fmt: skip
+    """The advantages of a group by one of the built-in kinds; `length_penalty` and `kind` as in AdvantageConfig."""
     rewards = [r.reward for r in inputs.rollouts]
     if length_penalty:
         lengths = [r.completion_length for r in inputs.rollouts]
@@ -85,7 +82,7 @@ def default_advantage(
 
 
 def compute_advantages(rollouts: Sequence[Rollout], advantage: AdvantageConfig | AdvantageFn | None) -> list[float]:
-    """One advantage a rollout. None configured: the reward itself."""
+    """One advantage for each rollout. `advantage` None: the reward itself."""
     if advantage is None:
         return [r.reward for r in rollouts]
     function, name = _resolved(advantage)

@@ -1,19 +1,19 @@
-"""Arrival log: every finished rollout as it came, so that a restarted run asks for none of them again.
+"""Arrival log: every finished rollout is appended to it, so that a restarted run requests none of them again.
 
-    log = ArrivalLog(folder, first_step=12)           reads what is there of step 12 and later
+    log = ArrivalLog(folder, first_step=12)           reads the records of step 12 and later
     log.answer(request)                               the recorded rollout of a request, or None
-    log.append(request, rollout)                      one write; whole or not there at all after a kill
-    log.append_failure(fact)                          a request that came to nothing, as the GroupBook journals it
-    log.forget_failures()                             after every request of a step failed: a resumed run asks for them again
-    log.drop_below(12)                                those steps are in a checkpoint
+    log.append(request, rollout)                      one write; after a kill the record is complete or absent
+    log.append_failure(fact)                          a request that failed, as the GroupBook journals it
+    log.forget_failures()                             after every request of a step failed: a resumed run sends them again
+    log.drop_below(12)                                a checkpoint covers the steps before 12
 
-    arrivals/made_with.json        = the settings that its rollouts depend on
+    arrivals/made_with.json        = the settings that the rollouts depend on
     arrivals/step_000000000012.log = records:  u32 length | u64 xxh3 of the payload | payload (msgpack), little-endian
 
-A payload is an `Arrival`. Ids and log-probs are raw little-endian bytes (int32, float32). A turn's `prompt_ids` are those after the first `kept`
-tokens of the context, which are the turns before. Where a request has both a rollout and a failure (it was refused, or came after its step's deadline), the
-failure holds. A record that a kill cut short is removed when the log is opened; a record before the
-last that fails its sum is damage, and raised. Writes are not synced: a power cut costs rollouts that can be made again, never a wrong one.
+A payload is an `Arrival`. Ids and log-probs are raw little-endian bytes (int32, float32). A turn's `prompt_ids` leave out the first `kept`
+tokens of the context, which are the earlier turns. Where a request has both a rollout and a failure (it was refused, or came after its step's deadline), the
+failure counts. An incomplete last record, cut short by a kill, is removed when the log is opened. An earlier record that fails its checksum is damage, and raises
+FileCorrupt. Writes are not synced: a power cut costs rollouts that can be made again, and never leaves a wrong one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     prompt_ids: bytes
     """int32, the context after the first `kept` tokens."""
     ids: bytes
-    """int32, what the policy answered."""
+    """int32, the policy's answer."""
     logprobs: bytes
     """float32, one for each of `ids`."""
     spans: tuple[tuple[str, int, int], ...] = ()
@@ -70,7 +70,7 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     """Number of the batch, from 0: batch n makes the run's step n + 1."""
     env: str
     version: int
-    """Version of the policy that sampled it, the oldest if there were several: how many steps it had learnt from."""
+    """Version of the policy that sampled it, the oldest if there were several: the number of steps that it had learnt from."""
     time: float
     """Unix seconds when it arrived."""
     failed: str = ""
@@ -113,7 +113,7 @@ _decode = msgspec.msgpack.Decoder(Arrival).decode
 
 
 def arrival_path(folder: Path | str, step: int) -> Path:
-    """Where the arrivals of a batch lie."""
+    """The log of a batch's arrivals."""
     return Path(folder) / f"step_{step:012d}.log"
 
 
@@ -129,7 +129,7 @@ def read_arrivals(path: Path | str) -> Iterator[Arrival]:
 
 
 def _records(path: Path) -> Iterator[tuple[Arrival, int]]:
-    """Every whole record, and where it ends."""
+    """Yield every complete record and the offset of its end."""
     try:
         fd = open_regular(path)
     except FileNotFoundError:
@@ -156,23 +156,25 @@ def _records(path: Path) -> Iterator[tuple[Arrival, int]]:
 
 
 def _check(arrival: Arrival) -> None:
-    """ValueError unless the record is a rollout's: a checksum holds over whatever was written."""
+    """ValueError unless the fields of the record fit each other; a right checksum does not prove that."""
     if not arrival.failed:
         check_env_name(arrival.env)
     context = 0
     for turn in arrival.turns:
         if len(turn.prompt_ids) % 4 or len(turn.ids) % 4 or len(turn.logprobs) != len(turn.ids):
-            raise ValueError("a turn has another number of log-probs than of ids, or a part of one")
+            raise ValueError(
+                "a turn has a different number of log-probs than of ids, or bytes that are no whole number of them"
+            )
         if not 0 <= turn.kept <= context:
             raise ValueError(f"a turn keeps {turn.kept} tokens of a context of {context}")
         answered = len(turn.ids) // 4
         if any(not 0 <= start <= end <= answered for _, start, end in turn.spans):
-            raise ValueError(f"a version is said to have sampled other tokens than the {answered} of its turn")
+            raise ValueError(f"a version span lies outside the {answered} tokens of its turn")
         context = turn.kept + len(turn.prompt_ids) // 4 + answered
 
 
 def _logs(folder: Path) -> dict[int, Path]:
-    """The logs of a folder by their steps. Other names are passed over."""
+    """The logs of a folder by step. Other names are ignored."""
     return {int(m[1]): p for p in folder.iterdir() if (m := _LOG.fullmatch(p.name))}
 
 
@@ -182,8 +184,8 @@ class ArrivalLog:
     def __init__(
         self, folder: Path, *, first_step: int = 0, made_with: Mapping[str, Any] | None = None, clock: Callable[[], float] = time.time
     ) -> None:  # fmt: skip
-        """Open the log in `folder` and read what is there of `first_step` and later. `made_with`: the settings that rollouts depend on; those of a log
-        that was made with others are dropped."""
+        """Open the log in `folder` and read the records of `first_step` and later. `made_with`: the settings that rollouts depend on; a log that was made
+        with other settings is dropped. `clock`: Unix seconds."""
         self.folder = make_inside(folder.parent, folder.name)
         self._clock, self._first = clock, first_step
         self._files: dict[int, int] = {}
@@ -191,9 +193,9 @@ class ArrivalLog:
         self.written = 0
         """Records written by this process."""
         self.torn = 0
-        """Records that a kill had cut short, removed when the log was opened."""
+        """Incomplete records that were removed when the log was opened."""
         self.dropped = made_with is not None and self._drop_if_made_with_others(made_with)
-        """Whether there were rollouts that had been made with other settings."""
+        """Whether rollouts that were made with other settings were dropped."""
         for step, path in sorted(_logs(self.folder).items()):
             if step >= first_step:
                 self._read(path)
@@ -223,20 +225,20 @@ class ArrivalLog:
 
     @property
     def known(self) -> Mapping[Key, Arrival]:
-        """The records that were there when the log was opened, by task, member and attempt."""
+        """The records that the log had when it was opened, by task, member and attempt."""
         return self._known
 
     def failures(self) -> dict[Key, str]:
-        """Why requests failed in the processes before this one."""
+        """Reasons of the requests that failed in earlier processes."""
         return {key: arrival.failed for key, arrival in self._known.items() if arrival.failed}
 
     def answer(self, request: Request) -> Rollout | None:
-        """The rollout that a request was answered with before; None if it has to be asked for."""
+        """The recorded rollout of a request; None if there is none."""
         arrival = self._known.get((request.task, request.member, request.attempt))
         return None if arrival is None or arrival.failed else arrival.rollout()
 
     def append(self, request: Request, rollout: Rollout) -> None:
-        """Write a finished rollout down. StorageError if the disk refuses; nothing of the record is left in the file then."""
+        """Append a finished rollout. StorageError if the write fails; the file then has no part of the record."""
         turns, context = [], 0
         for step in rollout.trajectory:
             tokens = step.tokens
@@ -256,14 +258,13 @@ class ArrivalLog:
         )  # fmt: skip
 
     def append_failure(self, fact: Mapping[str, Any]) -> None:
-        """Write down a request that failed, from the fact that a GroupBook journals; a failure that the log knows already is left alone."""
+        """Append a failed request, given as the fact that a GroupBook journals. A failure that the log has already is not repeated."""
         key = fact["task"], fact["member"], fact["attempt"]
         if key not in self._known or not self._known[key].failed:
             self._write(Arrival(*key, fact["step"], fact.get("env", ""), 0, self._clock(), fact["reason"]))
 
     def forget_failures(self) -> None:
-        """Remove the failures of all steps that are not finished. Their causes may be mended before the run is resumed; without this the recorded failures
-        would fail it again."""
+        """Remove the failures of all unfinished steps: their causes may be mended before the run is resumed, and recorded failures would fail it again."""
         self.close()
         for step, path in _logs(self.folder).items():
             if step >= self._first:
@@ -294,7 +295,7 @@ class ArrivalLog:
         return fd
 
     def finish(self, step: int) -> None:
-        """The step takes no more rollouts: let go of its file and of what was known of it."""
+        """Close the log of a step that takes no more rollouts, and forget its records."""
         self._first = step + 1
         if (fd := self._files.pop(step, None)) is not None:
             os.close(fd)

@@ -1,16 +1,16 @@
-"""A step's training batch as files: experts go to disk as they arrive, and a small file published last makes them a batch.
+"""Files of a step's training batch: experts are written as they arrive, and a small file that is published last makes them a batch.
 
-    step_000000000012.experts.safetensors    bulk: one row a token, in the order of arrival, written with writev from the chunks
-    step_000000000012.safetensors            the batch: columns, one line a sample, which rank takes what; published last
+    step_000000000012.experts.safetensors    routed experts: one row a token, in the order of arrival, written with writev from the chunks
+    step_000000000012.safetensors            the batch: token columns, one entry a sample, the micro batches of each rank; published last
 
     writer = BatchWriter(folder, step=12)
-    slots = writer.add(samples)                    on arrival: no copy is made of the experts
-    writer.publish(packing, slots, advantages)     at the boundary: columns (8.1 bytes a token), a header and two names
-    batch = open_training_batch(path)              the trainer maps both; `micro_batches(rank)` checks and gathers its own
+    slots = writer.add(samples)                    on arrival: the experts are not copied
+    writer.publish(packed, slots, ...)             at the end of the step: columns (8.1 bytes a token), a header and two names
+    batch = open_training_batch(path)              the trainer maps both files; `micro_batches(rank)` checks and gathers a rank's own
 
-Only the place of a sample's rows depends on arrival: samples, their order and the layout follow from what was asked for. The sidecar is
-an ordinary safetensors file whose header was left room for and is filled in last. Both carry the sum of all samples' sums, so
-a batch is never read with the experts of another batch. Nothing is synced: a batch that is lost in a power cut is made again.
+Only the position of a sample's rows in the sidecar depends on arrival: samples, their order and the layout follow from the requests. The sidecar is
+an ordinary safetensors file whose header is reserved first and filled in last. Both files carry a digest of all samples' checksums, so
+a batch is never read with the experts of another batch. Writes are not synced: a batch that is lost in a power cut is made again.
 """
 
 from __future__ import annotations
@@ -30,31 +30,25 @@ import numpy as np
 import xxhash
 
 from headrace.errors import ConfigError, FileCorrupt, RolloutRefused, StorageError
-from headrace.files import (
-    TEMP_PREFIX,
-    Container,
-    open_container,
-    open_regular,
-    write_container,
-)
+from headrace.files import TEMP_PREFIX, Container, open_container, open_regular, write_container
 from headrace.rollouts.packing import MicroBatch, Packed
-from headrace.rollouts.records import TrainingSample
+from headrace.rollouts.records import TOKEN_COLUMNS, TrainingSample
 from headrace.rollouts.values import decode_value, encode_value
 
 _KIND, _VERSION = "headrace-rollouts", 1
 _HEADER = 4096
 _IOV_MAX = 1024
 _SUM_BYTES = 1 << 20
-"""Summed at a time. Above 100 kB xxhash lets go of the interpreter; below it an update is too short to matter."""
+"""Bytes hashed at a time. xxhash releases the GIL above 100 kB; below, an update is too short to matter."""
 
 
 def batch_path(folder: Path | str, step: int) -> Path:
-    """Where the batch of a step lies."""
+    """The file of a step's batch."""
     return Path(folder) / f"step_{step:012d}.safetensors"
 
 
 def sidecar_path(path: Path) -> Path:
-    """Where the routed experts of a batch lie."""
+    """The file of a batch's routed experts."""
     return path.with_name(path.name.removesuffix(".safetensors") + ".experts.safetensors")
 
 
@@ -64,21 +58,21 @@ def _pair(sums: np.ndarray) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenSample:
-    """A sample that was written: its columns, and where its experts' rows begin."""
+    """A sample whose experts were written: its columns, and the row that its experts begin at."""
 
     sample: TrainingSample
     row: int
     sum: int
     routed: bool
     multimodal: bytes = b""
-    """Its images' fields, encoded; the sample keeps their names."""
+    """Fields of its images, encoded; the sample keeps their names."""
 
     def with_advantage(self, advantage: float) -> WrittenSample:
         return replace(self, sample=msgspec.structs.replace(self.sample, advantage=advantage))
 
 
 class BatchWriter:
-    """Writes one step. Used by one thread."""
+    """Writes the batch of one step. Used by one thread at a time."""
 
     def __init__(self, folder: Path | str, *, step: int) -> None:
         if step < 0:
@@ -92,7 +86,7 @@ class BatchWriter:
         self.bulk_bytes = 0
 
     def add(self, samples: Sequence[TrainingSample]) -> list[WrittenSample]:
-        """Write the samples' experts now; what `publish` wants back for them. Experts are let go, columns kept."""
+        """Write the experts of samples now. The returned slots keep the columns, and go to `publish`."""
         encoded = [_encoded_images(sample) for sample in samples]
         slots = []
         for sample, images in zip(samples, encoded, strict=True):
@@ -138,7 +132,7 @@ class BatchWriter:
         )
 
     def publish(self, packed: Packed, slots: Sequence[WrittenSample], *, seq_len: int, policy_version: int) -> Path:
-        """Make the step a batch. `packed` was made from the slots' samples; slots that are in no micro batch are left out."""
+        """Publish the batch; its path. `packed` was made from the slots' samples; slots in no micro batch are left out."""
         if len({slot.routed for slot in slots}) > 1:
             envs = sorted({slot.sample.env_name for slot in slots if not slot.routed})
             raise ConfigError(
@@ -157,10 +151,11 @@ class BatchWriter:
         arrays["micro_class"] = np.array([classes.index((m.run, m.mode)) for m in micro], np.int32)
         experts = None
         if self._kind is not None:
+            layers, topk = self._kind
             experts = {
                 "rows": self._rows,
-                "layers": self._kind[0],
-                "topk": self._kind[1],
+                "layers": layers,
+                "topk": topk,
                 "pair": _pair(np.array(self._sums, np.uint64)),
             }
         meta = {
@@ -177,7 +172,7 @@ class BatchWriter:
             write_container(self.path, arrays, meta, durable=False)
         except FileExistsError as error:
             raise ConfigError(
-                f"{self.path} was published by somebody else just now; give the run its own folder"
+                f"{self.path} was published by another process just now; give the run its own folder"
             ) from error
         except OSError as error:
             raise self._failed(error) from error
@@ -193,11 +188,11 @@ class BatchWriter:
         os.pwrite(self._fd, (_HEADER - 8).to_bytes(8, "little") + header, 0)
         os.close(self._fd)
         self._fd = -1
-        # A sidecar without a batch belongs to no reader: one that a killed writer of this step left behind is replaced.
+        # A sidecar without a batch has no reader: one that a killed writer of this step left behind is replaced.
         os.replace(self._temp, sidecar_path(self.path))
 
     def close(self) -> None:
-        """Let go of everything that was not published."""
+        """Remove the files that were not published."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -245,6 +240,9 @@ def _columns(
         rows = [getattr(slot.sample, name) for slot in slots]
         columns[name] = np.concatenate(rows) if rows else np.empty(0, dtype)
     columns["mask_bits"] = np.packbits(columns.pop("mask"))
+    for name in TOKEN_COLUMNS:
+        if any(name in slot.sample.columns for slot in slots):
+            columns[name] = np.concatenate([_token_column(slot.sample, name) for slot in slots])
     starts, told = [0], []
     for slot in slots:
         s = slot.sample
@@ -259,12 +257,23 @@ def _columns(
     return columns
 
 
+def _token_column(sample: TrainingSample, name: str) -> np.ndarray:
+    """One of TOKEN_COLUMNS of a sample. Without it: the sample's advantage, a weight of 1, the policy itself as its reference."""
+    column = sample.columns.get(name)
+    if name == "advantages":
+        column = np.full(len(sample), np.nan, np.float32) if column is None else column
+        return np.where(np.isnan(column), np.float32(sample.advantage), column)
+    if column is None:
+        return np.ones(len(sample), np.float32) if name == "loss_weights" else sample.logprobs
+    return column
+
+
 # --------------------------------------------------------------------------------------------------- read
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """An open batch: the trainer's side. Types, lengths and ranges of its columns were checked when it was opened; experts are checked when they are read."""
+    """An open batch. Types, lengths and ranges of its columns were checked when it was opened; experts are checked when they are read."""
 
     path: Path
     step: int
@@ -287,7 +296,11 @@ class TrainingBatch:
         return len(self.arrays["advantage"])
 
     def micro_batches(self, rank: int) -> Iterator[dict[str, Any]]:
-        """The micro batches of one rank: ids, positions, mask, logprobs, advantages, temperatures by token; cu_seqlens; env, run, mode; experts; multimodal by sample where any has images."""
+        """Yield the micro batches of one rank.
+
+        By token: ids, positions, mask, logprobs, advantages, temperatures, and where rollouts have them loss_weights, reference_logprobs and
+        routed_experts. By sample: env, samples, and multimodal where any has images. Of the micro batch: cu_seqlens, run, mode.
+        """
         if not 0 <= rank < self.ranks:
             raise ConfigError(f"{self.path} was packed for {self.ranks} ranks, there is no rank {rank} in it")
         for at in range(rank * self.micro_batches_per_rank, (rank + 1) * self.micro_batches_per_rank):
@@ -297,13 +310,11 @@ class TrainingBatch:
         a = self.arrays
         members = a["micro_samples"][a["micro_start"][at] : a["micro_start"][at + 1]].tolist()
         run, mode = self.classes[int(a["micro_class"][at])]
+        spans = [(int(a["sample_start"][m]), int(a["sample_start"][m + 1])) for m in members]
         if not members:
-            sizes, tokens = (
-                [1],
-                {"ids": np.zeros(1, np.int32), "mask": np.zeros(1, np.uint8), "logprobs": np.zeros(1, np.float32)},
-            )
+            sizes = [1]
+            tokens = {"ids": np.zeros(1, np.int32), "mask": np.zeros(1, np.uint8), "logprobs": np.zeros(1, np.float32)}
         else:
-            spans = [(int(a["sample_start"][m]), int(a["sample_start"][m + 1])) for m in members]
             sizes = [end - start for start, end in spans]
             tokens = {name: np.concatenate([a[name][s:e] for s, e in spans]) for name in ("ids", "mask", "logprobs")}
         batch: dict[str, Any] = {
@@ -314,6 +325,9 @@ class TrainingBatch:
         for name, column in (("advantages", "advantage"), ("temperatures", "temperature")):
             values = a[column][members] if members else np.array([name == "temperatures"], np.float32)
             batch[name] = np.repeat(values, sizes)
+        for name in TOKEN_COLUMNS:
+            if name in a:
+                batch[name] = np.concatenate([a[name][s:e] for s, e in spans]) if members else np.zeros(1, np.float32)
         if "multimodal" in a:
             borders = a["multimodal_start"]
             raw = [a["multimodal"][borders[m] : borders[m + 1]].tobytes() for m in members]
@@ -341,7 +355,7 @@ class TrainingBatch:
 
 
 def open_training_batch(path: Path | str) -> TrainingBatch:
-    """Map a batch and check it. FileCorrupt if it, its sidecar or their belonging together is in doubt."""
+    """Map a batch and check it. FileCorrupt if it or its sidecar is damaged, or the sidecar belongs to another batch."""
     path = Path(path)
     container = open_container(path)
     try:
@@ -365,7 +379,7 @@ def _opened(path: Path, container: Container) -> TrainingBatch:
 
 
 def _checked_arrays(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> int:
-    """The number of tokens, once every array has its type, its length and values in range. ValueError names the first that has not."""
+    """Check type, length and range of every array; the number of tokens. ValueError names the first array that is wrong."""
     samples, micro = len(arrays["advantage"]), int(meta["ranks"]) * int(meta["micro_batches"])
     tokens, members = len(arrays["ids"]), len(arrays["micro_samples"])
     expected: dict[str, tuple[Any, int]] = {
@@ -373,6 +387,7 @@ def _checked_arrays(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> int:
         "sample_start": (np.int64, samples + 1), **{name: (dtype, samples) for name, dtype in _SAMPLE_COLUMNS}, "env": (np.int32, samples),
         "micro_samples": (np.int32, members), "micro_start": (np.int64, micro + 1), "micro_class": (np.int32, micro),
     }  # fmt: skip
+    expected |= {name: (np.float32, tokens) for name in TOKEN_COLUMNS if name in arrays}
     if "multimodal" in arrays or "multimodal_start" in arrays:
         expected |= {"multimodal": (np.uint8, len(arrays["multimodal"])), "multimodal_start": (np.int64, samples + 1)}
     for name, (dtype, length) in expected.items():
@@ -417,9 +432,7 @@ def _open_sidecar(path: Path, meta: dict[str, Any], arrays: dict[str, np.ndarray
         raise FileCorrupt(f"{sidecar} is damaged: {type(error).__name__} in its header") from error
     finally:
         os.close(fd)
-    last = shape[0] - np.diff(
-        arrays["sample_start"]
-    )  # and not a sum with expert_row, which a hostile one could overflow
+    last = shape[0] - np.diff(arrays["sample_start"])  # a sum with expert_row could overflow
     if ((arrays["expert_row"] < 0) | (arrays["expert_row"] > last)).any():
         raise FileCorrupt(f"{path} is damaged: its samples have rows that {sidecar.name} does not")
     return np.frombuffer(mapped, np.uint8, offset=_HEADER).reshape(shape)

@@ -1,4 +1,4 @@
-"""Checks of what others sent: plain values, numbers, names, routed experts. Each raises RolloutRefused with the cause it is counted under."""
+"""Checks of untrusted input: plain values, numbers, names, routed experts. Each raises RolloutRefused with the cause it is counted under."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _TIMES = ("total", "setup", "generation", "model", "env", "scoring")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one rollout may bring along."""
+    """The largest rollout that is taken."""
 
     steps: int = 4096
+    """Turns."""
     tokens: int = 4 << 20
-    """In one step."""
+    """Tokens of one turn."""
     text: int = 32 << 20
     """Characters of one message or other value."""
     depth: int = 32
+    """Levels of nesting."""
 
     def __post_init__(self) -> None:
         if min(self.steps, self.tokens, self.text, self.depth) < 1:
@@ -66,7 +68,7 @@ def experts_from(value: Any) -> RoutedExperts | None:
 
 
 def plain_values(value: Any, name: str, limits: Limits) -> Any:
-    """The value, once it is known to be plain, to be Unicode and to be small enough to keep and to save. Message objects become dicts."""
+    """The value, if it is plain, Unicode and within the limits. Message objects become dicts."""
     pending: list[tuple[Any, int]] = [(value, 0)]
     room = limits.text
     while pending:
@@ -82,9 +84,7 @@ def plain_values(value: Any, name: str, limits: Limits) -> Any:
         elif isinstance(item, (list, tuple)):
             pending += [(part, depth + 1) for part in item]
             room -= len(item)
-        elif isinstance(
-            item, (dict, Mapping)
-        ):  # what is a dict is known at once, what is a Mapping only after a look through its bases
+        elif isinstance(item, (dict, Mapping)):  # dict first: the check against the abstract Mapping is slow
             pending += [(part, depth + 1) for pair in item.items() for part in pair]
             room -= len(item)
         elif isinstance(item, int):
@@ -102,7 +102,7 @@ def plain_values(value: Any, name: str, limits: Limits) -> Any:
 
 
 def _without_models(value: Any, depth: int, name: str) -> Any:
-    """The value with a dict in the place of every pydantic model: live environments hold messages and tools as such."""
+    """The value with every pydantic model replaced by a dict: live environments hold messages and tools as models."""
     if depth < 0:
         raise RolloutRefused("malformed", f"{name} is nested too deep")
     if isinstance(value, (list, tuple)):
@@ -113,7 +113,7 @@ def _without_models(value: Any, depth: int, name: str) -> Any:
         return value
     try:
         fields = value.model_dump()
-    except Exception as error:  # whatever a user's model raises
+    except Exception as error:  # raised by the user's model
         raise RolloutRefused(
             "wrong_type", f"{name} holds a {type(value).__name__} whose model_dump failed: {error}"
         ) from error
@@ -121,7 +121,7 @@ def _without_models(value: Any, depth: int, name: str) -> Any:
 
 
 def required(source: Mapping[str, Any], name: str, where: str) -> Any:
-    """The field of that name; refused as a missing field without it."""
+    """The field called `name`; refused as `missing_field` if it is not there."""
     try:
         return source[name]
     except KeyError:
@@ -138,7 +138,7 @@ def number(value: Any, name: str) -> float:
 
 
 def mapping(value: Any, name: str) -> Mapping[str, Any]:
-    """Names and values; None stands for none."""
+    """Names and values; None becomes {}."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
@@ -147,7 +147,7 @@ def mapping(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def error_chain(error: Any, limits: Limits) -> tuple[str, ...] | None:
-    """What went wrong, outermost first; None if nothing did. Takes an exception, a text, a list of texts, or a record with a chain in it."""
+    """Messages of a chain of errors, outermost first; None without an error. `error` is an exception, a text, a list of texts, or a record with a chain."""
     if error is None:
         return None
     if isinstance(error, BaseException):
@@ -166,7 +166,7 @@ def error_chain(error: Any, limits: Limits) -> tuple[str, ...] | None:
 
 
 def sampling_from(value: Any, limits: Limits) -> Mapping[str, Any]:
-    """Sampling arguments by name; a temperature among them is a number."""
+    """Sampling arguments by name; the temperature is checked to be a number."""
     args = mapping(plain_values(value, "sampling_args", limits), "sampling_args")
     if args.get("temperature") is not None:
         number(args["temperature"], "temperature")
@@ -174,7 +174,7 @@ def sampling_from(value: Any, limits: Limits) -> Mapping[str, Any]:
 
 
 def timing_from(value: Any) -> dict[str, float]:
-    """Seconds by name. `generation_ms` is generation in milliseconds; a record with `duration`, or with `start` and `end`, is that long. Other names stay out."""
+    """Seconds by name. `generation_ms` is in milliseconds; a record has a `duration`, or a `start` and an `end`. Other names are left out."""
     times: dict[str, float] = {}
     for key, raw in mapping(value, "timing").items():
         base, scale = (key[:-3], 1e-3) if key.endswith("_ms") else (key, 1.0)
@@ -186,7 +186,7 @@ def timing_from(value: Any) -> dict[str, float]:
 
 
 def duration_of(span: Mapping[str, Any]) -> float | None:
-    """Seconds of a span: its `duration`, or its `end` less its `start`. None where it says neither, or has not ended."""
+    """Seconds of a span: its `duration`, or its `end` less its `start`. None without either, or if it has not ended."""
     start, end, told = span.get("start"), span.get("end"), span.get("duration")
     if isinstance(told, (int, float)):
         return told

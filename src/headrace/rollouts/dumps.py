@@ -1,9 +1,9 @@
-"""A step's rollouts as they arrived, kept for a replay: `dump_raw_rollouts`, `read_dump`, `synthetic_rollouts`.
+"""Dumps of a step's raw rollouts, for a replay: `dump_raw_rollouts`, `read_dump`, `synthetic_rollouts`.
 
     magic · (length, sum, rollout as msgpack)* · end mark with the count
 
-No pickle: a dump is plain values and can come from anywhere. It is written record by record and read the same way, mapped, every length
-compared with the file before anything is decoded. Two synthetic steps stand in for captured ones:
+A dump holds plain values and no pickle, so it may come from an untrusted source. It is written record by record and read the same way, mapped; every length is
+compared with the file's size before a record is decoded. Two synthetic steps replace captured ones in benchmarks:
 
     r3      128 rollouts of 4 turns and 23,600 tokens with 384 bytes of routed experts a token: 1.16 GB; an engine that sends the rows
             after its cached prefix
@@ -40,12 +40,12 @@ def _plain(value: Any) -> Any:
         return value.item()
     if (fields := model_values(value)) is not value:
         return fields
-    # A live response object or the like: its name is all that a replay can have of it.
+    # A live response object or the like: a replay gets its type's name.
     return {"omitted": type(value).__name__}
 
 
 def dump_raw_rollouts(path: Path | str, rollouts: Iterable[Any]) -> int:
-    """Publish `path` with the raw rollouts in it; how many. What is no plain value is left out by name."""
+    """Publish raw rollouts at `path`; how many. An object that is no plain value is replaced by the name of its type."""
     encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
     count, path = 0, Path(path)
 
@@ -70,7 +70,7 @@ def dump_raw_rollouts(path: Path | str, rollouts: Iterable[Any]) -> int:
 
 
 def read_dump(path: Path | str) -> Iterator[Any]:
-    """The rollouts of a dump, one after the other. FileCorrupt names the first that is not as it was written."""
+    """Yield the rollouts of a dump. FileCorrupt names the first that is damaged."""
     for count, raw in enumerate(read_encoded(path)):
         try:
             yield msgspec.msgpack.decode(raw)
@@ -79,7 +79,7 @@ def read_dump(path: Path | str) -> Iterator[Any]:
 
 
 def read_encoded(path: Path | str) -> Iterator[memoryview]:
-    """The rollouts of a dump as the msgpack they are in it; views of the mapped file."""
+    """Yield the rollouts of a dump as msgpack; views of the mapped file."""
     try:
         fd = open_regular(path, follow=True)
     except OSError as error:
@@ -114,7 +114,7 @@ def read_encoded(path: Path | str) -> Iterator[memoryview]:
 
 
 def synthetic_rollouts(kind: DumpKind, *, scale: float = 1.0, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """The rollouts of a synthetic step. `scale` shortens every turn; the numbers of rollouts and turns stay."""
+    """Yield the rollouts of a synthetic step. `scale` shortens every turn; the numbers of rollouts and turns stay."""
     if kind not in ("r3", "text"):
         raise ConfigError(f"a synthetic step is 'r3' or 'text', got {kind!r}")
     if not 0 < scale <= 10:
@@ -126,7 +126,7 @@ def synthetic_rollouts(kind: DumpKind, *, scale: float = 1.0, seed: int = 0) -> 
         ids = rng.integers(0, 150_000, per_turn * turns).tolist()
         steps = []
         for turn in range(turns):
-            # A third of a turn is what the environment said.
+            # A third of a turn comes from the environment.
             begin, end = turn * per_turn, (turn + 1) * per_turn
             middle = begin + per_turn // 3 + 1
             said = end - middle

@@ -16,7 +16,7 @@ from headrace.rollouts.records import VersionSpan
 
 
 class Completion(NamedTuple):
-    """What an engine answered."""
+    """The answer of an engine."""
 
     ids: np.ndarray
     """int32; the end token included, if the model wrote it."""
@@ -29,7 +29,7 @@ class Completion(NamedTuple):
 
 
 class Engine(Protocol):
-    """What the run asks for completions. Called on the event loop."""
+    """An engine that completes token ids. Called on the event loop."""
 
     async def complete(
         self, ids: np.ndarray, *, max_tokens: int, temperature: float, seed: int, version: int, session: str = ""
@@ -61,7 +61,7 @@ class Codec(Protocol):
 
 
 class CharacterCodec:
-    """One id a character of a fixed alphabet, and one more that ends an answer."""
+    """One id for each character of a fixed alphabet, and one more that ends an answer."""
 
     def __init__(self, alphabet: str) -> None:
         self.alphabet = alphabet

@@ -71,8 +71,12 @@ class EnvironmentProcesses:
         """Processes that died or were killed, and were replaced."""
 
     async def start(self) -> None:
-        """Start all processes and wait until each has imported the environment."""
-        self._processes = list(await asyncio.gather(*(self._spawn() for _ in range(self._workers))))
+        """Start all processes and wait until each has imported the environment. `close` ends them also after an error."""
+        started = await asyncio.gather(*(self._spawn() for _ in range(self._workers)), return_exceptions=True)
+        self._processes = [process for process in started if isinstance(process, _Process)]
+        for error in started:
+            if isinstance(error, BaseException):
+                raise error
 
     async def _spawn(self) -> _Process:
         process = await asyncio.create_subprocess_exec(
@@ -85,16 +89,15 @@ class EnvironmentProcesses:
         try:
             async with asyncio.timeout(_START_SECONDS):
                 ready = await _read(process.stdout)
-        except (asyncio.IncompleteReadError, TimeoutError) as error:
+        except (asyncio.IncompleteReadError, TimeoutError, asyncio.CancelledError) as error:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             code = await process.wait()
+            if isinstance(error, asyncio.CancelledError):  # `close` was called meanwhile
+                raise
             raise WorkerDied(
                 f"a process of environment {self._name} {_ended(code)} at its start; its error is above"
             ) from error
-        except asyncio.CancelledError:  # closed meanwhile
-            process.kill()
-            raise
         if "error" in ready:
             await process.wait()
             raise ConfigError(ready["error"])

@@ -4,15 +4,15 @@
     read_episodes(path)                         records of a file: JSON lines, or msgpack behind lengths (big-endian u32)
     episode_from_deltas(deltas, head)           the record that a stream of deltas adds up to
 
-An episode has a trace for each agent. A trace is a graph of nodes, one a message: each names its parent and holds the tokens that are new with it, so the
-tokens along the path from the root are the sequence that the model saw. Every sampled node is a turn; its context is that path, with the template's
-tokens before its first sampled one.
+An episode has a trace for each agent. A trace is a graph of nodes, one a message. Each node names its parent and holds the tokens that its message adds, so the
+tokens along the path from the root are the sequence that the model saw. Every sampled node is a turn; its context is that path and the template's
+tokens before its first sampled token.
 
     node 0  user         a b c            mask 0 0 0
     node 1  assistant    <s> d e          mask 0 1 1, logprobs of d e        turn: context a b c <s>, completion d e
 
-Agents that are not trainable give no rollout. A trace that failed gives one with its errors, whose masks are 0. A turn on a path that ends in an attempt
-at compaction which the harness did not go on from gives none.
+Agents that are not trainable give no rollout. A trace that failed gives a rollout with its errors, whose masks are 0. A turn on a path that ends in a compaction
+attempt which the harness did not continue from is left out.
 """
 
 from __future__ import annotations
@@ -55,8 +55,15 @@ def rollouts_from_episode(
 ) -> list[Rollout]:  # fmt: skip
     """A rollout for each trace to train on, in the record's order; [] if there is none.
 
-    `record` is an episode, or one trace with `env_name`. Where traces of several agents are trained on, each agent's rollouts have an environment
-    name of their own (`env.agent`), because their rewards have no common baseline. `draw` is the episode's own group where it tells one.
+    Where traces of several agents are trained on, each agent's rollouts have an environment name of their own (`env.agent`), because their rewards have
+    no common baseline.
+
+    Args:
+        record: an episode, or one trace with `env_name`.
+        env_name: name of the environment; the episode's own unless given.
+        policy_version, run: as for `rollout_from_verifiers`.
+        draw: which draw of the example, where the episode names no group.
+        limits: the largest rollout that is taken.
     """
     limits = limits or Limits()
     record = model_values(record)
@@ -70,7 +77,7 @@ def rollouts_from_episode(
         env = mapping(episode.get("env"), "env of an episode")
         env_name = env.get("name") or env.get("id")
     if not env_name:
-        raise RolloutRefused("missing_field", "the record does not tell its environment: give env_name")
+        raise RolloutRefused("missing_field", "the record does not name its environment: give env_name")
     group = mapping(episode.get("group"), "group of an episode").get("id")
     trained = [t for t in (mapping(t, "a trace") for t in traces) if _agent(t).get("trainable", True)]
     several = len({_agent(t).get("name") for t in trained}) > 1
@@ -84,7 +91,7 @@ def rollouts_from_episode(
 
 
 def rollout_from_record(record: Mapping[str, Any], **more: Any) -> Rollout:
-    """The one rollout of an episode or a trace; refused if there is none, or more than one."""
+    """The only rollout of an episode or a trace; refused if there is none or more than one."""
     found = rollouts_from_episode(record, **more)
     if not found:
         errors = "; ".join(_errors(record)) or "its agents are not trainable"
@@ -92,7 +99,7 @@ def rollout_from_record(record: Mapping[str, Any], **more: Any) -> Rollout:
     if len(found) > 1:
         raise RolloutRefused(
             "malformed",
-            f"an episode has {len(found)} traces to train on, which are as many rollouts: make them with rollouts_from_episode and hand over each",
+            f"an episode has {len(found)} traces to train on, which are as many rollouts: split it with rollouts_from_episode and send each",
         )
     return found[0]
 
@@ -152,7 +159,7 @@ def _calls(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _reward(rewards: Mapping[str, Any]) -> float:
-    """The sum of score times weight; a reward that is None was not scored and adds nothing."""
+    """The sum of score times weight. A reward of None was not scored and adds 0."""
     total = 0.0
     for name, reward in rewards.items():
         if isinstance(reward, (int, float)) and not isinstance(reward, bool):
@@ -165,7 +172,7 @@ def _reward(rewards: Mapping[str, Any]) -> float:
 
 
 def _sampling(trace: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, Any]:
-    """What the agent was set to, and what its calls were made with."""
+    """The agent's sampling settings, overridden by those of its calls."""
     settings = mapping(
         mapping(_agent(trace).get("config"), "config of an agent").get("sampling"), "sampling of an agent"
     )
@@ -174,7 +181,7 @@ def _sampling(trace: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], limi
 
 
 def _timing(value: Any) -> dict[str, float]:
-    """Seconds by the names that rollouts have: the agent's span is the generation, its harness the environment."""
+    """Seconds by the names that rollouts use: the agent's span is `generation`, its harness is `env`."""
     spans = mapping(value, "timing")
     agent = mapping(spans.get("agent"), "timing of the agent")
     named = {
@@ -190,19 +197,19 @@ def _timing(value: Any) -> dict[str, float]:
 
 
 def _numbers(fields: Mapping[str, Any], name: str) -> Any:
-    """A column of a node; none where the node has no such field, or None in it."""
+    """A column of a node; empty where the field is missing or None."""
     value = fields.get(name)
     return () if value is None else value
 
 
 class _Node:
-    """One message of a trace and the tokens that are new with it."""
+    """One message of a trace and the tokens that it adds."""
 
-    def __init__(self, value: Any, number_: int, limits: Limits) -> None:
-        name = f"node {number_}"
+    def __init__(self, value: Any, index: int, limits: Limits) -> None:
+        name = f"node {index}"
         fields = mapping(value, name)
         parent = fields.get("parent")
-        if parent is not None and (type(parent) is not int or not 0 <= parent < number_):
+        if parent is not None and (type(parent) is not int or not 0 <= parent < index):
             raise RolloutRefused("malformed", f"{name} has the parent {parent!r:.40}, expected a node before it")
         self.parent: int | None = parent
         self.name, self.message, self.sampled = name, fields.get("message"), bool(fields.get("sampled", False))
@@ -220,12 +227,12 @@ class _Node:
 
     @functools.cached_property
     def first(self) -> int:
-        """The first of its tokens that was sampled; all before it are the template's."""
+        """Index of its first sampled token; the tokens before it are the template's."""
         sampled = np.flatnonzero(self.mask)
         return int(sampled[0]) if len(sampled) else len(self.ids)
 
     def completion(self) -> dict[str, Any]:
-        """What the model said, as columns of a turn."""
+        """The sampled part, as columns of a turn."""
         ids, mask = self.ids[self.first :], self.mask[self.first :]
         places = np.flatnonzero(mask)
         told = logprobs_column(_numbers(self._fields, "logprobs"), f"logprobs of {self.name}", self._limits.tokens)
@@ -256,7 +263,7 @@ def _turns(trace: Mapping[str, Any], where: str, limits: Limits) -> tuple[Step, 
         path = _path(nodes, at)[:-1]
         tokens = None
         if len(node.ids):
-            # Rows of experts go on after the turn before, unless another turn went on from it: then this one begins a sample of its own.
+            # Rows of experts continue those of the turn before, unless another turn has continued it: then this turn begins a sample of its own.
             before = next((n for n in reversed(path) if nodes[n].sampled and len(nodes[n].ids)), None)
             new = path[path.index(before) + 1 :] if before is not None and before not in extended else path
             if before is not None:
@@ -280,7 +287,7 @@ def _path(nodes: Sequence[_Node], at: int) -> list[int]:
 
 
 def _trained_nodes(nodes: Sequence[_Node]) -> set[int]:
-    """The nodes on a path whose last node is no attempt at compaction, or one that the harness went on from."""
+    """The nodes on paths that do not end in a compaction attempt, or in one that the harness continued from."""
     accepted = {node for n in nodes for kind, node in n.links if kind == "compaction"}
     parents = {n.parent for n in nodes}
     ends = [at for at in range(len(nodes)) if at not in parents]
@@ -289,7 +296,7 @@ def _trained_nodes(nodes: Sequence[_Node]) -> set[int]:
 
 
 def _turn_tokens(path: Sequence[_Node], node: _Node, known: int) -> StepTokens:
-    """The tokens of a turn after `path`; the first `known` nodes of it have their experts from turns before."""
+    """The tokens of a turn after `path`; the first `known` nodes of the path have their experts from earlier turns."""
     scaffold = node.first
     context = [n.ids for n in path]
     images = [n.images for n in (*path, node) if n.images is not None]
@@ -318,35 +325,39 @@ def _rows(path: Sequence[_Node], node: _Node, known: int) -> RoutedExperts | Non
 
 
 def read_episodes(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The records of a file, one after the other: JSON lines, or msgpack behind lengths. FileCorrupt names the first that cannot be read."""
+    """Yield the records of a file of JSON lines, or of msgpack behind lengths. FileCorrupt names the first record that cannot be read."""
     path = Path(path)
     try:
         with open(open_regular(path, follow=True), "rb") as file:
             size_of_file = os.fstat(file.fileno()).st_size
             packed = file.read(1) == b"\0"  # the first byte of a length below 16 MiB; JSON begins with a bracket
             file.seek(0)
-            number_ = 0
+            count = 0
             while raw := file.read(4) if packed else file.readline():
                 if packed:
                     size = int.from_bytes(raw, "big")
                     raw = file.read(min(size, size_of_file))
                     if len(raw) < size:
-                        raise FileCorrupt(f"{path} was cut short: record {number_} has {len(raw):,} of {size:,} bytes")
+                        raise FileCorrupt(f"{path} was cut short: record {count} has {len(raw):,} of {size:,} bytes")
                 if packed or raw.strip():
                     try:
                         yield msgspec.msgpack.decode(raw) if packed else msgspec.json.decode(raw)
                     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-                        raise FileCorrupt(f"{path}: record {number_} cannot be decoded: {error}") from error
-                    number_ += 1
+                        raise FileCorrupt(f"{path}: record {count} cannot be decoded: {error}") from error
+                    count += 1
     except OSError as error:
         raise StorageError(f"the episodes {path} cannot be read: {error.strerror or error}") from error
 
 
 def episode_from_deltas(deltas: Iterable[Mapping[str, Any]], head: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The episode that a stream of deltas adds up to; `head` is the record without its traces (id, env, task, ok, errors).
+    """The episode that a stream of deltas adds up to.
 
-    A delta names its trace. The first of a trace has its header (`open`); the others append nodes, calls and errors, and `set` what changed. `discard`
-    drops a trace that was begun again; `links` and `routing_repairs` complete nodes that were sent before.
+    A delta names its trace. The first delta of a trace has its header (`open`). Later ones append nodes, calls and errors, and `set` fields that changed.
+    `discard` drops a trace that was restarted; `links` and `routing_repairs` complete nodes that were sent before.
+
+    Args:
+        deltas: the deltas in the order they were sent.
+        head: the episode's record without its traces (id, env, task, ok, errors).
     """
     traces: dict[str, dict[str, Any]] = {}
     for delta in deltas:
@@ -377,7 +388,7 @@ def episode_from_deltas(deltas: Iterable[Mapping[str, Any]], head: Mapping[str, 
 
 
 def _updates(delta: Mapping[str, Any], key: str, trace: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
-    """What a delta has to say about nodes that were sent before, by their numbers."""
+    """A delta's updates of nodes that were sent before, by node number."""
     for at, update in (delta.get(key) or {}).items():
         if not str(at).isdecimal() or not int(at) < len(trace["nodes"]):
             raise RolloutRefused("malformed", f"{key} of a delta are for node {at!r:.40}, which was not sent")
@@ -385,7 +396,7 @@ def _updates(delta: Mapping[str, Any], key: str, trace: Mapping[str, Any]) -> It
 
 
 def _with_last_row(node: Mapping[str, Any], row: Any, name: str) -> dict[str, Any]:
-    """The node with another row of experts for its last token: an engine tells it with the turn after."""
+    """The node with another row of experts for its last token, which an engine sends with the next turn."""
     old, new = experts_from(node.get("routed_experts")), experts_from(row)
     if old is None or new is None or new.shape != (1, *old.shape[1:]) or not old.shape[0]:
         raise RolloutRefused("routing", f"{name} cannot have its last row of experts replaced: the shapes do not fit")

@@ -1,11 +1,11 @@
-"""Which rollouts send no sample, and why: `apply_filters`.
+"""Filters: which rollouts send no sample, and why (`apply_filters`).
 
-Filters are asked in their order and the first that detects something names the rollout. One that only monitors is counted and
-changes nothing; one that enforces keeps the rollout's samples back. A filtered rollout stays in metrics and baselines.
+Filters are applied in their order, and the first detection counts. A filter that only monitors is counted;
+one that enforces withholds the rollout's samples. A filtered rollout stays in metrics and baselines.
 
     gibberish       a rare token (id > 100,000) that the policy itself found less likely than chance: logprob < −ln V − 2
     repetition      3,000 completion tokens in a row with p > 0.99, counted across turns
-    zero_advantage  nothing to learn: enforced
+    zero_advantage  an advantage of 0, which teaches nothing: enforced
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.rollouts.records import Rollout
 
 
 class Filter(Protocol):
-    """What looks at a rollout. `name` is its metric key."""
+    """A filter. `name` is its metric key; `enforce` withholds the samples of detected rollouts."""
 
     @property
     def name(self) -> str: ...
@@ -33,7 +33,7 @@ class Filter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GibberishFilter:
-    """Rare tokens that were unlikelier than a guess."""
+    """Detects rare tokens that were less likely than chance."""
 
     vocab_size: int
     id_above: int = 100_000
@@ -56,7 +56,7 @@ class GibberishFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepetitionFilter:
-    """Long runs that the policy was sure of."""
+    """Detects long runs of tokens that the policy was sure of."""
 
     window: int = 3_000
     probability: float = 0.99
@@ -90,7 +90,7 @@ class RepetitionFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroAdvantageFilter:
-    """An advantage of exactly 0."""
+    """Detects an advantage of exactly 0."""
 
     enforce: bool = True
     name: str = "zero_advantage"
@@ -101,10 +101,10 @@ class ZeroAdvantageFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filtered:
-    """What the filters found, by rollout."""
+    """The results of the filters, by rollout."""
 
     detected: tuple[str | None, ...]
-    """The first filter that detected something."""
+    """Name of the first filter that detected something; None without a detection."""
     sends: tuple[bool, ...]
     """Whether the rollout's samples go to the trainer."""
     counts: dict[str, int]
@@ -112,12 +112,12 @@ class Filtered:
 
     @property
     def all_filtered(self) -> bool:
-        """Nothing is left to train on: a named condition that the caller retries a bounded number of times."""
+        """Whether no rollout sends samples; the caller then requests the step again, a bounded number of times."""
         return not any(self.sends)
 
 
 def apply_filters(filters: Sequence[Filter], rollouts: Sequence[Rollout], advantages: Sequence[float]) -> Filtered:
-    """Ask every filter about every rollout, first detection first."""
+    """Apply the filters to every rollout."""
     names = [f.name for f in filters]
     if len(set(names)) != len(names):
         raise ConfigError(f"filters must have different names, got {names}")

@@ -32,7 +32,7 @@ from headrace.rollouts.checks import (
 from headrace.rollouts.episodes import rollout_from_record
 from headrace.rollouts.records import Rollout, Step, StepTokens
 from headrace.rollouts.values import model_values
-from headrace.rollouts.wire import COLUMN_READERS, decode_rollout, ids_column, logprobs_column
+from headrace.rollouts.wire import COLUMN_READERS, OPTIONAL_COLUMNS, decode_rollout, ids_column, logprobs_column
 
 ENCODED = (bytes, bytearray, memoryview, str)
 """Types of rollouts that arrive as msgpack or JSON text."""
@@ -196,8 +196,13 @@ def _verifiers_step(step: Any, number: int, limits: Limits) -> Step:
             column: reader(required(tokens, column, name), f"{column} of {name}", limits.tokens)
             for column, reader in COLUMN_READERS.items()
         }
+        extra = {
+            column: logprobs_column(tokens[field], f"{field} of {name}", limits.tokens)
+            for field, column in OPTIONAL_COLUMNS.items()
+            if tokens.get(field) is not None
+        }
         columns = StepTokens(
-            **read, routed_experts=experts_from(tokens.get("routed_experts")), multimodal=images or None
+            **read, routed_experts=experts_from(tokens.get("routed_experts")), multimodal=images or None, columns=extra
         )
     return Step(
         prompt=plain_values(step.get("prompt", ()), f"the prompt of {name}", limits),

@@ -1,4 +1,4 @@
-"""How the turns of a rollout become training samples: `interleave_rollout`.
+"""Interleaving: the turns of a rollout become training samples (`interleave_rollout`).
 
     turn 1   prompt A            says b      sample 0:  A b
     turn 2   prompt A b c        says d      sample 0:  A b c d        its context starts with all of sample 0: extended
@@ -109,9 +109,17 @@ def _finished(sample: _Growing, rollout: Rollout, advantage: float, experts: Exp
         logprobs[said] = turn.completion_logprobs
         if learnt:
             mask[said] = turn.completion_mask
+    columns: dict[str, np.ndarray] = {}
+    for name in {name for turn in sample.turns for name in turn.columns}:
+        unset = {"advantages": np.full(n, np.nan, np.float32), "loss_weights": np.ones(n, np.float32)}
+        columns[name] = unset.get(name, logprobs.copy())  # a reference that is not given is the policy itself
+        for turn in sample.turns:
+            if name in turn.columns:
+                columns[name][len(turn.prompt_ids) : turn.length] = turn.columns[name]
     multimodal = next((t.multimodal for t in reversed(sample.turns) if t.multimodal), None)
     return TrainingSample(
         env_name=rollout.env_name, example_id=rollout.example_id, draw=rollout.draw, ids=ids, mask=mask, logprobs=logprobs,
         prompt_length=len(first.prompt_ids), reward=rollout.reward, advantage=advantage, temperature=rollout.temperature,
         policy_version=rollout.policy_version, run=rollout.run, mode=rollout.mode, multimodal=multimodal, experts=experts,
+        columns=columns,
     )  # fmt: skip

@@ -3,10 +3,10 @@
     pause = LoopYield(loop)
     for rollout in rollouts: ...; pause()        returns at once for 0.5 ms; then it waits until the loop has drained its ready queue
 
-The loop and the thread share the GIL, and the thread holds it for up to 5 ms (the switch interval) while the loop waits. The thread therefore asks the loop for
-its turn: a callback that runs when everything that was ready, and every timer that was due, has run. Each pass of the loop then waits for one
-slice at most. Sleeping for a fixed time instead is not enough: a loop with many callbacks releases the GIL after each, and the thread is back before
-the loop is through. The switch interval belongs to the whole process and is left alone.
+The loop and the thread share the GIL, and the thread holds it for up to 5 ms (the switch interval) while the loop waits. The thread therefore schedules a callback
+on the loop, which runs after all ready callbacks and all due timers, and waits for it. Each pass of the loop then waits for one
+slice at most. Sleeping for a fixed time is not enough: a loop with many callbacks releases the GIL after each, and the thread would take it before
+the loop is done. The switch interval belongs to the whole process and is not changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.metrics import Wait
 _SLICE, _LONGEST_SLICE = 5e-4, 2e-3
 """Seconds of work between two waits, and at most so many where the loop is busy."""
 _LOOP_SHARE = 4
-"""Time of the loop to time of the thread where the loop is always busy: a pass of 4 ms is followed by 1 ms of work, so neither starves."""
+"""Ratio of the loop's time to the thread's time where the loop is always busy: a pass of 4 ms is followed by 1 ms of work, so neither starves."""
 _PASSES = 2
 """Passes of the loop after the one that received the callback: a due timer runs in that pass, and the task that slept runs in the next."""
 _LONGEST_WAIT = 0.05
@@ -31,7 +31,7 @@ _Item = TypeVar("_Item")
 
 
 class PausingList(list[_Item]):
-    """A list that calls `pause` after every item of an iteration, so that a function that walks it knows nothing of the loop."""
+    """A list that calls `pause` after every item of an iteration, so that the function that iterates needs no code for it."""
 
     def __init__(self, items: Iterable[_Item], pause: Callable[[], None]) -> None:
         super().__init__(items)

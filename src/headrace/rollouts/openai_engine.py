@@ -4,12 +4,12 @@
     completion = await engine.complete(ids, max_tokens=64, temperature=1.0, seed=7, version=12, session="sort-640-3")
     await engine.take_weights(12, Path("weights/v000012"), tolerance=1e-4)      on every server, then the probe; WeightsNotTaken
 
-Requests of one session go to one server, which has their context cached. A connection that is reset, refused or answers 5xx is tried again, on the next
-server from the second time on, without using up a refill of the group. The version of a completion is the one the server took last, or what its reply says
-(`weight_versions`). Weights are taken when every request under way has been answered, and new requests wait meanwhile: a completion has one version.
-A server that does not come back within `patience` seconds is `EngineDied`, which ends the run: nothing is recorded as failed, and a resumed run goes on.
+Requests of one session go to one server, which has their context cached. A request whose connection is reset or refused, or that is answered with 5xx, is tried again,
+on the next server from the second retry on, without using up a refill of the group. The version of a completion is the one that the servers took last, or the one in the
+reply (`weight_versions`). Weights are taken when every request under way has been answered, and new requests wait meanwhile: a completion has one version.
+A server that does not come back within `patience` seconds raises `EngineDied`, which ends the run. No rollout is recorded as failed, and the run can be resumed.
 
-Weights are taken with `POST /collective_rpc` {"method": "load_weights_from_folder"}, which vllm_worker.py gives a vLLM server.
+Weights are taken with `POST /collective_rpc` {"method": "load_weights_from_folder"}, which vllm_worker.py adds to a vLLM server.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class OpenAIEngine:
     def __init__(
         self, urls: Sequence[str], *, model: str = "policy", deadline: float = 120.0, patience: float = 30.0
     ) -> None:
-        """`deadline`: seconds that one reply may take. `patience`: seconds for which a request is tried again after the connection failed."""
+        """`urls`: the servers. `model`: the name that they serve the policy under. `deadline`: seconds that one reply may take. `patience`: seconds for which
+        a request is tried again after the connection failed."""
         try:
             self._httpx = importlib.import_module("httpx")
         except ImportError as error:
@@ -65,7 +66,7 @@ class OpenAIEngine:
         return self.urls[(xxhash.xxh3_64_intdigest(session.encode()) + max(0, attempt - 1)) % len(self.urls)]
 
     async def _post(self, path: str, body: Mapping[str, Any], *, session: str = "", url: str = "") -> Any:
-        """The JSON reply of a server, tried again while the connection fails. EngineDied when it does not come back."""
+        """The JSON reply of a server; tried again while the connection fails. EngineDied if that lasts `patience` seconds."""
         until = asyncio.get_running_loop().time() + self.patience
         attempt = 0
         while True:
@@ -119,7 +120,7 @@ class OpenAIEngine:
         return Completion(tokens.completion_ids, tokens.completion_logprobs, spans, text)
 
     async def take_weights(self, version: int, folder: Path, *, tolerance: float) -> None:
-        """Let every server load a version and prove it, between requests."""
+        """Let every server load a version and check the probe, between requests."""
         self._open.clear()
         try:
             with Wait("rollouts.engine"):

@@ -1,12 +1,11 @@
-"""Which samples share a micro batch, and which rank gets it: `pack_samples`.
+"""Packing of samples into micro batches, equally many for every rank: `pack_samples`.
 
-First fit decreasing into `seq_len` tokens. Samples of different runs or modes never share a micro batch, nor the place of one:
-each such class is filled up to a multiple of the ranks with dummies that teach nothing, and dealt to the ranks by
-turns. So every rank takes the same number of micro batches, of the same class at the same time, and no collective waits
-for somebody who has nothing to do.
+First fit decreasing into `seq_len` tokens. Samples of different runs or modes never share a micro batch.
+Each class of run and mode is filled up to a multiple of the ranks with dummies, whose masks are 0, and dealt to the ranks in turn. So every rank takes
+the same number of micro batches, of the same class at the same time, and no collective waits for a rank without work.
 
-The plan copies nothing. The first bin with room is found in a
-tree of the largest room below each node: 2,048 samples in 508 bins take 16 ms, a look at every bin from the first took 52.
+Packing copies no tokens. The first bin with room is found in a tree that holds the largest room below each node: 2,048 samples in 508 bins take 16 ms, a scan
+of the bins took 52.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from headrace.rollouts.records import ExpertRows, Mode, TrainingSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Samples one after the other in one row. Made by pack_samples; eaten by the trainer's forward pass."""
+    """Samples one after the other in one row of the trainer's forward pass."""
 
     samples: tuple[TrainingSample, ...]
     run: str
@@ -36,7 +35,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Micro batches by rank; every rank has equally many."""
+    """Micro batches by rank, equally many for each."""
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
     truncated: int
@@ -45,7 +44,7 @@ class Packed:
 
     @property
     def micro_batches(self) -> int:
-        """Of each rank."""
+        """Number of micro batches of each rank."""
         return len(self.ranks[0])
 
 

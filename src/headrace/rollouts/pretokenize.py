@@ -1,11 +1,11 @@
-"""Which tokens a turn has when the engine returned none: `pretokenize`.
+"""Tokens for turns whose engine returned none: `pretokenize`.
 
     render(prompt, generation prompt on)   a b c <assistant>
     render(prompt + completion)            a b c <assistant> d e </s>
     prompt_ids = their longest common prefix; completion_ids = the rest of the second
 
-`needs_tokens` is one cheap look, so a batch whose engine returned ids costs nothing. A completion that is tokenised here was not
-sampled token by token, so its logprobs are 0.
+`needs_tokens` is a cheap check, so a rollout whose engine returned ids costs nothing. A completion that is tokenised here has no log-probs of its
+engine: they are 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.errors import RolloutRefused, TokenizerError
 from headrace.rollouts.records import Rollout, Step, StepTokens
 
 Render = Callable[[Sequence[Any], bool], Sequence[int]]
-"""Messages to ids; the second argument asks for the generation prompt at the end."""
+"""Converts messages to ids; the second argument says whether the generation prompt follows."""
 
 
 def needs_tokens(rollouts: Iterable[Rollout]) -> bool:
@@ -29,7 +29,7 @@ def needs_tokens(rollouts: Iterable[Rollout]) -> bool:
 
 
 def pretokenize(rollout: Rollout, render: Render) -> Rollout:
-    """The rollout with tokens in every turn; the same object if they were all there."""
+    """The rollout with tokens in every turn; the same object if none was missing."""
     if not needs_tokens((rollout,)):
         return rollout
     steps = [
@@ -45,7 +45,7 @@ def _tokens(step: Step, number: int, rollout: Rollout, render: Render) -> StepTo
     try:
         asked = np.asarray(render(prompt, True), np.int32)
         whole = np.asarray(render([*prompt, *completion], False), np.int32)
-    except Exception as error:  # whatever a user's template or tokenizer raises
+    except Exception as error:  # raised by the user's template or tokenizer
         raise TokenizerError(
             f"{where} could not be rendered: {type(error).__name__}: {error}. Mend the template, or let the engine return token ids"
         ) from error

@@ -6,7 +6,7 @@
     TrainingSample      one token sequence with what to learn from it; experts stay a list of chunks until they are written
 
 A record checks itself when it is made, so code that holds one can rely on its lengths. Advantage, temperature and environment are one value a sample and positions
-are implied: a token costs 4 bytes of id, 4 of logprob and 1 of mask. Records that there are many of are hidden from the garbage collector (gc=False; they form no
+are implied: a token costs 4 bytes of id, 4 of logprob and 1 of mask. Values by token (`TOKEN_COLUMNS`) are optional. Records that there are many of are hidden from the garbage collector (gc=False; they form no
 cycles): it would walk 15,000 of them a step on the event loop's time.
 """
 
@@ -24,6 +24,8 @@ from headrace.errors import ConfigError, RolloutRefused
 ALL_ENVS = "all"
 """Stands for every environment in metric keys, so no environment may be called that."""
 Mode = Literal["rl", "sft"]
+TOKEN_COLUMNS = ("advantages", "loss_weights", "reference_logprobs")
+"""Optional float32 columns with a value for each token. On the wire they are `completion_advantages` and so on."""
 Group = tuple[str, int | str, int | str | None]
 """(env_name, example_id, draw)."""
 
@@ -131,10 +133,12 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """Fields of images and the like for the whole context, carried along untouched."""
     version_spans: tuple[VersionSpan, ...] = ()
     """Which weights sampled which completion tokens, where the engine said so."""
+    columns: Mapping[str, np.ndarray] = {}
+    """Those of TOKEN_COLUMNS that the rollout has, for the completion tokens."""
 
     def __post_init__(self) -> None:
-        for name, dtype in _COLUMNS.items():
-            column = getattr(self, name)
+        extra = [(f"completion_{name}", column, _FLOAT) for name, column in self.columns.items()]
+        for name, column, dtype in (*((n, getattr(self, n), d) for n, d in _COLUMNS.items()), *extra):
             if not isinstance(column, np.ndarray) or column.dtype != dtype or column.ndim != 1:
                 raise TypeError(f"{name} must be one row of {dtype}, got {column!r:.80}")
         for name in ("prompt_mask", "completion_mask"):
@@ -145,6 +149,7 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
             ("prompt", len(self.prompt_ids), "mask", len(self.prompt_mask)),
             ("completion", said, "mask", len(self.completion_mask)),
             ("completion", said, "logprobs", len(self.completion_logprobs)),
+            *(("completion", said, name, len(column)) for name, column in self.columns.items()),
         ):
             if found != wanted:
                 raise RolloutRefused(
@@ -157,6 +162,9 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
             raise RolloutRefused(
                 "not_finite", f"the logprob of completion token {at} is {logprobs[at]}: nothing can be learnt from it"
             )
+        for name, column in self.columns.items():
+            if not np.isfinite(column).all():
+                raise RolloutRefused("not_finite", f"completion_{name} holds a number that is not finite")
         if (routed := self.routed_experts) is not None and routed.end > self.length:
             raise RolloutRefused(
                 "routing",
@@ -172,12 +180,15 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
         stride of 0, which take no memory."""
         n = len(self.prompt_ids) if context is None else context
         ids, mask = np.ndarray(n, np.int32, bytes(4), strides=(0,)), np.ndarray(n, np.uint8, bytes(1), strides=(0,))
-        return msgspec.structs.replace(self, prompt_ids=ids, prompt_mask=mask, routed_experts=None, multimodal=None)
+        return msgspec.structs.replace(
+            self, prompt_ids=ids, prompt_mask=mask, routed_experts=None, multimodal=None, columns={}
+        )
 
 
+_FLOAT = np.dtype(np.float32)
 _COLUMNS = {
     "prompt_ids": np.dtype(np.int32), "prompt_mask": np.dtype(np.uint8), "completion_ids": np.dtype(np.int32),
-    "completion_mask": np.dtype(np.uint8), "completion_logprobs": np.dtype(np.float32),
+    "completion_mask": np.dtype(np.uint8), "completion_logprobs": _FLOAT,
 }  # fmt: skip
 
 
@@ -300,6 +311,8 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fal
     mode: Mode = "rl"
     experts: ExpertRows | None = None
     multimodal: Mapping[str, Any] | None = None
+    columns: Mapping[str, np.ndarray] = {}
+    """Those of TOKEN_COLUMNS that the rollout has, one value a token. NaN among the advantages stands for the sample's advantage."""
 
     def __post_init__(self) -> None:
         n = len(self.ids)
@@ -309,6 +322,8 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fal
             )
         if self.experts is not None and self.experts.shape[0] != n:
             raise TypeError(f"a sample of {n} tokens has experts for {self.experts.shape[0]}")
+        if any(len(column) != n for column in self.columns.values()):
+            raise TypeError(f"a sample of {n} tokens has columns of { ({k: len(c) for k, c in self.columns.items()}) }")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -320,6 +335,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fal
         return msgspec.structs.replace(
             self, ids=self.ids[:length], mask=self.mask[:length], logprobs=self.logprobs[:length],
             prompt_length=min(self.prompt_length, length), experts=None if self.experts is None else self.experts.first(length),
+            columns={name: column[:length] for name, column in self.columns.items()},
         )  # fmt: skip
 
 

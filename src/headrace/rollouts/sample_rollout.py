@@ -1,4 +1,4 @@
-"""From a rollout as it arrived to training samples: `process_rollout`, in the pipeline's thread or in a worker process.
+"""Processing of one rollout, from the form it arrived in to training samples: `process_rollout`, in the pipeline's thread or in a worker process.
 
 raw ──► decode (wire.py) ──► check (ingest.py) ──► pretokenize, if the engine returned no tokens ──► interleave ──► samples of at most seq_len
 """
@@ -25,7 +25,7 @@ class Processed:
     """A rollout that became samples."""
 
     rollout: Rollout
-    """Without its contexts and experts."""
+    """The rollout without its contexts and experts."""
     samples: list[TrainingSample]
     """At most seq_len tokens each."""
     truncated: int
@@ -36,10 +36,16 @@ def process_rollout(
     raw: Any, about: Mapping[str, Any], *, seq_len: int, limits: Limits, render: Render | None = None,
     measure: Callable[[str], AbstractContextManager[None]] | None = None, pause: LoopYield | None = None,
 ) -> Processed:  # fmt: skip
-    """A rollout, checked and made samples in the calling thread. Raises RolloutRefused, or TokenizerError from `render`.
+    """Check a rollout and make samples of it, in the calling thread. Raises RolloutRefused, or TokenizerError from `render`.
 
-    `raw` is a record, JSON text, msgpack or a Rollout; `about` goes to `rollout_from_verifiers`. `render` tokenises turns without tokens, and `measure`
-    times it as the phase pretokenize. With `pause` the event loop runs between turns.
+    Args:
+        raw: a record, JSON text, msgpack or a Rollout.
+        about: further arguments of `rollout_from_verifiers`.
+        seq_len: tokens of a sample; a longer sample loses its end.
+        limits: the largest rollout that is taken.
+        render: tokenises turns without tokens.
+        measure: times the phase pretokenize.
+        pause: lets the event loop run between turns.
     """
     if isinstance(raw, Rollout):
         rollout = raw

@@ -1,8 +1,8 @@
-"""What people read afterwards: `save_rollouts` (one JSON line a rollout) and `export_tokens` (one line a packed sequence).
+"""JSON lines for people: `save_rollouts` (one line a rollout) and `export_tokens` (one line a packed sequence).
 
-A line holds what is always saved, then `trajectory` and `sampling_args`, then the environment's `state_columns` in their order,
-each once. orjson keeps the interpreter's lock for the whole of a call, so a line is made turn by turn: one call a rollout of
-30 turns and 15k tokens would stall the event loop for it. Call these off the loop. Routed experts are not saved, their shape is.
+A line holds fixed fields, then `trajectory` and `sampling_args`, then the environment's `state_columns` in their order,
+each once. orjson holds the GIL for the whole of a call, so a line is made turn by turn: one call for a rollout of
+30 turns and 15k tokens would stall the event loop. Call these functions off the loop. Routed experts are not saved, only their shape.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WRITE_BYTES = 1 << 20
 
 
 def saved_columns(state_columns: Sequence[str]) -> tuple[str, ...]:
-    """What is saved after the fixed part of a line: the always saved first, then the environment's, each once, order kept."""
+    """The columns after the fixed fields of a line: ALWAYS_SAVED, then the environment's, each once, in order."""
     return tuple(dict.fromkeys((*ALWAYS_SAVED, *state_columns)))
 
 
@@ -33,8 +33,16 @@ def save_rollouts(
     path: Path | str, rollouts: Iterable[Rollout], *, advantages: Sequence[float] | None = None,
     state_columns: Mapping[str, Sequence[str]] | None = None, tokens: bool = False, durable: bool = True,
 ) -> int:  # fmt: skip
-    """Publish `path` with one JSON line a rollout; how many bytes. `state_columns` is by environment. `tokens` adds the columns.
-    ValueError if there is not one advantage for each rollout."""
+    """Publish one JSON line a rollout at `path`; how many bytes.
+
+    Args:
+        path: the file to write.
+        rollouts: written in their order.
+        advantages: one for each rollout (ValueError otherwise); None leaves them out.
+        state_columns: fields of the environment's state that are saved, by environment.
+        tokens: save ids, masks and log-probs too.
+        durable: sync the file.
+    """
     written, path = 0, Path(path)
 
     def parts() -> Iterator[bytes]:
@@ -104,7 +112,7 @@ def _json(value: Any) -> bytes:
 
 
 def _told(value: Any) -> Any:
-    """What JSON has no form for, in one that says what it was."""
+    """JSON values for objects that orjson cannot encode."""
     if isinstance(value, np.ndarray):  # orjson takes contiguous ones of the usual types itself
         return value.tolist()
     if isinstance(value, Mapping):
@@ -118,10 +126,13 @@ def export_tokens(
     path: Path | str, batches: Sequence[Mapping[str, Any]], *, logprobs: Sequence[np.ndarray], entropy: Sequence[np.ndarray],
     durable: bool = True,
 ) -> int:  # fmt: skip
-    """One line a packed sequence: what the trainer saw and what it made of it, token by token; how many lines.
+    """Publish one JSON line a packed sequence at `path`, with the trainer's inputs and results for each token; how many lines.
 
-    `batches` are micro batches as a receiver's `batch.micro_batches(rank)` gives them. `logprobs` and `entropy` are the trainer's own,
-    one row a micro batch. What is not finite becomes null.
+    Args:
+        path: the file to write.
+        batches: micro batches of `TrainingBatch.micro_batches(rank)`.
+        logprobs, entropy: the trainer's own, one row a micro batch. Numbers that are not finite become null.
+        durable: sync the file.
     """
     path = Path(path)
 

@@ -1,4 +1,4 @@
-"""What a step was like, over all environments and for each: `rollout_metrics`.
+"""Metrics of a step, over all environments and for each: `rollout_metrics`.
 
 reward/all/mean, reward/<env>/mean, …      also std, max and min; `all` is why no environment may be called that
 solve_all/<env>, solve_none/<env>          shares of groups, each by its own size
@@ -34,7 +34,7 @@ register(
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], filtered: Filtered | None = None) -> dict[str, float]:
-    """One number a key. Filtered rollouts count."""
+    """The metrics of a step's rollouts, filtered ones included."""
     measured = np.empty((len(rollouts), len(_MEASURES)), np.float64)
     for row, r in zip(measured, rollouts, strict=True):
         row[:] = r.reward, r.completion_length, len(r.trajectory), r.is_truncated, r.error is not None

@@ -1,4 +1,4 @@
-"""Weights by file, with proof: an engine has a version when its own log-probs of a probe agree with the trainer's.
+"""Weights as files with a probe: an engine has a version when its own log-probs of the probe agree with the trainer's.
 
     weights/v000012/model.safetensors     the parameters, checked and published whole
     weights/v000012/probe.json            64 fixed ids and the trainer's log-prob of each after the first
@@ -6,8 +6,8 @@
     publish_weights(folder, 12, arrays, probe_ids, probe_logprobs)
     check_probe(12, "http://gpu1:8000", expected, found, tolerance=1e-4)     WeightsNotTaken if they differ
 
-Why: an engine's reload can answer 200 and leave layers as they were (vLLM on CPU keeps prepacked linear layers: log-probs off by 0.86). Nothing else tells, and
-the loop does not learn.
+Why: an engine's reload can answer 200 and leave layers unchanged (vLLM on CPU keeps prepacked linear layers: log-probs off by 0.86). Without the probe nothing
+reports that, and the policy does not learn.
 """
 
 from __future__ import annotations
@@ -22,32 +22,30 @@ from headrace.errors import FileCorrupt, WeightsNotTaken
 from headrace.files import make_inside, publish_json, read_json, write_container
 from headrace.order import draws, key
 
-PROBE_TOKENS = 64
+_PROBE_TOKENS = 64
 
 
 def version_folder(folder: Path, version: int) -> Path:
-    """Where a version lies."""
+    """The folder of a version."""
     return folder / f"v{version:06d}"
 
 
 def probe_ids(vocab_size: int, context: int) -> np.ndarray:
-    """The ids of the probe: the same for every version and every run of a vocabulary."""
-    count = min(PROBE_TOKENS, context - 1)
+    """The ids of the probe, a function of vocabulary and context size only."""
+    count = min(_PROBE_TOKENS, context - 1)
     return (draws(key("rollouts.probe"), count) % np.uint64(vocab_size)).astype(np.int32)
 
 
 def publish_weights(
     folder: Path, version: int, arrays: Mapping[str, np.ndarray], ids: np.ndarray, logprobs: np.ndarray
 ) -> Path:
-    """Write a version; its folder. The probe is written last: a folder with a probe is whole."""
+    """Write a version and return its folder. The probe is written last: a folder with a probe is complete."""
     where = version_folder(folder, version)
-    shutil.rmtree(where, ignore_errors=True)  # of a run that was killed over it
+    shutil.rmtree(where, ignore_errors=True)  # left over from a killed run
     make_inside(folder, where.name)
     write_container(where / "model.safetensors", arrays, {"version": version}, durable=False)
-    publish_json(
-        where / "probe.json",
-        {"version": version, "ids": ids.tolist(), "logprobs": [float(p) for p in logprobs]},
-    )
+    probe = {"version": version, "ids": ids.tolist(), "logprobs": [float(p) for p in logprobs]}
+    publish_json(where / "probe.json", probe)
     return where
 
 
@@ -68,13 +66,8 @@ def drop_weights_below(folder: Path, version: int) -> None:
 
 
 def check_probe(
-    version: int,
-    who: str,
-    expected: Sequence[float] | np.ndarray,
-    found: Sequence[float] | np.ndarray,
-    *,
-    tolerance: float,
-) -> float:
+    version: int, who: str, expected: Sequence[float] | np.ndarray, found: Sequence[float] | np.ndarray, *, tolerance: float
+) -> float:  # fmt: skip
     """The largest difference of log-probs; WeightsNotTaken if it is above the tolerance.
 
     Args:

@@ -9,6 +9,8 @@ A rollout is a record in the form that `verifiers` environments return: a map wi
     completion_ids           int32      4               0 and above
     completion_mask          uint8      1               0 or 1, as long as completion_ids
     completion_logprobs      float32    4               finite, as long as completion_ids
+    completion_advantages, completion_loss_weights, completion_reference_logprobs
+                             float32    4               optional; finite, as long as completion_ids
     routed_experts           {"data": bytes, "shape": [rows, layers, topk], "start": first token}, uint8
 
 The nodes of a trace (`verifiers` 0.4 and later) have `token_ids`, `mask` and `logprobs` of the same three types.
@@ -34,6 +36,7 @@ import msgspec
 import numpy as np
 
 from headrace.errors import RolloutRefused
+from headrace.rollouts.records import TOKEN_COLUMNS
 from headrace.rollouts.values import model_values
 
 _LARGEST_MESSAGE = 1 << 30
@@ -202,14 +205,16 @@ COLUMN_READERS = {
     "completion_logprobs": logprobs_column,
 }  # fmt: skip
 """The function that reads each column of a turn's tokens."""
+OPTIONAL_COLUMNS = {f"completion_{name}": name for name in TOKEN_COLUMNS}
+"""Optional columns of a turn's tokens, read by `logprobs_column`: field on the wire -> name in records."""
 
 
 def _binary_tokens(tokens: Mapping[str, Any] | None, turn: int) -> dict[str, Any] | None:
     if tokens is None:
         return None
     binary = dict(tokens)
-    for name, read in COLUMN_READERS.items():
-        if name in binary:
+    for name, read in (COLUMN_READERS | dict.fromkeys(OPTIONAL_COLUMNS, logprobs_column)).items():
+        if binary.get(name) is not None:
             column = read(binary[name], f"{name} of turn {turn}", _NO_LIMIT)
             binary[name] = column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes()
     return binary

@@ -1,11 +1,11 @@
-"""The event loop of an RL run, in a thread beside the trainer: environments, engine, arrival log, batches, evaluation.
+"""The orchestrator of an RL run: an event loop in a thread beside the trainer, with environments, engine, arrival log, batches and evaluation.
 
     with Orchestrator(config, run, environments=…, codec=…, batches=folder, first=0, models={0: model}) as orchestrator:
         report = orchestrator.next_batch()            the next step's batch is published
         orchestrator.publish(1, model)                version 1 of the policy: rollouts of later steps are sampled with it
-        orchestrator.evaluate(1)                      held-out tasks, beside the rollouts that are under way
+        orchestrator.evaluate(1)                      plays held-out tasks beside the rollouts that are under way
 
-The trainer's thread calls these methods; everything else runs on the loop's thread. Each returns None as soon as a signal asks the run to stop.
+The trainer's thread calls these methods; all other code runs on the loop's thread. Each method returns None as soon as a signal asks the run to stop.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -43,14 +44,14 @@ from headrace.runs.config.rl import RLConfig
 from headrace.runs.run_loop import Run
 
 _CLOSE_SECONDS = 4.0
-"""How long the loop may take to end. One that takes longer is blocked by an environment."""
+"""Seconds that the loop may take to end. A loop that takes longer is blocked by an environment."""
 _ANSWERS = 3
-"""Held-out answers that are shown, before and after."""
+"""Held-out answers that are shown at each evaluation."""
 _T = TypeVar("_T")
 
 
 def environment_of_task(weights: Sequence[float], seed: int) -> Callable[[int], int]:
-    """Which environment a task belongs to, by the mix rule: after n tasks every environment has had its share of n, give or take about one."""
+    """A function from a task to the index of its environment, by the mix rule: after n tasks every environment has had its share of n, plus or minus about one."""
     shares = fixed_point(weights)
     mix = LaneMix(shares, starting_credits(shares, block=1, lane=0, lanes=1, seed=seed), block=1)
     chosen: list[int] = []
@@ -72,18 +73,26 @@ class Orchestrator:
         self, config: RLConfig, run: Run, *, environments: Mapping[str, Environment], codec: Codec, batches: Path, first: int,
         models: Mapping[int, Any],
     ) -> None:  # fmt: skip
-        """`first`: the first batch to make. `models`: the versions of the policy that it may need, by version."""
+        """An orchestrator that is not started yet.
+
+        Args:
+            config: the run's config.
+            run: the run, for its folder, its signals and its notices.
+            environments: the loaded environments, by name.
+            codec: text to ids and back.
+            batches: the folder of training batches.
+            first: number of the first batch to make.
+            models: versions of the policy that rollouts may be pinned to, by version.
+        """
         self.config, self.run, self.environments, self.codec = config, run, dict(environments), codec
         self.batches, self.first, self._models = batches, first, dict(models)
-        made_with = {
-            "config": config.hash,
-            "environments": {name: env.fingerprint for name, env in environments.items()},
-        }
+        fingerprints = {name: env.fingerprint for name, env in environments.items()}
+        made_with = {"config": config.hash, "environments": fingerprints}
         self.log = ArrivalLog(run.folder.path / "arrivals", first_step=first, made_with=made_with)
         self.recorded = 0
         """Rollouts that were taken from the arrival log."""
-        self._recorded_told = 0
-        self._failed_told: Counter[str] = Counter()
+        self._recorded_reported = 0
+        self._failed_reported: Counter[str] = Counter()
         self._environment_of = environment_of_task([env.weight for env in config.env], config.run.seed)
         self._before: dict[tuple[str, int], str] = {}
         self._loop = asyncio.new_event_loop()
@@ -146,8 +155,8 @@ class Orchestrator:
             return self._unless_stopped(self._next_step(), every)
 
     def publish(self, version: int, model: Any) -> tuple[Counter[str], int] | None:
-        """Let rollouts be sampled with this version of the policy from now on. Returns what failed, by reason, and how many rollouts came out of the arrival
-        log since the last call."""
+        """Let rollouts be sampled with this version of the policy. Returns the failed requests by reason and the number of rollouts taken from the arrival
+        log, both since the last call."""
         return self._unless_stopped(self._published(version, model))
 
     def evaluate(self, version: int) -> dict[str, float] | None:
@@ -184,7 +193,7 @@ class Orchestrator:
         self._steps = self.scheduler.run(config.run.steps, first=self.first)
 
     async def _open_workers(self) -> None:
-        """Start the processes or actors of environments that have some; their rollouts are played there."""
+        """Start the processes or actors of environments that are configured with `workers`."""
         for env in self.config.env:
             if env.workers:
                 settings: dict[str, Any] = {
@@ -208,17 +217,14 @@ class Orchestrator:
         from headrace.train.embedded_engine import EmbeddedEngine
 
         self.engine = EmbeddedEngine(
-            end_id=self.codec.end_id,
-            context=config.policy.context,
-            slots=config.engine.slots,
-            versions=config.rollouts.lag + 1,
-        )
+            end_id=self.codec.end_id, context=config.policy.context, slots=config.engine.slots, versions=config.rollouts.lag + 1
+        )  # fmt: skip
         self._opened.push_async_callback(self.engine.close)
         for version, model in self._models.items():
             self.engine.take(version, model)
 
     async def _send_weights(self, version: int, model: Any) -> None:
-        """Publish a version as files, and let the servers take it and prove it."""
+        """Publish a version as files, and let the servers load it and answer its probe."""
         from headrace.train.policy import logprobs_of
         from headrace.train.policy_models import parameters_of
 
@@ -234,7 +240,7 @@ class Orchestrator:
 
     async def _close(self) -> None:
         if self._steps is not None:
-            with contextlib.suppress(RuntimeError):  # it was stopped in the middle of a step, and has ended itself
+            with contextlib.suppress(RuntimeError):  # the generator was cancelled in the middle of a step and has ended
                 await self._steps.aclose()
         await self._opened.aclose()
 
@@ -253,9 +259,9 @@ class Orchestrator:
             self.engine.take(version, model)
         self.log.finish(version - 1)
         self.scheduler.policy_is(version)
-        failed = self.book.counts.failed - self._failed_told
-        self._failed_told = Counter(self.book.counts.failed)
-        recorded, self._recorded_told = self.recorded - self._recorded_told, self.recorded
+        failed = self.book.counts.failed - self._failed_reported
+        self._failed_reported = Counter(self.book.counts.failed)
+        recorded, self._recorded_reported = self.recorded - self._recorded_reported, self.recorded
         return failed, recorded
 
     async def _answer(self, request: Request) -> Rollout:
@@ -286,8 +292,10 @@ class Orchestrator:
             for task in range(config.tasks)
             for k in range(config.samples + 1)
         ]
-        calls = [_bound(self._held_out, name, task, k, version) for name, task, k in cases]
-        with self._kept(version):
+        calls = [functools.partial(self._held_out, name, task, k, version) for name, task, k in cases]
+        # Servers have the newest version only.
+        keep = contextlib.nullcontext() if isinstance(self.engine, OpenAIEngine) else self.engine.keep(version)
+        with keep:
             answers = await self.scheduler.evaluate(calls)
         rewards: dict[str, dict[int, list[float]]] = {name: {} for name in self.environments}
         shown: list[tuple[str, int, Rollout]] = []
@@ -308,55 +316,25 @@ class Orchestrator:
                 found[f"eval/{name}/pass_at_k"] = float(np.mean([max(t[1:]) >= 1.0 for t in tasks]))
         return found
 
-    @contextlib.contextmanager
-    def _kept(self, version: int) -> Generator[None]:
-        """Keep a version of the embedded engine; servers have the newest version only."""
-        if isinstance(self.engine, OpenAIEngine):
-            yield
-            return
-        self.engine.hold(version)
-        try:
-            yield
-        finally:
-            self.engine.let_go(version)
-
     async def _held_out(self, name: str, task: int, k: int, version: int) -> Rollout:
+        """Play a held-out task; member 0 is greedy."""
         return await play_rollout(
-            self.environments[name],
-            self.engine,
-            self.codec,
-            index=task,
-            member=k,
-            version=version,
-            split="eval",
-            greedy=k == 0,
-        )
+            self.environments[name], self.engine, self.codec, index=task, member=k, version=version, split="eval", greedy=k == 0
+        )  # fmt: skip
 
     def _show(self, version: int, shown: Sequence[tuple[str, int, Rollout]]) -> None:
-        """Write the first few answers down, and show them beside those of the policy that had learnt nothing."""
+        """Append the first few answers to answers.jsonl, and print them beside those of the untrained policy."""
         with JsonlSink(self.run.folder.path / "answers.jsonl") as sink:
             for name, task, rollout in shown:
                 prompt = str(rollout.trajectory[0].prompt)
                 answer = " | ".join(str(turn.completion) for turn in rollout.trajectory)
-                sink.write(
-                    {
-                        "step": version,
-                        "env": name,
-                        "task": task,
-                        "prompt": prompt,
-                        "answer": answer,
-                        "reward": rollout.reward,
-                    }
-                )
+                line = {"step": version, "env": name, "task": task, "prompt": prompt, "answer": answer}
+                sink.write({**line, "reward": rollout.reward})
                 if version == 0:
                     self._before[name, task] = answer
                 else:
                     before = self._before.get((name, task), "")
                     self.run.watcher.info(f"{prompt}  before {before!r}  now {answer!r}  reward {rollout.reward:.2f}")
-
-
-def _bound(function: Callable[..., Awaitable[_T]], *arguments: Any) -> Callable[[], Awaitable[_T]]:
-    return lambda: function(*arguments)
 
 
 def _advantage(name: str) -> AdvantageConfig:

@@ -1,13 +1,13 @@
-"""One RL run, from its config to its summary: tasks, rollouts, batches, weights, evaluation.
+"""The task of an RL run, from its config to its summary: rollouts, batches, weights, evaluation.
 
     tasks ─► RolloutScheduler ─► environments ─► engine (version step − lag) ─► arrival log ─► RolloutPipeline ─► batch file ─► PolicyTrainer ─► version + 1
 
-A rollout is a function of (seed, environment, task, member, attempt, version), and a batch of its rollouts in the order of their tasks: so step n is the
-same step whether it is reached in one go or after any number of kills, at any lag. A checkpoint holds the policy, its optimiser and the `lag` versions
-before it; the arrival log holds every rollout that finished since. A resumed run reads both and asks only for what is missing.
+A rollout is a function of (seed, environment, task, member, attempt, version), and a batch is its rollouts in the order of their tasks. So step n is the
+same step after any number of kills, at any lag. A checkpoint holds the policy, its optimiser and the `lag` versions
+before it; the arrival log holds every rollout that finished since. A resumed run reads both and requests only the missing rollouts.
 
-Rank 0 runs the event loop, the engine and the environments in a thread beside the trainer (orchestrator.py); under torchrun every other rank takes batches and
-share the gradients.
+Rank 0 runs the event loop, the engine and the environments in a thread beside the trainer (orchestrator.py). Under torchrun the other ranks read its batches, and all
+ranks add up their gradients.
 
 The run folder of an RL run:
 
@@ -59,7 +59,7 @@ from headrace.text import load_tokenizer
 _REWARDS_KEPT = 10
 _TRAIN, _SKIP, _WAIT, _END = 1, 2, 3, 0
 _HEARTBEAT = 5.0
-"""Seconds after which rank 0 tells waiting ranks that it still waits for rollouts."""
+"""Seconds after which rank 0 tells the waiting ranks that it still waits for rollouts."""
 
 register(
     MetricSpec("rollouts/count", Reduction.SUM, unit="rollouts", help="rollouts of the steps of an interval"),
@@ -83,7 +83,7 @@ register(
 
 @dataclass(slots=True, kw_only=True)
 class RLSummary(RunSummary):
-    """Of a run that learns from rollouts."""
+    """Summary of an RL run."""
 
     reward_first: float
     reward_last: float
@@ -95,13 +95,13 @@ class RLSummary(RunSummary):
     rollouts: int
     tokens: int
     failed: dict[str, int]
-    """Requests that came to nothing in this process, by reason."""
+    """Requests that failed in this process, by reason."""
     recorded: int
     """Rollouts that this process took from the arrival log."""
     digest: str
     """Digest of the batches that were trained on, in their order."""
     decays: bool
-    """Whether the learning rate falls towards the last step: more steps are another config then."""
+    """Whether the learning rate falls towards the last step; a run with more steps then has another config."""
 
     @property
     def data_digest(self) -> str:
@@ -164,8 +164,8 @@ class RLTask(Task[RLSummary]):
         self._metrics: dict[str, Any] = {}
 
     def _opened_policy(self) -> tuple[Codec, Any, Mapping[str, np.ndarray] | None]:
-        """The codec, the shape and the initial weights of the policy; None for random ones. Weights from elsewhere are copied into the run's folder at its
-        start: a resumed run needs them for its reference policy. Collective."""
+        """The codec, the shape and the initial weights of the policy; None for random weights. Weights of another run or model are copied into the run's
+        folder at its start: a resumed run needs them for its reference policy. Collective."""
         from headrace.train.gpt import PRESETS, GPTConfig
         from headrace.train.policy_models import HFConfig, TokenizerCodec
 
@@ -218,7 +218,7 @@ class RLTask(Task[RLSummary]):
         return {}
 
     def _check_unchanged(self, config_hash: str, environments: Mapping[str, str]) -> None:
-        """Refuse other settings or other environments than the checkpoint's, unless they are accepted."""
+        """CursorMismatch if the settings or environments differ from the checkpoint's and the difference is not accepted."""
         now = {name: env.fingerprint for name, env in self.environments.items()}
         if config_hash != self.config.hash and "config" not in self.run.accept:
             raise CursorMismatch(
@@ -278,7 +278,7 @@ class RLTask(Task[RLSummary]):
         return outcome
 
     def _next_report(self) -> StepReport | None:
-        """Wait for the next batch; None if a signal asked to stop before it was there."""
+        """Wait for the next batch; None if a signal asks the run to stop before it is published."""
         assert self.orchestrator is not None
         told = time.monotonic()
 
@@ -291,7 +291,7 @@ class RLTask(Task[RLSummary]):
         return self.orchestrator.next_batch(heartbeat)
 
     def _command(self, code: int) -> int:
-        """What rank 0 has to do next, on every rank. Collective."""
+        """Tell every rank what rank 0 does next. Collective."""
         if self.run.world_size == 1:
             return code
         if self.run.is_lead:
@@ -313,7 +313,7 @@ class RLTask(Task[RLSummary]):
         return int(value[0])
 
     def _count(self, batch: TrainingBatch) -> None:
-        """Count a batch, and take it into the digest of what was trained on."""
+        """Count a batch, and add it to the digest of all batches that were trained on."""
         behind = batch.step - batch.arrays["sample_policy_version"]
         self._metrics |= {"staleness/mean": float(behind.mean()), "staleness/max": int(behind.max())}
         chain = xxhash.xxh3_64(self.digest.to_bytes(8, "little"))
@@ -323,7 +323,7 @@ class RLTask(Task[RLSummary]):
         self.tokens += batch.tokens
 
     def _after(self, report: StepReport) -> None:
-        """Rank 0, after a step: give the engine the new version, evaluate, and note what the rollouts were like."""
+        """On rank 0, after a step: give the engine the new version, evaluate, and collect metrics."""
         orchestrator, version = self.orchestrator, self.trainer.steps_taken
         assert orchestrator is not None
         failed, recorded = orchestrator.publish(version, self.trainer.model) or (Counter(), 0)
@@ -375,7 +375,7 @@ class RLTask(Task[RLSummary]):
         return TaskState(meta={"rl": meta}, digest=f"{self.digest:016x}", arrays=arrays)
 
     def saved(self, state: TaskState) -> None:
-        # An older generation may be what the next resume finds: what it needs is kept.
+        # A resume may fall back to the oldest checkpoint: the files that it needs are kept.
         oldest = min(
             int(path.stem.removeprefix("step-")) for path in self.run.folder.checkpoints.glob("step-*.safetensors")
         )

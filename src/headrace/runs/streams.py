@@ -260,7 +260,8 @@ class _Counts:
 def _trainer(config: StreamsConfig, data: Any, run: Run) -> Any:
     """Trainer of a recurrent model with a [ledger], else of a model that looks at each cell alone."""
     from headrace.train import TrainSettings
-    from headrace.train.cells import CellTrainer, device_for
+    from headrace.train.cells import CellTrainer
+    from headrace.train.lm import torch_device
 
     train = config.train
     settings = TrainSettings(
@@ -276,7 +277,7 @@ def _trainer(config: StreamsConfig, data: Any, run: Run) -> Any:
     from headrace.ledger import Ledger
     from headrace.train.recurrent import RecurrentTrainer
 
-    device = device_for(train.device if config.ledger.device == "auto" else config.ledger.device)
+    device = torch_device(train.device if config.ledger.device == "auto" else config.ledger.device)
     ledger = Ledger(
         config.ledger.settings(train.dim, str(device)), group=cpu_group(run.world_size),
         device_group=_device_group(device, run.world_size), deadline=config.run.deadline, meter=default_meter(),

@@ -1,10 +1,12 @@
-"""How a model learns from the batches: reference trainers in plain torch, small enough to read.
+"""Reference trainers in plain torch, small enough to read.
 
-gpt.py          what is trained: a GPT whose packed documents do not see each other
-lm.py           how it takes a step: global token mean, schedule, DDP, exact state
-settings.py     settings of a trainer, without those of the data
-cells.py        how a small model learns from cells of several modalities
-checkpoint.py   which state a run goes on from, whatever happened to the last one
+gpt.py              the model: a GPT whose packed documents do not see each other
+lm.py               trainer of a language model: global token mean, schedule, DDP, exact state
+policy.py           trainer of a policy on rollouts (GRPO); rl.py: its loss terms; policy_models.py: its models
+embedded_engine.py  an inference engine in the trainer's process
+cells.py            trainer of a small model on cells of several modalities; recurrent.py: with a state for each group
+settings.py         settings of a trainer, without those of the data
+checkpoint.py       checkpoints of a run
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first used: code that only opens checkpoints does not import torch."""
+    """Import a name when it is first used: code that only opens checkpoints does not import torch."""
     if name not in __all__:
         raise AttributeError(f"module 'headrace.train' has no attribute {name!r}")
     return getattr(importlib.import_module(f"headrace.train.{_HOME.get(name, 'lm')}"), name)

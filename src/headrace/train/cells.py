@@ -1,4 +1,4 @@
-"""How a small model learns from cells: some features of each are hidden, and it says what they were.
+"""Trainer of a small model on cells: some features of each cell are hidden, and the model predicts them.
 
     trainer = CellTrainer(settings, widths={"atac": 48, "rna": 64}, dim=64, depth=2, mask=0.25)
     result = trainer.step([batch])                          result.loss, .values, .grad_norm, .lr
@@ -7,10 +7,10 @@
     modality ──► Linear ──►  ┌ residual MLP blocks ┐  ──► Linear ──► squared error, hidden features only
     its own       in         └ shared by all       ┘       out         sum / count over all ranks
 
-Which features are hidden follows from the cell's stream, row and epoch of training: no generator, the same on any number
+Which features are hidden follows from the cell's stream and row and the seed: no random generator, the same on any number
 of ranks. A step may have several batches (the lanes of device_per_stream that a rank has), and a batch may have no rows. Gradients
 are added over ranks as one flat array, so ranks may work on different modalities at a step, and the order of additions
-never depends on which.
+never depends on the modalities.
 """
 
 from __future__ import annotations
@@ -26,12 +26,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headrace.errors import CursorMismatch, DataError, HeadraceError
+from headrace.errors import DataError
 from headrace.metrics import Wait, phase
-from headrace.order import draws, key
+from headrace.order import key
 from headrace.order.keys import mix64_array
-from headrace.train.lm import TrainSettings, learning_rate, naming_lost_peers, require_group
-from headrace.train.lm import _device as device_for
+from headrace.train.gpt import fill_normal
+from headrace.train.lm import (
+    diverged,
+    learning_rate,
+    naming_lost_peers,
+    require_equal,
+    require_group,
+    to_array,
+    torch_device,
+)
+from headrace.train.settings import TrainSettings
 
 _VERSION = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -64,7 +73,7 @@ class CellModel(nn.Module):
 
 
 def _name(modality: str) -> str:
-    """A modality may have a dot in its name; a module's may not."""
+    """The module's name for a modality, whose own name may hold dots."""
     return "m_" + modality.replace("_", "__").replace(".", "_d")
 
 
@@ -77,7 +86,7 @@ def hidden_features(stream: np.ndarray, row: np.ndarray, width: int, *, share: f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellStep:
-    """What one step did, over all ranks."""
+    """The result of one step, over all ranks."""
 
     loss: float
     """Mean squared error of a hidden feature; 0 if there was none."""
@@ -107,9 +116,8 @@ class CellTrainer:
         require_group(rank, world_size)
         self.settings = settings
         self.rank, self.world_size = rank, world_size
-        self.device = device_for(settings.device)
-        # A step is about a millisecond of work in small pieces: on a busy machine two threads that wait for each other at
-        # every piece took 70 ms, one takes 3.
+        self.device = torch_device(settings.device)
+        # A step is about a millisecond of work in small pieces: two threads that synchronise at every piece took 70 ms on a busy machine, one takes 3.
         torch.set_num_threads(settings.threads or 1)
         self.model = self._make_model(widths, dim, depth)
         self._shape = {"widths": self.model.widths, "dim": dim, "depth": depth}
@@ -142,7 +150,7 @@ class CellTrainer:
         return CellModel(widths, dim=dim, depth=depth)
 
     def extra_metrics(self) -> dict[str, int]:
-        """What the model has to say of the last step, on this rank."""
+        """Further metrics of the last step, on this rank."""
         return {}
 
     def step(self, batches: Sequence[Mapping[str, Any]]) -> CellStep:
@@ -174,10 +182,7 @@ class CellTrainer:
         settings = self.settings
         norm = float(grad.norm())
         if not (math.isfinite(mean) and math.isfinite(norm)):
-            raise HeadraceError(
-                f"step {self.steps_taken} diverged: expected a finite loss and gradient, got loss {mean}, gradient norm {norm}; "
-                "lower train.lr or raise train.warmup_steps, and resume from the last checkpoint"
-            )
+            raise diverged(self.steps_taken, f"loss {mean}, gradient norm {norm}")
         if settings.grad_clip and norm > settings.grad_clip:
             grad = grad * (settings.grad_clip / norm)
         self._grad.copy_(grad)
@@ -204,7 +209,7 @@ class CellTrainer:
         return self._loss_of(modality, x.to(self.device, torch.float32), batch)
 
     def _nothing(self) -> None:
-        """A batch had no rows."""
+        """Called for a batch without rows."""
 
     def _loss_of(self, modality: str, x: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
         """(sum of the losses, how many values were learned from) of a batch that has rows."""
@@ -220,33 +225,23 @@ class CellTrainer:
 
     def state_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
         """Copies of everything the next step depends on: (arrays, stored dtypes, meta), as CheckpointStore takes them."""
-        arrays = {f"model/{n}": _array(p) for n, p in self.model.named_parameters()}
-        arrays |= {f"optim/{name}": _array(moment) for name, moment in self._moments.items()}
+        arrays = {f"model/{n}": to_array(p) for n, p in self.model.named_parameters()}
+        arrays |= {f"optim/{name}": to_array(moment) for name, moment in self._moments.items()}
         return arrays, {}, {"kind": self.kind, "version": _VERSION, "step": self.steps_taken, "model": self._shape}
 
     @torch.no_grad()
     def load_state_arrays(
         self, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str], meta: Mapping[str, Any]
     ) -> None:
-        """Become the trainer that gave this state. Nothing is changed if it does not fit."""
-        expected = {"kind": self.kind, "version": _VERSION, "model": self._shape}
-        differing: dict[str, tuple[Any, Any]] = {
-            n: (meta.get(n, "absent"), now) for n, now in expected.items() if meta.get(n) != now
-        }
+        """Restore the trainer from this state. CursorMismatch, without any change, if it does not fit."""
         targets: dict[str, Tensor] = {f"model/{n}": p for n, p in self.model.named_parameters()}
         targets |= {f"optim/{n}": moment for n, moment in self._moments.items()}
         ours = {n: a for n, a in arrays.items() if n.startswith(("model/", "optim/"))}
-        for name in sorted({*targets, *ours}):
-            saved = ours[name].shape if name in ours else "absent"
-            now = tuple(targets[name].shape) if name in targets else "absent"
-            if saved != now:
-                differing[name] = (saved, now)
-        if differing:
-            first = "; ".join(f"{n}: saved {a}, now {b}" for n, (a, b) in list(differing.items())[:3])
-            raise CursorMismatch(
-                f"the saved model belongs to another run ({first}). Restore [train] and the modalities of the data, or start a new run.",
-                differing,
-            )
+        require_equal(
+            "the saved model",
+            {n: meta.get(n, "absent") for n in ("kind", "version", "model")} | {n: list(a.shape) for n, a in ours.items()},
+            {"kind": self.kind, "version": _VERSION, "model": self._shape} | {n: list(t.shape) for n, t in targets.items()},
+        )  # fmt: skip
         for name, target in targets.items():
             target.copy_(torch.from_numpy(np.array(ours[name])))
         self.steps_taken = int(meta["step"])
@@ -254,26 +249,19 @@ class CellTrainer:
             state["step"].fill_(self.steps_taken)
 
     def model_sha256(self) -> str:
-        """One number for the model: names, shapes and bytes of its parameters, in the order of their names."""
+        """SHA-256 of the model: names, shapes and bytes of its parameters, in the order of their names."""
         digest = hashlib.sha256()
         for name, parameter in sorted(self.model.named_parameters()):
             digest.update(f"{name} {list(parameter.shape)}\n".encode())
-            digest.update(_array(parameter).tobytes())
+            digest.update(to_array(parameter).tobytes())
         return digest.hexdigest()
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    return np.array(tensor.detach().cpu().numpy(), order="C")
 
 
 @torch.no_grad()
 def _fill(model: nn.Module, seed: int) -> None:
-    """Matrices about normal with variance 1 / fan-in, by keyed integers: the same on every machine; biases 0, norms 1."""
+    """Fill matrices about normally with variance 1 / fan-in, biases with 0 and norms with 1."""
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             parameter.fill_(1.0 if name.endswith("0.weight") else 0.0)
             continue
-        parts = draws(key(f"train.init:{name}", seed=seed), parameter.numel()).view(np.uint16).reshape(-1, 4)
-        centred = (parts.sum(axis=1, dtype=np.int32) - 2 * (2**16 - 1)).astype(np.float32)
-        scale = 1.0 / math.sqrt(parameter.shape[1]) / math.sqrt(4 * (2**32 - 1) / 12)
-        parameter.copy_(torch.from_numpy(centred * np.float32(scale)).view(parameter.shape))
+        fill_normal(name, parameter, 1.0 / math.sqrt(parameter.shape[1]), seed)

@@ -4,7 +4,7 @@
     store.save(20, arrays, dtypes, meta)        checkpoints/step-00000020.safetensors
     store.latest()                              (20, container), the newest that verifies; None in a new run
 
-How files appear, are kept and are set aside: `headrace.runtime.generations`.
+`headrace.runtime.generations` publishes, keeps and quarantines the files.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def _warn(sentence: str) -> None:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. One process writes (rank 0); others open it with `writer=False` and change nothing."""
+    """The checkpoints of one run. Rank 0 writes; the other ranks open the store with `writer=False` and change no file."""
 
     def __init__(
         self, folder: Path, keep: int = 2, *, writer: bool = True, report: Callable[[str], None] = _warn
     ) -> None:
-        """`keep`: checkpoints to keep. `report`: called with a sentence for every file that was moved or passed over."""
+        """`keep`: checkpoints to keep. `report`: called with a sentence for every file that was set aside or skipped."""
         self._report = report
         self._files = Generations(
             folder, "step", digits=8, keep=keep, writer=writer, report=report, resumes="the run goes on from step",
@@ -40,7 +40,7 @@ class CheckpointStore:
             self._files.sweep()
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, oldest first; none of them is verified yet."""
+        """The steps that have a checkpoint, oldest first, not verified."""
         return self._files.numbers()
 
     def path(self, step: int) -> Path:
@@ -49,15 +49,15 @@ class CheckpointStore:
     def save(
         self, step: int, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str] | None = None, meta: Any = None
     ) -> Path:
-        """Make `step` the newest checkpoint, durably; then remove what is more than `keep` back."""
+        """Make `step` the newest checkpoint, durably; then remove all but the newest `keep`."""
         return self._files.save(step, arrays, meta, dtypes)
 
     def open(self, step: int) -> Container:
-        """One checkpoint, verified; for ranks that rank 0 tells the step."""
+        """One checkpoint, verified. Ranks other than 0 call this with the step that rank 0 chose."""
         return open_container(self.path(step))
 
     def latest(self, suits: Callable[[Container], bool] = lambda _: True) -> tuple[int, Container] | None:
-        """The newest checkpoint that verifies, of those that suit; None if there is none. Let rank 0 ask, and tell the others the step."""
+        """The newest checkpoint that verifies, of those that `suits` accepts; None if there is none. Rank 0 calls this and tells the others the step."""
 
         def read(found: Container) -> Container | None:
             if suits(found):

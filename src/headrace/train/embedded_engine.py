@@ -6,16 +6,17 @@
 
 Every request has a slot, and each tick moves every slot of a version one token on: first through the prompt, then through the answer. Requests
 join and leave between ticks (continuous batching). A tick always has the same shape, `slots` rows of one token over a cache of `context` positions,
-so the numbers of a row do not depend on the other rows, to the bit; neither does the sampled token, which is chosen by a draw of
-the request's own seed. A test holds it to that. A model of transformers has no such cache here: each tick computes its whole rows.
+so the numbers of a row do not depend on the other rows, to the bit; nor does the sampled token, which is chosen by a draw of
+the request's own seed. A test checks this. A model of transformers has no such cache here: each tick computes its whole rows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -36,7 +37,7 @@ _TICKS_A_CALL = 32
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request on its way through the engine."""
+    """A request and the tokens that were sampled for it so far."""
 
     ids: np.ndarray
     max_tokens: int
@@ -54,12 +55,12 @@ class _Request:
 
 
 class _Slots:
-    """The slots of one version: a copy of the model, a KV cache, and which request is where."""
+    """The slots of one version: a copy of the model, a KV cache, and the request of each slot."""
 
     def __init__(self, model: GPT | HFPolicy, slots: int, context: int) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.rows = torch.zeros(slots, context, dtype=torch.long)
-        """Of a model of transformers: the tokens of each slot."""
+        """Tokens of each slot, for a model of transformers."""
         if isinstance(model, GPT):
             config = model.config
             shape = (config.layers, slots, config.heads, context, config.width // config.heads)
@@ -73,14 +74,14 @@ class _Slots:
         self.draw, self.temperature = np.zeros((slots, context)), np.ones(slots)
         self.pending: deque[_Request] = deque()
         self.users = 0
-        """Evaluations that need this version kept."""
+        """Evaluations that use this version."""
 
     @property
     def busy(self) -> int:
         return len(self.requests) - len(self.free)
 
     def logits(self) -> Tensor:
-        """What follows the newest token of every slot."""
+        """Logits of the token after the newest one, for every slot."""
         if isinstance(self.model, GPT):
             return _decode(self.model, self.keys, self.values, self.token, self.position)
         each, at = torch.arange(len(self.rows)), torch.from_numpy(self.position)
@@ -114,7 +115,8 @@ class EmbeddedEngine:
     """Samples from the versions of a policy that it was given last."""
 
     def __init__(self, *, end_id: int, context: int, slots: int = 128, versions: int = 2) -> None:
-        """`versions`: how many are kept; one more than the lag of the run."""
+        """`end_id`: the token that ends an answer. `context`: longest prompt and answer together, in tokens. `slots`: requests per tick. `versions`: versions
+        that are kept; one more than the lag of the run."""
         if slots < 1 or versions < 1 or context < 2:
             raise ConfigError(
                 f"the engine needs slots >= 1, versions >= 1, context >= 2; got {slots}, {versions}, {context}"
@@ -131,19 +133,22 @@ class EmbeddedEngine:
         return tuple(self._versions)
 
     def take(self, version: int, model: GPT | HFPolicy) -> None:
-        """Keep a copy of the weights as `version`; the oldest versions that nothing needs are dropped."""
+        """Keep a copy of the weights as `version`; the oldest versions that no request or evaluation uses are dropped."""
         self._versions[version] = _Slots(model, self._slots, self.context)
         for old in sorted(self._versions)[: -self._kept]:
             slots = self._versions[old]
             if not (slots.busy or slots.pending or slots.users):
                 del self._versions[old]
 
-    def hold(self, version: int) -> None:
-        """Keep a version until `let_go`, for an evaluation."""
-        self._versions[version].users += 1
-
-    def let_go(self, version: int) -> None:
-        self._versions[version].users -= 1
+    @contextlib.contextmanager
+    def keep(self, version: int) -> Generator[None]:
+        """Keep a version during the body, for an evaluation."""
+        slots = self._versions[version]
+        slots.users += 1
+        try:
+            yield
+        finally:
+            slots.users -= 1
 
     async def complete(
         self, ids: np.ndarray, *, max_tokens: int, temperature: float, seed: int, version: int, session: str = ""
@@ -163,7 +168,7 @@ class EmbeddedEngine:
         return await future
 
     async def _serve(self) -> None:
-        """Until nothing waits: let requests in, tick in the engine's thread, hand out what is finished."""
+        """While there are requests: admit them, tick in the engine's thread, return the finished ones."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -175,15 +180,10 @@ class EmbeddedEngine:
                     slots.admit()
                 for request in await loop.run_in_executor(self._thread, self._tick_until_finished, active):
                     if not request.future.done():
-                        n = len(request.said)
-                        request.future.set_result(
-                            Completion(
-                                np.array(request.said, np.int32),
-                                np.array(request.logprobs, np.float32),
-                                (VersionSpan(str(request.version), 0, n),),
-                            )
-                        )
-        except Exception as error:  # every request waits for this task: none may wait for ever
+                        spans = (VersionSpan(str(request.version), 0, len(request.said)),)
+                        ids, logprobs = np.array(request.said, np.int32), np.array(request.logprobs, np.float32)
+                        request.future.set_result(Completion(ids, logprobs, spans))
+        except Exception as error:  # all requests wait for this task: none may wait for ever
             for slots in self._versions.values():
                 waiting = [*slots.pending, *(r for r in slots.requests if r is not None)]
                 slots.pending.clear()

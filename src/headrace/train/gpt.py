@@ -1,10 +1,10 @@
-"""What is trained: a small GPT whose packed documents do not see each other.
+"""A small GPT whose packed documents do not see each other.
 
     ids, positions ──► embed ──► n × [ x += attn(norm(x)), x += mlp(norm(x)) ] ──► norm ──► embedᵀ ──► logits or loss
 
-A packed row holds several documents and their position_ids restart at 0 in each, so the positions alone say who may
-look at whom: a token attends to itself and to earlier tokens of its own piece. Positions enter by rotation of queries
-and keys; nothing depends on where in the row a document was put.
+A packed row holds several documents whose position_ids restart at 0, so the positions alone define the attention mask:
+a token attends to itself and to earlier tokens of its own piece. Positions enter by rotation of queries and keys; the result does not
+depend on where in the row a document lies.
 
     positions 0 1 2 0 1   ->   piece 1 1 1 2 2   ->   attends   1 . . . .
                                                                 1 1 . . .
@@ -13,7 +13,7 @@ and keys; nothing depends on where in the row a document was put.
                                                                 . . . 1 1
 
 Weights start as a pure function of (seed, name of the parameter): integer arithmetic up to one multiplication, so every
-rank and every machine starts from the same bits. No generator is used and none is disturbed.
+rank and every machine starts from the same bits. No random generator is used.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class GPTConfig:
 
 
 class GPT(nn.Module):
-    """Plain torch. Its parameters hold no values until `init_parameters` or a checkpoint gives them."""
+    """The model. Its parameters are uninitialised until `init_parameters` or a checkpoint fills them."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -108,10 +108,9 @@ class GPT(nn.Module):
         return _LossSum.apply(x.flatten(0, 1), weight, labels.flatten())
 
     def rotation(self, position_ids: Tensor) -> Rotation | None:
-        """How queries and keys at these positions are rotated; None with learned positions."""
-        return (
-            None if self.config.learned_positions else _rotation(position_ids, self.config.width // self.config.heads)
-        )
+        """The rotation of queries and keys at these positions; None with learned positions."""
+        config = self.config
+        return None if config.learned_positions else _rotation(position_ids, config.width // config.heads)
 
     def embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """The embedding of tokens, with their positions where those are learned."""
@@ -124,7 +123,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Block(nn.Module):
-    """Attention, then two layers of perceptron, each added to what came in."""
+    """Attention, then a perceptron of two layers, each added to its input."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -156,7 +155,7 @@ class Attention(nn.Module):
 
 
 def document_mask(position_ids: Tensor) -> Tensor:
-    """Who may look at whom: bool [b, 1, T, T], causal inside each piece and false between pieces."""
+    """The attention mask: bool [b, 1, T, T], causal inside each piece and false between pieces."""
     piece = (position_ids == 0).cumsum(1)
     t = position_ids.shape[1]
     causal = torch.ones(t, t, dtype=torch.bool, device=position_ids.device).tril()
@@ -171,7 +170,7 @@ def _rotation(position_ids: Tensor, head_width: int) -> Rotation:
 
 
 def rotate(x: Tensor, rotation: Rotation | None) -> Tensor:
-    """Queries or keys turned to their positions; as they are where positions are learned."""
+    """Queries or keys rotated to their positions; unchanged where positions are learned."""
     if rotation is None:
         return x
     cos, sin = (part.to(x.dtype) for part in rotation)
@@ -183,8 +182,8 @@ class _LossSum(torch.autograd.Function):
     """Sum of the cross entropies of rows of hidden state against the tied embedding, a piece of the rows at a time.
 
     The gradient of a sum is known as soon as the logits are, so one small buffer holds the logits of a piece, then their
-    exponentials, then the gradient, and nothing is kept for the way back. 6,144 tokens over 4,096 words make 100 MB of
-    logits, which malloc takes from the kernel and gives back at every step: at width 64, 0.24 s through F.cross_entropy and
+    exponentials, then the gradient, and no logits are kept for the backward pass. 6,144 tokens over 4,096 words make 100 MB of
+    logits, which malloc requests from the kernel and returns at every step: at width 64, 0.24 s through F.cross_entropy and
     0.10 s here, of which the three matmuls are about 0.08 s.
     """
 
@@ -218,7 +217,7 @@ class _LossSum(torch.autograd.Function):
 
 
 class _Linear(nn.Module):
-    """nn.Linear without a bias and without weights of its own choosing (skipping those takes torch 0.7 s of imports)."""
+    """nn.Linear without a bias and without its own initialisation (torch's way to skip that costs 0.7 s of imports)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -231,20 +230,26 @@ class _Linear(nn.Module):
 @torch.no_grad()
 def init_parameters(model: GPT, seed: int) -> None:
     """Fill the parameters: matrices about normal, smaller where they add to the residual; norms 1. The deviation is 0.02, or with learned
-    positions 1 / sqrt(inputs).
-
-    The sum of the four 16-bit parts of a 64-bit draw stands in for a normal: it is an integer, so it is the same on
-    every machine, which log and cos of a vectorised library are not.
-    """
-    deviation_of_sum = math.sqrt(4 * (2**32 - 1) / 12)
+    positions 1 / sqrt(inputs)."""
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             parameter.fill_(1.0)
             continue
         adds_to_residual = name.endswith(("attn.out.weight", "down.weight"))
         deviation = parameter.shape[1] ** -0.5 if model.config.learned_positions else 0.02
-        deviation = deviation / math.sqrt(2 * model.config.layers) if adds_to_residual else deviation
-        parts = draws(key(f"train.init:{name}", seed=seed), parameter.numel()).view(np.uint16).reshape(-1, 4)
-        centred = parts.sum(axis=1, dtype=np.int32) - 2 * (2**16 - 1)
-        values = centred.astype(np.float32) * np.float32(deviation / deviation_of_sum)
-        parameter.copy_(torch.from_numpy(values).view(parameter.shape))
+        fill_normal(
+            name, parameter, deviation / math.sqrt(2 * model.config.layers) if adds_to_residual else deviation, seed
+        )
+
+
+def fill_normal(name: str, parameter: Tensor, deviation: float, seed: int) -> None:
+    """Fill a parameter about normally with this standard deviation, as a function of its name and the seed.
+
+    The sum of the four 16-bit parts of a 64-bit draw approximates a normal. It is an integer, so it is the same on every machine; log and cos of a vectorised
+    library are not.
+    """
+    deviation_of_sum = math.sqrt(4 * (2**32 - 1) / 12)
+    parts = draws(key(f"train.init:{name}", seed=seed), parameter.numel()).view(np.uint16).reshape(-1, 4)
+    centred = parts.sum(axis=1, dtype=np.int32) - 2 * (2**16 - 1)
+    values = centred.astype(np.float32) * np.float32(deviation / deviation_of_sum)
+    parameter.copy_(torch.from_numpy(values).view(parameter.shape))

@@ -1,4 +1,4 @@
-"""How a language model takes a step, the same for any number of ranks.
+"""Trainer of a language model whose step is the same for any number of ranks.
 
     ranks = init_distributed()                                  torchrun's environment, or one process
     trainer = LMTrainer(settings, vocab_size=4096, seq_len=256, rank=ranks.rank, world_size=ranks.world_size)
@@ -11,8 +11,8 @@ The loss is the mean over all tokens of the global batch: sum of token losses / 
 would weigh a token by how few of them its rank has, so results would change with the number of ranks. A rank with
 nothing to learn (labels all -100) takes part with a sum of 0.
 
-On a CPU a step is deterministic: fixed threads, deterministic kernels, no dropout, no generator. Saving after k steps,
-loading into a fresh trainer and going on gives the parameters of the run that never stopped, to the bit, on the same
+On a CPU a step is deterministic: fixed threads, deterministic kernels, no dropout, no random generator. Saving after k steps,
+loading into a fresh trainer and continuing gives the parameters of the uninterrupted run, to the bit, on the same
 number of ranks and threads. Other numbers of them round differently: from equal parameters the gradients of one and of
 two ranks differ by 2e-8, but Adam divides a gradient by its own size, so where that is below its eps of 1e-8 (1 weight in
 40,000) rounding alone moved weights 2e-5 apart in the first step. Over a run they drift; the data never does.
@@ -68,7 +68,7 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """The mean loss over a global batch. Held as tensors: on CUDA only asking for a number waits for the device."""
+    """The mean loss over a global batch. Held as tensors: on CUDA only reading a number waits for the device."""
 
     step: int
     """Steps taken before this batch."""
@@ -80,7 +80,7 @@ class TokenLoss:
         """Mean over the global batch's tokens, the same on every rank; 0 if no rank had any."""
         value = float(self.loss_tensor)
         if not math.isfinite(value):
-            raise _not_finite(self.step, f"loss {value}")
+            raise diverged(self.step, f"loss {value}")
         return value
 
     @property
@@ -91,7 +91,7 @@ class TokenLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult(TokenLoss):
-    """What one step did."""
+    """The result of one step."""
 
     grad_norm_tensor: Tensor
     lr: float
@@ -102,7 +102,7 @@ class StepResult(TokenLoss):
         return float(self.grad_norm_tensor)
 
 
-def _not_finite(step: int, found: str) -> HeadraceError:
+def diverged(step: int, found: str) -> HeadraceError:
     return HeadraceError(
         f"step {step} diverged: expected a finite loss and gradient, got {found}; lower train.lr or raise "
         "train.warmup_steps, and resume from the last checkpoint"
@@ -156,7 +156,7 @@ class LMTrainer:
         require_group(rank, world_size)
         self.settings = settings
         self.rank, self.world_size = rank, world_size
-        self.device = _device(settings.device)
+        self.device = torch_device(settings.device)
         self.threads = settings.threads or cpu_threads(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         torch.set_num_threads(self.threads)
         if self.device.type == "cpu":
@@ -186,7 +186,7 @@ class LMTrainer:
         self._first_bad_step = torch.full((), -1, dtype=torch.int64, device=self.device)
 
     def _leave_group(self) -> None:
-        """Let go of the process group, even where the traceback of a failed step still holds DDP itself."""
+        """Release the process group, even where the traceback of a failed step still refers to DDP."""
         for name in ("logger", "reducer"):
             self._net.__dict__.pop(name, None)
         self._net = self.model
@@ -252,13 +252,13 @@ class LMTrainer:
         return mean.detach(), both[1]
 
     def _refuse_divergence(self, mean: Tensor, norm: Tensor) -> None:
-        """On a CPU at once, before the parameters are touched; on CUDA noted there, and read when a state is taken."""
+        """Raise for a loss or gradient that is not finite: on a CPU before the parameters change; on CUDA the step is noted there, and read when a state is taken."""
         finite = torch.isfinite(mean) & torch.isfinite(norm)
         if self.device.type != "cpu":
             keep = finite | (self._first_bad_step >= 0)
             self._first_bad_step = torch.where(keep, self._first_bad_step, self.steps_taken)
         elif not finite:
-            raise _not_finite(self.steps_taken, f"loss {float(mean)}, gradient norm {float(norm)}")
+            raise diverged(self.steps_taken, f"loss {float(mean)}, gradient norm {float(norm)}")
 
     # ----------------------------------------------------------------------------------------------- state
 
@@ -269,12 +269,12 @@ class LMTrainer:
         """
         bad = int(self._first_bad_step)
         if bad >= 0:
-            raise _not_finite(bad, "a value that is not")
+            raise diverged(bad, "a value that is not")
         tensors = {f"model/{name}": p.detach() for name, p in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
             if self.steps_taken:
                 tensors |= {f"optim/{moment}/{name}": self.optimizer.state[parameter][moment] for moment in _MOMENTS}
-        arrays = {name: _to_array(tensor) for name, tensor in tensors.items()}
+        arrays = {name: to_array(tensor) for name, tensor in tensors.items()}
         dtypes = {name: "BF16" for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16}
         meta = {"kind": _KIND, "version": _VERSION, "step": self.steps_taken, "model": self.model.config.to_json()}
         return arrays, dtypes, meta
@@ -283,24 +283,26 @@ class LMTrainer:
     def load_state_arrays(
         self, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str], meta: Mapping[str, Any]
     ) -> None:
-        """Become the trainer that gave this state. Every rank loads. Nothing is changed if anything does not fit."""
-        _require("the saved state", meta, {"kind": _KIND, "version": _VERSION, "model": self.model.config.to_json()})
+        """Restore the trainer from this state, on every rank. CursorMismatch, without any change, if the state does not fit."""
+        require_equal(
+            "the saved state", meta, {"kind": _KIND, "version": _VERSION, "model": self.model.config.to_json()}
+        )
         step = int(meta["step"])
         parameters = dict(self.model.named_parameters())
         targets = {f"model/{name}": p for name, p in parameters.items()}
         if step:
             targets |= {f"optim/{moment}/{name}": p for moment in _MOMENTS for name, p in parameters.items()}
         ours = {name: array for name, array in arrays.items() if name.startswith(("model/", "optim/"))}
-        _require(
+        require_equal(
             "the saved state",
-            {name: _described(array, dtypes.get(name)) for name, array in ours.items()},
-            {name: _described(_to_array(p.detach()), _stored_dtype(p)) for name, p in targets.items()},
+            {name: described(array, dtypes.get(name)) for name, array in ours.items()},
+            {name: described(to_array(p), _stored_dtype(p)) for name, p in targets.items()},
         )
         self.optimizer.state.clear()
         for name, parameter in parameters.items():
-            parameter.copy_(_to_tensor(ours[f"model/{name}"], parameter))
+            parameter.copy_(to_tensor(ours[f"model/{name}"], parameter))
             if step:
-                state = {moment: _to_tensor(ours[f"optim/{moment}/{name}"], parameter) for moment in _MOMENTS}
+                state = {moment: to_tensor(ours[f"optim/{moment}/{name}"], parameter) for moment in _MOMENTS}
                 count = torch.tensor(float(step), dtype=torch.float32, device=self.device)
                 self.optimizer.state[parameter] = {"step": count, **state}
         self.steps_taken = step
@@ -311,11 +313,11 @@ class LMTrainer:
 
 
 def model_sha256(model: nn.Module) -> str:
-    """One number for a model: names, dtypes, shapes and bytes of its parameters, in the order of their names."""
+    """SHA-256 of a model: names, dtypes, shapes and bytes of its parameters, in the order of their names."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
-        digest.update(_to_array(parameter.detach()).tobytes())
+        digest.update(to_array(parameter).tobytes())
     return digest.hexdigest()
 
 
@@ -323,20 +325,19 @@ def require_group(rank: int, world_size: int) -> None:
     """ConfigError if several ranks have no process group."""
     if world_size > 1 and not dist.is_initialized():
         raise ConfigError(
-            f"a trainer for rank {rank} of {world_size} needs a process group and there is none; call "
-            "init_distributed() first, under torchrun"
+            f"a trainer for rank {rank} of {world_size} needs a process group and there is none; call init_distributed() first, under torchrun"
         )
 
 
-def _to_array(tensor: Tensor) -> np.ndarray:
+def to_array(tensor: Tensor) -> np.ndarray:
     """A contiguous copy in the host's memory; bfloat16 as the uint16 of its bits."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
-    return np.array(tensor.cpu().numpy(), order="C")
+    return np.array(tensor.detach().cpu().numpy(), order="C")
 
 
-def _to_tensor(array: np.ndarray, like: Tensor) -> Tensor:
-    """A tensor of its own (containers hand out read-only maps) with the dtype, place and layout of `like`."""
+def to_tensor(array: np.ndarray, like: Tensor) -> Tensor:
+    """A copy of the array (containers return read-only maps) with the dtype, device and layout of `like`."""
     tensor = torch.from_numpy(np.array(array, order="C"))
     tensor = tensor.view(torch.bfloat16) if like.dtype == torch.bfloat16 else tensor
     return torch.empty_like(like, requires_grad=False).copy_(tensor)
@@ -346,12 +347,12 @@ def _stored_dtype(tensor: Tensor) -> str | None:
     return "BF16" if tensor.dtype == torch.bfloat16 else None
 
 
-def _described(array: np.ndarray, stored: str | None) -> str:
+def described(array: np.ndarray, stored: str | None) -> str:
     return f"{'bfloat16' if stored == 'BF16' else array.dtype} {list(array.shape)}"
 
 
-def _require(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a state of something else, with both sides of every difference (the first few in the sentence)."""
+def require_equal(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """CursorMismatch with both sides of every difference (the first three in the sentence), unless `saved` equals `now`."""
     names = sorted(set(now) | (set(saved) - {"step"}))
     differences = {
         name: (saved.get(name, "absent"), now.get(name, "absent")) for name in names if saved.get(name) != now.get(name)
@@ -361,7 +362,7 @@ def _require(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Non
         more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise CursorMismatch(
             f"{what} belongs to another run ({first}{more}). Resuming would train another model than the one saved; "
-            "restore [train] model, the tokenizer and seq_len, or start a new run.",
+            "restore the settings of the model and of its data (tokenizer and seq_len, or modalities), or start a new run.",
             differences,
         )
 
@@ -371,7 +372,7 @@ def _require(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Who this process is."""
+    """Rank of this process, and number of ranks."""
 
     rank: int = 0
     world_size: int = 1
@@ -386,21 +387,15 @@ def init_distributed(device: str = "auto", *, timeout_seconds: float = 300.0) ->
     """
     if "WORLD_SIZE" not in os.environ:
         return Ranks()
-    needed = {
-        "rank": "RANK",
-        "world_size": "WORLD_SIZE",
-        "local_rank": "LOCAL_RANK",
-        "local_world_size": "LOCAL_WORLD_SIZE",
-    }
-    found = {field: os.environ.get(name, "") for field, name in needed.items()}
-    unusable = [f"{needed[field]}={value!r}" for field, value in found.items() if not value.isdigit()]
+    found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    unusable = [f"{name}={value!r}" for name, value in found.items() if not value.isdigit()]
     if unusable:
         raise ConfigError(
             f"WORLD_SIZE is set, so ranks are expected, but {', '.join(unusable)} is not a number; start with torchrun, "
             "or unset WORLD_SIZE to run one process"
         )
-    ranks = Ranks(**{field: int(value) for field, value in found.items()})
-    on_cuda = _device(device).type == "cuda"
+    ranks = Ranks(**{name.lower(): int(value) for name, value in found.items()})
+    on_cuda = torch_device(device).type == "cuda"
     if on_cuda:
         torch.cuda.set_device(ranks.local_rank)
     if ranks.world_size > 1 and not dist.is_initialized():
@@ -410,11 +405,11 @@ def init_distributed(device: str = "auto", *, timeout_seconds: float = 300.0) ->
 
 
 def shutdown_distributed() -> None:
-    """Leave the process group, if there is one; trainers still alive step no more. No barrier: a peer may be gone.
+    """Leave the process group, if there is one. Trainers that still exist cannot step any more. There is no barrier: a peer may be gone.
 
     DDP must release the group first. The owner of the last reference joins gloo's threads, and DDP does so without
-    releasing the GIL, which a gloo thread may need to free its last piece of work: with a trainer that outlived the
-    group, 5 of 112 runs of three ranks never ended (pytorch issue 56297); in this order none did.
+    releasing the GIL, which a gloo thread may need to free its last work item: with a trainer that outlived the
+    group, 5 of 112 runs of three ranks hung (pytorch issue 56297); in this order none did.
     """
     for trainer in list(_in_a_group):
         trainer._leave_group()
@@ -425,7 +420,7 @@ def shutdown_distributed() -> None:
 
 @contextlib.contextmanager
 def naming_lost_peers(doing: str) -> Generator[None]:
-    """Turn the transport's error into one that says who noticed, when, and what to do. Other errors pass."""
+    """Convert errors of the transport to WorkerDied or DeadlineExceeded with the rank, the action `doing` and the remedy. Other errors pass."""
     try:
         yield
     except RuntimeError as error:
@@ -440,7 +435,8 @@ def naming_lost_peers(doing: str) -> Generator[None]:
         ) from error
 
 
-def _device(wanted: str) -> torch.device:
+def torch_device(wanted: str) -> torch.device:
+    """The device that `train.device` names."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device is cuda and torch finds no CUDA device; use device = 'cpu' or 'auto'")
     if wanted == "cpu" or not torch.cuda.is_available():
@@ -449,14 +445,14 @@ def _device(wanted: str) -> torch.device:
 
 
 def cpu_threads(ranks_on_node: int = 1) -> int:
-    """Threads for each of the ranks of this node: what affinity and cgroup allow, shared out; at least 1."""
+    """Threads for each rank of this node: the CPUs that affinity and cgroup allow, divided by the ranks; at least 1."""
     allowed = usable_processors()
     budget = min(float(allowed), _cgroup_cpus(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
     return max(1, int(budget) // max(1, ranks_on_node))
 
 
 def _cgroup_cpus(membership: Path, root: Path) -> float:
-    """The smallest CPU quota on the way from this process's cgroup to the root (v2, then v1); inf without one."""
+    """The smallest CPU quota between this process's cgroup and the root (v2, then v1); inf without one."""
     if not membership.exists():
         return math.inf
     limits = [math.inf]

@@ -6,7 +6,7 @@
 
 One optimiser step a batch. The loss is the sum over learnt tokens of all ranks divided by their number, so a token's weight does not depend on which rank
 has it. Gradients of all micro batches are added up in order, then over ranks with one all-reduce. With a fixed number of
-threads a step is deterministic on a CPU. Who trains with FSDP takes `SpoolReceiver` and `policy_terms` instead.
+threads a step is deterministic on a CPU. A trainer with FSDP uses `SpoolReceiver` and `policy_terms` instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headrace.errors import ConfigError
 from headrace.metrics import Wait, phase
 from headrace.rollouts.batch_files import TrainingBatch
 from headrace.train.gpt import GPT, GPTConfig, init_parameters
-from headrace.train.lm import _described, _not_finite, _require, _to_array, _to_tensor, model_sha256, naming_lost_peers
+from headrace.train.lm import described, diverged, model_sha256, naming_lost_peers, require_equal, to_array, to_tensor
 from headrace.train.policy_models import HFConfig, HFPolicy, make_model
 from headrace.train.rl import EnvWatch, policy_terms
 
@@ -52,7 +52,7 @@ class PolicySettings:
     importance_cap: float = 0.0
     """Above 0: truncated importance sampling at this ratio, in place of the clip."""
     kl: float = 0.0
-    """Weight of the KL divergence to the initial policy."""
+    """Weight of the KL divergence to the initial policy, or to the reference log-probs of the batch where it has some."""
     entropy: float = 0.0
     """Weight of the entropy bonus."""
     threads: int = 1
@@ -72,7 +72,7 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyStep:
-    """What one step did."""
+    """The result of one step."""
 
     loss: float
     """Mean over the learnt tokens of all ranks."""
@@ -80,7 +80,7 @@ class PolicyStep:
     grad_norm: float
     lr: float
     metrics: Mapping[str, float]
-    """entropy/…, mismatch_kl/… of this rank's tokens."""
+    """Entropy and mismatch KL of this rank's tokens."""
 
 
 class PolicyTrainer:
@@ -89,7 +89,7 @@ class PolicyTrainer:
     def __init__(
         self, settings: PolicySettings, config: GPTConfig | HFConfig, *, rank: int = 0, world_size: int = 1
     ) -> None:
-        """A GPT has random weights until `start_from`; a model of transformers needs it."""
+        """`config`: shape of the model. A GPT begins with random weights; a model of transformers needs `start_from`."""
         self.settings, self.rank, self.world_size = settings, rank, world_size
         torch.set_num_threads(settings.threads)
         torch.set_deterministic_debug_mode("error")
@@ -98,26 +98,22 @@ class PolicyTrainer:
         if isinstance(self.model, GPT):
             init_parameters(self.model, settings.seed)
         self._reference: GPT | HFPolicy | None = None
-        self.optimizer = self._made_optimizer()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+        )  # fmt: skip
         self.steps_taken = 0
 
-    def _made_optimizer(self) -> torch.optim.AdamW:
-        s = self.settings
-        return torch.optim.AdamW(
-            self.model.parameters(), lr=s.lr, betas=s.betas, weight_decay=s.weight_decay, fused=True
-        )
-
     def start_from(self, weights: Mapping[str, np.ndarray]) -> None:
-        """Begin with these parameters, by name, in place of random ones. CursorMismatch if they are those of another model."""
+        """Begin with these parameters, by name. CursorMismatch if they belong to another model."""
         own = dict(self.model.named_parameters())
-        _require(
+        require_equal(
             "the policy's checkpoint",
-            {n: _described(a, None) for n, a in weights.items()},
-            {n: _described(_to_array(p.detach()), None) for n, p in own.items()},
+            {n: described(a, None) for n, a in weights.items()},
+            {n: described(to_array(p), None) for n, p in own.items()},
         )
         with torch.no_grad():
             for name, parameter in own.items():
-                parameter.copy_(_to_tensor(weights[name], parameter))
+                parameter.copy_(to_tensor(weights[name], parameter))
 
     @torch.no_grad()
     def model_with(self, weights: Mapping[str, np.ndarray]) -> GPT | HFPolicy:
@@ -128,8 +124,9 @@ class PolicyTrainer:
         return model
 
     def freeze_reference(self) -> None:
-        """Make the policy as it is now the reference of the KL term. Needed before the first step if `kl` is above 0."""
-        self._reference = self.model_with(self.weights()).requires_grad_(False)
+        """Make a copy of the current policy the reference of the KL term; nothing if `kl` is 0. Called before the first step."""
+        if self.settings.kl:
+            self._reference = self.model_with(self.weights()).requires_grad_(False)
 
     # ------------------------------------------------------------------------------------------------ step
 
@@ -147,7 +144,7 @@ class PolicyTrainer:
             with phase("train.forward"):
                 logprobs, entropy = _logprobs(self.model, micro)
                 reference = None
-                if self._reference is not None and s.kl:
+                if self._reference is not None and "reference_logprobs" not in micro:
                     with torch.no_grad():
                         reference, _ = _logprobs(self._reference, micro)
                 terms = policy_terms(
@@ -167,7 +164,7 @@ class PolicyTrainer:
         with phase("train.optimizer"):
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
             if not (math.isfinite(loss_sum) and torch.isfinite(norm)):
-                raise _not_finite(self.steps_taken, f"loss {loss_sum}, gradient norm {float(norm)}")
+                raise diverged(self.steps_taken, f"loss {loss_sum}, gradient norm {float(norm)}")
             lr = self.learning_rate()
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -206,7 +203,7 @@ class PolicyTrainer:
 
     def weights(self) -> dict[str, np.ndarray]:
         """Copies of the parameters by name."""
-        return {name: _to_array(p.detach()) for name, p in self.model.named_parameters()}
+        return {name: to_array(p) for name, p in self.model.named_parameters()}
 
     def state_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
         """Copies of everything the next step depends on: (arrays, stored dtypes where numpy has none, meta)."""
@@ -214,7 +211,7 @@ class PolicyTrainer:
         count = 0
         for name, parameter in self.model.named_parameters():
             if state := self.optimizer.state.get(parameter):
-                arrays |= {f"optim/{moment}/{name}": _to_array(state[moment]) for moment in _MOMENTS}
+                arrays |= {f"optim/{moment}/{name}": to_array(state[moment]) for moment in _MOMENTS}
                 count = int(state["step"])
         meta = {"kind": _KIND, "version": _VERSION, "step": self.steps_taken, "optimizer_steps": count}
         return arrays, {}, meta | {"model": self.model.config.to_json()}
@@ -223,14 +220,16 @@ class PolicyTrainer:
     def load_state_arrays(
         self, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str], meta: Mapping[str, Any], /
     ) -> None:
-        """Become the trainer that gave this state. CursorMismatch if it belongs to another model."""
+        """Restore the trainer from this state. CursorMismatch if it belongs to another model."""
         found = {name: meta.get(name) for name in ("kind", "version", "model")}
-        _require("the saved state", found, {"kind": _KIND, "version": _VERSION, "model": self.model.config.to_json()})
+        require_equal(
+            "the saved state", found, {"kind": _KIND, "version": _VERSION, "model": self.model.config.to_json()}
+        )
         self.optimizer.state.clear()
         for name, parameter in self.model.named_parameters():
-            parameter.copy_(_to_tensor(arrays[f"model/{name}"], parameter))
+            parameter.copy_(to_tensor(arrays[f"model/{name}"], parameter))
             if meta["optimizer_steps"]:
-                moments = {moment: _to_tensor(arrays[f"optim/{moment}/{name}"], parameter) for moment in _MOMENTS}
+                moments = {moment: to_tensor(arrays[f"optim/{moment}/{name}"], parameter) for moment in _MOMENTS}
                 self.optimizer.state[parameter] = {"step": torch.tensor(float(meta["optimizer_steps"])), **moments}
         self.steps_taken = int(meta["step"])
 
@@ -247,7 +246,7 @@ def logprobs_of(model: GPT | HFPolicy, ids: np.ndarray) -> np.ndarray:
 
 
 def _logprobs(model: GPT | HFPolicy, micro: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Log-prob of every token of a micro batch and the entropy it was chosen at; the first token of a sample has 0 of both.
+    """Log-prob of every token of a micro batch and the entropy of its distribution; both are 0 for the first token of a sample.
 
     Samples are rows padded to the longest, not one packed row: attention over a packed row costs its length squared.
     """

@@ -1,4 +1,4 @@
-"""The models that a policy can be: a built-in GPT with random weights, the model of an earlier run, or a model of transformers.
+"""Models of a policy: a built-in GPT with random weights, the model of an earlier run, or a model of transformers.
 
 policy.model           model and tokenizer
 gpt-digits             a preset of `train.gpt`, one id a character of policy.alphabet
@@ -37,7 +37,7 @@ class HFConfig:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint has to agree with."""
+        """The shape that a checkpoint must have."""
         return {"hf": read_json(self.folder / "config.json", follow=True)}
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -49,7 +49,7 @@ class HFConfig:
 
 
 class HFPolicy(nn.Module):
-    """A causal language model of transformers, called as `GPT` is. Its parameters have no useful values until they are loaded."""
+    """A causal language model of transformers, called like `GPT`. Its parameters have no useful values until they are loaded."""
 
     def __init__(self, config: HFConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a small recurrent model learns from streams of cells: it remembers each group between steps, and says what its next cell will be.
+"""Trainer of a small recurrent model on streams of cells: it keeps a state for each group between steps, and predicts the group's next cell.
 
     ledger = Ledger(LedgerSettings(width=64, mode="periodic_stale", stale_threshold=64))
     trainer = RecurrentTrainer(settings, widths={"rna": 64}, dim=64, ledger=ledger)
@@ -6,13 +6,13 @@
 
                     ┌─────────── ledger, by group_id ───────────┐
     state before ───┴─► cell 1 ─► state ─► cell 2 ─► state ─► … ┴─► state after
-                         ▲ guessed          ▲ guessed                from the state alone, before it is read
+                         ▲ predicted        ▲ predicted              from the state before the cell
 
-The rows of a group in a batch are read in order, each changing the state by a gate (h = a h + (1 - a) v, with a and v of the cell). What
-is learned is to guess a cell from the state before it. Gradients stay within the step: states are stored detached.
+The rows of a group in a batch are read in order. Each changes the state by a gate (h = a h + (1 - a) v, with a and v of the cell). The model
+learns to predict a cell from the state before it. Gradients stay within the step: states are stored detached.
 
-A step reads the ledger once and writes it once, for all its batches. On several ranks a group whose rows are shared out is read by each of
-them from the same state, and the last by (rank, row) stays: `ledger/conflicts` counts them, and results depend on the number of ranks.
+A step reads the ledger once and writes it once, for all its batches. If several ranks have rows of one group, each reads the same state and
+the last write by (rank, row) is kept: `ledger/conflicts` counts these groups, and results depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from headrace.train.lm import TrainSettings
 
 @dataclass(slots=True)
 class _Visit:
-    """The groups of one batch: which row belongs to which, and their states."""
+    """The groups of one batch: the group of each row, and the groups' states."""
 
     of_row: Tensor
-    """For each row the place of its group among those of the batch."""
+    """For each row, the index of its group within the batch."""
     turns: list[Tensor]
-    """Rows that are read at the same time: the first of every group, the second, and so on."""
+    """Rows that are read together: the first of every group, then the second, and so on."""
     states: Tensor
 
 
@@ -55,7 +55,7 @@ class RecurrentEncoder(CellModel):
         self.recall = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.GELU())
         self.ledger = ledger
         self.last_extra_metrics: dict[str, int] = {}
-        """What happened in the ledger at the last step, on this rank."""
+        """Metrics of the ledger at the last step, on this rank."""
         self._route: Route | None = None
         self._visits: list[_Visit] = []
 
@@ -76,7 +76,7 @@ class RecurrentEncoder(CellModel):
         return self._visits
 
     def guess(self, modality: str, x: Tensor, visit: _Visit) -> Tensor:
-        """What each cell was expected to be, from the state before it. Leaves the states after the batch in `visit`."""
+        """Predict each cell from the state before it. `visit.states` are then the states after the batch."""
         e = self.encode(modality, x)
         keep, value = torch.sigmoid(self.gate(e) + 1.0), self.value(e)
         h, before = visit.states, []
@@ -91,7 +91,7 @@ class RecurrentEncoder(CellModel):
         return self.decode(modality, self.recall(torch.cat(before)[place]))
 
     def write_states(self, step: int, active: Collection[int] | None = None) -> None:
-        """Store the states after a step, and let the ledger end it. `active`: the streams that are still read. Collective."""
+        """Store the states after a step, and end the ledger's step. `active`: the streams that are still read. Collective."""
         assert self._route is not None, "read_states comes first"
         if active is not None:
             self.ledger.set_active(active)
@@ -102,7 +102,7 @@ class RecurrentEncoder(CellModel):
 
 
 def _one(batch: Mapping[str, Any], name: str) -> int:
-    """What all rows of a batch have in common; -1 of a batch without rows."""
+    """The value that all rows of a batch share; -1 for a batch without rows."""
     return int(batch[name][0]) if len(batch[name]) else -1
 
 
@@ -118,7 +118,7 @@ def _turns(of_row: np.ndarray) -> list[Tensor]:
 
 
 class RecurrentTrainer(CellTrainer):
-    """Trains a RecurrentEncoder. `active` says which streams are still read; it is asked if the ledger protects them."""
+    """Trains a RecurrentEncoder. `active` returns the streams that are still read; it is called if the ledger protects them."""
 
     kind = "headrace.recurrent"
 
@@ -147,7 +147,7 @@ class RecurrentTrainer(CellTrainer):
         return self.encoder
 
     def step(self, batches: Sequence[Mapping[str, Any]]) -> CellStep:
-        """Learn from this rank's batches of a step, and carry the states of their groups on. A collective."""
+        """Learn from this rank's batches of a step, and update the states of their groups. A collective."""
         with phase("ledger.read"):
             self._turn = iter(self.encoder.read_states(batches))
         result = super().step(batches)
@@ -156,7 +156,7 @@ class RecurrentTrainer(CellTrainer):
         return result
 
     def extra_metrics(self) -> dict[str, int]:
-        """What happened in the ledger at the last step, on this rank."""
+        """Metrics of the ledger at the last step, on this rank."""
         return self.encoder.last_extra_metrics
 
     def _loss_of(self, modality: str, x: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, int]:

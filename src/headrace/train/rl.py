@@ -1,7 +1,7 @@
-"""Loss terms of a policy on packed rollouts: the loss per token of the global batch, and what to watch by environment.
+"""Loss terms of a policy on packed rollouts: the loss per token of the global batch, and metrics by environment.
 
     terms = policy_terms(logprobs, micro)                     ratio, mismatch KL and loss of every token
-    loss = global_token_mean(terms.loss_sum, terms.tokens)    a collective; the same mean whatever ranks hold
+    loss = global_token_mean(terms.loss_sum, terms.tokens)    a collective; the same mean however samples are dealt to ranks
     watch.add(micro, terms, entropy)                          then watch.metrics(): entropy/{all,env}/{mean,std,max}, mismatch_kl/…
 
 Dividing a rank's sum by its own tokens and letting DDP or FSDP average gradients gives tokens of short ranks more weight. Here
@@ -25,16 +25,16 @@ from headrace.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTerms:
-    """What one micro batch contributes."""
+    """The loss terms of one micro batch."""
 
     loss_sum: Tensor
-    """Over learnt tokens; has the gradient."""
+    """Sum of the losses of learnt tokens; has the gradient."""
     tokens: Tensor
-    """Learnt tokens, int64."""
+    """Number of learnt tokens, int64."""
     mask: Tensor
     """Which tokens are learnt."""
     ratio: Tensor
-    """Trainer's over inference's probability, detached."""
+    """Probability under the trainer over probability under the engine, detached."""
     mismatch_kl: Tensor
     """ratio − log ratio − 1, detached: 0 where trainer and inference agree."""
 
@@ -47,10 +47,10 @@ def policy_terms(
 
     Args:
         logprobs: the trainer's of the very tokens of `micro["ids"]`, one row. A token counts where its mask is 1.
-        micro: a micro batch of `TrainingBatch.micro_batches`.
+        micro: a micro batch of `TrainingBatch.micro_batches`. Its `loss_weights`, if it has any, multiply the losses of its tokens.
         clip_low, clip_high: the ratio of probabilities counts within [1 − clip_low, 1 + clip_high] (PPO).
         importance_cap: above 0, truncated importance sampling in place of clipping: −min(ratio, cap) · advantage · log-prob.
-        reference: log-probs of the same tokens by the reference policy, for `kl`.
+        reference: log-probs of the same tokens by the reference policy, for `kl`; those of the batch unless given.
         kl: weight of the KL divergence to the reference policy (estimated as exp(d) − d − 1, d = reference − log-prob).
         entropy: of the policy at each token, with its gradient, for `entropy_bonus`.
         entropy_bonus: weight of the entropy, which is subtracted from the loss.
@@ -61,25 +61,29 @@ def policy_terms(
     device = logprobs.device
     mask = _tensor(micro["mask"], device).bool()
     old = _tensor(micro["logprobs"], device)
-    # What is not learnt may be anything, also −inf: it must reach neither the sum nor, as 0 x inf, the gradient.
+    # The log-prob of a token that is not learnt may be −inf: it must reach neither the sum nor, as 0 x inf, the gradient.
     log_ratio = torch.where(mask, logprobs - old, torch.zeros_like(logprobs))
     ratio = log_ratio.exp()
     if micro["mode"] == "sft":
-        losses = torch.where(mask, -logprobs, torch.zeros_like(logprobs))
+        losses = -logprobs
     else:
         advantages = _tensor(micro["advantages"], device)
         if importance_cap > 0:
             losses = -ratio.detach().clamp(max=importance_cap) * advantages * logprobs
         else:
             losses = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+        if reference is None and "reference_logprobs" in micro:
+            reference = _tensor(micro["reference_logprobs"], device)
         if reference is not None and kl:
             away = torch.where(mask, reference - logprobs, torch.zeros_like(logprobs))
             losses = losses + kl * (torch.expm1(away) - away)
         if entropy is not None and entropy_bonus:
             losses = losses - entropy_bonus * entropy
-        losses = torch.where(mask, losses, torch.zeros_like(ratio))
+    losses = torch.where(mask, losses, torch.zeros_like(losses))
+    if "loss_weights" in micro:
+        losses = losses * _tensor(micro["loss_weights"], device)
     with torch.no_grad():
-        # ratio − log ratio − 1 would be −7e-09 where both agree to the last bit but one. expm1 is not rounded to nearest everywhere: hence the clamp.
+        # ratio − log ratio − 1 would be −7e-09 where both agree but for the last bit. expm1 is not rounded to nearest everywhere: hence the clamp.
         mismatch = (torch.expm1(log_ratio) - log_ratio).clamp_min(0)
     return PolicyTerms(
         loss_sum=losses.sum(), tokens=mask.sum(), mask=mask, ratio=ratio.detach(), mismatch_kl=mismatch.detach()
@@ -91,7 +95,7 @@ def _tensor(array: Any, device: torch.device) -> Tensor:
 
 
 class EnvWatch:
-    """Adds up what tokens were like, over all environments and for each, until `metrics` is called."""
+    """Collects metrics of tokens, over all environments and for each, until `metrics` is called."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}

@@ -87,6 +87,43 @@ def test_the_trainer_reads_what_interleave_made(tmp_path, routed):
     assert found == len(expected) == report.samples
 
 
+@pytest.mark.parametrize("form", [binary_rollout, encode_rollout, lambda raw: raw])
+def test_values_by_token_reach_the_trainer_and_others_get_what_they_would_have_had(tmp_path, form):
+    rich, plain = output(0, 0, routed=False), output(0, 1, routed=False)
+    said = []
+    for at, turn in enumerate(rich["trajectory"][:2]):  # the last turn has none
+        n = len(turn["tokens"]["completion_ids"])
+        for place, name in enumerate(("advantages", "loss_weights", "reference_logprobs")):
+            turn["tokens"][f"completion_{name}"] = [10.0 * place + at + 0.5] * n
+        said.append(n)
+    report = run(tmp_path, [((0, 0), form(rich)), ((0, 1), form(plain))], ranks=1)
+    assert report.refused == {}
+    (micro,) = open_training_batch(report.path).micro_batches(0)
+    assert {len(micro[k]) for k in ("ids", "advantages", "loss_weights", "reference_logprobs")} == {report.tokens}
+    borders = micro["cu_seqlens"]
+    for at, sample in enumerate(micro["samples"]):
+        span = slice(borders[at], borders[at + 1])
+        advantages, weights, reference, own = (micro[k][span] for k in ("advantages", "loss_weights", "reference_logprobs", "logprobs"))  # fmt: skip
+        if sample == 1:
+            assert (set(advantages), set(weights), reference.tolist()) == ({0.5}, {1.0}, own.tolist())
+            continue
+        first, second = slice(5, 5 + said[0]), slice(10 + said[0], 10 + said[0] + said[1])
+        for place, column in enumerate((advantages, weights, reference)):
+            assert set(column[first]) == {10.0 * place + 0.5}
+            assert set(column[second]) == {10.0 * place + 1.5}
+        assert set(advantages[second.stop :]) == {-0.5}
+        assert set(weights[second.stop :]) == {1.0}
+        assert reference[second.stop :].tolist() == own[second.stop :].tolist()
+
+
+def test_a_column_by_token_that_does_not_fit_is_refused(tmp_path):
+    bad = [output(0, m, routed=False) for m in range(2)]
+    bad[0]["trajectory"][0]["tokens"]["completion_loss_weights"] = [1.0] * 99
+    bad[1]["trajectory"][0]["tokens"]["completion_advantages"] = [float("nan")] * len(bad[1]["trajectory"][0]["tokens"]["completion_ids"])  # fmt: skip
+    report = run(tmp_path, [((0, m), raw) for m, raw in enumerate(bad)])
+    assert report.refused == {"wrong_length": 1, "not_finite": 1}
+
+
 def test_a_token_without_experts_takes_less_than_9_bytes(tmp_path):
     report = run(tmp_path, [(key, output(*key, turns=100, routed=False)) for key in KEYS], seq_len=4096)
     assert report.tokens > 8000
@@ -172,6 +209,7 @@ def test_what_was_alive_when_a_pipeline_opened_is_frozen_until_it_closes(tmp_pat
             during = gc.get_freeze_count()
         return before, during, gc.get_freeze_count()
 
+    gc.unfreeze()
     before, during, after = asyncio.run(go())
     assert (before, after) == (0, 0)
     assert (during > 10_000) == freeze

@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -14,8 +14,9 @@ import pytest
 from headrace.cli.replay import replay as verb
 from headrace.errors import ConfigError, FileCorrupt, StorageError
 from headrace.rollouts import interleave_rollout, rollout_from_verifiers
+from headrace.rollouts import replay as module
 from headrace.rollouts.dumps import dump_raw_rollouts, read_dump, synthetic_rollouts
-from headrace.rollouts.replay import ALONE, replay, replay_phase
+from headrace.rollouts.replay import ALONE, PhaseCost, replay, replay_phase
 
 
 def test_a_dump_gives_back_plain_values_and_names_what_it_left_out(tmp_path):
@@ -93,7 +94,7 @@ def test_every_phase_can_be_run_alone_beside_an_idle_stretch(small, tmp_path, ph
 
 
 def test_processes_and_encoded_rollouts_replay_to_the_same_batch(small, tmp_path):
-    ways = ({}, {"processes": 1}, {"form": "msgpack"}, {"form": "msgpack", "processes": 1})
+    ways = ({}, {"form": "msgpack"}, {"form": "msgpack", "processes": 1})
     found = [replay(small, folder=tmp_path, idle=0.01, **way) for way in ways]
     assert len({(r.rollouts, r.samples, r.tokens, r.bytes) for r in found}) == 1
     idle, cost = replay_phase(small, "ingest", folder=tmp_path, idle=0.01, form="msgpack")
@@ -108,7 +109,9 @@ def test_a_phase_that_is_none_is_named(small):
         replay_phase(small, "nap")
 
 
-def test_the_verb_tells_one_phase_alone_or_a_part_of_the_whole(small, capsys):
+def test_the_verb_tells_one_phase_alone_or_a_part_of_the_whole(small, capsys, monkeypatch):
+    for function in (replay, replay_phase):
+        monkeypatch.setattr(module, function.__name__, functools.partial(function, idle=0.01))
     assert verb(small, phase="interleave", format="json") == 0
     told = json.loads(capsys.readouterr().out)
     assert [p["phase"] for p in told["phases"]] == ["interleave"]
@@ -138,9 +141,9 @@ def test_options_that_would_be_ignored_are_refused(small, tmp_path):
 
 def test_the_command_of_the_old_scripts_runs_every_phase_alone(small, capsys, monkeypatch):
     from headrace.cli.app import app
-    from headrace.rollouts import replay as module
 
-    monkeypatch.setattr(module, "replay_phase", functools.partial(replay_phase, idle=0.01))
+    cost = PhaseCost(phase="", wall=1.0, cpu=1.0, loop=0.0, lag_mean=0.0, lag_p99=0.0, lag_max=0.0)
+    monkeypatch.setattr(module, "replay_phase", lambda dump, phase, **more: (cost, replace(cost, phase=phase)))
     words = ["replay", "--dump", str(small), "--synthetic-traffic", "5", "--quick", "--format", "json"]  # fmt: skip
     with pytest.raises(SystemExit) as ended:
         app(words)

@@ -75,6 +75,9 @@ def test_the_loss_terms_are_those_of_their_formulas():
     with_both = policy_terms(logprobs, micro, reference=reference, kl=0.5, entropy=entropy, entropy_bonus=0.1)
     divergence = np.exp(-0.5) + 0.5 - 1
     assert float(with_both.loss_sum) == pytest.approx(clipped + 0.5 * divergence - 0.1 * 0.7)
+    by_token = micro | {"reference_logprobs": reference.numpy(), "loss_weights": np.array([9.0, 0.0, 2.0], np.float32)}
+    second = -min(-ratio[1], -0.8)  # its reference is the policy itself
+    assert float(policy_terms(logprobs, by_token, kl=0.5).loss_sum) == pytest.approx(2.0 * second)
 
 
 def test_advantages_are_scaled_as_their_kind_says():
