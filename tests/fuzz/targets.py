@@ -283,6 +283,20 @@ def read_tokenizer(path: Path) -> Any:
     return load_tokenizer(path, engine="tokenizers").encode(["some words"]).ids.tolist()
 
 
+def tiktoken(path: Path) -> None:
+    import base64
+
+    tokens = [bytes([b]) for b in range(256)] + [b"so", b"me", b"some", b" w"]
+    path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens)))
+
+
+@target("tiktoken", "gpt2.tiktoken", tiktoken)
+def read_tiktoken(path: Path) -> Any:
+    from headrace.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(path, engine="tokenizers").encode(["some words"]).ids.tolist()
+
+
 CONFIG = """
 [run]
 steps = 8

@@ -3,6 +3,7 @@
 tokenizer        text → flat int32 ids; any tokenizer.json, or bytes
 named_tokenizer  the tokenizer.json of a path, of a name in the Hugging Face cache, or of a tokenizer object
 tokenizer_file   checks of a tokenizer.json before native code sees it
+tiktoken_ranks   a .tiktoken vocabulary as a tokenizer.json
 pieces           encoding of very long documents in pieces
 engines          the libraries that encode, and the proof that they agree with the reference
 named_encode     encoding whose errors name the document

@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.errors import FileCorrupt, StorageError, TokenizerError
 from headrace.files import read_regular
+from headrace.text.tiktoken_ranks import tokenizer_json_of_ranks
 
 _MAX_FILE = 256 << 20
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -58,12 +59,10 @@ def read_definition(name: str | Path, *, base: Path | None = None) -> bytes:
     """Return the tokenizer.json of a path or name; TokenizerError says where it was looked for.
 
     Args:
-        name: A tokenizer.json, a folder that holds a tokenizer.json, or the name of a model on the Hugging Face hub.
+        name: A tokenizer.json or .tiktoken file, a folder that holds a tokenizer.json, or the name of a model on the Hugging Face hub.
         base: Where a relative path starts; the working folder unless given.
     """
     file = Path(name).expanduser() if base is None else base / Path(name).expanduser()
-    if file.suffix == ".tiktoken":
-        raise TokenizerError(f"tokenizer {name} holds ranks only: give the tokenizer.json of the same vocabulary")
     try:
         if file.is_dir():
             file = file / "tokenizer.json"
@@ -78,6 +77,8 @@ def read_definition(name: str | Path, *, base: Path | None = None) -> bytes:
             raise TokenizerError(f"tokenizer {name} cannot be read from {cached}: {unreadable}") from unreadable
     except (OSError, FileCorrupt, StorageError) as error:
         raise TokenizerError(f"tokenizer {name} cannot be read: {error}") from error
+    if file.suffix == ".tiktoken":
+        return tokenizer_json_of_ranks(text, encoding=file.stem, name=str(name))
     return text
 
 
@@ -106,7 +107,7 @@ def _hub_cache() -> Path:
 def _missing(name: str | Path, file: Path) -> str:
     sentence = f"tokenizer {name} does not exist: give the path of a tokenizer.json, or leave it out to use bytes"
     text = str(name)
-    if not _REPOSITORY.fullmatch(text) or text.endswith(".json"):
+    if not _REPOSITORY.fullmatch(text) or text.endswith((".json", ".tiktoken")):
         return sentence
     return (
         f"tokenizer {name} is neither a file nor a folder ({file}), and the Hugging Face cache {_hub_cache()} has no tokenizer.json of it: "

@@ -41,6 +41,7 @@ from targets import (  # fmt: skip
     read_run,
     read_shift,
     read_spool_record,
+    read_tiktoken,
     read_tokenizer,
     read_verdict,
     read_weights,
@@ -148,7 +149,7 @@ READERS = {
     "a.safetensors": gram_folder, "a.npy": gram_folder, "a.parquet": gram_folder, "stamps.json": gram_stamps, "gram.safetensors.json": gram_result,
     "README.md": hub_folder, "meta.json": TARGETS["spool meta.json"].read, "meta.pkl": TARGETS["spool meta.pkl"].read,
     "commit": read_spool_record, "verdict": read_verdict, "train_batches_0.pt": read_legacy, "manifest.json": read_manifest,
-    "shift.npy": read_shift, "a.chunks": read_chunk_hashes, "cursor.json": read_cursor,
+    "shift.npy": read_shift, "gpt2.tiktoken": read_tiktoken, "a.chunks": read_chunk_hashes, "cursor.json": read_cursor,
     "probe.json": read_weights, "flight.jsonl": read_flight, "step_000000000003.log": lambda path: list(read_arrivals(path)), "a.dump": read_dump,
 }  # fmt: skip
 
