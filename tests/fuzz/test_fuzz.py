@@ -20,7 +20,7 @@ def test_changed_files_are_read_exactly_or_refused_by_name_by_every_reader(tmp_p
 
     from run import Outcome, fuzz
 
-    each = int(os.environ.get("HEADRACE_FUZZ", "12"))
+    each = int(os.environ.get("HEADRACE_FUZZ", "8"))
     outcome = Outcome()
     fuzz(tmp_path, 1, 0, each, list(TARGETS), outcome)
     assert not outcome.bad, json.dumps(outcome.bad[:5], indent=1)

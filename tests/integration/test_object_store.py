@@ -361,7 +361,7 @@ def test_rows_of_objects_in_a_bucket_are_those_of_the_files_on_disk(tmp_path, bu
         assert rows(f"{bucket.url}/run/acts") == disk
 
 
-@pytest.mark.timeout(300)  # three commands with worker processes, which load their kernels
+@pytest.mark.timeout(300)  # two commands with worker processes, which load their kernels
 def test_the_gram_of_objects_in_a_bucket_is_that_of_the_files_on_disk(tmp_path, bucket, headrace):
     for name in row_shards(tmp_path / "acts")["parquet"]:
         bucket(f"run/acts/{name}", (tmp_path / "acts" / name).read_bytes())
@@ -374,7 +374,6 @@ def test_the_gram_of_objects_in_a_bucket_is_that_of_the_files_on_disk(tmp_path, 
 
     disk, stored = summed("acts/*.parquet", "disk.safetensors"), summed(f"{bucket.url}/run/acts", "stored.safetensors")
     assert (stored["sha256"], stored["n_rows"], stored["state"]) == (disk["sha256"], 3000, "reduced")
-    assert summed(f"{bucket.url}/run/acts", "stored.safetensors")["state"] == "complete"
 
 
 def test_an_object_that_was_replaced_since_it_was_summed_is_refused_by_name(tmp_path, bucket, headrace):
@@ -387,7 +386,6 @@ def test_an_object_that_was_replaced_since_it_was_summed_is_refused_by_name(tmp_
     done = headrace(*words, cwd=tmp_path)
     assert done.returncode == 1
     assert "holds the sum of something else (data was" in done.stderr
-    assert headrace(*words, "--replace", cwd=tmp_path).returncode == 0
 
 
 def test_an_object_that_is_replaced_under_a_pass_is_refused_at_the_next_read(tmp_path, bucket):

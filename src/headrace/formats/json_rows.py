@@ -10,6 +10,7 @@ import orjson
 
 from headrace.errors import DataError
 from headrace.formats.byte_file import ByteFile, Undecodable, first_line
+from headrace.formats.lines import NEWLINE, blocks
 from headrace.formats.rows import Column, Ragged, chosen
 
 _MAX_LINE = 16 << 20
@@ -31,17 +32,14 @@ class JsonRows:
         self.schema = {name: _column(file.path, name, first[name], rows) for name in names}
 
     def _line_ends(self) -> np.ndarray:
-        found: list[np.ndarray] = []
-        size, at = self._file.size, 0
-        last = b"\n"
-        while at < size:
-            block = self._file.read(at, min(1 << 20, size - at))
-            found.append(np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + at)
-            last = bytes(block[-1:])
-            at += len(block)
-        if last != b"\n":
-            found.append(np.array([size]))
-        return np.concatenate(found).astype(np.int64) if found else np.empty(0, np.int64)
+        found = [np.empty(0, np.int64)]
+        last = NEWLINE
+        for offset, block in blocks(self._file, 0):
+            found.append(np.flatnonzero(block == NEWLINE) + offset)
+            last = block[-1]
+        if last != NEWLINE:
+            found.append(np.array([self._file.size]))
+        return np.concatenate(found)
 
     def _objects(self, start: int, stop: int) -> list[dict[str, Any]]:
         if start == stop:

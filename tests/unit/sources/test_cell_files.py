@@ -255,7 +255,7 @@ class Odd(Counting):
 def test_a_reader_that_cannot_count_is_refused_with_the_remedy(tmp_path, reader, said):
     (tmp_path / "rna").mkdir()
     (tmp_path / "rna" / "0.odd").write_text("12")
-    with pytest.raises(DataError, match=rf"0\.odd: its reader \(\.odd\) {said}.*count them"):
+    with pytest.raises(DataError, match=rf"0\.odd: its reader \(\.odd\) {said}.*count the rows"):
         list_streams(tmp_path, readers={".odd": reader}, cache=tmp_path / "c")
 
 

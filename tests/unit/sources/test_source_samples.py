@@ -53,10 +53,11 @@ def test_two_builders_that_meet_leave_one_corpus_and_both_use_it(tmp_path):
     assert len(list((tmp_path / "samples").iterdir())) == 1
 
 
-def test_a_corpus_is_the_same_bytes_each_time_it_is_made(tmp_path, cache):
+def test_a_corpus_is_the_same_bytes_each_time_it_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(samples, "_MOST_BYTES", 200_000)
     with (
-        open_source(Source("sample:code"), cache=tmp_path) as again,
-        open_source(Source("sample:code"), cache=cache) as first,
+        open_source(Source("sample:code"), cache=tmp_path / "a") as again,
+        open_source(Source("sample:code"), cache=tmp_path / "b") as first,
     ):
         assert again.fingerprint() == first.fingerprint()
 
