@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -292,6 +293,7 @@ def test_a_run_in_progress_updates_itself_and_a_click_on_its_curve_opens_the_doc
         here.wait_for_selector('.card[data-key="train/loss"] svg path.curve[d*="L"]', state="attached")
         before = here.inner_text("#progress-text")
         here.wait_for_selector(f'#progress-text:not(:text-is("{before}"))')
+        process.send_signal(signal.SIGSTOP)  # it has shown what it should, and leaves the processors to the browser
         here.locator("svg.plot").first.scroll_into_view_if_needed()
         plot = here.locator('.card[data-key="train/loss"] svg')
         box = plot.bounding_box()
