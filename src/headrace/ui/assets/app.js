@@ -1,4 +1,4 @@
-// The pages. Data comes from /api, or from the document itself in a static report; both have the same shape.
+// The pages. Data comes from /api, or from the HTML file itself in a static report; both have the same shape.
 'use strict';
 const EMBEDDED = document.getElementById('data') ? JSON.parse(document.getElementById('data').textContent) : null;
 const main = document.getElementById('main'), head = document.getElementById('top');

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections import Counter
@@ -16,7 +15,7 @@ from headrace.errors import DataError, HeadraceError
 from headrace.rollouts.arrival_log import Arrival, read_arrivals
 from headrace.ui.metrics_index import is_number
 from headrace.ui.pages.page_parts import BARS, POINTS, bars, chart, charts, findings, header
-from headrace.ui.run_view import RunView, tail_lines
+from headrace.ui.run_view import RunView, cached_by_file, tail_lines
 
 _LOG = re.compile(r"step_(\d{1,15})\.log", re.ASCII)
 _MAX_LOG = 1 << 30
@@ -160,11 +159,7 @@ def _groups(view: RunView) -> list[dict[str, Any]]:
     wanted, trained, logs = view.section("rollouts").get("groups_per_step"), view.index.last_step, _arrival_logs(view)
     found = []
     for step in sorted(logs, reverse=True)[:_GROUP_STEPS]:
-        try:
-            status = logs[step].stat()
-        except OSError:
-            continue
-        members, failed, damaged = _members(logs[step], status.st_size, status.st_mtime_ns)
+        members, failed, damaged = _members(logs[step])
         complete = sum(
             len(finished) >= size for (env, _), finished in members.items() if isinstance(size := sizes.get(env), int)
         )
@@ -175,9 +170,9 @@ def _groups(view: RunView) -> list[dict[str, Any]]:
     return found
 
 
-@functools.lru_cache(maxsize=4 * _GROUP_STEPS)
-def _members(path: Path, size: int, changed: int) -> tuple[dict[tuple[str, int], set[int]], dict[str, int], bool]:
-    """Finished members by (environment, task), failures by cause, and whether the log is damaged. `size` and `changed` (ns) are those of the file."""
+@cached_by_file(4 * _GROUP_STEPS)
+def _members(path: Path) -> tuple[dict[tuple[str, int], set[int]], dict[str, int], bool]:
+    """Finished members by (environment, task), failures by cause, and whether the log is damaged."""
     members: dict[tuple[str, int], set[int]] = {}
     failed: Counter[str] = Counter()
     try:
