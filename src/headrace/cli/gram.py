@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -96,7 +97,7 @@ def gram(
     if talks:
         _closing(console, summary)
     elif format == "json":
-        console.print_json(json.dumps(summary.to_dict()))
+        console.print_json(json.dumps(asdict(summary)))
     return 128 + summary.signal if summary.signal else 0
 
 
@@ -141,7 +142,7 @@ def _join(
         how = "the pass is over" if summary.state == "finished" else "stopped"
         say(console, f"{how}; made {summary.partials:,} partials in {summary.seconds:.1f} s")
     elif format == "json":
-        console.print_json(json.dumps(summary.to_dict()))
+        console.print_json(json.dumps(asdict(summary)))
     return 128 + summary.signal if summary.signal else 0
 
 

@@ -81,9 +81,15 @@ def unpack_upper(packed: np.ndarray, k: int) -> np.ndarray:
     """The full k x k matrix of a packed upper triangle."""
     if packed.shape != (k * (k + 1) // 2,):
         raise DataError(f"a packed Gram of {k} columns has {k * (k + 1) // 2:,} entries, got shape {packed.shape}")
-    full, lower = np.empty((k, k)), np.tri(k, k, -1, dtype=bool)
-    full[~lower] = packed
-    np.copyto(full, full.T, where=lower)
+    full, at = np.empty((k, k)), 0
+    for start in range(0, k, 64):  # 64 columns at a time are transposed within the cache
+        end = min(start + 64, k)
+        for i in range(start, end):
+            row = packed[at : at + k - i]
+            at += k - i
+            full[i, i:] = row
+            full[i:end, i] = row[: end - i]
+        full[end:, start:end] = full[start:end, end:].T
     return full
 
 
@@ -234,10 +240,15 @@ class _Task:
 
 
 def _widened(rows: np.ndarray) -> np.ndarray:
-    """f16 or bf16 as f32: exact."""
+    """f16, or bf16 as uint16, as f32: exact."""
     if rows.dtype == np.float16:
         return rows.astype(np.float32)
     return (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def as_f64(values: np.ndarray) -> np.ndarray:
+    """Real numbers, or bf16 as uint16, as f64: exact, but for whole numbers beyond 2^53."""
+    return (_widened(values) if values.dtype == np.uint16 else values).astype(np.float64, copy=False)
 
 
 def _superblock(columns: int, block: int) -> int:
