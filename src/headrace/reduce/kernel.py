@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
 import numpy as np
@@ -297,31 +295,18 @@ def _in_large_pages(size: int) -> np.ndarray:
 
 
 def _share(work: Iterable[T], do: Callable[[T], object], threads: int) -> None:
-    """Call `do` for each item of `work`, on this thread and threads − 1 others; the next free thread takes the next item."""
-    left = deque(work)
+    """Call `do` for each item of `work`, on so many threads."""
 
-    def until_none_is_left() -> None:
+    def one(item: T) -> None:
         _require_denormals()
-        while True:
-            try:
-                item = left.popleft()
-            except IndexError:
-                return
-            do(item)
+        do(item)
 
-    others = [_pool(threads).submit(until_none_is_left) for _ in range(min(threads, len(left)) - 1)]
-    try:
-        until_none_is_left()
-    finally:
-        left.clear()
-        others = [
-            other for other in others if not other.cancel()
-        ]  # a thread that has not woken up yet is not waited for
-        if others:
-            with Wait("reduce.threads"):
-                wait_for(others)
-    for other in others:
-        other.result()
+    if threads == 1:
+        for item in work:
+            one(item)
+    else:
+        with Wait("reduce.threads"):
+            list(_pool(threads).map(one, work))
 
 
 def _added(left: np.ndarray, right: np.ndarray, threads: int) -> np.ndarray:
@@ -339,7 +324,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     key = (os.getpid(), threads)  # a forked child has none of its parent's threads
     with _lock:
         if key not in _pools:
-            _pools[key] = ThreadPoolExecutor(threads - 1, thread_name_prefix="headrace-gram")
+            _pools[key] = ThreadPoolExecutor(threads, thread_name_prefix="headrace-gram")
         return _pools[key]
 
 
