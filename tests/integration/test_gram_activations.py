@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 
 import numpy as np
@@ -87,16 +85,13 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_sum_the_rows_of_their_samples_to_the_bits_of_one_process(write_jsonl, tmp_path):
+def test_ranks_sum_the_rows_of_their_samples_to_the_bits_of_one_process(write_jsonl, warm, tmp_path):
     import headrace as hr
 
     texts = [f"page {i}. " + "the race carries water to the wheel. " * (i % 23) for i in range(300)]
     spec = f"jsonl:{write_jsonl('pages.jsonl', texts)}"
     (tmp_path / "ranks.py").write_text(RANKS)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "ranks.py"), spec],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
+    done = warm.ranks(2, [sys.executable, str(tmp_path / "ranks.py"), spec])
     assert done.returncode == 0, done.stderr[-3000:]
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(told) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -102,7 +103,7 @@ def gram(
     if talks:
         _closing(console, summary)
     elif format == "json":
-        print_json(summary.to_dict())
+        print_json(asdict(summary))
     return 128 + summary.signal if summary.signal else 0
 
 
@@ -134,7 +135,7 @@ def _join(
         how = "the pass is over" if summary.state == "finished" else "stopped"
         print_plain(console, f"  {how}; made {summary.partials:,} partials in {summary.seconds:.1f} s")
     elif format == "json":
-        print_json(summary.to_dict())
+        print_json(asdict(summary))
     return 128 + summary.signal if summary.signal else 0
 
 

@@ -1,9 +1,9 @@
-"""The recurrent-state ledger: one state a group, kept between steps, and what was forgotten too early.
+"""Recurrent-state ledger: one state a group, kept between steps, with eviction and the detection of false evictions.
 
-    settings.py    what a ledger was asked to be
+    settings.py    settings of a ledger
     owners.py      which rank owns a group
     slot_index.py  the index from gid to slot, compiled
-    slots.py       slots by gid, and the order in which they are given up: groups and ghosts
+    slots.py       slots by gid, and the order in which they are evicted: groups and ghosts
     shard.py       the groups of one rank: lookup, store, eviction, ghosts, state
     ranks.py       all ranks together: rows go to their owners and back
     gauges.py      the metrics

@@ -1,4 +1,4 @@
-"""Where does a row go? To the rank that owns its group, and its answer comes back.
+"""Ledger over ranks: each row goes to the rank that owns its group, and its state comes back.
 
     ledger = Ledger(LedgerSettings(width=256))          rank and world size of torch.distributed, if it is initialised
     route = ledger.route(gids, streams, epochs)         who owns which row: two small exchanges

@@ -1,4 +1,4 @@
-"""What a ledger was asked to be.
+"""Settings of a ledger: width, eviction mode, limits.
 
 LedgerSettings(width=256, mode="periodic_stale", stale_threshold=64, protect_active=True)
 """

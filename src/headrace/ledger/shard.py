@@ -1,4 +1,4 @@
-"""The states of the groups that one rank owns: kept, found, forgotten, and known again.
+"""Ledger of one rank: the states of its groups, their eviction, and ghosts that find false evictions.
 
     shard = LedgerShard(LedgerSettings(width=256, mode="lru", capacity=100_000))
     states, found = shard.lookup(gids)                        zeros where there is none
@@ -52,7 +52,7 @@ _SAVED = {
     "ghosts/gid": np.int64, **{f"ghosts/{name}": dtype for name, dtype in _GHOST_COLUMNS.items()},
 }  # fmt: skip
 _STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_NOBODY = np.zeros(0, np.int64)
+_NONE = np.zeros(0, np.int64)
 
 
 class LedgerShard:
@@ -74,7 +74,7 @@ class LedgerShard:
         """Slots stored in the step under way, each once: they are in no line."""
         self._ghosts = Slots(_GHOST_COLUMNS, limit=settings.ghost_capacity)
         self._arena = torch.zeros((0, settings.width), dtype=self.dtype, device=self.device)
-        self._active = _NOBODY
+        self._active = _NONE
         self._counts: dict[str, int] = dict.fromkeys((spec.key for spec in LEDGER_SPECS), 0)
         self._happened = False
 
@@ -235,14 +235,14 @@ class LedgerShard:
     # -------------------------------------------------------------------------------------------------- forget
 
     def _evict_lru_overflow(self, count: int, step: int) -> None:
-        gone = self._evict(step, count, _LRU, self._active if self.settings.protect_active else _NOBODY)
+        gone = self._evict(step, count, _LRU, self._active if self.settings.protect_active else _NONE)
         if gone < count:  # everything left is protected: the oldest goes anyway
-            self._counts[PROTECTED] += self._evict(step, count - gone, _LRU, _NOBODY)
+            self._counts[PROTECTED] += self._evict(step, count - gone, _LRU, _NONE)
 
     def _sweep_stale_entries(self, step: int) -> None:
         assert self.settings.stale_threshold is not None
         cutoff = step - self.settings.stale_threshold
-        self._evict(cutoff, len(self._groups), _STALE, self._active if self.settings.protect_active else _NOBODY)
+        self._evict(cutoff, len(self._groups), _STALE, self._active if self.settings.protect_active else _NONE)
 
     def _evict(self, cutoff: int, limit: int, mode: int, active: np.ndarray) -> int:
         """Evict the oldest groups of steps before `cutoff` and make ghosts of them, for which the oldest ghosts make room; how many."""
@@ -259,12 +259,12 @@ class LedgerShard:
         gone = limit - missing
         if gone:
             victims = np.concatenate(found)
-            self._haunt(victims, mode)
+            self._add_ghosts(victims, mode)
             groups.remove(victims)
             self._counts[EVICTED[_NAMES[mode]]] += gone
         return gone
 
-    def _haunt(self, victims: np.ndarray, mode: int) -> None:
+    def _add_ghosts(self, victims: np.ndarray, mode: int) -> None:
         """Make ghosts of groups that are evicted; the oldest ghosts make room, and are counted."""
         groups, ghosts = self._groups, self._ghosts
         if not ghosts.limit:
@@ -313,7 +313,7 @@ class LedgerShard:
 
     def _touched(self) -> np.ndarray:
         """The slots of the step under way, by gid."""
-        slots = np.concatenate([*self._pending, _NOBODY])
+        slots = np.concatenate([*self._pending, _NONE])
         return slots[np.argsort(self._groups.keys[slots])]
 
     def _require_owned(self, gids: np.ndarray, what: str) -> None:
@@ -479,7 +479,7 @@ class LedgerShard:
     def _load_ghosts(self, arrays: Mapping[str, np.ndarray]) -> None:
         ghosts = self._ghosts
         ghosts.clear()
-        mine = self._kept(arrays, "ghosts/gid", by=("ghosts/when",))[-ghosts.limit :] if ghosts.limit else _NOBODY
+        mine = self._kept(arrays, "ghosts/gid", by=("ghosts/when",))[-ghosts.limit :] if ghosts.limit else _NONE
         ghosts.make_room(len(mine))
         slots = ghosts.take(arrays["ghosts/gid"][mine])
         for name in _GHOST_COLUMNS:

@@ -1,4 +1,4 @@
-"""Slots by gid, and the order in which they are given up.
+"""Slots by group id, and the order in which they are evicted.
 
     slots = Slots({"last": np.int32, "stream": np.int32}, limit=100_000)
     slots.make_room(1_024)              grows by doubling, up to the limit

@@ -1,13 +1,13 @@
-"""What happened, how long it took, and which rank was worst.
+"""Metrics: declarations, waits and phases, reduction over steps and ranks, sinks.
 
     spec.py       what a metric is: key, reduction over ranks, healthy range; the registry of all of them
-    wait.py       where the time went: Wait, phase, step, Meter
-    histogram.py  what was usual and what was bad, in fixed memory
-    lag.py        how late the event loop is: EventLoopLagMonitor
+    wait.py       times: Wait, phase, step, Meter
+    histogram.py  median, 99th percentile and maximum in fixed memory
+    lag.py        lag of an event loop: EventLoopLagMonitor
     reducer.py    many steps and many ranks become one line: Accumulator, Reducer
-    loss.py       a loop's own numbers over ranks: means, and sums with the worst rank
-    ranks.py      collectives that end: who is missing when a rank is killed or stopped
-    sinks.py      where lines go: JSONL always; wandb and TensorBoard from threads
+    loss.py       a training loop's own numbers over ranks: means, and sums with the worst rank
+    ranks.py      collectives that name the missing rank when one is killed or stopped
+    sinks.py      files and services that records go to: JSONL always; wandb and TensorBoard from threads
 
 A loop that uses all of it:
 
@@ -27,7 +27,7 @@ from headrace.metrics.loss import reduce_loss_metrics
 from headrace.metrics.reducer import STEPS_IN_INTERVAL, Accumulator, Mean, Reducer, reduce_values
 from headrace.metrics.sinks import SINKS, BackgroundSinks, JsonlSink, Sink, SinkContext, TensorboardSink, WandbSink
 from headrace.metrics.spec import Metered, MetricSpec, Reduction, SpecBook, register, registered_specs
-from headrace.metrics.wait import Meter, OpenWait, StepTimes, Wait, default_meter, phase
+from headrace.metrics.wait import Meter, OpenWait, Wait, default_meter, phase
 
 __all__ = [
     "SINKS",
@@ -47,7 +47,6 @@ __all__ = [
     "Sink",
     "SinkContext",
     "SpecBook",
-    "StepTimes",
     "TensorboardSink",
     "Wait",
     "WandbSink",

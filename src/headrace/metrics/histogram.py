@@ -1,4 +1,4 @@
-"""What was usual and what was bad, in memory that does not grow.
+"""Histogram with a bounded relative error, in memory that does not grow.
 
     lag = Histogram("loop/lag", unit="s")
     lag.record(0.0021)
@@ -21,7 +21,10 @@ from headrace.metrics.spec import MetricSpec, Number, Reduction
 
 
 class Histogram:
-    """Counts by log-spaced bucket. Any thread may record; `drain` loses nothing."""
+    """Counts by log-spaced bucket. Any thread may record; `drain` loses nothing.
+
+    `key`: prefix of the metrics. `lo`, `hi`: the range within which the relative error is at most `error`.
+    """
 
     def __init__(self, key: str, *, lo: float = 1e-6, hi: float = 3600.0, error: float = 0.02, unit: str = "s") -> None:
         if not 0 < lo < hi < math.inf or not 0 < error < 1:

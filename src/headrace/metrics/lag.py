@@ -1,11 +1,11 @@
-"""How late the event loop is: `EventLoopLagMonitor`.
+"""Lag of an event loop: `EventLoopLagMonitor`.
 
     monitor = EventLoopLagMonitor()          ten times a second; interval=0.001 in benchmarks
     async with monitor: ...
     monitor.drain()                          event_loop_lag/min, mean, median, p90, p99, max (seconds) since the last drain
 
-A task sleeps for the interval and notes by how much it woke up late: that long, every other task waited too. Once a second misses
-stalls between two looks; ten a second see every stall above .1 s and their share of the shorter ones.
+A task sleeps for the interval and notes by how much it woke up late: that long, every other task waited too. At ten samples a second
+every stall above 0.1 s is seen, and a share of the shorter ones.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class EventLoopLagMonitor:
     """Samples the lag of the loop it was started on."""
 
     def __init__(self, *, interval: float = 0.1, warn_above: Mapping[str, float] | None = None) -> None:
+        """`interval`: seconds between samples. `warn_above`: thresholds in seconds, by statistic (min, mean, median, p90, p99, max)."""
         if not 0 < interval < math.inf:
             raise ValueError(f"a lag monitor looks every so many seconds, got {interval}")
         self.interval = interval

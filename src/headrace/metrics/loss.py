@@ -38,7 +38,8 @@ def reduce_loss_metrics(
     """The metrics of all ranks as one dict. Collective, unless there is one rank.
 
     A key of `sum_keys` gives `<key>`, summed, and `<key>_max`, the largest of a rank. Any other is averaged: each rank alike, or by
-    `counts[key]`, which a rank that has nothing sets to 0. Ranks that bring a different `step` are refused.
+    `counts[key]`, which a rank that has nothing sets to 0. Ranks that bring a different `step` are refused. `group`: the process group, the
+    whole world unless given; `deadline`: seconds that the first call allows each reduction.
     """
     summed, weights = sum_keys or (), counts or {}
     both = sorted(key for key in weights if key in summed)

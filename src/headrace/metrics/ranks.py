@@ -1,6 +1,6 @@
-"""Collectives that end: with a result, or with an error that names who is missing.
+"""Collectives that end: with a result, or with an error that names the missing ranks.
 
-gloo alone says `Connection closed by peer [10.0.0.7]:21652` to some of the ranks, and nothing to the others for 30 minutes. Here
+gloo alone raises `Connection closed by peer [10.0.0.7]:21652` on some of the ranks, and nothing on the others for 30 minutes. Here
 
     killed     the neighbours see a broken connection at once and note it in the process group's store; the others look
                there every quarter of a second. WorkerDied on all of them, within about 2 s
@@ -42,7 +42,7 @@ _GRACE_AT_DEADLINE = 0.5
 
 
 class Ranks:
-    """The ranks of a process group, as one user of them sees it. All ranks call the same methods in the same order."""
+    """The collectives of one user of a process group. All ranks call the same methods in the same order."""
 
     def __init__(
         self,
@@ -53,9 +53,15 @@ class Ranks:
         device: torch.device | str | None = None,
         asks: bool | None = None,
     ) -> None:
-        """`doing` and `asker` are how errors call the work, and who takes a deadline for it. `device` is the memory that values travel
-        through; None: CPU memory, or the only kind that the group reaches. `asks`: work is asked whether it is done, because nccl takes
-        a timeout of wait() for the end of the communicator; None: on every device but the CPU."""
+        """Prepare collectives over `group`.
+
+        Args:
+            group: The process group; the whole world if None.
+            doing: Name of the work in errors.
+            asker: The object whose deadline a user would change, in errors.
+            device: The memory that values travel through; CPU memory, or the only kind that the group reaches, if None.
+            asks: Whether to poll if work is done, because nccl ends the communicator at a timeout of wait(); on every device but the CPU if None.
+        """
         import torch
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
@@ -85,7 +91,7 @@ class Ranks:
         self._given_up: HeadraceError | None = None
         self._reductions = 0
         self._number = 0
-        """Collectives so far. Every rank runs the same ones in the same order, so the number says who came how far."""
+        """Collectives so far. Every rank runs the same ones in the same order, so the number says how far a rank came."""
 
     def begin(self) -> None:
         self._reductions += 1
@@ -129,9 +135,9 @@ class Ranks:
         self._finish(lambda: self._group.alltoall_base(out, given, list(received), list(sent), options), wait)
         return out.view(rows.dtype) if len(out) else rows.new_empty((0, *rows.shape[1:]))
 
-    def exchange(self, said: Mapping[str, Any], wait: Wait) -> list[dict[str, Any]]:
-        """What every rank says, as JSON (all_gather_object would unpickle what comes from the wire)."""
-        text = orjson.dumps(said)
+    def exchange(self, value: Mapping[str, Any], wait: Wait) -> list[dict[str, Any]]:
+        """The values of all ranks, sent as JSON (all_gather_object would unpickle what comes from the wire)."""
+        text = orjson.dumps(value)
         lengths = self.gather(np.array([len(text)], dtype=np.int64), wait)[:, 0]
         padded = np.zeros(-(-int(lengths.max()) // 8), dtype=np.int64)
         padded.view(np.uint8)[: len(text)] = np.frombuffer(text, dtype=np.uint8)
@@ -241,9 +247,9 @@ def _failure(work: Work) -> RuntimeError | None:
 
 
 class _RollCall:
-    """Which ranks are there? Every rank in trouble signs the store with the number of its collective; a rank that has not is missing.
+    """Finds the missing ranks: every rank in trouble signs the store with the number of its collective, and a rank that has not is missing.
 
-    Talks to the store on a thread of its own, because a store whose holder is stopped answers never.
+    A thread of its own talks to the store, because a store whose holder is stopped never answers.
     """
 
     def __init__(self, store: Any, prefix: str, number: int, names: Sequence[int], me: int) -> None:
@@ -281,13 +287,13 @@ class _RollCall:
                     return
                 if self._store.check([self._verdict]) or self._signed("broken", self._number):
                     self.trouble.set()
-            self._take(self._store.compare_set(self._verdict, "", orjson.dumps(self._judge()).decode()))
+            # Another rank's verdict stands if it came first.
+            verdict = orjson.loads(self._store.compare_set(self._verdict, "", orjson.dumps(self._judge()).decode()))
+            self.missing, self.broken, self._decided = verdict["missing"], verdict["broken"], True
             self._store.set(f"{self._prefix}/left/{self._me}", str(self._number))
             here = [n for n in self._names if n not in self.missing]
             self._until(lambda: all(self._signed(f"left/{n}", self._number) for n in here), _GRACE)
-        except (
-            Exception
-        ):  # a store that is gone is an answer too: `call` returns False, unless there was a verdict before
+        except Exception:  # the store is gone: `call` returns False, unless there was a verdict before
             self._stopped.set()
         self._answered.set()
 
@@ -304,11 +310,6 @@ class _RollCall:
         missing = list(self._names)
         self._until(all_signed, _GRACE if self.broken else _GRACE_AT_DEADLINE)
         return {"missing": missing, "broken": self.broken or self._signed("broken", self._number)}
-
-    def _take(self, verdict: bytes) -> None:
-        heard = orjson.loads(verdict)
-        self.missing, self.broken = heard["missing"], heard["broken"]
-        self._decided = True
 
     def _until(self, done: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -1,11 +1,11 @@
-"""What the ranks say together: one value per key for the whole cluster, and who was worst.
+"""Reduction of metrics over steps and ranks: one value per key for the whole cluster, and the worst rank.
 
     accumulator = Accumulator(specs)                     every step, on every rank, no communication
     accumulator.add({"data/rows": 32, "loader/depth_min": 2})
     reducer = Reducer(specs)                             at log cadence, all ranks together, about 1 ms on gloo
     line = reducer.reduce(accumulator.drain())
 
-Each value travels with a tag: absent, int64 or float64. So a rank that has nothing to say takes no part in a minimum
+Each value travels with a tag: absent, int64 or float64. So a rank without a value takes no part in a minimum
 or a mean, identities such as +inf are never emitted, and counts stay exact (packed as float32 they would be wrong
 above 2^24). A NaN anywhere makes the value NaN: it is never hidden by a minimum.
 
@@ -14,8 +14,8 @@ rank. On gloo with 2 processes this costs 0.2 to 0.4 of one all_reduce for each 
 
 The layout of the packed row comes from the specs; its hash is compared once, before anything is added up, so that ranks
 with other keys are refused by name instead of summing different columns. Members of a family (`wait/<name>/seconds`)
-join the layout when the first rank has one: that rank says so in its row, and all ranks take the new keys in together.
-Problems of one rank travel the same way, so all ranks stop with the same sentence, instead of one leaving the others.
+join the layout when the first rank has one: that rank sets a flag in its row, and all ranks add the new keys together.
+Problems of one rank travel the same way, so all ranks stop with the same error, instead of one leaving the others waiting.
 
 A rank that is killed or stopped ends the reduction on the others with an error that names it: see ranks.py.
 """
@@ -138,7 +138,7 @@ def _checked(book: SpecBook, values: Mapping[str, Any]) -> dict[str, Value]:
         number = _plain(value)
         if number is None:
             problems.append(f"metric {key!r} ({reduction.name}) needs a number, got {value!r}.")
-        # An identity is what a caller says who has nothing to say: taken as absent. (A SUM of 0 is a value.)
+        # A caller without a value may give the identity of the reduction: taken as absent. (A SUM of 0 is a value.)
         elif not ((reduction is _MIN and number == math.inf) or (reduction is _MAX and number == -math.inf)):
             clean[key] = number
     if problems:
@@ -169,7 +169,7 @@ class _Column(NamedTuple):
 class _Layout:
     """Which column of a packed row belongs to which key. Equal on all ranks, because it is made from equal keys alone.
 
-    A row of int64: [1 if this rank has something to say first | step | payload per column | tags, one byte per column];
+    A row of int64: [1 if this rank has new keys or a problem | step | payload per column | tags, one byte per column];
     a MEAN takes a second column for its weights.
     """
 
@@ -234,7 +234,7 @@ class _Layout:
             if reduction is Reduction.MEAN:
                 second = self.weights[key]
                 weight = total(second)
-                if weight == 0:  # weights that cancel out; a rank with none does not say anything
+                if weight == 0:  # weights that cancel out; a rank with weight 0 sends no value
                     continue
                 result[key] = total(at) / weight
                 values = values / (ints if whole[second] else floats)[here, second]
@@ -253,7 +253,7 @@ class _Layout:
 
 
 def reduce_values(specs: Iterable[MetricSpec], rows: Sequence[Mapping[str, Any]]) -> dict[str, Number]:
-    """What `Reducer.reduce` gives when rank i says `rows[i]`: the same arithmetic with no process group."""
+    """What `Reducer.reduce` gives when rank i reduces `rows[i]`: the same arithmetic with no process group."""
     book = SpecBook((*specs, STEPS_IN_INTERVAL))
     clean = [_checked(book, row) for row in rows]
     layout = _Layout(book, {key for row in clean for key in row})
@@ -343,25 +343,25 @@ class Reducer:
         return result
 
     def _attempt(self, ranks: Ranks, row: np.ndarray, wait: Wait) -> dict[str, Number] | None:
-        """The reduced row, None if some rank has something to say first."""
+        """The reduced row; None if a rank has new keys or a problem, or another step."""
         rows = ranks.gather(row, wait) if self._collectives == "all_gather" else ranks.gather_by_sum(row, wait)
         if rows[:, 0].any() or (rows[:, 1] != rows[0, 1]).any():
             return None
         return self._layout.reduce(rows, ranks.names)
 
     def _take_in(self, ranks: Ranks, members: Sequence[str], problem: str, step: int, wait: Wait) -> None:
-        """Hear what each rank has to say: family members to make room for, or a problem that stops them all."""
-        heard = ranks.exchange({"members": members, "problem": problem, "step": step}, wait)
-        if len({said["step"] for said in heard}) > 1:
-            raise HeadraceError(_step_differences(ranks.names, [said["step"] for said in heard]))
+        """Exchange new family members and add them to the layout, or raise the problem of any rank on all of them."""
+        rows = ranks.exchange({"members": members, "problem": problem, "step": step}, wait)
+        if len({row["step"] for row in rows}) > 1:
+            raise HeadraceError(_step_differences(ranks.names, [row["step"] for row in rows]))
         problems = [
             f"rank {name}: {line}"
-            for name, said in zip(ranks.names, heard, strict=True)
-            for line in said["problem"].splitlines()
+            for name, row in zip(ranks.names, rows, strict=True)
+            for line in row["problem"].splitlines()
         ]
         if problems:
             raise ConfigError(problems)
-        known = {*self._layout.index, *(key for said in heard for key in said["members"])}
+        known = {*self._layout.index, *(key for row in rows for key in row["members"])}
         if len(known) > MAX_COLUMNS:
             raise ConfigError(
                 f"the ranks have {len(known):,} metric keys, more than {MAX_COLUMNS:,}; the last are {sorted(known)[-2:]}. "
@@ -377,8 +377,8 @@ class Reducer:
         hashes = ranks.gather(np.array([ours], dtype=np.uint64).view(np.int64), wait)
         if (hashes == hashes[0]).all():
             return
-        heard = ranks.exchange({"keys": self._described(), "collectives": self._collectives}, wait)
-        raise ConfigError(_layout_differences(ranks.names, heard))
+        rows = ranks.exchange({"keys": self._described(), "collectives": self._collectives}, wait)
+        raise ConfigError(_layout_differences(ranks.names, rows))
 
 
 def _finished(value: Value) -> Number:
@@ -396,14 +396,14 @@ def _step_differences(names: Sequence[int], steps: Sequence[int]) -> str:
     )
 
 
-def _layout_differences(names: Sequence[int], heard: Sequence[Mapping[str, Any]]) -> list[str]:
+def _layout_differences(names: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines: list[str] = []
-    for collectives in sorted({said["collectives"] for said in heard}):
-        having = [n for n, said in zip(names, heard, strict=True) if said["collectives"] == collectives]
+    for collectives in sorted({row["collectives"] for row in rows}):
+        having = [n for n, row in zip(names, rows, strict=True) if row["collectives"] == collectives]
         if len(having) < len(names):
             lines.append(f"collectives={collectives!r} on {ranks_text(having)} only")
-    for entry in sorted({entry for said in heard for entry in said["keys"]}):
-        having = [n for n, said in zip(names, heard, strict=True) if entry in said["keys"]]
+    for entry in sorted({entry for row in rows for entry in row["keys"]}):
+        having = [n for n, row in zip(names, rows, strict=True) if entry in row["keys"]]
         if len(having) < len(names):
             key, _, kind = entry.partition(" ")
             lines.append(f"{key!r} ({kind}) is declared on {ranks_text(having)} only")

@@ -1,12 +1,12 @@
-"""Where records go: a file always, other places without ever holding up the run.
+"""Sinks of metric records: a JSON-lines file always, wandb and TensorBoard from background threads.
 
     with JsonlSink(folder / "metrics.jsonl") as log, BackgroundSinks([WandbSink(project="p")]) as others:
         log.write({"step": 10, "loss": 3.2})        # a line, on its way to the disk when this returns
         others.write({"step": 10, "loss": 3.2})     # queued; never blocks, never raises
 
-A record is a flat dict of scalars; `step` is its place on the axis. JSONL is written on the hot path, because a line of 12
-scalars costs 3 us, two Waits' worth; wandb (249 us offline) and TensorBoard (880 us) are fed by a thread each, so a sink
-that is slow, fails or hangs drops only its own records, and the drops are counted.
+A record is a flat dict of scalars; `step` is its place on the axis. JSONL is written by the caller, because a line of 12
+scalars costs 3 us. wandb (249 us offline) and TensorBoard (880 us) are fed by a thread each, so a sink that is slow, fails or
+hangs drops only its own records, and the drops are counted.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class _SinkThread:
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(capacity)
         self._finishing = threading.Event()
         self._abandoned = False
-        self._told = False
+        self._logged = False
         # A daemon: a sink that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=f"headrace-sink-{self.name}", daemon=True)
         self._thread.start()
@@ -314,10 +314,10 @@ class _SinkThread:
 
     def _failed(self, error: Exception, doing: str) -> None:
         self._meter.add("sink/failed")
-        if not self._told:
-            self._told = True
+        if not self._logged:
+            self._logged = True
             _log.warning(
-                "%s could not %s: %s: %s (said once; counted as sink/failed)",
+                "%s could not %s: %s: %s (logged once; counted as sink/failed)",
                 self.name,
                 doing,
                 type(error).__name__,

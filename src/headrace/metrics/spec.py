@@ -1,4 +1,4 @@
-"""What a metric is: its key, how ranks combine it, and what is healthy.
+"""Declaration of metrics: key, reduction over ranks, unit and healthy range.
 
     MetricSpec("data/rows", Reduction.SUM, unit="rows", help="rows delivered since the last line")
 
@@ -83,7 +83,7 @@ def _pattern(key: str) -> re.Pattern[str]:
 
 @runtime_checkable
 class Metered(Protocol):
-    """Whatever has metrics: it says which, and hands over what happened since the last time."""
+    """An object with metrics: it declares their keys, and hands over what was counted since the last drain."""
 
     def metric_specs(self) -> Iterable[MetricSpec]:
         """Every key this object may emit."""
@@ -103,7 +103,7 @@ class SpecBook(Mapping[str, MetricSpec]):
         self.add(*specs)
 
     def add(self, *specs: MetricSpec) -> None:
-        """Declare; again is fine if it says the same. All conflicts are reported at once and then nothing is added."""
+        """Declare specs. An equal spec may be declared again; conflicts are reported all at once, and then nothing is added."""
         merged = dict(self._specs)
         problems: list[str] = []
         for spec in specs:
@@ -153,7 +153,7 @@ _registry_lock = threading.Lock()
 
 
 def register(*specs: MetricSpec) -> None:
-    """Declare metrics for the whole process. Saying the same twice is fine; saying something else is a ConfigError."""
+    """Declare metrics for the whole process. An equal spec may be declared again; another one under the same key is a ConfigError."""
     with _registry_lock:
         _registry.add(*specs)
 

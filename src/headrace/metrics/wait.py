@@ -1,4 +1,4 @@
-"""Where the time went: every wait has a name, and the parts of a step add up to the whole.
+"""Named waits, phases and steps. The parts of a step add up to its whole.
 
     with meter.step():                                    step   |=====================================|
         with Wait("loader.next", deadline=60) as wait:    wait   |======|
@@ -14,11 +14,11 @@ Times are exclusive: what lies inside an inner wait or phase counts for the inne
 while `wait/<name>/seconds` and `phase/<name>/seconds` count everywhere, also in background threads and outside steps.
 An exposed wait (the trainer's thread was blocked) is counted apart from a hidden one (`hidden=True`: a
 background thread was idle). A hidden wait inside a step or an exposed wait of the same thread is exposed
-after all: there the trainer itself stands still.
+after all, because the trainer itself is blocked.
 
 Each thread adds to cells of its own, and draining subtracts what was drained before; so the hot path takes no lock, and
 a forked child, which starts from zero, cannot inherit a held one. Wait enter+exit costs 1.4 us (1.6 inside a step) and
-phase 1.1 us, where a bare pair of clock reads costs .17 (benchmarks/metrics.py).
+phase 1.1 us, where a bare pair of clock reads costs 0.17 us (benchmarks/metrics.py).
 
 A Wait belongs to the thread that enters it and is meant to nest. One that is left out of order (a generator closed
 late) is taken out of the chain and still counted; then the parts may overlap.
@@ -31,7 +31,7 @@ import re
 import threading
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 from headrace.errors import DeadlineExceeded
@@ -48,7 +48,7 @@ _SPECS = (
     MetricSpec("wait/<name>/seconds", Reduction.SUM, True, "s", None, "time spent in this wait, inner waits not counted"),
     MetricSpec("wait/<name>/count", Reduction.SUM, False, "", None, "how often this wait was entered"),
     MetricSpec("waits/exposed/seconds", Reduction.SUM, True, "s", None, "all waits in which the trainer's thread was blocked"),
-    MetricSpec("waits/hidden/seconds", Reduction.SUM, False, "s", None, "all waits of background threads that had nothing to do"),
+    MetricSpec("waits/hidden/seconds", Reduction.SUM, False, "s", None, "idle time of background threads"),
     MetricSpec("phase/<name>/seconds", Reduction.SUM, True, "s", None, "time spent in this phase, without what lies inside it"),
     MetricSpec("step/seconds", Reduction.SUM, True, "s", None, "time spent in steps; it is the sum of all step/phase, step/wait and step/other times"),
     MetricSpec("step/count", Reduction.SUM, False, "", None, "steps finished"),
@@ -58,20 +58,6 @@ _SPECS = (
     MetricSpec("counter/overflow", Reduction.SUM, False, "", (0, 0), "added to counters past the number of names a thread may use"),
 )  # fmt: skip
 register(*_SPECS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """One step, cut into its parts. They add up to `seconds`."""
-
-    seconds: float
-    parts: dict[str, float] = field(default_factory=dict)
-    """Seconds by part: `phase/<name>`, `wait/<name>` and `other`."""
-
-    def line(self) -> str:
-        """The step on one line, the costliest part first."""
-        ordered = sorted(self.parts.items(), key=lambda part: -part[1])
-        return f"step {1e3 * self.seconds:.2f} ms: " + ", ".join(f"{name} {1e3 * s:.2f}" for name, s in ordered)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +71,7 @@ class OpenWait:
 
 
 class _Thread:
-    """What one thread has counted in one meter. Only that thread writes; others read, or fold it in once it is gone."""
+    """What one thread has counted in one meter. Only that thread writes; the drain reads, and folds it in once the thread is gone."""
 
     __slots__ = ("cells", "counts", "name", "steps", "top")
 
@@ -93,7 +79,7 @@ class _Thread:
         self.name = threading.current_thread().name
         self.top: _Frame | None = None
         self.cells: dict[str, list[Any]] = {}
-        """By `wait/<name>` or `phase/<name>`: [exposed seconds, hidden seconds, count, seconds inside steps, key]."""
+        """By `wait/<name>` or `phase/<name>`: [exposed seconds, hidden seconds, count, seconds inside steps]."""
         self.counts: dict[str, Number] = {}
         self.steps = [0.0, 0.0, 0]
         """[seconds, other seconds, count] of finished steps."""
@@ -118,7 +104,6 @@ class Meter:
         self._threads: list[tuple[weakref.ref[_Token], _Thread]] = []
         self._retired: dict[str, Number] = {}
         self._drained: dict[str, Number] = {}
-        self._last_step: StepTimes | None = None
 
     # ------------------------------------------------------------------------------------------ adding
 
@@ -141,11 +126,6 @@ class Meter:
         """`with meter.step():` measures one whole step of this thread."""
         return _Step(self)
 
-    @property
-    def last_step(self) -> StepTimes | None:
-        """The step finished last, cut into its parts; None before the first."""
-        return self._last_step
-
     # ----------------------------------------------------------------------------------------- reading
 
     def totals(self) -> dict[str, Number]:
@@ -163,11 +143,11 @@ class Meter:
     drain_metrics = drain
 
     def metric_specs(self) -> tuple[MetricSpec, ...]:
-        """The families of waits, phases and steps. Counters are declared by those who add them."""
+        """The families of waits, phases and steps. A counter is declared by the code that adds to it."""
         return _SPECS
 
     def open_waits(self) -> list[OpenWait]:
-        """Who waits for what right now, the longest first: what to print when nothing moves."""
+        """The waits that threads are in right now, the longest first: what to print when a run stands still."""
         now = _clock()
         with self._lock:
             tops = [(thread.name, thread.top) for _, thread in self._threads]
@@ -212,12 +192,12 @@ class Meter:
         with self._lock:
             if len(thread.cells) >= MAX_NAMES:
                 key = f"{kind}/overflow"
-            return thread.cells.setdefault(key, [0.0, 0.0, 0, 0.0, key])
+            return thread.cells.setdefault(key, [0.0, 0.0, 0, 0.0])
 
 
 def _fold(thread: _Thread, into: dict[str, Number]) -> None:
     exposed = hidden = 0.0
-    for key, (shown, unseen, count, inside, _) in thread.cells.items():
+    for key, (shown, unseen, count, inside) in thread.cells.items():
         if not count:
             continue
         into[f"{key}/seconds"] = into.get(f"{key}/seconds", 0.0) + shown + unseen
@@ -271,9 +251,9 @@ class _Frame:
     parent: _Frame | None
     step: _Step | None
     hidden: bool
-    """Whether the trainer may be spared it."""
+    """Whether it is the wait of a background thread."""
     unseen: bool
-    """Whether it is: not inside something that the trainer sees."""
+    """Whether it is hidden and lies inside nothing that is exposed."""
     cell: list[Any]
     start: float
     inner: float
@@ -313,11 +293,8 @@ class _Frame:
         cell = self.cell
         cell[1 if self.unseen else 0] += own
         cell[2] += 1
-        step = self.step
-        if step is not None:
+        if self.step is not None:
             cell[3] += own
-            key = cell[4]
-            step.parts[key] = step.parts.get(key, 0.0) + own
         self.thread = self.parent = self.step = None
 
     def _leave(self) -> _Thread:
@@ -375,7 +352,7 @@ class Wait(_Frame):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """What is awaited."""
         return self.key[len("wait/") :]
 
     @property
@@ -409,7 +386,7 @@ class _Phase(_Frame):
         self.key = "phase/" + name
         self.meter = meter
         self.thread = None
-        # Says nothing about the trainer: a phase of a background thread must not turn the hidden waits in it exposed.
+        # Neutral: a phase of a background thread must not turn the hidden waits in it exposed.
         self.hidden = True
         self.seconds = 0.0
 
@@ -425,7 +402,7 @@ def phase(name: str, *, meter: Meter | None = None) -> _Phase:
 class _Step(_Frame):
     """A whole step. What lies in it and in no phase and no wait is `other`."""
 
-    __slots__ = ("parts",)
+    __slots__ = ()
 
     def __init__(self, meter: Meter) -> None:
         self.key = "step"
@@ -433,7 +410,6 @@ class _Step(_Frame):
         self.thread = None
         self.seconds = 0.0
         self.hidden = self.unseen = False
-        self.parts: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         meter = self.meter
@@ -447,7 +423,6 @@ class _Step(_Frame):
         self.parent = None
         self.step = self
         self.inner = 0.0
-        self.parts = {}
         thread.top = self
         self.start = _clock()
         return self
@@ -460,4 +435,3 @@ class _Step(_Frame):
         thread.steps[1] += other
         thread.steps[2] += 1
         self.thread = self.step = None
-        self.meter._last_step = StepTimes(seconds=seconds, parts={**self.parts, "other": other})

@@ -1,4 +1,4 @@
-"""Who is next: pure arithmetic over row counts, weights and tokens.
+"""Which source, row or stream comes next: pure arithmetic over row counts, weights and tokens.
 
 Documents:
 deal        which rows of a source a lane reads in an epoch, and in which order
@@ -8,9 +8,9 @@ strata      which labelled row comes next, so that every class is served
 Streams (files of cells, K open at a time):
 streams     which streams there are, how many picks each lasts, which lane reads it
 queue       in which order they wait for a place in the pool
-pool        where a lane stands: its slices, how far each is read, how evenly they drain
+pool        the state of a lane: its slices, how far each is read, how evenly they drain
 pick        which slice gives the next batch
-plan        all of it together: what comes next, and where the delivered draws have brought it
+plan        all of it together: the next draw, and the state after the delivered draws
 """
 
 from headrace.mix.deal import Deal, Span

@@ -1,4 +1,4 @@
-"""Which rows of a source a lane reads in an epoch, and in which order.
+"""Deal of rows to lanes: which rows of a source a lane reads in an epoch, and in which order.
 
 An epoch puts the chunks in keyed order and the rows of each chunk in keyed order: one long sequence of all rows. Lane l
 of L reads the l-th part of it.
@@ -63,6 +63,7 @@ class Deal:
         lanes: int,
         shuffle: bool = True,
     ) -> None:
+        """`chunk_rows`, `chunk_bytes`: rows and bytes of each chunk. `key`: of the shuffle. `lanes`: how many parts. `shuffle=False`: file order."""
         self.chunk_rows = np.asarray(chunk_rows, dtype=np.int64)
         sizes = np.zeros_like(self.chunk_rows) if chunk_bytes is None else np.asarray(chunk_bytes, dtype=np.int64)
         self._weights = np.where(self.chunk_rows > 0, sizes + self.chunk_rows, 0)  # a row counts even if it is empty

@@ -1,4 +1,4 @@
-"""Which source gives a lane its next block.
+"""Interleaving of sources: which source gives a lane its next block.
 
 Every source has a credit: what its weight entitles it to, less what it delivered, in real (non-padding) tokens.
 

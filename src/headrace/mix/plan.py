@@ -1,17 +1,17 @@
-"""What comes next, without reading it.
+"""Plan of stream mixing: the sequence of draws, from row counts alone.
 
     plan = MixPlan(table, MixSettings(batch_size={"rna": 64, "atac": 32}, slots=8, seed=7))
     delivered = MixState(plan)
     step = plan.next_step()     step.draw: Draw(index=0, lane=0, stream=12, start=0, stop=64, ...)
     delivered.add(step)         once the batch is handed over
-    delivered.to_body()         where that stands: small JSON
+    delivered.to_body()         the position as small JSON
 
 A lane is a queue, a pool of K slices and a pick mode. `per_stream` has one lane, and all ranks share the rows of each of its
 draws; `device_per_stream` has L of them, each with streams of its own, and lane l belongs to rank l mod W. Draw d belongs to
 lane d mod L. A lane of the second kind that ends its epoch begins the next at once, so no rank ever lacks a draw.
 
-A plan needs row counts only and costs under a microsecond or two a draw, so every rank and every worker process runs all of
-it, and no process has to send another what comes next. Reads no clock, opens no file, starts no thread.
+A plan needs row counts only and costs a few microseconds a draw, so every rank and every worker process runs all of it, and no
+process has to send another what comes next. Reads no clock, opens no file, starts no thread.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ BATCHING_MODES: tuple[BatchingMode, ...] = get_args(BatchingMode)
 
 
 class Reshard(NamedTuple):
-    """What became of slices that a smaller pool had no slot for."""
+    """How many slices a smaller pool had no slot for, and what became of them."""
 
     parked: int
     dropped: int
 
     def lines(self) -> list[str]:
-        """What is logged of it; nothing if every slice kept its slot."""
+        """Lines for the log; none if every slice kept its slot."""
         counted = (
             (self.dropped, f"dropped {self.dropped} still-active readers"),
             (self.parked, f"parked {self.parked} still-active readers at the head of the queue"),
@@ -224,7 +224,7 @@ class LanePool:
     # ---------------------------------------------------------------------------------------------- state
 
     def state(self) -> LaneState:
-        """Where the lane stands. Every slice counts as picked now."""
+        """The state of the lane. Every slice counts as picked now."""
         slots = self.slots
         return LaneState(
             epoch=self.epoch, index=self.index, band=self.band, clock=self.picker.clock, turn=self.picker.turn,
@@ -374,18 +374,18 @@ class MixPlan:
     # ---------------------------------------------------------------------------------------------- state
 
     def to_body(self) -> dict[str, Any]:
-        """Where the plan stands, as JSON. The same on every rank."""
+        """The position of the plan as JSON. The same on every rank."""
         self.catch_up(self.index)
         return MixState(self).to_body()
 
     def load(self, state: MixState) -> None:
-        """Go on after the draws that were delivered."""
+        """Continue after the draws that were delivered."""
         self.index = state.index
         for pool, lane in zip(self.lanes, state.lanes(), strict=True):
             pool.load(lane, step=lane_steps(pool.lane, len(self.lanes), state.index))
 
     def load_body(self, body: Mapping[str, Any], *, drop: bool = False) -> Reshard:
-        """Go on from a saved place, on any number of slots and lanes."""
+        """Continue from a saved position, on any number of slots and lanes. `drop`: slices without a slot are dropped, not parked."""
         try:
             index, slots, saved = int(body["draw"]), int(body["slots"]), list(body["lanes"])
             if index < 0 or slots < 1 or not saved:
@@ -414,7 +414,7 @@ class MixPlan:
 
 
 class MixState:
-    """Where the draws that were delivered have brought the lanes. The plan itself may have run ahead.
+    """The lanes after the draws that were delivered. The plan itself may have run ahead.
 
     Each draw changes a few numbers, which travel with it (`PlanStep`). The last draw of a lane is applied when the next one comes or the state is
     asked for, because the metrics show the pool as it was before that draw.

@@ -1,4 +1,4 @@
-"""Where a lane stands: the slices in its pool, and how far each of them was read.
+"""State of a lane: the slices in its pool, and how far each of them was read.
 
     state = LaneState(…)                 right after some draw
     state.advance(draw, n, change)       right after the next one, from what that draw changed
@@ -160,7 +160,7 @@ class LaneState:
         )  # fmt: skip
 
     def to_body(self, *, slots: int, with_entries: bool) -> dict[str, Any]:
-        """Where the lane stands, as JSON. Entries are relative to the virtual clock, so equal places give equal states."""
+        """The state as JSON. Entries are relative to the virtual clock, so equal places give equal states."""
         body: dict[str, Any] = {
             "epoch": self.epoch,
             "queue_index": self.index,

@@ -1,4 +1,4 @@
-"""Which labelled row comes next, so that every class is served.
+"""Stratified order of labelled rows: every class is served.
 
     plan = Strata(labels, key=key("strata", seed=7))
     plan.rows(0, 32)             the rows of samples 0 … 31

@@ -1,4 +1,4 @@
-"""Which streams there are, and how many picks each of them lasts.
+"""Table of streams: path, rows and modality of each, and how many picks it lasts.
 
     table = StreamTable(paths=("atac/0.npz", "rna/0.parquet"), rows=(900, 4000), modalities=("atac", "rna"))
     table.picks({"atac": 32, "rna": 64})     -> (29, 63)

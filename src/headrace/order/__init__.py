@@ -1,10 +1,10 @@
-"""Which comes next, as arithmetic.
+"""Pure arithmetic of order: keys, permutations, cursors, digests, fingerprints.
 
     keys         numbers that depend on nothing but their key
     permutation  which row stands at position i of a shuffle, both ways, O(1)
-    cursor       where a run stands, and of what
-    digest       did two runs see the same data
-    fingerprint  is this still the file it was
+    cursor       a saved position, and what it belongs to
+    digest       equal digests: two runs saw the same data
+    fingerprint  equal fingerprints: the same file
 
 Reads no clock, draws no randomness, starts no thread.
 """

@@ -1,4 +1,4 @@
-"""Where a run stands: what was delivered, and of what.
+"""Cursor: the saved position of a run, with fingerprints of everything its order depends on.
 
     Cursor(kind="text", version=1, fingerprint={"data": "9f2c…", "tokenizer": "…", "config": "…"}, body={…})
 
@@ -75,7 +75,13 @@ class Cursor:
     ) -> frozenset[str]:
         """Refuse a cursor of something else, naming every difference. Returns the differences that were accepted.
 
-        `fixed` says of names that cannot be accepted why not. `shown` formats a value for the error message.
+        Args:
+            kind, version: What the caller takes.
+            fingerprint: What the order depends on now, by name.
+            accept: Names, or families of names, that may differ.
+            fixed: Names that cannot be accepted, with the reason.
+            what: Name of the state in errors.
+            shown: Formats a value for the error message.
         """
         if self.kind != kind:
             raise CursorMismatch(

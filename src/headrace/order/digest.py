@@ -2,7 +2,7 @@
 
     digest = Σ over delivered samples of hash128(content, sample index)    (mod 2**128)
 
-A sum does not depend on who delivered what, so one process, three ranks and a run that was killed and resumed on
+A sum does not depend on which rank delivered a sample, so one process, three ranks and a run that was killed and resumed on
 another shape all end with the same number. Per step it tells where two runs parted. It guards against accidents, not
 against forgery.
 """

@@ -1,4 +1,4 @@
-"""Numbers that depend on nothing but their key.
+"""Keyed numbers: random-looking, and functions of their key alone.
 
     key("shuffle", seed=7, source=0, epoch=3) -> 0x1f0c…       the same on every machine, for ever
     mix64(k)                                  -> a bijection of 64-bit integers that looks random

@@ -1,4 +1,4 @@
-"""Which row comes at position i of a shuffle, and at which position a row came.
+"""Keyed permutations: which row comes at position i of a shuffle, and at which position a row came.
 
     p = Permutation(1_000_000, key("rows", seed=7))
     p[12]               -> 604_113          without computing the remaining 999,999
@@ -19,11 +19,10 @@ from headrace.order.keys import derive, draws
 TABLE = 4096
 """Items up to which the order is a table of draws."""
 ROUNDS = 8
-_MASK = (1 << 64) - 1
 
 
 class Permutation:
-    """A bijection of [0, n) chosen by a key."""
+    """A bijection of [0, n) chosen by the 64-bit `key`."""
 
     __slots__ = ("_inverse", "_keys", "_left_bits", "_right_bits", "_table", "key", "n")
 
@@ -49,19 +48,11 @@ class Permutation:
         return self.n
 
     def __getitem__(self, position: int) -> int:
-        if not 0 <= position < self.n:
-            raise IndexError(f"position {position} of a permutation of {self.n}")
-        if self._table is not None:
-            return int(self._table[position])
-        return self._walk_one(position, range(ROUNDS))
+        return int(self.take(np.array([position]))[0])
 
     def position(self, item: int) -> int:
         """The position at which `item` stands: the inverse of indexing."""
-        if not 0 <= item < self.n:
-            raise IndexError(f"item {item} of a permutation of {self.n}")
-        if self._table is not None:
-            return int(self._inverted()[item])
-        return self._walk_one(item, range(ROUNDS - 1, -1, -1))
+        return int(self.positions(np.array([item]))[0])
 
     def take(self, positions: np.ndarray) -> np.ndarray:
         """The items at many positions (int64 in, int64 out)."""
@@ -90,7 +81,7 @@ class Permutation:
     def _inside(self, values: np.ndarray) -> np.ndarray:
         x = np.asarray(values, dtype=np.int64)
         if x.size and (int(x.min()) < 0 or int(x.max()) >= self.n):
-            raise IndexError(f"values outside [0, {self.n})")
+            raise IndexError(f"values {int(x.min())} to {int(x.max())} of a permutation of {self.n}")
         return x
 
     def _walk(self, values: np.ndarray, rounds: range) -> np.ndarray:
@@ -114,17 +105,3 @@ class Permutation:
             scratch >>= shifts[r % 2]
             halves[r % 2] ^= scratch
         return (halves[0] << right_bits) | halves[1]
-
-    def _walk_one(self, x: int, rounds: range) -> int:
-        x = self._feistel_one(x, rounds)
-        while x >= self.n:
-            x = self._feistel_one(x, rounds)
-        return x
-
-    def _feistel_one(self, x: int, rounds: range) -> int:
-        halves = [x >> self._right_bits, x & ((1 << self._right_bits) - 1)]
-        shifts = (64 - self._left_bits, 64 - self._right_bits)
-        for r in rounds:
-            mixed_in, multiplier = self._keys[r]
-            halves[r % 2] ^= ((halves[1 - r % 2] ^ mixed_in) * multiplier & _MASK) >> shifts[r % 2]
-        return (halves[0] << self._right_bits) | halves[1]

@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.errors import ConfigError, DataError
 from headrace.order import fingerprint_json
-from headrace.reduce.kernel import as_rows, chunk_gram_packed, row_dtype_name
+from headrace.reduce.kernel import as_f64, as_rows, chunk_gram_packed, row_dtype_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,13 @@ class Columns:
     """The design of a pass. Checks itself; equal designs have equal fingerprints."""
 
     width: int
+    """Columns of a row."""
     targets: int = 0
+    """Columns of targets."""
     weighted: bool = False
+    """Whether every row has a weight."""
     shift: np.ndarray | None = None
+    """[width], subtracted from every row."""
 
     def __post_init__(self) -> None:
         if self.width < 1 or self.targets < 0:
@@ -130,9 +134,6 @@ def as_given(value: Any, what: str) -> np.ndarray:
 
 
 def _wide(values: np.ndarray, what: str) -> np.ndarray:
-    """f64: exactly, but for whole numbers beyond 2^53."""
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8:
         raise DataError(f"{what} must be real numbers, got {values.dtype}")
-    return values.astype(np.float64, copy=False)
+    return as_f64(values)

@@ -111,7 +111,14 @@ class CrossNodeGramReduction:
         window: int = DEFAULT_WINDOW,
         entries: tuple[int, int] | None = None,
     ) -> None:
-        """`entries=(start, end)`: fold that part of the triangle only; several coordinators then share a wide matrix."""
+        """Begin an empty sum.
+
+        Args:
+            partition: The chunks of the pass, and their ranks.
+            provenance: Which pass; partials of another are refused.
+            window: Partials that a rank may be ahead of the fold.
+            entries: (start, end): fold that part of the triangle only; several coordinators then share a wide matrix.
+        """
         start, end = entries if entries is not None else (0, partition.entries)
         if window < 1:
             raise ConfigError(f"a window of {window} would let no rank send anything; give 1 or more")
@@ -251,7 +258,10 @@ class CrossNodeGramReduction:
         window: int = DEFAULT_WINDOW,
         n_ranks: int | None = None,
     ) -> CrossNodeGramReduction:
-        """Go on from a checkpoint, on the same number of ranks or on another: then what was parked is computed again."""
+        """Continue from a checkpoint. On another number of ranks (`n_ranks`) what was parked is computed again.
+
+        `provenance`: the pass now; CursorMismatch if the checkpoint is of another.
+        """
         if provenance is not None:
             provenance.require_same_as(saved.provenance, "the reduction")
         partition = saved.partition

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
 import numpy as np
@@ -81,9 +79,15 @@ def unpack_upper(packed: np.ndarray, k: int) -> np.ndarray:
     """The full k x k matrix of a packed upper triangle."""
     if packed.shape != (k * (k + 1) // 2,):
         raise DataError(f"a packed Gram of {k} columns has {k * (k + 1) // 2:,} entries, got shape {packed.shape}")
-    full, lower = np.empty((k, k)), np.tri(k, k, -1, dtype=bool)
-    full[~lower] = packed
-    np.copyto(full, full.T, where=lower)
+    full, at = np.empty((k, k)), 0
+    for start in range(0, k, 64):  # 64 columns at a time are transposed within the cache
+        end = min(start + 64, k)
+        for i in range(start, end):
+            row = packed[at : at + k - i]
+            at += k - i
+            full[i, i:] = row
+            full[i:end, i] = row[: end - i]
+        full[end:, start:end] = full[start:end, end:].T
     return full
 
 
@@ -234,10 +238,15 @@ class _Task:
 
 
 def _widened(rows: np.ndarray) -> np.ndarray:
-    """f16 or bf16 as f32: exact."""
+    """f16, or bf16 as uint16, as f32: exact."""
     if rows.dtype == np.float16:
         return rows.astype(np.float32)
     return (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def as_f64(values: np.ndarray) -> np.ndarray:
+    """Real numbers, or bf16 as uint16, as f64: exact, but for whole numbers beyond 2^53."""
+    return (_widened(values) if values.dtype == np.uint16 else values).astype(np.float64, copy=False)
 
 
 def _superblock(columns: int, block: int) -> int:
@@ -286,31 +295,18 @@ def _in_large_pages(size: int) -> np.ndarray:
 
 
 def _share(work: Iterable[T], do: Callable[[T], object], threads: int) -> None:
-    """Call `do` for each item of `work`, on this thread and threads − 1 others; the next free thread takes the next item."""
-    left = deque(work)
+    """Call `do` for each item of `work`, on so many threads."""
 
-    def until_none_is_left() -> None:
+    def one(item: T) -> None:
         _require_denormals()
-        while True:
-            try:
-                item = left.popleft()
-            except IndexError:
-                return
-            do(item)
+        do(item)
 
-    others = [_pool(threads).submit(until_none_is_left) for _ in range(min(threads, len(left)) - 1)]
-    try:
-        until_none_is_left()
-    finally:
-        left.clear()
-        others = [
-            other for other in others if not other.cancel()
-        ]  # a thread that has not woken up yet is not waited for
-        if others:
-            with Wait("reduce.threads"):
-                wait_for(others)
-    for other in others:
-        other.result()
+    if threads == 1:
+        for item in work:
+            one(item)
+    else:
+        with Wait("reduce.threads"):
+            list(_pool(threads).map(one, work))
 
 
 def _added(left: np.ndarray, right: np.ndarray, threads: int) -> np.ndarray:
@@ -328,7 +324,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     key = (os.getpid(), threads)  # a forked child has none of its parent's threads
     with _lock:
         if key not in _pools:
-            _pools[key] = ThreadPoolExecutor(threads - 1, thread_name_prefix="headrace-gram")
+            _pools[key] = ThreadPoolExecutor(threads, thread_name_prefix="headrace-gram")
         return _pools[key]
 
 

@@ -4,8 +4,8 @@
     maker = PartialMaker(order, rank=3)
     maker.make(ordinal)                                                      the rank's partial of that number, as bytes
 
-The caller decides which unit is next: a maker that is asked for another than the one after its last goes there. With spans it saves
-the open span every 30 s, so that a replacement does not begin the span again.
+The caller decides which unit is next. With spans the maker saves the open span every 30 s, so that a replacement does not begin the
+span again.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ class WorkOrder:
 class PartialMaker:
     """One rank of a pass over shards."""
 
-    def __init__(self, order: WorkOrder, rank: int, *, by_unit: bool = False) -> None:
-        """`by_unit`: any maker may be asked for any unit, so open spans are saved under the unit's number, not the rank's."""
+    def __init__(self, order: WorkOrder, rank: int) -> None:
+        """Open the shards of the order. DataChanged if they are not those that the pass was begun with."""
         self.order, self.rank = order, rank
         self._shards = RowShards.of(order.shards)
         require_unchanged(self._shards, order.data)
-        self._by_unit = by_unit
-        self._files: CheckpointFiles | None = None
-        self._worker: NodeWorker | None = None
-        self._next = -1
 
     def make(self, ordinal: int) -> bytes:
-        """The message for the rank's ordinal-th unit."""
-        worker = self._at(ordinal)
+        """The message for the rank's ordinal-th unit. An open span is saved under the unit's number, so any worker may continue it."""
+        order, files = self.order, None
+        if order.partition.span > 1 and order.folder is not None:
+            unit = order.partition.unit_of(self.rank, ordinal)
+            files = CheckpointFiles(Path(order.folder), f"unit-{unit:012d}")
+        worker = self._worker(ordinal, files)
         saved = time.monotonic()
         while True:
             rows = worker.next_rows
@@ -86,36 +86,25 @@ class PartialMaker:
                 where = self._shards.first_unusable(*rows)
                 raise (DataError(f"{error}. The first is {where}") if where is not None else error) from None
             if partial is not None:
-                worker.acknowledge(partial)
-                self._next = ordinal + 1
-                if self._by_unit and self._files is not None:
-                    self._files.remove()
+                if files is not None:
+                    files.remove()
                 return partial.to_bytes()
-            if self._files is not None and time.monotonic() - saved >= _SAVE_SPAN_EVERY:
-                with contextlib.suppress(
-                    FileExistsError
-                ):  # another worker took the unit over and saved it a moment ago
-                    worker.checkpoint().save(self._files)
+            if files is not None and time.monotonic() - saved >= _SAVE_SPAN_EVERY:
+                # FileExistsError: another worker took the unit over and saved it a moment ago.
+                with contextlib.suppress(FileExistsError):
+                    worker.checkpoint().save(files)
                 saved = time.monotonic()
 
-    def _at(self, ordinal: int) -> NodeWorker:
-        if self._worker is None or self._by_unit or self._next != ordinal:
-            order = self.order
-            if order.partition.span > 1 and order.folder is not None:
-                name = f"unit-{ordinal:012d}" if self._by_unit else f"worker-{self.rank}"
-                self._files = CheckpointFiles(Path(order.folder), name)
-            held = None
-            # What two takers of one unit did to each other's files is no error: the span is begun again.
-            with contextlib.suppress(*((FileCorrupt,) if self._by_unit else ())):
-                held = NodeWorkerCheckpoint.load(self._files) if self._files is not None else None
-            same = held is not None and (held.partition, held.provenance, held.next_ordinal) == (
-                order.partition, order.provenance, ordinal,
-            )  # fmt: skip
-            if held is not None and same:
-                self._worker = NodeWorker.resume(held, threads=order.threads, compute=order.columns.gram)
-            else:
-                self._worker = NodeWorker(
-                    order.partition, rank=self.rank, provenance=order.provenance, threads=order.threads,
-                    next_ordinal=ordinal, compute=order.columns.gram,
-                )  # fmt: skip
-        return self._worker
+    def _worker(self, ordinal: int, files: CheckpointFiles | None) -> NodeWorker:
+        """A worker at the beginning of the unit, or where its span was saved."""
+        order = self.order
+        if files is not None:
+            # Two workers that took one unit may have damaged each other's files: then the span is begun again.
+            with contextlib.suppress(FileCorrupt):
+                held = NodeWorkerCheckpoint.load(files)
+                wanted = (order.partition, order.provenance, ordinal)
+                if held is not None and (held.partition, held.provenance, held.next_ordinal) == wanted:
+                    return NodeWorker.resume(held, threads=order.threads, compute=order.columns.gram)
+        return NodeWorker(
+            order.partition, rank=self.rank, provenance=order.provenance, threads=order.threads, next_ordinal=ordinal, compute=order.columns.gram
+        )  # fmt: skip

@@ -44,8 +44,11 @@ class CrossNodePartition:
     k: int
     """Columns of a row."""
     n_rows: int
+    """Rows of the pass."""
     chunk_size: int
+    """Rows of a chunk; the last one may be short."""
     n_ranks: int
+    """Workers that chunks are dealt to."""
     span: int = 1
     """Chunks shipped as one partial: 1, or 128·2^p."""
 

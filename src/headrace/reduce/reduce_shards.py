@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -144,9 +144,6 @@ class GramSummary:
     replaced: int = 0
     seconds: float = 0.0
     signal: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class GramWatcher(Protocol):
@@ -348,9 +345,6 @@ class JoinSummary:
     replaced: int = 0
     seconds: float = 0.0
     signal: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def join_spool(

@@ -228,7 +228,7 @@ class GramResult:
         return fingerprint_json(self.to_dict())
 
     def save(self, path: str | Path, *, replace: bool = False) -> Path:
-        """One checked safetensors file, and the same facts as JSON beside it."""
+        """Write one checked safetensors file, and its facts as JSON beside it. A file that is there is refused unless `replace`."""
         path = Path(path)
         if not replace:
             require_free(path)

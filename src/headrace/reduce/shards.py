@@ -31,7 +31,7 @@ from headrace.formats.object_store import STORES, find_objects, open_object, sto
 from headrace.formats.rows import Ragged, open_rows
 from headrace.order import file_fingerprint, fingerprint_json
 from headrace.reduce.columns import RowBatch
-from headrace.reduce.kernel import dtype_name, row_dtype_name
+from headrace.reduce.kernel import as_f64, dtype_name, row_dtype_name
 from headrace.reduce.partition import ROW_DTYPES
 from headrace.reduce.result import is_result, is_result_header
 
@@ -148,10 +148,10 @@ class RowShards:
         y = w = None
         if self.spec.targets is not None:
             name = self.spec.targets
-            y = _joined([_as_f64(f.read(f.find(name, "targets"), a, b)) for f, _, a, b in parts], self.n_targets, "f64")
+            y = _joined([as_f64(f.read(f.find(name, "targets"), a, b)) for f, _, a, b in parts], self.n_targets, "f64")
         if self.spec.weights is not None:
             name = self.spec.weights
-            w = _joined([_as_f64(f.read(f.find(name, "weights"), a, b)) for f, _, a, b in parts], 1, "f64")[:, 0]
+            w = _joined([as_f64(f.read(f.find(name, "weights"), a, b)) for f, _, a, b in parts], 1, "f64")[:, 0]
         return RowBatch(x=x, y=y, w=w)
 
     def first_unusable(self, start: int, end: int) -> str | None:
@@ -161,7 +161,7 @@ class RowShards:
         bad = np.zeros(end - start, bool)
         for values in (batch.x, batch.y, batch.w):
             if values is not None:
-                bad |= ~np.isfinite(_as_f64(values).reshape(end - start, -1)).all(axis=1)
+                bad |= ~np.isfinite(as_f64(values).reshape(end - start, -1)).all(axis=1)
         if batch.w is not None:
             bad |= batch.w < 0
         if not bad.any():
@@ -173,13 +173,7 @@ class RowShards:
     def _converted(self, rows: np.ndarray) -> np.ndarray:
         if row_dtype_name(rows) == self.dtype:
             return rows
-        return _as_f64(rows).astype(_OF_NAME[self.dtype])
-
-
-def _as_f64(values: np.ndarray) -> np.ndarray:
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    return values.astype(np.float64)
+        return as_f64(rows).astype(_OF_NAME[self.dtype])
 
 
 def _joined(parts: list[np.ndarray], width: int, dtype: str) -> np.ndarray:

@@ -72,8 +72,17 @@ class NodeWorker:
         next_ordinal: int = 0,
         compute: Callable[[Any, int], np.ndarray] | None = None,
     ) -> None:
-        """`compute(rows, threads)` gives the packed Gram of a chunk where rows are not plain (shifted, weighted, with
-        targets); `chunk_gram_packed` unless given."""
+        """Begin at a unit of a rank.
+
+        Args:
+            partition: The chunks of the pass.
+            rank: Whose chunks.
+            provenance: Which pass; it travels with every partial.
+            threads: Threads for a chunk.
+            next_ordinal: How many of the rank's partials were received already.
+            compute: `compute(rows, threads)` gives the packed Gram of a chunk whose rows are not plain (shifted, weighted, with targets);
+                `chunk_gram_packed` unless given.
+        """
         if not 0 <= rank < partition.n_ranks:
             raise ConfigError(f"rank {rank} is outside the partition's {partition.n_ranks} ranks")
         if not 0 <= next_ordinal <= partition.owned(rank):
@@ -157,7 +166,7 @@ class NodeWorker:
         )
 
     def acknowledge(self, partial: NodePartial) -> None:
-        """The coordinator has it."""
+        """Count a partial as received by the coordinator."""
         ordinal = self.partition.ordinal_of(partial.chunk)
         if partial.rank != self.rank or ordinal != self._done or ordinal >= self._made:
             raise DataError(
@@ -184,7 +193,7 @@ class NodeWorker:
         threads: int = 1,
         compute: Callable[[Any, int], np.ndarray] | None = None,
     ) -> NodeWorker:
-        """Go on where receipts stopped."""
+        """Continue after the last partial that was received. `provenance`: the pass now; CursorMismatch if the state is of another."""
         if provenance is not None:
             provenance.require_same_as(saved.provenance, f"the state of rank {saved.rank}")
         worker = cls(

@@ -285,7 +285,7 @@ def test_a_failing_sink_is_counted_logged_once_and_disabled_and_the_run_goes_on(
     assert meter.totals()["sink/dropped"] == 7
     assert len(keeping.records) == 10
     assert [r.getMessage() for r in caplog.records if "no route to host" in r.getMessage()] == [
-        "Failing could not write a record: OSError: no route to host (said once; counted as sink/failed)"
+        "Failing could not write a record: OSError: no route to host (logged once; counted as sink/failed)"
     ]
     assert "Failing is disabled after 3 failures in a row" in caplog.text
 

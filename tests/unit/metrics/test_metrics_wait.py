@@ -178,21 +178,6 @@ def test_the_parts_of_a_step_add_up_to_the_whole(meter: Meter) -> None:
     assert t["phase/forward/seconds"] >= t["step/phase/forward/seconds"] + 0.001
 
 
-def test_the_last_step_is_one_line_with_the_costliest_part_first(meter: Meter) -> None:
-    assert meter.last_step is None
-    with meter.step():
-        with phase("short", meter=meter):
-            spend(0.001)
-        with phase("long", meter=meter):
-            spend(0.005)
-    times = meter.last_step
-    assert times is not None
-    assert sum(times.parts.values()) == pytest.approx(times.seconds, rel=1e-9)
-    line = times.line()
-    assert line.startswith("step ")
-    assert line.index("phase/long") < line.index("phase/short") < line.index("other")
-
-
 def test_other_threads_do_not_enter_the_step(meter: Meter) -> None:
     def background() -> None:
         with phase("pack", meter=meter), Wait("idle", meter=meter, hidden=True):

@@ -250,7 +250,7 @@ class SpoolWorker:
             order, shards=shards or order.shards, threads=threads or order.threads, folder=str(path / "spans")
         )
         try:
-            self._maker = PartialMaker(self.order, 0, by_unit=True)
+            self._maker = PartialMaker(self.order, 0)
         except HeadraceError as error:
             self.spool.refuse(0, error)
             raise
