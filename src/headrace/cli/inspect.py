@@ -46,7 +46,7 @@ def inspect(
 def _print(console: Any, value: Mapping[str, Any], indent: int) -> None:
     for name, item in value.items():
         pad = "  " * indent
-        if isinstance(item, Mapping):
+        if isinstance(item, Mapping) and item:
             console.print(f"{pad}[dim]{name}[/]", highlight=False)
             _print(console, item, indent + 1)
         elif isinstance(item, list) and item and isinstance(item[0], Mapping):
@@ -59,5 +59,7 @@ def _print(console: Any, value: Mapping[str, Any], indent: int) -> None:
                     soft_wrap=True,
                 )
         else:
-            shown = f"{item:,}" if isinstance(item, int) and not isinstance(item, bool) else item
+            shown = (
+                f"{item:,}" if isinstance(item, int) and not isinstance(item, bool) else "none" if item == {} else item
+            )
             console.print(f"{pad}[dim]{name:<22}[/] {shown}", highlight=False, soft_wrap=True)
