@@ -41,7 +41,7 @@ def _print_description(console: Console, path: Path, found: Mapping[str, Any]) -
 
 def _print_tree(console: Console, values: Mapping[str, Any], pad: str) -> None:
     for name, item in values.items():
-        if isinstance(item, Mapping):
+        if isinstance(item, Mapping) and item:
             console.print(f"{pad}[dim]{name}[/]")
             _print_tree(console, item, pad + "  ")
         elif isinstance(item, list) and item and isinstance(item[0], Mapping):
@@ -49,5 +49,7 @@ def _print_tree(console: Console, values: Mapping[str, Any], pad: str) -> None:
             for row in item:
                 print_plain(console, f"{pad}  " + "  ".join(f"{k} {v}" for k, v in row.items()))
         else:
-            shown = f"{item:,}" if isinstance(item, int) and not isinstance(item, bool) else item
+            shown = (
+                f"{item:,}" if isinstance(item, int) and not isinstance(item, bool) else "none" if item == {} else item
+            )
             console.print(f"{pad}[dim]{name:<22}[/] {shown}")

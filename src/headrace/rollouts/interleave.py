@@ -34,6 +34,7 @@ class _Growing:
     chunks: list[np.ndarray] = field(default_factory=list)
     rows: int = 0
     """Tokens from the start on that have their experts."""
+    split_at: int | None = None
 
     @property
     def length(self) -> int:
@@ -90,11 +91,19 @@ def interleave_rollout(rollout: Rollout, *, advantage: float = 0.0) -> list[Trai
             if (best is None or sample.length > best.length) and sample.is_start_of(tokens.prompt_ids):
                 best = sample
         if best is None:
-            best = _Growing()
+            best = _Growing(split_at=_first_difference(growing[-1].turns[-1], tokens) if growing else None)
             growing.append(best)
         best.add(tokens, number, where)
     kind = next(iter(kinds), None)
     return [_finished(g, rollout, advantage, None if kind is None else g.experts(kind, where)) for g in growing]
+
+
+def _first_difference(before: StepTokens, tokens: StepTokens) -> int:
+    """The first token of a turn's context that differs from the sequence of the turn `before`; its length where it ends first."""
+    ids = np.concatenate([before.prompt_ids, before.completion_ids])
+    shared = min(len(ids), len(tokens.prompt_ids))
+    differs = np.flatnonzero(ids[:shared] != tokens.prompt_ids[:shared])
+    return int(differs[0]) if len(differs) else shared
 
 
 def _finished(sample: _Growing, rollout: Rollout, advantage: float, experts: ExpertRows | None) -> TrainingSample:
@@ -121,5 +130,5 @@ def _finished(sample: _Growing, rollout: Rollout, advantage: float, experts: Exp
         env_name=rollout.env_name, example_id=rollout.example_id, draw=rollout.draw, ids=ids, mask=mask, logprobs=logprobs,
         prompt_length=len(first.prompt_ids), reward=rollout.reward, advantage=advantage, temperature=rollout.temperature,
         policy_version=rollout.policy_version, run=rollout.run, mode=rollout.mode, multimodal=multimodal, experts=experts,
-        columns=columns,
+        columns=columns, split_at=sample.split_at,
     )  # fmt: skip

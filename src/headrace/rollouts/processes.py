@@ -291,8 +291,7 @@ def _answered(frames: list[bytes]) -> Processed:
     if "error" in head:
         raise decode_error(head["error"], otherwise=RuntimeError)
     fields = head["rollout"]
-    if fields["error"] is not None:
-        fields["error"] = tuple(fields["error"])
+    fields |= {name: tuple(fields[name]) for name in ("error", "split_at") if fields[name] is not None}
     samples = []
     for sample, rows in zip(head["samples"], frames[1:] or [None] * len(head["samples"]), strict=True):
         if rows is not None:

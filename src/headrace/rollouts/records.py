@@ -224,6 +224,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     policy_version: int = 0
     run: str = ""
     mode: Mode = "rl"
+    split_at: tuple[int, ...] = ()
+    """For each sample after the first, the token at which its context first differs from the sample before it."""
 
     def __post_init__(self) -> None:
         check_env_name(self.env_name)
@@ -313,6 +315,8 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fal
     multimodal: Mapping[str, Any] | None = None
     columns: Mapping[str, np.ndarray] = {}
     """Those of TOKEN_COLUMNS that the rollout has, one value a token. NaN among the advantages stands for the sample's advantage."""
+    split_at: int | None = None
+    """The token at which its first context differs from the rollout's sample before it; None for the first sample of a rollout."""
 
     def __post_init__(self) -> None:
         n = len(self.ids)

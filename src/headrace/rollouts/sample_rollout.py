@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from headrace.rollouts.checks import Limits
 from headrace.rollouts.ingest import ENCODED, rollout_from_verifiers
 from headrace.rollouts.interleave import interleave_rollout
@@ -58,8 +60,9 @@ def process_rollout(
         with measure("pretokenize") if measure is not None else contextlib.nullcontext():
             rollout = pretokenize(rollout, render)
     whole = interleave_rollout(rollout)
+    split_at = tuple(s.split_at for s in whole if s.split_at is not None)
     return Processed(
-        rollout=rollout.slim(),
+        rollout=msgspec.structs.replace(rollout.slim(), split_at=split_at),
         samples=[s.truncated(seq_len) for s in whole],
         truncated=sum(len(s) > seq_len for s in whole),
     )

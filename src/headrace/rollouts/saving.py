@@ -74,6 +74,8 @@ def _line(rollout: Rollout, advantage: float | None, columns: Sequence[str], tok
         "metrics": dict(rollout.metrics), "error": rollout.error, "is_truncated": rollout.is_truncated,
         "stop_condition": rollout.stop_condition, "timing": dict(rollout.timing), "policy_version": rollout.policy_version,
     }  # fmt: skip
+    if rollout.split_at:
+        fixed["split_at"] = rollout.split_at
     if advantage is not None:
         fixed["advantage"] = advantage
     yield _json(fixed)[:-1]

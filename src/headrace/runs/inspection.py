@@ -1,8 +1,9 @@
-"""What does this path hold? A run folder, a container (checkpoint, manifest), or a saved cursor."""
+"""Inspection of a path: a run folder, a container (checkpoint, manifest), an arrival log, or a saved cursor."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ def inspect_path(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} does not exist")
     if not path.is_file():
         raise DataError(f"{path} is not a regular file")
+    if path.suffix == ".log":
+        return _arrivals(path)
     with open(open_regular(path, follow=True), "rb") as handle:
         head = handle.read(16)
     if head.lstrip()[:1] == b"{" and head[:1] in b" \n\t{":
@@ -48,6 +51,15 @@ def _run(path: Path) -> dict[str, Any]:
     store = CheckpointStore(path / "checkpoints", writer=False, report=lambda _: None)
     found = store.latest()
     meta = found[1].meta if found is not None else {}
+    if "rl" in meta:
+        rl = meta["rl"]
+        learnt = {
+            "reward_first": rl["reward_first"], "reward_last": _mean(rl["rewards"]), "accuracy_first": rl["accuracy_first"],
+            "accuracy": rl["accuracy"], "rollouts": rl["rollouts"], "tokens": rl["tokens"], "environments": rl["environments"],
+        }  # fmt: skip
+    else:
+        data = meta.get("data", {})
+        learnt = {"delivered": data.get("body", {}).get("delivered", {}), "fingerprint": data.get("fingerprint", {})}
     # The newest checkpoint is the truth; a summary is left over from an earlier stop when the run was resumed and killed.
     current = summary if summary.get("step") == (found[0] if found else None) else {}
     return {
@@ -61,8 +73,7 @@ def _run(path: Path) -> dict[str, Any]:
         "loss_first": meta.get("loss_first"),
         "loss_last": _mean(meta.get("losses", [])),
         "checkpoints": [store.path(step).name for step in store.steps()],
-        "delivered": meta.get("data", {}).get("body", {}).get("delivered", {}),
-        "fingerprint": meta.get("data", {}).get("fingerprint", {}),
+        **learnt,
         "about": about,
         "journal": [{k: v for k, v in e.items() if k != "time"} for e in journal[-20:]],
     }
@@ -87,6 +98,23 @@ def _rollouts(path: Path) -> dict[str, Any]:
         "next_step": {str(value["rank"]): value["next"] for value in read if value is not None},
         "last_step": None if end is None else end["last"],
         "batches": batches,
+    }
+
+
+def _arrivals(path: Path) -> dict[str, Any]:
+    """The arrival log of one batch of an RL run."""
+    from headrace.rollouts.arrival_log import read_arrivals
+
+    arrivals = list(read_arrivals(path))
+    rollouts = [a for a in arrivals if not a.failed]
+    return {
+        "kind": "arrival log",
+        "bytes": path.stat().st_size,
+        "verified": True,
+        "rollouts": dict(Counter(a.env for a in rollouts)),
+        "failed": dict(Counter(a.failed for a in arrivals if a.failed)),
+        "policy_versions": sorted({a.version for a in rollouts}),
+        "reward": _mean([a.reward for a in rollouts]),
     }
 
 

@@ -43,7 +43,7 @@ from headrace.rollouts.weights import drop_weights_below, probe_ids, publish_wei
 from headrace.runs.config.rl import RLConfig
 from headrace.runs.run_loop import Run
 
-_CLOSE_SECONDS = 4.0
+_CLOSE_SECONDS = 3.0
 """Seconds that the loop may take to end. A loop that takes longer is blocked by an environment."""
 _ANSWERS = 3
 """Held-out answers that are shown at each evaluation."""

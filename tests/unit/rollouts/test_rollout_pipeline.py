@@ -180,9 +180,9 @@ def test_what_is_late_enters_no_step_and_is_counted(tmp_path):
 
 def test_a_step_tells_how_many_came_too_late_how_late_the_loop_was_and_what_was_split(tmp_path):
     async def go():
-        async with RolloutPipeline(str(tmp_path), seq_len=64) as pipeline:
+        async with RolloutPipeline(str(tmp_path), seq_len=64, save_to=tmp_path / "saved") as pipeline:
             retokenised = output(0, 0)
-            retokenised["trajectory"][1]["tokens"]["prompt_ids"][0] += 1
+            retokenised["trajectory"][1]["tokens"]["prompt_ids"][3] += 1
             pipeline.arrive(retokenised, step=0, key=(0, 0))
             pipeline.arrive(output(0, 1), step=0, key=(0, 1))
             zero = await pipeline.finish(0)
@@ -196,6 +196,8 @@ def test_a_step_tells_how_many_came_too_late_how_late_the_loop_was_and_what_was_
     zero, one = asyncio.run(go())
     assert (zero["rollouts/late"], one["rollouts/late"]) == (0.0, 3.0)
     assert (zero["rollouts/split_samples"], one["rollouts/split_samples"]) == (1.0, 0.0)
+    saved = [json.loads(line) for line in (tmp_path / "saved" / "step_0.jsonl").read_text().splitlines()]
+    assert [line.get("split_at") for line in saved] == [[3], None]
     assert {f"event_loop_lag/{n}" for n in ("min", "mean", "median", "p90", "p99", "max")} <= set(one)
 
 
