@@ -19,6 +19,7 @@ a.b.c = [ 1, # ]
 ]
 
 [train]
+# lr = 3
 lr = 1979-05-27 07:32:00
 [[source]]
 spec = "a#b"
@@ -35,10 +36,10 @@ def test_a_key_that_begins_a_line_has_that_line():
         ("quoted.A",): 2, ("quoted.A", "inner"): 2,
         ("literal",): 5,
         ("a",): 7, ("a", "b"): 7, ("a", "b", "c"): 7,
-        ("train",): 12, ("train", "lr"): 13,
-        ("source",): 14, ("source", 0): 14, ("source", 0, "spec"): 15,
-        ("source", 0, "options"): 16, ("source", 0, "options", "deep"): 17,
-        ("source", 1): 18, ("source", 1, "weight"): 19,
+        ("train",): 12, ("train", "lr"): 14,
+        ("source",): 15, ("source", 0): 15, ("source", 0, "spec"): 16,
+        ("source", 0, "options"): 17, ("source", 0, "options", "deep"): 18,
+        ("source", 1): 19, ("source", 1, "weight"): 20,
     }  # fmt: skip
 
 

@@ -164,7 +164,7 @@ class OptimiserSection(Section):
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(array)] = default_of(TrainSettings, "betas")
     """AdamW's betas."""
     grad_clip: float = Field(default_of(TrainSettings, "grad_clip"), gt=0)
-    """Largest norm of the gradient. For no clipping give a large number: 0 would stop all learning."""
+    """Largest norm of the gradient; give a large number for no clipping."""
     device: Literal["auto", "cpu", "cuda"] = default_of(TrainSettings, "device")
     """auto: CUDA where there is a device."""
     threads: int | None = Field(None, ge=1, examples=[2])

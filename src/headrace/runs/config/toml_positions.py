@@ -84,8 +84,8 @@ def _plain_error(message: str, *, last_line: int) -> TomlError:
 
 def _key_lines(text: str) -> dict[KeyPath, int]:
     """The lines of the keys and headers that begin a line of a valid TOML text."""
-    # Strings of several lines could hold lines that look like keys: only their line ends are kept.
-    text = _STRING_OR_COMMENT.sub(lambda m: "\n" * m[0].count("\n") or m[0], text)
+    # Comments and strings of several lines could look like keys: of the latter only the line ends are kept.
+    text = _STRING_OR_COMMENT.sub(lambda m: "" if m[0][0] == "#" else "\n" * m[0].count("\n") or m[0], text)
     lines: dict[KeyPath, int] = {}
     last_element: dict[KeyPath, int] = {}
     """For each array of tables, the index of the element that headers below it mean."""
@@ -119,7 +119,7 @@ def _key_parts(key: str) -> list[str]:
     except (ValueError, RecursionError):
         return []
     parts = []
-    while isinstance(value, dict):
-        ((part, value),) = value.items()
+    while isinstance(value, dict) and value:
+        part, value = value.popitem()
         parts.append(part)
     return parts
