@@ -20,6 +20,7 @@ seq_len = 64
 [loader]
 global_batch_size = 12
 lanes = 12
+exhausted = "repeat"
 [spool]
 {spool}
 [train]

@@ -27,6 +27,7 @@ seq_len = 64
 [loader]
 global_batch_size = 10
 lanes = 10
+exhausted = "repeat"
 [spool]
 batches_per_file = 2
 max_backlog_files = 3

@@ -31,6 +31,7 @@ window_blocks = 4
 [loader]
 global_batch_size = 4
 lanes = 4
+exhausted = "repeat"
 [train]
 threads = 1
 """

@@ -243,6 +243,6 @@ def test_a_full_disk_is_one_sentence_and_the_rest_goes_on_later(whole, project):
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert "File too large" in done.stderr
-    assert "the same command goes on from there" in done.stderr
+    assert "the same command continues from there" in done.stderr
     again(project, "full")
     assert contents(project / "full") == contents(folder)

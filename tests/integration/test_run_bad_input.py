@@ -14,7 +14,7 @@ import pytest
 def toml(tmp_path, **tables: str) -> str:
     source = tables.get("source", 'spec = "jsonl:rows.jsonl"')
     text = f'[run]\ndir = "{tmp_path}/run"\nsteps = 4\ncheckpoint_every = 2\nlog_every = 1\n{tables.get("run", "")}\n'
-    text += f"[[source]]\n{source}\n[text]\nseq_len = 16\n{tables.get('text', '')}\n[loader]\nglobal_batch_size = 4\nlanes = 4\n[train]\nwarmup_steps = 1\n"
+    text += f'[[source]]\n{source}\n[text]\nseq_len = 16\n{tables.get("text", "")}\n[loader]\nglobal_batch_size = 4\nlanes = 4\nexhausted = "repeat"\n[train]\nwarmup_steps = 1\n'
     (tmp_path / "run.toml").write_text(text)
     return "run.toml"
 

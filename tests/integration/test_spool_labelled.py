@@ -252,7 +252,7 @@ def test_what_has_no_meaning_for_labelled_rows_is_refused(config, tmp_path):
     with pytest.raises(
         ConfigError, match=r"draws its samples by label.*leave out source d: max_epochs, loader.exhausted"
     ):
-        config("--source.0.max_epochs", "2", "--loader.exhausted", "drop")
+        config("--source.0.max_epochs", "2", "--loader.exhausted", "stop_first")
     with pytest.raises(ConfigError, match=r"a txt file has one text a line and no columns text, label"):
         fill(config(spec="txt:d.txt"), tmp_path, 1)
     with pytest.raises(ConfigError, match=r"spool\.labels.*at least two names"):

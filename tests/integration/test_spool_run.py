@@ -97,10 +97,10 @@ def test_steps_passed_over_and_the_flight_record_are_those_of_the_run_without_a_
     straight.close()
     spool = SpoolData.open(checked, tmp_path, deadline=10)
     # One rank takes the first three steps, two the others: their lines together tell what the one run's does.
-    with SpoolLoader(checked, spool, tmp_path, rank=0, world_size=1, record=True) as alone:
+    with SpoolLoader(checked, spool, tmp_path, rank=0, world_size=1) as alone:
         head = [next(alone)["sample_index"].tolist() for _ in range(3)]
         lines, saved = [alone.drain_flight()], alone.state_dict()
-    ranks = [SpoolLoader(checked, spool, tmp_path, rank=r, world_size=2, record=True) for r in range(2)]
+    ranks = [SpoolLoader(checked, spool, tmp_path, rank=r, world_size=2) for r in range(2)]
     with ThreadPoolExecutor(2) as threads:
         for rank in ranks:
             rank.load_state_dict(saved)
@@ -176,7 +176,7 @@ def test_steps_with_nothing_to_learn_are_passed_over_by_a_spool_as_by_the_run_wi
     spool = SpoolData.open(checked, tmp_path, deadline=60)
     saved, at = None, 0
     for world, steps in ((1, len(expected) - 9), (2, 4), (1, 10)):
-        ranks = [SpoolLoader(checked, spool, tmp_path, rank=r, world_size=world, record=True) for r in range(world)]
+        ranks = [SpoolLoader(checked, spool, tmp_path, rank=r, world_size=world) for r in range(world)]
         with ThreadPoolExecutor(world) as threads:
             for rank in ranks:
                 if saved is not None:

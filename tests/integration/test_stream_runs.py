@@ -356,8 +356,8 @@ def test_check_warns_of_runs_that_starve_spike_or_evict(desk, tmp_path):
         "healthy", "--streams.pick_mode", "weighted", stale_threshold=5
     )
     assert "evicts" not in warned("healthy", stale_threshold=20)
-    assert "may evict falsely: a ledger of 50 groups" in warned("healthy", ledger_capacity=50)
-    assert "evict" not in warned("healthy", ledger_capacity=5_000)
+    assert "may evict falsely: a ledger of 50 groups" in warned("healthy", "--ledger.mode=lru", "--ledger.capacity=50")
+    assert "evict" not in warned("healthy", "--ledger.mode=lru", "--ledger.capacity=5000")
     assert "lanes have no stream" in warned("diag_exhaust_spike", "--streams.lanes", "120")
     with pytest.raises(ConfigError, match="3 ranks cannot share 4 lanes"):
         warned("diag_exhaust_spike", ranks=3)

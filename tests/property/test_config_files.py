@@ -60,6 +60,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(values=CONFIGS)
+@settings(max_examples=50, deadline=None)
 def test_a_config_written_as_toml_reads_back_to_the_same_config(file, values):
     values = values | {
         "run": values.get("run", {}) | {"base": str(file.parent)}

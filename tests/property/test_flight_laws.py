@@ -183,44 +183,46 @@ options = {
 
 @settings(max_examples=20)
 @given(**options)
-def test_every_sample_is_told_back_from_the_records_after_any_kills_on_any_ranks(**asked):
+def test_samples_are_rebuilt_and_documents_found_after_any_kills_on_any_ranks(**asked):
     with tempfile.TemporaryDirectory() as folder:
         run = flown_run(folder, **asked)
         with RunProvenance(recorded_run(run.run)) as provenance:
-            assert provenance.record.last_step == max(run.truth)
-            for step, samples in run.truth.items():
-                span = provenance.record.span(step)
-                assert list(span) == sorted(samples)
-                for rebuilt in provenance.rebuild(span):
-                    ids, pieces = samples[rebuilt.place.sample]
-                    assert [p for p, _ in provenance.pieces(rebuilt, None)] == pieces
-                    if rebuilt.window is not None:
-                        assert np.array_equal(rebuilt.window.blocks.tokens[rebuilt.place.block], ids)
-                    else:
-                        assert (ids == run.data.packing.pad_id).all()
-                story = provenance.step(step)
-                assert story.digest == story.recorded
+            check_samples(run, provenance)
+            check_documents(run, provenance, asked["corpus"], asked["exhausted"])
 
 
-@settings(max_examples=20)
-@given(**options)
-def test_a_document_is_found_in_exactly_the_samples_that_held_it(**asked):
-    with tempfile.TemporaryDirectory() as folder:
-        run = flown_run(folder, **asked)
-        held = defaultdict(set)
-        seen = [(step, pieces) for step, samples in run.truth.items() for _, pieces in samples.values()]
-        for step, pieces in [*seen, *((None, pieces) for pieces in run.skipped().values())]:
-            for p in pieces:
-                held[p.source, p.row].add((step, p.sample_index, p.column, p.start, p.length))
-        with RunProvenance(recorded_run(run.run)) as provenance:
-            for source, lengths in enumerate(asked["corpus"]):
-                for row, length in enumerate(lengths):
-                    found = provenance.find(f"s{source}", row)
-                    got = [(s.step, s.sample, s.column, s.start, s.length) for s in found.seen]
-                    assert len(got) == len(set(got))
-                    assert set(got) == held[f"s{source}", row]
-                    if not length:
-                        assert found.never is not None
-                    elif found.upcoming is None:  # read as often as it may be
-                        assert asked["exhausted"] == "drop"
-                        assert sum(s.length for s in found.seen) == len(f"{source}.{row} ") + length + 1
+def check_samples(run, provenance):
+    """Every sample of every step is rebuilt as it was delivered, and every step is proven by its digest."""
+    assert provenance.record.last_step == max(run.truth)
+    for step, samples in run.truth.items():
+        span = provenance.record.span(step)
+        assert list(span) == sorted(samples)
+        for rebuilt in provenance.rebuild(span):
+            ids, pieces = samples[rebuilt.place.sample]
+            assert [p for p, _ in provenance.pieces(rebuilt, None)] == pieces
+            if rebuilt.window is not None:
+                assert np.array_equal(rebuilt.window.blocks.tokens[rebuilt.place.block], ids)
+            else:
+                assert (ids == run.data.packing.pad_id).all()
+        documents = provenance.step(step)
+        assert documents.digest == documents.recorded
+
+
+def check_documents(run, provenance, corpus, exhausted):
+    """A document is found in exactly the samples that held it."""
+    held = defaultdict(set)
+    seen = [(step, pieces) for step, samples in run.truth.items() for _, pieces in samples.values()]
+    for step, pieces in [*seen, *((None, pieces) for pieces in run.skipped().values())]:
+        for p in pieces:
+            held[p.source, p.row].add((step, p.sample_index, p.column, p.start, p.length))
+    for source, lengths in enumerate(corpus):
+        for row, length in enumerate(lengths):
+            found = provenance.find(f"s{source}", row)
+            got = [(s.step, s.sample, s.column, s.start, s.length) for s in found.seen]
+            assert len(got) == len(set(got))
+            assert set(got) == held[f"s{source}", row]
+            if not length:
+                assert found.never is not None
+            elif found.upcoming is None:  # read as often as it may be
+                assert exhausted == "drop"
+                assert sum(s.length for s in found.seen) == len(f"{source}.{row} ") + length + 1

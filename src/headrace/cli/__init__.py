@@ -8,7 +8,7 @@ plan      how its mix, epochs and repeats would go
 prepare   tokenise once, into shards that are mapped
 provide   make a run's batches in a process of their own
 spool     headrace spool ls, stat, verify, quarantine, purge
-inspect   what a file or a folder of ours holds
+inspect   what a file or a folder written by headrace holds
 ui        the live page of runs
 report    the page of a run, saved as one file
 replay    what a captured step of rollouts costs the event loop
@@ -18,7 +18,8 @@ diff      the first step at which two runs saw different data
 gram      headrace gram: the Gram matrix of rows in shards
 metrics   every declared metric
 env       what headrace sees of this machine
-terminal  what a person sees while a run goes on
+terminal  printing, shared by all verbs
+run_text  what `run` prints before the first step and after the last
 """
 
 from headrace.cli.app import app, main
@@ -42,24 +43,8 @@ from headrace.cli.ui import ui
 
 # Verbs import what is heavy when they are called, so that `headrace --help` is quick and imports no torch.
 for verb in (
-    init,
-    run,
-    check,
-    plan,
-    prepare,
-    provide,
-    inspect,
-    ui,
-    report,
-    step,
-    find,
-    diff,
-    spool,
-    gram,
-    replay,
-    metrics,
-    env,
-):
+    init, run, check, plan, prepare, provide, inspect, ui, report, step, find, diff, spool, gram, replay, metrics, env,
+):  # fmt: skip
     app.command(verb)
 
 __all__ = ["main"]

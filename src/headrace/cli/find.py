@@ -69,6 +69,6 @@ def _print_find(console: Console, found: DocumentHistory) -> None:
         print_plain(console, f"  {'does not come again' if found.seen else 'never seen'}: {found.never}")
     if found.upcoming is not None:
         u = found.upcoming
-        stands = "its window is open" if u.reached > u.position else f"the lane has opened the first {u.reached:,}"
-        print_plain(console, f"  comes next in epoch {u.epoch}, lane {u.lane}, at position {u.position:,} ({stands})")
+        state = "its window is open" if u.reached > u.position else f"the lane has opened the first {u.reached:,}"
+        print_plain(console, f"  comes next in epoch {u.epoch}, lane {u.lane}, at position {u.position:,} ({state})")
     print_plain(console, f"{count_text(found.windows, 'window')} made again in {found.seconds:.1f} s", "dim")

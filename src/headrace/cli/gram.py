@@ -19,7 +19,7 @@ from headrace.cli.terminal import (
     print_json,
     print_plain,
     short,
-)
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,7 +66,7 @@ def gram(
 ) -> int:  # fmt: skip
     """Sum x·xᵀ over all rows of the shards, to the same bits on any number of workers, threads and processors.
 
-    Can be killed at any moment, worker or coordinator: the same command goes on.
+    Workers and coordinator can be killed at any moment: the same command continues.
 
     ```
     headrace gram acts/*.npy --out layer12.safetensors

@@ -1,4 +1,4 @@
-"""headrace inspect PATH: what a file or a folder of ours holds."""
+"""headrace inspect PATH: what a file or a folder written by headrace holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""headrace prepare CONFIG: tokenise once, read at the speed of memory ever after."""
+"""headrace prepare CONFIG: tokenise once, into shards that are mapped from then on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prepare(
 ) -> int:
     """Tokenise every document of a config's sources once, into checked shards that `PreparedDataset` maps.
 
-    Can be stopped or killed at any moment: the same command goes on, and the result has the same bytes.
+    Can be stopped or killed at any moment: the same command continues, and the result has the same bytes.
 
     ```
     headrace prepare examples/quickstart.toml
@@ -94,7 +94,7 @@ def _closing(console: Console, summary: PrepareSummary, command: str) -> None:
 
 
 def _command(config: Path, settings: tuple[str, ...], out: Path | None, shard_mb: int) -> str:
-    """What was typed, as far as it matters for going on."""
+    """The command that continues this one."""
     words = ["headrace", "prepare", str(config), *(f"--{setting}" for setting in settings)]
     if out is not None:
         words += ["--out", str(out)]

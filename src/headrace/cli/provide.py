@@ -39,7 +39,7 @@ def provide(
 ) -> int:
     """Fill a spool with the batches of a config, ahead of the trainers that read it, until stopped.
 
-    May be killed and started again at any moment: it goes on after the last file. More than one needs a spool of parts.
+    May be killed and started again at any moment: it continues after the last file. More than one provider needs a spool of parts.
 
     ```
     headrace provide examples/quickstart.toml --spool.dir S          in one terminal
@@ -61,7 +61,7 @@ def provide(
             print_plain(console, f"  {sentence}")
 
     def announce() -> None:
-        """Print what is made. Called once this provider has the spool: before that it may be refused."""
+        """Print the batches that are made. Called once this provider holds the spool: before that it may be refused."""
         if not talks:
             return
         spool = checked.spool

@@ -31,7 +31,7 @@ def replay(
     format: Format = "text",
     quiet: Quiet = False,
 ) -> int:  # fmt: skip
-    """Replay a captured step of rollouts and tell what it costs: wall, CPU, and how late the event loop was.
+    """Replay a captured step of rollouts and measure wall time, CPU time and the lag of the event loop.
 
     ```
     headrace replay r3.dump --make r3 --scale 0.1

@@ -23,14 +23,14 @@ Rows = Sequence[tuple[str, str]]
 
 
 def announce(console: Console, config: JobConfig, *, folder: str, ranks: int, resumed: bool) -> None:
-    """Print what is about to happen."""
+    """Print the run's config in a few lines."""
     rows, _ = _ROWS[config.kind]
     console.print(f"[bold]headrace[/] {'resumes' if resumed else 'runs'} [bold]{config.run.name}[/]  in {folder}")
     facts(console, [*rows(config), ("seed", f"{config.run.seed}   ranks {ranks}   config {config.hash}")])
 
 
 def conclude(console: Console, kind: str, summary: RunSummary, folder: str) -> None:
-    """Print what happened, and how to go on."""
+    """Print the results, and the command that continues the run."""
     _, rows = _ROWS[kind]
     done = {"completed": "completed", "stopped": "stopped", "data_ended": "ran out of data"}[summary.state]
     console.print(f"\n[bold]{done}[/] at step {summary.step} of {summary.steps}")

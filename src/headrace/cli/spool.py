@@ -1,4 +1,4 @@
-"""headrace spool ls|stat|verify|quarantine|purge DIR: what is in a spool, and is it whole."""
+"""headrace spool ls|stat|verify|quarantine|purge DIR: list, describe, check and empty a spool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 spool = App(
     name="spool",
-    help="""Look into a spool: its files, where it stands, whether it is whole.
+    help="""Look into a spool: list its files, describe its state, check every byte.
 
 ```
 headrace spool stat runs/quickstart/spool
@@ -56,7 +56,7 @@ def ls(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> 
 
 @spool.command
 def stat(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> int:
-    """Where a spool stands: sequence, gaps, backlog, commit point, quarantine, running processes.
+    """Describe the state of a spool: sequence, gaps, backlog, commit point, quarantine, running processes.
 
     ```
     headrace spool stat /data/spool

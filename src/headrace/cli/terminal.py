@@ -130,17 +130,10 @@ class Silent:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def waiting(self, what: str) -> None:
-        return None
-
-    def first_batch(self, seconds: float, waits: Mapping[str, float]) -> None:
-        return None
-
-    def progress(self, progress: Progress) -> None:
-        return None
-
-    def info(self, sentence: str) -> None:
-        return None
+    def waiting(self, what: str) -> None: ...
+    def first_batch(self, seconds: float, waits: Mapping[str, float]) -> None: ...
+    def progress(self, progress: Progress) -> None: ...
+    def info(self, sentence: str) -> None: ...
 
     def notice(self, sentence: str) -> None:
         if self._console is not None:

@@ -28,7 +28,7 @@ def ui(
     beside: Annotated[int | None, Parameter(show=False)] = None,
     quiet: Annotated[bool, Parameter(help="Print nothing but the address.")] = False,
 ) -> int:  # fmt: skip
-    """Show runs while they go on: is it healthy, where does the time go, and what did the model just see?
+    """Show a live page of runs: health, where the time goes, and the documents of every step.
 
     The page reads the run folders and changes nothing. Click a point of a curve to read the documents of that step.
 

@@ -59,9 +59,9 @@ class Difference:
     seen_a: SeenSample | None
     seen_b: SeenSample | None
     config: Mapping[str, tuple[Any, Any]]
-    """Keys of the config that differ. Not all of them decide what is delivered."""
+    """Keys of the config that differ, also those without effect on the data."""
     order: Mapping[str, tuple[str | None, str | None]]
-    """What the order depends on, as far as it differs: sources, tokenizer, seed, weights."""
+    """Inputs of the order that differ: sources, tokenizer, seed, weights."""
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _stretches(a: list[_Step], b: list[_Step]) -> Iterator[_Stretch]:
         )
 
 
-# ---------------------------------------------------------------------------------- what is different there
+# -------------------------------------------------------------------------------- the first difference
 
 
 def _first_difference(

@@ -11,11 +11,11 @@
 
 Two bytes a sample and a row a window are enough: the source of a sample and the window that was open name its block, because
 a lane delivers the blocks of a window in their order. After a kill the steps since the checkpoint are recorded again; a
-line that begins at step n takes the place of everything from n on.
+line that begins at step n replaces everything from n on.
 
-Lines are checked one by one and kept without their picks, which are decoded for the few lines a question is about: a
-million steps in 100,000 lines are read in about 3 s and 100 MB, where keeping everything as arrays line by line took 12 s.
-A line that is torn or makes no sense is a hole: what lies outside it can be shown, and what crosses it is refused by name.
+Lines are checked one by one and kept without their picks, which are decoded for the few lines that a question needs: a
+million steps in 100,000 lines are read in about 3 s and 100 MB. A line that is torn or invalid is a hole: steps outside it can be
+shown, and steps that depend on it are refused by name.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import binascii
 import itertools
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,8 +41,8 @@ from headrace.loader.windows import WindowStart
 FILLER = 0xFFFF
 _MAX_LINE = 64 << 20
 _MAX_SAMPLE = 1 << 62
-_PICKS_KEPT = 256 << 20
-"""Bytes of decoded picks that are kept at a time."""
+_LINES_DECODED = 256
+"""Lines whose decoded picks are kept."""
 
 
 class OpenedWindow(NamedTuple):
@@ -53,7 +53,7 @@ class OpenedWindow(NamedTuple):
 
 
 class SamplePlace(NamedTuple):
-    """Where the content of a sample lies: lane, source, window and block."""
+    """Which block of which window a sample is."""
 
     sample: int
     lane: int
@@ -73,9 +73,9 @@ class _Segment(NamedTuple):
     at: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _RecordLine:
-    """One line, without its picks. Cut short when a later line begins before its end."""
+    """One line, without its picks. `cut` when a later line begins before its end."""
 
     line: int
     offset: int
@@ -88,7 +88,7 @@ class _RecordLine:
     opened: array[int]
     """Six numbers a window, as in the file but for the source, which is an index into the record's names."""
     sources: Sequence[int]
-    """What the line's numbers mean, as indices into the record's names."""
+    """The line's numbers of sources as indices into the record's names."""
 
     @property
     def begin(self) -> int:
@@ -127,7 +127,7 @@ class SampleRecord:
         """The sources of the config, then any that only older lines know."""
         self.damaged: list[tuple[int, str]] = []
         """(line, why) of the lines that cannot be used."""
-        self._picks: OrderedDict[tuple[int, bool], np.ndarray] = OrderedDict()
+        self._picks_of = lru_cache(_LINES_DECODED)(self._decode_picks)
         lines: list[_RecordLine] = []
         for recorded in self._recorded_lines():
             while lines and (lines[-1].first >= recorded.first or lines[-1].begin >= recorded.begin):
@@ -185,7 +185,7 @@ class SampleRecord:
     # ----------------------------------------------------------------------------------------- samples
 
     def place(self, sample: int) -> SamplePlace:
-        """Where the content of a recorded sample lies."""
+        """Which block of which window a recorded sample is."""
         lane = sample % self.lanes
         segment, recorded = self._segment(sample)
         source = int(self._picks_of(recorded, segment.skipped)[segment.at + sample - segment.begin])
@@ -216,7 +216,7 @@ class SampleRecord:
             block -= len(found)
         return None
 
-    # ----------------------------------------------------------------------------------------- private
+    # ----------------------------------------------------------------------------------- picks and windows
 
     def _rows(self, lane: int, source: int) -> np.ndarray:
         key = lane * (1 << 17) + source
@@ -244,12 +244,8 @@ class SampleRecord:
             "can be shown as far as their windows were opened outside the hole."
         )
 
-    def _picks_of(self, recorded: _RecordLine, skipped: bool) -> np.ndarray:
-        key = (recorded.line, skipped)
-        found = self._picks.get(key)
-        if found is not None:
-            self._picks.move_to_end(key)
-            return found
+    def _decode_picks(self, recorded: _RecordLine, skipped: bool) -> np.ndarray:
+        """The source of every delivered, or every skipped, sample of a line. Called through the cache `_picks_of`."""
         try:
             with open(open_regular(self.path, follow=True), "rb") as handle:
                 handle.seek(recorded.offset)
@@ -259,6 +255,7 @@ class SampleRecord:
             found = meant[np.where(picks == FILLER, len(recorded.sources), picks)]
             if len(found) < max(s.at + s.end - s.begin for s in recorded.segments if s.skipped is skipped):
                 raise ValueError("there are fewer than there were")
+            return found
         except (OSError, ValueError, AttributeError, IndexError) as error:
             sentence = (
                 f"the picks in line {recorded.line} of {self.path} are damaged ({error}): the steps from {recorded.first} to "
@@ -267,10 +264,6 @@ class SampleRecord:
             if isinstance(error, OSError):
                 raise unreadable(self.path, error, sentence) from error
             raise FileCorrupt(sentence) from error
-        self._picks[key] = found
-        while len(self._picks) > 1 and sum(p.nbytes for p in self._picks.values()) > _PICKS_KEPT:
-            self._picks.popitem(last=False)
-        return found
 
     def _hole(self) -> str:
         if not self.damaged:
@@ -294,7 +287,7 @@ class SampleRecord:
     # ----------------------------------------------------------------------------------------- parsing
 
     def _recorded_lines(self) -> Iterator[_RecordLine]:
-        """The lines that can be used, as they stand in the file."""
+        """The valid lines, in the order of the file."""
         try:
             for line in read_lines(self.path, _MAX_LINE, follow=True):
                 try:
@@ -307,7 +300,7 @@ class SampleRecord:
             raise FileCorrupt(f"{self.path} is missing: the run did not record it") from None
 
     def _parse(self, line: Line) -> _RecordLine:
-        """A checked line; ValueError says what is wrong with it."""
+        """A checked line; ValueError names the problem."""
         if line.text is None:
             raise ValueError(f"it is longer than {_MAX_LINE:,} bytes")
         value = orjson.loads(line.text)
@@ -317,7 +310,7 @@ class SampleRecord:
         if type(first) is not int or not 1 <= first < _MAX_SAMPLE:
             raise ValueError("`first` is not a step")
         passed, skipped = _coded_count(value.get("skipped_picks", "")), value.get("skipped")
-        if skipped is None and passed:  # a line that only says how many: they lie right before it
+        if skipped is None and passed:  # an older line that holds only their picks: they come right before its steps
             skipped = [[samples[0] - passed, samples[0]]]
         stops, segments = _segments(samples, _joined(skipped or []))
         counts = [sum(s.end - s.begin for s in segments if s.skipped is kind) for kind in (False, True)]
@@ -363,7 +356,7 @@ class SampleRecord:
 
 
 def merge_rank_records(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the ranks recorded of the same steps (`Loader.drain_flight`), in rank order, merged into one line."""
+    """One line of flight.jsonl from what every rank recorded of the same steps (`Loader.drain_flight`), in rank order."""
     world, merged = len(lines), dict(lines[0])
     for line in lines[1:]:
         for name in ("first", "samples", "skipped"):
@@ -438,7 +431,7 @@ def _joined(ranges: list[list[int]]) -> list[tuple[int, int]]:
 
 
 def _segments(samples: Sequence[int], skipped: Sequence[tuple[int, int]]) -> tuple[Sequence[int], list[_Segment]]:
-    """Where each step ends, and the samples of a line in order: a skip lies before, after or between whole steps."""
+    """The end of each step, and the segments of a line in order. A skip comes before, after or between whole steps."""
     begin, last = samples[0], samples[-1]
     stops: Sequence[int] = samples[1:]
     segments: list[_Segment] = []

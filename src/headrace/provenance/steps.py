@@ -1,16 +1,16 @@
-"""What did a run see, and when? RebuiltSample from its folder, without running it again.
+"""Which documents a step of a run delivered, and which steps delivered a document, worked out from the run's folder.
 
-    with RunProvenance(Path("runs/quickstart")) as flight:
-        flight.step(120)                        the documents of step 120, and the proof that these were the ones
-        flight.find("prose", row=17)            the steps that saw a document, and when it comes next
+    with RunProvenance(recorded_run(Path("runs/quickstart"))) as provenance:
+        provenance.step(120)                    the documents of step 120, and the proof by its digest
+        provenance.find("prose", row=17)        the steps that delivered a document, and when it comes next
 
-    sample ──► lane, source (flight.jsonl) ──► the window that was open ──► made again ──► block ──► pieces, tokens, text
+    sample ──► lane, source (flight.jsonl) ──► the window that was open ──► rebuilt ──► block ──► pieces, tokens, text
 
-A window is a pure function of its start, so only the windows in question are made again: as many for step a million as
-for step one. The blocks must give the digest that the run wrote down for the step; if they do not, the data, the
-tokenizer or the config is no longer what the run had, and the step is refused rather than shown wrongly.
+A window is a pure function of its start, so only the windows of the samples in question are rebuilt: as many for step a million as
+for step one. The blocks must give the digest that the run recorded for the step. If they do not, the data, the
+tokenizer or the config has changed since, and the step is refused.
 
-Nothing in the run's folder is changed, and a run may go on while it is asked.
+Nothing in the run's folder is changed, and the run may continue meanwhile.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MAX_RECORDS = 4 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """A text run's folder, and what its config says about the order of its data."""
+    """The folder of a text run, and the parts of its config that the order of its data depends on."""
 
     path: Path
     base: Path
@@ -87,7 +87,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceShare:
-    """What a step took from one source."""
+    """Counts of one source in a step."""
 
     samples: int
     documents: int
@@ -206,10 +206,13 @@ class RunProvenance:
     def step(
         self, step: int, *, world: int | None = None, rank: int | None = None, chars: int | None = 200
     ) -> StepDocuments:
-        """The documents of a step, in the order of its samples; `rank`: only those of one rank.
+        """The documents of a step, in the order of its samples. DataChanged if they do not give the recorded digest.
 
-        `world` is the number of ranks that rows are counted for; default: what the run had at this step. `chars` is how
-        much of each text is given; None: no text.
+        Args:
+            step: Number of the step, from 1.
+            world: Number of ranks that ranks and rows are counted for; as many as the run had at this step unless given.
+            rank: Only the documents of this rank.
+            chars: How many characters of each text are given; None for no text.
         """
         if chars is not None and chars < 1:
             raise ConfigError(f"--chars must be at least 1, got {chars}; to leave the text out use --no-text")
@@ -220,30 +223,30 @@ class RunProvenance:
         recorded = self.digests.get(step)
         if recorded is not None and recorded != digest.value:
             raise DataChanged(
-                f"cannot tell step {step} of {self.path}: its documents, made again, give digest {digest}, the run recorded "
-                f"{Digest(recorded)}. The data, the tokenizer or the code changed since; {self._remedy()}"
+                f"cannot show step {step} of {self.path}: its documents, rebuilt, give digest {digest}, the run recorded "
+                f"{Digest(recorded)}. The data, the tokenizer or the code changed since. {self._remedy()}"
             )
         documents: list[Document] = []
         totals: dict[str, list[int]] = {name: [0, 0, 0] for name in self.names}
         seen: set[tuple[str, str, int]] = set()
         fillers = padding = 0
-        for t in rebuilt:
-            if t.window is None:
+        for sample in rebuilt:
+            if sample.window is None:
                 fillers += 1
                 continue
-            pieces = self._pieces(t)
+            pieces = self._pieces(sample)
             tokens = sum(p.length for p in pieces)
             padding += self.data.seq_len - tokens
-            share = totals[self.record.names[t.place.source]]
+            share = totals[self.record.names[sample.place.source]]
             share[0] += 1
             share[2] += tokens
-            at, position = _row(t.place.sample, span.start, size)
+            at, position = _row(sample.place.sample, span.start, size)
             for piece in pieces:
                 share[1] += (piece.source, piece.file, piece.row) not in seen
                 seen.add((piece.source, piece.file, piece.row))
                 if rank is not None and at != rank:
                     continue
-                text, cut = self._excerpt(t, piece, chars)
+                text, cut = self._excerpt(sample, piece, chars)
                 documents.append(
                     Document(
                         sample=piece.sample_index, rank=at, position=position, column=piece.column, source=piece.source,
@@ -267,8 +270,19 @@ class RunProvenance:
         )
 
     def find(self, source: str, row: int, file: str | None = None) -> DocumentHistory:
-        """The steps that saw a document: a row of `file`, or of the source as a whole."""
-        index = self._index(source)
+        """The steps that delivered a document, and when it comes next.
+
+        Args:
+            source: Name of the source.
+            row: Row of `file`, or of the whole source if no file is given; from 0.
+            file: Path or name of one of the source's files.
+        """
+        if source not in self.names:
+            near = did_you_mean(source, self.names)
+            raise ConfigError(
+                f"{self.path} has no source {found_text(source)}{near} (it has {', '.join(self.names[:20])})"
+            )
+        index = self.names.index(source)
         source_row, name, local = self._located(index, row, file)
         manifest, deal = self.data.sources[index].manifest, self.data.deals[index]
         chunk = int(np.searchsorted(manifest.first_row, source_row, side="right")) - 1
@@ -280,7 +294,7 @@ class RunProvenance:
                 lane, position = deal.find(epoch, chunk, in_chunk)
                 found, complete, reached = self._occurrences(index, lane, epoch, position, (name, local))
                 seen += found
-                # Lanes go at their own pace: the next epoch's copy may lie in a lane that is ahead.
+                # Lanes advance independently: the next epoch's copy may belong to a lane that is ahead.
                 if not complete and upcoming is None:
                     upcoming = NextOccurrence(epoch=epoch, lane=lane, position=position, reached=reached)
             limit = self.data.plan(0).epoch_limit(index)
@@ -293,7 +307,7 @@ class RunProvenance:
         )  # fmt: skip
 
     def rebuild(self, samples: Iterable[int]) -> list[RebuiltSample]:
-        """The content of samples, rebuilt from their windows."""
+        """The samples with their windows rebuilt, in the same order."""
         places = [self.record.place(g) for g in samples]
         keys: dict[WindowKey, None] = {}
         for place in places:
@@ -315,7 +329,7 @@ class RunProvenance:
         """The pieces of a sample with the beginnings of their texts."""
         return [(piece, self._excerpt(rebuilt, piece, chars)[0]) for piece in self._pieces(rebuilt)]
 
-    # ------------------------------------------------------------------------------- what the run left
+    # ------------------------------------------------------------------------------- the run's records
 
     @cached_property
     def record(self) -> SampleRecord:
@@ -341,7 +355,7 @@ class RunProvenance:
             except (KeyError, TypeError, ValueError):
                 self._damaged_digests.append(line.number)
                 continue
-            # A line that begins again at an earlier step belongs to another future than what stands after it.
+            # A line that begins at an earlier step replaces all steps from there on: they were taken again after a kill.
             step = first + len(digests)
             while step in found:
                 del found[step]
@@ -351,7 +365,7 @@ class RunProvenance:
 
     @cached_property
     def worlds(self) -> list[tuple[int, int]]:
-        """(step, ranks) whenever the run was begun or taken up again after `step`; of those before a step the last holds."""
+        """(steps taken before, ranks) of every start and resume; the last one before a step holds for it."""
         found: list[tuple[int, int]] = []
         for value in read_jsonl(self.path / "journal.jsonl"):
             step, ranks = value.get("step"), value.get("world_size")
@@ -361,15 +375,13 @@ class RunProvenance:
 
     @cached_property
     def fingerprint(self) -> dict[str, str] | None:
-        """What the order depended on at the newest checkpoint; None if there is none that can be read."""
+        """Fingerprint of the data at the newest readable checkpoint; None without one."""
         store = CheckpointStore(self.path / "checkpoints", writer=False, report=lambda _: None)
         for step in reversed(store.steps()):
             try:
                 meta = open_container(store.path(step), verify=False).meta
-                saved = (
-                    meta["data"]["body"].get("data") or meta["data"]["fingerprint"]
-                )  # the former of a run over a spool
-                return {str(k): str(v) for k, v in saved.items()}
+                in_spool = meta["data"]["body"].get("data")  # of a run over a spool: that of the provider's dataset
+                return {str(k): str(v) for k, v in (in_spool or meta["data"]["fingerprint"]).items()}
             except (FileCorrupt, KeyError, TypeError, AttributeError):
                 continue
         return None
@@ -408,12 +420,12 @@ class RunProvenance:
             if not k.startswith("data:")
         ]
         raise DataChanged(
-            f"cannot tell what {self.path} saw, because its data is not what it was: {'; '.join(phrases[:5] or differing[:5])}. "
+            f"cannot show what {self.path} delivered, because its data changed: {'; '.join(phrases[:5] or differing[:5])}. "
             f"{self._remedy()}"
         )
 
     def _remedy(self) -> str:
-        return f"restore what the run read (paths start at {self.run.base}), and use headrace {self.run.version}, which made it."
+        return f"Restore what the run read (paths start at {self.run.base}), and use headrace {self.run.version}, which made it."
 
     def _rebuilt_windows(self, keys: Mapping[WindowKey, None]) -> dict[WindowKey, Window]:
         data, began = self.data, time.perf_counter()
@@ -442,7 +454,7 @@ class RunProvenance:
         if source >= len(self.names):
             raise ConfigError(
                 f"{self.path} read source {self.record.names[source]} before it was taken out of its config: put it back into "
-                "a copy of the folder's config.toml to tell these steps"
+                "a copy of the folder's config.toml to show these steps"
             )
         return source, lane, window.start
 
@@ -450,8 +462,8 @@ class RunProvenance:
         assert place.window is not None
         epoch, position, _ = place.window.start
         return DataChanged(
-            f"cannot tell sample {place.sample} of {self.path}: it was block {place.block} of the window of source "
-            f"{self.names[place.source]} at lane {place.lane}, epoch {epoch}, position {position:,}, which made again has {blocks} "
+            f"cannot show sample {place.sample} of {self.path}: it was block {place.block} of the window of source "
+            f"{self.names[place.source]} at lane {place.lane}, epoch {epoch}, position {position:,}, which rebuilt has {blocks} "
             f"blocks. {self._remedy()}"
         )
 
@@ -464,7 +476,7 @@ class RunProvenance:
         if chars is None or rebuilt.window is None:
             return None, False
         ids = rebuilt.window.blocks.tokens[rebuilt.place.block, piece.column : piece.column + piece.length]
-        # No character takes more than four tokens; what is not shown need not be decoded.
+        # No character takes more than four tokens, so this many tokens hold all characters that are shown.
         few = ids[: 4 * chars + 4]
         text = self.data.tokenizer.decode(few)
         return text[:chars], len(text) > chars or len(few) < len(ids)
@@ -478,13 +490,6 @@ class RunProvenance:
         return size
 
     # --------------------------------------------------------------------------------------------- find
-
-    def _index(self, source: str) -> int:
-        if source in self.names:
-            return self.names.index(source)
-        raise ConfigError(
-            f"{self.path} has no source {found_text(source)}{did_you_mean(source, self.names)} (it has {', '.join(self.names[:20])})"
-        )
 
     def _located(self, index: int, row: int, file: str | None) -> tuple[int, str, int]:
         """(row of the source, file, row of the file)."""
@@ -531,7 +536,7 @@ class RunProvenance:
         found: list[Occurrence] = []
         tokens, reached = 0, 0
         candidates: list[OpenedWindow] = []
-        while at >= 0:  # a document that is cut between windows also lies in the one before
+        while at >= 0:  # a document that is cut between windows is also in the window before
             candidates.append(windows[at])
             if windows[at].start.position < position or not windows[at].start.offset:
                 break
@@ -552,7 +557,7 @@ class RunProvenance:
                 for piece in pieces:
                     tokens += piece.length
                     found.append(self._occurrence(epoch, sample, piece))
-            # Its end was cut off and lies in the next window, which is not open yet.
+            # The end of the document is in the next window, which is not open yet.
             whole &= not (blocks.end.position == position and blocks.end.offset and window is candidates[0])
         return found, whole and tokens > 0, reached
 

@@ -1,10 +1,10 @@
-"""What would this run do? Opens everything it needs, reads a little, trains nothing."""
+"""`headrace check` of a text run: opens its sources and tokenizer, reads a few chunks, and works out what it would deliver."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from headrace.loader.dataset import MOST_LANES
 from headrace.runs.config.base import divisors
 from headrace.runs.config.schema import RunConfig
 from headrace.runs.job import Job
-
-__all__ = ["Plan", "SourcePlan", "check_hashes", "check_job", "ends_with", "plan_of"]
+from headrace.text import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +38,7 @@ class SourcePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A run on paper."""
+    """What a text run would read and deliver."""
 
     kind: str
     config_hash: str
@@ -64,7 +63,13 @@ class Plan:
 
 
 def check_job(config: RunConfig, *, ranks: int = 1, full_check: bool = False) -> Plan:
-    """Open the sources and the tokenizer of a config and work out what a run would deliver."""
+    """Open the sources and the tokenizer of a config and work out what a run would deliver.
+
+    Args:
+        config: The run.
+        ranks: Number of ranks that must be able to share the batch; ConfigError otherwise.
+        full_check: Compare everything that was ever read with its recorded hash.
+    """
     config.check_world_size(ranks)
     if config.spool.labelled:
         return _labelled_plan(config)
@@ -93,8 +98,8 @@ def check_hashes(config: RunConfig, folder: Path) -> dict[str, tuple[int, int]]:
         data.close()
 
 
-def plan_of(config: RunConfig, data: TextDataset, *, note_end: bool = True) -> Plan:
-    """What a run over an open dataset would deliver. `note_end`: guess where exhausted = "stop_first" ends it."""
+def plan_of(config: RunConfig, data: TextDataset) -> Plan:
+    """The plan of a run over an open dataset."""
     total = config.run.steps * config.loader.global_batch_size * config.text.seq_len
     estimates = data.estimates()
     sources = tuple(
@@ -105,30 +110,26 @@ def plan_of(config: RunConfig, data: TextDataset, *, note_end: bool = True) -> P
         )
         for s, deal, e, w in zip(data.sources, data.deals, estimates, data.weights, strict=True)
     )  # fmt: skip
-    return Plan(
-        kind=config.kind,
-        config_hash=config.hash,
-        steps=config.run.steps,
-        global_batch_size=config.loader.global_batch_size,
-        seq_len=config.text.seq_len,
-        lanes=data.lanes,
-        **_world_sizes(config, data.lanes),
+    return _plan(
+        config, config.kind, data.tokenizer, sources, total_tokens=total, warnings=_warnings(config, sources, data.lanes), lanes=data.lanes,
         lane_bytes=2 * len(data.sources) * data.packing.budget * 4,
-        total_tokens=total,
-        tokenizer=data.tokenizer.name,
-        vocab_size=data.vocab_size,
-        sources=sources,
-        warnings=tuple(_warnings(config, sources, data.lanes, note_end)),
-    )
+    )  # fmt: skip
 
 
-def _world_sizes(config: RunConfig, lanes: int) -> dict[str, Any]:
-    sizes = tuple(divisors(config.loader.global_batch_size))
-    return {"world_sizes": sizes, "lanes_followed": tuple(lanes // gcd(lanes, n) for n in sizes)}
+def _plan(
+    config: RunConfig, kind: str, tokenizer: Tokenizer, sources: Sequence[SourcePlan], *, total_tokens: int, warnings: Sequence[str],
+    lanes: int = MOST_LANES, lane_bytes: int = 0,
+) -> Plan:  # fmt: skip
+    sizes = divisors(config.loader.global_batch_size)
+    return Plan(
+        kind=kind, config_hash=config.hash, steps=config.run.steps, global_batch_size=config.loader.global_batch_size, seq_len=config.text.seq_len,
+        lanes=lanes, world_sizes=tuple(sizes), lanes_followed=tuple(lanes // math.gcd(lanes, n) for n in sizes), lane_bytes=lane_bytes,
+        total_tokens=total_tokens, tokenizer=tokenizer.name, vocab_size=tokenizer.vocab_size, sources=tuple(sources), warnings=tuple(warnings),
+    )  # fmt: skip
 
 
 def _labelled_plan(config: RunConfig) -> Plan:
-    """What a spool of labelled rows would hold: everything is read, so its tokens are counted, not estimated."""
+    """The plan of a spool of labelled rows. All rows are read, so their tokens are counted, not estimated."""
     import numpy as np
 
     from headrace.runs.provide import examples_of
@@ -147,19 +148,13 @@ def _labelled_plan(config: RunConfig) -> Plan:
                 weight=share, delivered=total * share, epochs=samples / len(examples), median_tokens=int(np.median(lengths[own])) if own.any() else 0,
             )
         )  # fmt: skip
-    return Plan(
-        kind=config.spool.task, config_hash=config.hash, steps=config.run.steps, global_batch_size=config.loader.global_batch_size,
-        seq_len=config.text.seq_len, lanes=MOST_LANES, **_world_sizes(config, MOST_LANES),
-        total_tokens=total, tokenizer=tokenizer.name, vocab_size=tokenizer.vocab_size, sources=tuple(sources),
-        warnings=tuple(f"no row is labelled {name}" for name in examples.without_rows()),
-    )  # fmt: skip
+    warnings = [f"no row is labelled {name}" for name in examples.without_rows()]
+    return _plan(config, config.spool.task, tokenizer, sources, total_tokens=total, warnings=warnings)
 
 
-def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...], lanes: int, note_end: bool) -> list[str]:
+def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...], lanes: int) -> list[str]:
     found = []
     stops = config.loader.exhausted == "stop_first"
-    if stops and note_end and (end := _first_dry(config, sources)) is not None:
-        found.append(ends_with(*end, about=True))
     for section, plan in zip(config.source, sources, strict=True):
         if plan.rows == 0:
             found.append(f"source {plan.name} has no rows: the others share its weight")
@@ -172,11 +167,9 @@ def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...], lanes: int, no
             found.append(f"source {plan.name} has weight 0 and is never read")
         limit = section.max_epochs if config.loader.exhausted == "repeat" else section.max_epochs or 1
         if limit is not None and plan.epochs > limit:
-            if not stops:  # else one note says where the run ends
-                found.append(
-                    f"source {plan.name} is dry after {limit} epoch(s), the plan needs {plan.epochs:.1f}: its share then goes to the others"
-                    + (", or the run ends" if len(sources) == 1 else "")
-                )
+            end = "the run ends there" if stops else "its share then goes to the others"
+            end += ", or the run ends" if len(sources) == 1 and not stops else ""
+            found.append(f"source {plan.name} is dry after {limit} epoch(s), the plan needs {plan.epochs:.1f}: {end}")
         elif plan.epochs > 4:
             found.append(
                 f"source {plan.name} is read {plan.epochs:.1f} times: more than 4 epochs teach little, lower its weight"
@@ -186,21 +179,3 @@ def _warnings(config: RunConfig, sources: tuple[SourcePlan, ...], lanes: int, no
                 f"source {plan.name} has {plan.rows} rows for {lanes} lanes: some lanes see it only in some epochs. Lower loader.lanes, such as to {max(plan.rows // 8, 1)}"
             )
     return found
-
-
-def ends_with(name: str, step: int, *, about: bool = False) -> str:
-    """The note of a run that ends with its first dry source."""
-    return f'source {name} is the first to run dry: the run ends {"at about" if about else "at"} step {step:,} (exhausted = "stop_first")'
-
-
-def _first_dry(config: RunConfig, sources: tuple[SourcePlan, ...]) -> tuple[str, int] | None:
-    """The source that ends the run, and about the step; None if the steps end first."""
-    ends: list[tuple[float, str]] = []
-    for section, plan in zip(config.source, sources, strict=True):
-        supply = min((section.max_epochs or 1) * plan.tokens, section.max_tokens or math.inf)
-        if plan.rows and plan.weight and supply < plan.delivered:
-            ends.append((supply / plan.delivered, plan.name))
-    if not ends:
-        return None
-    part, name = min(ends)
-    return name, max(math.ceil(part * config.run.steps), 1)

@@ -1,16 +1,16 @@
-"""What a run leaves on disk, and who may write it.
+"""The folder of a run: its files, its lock, and its config.
 
     runs/quickstart/
-      config.toml         every key with the value that held
-      run.json            what the run was made with: config hash, versions, where relative paths start
+      config.toml         every key with its value
+      run.json            config hash, versions, where relative paths start
       journal.jsonl       facts, appended: started, resumed, saved, stopped, accepted
       metrics.jsonl       one line an interval, reduced over ranks
       digests.jsonl       the digest of every step, summed over ranks
       flight.jsonl        which source and window every sample came from (headrace step, find, diff)
       records/            a content hash of every chunk that was read
       checkpoints/        two generations, checksummed
-      summary.json        how it ended; written last
-      run.lock            held by the process that writes; the kernel lets go of it when that process dies
+      summary.json        the final state; written last
+      run.lock            locked by the process that writes; the kernel releases it when that process dies
 
 No symbolic link inside the folder is followed when a file is written: a run changes nothing outside it.
 The folder is claimed before anything heavy is imported, so a run that is killed in its first second can be resumed too.
@@ -28,14 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, FileCorrupt
-from headrace.files import (
-    decode_json,
-    make_inside,
-    publish,
-    publish_json,
-    read_regular,
-    sweep_temporaries,
-)
+from headrace.files import decode_json, make_inside, publish, publish_json, read_regular, sweep_temporaries
 from headrace.runs.config.base import JobConfig
 from headrace.runs.config.loading import load_any_config
 from headrace.runs.config.schema import RunConfig
@@ -80,9 +73,8 @@ class RunFolder:
                     f"{path} already holds a run: continue it with `headrace run --resume {path}`, or give this one another "
                     "folder with --run.dir"
                 )
-            shutil.rmtree(
-                folder.records, ignore_errors=True
-            )  # of a run that never saved a step: its files may be mended now
+            # Hashes of a run that never saved a step: its files may have been repaired since.
+            shutil.rmtree(folder.records, ignore_errors=True)
             publish_json(path / "run.json", about, replace=True)
             folder.keep_config()  # last: from here on the folder is a run
         except BaseException:
@@ -91,7 +83,7 @@ class RunFolder:
         return folder
 
     def keep_config(self) -> None:
-        """Write down what holds from now on, also what was overridden at a resume. Where to stop is for one call only."""
+        """Write config.toml, overrides of a resume included. `run.stop_after` holds for one process only and is left out."""
         lasting = self.config.model_copy(update={"run": self.config.run.model_copy(update={"stop_after": None})})
         text = lasting.to_toml().encode()
         path = self.path / "config.toml"
@@ -104,7 +96,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, overrides: tuple[str, ...] = ()) -> RunFolder:
-        """An existing run, with its own config and what is overridden now."""
+        """Open the folder of an existing run, with its own config and `overrides`, which are as on a command line."""
         if not path.is_dir():
             raise ConfigError(f"there is no run folder {path}: give the --run.dir of a run that was started")
         if not (path / "config.toml").is_file():
@@ -127,7 +119,7 @@ class RunFolder:
         return cls(path, config, about)
 
     def lock(self) -> None:
-        """Be the one who writes. A second one is refused at once, naming the first."""
+        """Lock the folder for writing. If another process holds the lock, the error names it."""
         in_use, advice = f"{self.path} is being written by", "stop that run first, or wait for it"
         self._lock = ExclusiveLock.acquire(self.path / "run.lock", in_use=in_use, advice=advice, inside=self.path)
         sweep_temporaries(self.path)
@@ -166,12 +158,12 @@ class RunFolder:
 
 
 def _lines_of_old_txt(config: Path) -> list[str]:
-    """Overrides that keep txt sources of a run of 0.1 as they were: its config does not say `split`, and a line was a document."""
+    """Overrides that make the txt sources of a run of version 0.1 read lines: that version had no `split`, and a line was a document."""
     try:
         sources = tomllib.loads(read_regular(config, _MAX_JSON).decode())["source"]
         specs = [(str(source["spec"]), "split" in source) for source in sources]
     except (OSError, FileCorrupt, ValueError, KeyError, TypeError):
-        return []  # loading the config says what is wrong with it
+        return []  # loading the config reports the problem
     found = [i for i, (spec, said) in enumerate(specs) if spec.startswith("txt:") and not said]
     return [word for i in found for word in (f"--source.{i}.split", "line")]
 

@@ -1,4 +1,4 @@
-"""A first config for files that are there: `headrace init`.
+"""`headrace init`: a first config for existing files.
 
 draft_config([Path("web")], beside=Path("run.toml"))        the text of a commented TOML file
 """
@@ -19,10 +19,8 @@ from headrace.errors import ConfigError, quoted
 from headrace.files import open_regular
 from headrace.sources.text_formats import TEXT_FORMATS
 
-__all__ = ["draft_config"]
-
 _MAX_FILES = 10_000
-"""Files that are looked at to find out what a folder holds."""
+"""Files of a folder that are looked at."""
 _HEAD = 1 << 20
 _SUFFIXES = {suffix: name for name, found in TEXT_FORMATS.items() for suffix in found.suffixes}
 
@@ -39,7 +37,7 @@ def draft_config(given: Sequence[Path], *, beside: Path, tokenizer: str | None =
 
     Args:
         given: Files and folders of text; the built-in samples if there are none.
-        beside: Where the file will lie: its paths are relative to that folder.
+        beside: Path of the config; its relative paths start at the folder of this file.
         tokenizer: What `text.tokenizer` is to be; bytes unless given.
 
     ConfigError names a path that does not exist or holds no text that headrace reads.
@@ -136,12 +134,6 @@ def _text_key(name: str, file: Path) -> str | None:
             schema = pq.read_schema(file)
         except (OSError, pa.ArrowException):
             return None
-        names = [
-            field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
-        ]
-        return (
-            "text"
-            if "text" in names
-            else next((n for n in ("content", "body") if n in names), names[0] if names else None)
-        )
+        names = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
+        return next((n for n in ("text", "content", "body") if n in names), names[0] if names else None)
     return None

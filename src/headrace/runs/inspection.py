@@ -1,4 +1,4 @@
-"""Inspection of a path: a run folder, a container (checkpoint, manifest), an arrival log, or a saved cursor."""
+"""`headrace inspect`: describes a run folder, a container (checkpoint, manifest), an arrival log, a batch file or a saved cursor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_CURSOR = 64 << 20
 
 
 def inspect_path(path: Path) -> dict[str, Any]:
-    """A JSON-able description; always has `kind`. Anything damaged or foreign is an error with a sentence."""
+    """A description of a path as JSON values; always has `kind`. Damaged and unknown files raise a HeadraceError."""
     if path.is_dir():
         if (path / "config.toml").exists():
             return _run(path)
@@ -60,7 +60,7 @@ def _run(path: Path) -> dict[str, Any]:
     else:
         data = meta.get("data", {})
         learnt = {"delivered": data.get("body", {}).get("delivered", {}), "fingerprint": data.get("fingerprint", {})}
-    # The newest checkpoint is the truth; a summary is left over from an earlier stop when the run was resumed and killed.
+    # A summary of another step than the newest checkpoint is left over from before a resume that was killed.
     current = summary if summary.get("step") == (found[0] if found else None) else {}
     return {
         "kind": "run",
@@ -170,7 +170,6 @@ def _batch_file(path: Path) -> dict[str, Any]:
     file = open_batch_file(path)
     file.check()
     header = file.header
-    rows = range(min(3, header.rows))
     return {
         "kind": f"batch file ({header.split}, file {header.seq})",
         "bytes": path.stat().st_size,
@@ -184,18 +183,15 @@ def _batch_file(path: Path) -> dict[str, Any]:
         "last": header.last,
         "schema": [field.to_json() for field in header.schema],
         "first_rows": [
-            {
-                field.name: _head(
-                    file.arrays[field.name][row] if not field.ragged else _ragged(file.arrays, field.name, row)
-                )
-                for field in header.schema
-            }
-            for row in rows
+            {field.name: _head(_row_of(file.arrays, field.name, row, ragged=field.ragged)) for field in header.schema}
+            for row in range(min(3, header.rows))
         ],
     }
 
 
-def _ragged(arrays: Any, name: str, row: int) -> Any:
+def _row_of(arrays: Any, name: str, row: int, *, ragged: bool) -> Any:
+    if not ragged:
+        return arrays[name][row]
     offsets = arrays[f"{name}_offsets"]
     return arrays[name][offsets[row] : offsets[row + 1]]
 

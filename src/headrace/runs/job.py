@@ -1,4 +1,4 @@
-"""From checked values to the rooms' own objects.
+"""Make the dataset, loader and trainer settings that a config describes.
 
 job = headrace.load("run.toml")        the same objects that `headrace run` uses
 for batch in job.loader(): ...         a text job
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A config that can make its own parts."""
+    """The config of a text job, which can make its dataset and loader."""
 
     config: RunConfig
     base: Path | None = None
@@ -46,6 +46,15 @@ class Job:
         accept: Collection[str] = (),
         full_check: bool = False,
     ) -> TextDataset:
+        """The dataset of the config.
+
+        Args:
+            records: Folder for a hash of every chunk that is read.
+            cache: Folder for manifests, in place of the common cache.
+            meter: Counts waits.
+            accept: Accepted changes since the records were written; "data" accepts changed files.
+            full_check: Compare everything in `records` with the files now.
+        """
         text, loader, task = self.config.text, self.config.loader, self.config.spool.task
         if self.config.spool.labelled:
             raise ConfigError(
@@ -54,20 +63,11 @@ class Job:
             )
         return TextDataset(
             [Source(**section.model_dump()) for section in self.config.source],
-            tokenizer=text.tokenizer,
-            seq_len=text.seq_len,
-            pack=text.pack,
+            **text.model_dump(exclude={"labels", "segment_ids"}),
             seed=self.config.run.seed,
             lanes=loader.lanes,
-            window_blocks=text.window_blocks,
-            shuffle=text.shuffle,
             exhausted=loader.exhausted,
             mix_changes=[MixChange(c.step, c.weights) for c in self.config.mix.change],
-            bos=text.bos,
-            eos=text.eos,
-            eos_token=text.eos_token,
-            bos_token=text.bos_token,
-            engine=text.engine,
             base=self.base,
             cache=cache,
             records=records,
@@ -78,14 +78,9 @@ class Job:
 
     def loader(self, data: TextDataset | None = None, **options: Any) -> Loader:
         """A loader over `data` (default: a new dataset). Options are Loader's own and win over the config."""
-        section = self.config.loader
         settings: dict[str, Any] = {
-            "global_batch_size": section.global_batch_size,
-            "tokenizer_workers": section.tokenizer_workers,
-            "prefetch_batches": section.prefetch_batches,
-            "data_loader_workers": section.data_loader_workers,
+            **self.config.loader.model_dump(exclude={"lanes", "exhausted"}),
             "skip": self.config.run.skips,
-            "pin_memory": section.pin_memory,
             "labels": self.config.text.labels,
             "segment_ids": self.config.text.segment_ids,
             "deadline": self.config.run.deadline,
@@ -116,10 +111,11 @@ class StreamJob:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Job | StreamJob:
-    """The job that a TOML file describes.
+    """The job that a TOML file describes. ConfigError lists every mistake.
 
-    `path` is the file; relative paths in it are relative to its folder. `overrides` are options as on the command line: ["--train.lr", "3e-4"].
-    ConfigError lists every mistake of both.
+    Args:
+        path: The file. Relative paths in it start at its folder.
+        overrides: Options as on the command line: ["--train.lr", "3e-4"].
     """
     config = load_any_config(Path(path), overrides)
     if isinstance(config, RunConfig):

@@ -1,7 +1,7 @@
 """The text task of `headrace run`: a language model trained on packed text, read directly or from a spool.
 
-Beside what every run writes (run_loop.py), a text run records the digest and the documents of every step, and journals
-what changed the order of its data: other weights, skipped steps, rows that could not be read.
+A text run also records the digest and the samples of every step (digests.jsonl, flight.jsonl), and journals
+changes of the order of its data: other weights, skipped steps, rows that could not be read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError, CursorMismatch, HeadraceError
 from headrace.files import Container, read_jsonl
-from headrace.loader import TextDataset, merge_states
+from headrace.loader import Loader, TextDataset, merge_states
 from headrace.loader.state import joined_ranges
 from headrace.loader.weight_text import read_weights, weights_in_force
 from headrace.metrics import JsonlSink, default_meter
@@ -53,7 +53,7 @@ def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (),
     """Run or continue the run in `folder` until its last step, or until a signal stops it. Every rank calls this."""
     config = folder.text_config
     job = Job(config, folder.base)
-    # Sources first: most of what can be wrong is wrong there, and torch takes longer to import than they to open.
+    # Sources before torch: most errors are there, and torch takes longer to import than they take to open.
     if not config.spool.enabled:
         watcher.waiting("sources, tokenizer")
         data = job.dataset(
@@ -100,20 +100,13 @@ class LMTask(Task[Summary]):
             job.train_settings(), vocab_size=data.vocab_size, seq_len=data.seq_len, rank=run.rank, world_size=run.world_size
         )  # fmt: skip
         device = self.trainer.device if self.trainer.device.type == "cuda" else None
-        self.loader = run.resources.enter_context(
-            job.loader(data, device=device, record=True)
-            if isinstance(data, TextDataset)
-            else SpoolLoader(
-                job.config,
-                data,
-                run.folder.base,
-                rank=run.rank,
-                world_size=run.world_size,
-                device=device,
-                check=check,
-                record=True,
+        if isinstance(data, TextDataset):
+            loader: Loader | SpoolLoader = job.loader(data, device=device, record=True)
+        else:
+            loader = SpoolLoader(
+                job.config, data, run.folder.base, rank=run.rank, world_size=run.world_size, device=device, check=check
             )
-        )
+        self.loader = run.resources.enter_context(loader)
         self._batches: Iterator[Any] | None = None
         self._step_digests: list[str] = []
         """Digests of the steps that are not recorded yet."""
@@ -159,7 +152,7 @@ class LMTask(Task[Summary]):
             self._note_other_weights(self.data, resumed["data"])
 
     def _note_other_weights(self, data: TextDataset, saved: Mapping[str, Any]) -> None:
-        """Journal weights that were changed at this resume: they hold from the next step on, as those of a mix change do."""
+        """Journal weights that were changed at this resume; they hold from the next step on."""
         data_step, step = self.loader.step, self.trainer.steps_taken + 1
         before = weights_in_force(read_weights(saved["fingerprint"]["weights"], saved["body"]["sources"]), data_step)
         now = weights_in_force(read_weights(data.fingerprint(data_step)["weights"], data.names), data_step)
@@ -227,7 +220,7 @@ class LMTask(Task[Summary]):
         if all(rank["flight"] is not None for rank in everyone):
             with JsonlSink(self.run.folder.path / "flight.jsonl") as sink:
                 sink.write(merge_rank_records([rank["flight"] for rank in everyone]))
-        # Whether a row is a hole follows from its bytes: ranks and later processes find the same ones.
+        # Whether a row is a hole depends on its bytes alone: all ranks and later processes find the same holes.
         holes = {_place(hole): hole for rank in everyone for hole in rank["holes"]}
         for place in sorted(holes.keys() - self._journalled_holes):
             self.run.note("hole", **holes[place])
@@ -278,7 +271,7 @@ class LMTask(Task[Summary]):
 
 
 def _fixed_by_model(saved: Mapping[str, Any], data: TextDataset | SpoolData) -> dict[str, str]:
-    """What of the data cannot change at a resume, because the checkpoint's model was made for it, and why."""
+    """Properties of the data that cannot change at a resume because the checkpoint's model depends on them, with the reason."""
     model = saved.get("model", {})
     fixed = {}
     if (seq_len := model.get("seq_len", data.seq_len)) != data.seq_len:
@@ -289,10 +282,7 @@ def _fixed_by_model(saved: Mapping[str, Any], data: TextDataset | SpoolData) -> 
 
 
 def _skips_fit(meta: Any, folder: RunFolder) -> bool:
-    """Whether a checkpoint lies on the way of a run that passes over these steps: it skipped all of them that lie before it.
-
-    CursorMismatch if it skipped others as well: what was passed over belongs to the order, and is not forgotten.
-    """
+    """Whether a checkpoint skipped every step of `run.skip` before its own step. CursorMismatch if it skipped others as well."""
     body = meta["data"]["body"]
     saved = joined_ranges(body.get("skipped", ()), body["step"])
     wanted = joined_ranges(((a - 1, b - 1) for a, b in folder.config.run.skips), body["step"])
@@ -307,7 +297,7 @@ def _skips_fit(meta: Any, folder: RunFolder) -> bool:
 
 
 def _place(hole: Mapping[str, Any]) -> tuple[str, str, int]:
-    """What a hole is known by: source, file and row."""
+    """The identity of a hole: source, file and row."""
     return hole["source"], hole["file"], hole["row"]
 
 

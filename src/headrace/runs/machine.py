@@ -1,4 +1,4 @@
-"""What a run depends on in this machine: versions, processors, encoder, cache folder."""
+"""`headrace env`: versions, processors, encoder and cache folder of this machine."""
 
 from __future__ import annotations
 
@@ -14,21 +14,9 @@ from headrace.errors import StorageError
 from headrace.files import publish
 from headrace.sources import cache_folder
 
-_PACKAGES = [
-    "headrace",
-    "torch",
-    "numpy",
-    "numba",
-    "pyarrow",
-    "tokenizers",
-    "fastokens",
-    "gigatoken",
-    "xxhash",
-    "wandb",
-    "tensorboard",
-    "ray",
-    "datasets",
-]
+_PACKAGES = (
+    "headrace", "torch", "numpy", "numba", "pyarrow", "tokenizers", "fastokens", "gigatoken", "xxhash", "wandb", "tensorboard", "ray", "datasets",
+)  # fmt: skip
 
 
 def describe_machine() -> dict[str, dict[str, Any]]:

@@ -26,7 +26,7 @@ class OwnProvider:
         self._folder = SpoolFolder((base / config.spool_dir).resolve())
         self._child: subprocess.Popen[bytes] | None = None
         self.sentence = ""
-        """Who fills the spool, for people."""
+        """Which process fills the spool, for people."""
 
     def __enter__(self) -> Self:
         config, folder = self._config, self._folder.path
@@ -36,22 +36,17 @@ class OwnProvider:
             return self
         copy = self._log.with_name("provide.toml")
         publish(copy, config.to_toml().encode(), replace=True, durable=False)
-        words = [
-            sys.executable,
-            "-m",
-            "headrace",
-            "provide",
-            str(copy.resolve()),
-            "--spool.dir",
-            str(folder),
-            "--quiet",
-            "--until-eof",
-        ]
-        with open(open_inside(self._log.parent, self._log.name), "wb") as said:
-            said.truncate()
+        command = [sys.executable, "-m", "headrace", "provide", str(copy.resolve()), "--spool.dir", str(folder)]
+        with open(open_inside(self._log.parent, self._log.name), "wb") as log:
+            log.truncate()
             # Outside the trainer's process group: Ctrl-C stops the run, which saves and then ends its provider.
             self._child = subprocess.Popen(
-                words, cwd=self._base, stdin=subprocess.PIPE, stdout=said, stderr=said, start_new_session=True
+                [*command, "--quiet", "--until-eof"],
+                cwd=self._base,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self.sentence = f"a provider fills {config.spool_dir} (process {self._child.pid}, log {self._log})"
         return self
@@ -65,9 +60,9 @@ class OwnProvider:
                 self._child = None
                 self.sentence = f"the spool {self._config.spool_dir} is filled by {holder}"
                 return
-            said = [line for raw in read_tail(self._log) if (line := raw.decode(errors="replace").strip())]
+            lines = [line for raw in read_tail(self._log) if (line := raw.decode(errors="replace").strip())]
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            last = f": {said[-1]}" if said else ""
+            last = f": {lines[-1]}" if lines else ""
             raise WorkerDied(
                 f"the provider of the spool {self._config.spool_dir} {how}{last}. The run can be resumed once that is mended"
             )

@@ -1,22 +1,17 @@
-"""What would a run deliver, step by step? The mix is played through with estimated lengths; nothing is trained.
+"""Forecast of a text run: its mix is played through with estimated lengths, and nothing is trained.
 
     plan_run(load_config(Path("run.toml")), steps=1000)        tokens, shares, epochs, repeats and ends of every source
 
-The lanes take their picks by the same quota rule as in a run (`headrace.mix`), from supplies of the size that a few chunks of
-each source let expect: no more than those are tokenised. A source is dealt to the lanes by bytes; how far their parts differ
-all the same, and so how many blocks have nothing to learn while the last lanes finish, is judged from how much the
-documents of those chunks differ. A run too long to be played pick by pick is played in picks of several blocks, which is said; then shares are
-right to within that many blocks a lane.
+The lanes take their picks by the same quota rule as in a run (`headrace.mix`). The tokens of a source are estimated from a few chunks, and
+every lane is taken to have an equal part of them. A run too long to be played pick by pick is played in picks of several blocks
+(`Forecast.blocks_a_pick`); then shares are right to within that many blocks a lane.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -24,25 +19,21 @@ import numpy as np
 from headrace.errors import ConfigError
 from headrace.loader import LanePlan, TextDataset
 from headrace.mix import LaneMix, fixed_point, starting_credits
-from headrace.order import Permutation, key
-from headrace.runs.check import Plan, ends_with, plan_of
+from headrace.runs.check import Plan, plan_of
 from headrace.runs.config.schema import RunConfig
 from headrace.runs.job import Job
-
-__all__ = ["Forecast", "SourceForecast", "plan_run"]
 
 _VISITS = 1_000_000
 """Sources looked at while picking: about a second of work."""
 _EPOCHS_COUNTED = 64
-_SAMPLED_CHUNKS = 3
 _MAX_STEPS = 1 << 40
 BINS = 40
-"""Parts of the run whose shares are kept."""
+"""Parts of a run for which shares are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceForecast:
-    """One source over the run. All numbers of tokens are estimates."""
+    """One source over a run. All numbers of tokens are estimates."""
 
     name: str
     rows: int
@@ -65,7 +56,7 @@ class SourceForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A run, played through on paper."""
+    """A text run, played through."""
 
     config_hash: str
     steps: int
@@ -90,7 +81,13 @@ class Forecast:
 
 
 def plan_run(config: RunConfig, *, steps: int | None = None, ranks: int = 1) -> Forecast:
-    """Play a run of `steps` steps (default: those of the config) through on paper."""
+    """Forecast a run.
+
+    Args:
+        config: The run.
+        steps: Steps to play; those of the config unless given.
+        ranks: Number of ranks that must be able to share the batch; ConfigError otherwise.
+    """
     count = config.run.steps if steps is None else steps
     if not 1 <= count <= _MAX_STEPS:
         raise ConfigError(f"--steps must be between 1 and 2**40, got {count}")
@@ -98,21 +95,21 @@ def plan_run(config: RunConfig, *, steps: int | None = None, ranks: int = 1) -> 
     config.check_world_size(ranks)
     data = Job(config).dataset()
     try:
-        return _Play(config, plan_of(config, data, note_end=False), data).forecast()
+        return _Play(config, plan_of(config, data), data).forecast()
     finally:
         data.close()
 
 
 @dataclass(slots=True)
 class _Lane:
-    """What a lane has left and has delivered, per source, in tokens."""
+    """Tokens of every source that a lane has left and has delivered."""
 
     mix: LaneMix
     weights: tuple[float, ...]
     left: list[float | None]
     """None: without end."""
     epoch: list[float]
-    """What it owns of the first epoch."""
+    """Tokens of the first epoch that belong to the lane."""
     owned: list[bool]
     delivered: list[float]
     picks: int = 0
@@ -121,7 +118,7 @@ class _Lane:
 
 
 class _Play:
-    """All lanes in turn: no lane depends on another lane."""
+    """Plays the lanes one after the other: no lane depends on another."""
 
     def __init__(self, config: RunConfig, sheet: Plan, data: TextDataset) -> None:
         self.began = time.perf_counter()
@@ -133,18 +130,13 @@ class _Play:
         self.grain = max(-(-self.total * sources // _VISITS), 1)
         self.tokens = [s.tokens for s in sheet.sources]
         seq_len = data.seq_len
-        # What a lane has of a small source does not fill its last block.
+        # The part of a small source that belongs to a lane does not fill its last block.
         parts = [t / max(min(data.lanes, d.rows), 1) for t, d in zip(self.tokens, data.deals, strict=True)]
         self.fill = [max(p / max(-(-p // seq_len), 1), 1.0) for p in parts]
-        self.spread = [_spread(data, i) for i in range(sources)]
-        orders = [Permutation(data.lanes, key(f"plan.luck/{name}", seed=data.seed)) for name in data.names]
-        self.luck = [[NormalDist().inv_cdf((o[lane] + 0.5) / data.lanes) for lane in range(data.lanes)] for o in orders]
         self.changes = [(step * self.size, weights) for step, weights in data.changes_from(0, 0)]
         self.bins = np.zeros((BINS, sources))
         self.repeats: list[int | None] = [None] * sources
         self.dry: list[list[int]] = [[] for _ in range(sources)]
-        self.stopped_by: Counter[int] = Counter()
-        """How many lanes each source has ended, with exhausted = "stop_first"."""
 
     def forecast(self) -> Forecast:
         lanes = [self._played(lane) for lane in range(min(self.data.lanes, self.total))]
@@ -165,7 +157,7 @@ class _Play:
             config_hash=self.config.hash, steps=self.config.run.steps, global_batch_size=self.size, seq_len=self.data.seq_len,
             lanes=self.data.lanes, tokens=round(tokens), padding=max(1 - tokens / (blocks * self.data.seq_len), 0.0) if blocks else 0.0,
             ends_at=None if ended is None else ended // self.size, fillers=max(within - blocks, 0), changes=self._weights_over_time(),
-            blocks_a_pick=self.grain, warnings=(*self.sheet.warnings, *self._end_note(ended)), seconds=time.perf_counter() - self.began,
+            blocks_a_pick=self.grain, warnings=self.sheet.warnings, seconds=time.perf_counter() - self.began,
             sources=tuple(
                 SourceForecast(
                     name=s.name, rows=s.rows, available=s.tokens, tokens=round(delivered[i]), share=delivered[i] / tokens if tokens else 0.0,
@@ -177,12 +169,6 @@ class _Play:
             ),
         )
         # fmt: on
-
-    def _end_note(self, ended: int | None) -> list[str]:
-        if ended is None or not self.stopped_by:
-            return []
-        source = self.stopped_by.most_common(1)[0][0]
-        return [ends_with(self.sheet.sources[source].name, ended // self.size)]
 
     def _played(self, index: int) -> _Lane:
         lane = self._start(index)
@@ -225,7 +211,7 @@ class _Play:
         )
 
     def _part(self, source: int, lane: int, epochs: range) -> float:
-        """Tokens of a source that a lane owns in some epochs."""
+        """Tokens of a source that a lane owns in some epochs: those of its rows, at the mean length."""
         deal, lanes = self.data.deals[source], self.data.lanes
         if deal.rows == 0:
             return 0.0
@@ -234,16 +220,14 @@ class _Play:
             rows = deal.rows * len(epochs) / lanes
         else:
             rows = float(sum(deal.lane_rows(lane, e) for e in epochs))
-        luck = 1 + self.spread[source] * self.luck[source][lane] / math.sqrt(rows) if rows else 0.0
-        return self.tokens[source] / deal.rows * rows * max(luck, 0.0)
+        return self.tokens[source] / deal.rows * rows
 
     def _is_dry(self, lane: _Lane, source: int) -> bool:
-        # As in a run, what is left of a cap is delivered if it is at least half a block.
+        # As in a run, the rest of a cap is delivered if it is at least half a block.
         rest = lane.left[source]
         return rest is not None and rest <= (self.data.seq_len / 2 if self.plan.max_tokens[source] is not None else 0)
 
     def _drop(self, lane: _Lane, source: int) -> None:
-        self.stopped_by[source] += self.plan.stop_first
         for i in range(len(lane.left)) if self.plan.stop_first else (source,):
             lane.left[i] = 0.0
         self._reweigh(lane)
@@ -264,8 +248,8 @@ class _Play:
         if self._is_dry(lane, source):
             self.dry[source].append(g // self.size + 1)
         before, whole = lane.delivered[source] - tokens, lane.epoch[source]
-        if before <= whole < lane.delivered[source] - 1 and whole:
-            step = int(g + (whole - before) / tokens * self.grain * self.data.lanes) // self.size + 1
+        if whole and before < whole + 1 <= lane.delivered[source]:  # the first token of the next epoch is in this pick
+            step = int(g + max(whole - before, 0.0) / tokens * self.grain * self.data.lanes) // self.size + 1
             earliest = self.repeats[source]
             self.repeats[source] = step if earliest is None else min(earliest, step)
 
@@ -284,19 +268,3 @@ class _Play:
         if steps == 0:
             return weights[0][source]
         return sum((b - a) * w[source] for a, b, w in zip(borders, borders[1:], weights, strict=False)) / steps
-
-
-def _spread(data: TextDataset, source: int) -> float:
-    """How much the documents within a chunk differ: standard deviation over mean of their lengths, in a few chunks.
-
-    Differences between chunks do not count, because lanes are cut by the chunks' bytes.
-    """
-    filled = np.flatnonzero(data.deals[source].chunk_rows)
-    if not filled.size:
-        return 0.0
-    chunks = filled[np.unique(np.linspace(0, filled.size - 1, _SAMPLED_CHUNKS).astype(np.int64))].tolist()
-    read = [data.chunks.texts(source, data.sources[source], chunk) for chunk in chunks]
-    lengths = [np.array([len(t) if t else 0 for t in texts], np.float64) for texts in read]
-    mean = float(np.concatenate(lengths).mean())
-    inside = np.concatenate([x - x.mean() for x in lengths])
-    return float(inside.std()) / mean if mean else 0.0

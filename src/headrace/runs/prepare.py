@@ -1,11 +1,11 @@
-"""Tokenise every document of a config's sources once, into shards that are mapped ever after.
+"""`headrace prepare`: tokenise every document of a config's sources once, into shards that are mapped from then on.
 
     rows ──► chunks, read and tokenised by threads ──► shards in row order ──► index ──► manifest
 
 The bytes depend on the documents, the tokenizer and the size of a shard, never on the number of threads. A shard appears
-whole or not at all, so a job that was killed goes on by itself: the shards that are there are verified and kept, the one
-that was being made is made again, and the folder ends up as after an undisturbed run. What may not change in between is
-written down first (prepare.json) and compared.
+whole or not at all, so the same command continues a job that was killed: finished shards are verified and kept, the unfinished one
+is made again, and the folder ends up as after an undisturbed run. prepare.json records what the bytes depend on; a job that
+continues with other inputs is refused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from headrace.text.shards import (
     write_packed,
     write_packed_counts,
     write_shard,
-)
+)  # fmt: skip
 
 _PLAN, _LOCK = "prepare.json", "prepare.lock"
 _DOCUMENTS_AT_ONCE = 1024
@@ -59,22 +59,20 @@ _DEADLINE = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareProgress:
-    """How far it is."""
+    """How many rows are tokenised: of one source, and of all sources together."""
 
     source: str
     rows: int
     total_rows: int
     tokens: int
-    """Of this source; `kept` of them were there before."""
-    kept: int
+    """Tokens of these rows."""
     all_rows: int
     all_total_rows: int
-    seconds: float
 
 
 @dataclass(slots=True, kw_only=True)
 class PrepareSummary:
-    """What the folder holds when the job leaves it."""
+    """The prepared folder when the job ends."""
 
     folder: str
     state: str = "prepared"
@@ -92,7 +90,7 @@ class PrepareSummary:
     bad_rows: int = 0
     seconds: float = 0.0
     signal: int = 0
-    """What asked the job to stop, if something did."""
+    """Number of the signal that stopped the job; 0 if none did."""
 
     def to_dict(self) -> dict[str, Any]:
         speed = self.new_tokens / self.seconds if self.seconds else 0.0
@@ -125,7 +123,16 @@ def prepare(
     workers: int | None = None,
     shard_bytes: int = 128 << 20,
 ) -> PrepareSummary:
-    """Write the prepared folder of a config, or go on with it. Returns early, and cleanly, on SIGINT and SIGTERM."""
+    """Write the prepared folder of a config, or continue it. Returns early on SIGINT and SIGTERM, with state `stopped`.
+
+    Args:
+        config: Sources, tokenizer and `seq_len`.
+        folder: The folder to write: a new one, an empty one, or one that an earlier call began.
+        watcher: Receives progress.
+        base: Where relative paths of the config start; its `run.base` unless given.
+        workers: Threads that tokenise; one a processor unless given.
+        shard_bytes: Size of a shard. Cannot change in a folder once begun.
+    """
     workers = usable_processors() if workers is None else workers
     if not 1 <= workers <= 1024:
         raise ConfigError(f"--workers must be between 1 and 1,024, got {workers}")
@@ -140,11 +147,10 @@ def prepare(
         _compare(folder, plan, data, resumed)
         watcher.began(data, workers, resumed)
         stop = stack.enter_context(signal_asked())
-        work = _Work(folder, data, config, dtype, plan["shard_tokens"], workers, watcher, stop)
-        return work.run()
+        return _Preparation(folder, data, config, dtype, plan["shard_tokens"], workers, watcher, stop).run()
 
 
-class _Work:
+class _Preparation:
     """One call of `prepare`."""
 
     def __init__(
@@ -164,21 +170,22 @@ class _Work:
         self._summary = PrepareSummary(folder=str(folder))
         self._began = time.perf_counter()
         self._rows = [int(deal.rows) for deal in data.deals]
-        self._rows_before = 0
+        """Rows of every source."""
+        self._source_rows = self._source_tokens = 0
+        """Rows and tokens of the shards of the current source."""
 
     def run(self) -> PrepareSummary:
-        summary, text = self._summary, self._config.text
+        summary, text, data = self._summary, self._config.text, self._data
         prepared: list[PreparedSource] = []
         counts: dict[str, list[int]] = {}
         with ThreadPoolExecutor(self._workers, thread_name_prefix="headrace-prepare") as pool:
-            for index, source in enumerate(self._data.sources):
+            for index, source in enumerate(data.sources):
                 shards, blocks = self._source(index, source, pool)
-                prepared.append(self._described(source, shards))
+                prepared.append(_described(source, shards))
                 counts[source.name] = blocks
                 if summary.signal:
                     summary.state = "stopped"
                     break
-                self._rows_before += self._rows[index]
         summary.seconds = time.perf_counter() - self._began
         summary.sources = {
             s.name: {"documents": s.documents, "tokens": s.tokens, "shards": len(s.shards)} for s in prepared
@@ -186,16 +193,10 @@ class _Work:
         if summary.signal:
             return summary
         manifest = PreparedManifest(
-            tokenizer=self._data.tokenizer.fingerprint,
-            vocab_size=self._data.vocab_size,
-            dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
-            bos_id=self._data.packing.bos_id,
-            eos_id=self._data.packing.eos_id,
-            pad_id=self._data.packing.pad_id,
-            seq_len=text.seq_len,
-            pack=text.pack,
+            tokenizer=data.tokenizer.fingerprint, vocab_size=data.vocab_size, dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
+            bos_id=data.packing.bos_id, eos_id=data.packing.eos_id, pad_id=data.packing.pad_id, seq_len=text.seq_len, pack=text.pack,
             sources=tuple(prepared),
-        )
+        )  # fmt: skip
         if text.pack == "best_fit":
             write_packed_counts(self._folder, text.seq_len, manifest.data, counts)
         if not self._is_there(manifest):
@@ -211,60 +212,46 @@ class _Work:
             self._watcher.notice(f"{error} It is written anew.")
             return False
 
-    def _described(self, source: OpenSource, shards: list[ShardEntry]) -> PreparedSource:
-        limits, manifest = source.source, source.manifest
-        return PreparedSource(
-            name=source.name,
-            spec=limits.spec,
-            weight=limits.weight,
-            max_epochs=limits.max_epochs,
-            max_tokens=limits.max_tokens,
-            data=source.fingerprint()[f"data:{source.name}"],
-            files=tuple((file.path, file.rows) for file in manifest.files),
-            shards=tuple(shards),
-        )
-
     # ------------------------------------------------------------------------------------- one source
 
     def _source(self, index: int, source: OpenSource, pool: ThreadPoolExecutor) -> tuple[list[ShardEntry], list[int]]:
-        """Every shard of a source: kept if it is there and whole, else made."""
+        """Every shard of a source, and the blocks in each: kept if it is there and whole, else made."""
         folder = make_inside(self._folder, f"{SHARD_FOLDER}/{source.name}")
         sweep_temporaries(folder)
         shards: list[ShardEntry] = []
         blocks: list[int] = []
-        row, tokens, kept_tokens = 0, 0, 0
-        incoming: Iterator[_Documents] | None = None
-        left: _Documents | None = None
-        while row < self._rows[index]:
-            number = len(shards)
-            entry = self._kept(folder / shard_name(number), row, self._rows[index])
+        total = self._rows[index]
+        self._source_rows = self._source_tokens = 0
+        documents: Iterator[_Documents] | None = None
+        while (row := self._source_rows) < total:
+            path = folder / shard_name(len(shards))
+            entry = self._kept(path, row, total)
             if entry is not None:
-                incoming = None
-                kept_tokens += entry.tokens
+                documents = None  # those of the next shard begin at another row
                 self._summary.kept += 1
             else:
-                if incoming is None:
-                    incoming, left = self._documents(source, row, self._rows[index], pool), None
-                gathered, left = self._gather(incoming, left, tokens, kept_tokens, row, index)
-                if gathered is None:
+                if documents is None:
+                    documents = self._cut(index, self._documents(source, row, total, pool))
+                made = next(documents, None)
+                if made is None:
                     break
-                entry = self._write(folder / shard_name(number), source.name, row, gathered)
+                entry = self._write(path, source.name, row, made)
                 self._summary.new_tokens += entry.tokens
+            blocks.append(self._packed(folder, len(shards), entry))
             shards.append(entry)
-            blocks.append(self._packed(folder, number, entry))
-            row += entry.rows
-            tokens += entry.tokens
             self._count(entry)
-            self._report(index, row, tokens, kept_tokens)
+            self._report(index, [])
             if self._stop():
                 break
-        if row < self._rows[index]:
+        if self._source_rows < total:
             self._summary.signal = self._stop()
         else:
             self._refuse_leftovers(folder, len(shards))
         return shards, blocks
 
     def _count(self, entry: ShardEntry) -> None:
+        self._source_rows += entry.rows
+        self._source_tokens += entry.tokens
         summary = self._summary
         summary.shards += 1
         summary.documents += entry.documents
@@ -272,17 +259,17 @@ class _Work:
         summary.bytes += entry.size
         summary.bad_rows += entry.bad
 
-    def _report(self, index: int, row: int, tokens: int, kept: int) -> None:
+    def _report(self, index: int, pending: list[_Documents]) -> None:
+        """Show how far a source is: its shards so far, and documents for the next one."""
+        rows = self._source_rows + sum(len(p.lengths) for p in pending)
         self._watcher.progress(
             PrepareProgress(
                 source=self._data.sources[index].name,
-                rows=row,
+                rows=rows,
                 total_rows=self._rows[index],
-                tokens=tokens,
-                kept=kept,
-                all_rows=self._rows_before + row,
+                tokens=self._source_tokens + sum(len(p.tokens) for p in pending),
+                all_rows=sum(self._rows[:index]) + rows,
                 all_total_rows=sum(self._rows),
-                seconds=time.perf_counter() - self._began,
             )
         )
 
@@ -302,40 +289,27 @@ class _Work:
             return None
         return entry
 
-    def _gather(
-        self,
-        incoming: Iterator[_Documents],
-        left: _Documents | None,
-        tokens: int,
-        kept: int,
-        row: int,
-        index: int,
-    ) -> tuple[_Documents | None, _Documents | None]:
-        """Documents up to the size of a shard, and what came beyond them; (None, None) when asked to stop."""
+    def _cut(self, index: int, incoming: Iterator[_Documents]) -> Iterator[_Documents]:
+        """The documents of source `index` in pieces of the size of a shard. Ends early when the job is asked to stop."""
         parts: list[_Documents] = []
-        held = rows = 0
-        while True:
-            part = left if left is not None else next(incoming, None)
-            left = None
-            if self._stop():
-                return None, None
-            if part is None:
-                break
-            ends = np.cumsum(part.lengths)
-            room = self._shard_tokens - held
-            if len(ends) and int(ends[-1]) >= room:
+        for part in incoming:
+            while not self._stop():
+                ends = np.cumsum(part.lengths)
+                room = self._shard_tokens - sum(len(p.tokens) for p in parts)
+                if not len(ends) or int(ends[-1]) < room:
+                    break
                 # The shard closes with the document that fills it: where it ends depends on the documents alone.
                 count = int(np.searchsorted(ends, room, side="left")) + 1
                 cut = int(ends[count - 1])
-                parts.append(_Documents(part.tokens[:cut], part.lengths[:count], part.bad[:count]))
-                if count < len(ends):
-                    left = _Documents(part.tokens[cut:], part.lengths[count:], part.bad[count:])
-                break
-            parts.append(part)
-            held += len(part.tokens)
-            rows += len(part.lengths)
-            self._report(index, row + rows, tokens + held, kept)
-        return _joined(parts), left
+                yield _joined([*parts, _Documents(part.tokens[:cut], part.lengths[:count], part.bad[:count])])
+                parts, part = [], _Documents(part.tokens[cut:], part.lengths[count:], part.bad[count:])
+            if self._stop():
+                return
+            if len(part.lengths):
+                parts.append(part)
+                self._report(index, parts)
+        if parts and not self._stop():
+            yield _joined(parts)
 
     def _write(self, path: Path, name: str, row: int, documents: _Documents) -> ShardEntry:
         about = {"source": name, "tokenizer": self._data.tokenizer.fingerprint}
@@ -351,11 +325,11 @@ class _Work:
                 )
         except StorageError as error:
             raise StorageError(
-                f"{error} {self._summary.shards:,} finished shards in {self._folder} are kept: the same command goes on from there."
+                f"{error} {self._summary.shards:,} finished shards in {self._folder} are kept: the same command continues from there."
             ) from error
 
     def _packed(self, folder: Path, number: int, entry: ShardEntry) -> int:
-        """The index of a shard for the config's seq_len, if it packs; how many blocks."""
+        """Write the packed index of a shard for the config's seq_len unless it is there; the number of its blocks."""
         seq_len = self._config.text.seq_len
         if self._config.text.pack == "concat":
             return -(-entry.tokens // seq_len)
@@ -370,7 +344,7 @@ class _Work:
         return len(packed)
 
     def _refuse_leftovers(self, folder: Path, count: int) -> None:
-        """Shards beyond the last row can only come from another source: they must not be read as part of this one."""
+        """Quarantine a shard beyond the last row: it comes from another source and must not be read as part of this one."""
         extra = folder / shard_name(count)
         if extra.exists():
             where = quarantine(extra, "beyond the last row of its source", self._folder / "quarantine")
@@ -379,11 +353,10 @@ class _Work:
     # ------------------------------------------------------------------------------------ tokenising
 
     def _documents(self, source: OpenSource, row: int, total: int, pool: ThreadPoolExecutor) -> Iterator[_Documents]:
-        """The rows from `row` on, tokenised by threads, handed over in order. Reads at most 2 chunks a thread ahead."""
+        """The rows from `row` to `total`, tokenised by threads, in order. Reads at most 2 chunks a thread ahead."""
         manifest = source.manifest
-        first = int(np.searchsorted(manifest.first_row, row, side="right")) - 1
         waiting: deque[Future[list[_Documents]]] = deque()
-        chunk = first
+        chunk = int(np.searchsorted(manifest.first_row, row, side="right")) - 1
         try:
             while True:
                 while len(waiting) < 2 * self._workers and chunk < manifest.chunks:
@@ -422,6 +395,14 @@ class _Work:
         return found
 
 
+def _described(source: OpenSource, shards: list[ShardEntry]) -> PreparedSource:
+    limits = source.source
+    return PreparedSource(
+        name=source.name, spec=limits.spec, weight=limits.weight, max_epochs=limits.max_epochs, max_tokens=limits.max_tokens,
+        data=source.fingerprint()[f"data:{source.name}"], files=tuple((file.path, file.rows) for file in source.manifest.files), shards=tuple(shards),
+    )  # fmt: skip
+
+
 def _place(source: OpenSource, row: int) -> str:
     file, local = source.manifest.locate(row)
     return f"row {local} of {source.manifest.files[file].path} (source {source.name})"
@@ -437,7 +418,7 @@ def _joined(parts: list[_Documents]) -> _Documents:
 
 
 def _claim(folder: Path, stack: contextlib.ExitStack) -> bool:
-    """Be the only one who writes the folder; whether it was begun before. A folder of something else is refused."""
+    """Lock the folder for writing, and return whether an earlier call began it. A folder of something else is refused."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: give a folder with --out")
     try:
@@ -460,7 +441,7 @@ def _claim(folder: Path, stack: contextlib.ExitStack) -> bool:
 
 
 def _plan(data: TextDataset, dtype: np.dtype, shard_tokens: int) -> dict[str, Any]:
-    """What the bytes of the shards depend on."""
+    """Everything that the bytes of the shards depend on."""
     return {
         "kind": "headrace-prepare",
         "version": 1,
@@ -477,7 +458,7 @@ def _plan(data: TextDataset, dtype: np.dtype, shard_tokens: int) -> dict[str, An
 
 
 def _compare(folder: Path, plan: dict[str, Any], data: TextDataset, resumed: bool) -> None:
-    """Write down what the folder is made of; or refuse to go on with something else, naming it."""
+    """Write prepare.json, or compare it with `plan`; DataChanged names what differs."""
     if not resumed:
         publish_json(folder / _PLAN, plan)
         return

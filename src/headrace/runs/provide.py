@@ -45,16 +45,8 @@ def batch_recipe(config: RunConfig) -> str:
             table[name] = fixed
     sources = [hashed_source(source) for source in tables["source"]]
     spool = {key: tables["spool"].get(key) for key in ("task", "mask_probability", "mask_id")}
-    return fingerprint_json(
-        {
-            "source": sources,
-            "mix": tables["mix"],
-            "text": text,
-            "loader": loader,
-            "seed": config.run.seed,
-            "spool": spool,
-        }
-    )
+    recipe = {"source": sources, "mix": tables["mix"], "text": text, "loader": loader, "seed": config.run.seed}
+    return fingerprint_json(recipe | {"spool": spool})
 
 
 def provider_of(job: Job, data: TextDataset | None = None, **more: Any) -> DataProviderBase:
@@ -72,9 +64,7 @@ def provider_of(job: Job, data: TextDataset | None = None, **more: Any) -> DataP
         "max_backlog_files": spool.max_backlog_files, "seed": config.run.seed, "sleep_seconds": 0.05, "deadline": _IDLE,
     } | more  # fmt: skip
     if spool.labelled:
-        options.pop(
-            "take", None
-        )  # there are no parts to take: a provider that joins makes the next file that is missing
+        options.pop("take", None)  # there are no parts: a provider that joins makes the next file that is missing
         examples, tokenizer = examples_of(job, options.get("report") or _log.info)
         return LabelledTextProvider(
             folder, examples, tokenizer, sources=[s.name for s in config.source], seq_len=config.text.seq_len, balance=spool.balance,
@@ -117,9 +107,18 @@ def provide_text(
     report: Callable[[str], None] | None = None,
     ready: Callable[[DataProviderBase], None] | None = None,
 ) -> int:
-    """Fill the spool of a config until asked to stop (SIGINT, SIGTERM), or until its sources end; how many files were made.
+    """Fill the spool of a config until SIGINT, SIGTERM or the end of its sources; the number of files made.
 
-    `until_eof`: also stop when standard input ends, as it does when the process that holds its other end is killed.
+    Args:
+        config: The run and its [spool].
+        base: Where relative paths start; `run.base` unless given.
+        join: Work beside providers that are running.
+        force_regenerate: Empty the spool first.
+        take: The most parts to take; all that are free unless given.
+        max_files: Stop after this many files.
+        until_eof: Also stop when standard input ends, as it does when the process that holds its other end is killed.
+        report: Takes sentences about what happens.
+        ready: Called once this provider holds the spool.
     """
     job = Job(config, base)
     provider = provider_of(job, join=join, force_regenerate=force_regenerate, take=take, report=report)

@@ -3,7 +3,7 @@
     headrace provide run.toml --spool.parts 8 --engine ray
 
 Ray says where an actor runs and starts it again elsewhere when its machine is gone. What an actor makes follows from the
-spool alone: it takes a part that is free, goes on after that part's last file, and makes the same bytes on every machine. The
+spool alone: it takes a part that is free, continues after that part's last file, and makes the same bytes on every machine. The
 spool's folder, the sources and the tokenizer have to be reachable under the same paths everywhere.
 """
 
@@ -30,32 +30,35 @@ def provide_on_ray(
     max_files: int | None = None,
     report: Callable[[str], None] = lambda _: None,
     ready: Callable[[], None] = lambda: None,
-    address: str | None = None,
 ) -> int:
-    """Fill the spool of a config by one actor for each part, until stopped; how many files were made.
+    """Fill the spool of a config by one actor for each part, until stopped; the number of files made.
 
-    `address`: the cluster; the one this process is part of unless given, or a new one on this machine where there is none.
-    `max_files`: for each part. `ready`: called once the spool is made and no other provider holds it.
+    The cluster is that of RAY_ADDRESS, or the one this process is part of, or a new one on this machine.
+
+    Args:
+        config: The run and its [spool].
+        base: Where relative paths start; `run.base` unless given.
+        max_files: Stop each part after this many files.
+        report: Takes sentences about what happens.
+        ready: Called once the spool is made and no other provider holds it.
     """
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError as error:
         raise ConfigError("--engine ray needs Ray: install it with `pip install headrace[ray]`") from error
     where = (base or Path(config.run.base)).resolve()
-    # Meta and folders are settled here, once, so that actors only ever join; and a wrong config fails before anything is started.
+    # Meta and folders are made here, so that actors only join, and a wrong config fails before an actor is started.
     job = Job(config, where)
     opener = provider_of(job)
     opener.open(("train",))
     opener.close()
     ready()
-    started = not ray.is_initialized()
+    started, address = not ray.is_initialized(), os.environ.get("RAY_ADDRESS")
     if started:
         try:
-            ray.init(address=address or os.environ.get("RAY_ADDRESS"), log_to_driver=False, include_dashboard=False)
+            ray.init(address=address, log_to_driver=False, include_dashboard=False)
         except ConnectionError as error:
-            raise ConfigError(
-                f"there is no Ray cluster at {address or os.environ.get('RAY_ADDRESS')}: {error}"
-            ) from error
+            raise ConfigError(f"there is no Ray cluster at {address} (RAY_ADDRESS): {error}") from error
 
     class Provider:
         """One part's producer, wherever Ray puts it."""

@@ -1,4 +1,4 @@
-"""A run's folder as provenance reads it."""
+"""Makes the description of a run's folder that `provenance` works on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.runs.job import Job
 
 
 def recorded_run(path: Path) -> RecordedRun:
-    """What the folder of a text run says about its data. Nothing in the folder is changed, and the run may continue."""
+    """The `RecordedRun` of a text run's folder. Nothing in the folder is changed, and the run may continue."""
     folder = RunFolder.reopen(path)
     config = folder.text_config
     return RecordedRun(

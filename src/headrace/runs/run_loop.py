@@ -1,4 +1,4 @@
-"""The run loop: what every training run does, whatever it trains.
+"""The run loop that all kinds of training runs share.
 
     run_task(folder, watcher, open_task)
 
@@ -42,7 +42,7 @@ from headrace.metrics import (
     default_meter,
     register,
     registered_specs,
-)
+)  # fmt: skip
 from headrace.runs.folder import RunFolder
 from headrace.runtime.signals import stop_signals
 
@@ -85,7 +85,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskState:
-    """What a checkpoint holds beside the model, the optimiser and the losses."""
+    """The task's part of a checkpoint, beside the model, the optimiser and the losses."""
 
     meta: Mapping[str, Any]
     """JSON values, stored beside the loop's own keys."""
@@ -108,15 +108,12 @@ class Trainer(Protocol):
 
 
 class Task(abc.ABC, Generic[S]):
-    """One kind of run. The loop calls every method on its own thread; "collective" methods are called on every rank.
-
-    A step is whatever the task makes of it: take a batch and train; or wait for rollouts, train and publish weights.
-    """
+    """One kind of run. The loop calls every method on its own thread; "collective" methods are called on every rank."""
 
     kind: ClassVar[str]
     """Written into checkpoints."""
     unit: ClassVar[str]
-    """What the progress line counts, in short: tok, cells."""
+    """Unit of the rate in the progress line: tok, cells."""
     rate_key: ClassVar[str]
     """Key of that rate in metrics.jsonl, such as tokens_per_second."""
     amount_metric: ClassVar[str]
@@ -124,7 +121,7 @@ class Task(abc.ABC, Generic[S]):
     wait: ClassVar[str]
     """Name of the wait for data that the progress line shows."""
     exposed_waits: ClassVar[tuple[str, ...]]
-    """Names of all waits in which the trainer stands still for want of data; the summary adds them up."""
+    """Names of all waits for data in the trainer's thread; the summary adds them up."""
 
     trainer: Any
     """The model with its optimiser: a `Trainer`, and whatever the task itself calls."""
@@ -142,7 +139,7 @@ class Task(abc.ABC, Generic[S]):
         """Share of each source in an interval, from its reduced metrics."""
 
     def progress_text(self, line: Mapping[str, Any]) -> str:
-        """What the progress line says of the interval in place of its loss, rate and mix; empty to leave them."""
+        """Text that replaces loss, rate and mix in the progress line; empty to leave them."""
         return ""
 
     @abc.abstractmethod
@@ -179,13 +176,13 @@ class Task(abc.ABC, Generic[S]):
         return {}
 
     def write_records(self) -> None:
-        """Write what is recorded for every step since the last call. Collective; called before every line and checkpoint."""
+        """Write the records of all steps since the last call. Collective; called before every line and checkpoint."""
 
     def saved(self, state: TaskState) -> None:
         """Called on rank 0 once a checkpoint with `state` is durable."""
 
 
-# -------------------------------------------------------------------------------------- who hears of it
+# ------------------------------------------------------------------------------------ progress and summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,29 +199,29 @@ class Progress:
     wait_share: float
     mix: Mapping[str, float]
     unit: str = "tok"
-    """What `tokens_per_second` counts."""
+    """Unit of `tokens_per_second`."""
     text: str = ""
-    """What the task says of the interval, in place of its loss, rate and mix."""
+    """Shown in place of loss, rate and mix, unless empty."""
 
 
 class Watcher(Protocol):
-    """Receives what a person may want to see. Called on rank 0 only."""
+    """Receives the events of a run for people. Called on rank 0 only."""
 
     def waiting(self, what: str) -> None: ...
     def first_batch(self, seconds: float, waits: Mapping[str, float]) -> None: ...
     def progress(self, progress: Progress) -> None: ...
     def info(self, sentence: str) -> None:
-        """Show a sentence where people look on."""
+        """Show a sentence, unless standard output is for machines."""
         ...
 
     def notice(self, sentence: str) -> None:
-        """Show a sentence even where stdout is for machines; `--quiet` silences it too."""
+        """Show a sentence, also where standard output is for machines."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class RunSummary:
-    """How a run stands when a process leaves it. A task adds what it trained on."""
+    """The state of a run when its process ends. Every kind of run adds fields of its own."""
 
     state: str
     """completed, stopped or data_ended."""
@@ -248,7 +245,7 @@ class RunSummary:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values; a loss that never was is null."""
+        """The fields as JSON values; NaN, the loss of a run without a step, is null."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: None if value != value else value for name, value in values.items()}
 
@@ -258,7 +255,7 @@ class RunSummary:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What a task may use of the run it belongs to."""
+    """The run that a task belongs to: its folder, rank, journal and resources."""
 
     folder: RunFolder
     watcher: Watcher
@@ -298,8 +295,12 @@ def run_task(
 ) -> S:
     """Run or continue the run in `folder` until its last step, or until a signal stops it. Every rank calls this.
 
-    `open_task` makes the task once this process knows its rank; what it enters into `run.resources` is closed at the end. `device` is where the model
-    lives: auto, cpu or cuda.
+    Args:
+        folder: The run's folder; rank 0 holds its lock.
+        watcher: Receives the events of the run.
+        open_task: Makes the task once this process knows its rank. What it enters into `run.resources` is closed at the end.
+        accept: Kinds of changes since the checkpoint that the user accepted.
+        device: Where the model is: auto, cpu or cuda.
     """
     watcher.waiting("torch, ranks")
     from headrace.train import CheckpointStore, init_distributed, shutdown_distributed
@@ -399,9 +400,8 @@ class _Loop(Generic[S]):
                 run.watcher.first_batch(time.perf_counter() - self.started, _waits_by_name(meter.totals()))
                 first = False
             interval.add(self._step_values(outcome, {**meter.drain(), **task.step_metrics()}))
-            stops = (
-                bool(run.stop_signal) and run.world_size == 1
-            )  # several ranks stop where they agreed on it: at a line
+            # Several ranks stop only at a line, where they agree on it.
+            stops = bool(run.stop_signal) and run.world_size == 1
             if stops or self.step % self.settings.log_every == 0 or self.step in (1, last):
                 stops = self._write_line(interval, reducer)
             if stops:
@@ -450,7 +450,7 @@ class _Loop(Generic[S]):
                     steps=self.settings.steps,
                     loss=float(
                         line.get("train/loss", "nan")
-                    ),  # absent if no step of the interval had anything to learn
+                    ),  # absent if no step of the interval learned from anything
                     lr=float(line["train/lr"]),
                     tokens_per_second=rate,
                     wait_ms=1e3 * wait / max(int(line["steps_in_interval"]), 1),
@@ -496,22 +496,14 @@ class _Loop(Generic[S]):
     def finish(self, state: str) -> S:
         """Write the summary and the journal's last line. Collective."""
         run, seconds = self.run, time.perf_counter() - self.started
-        common = RunSummary(
-            state=state,
-            step=self.step,
-            steps=self.settings.steps,
-            world_size=run.world_size,
-            loss_first=self.loss_first,
-            loss_last=sum(self.losses) / len(self.losses) if self.losses else math.nan,
-            seconds=seconds,
-            exposed_wait_seconds=self.exposed_seconds,
-            exposed_wait_share=self.exposed_seconds / seconds if seconds else 0.0,
-            model_sha256=self.trainer.model_sha256(),
-            config_hash=run.folder.config.hash,
-            resume=f"headrace run --resume {run.folder.path}",
-            signal=run.stop_signal if state == "stopped" else 0,
-        )
-        summary = self.task.summarise({f.name: getattr(common, f.name) for f in fields(common)})
+        common = {
+            "state": state, "step": self.step, "steps": self.settings.steps, "world_size": run.world_size,
+            "loss_first": self.loss_first, "loss_last": sum(self.losses) / len(self.losses) if self.losses else math.nan, "seconds": seconds,
+            "exposed_wait_seconds": self.exposed_seconds, "exposed_wait_share": self.exposed_seconds / seconds if seconds else 0.0,
+            "model_sha256": self.trainer.model_sha256(), "config_hash": run.folder.config.hash,
+            "resume": f"headrace run --resume {run.folder.path}", "signal": run.stop_signal if state == "stopped" else 0,
+        }  # fmt: skip
+        summary = self.task.summarise(common)
         if run.is_lead:
             run.note(state, step=summary.step, digest=summary.data_digest)
             run.folder.finish(summary.to_dict())
@@ -534,7 +526,7 @@ def _open_sinks(run: Run) -> list[Sink]:
 
 
 def cpu_group(world_size: int) -> Any:
-    """Process group for metrics, which are reduced in CPU memory: under nccl a gloo group of its own."""
+    """The process group that reduces metrics, which are in CPU memory: a new gloo group if the default one is nccl."""
     if world_size == 1:
         return None
     import torch.distributed as dist
@@ -552,12 +544,12 @@ def _waits_by_name(totals: Mapping[str, float]) -> dict[str, float]:
 def _naming_waits(watcher: Watcher, after: float = 1.0) -> Generator[None]:
     """Tell the watcher the names of the waits that are open, once, if the block takes longer than `after` seconds."""
 
-    def tell() -> None:
+    def show_waits() -> None:
         names = dict.fromkeys(wait.name for wait in default_meter().open_waits() if not wait.hidden)
         if names:
             watcher.waiting(f"the first step ({', '.join(names)})")
 
-    timer = threading.Timer(after, tell)
+    timer = threading.Timer(after, show_waits)
     timer.daemon = True
     timer.start()
     try:
@@ -573,11 +565,11 @@ def stop_on_signal(run: Run) -> Generator[None]:
 
     def ask(number: int) -> None:
         run.stop_signal = number
-        restore(number)  # not both: a launcher sends SIGTERM to its ranks after the terminal's SIGINT
+        restore(number)  # of this signal only: a launcher sends SIGTERM to its ranks after the terminal's SIGINT
         if run.is_lead:
             when = "after this step" if run.world_size == 1 else "at the next line, when all ranks know"
             sentence = f"{signal.Signals(number).name}: stopping {when} (again: at once, without saving)"
-            # From a thread: a handler that prints while a line is being printed breaks both.
+            # In a thread: a signal handler that prints while the main thread prints would mix the two lines.
             threads.append(threading.Thread(target=run.watcher.notice, args=(sentence,), name="headrace-stop"))
             threads[-1].start()
 

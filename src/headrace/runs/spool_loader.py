@@ -1,10 +1,10 @@
-"""The batches of a run out of a spool, in place of its own `Loader`.
+"""`SpoolLoader`: the batches of a run read from a spool, with the interface of a `Loader`.
 
     headrace provide run.toml --spool.dir S        TextProvider (spool/providers/lm.py): the run's loader, batch by batch, into files
     headrace run run.toml --spool.dir S            SpoolLoader: the same batches out of the files, for any number of ranks
 
-Steps are passed over (`run.skip`) where they are read: what a spool holds does not depend on it. A spool holds no step in which there was
-nothing to learn on any rank: the numbers of its samples say which steps those were.
+Steps of `run.skip` are skipped by the reader: the files of a spool do not depend on it. A step in which no rank has anything to learn is
+not in the spool; gaps in the numbers of the samples show where those steps were.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from headrace.errors import ConfigError, CursorMismatch, EndOfData
 from headrace.loader import LoaderReport, MixChange
 from headrace.loader.weight_text import weights_asked_for
-from headrace.metrics import Meter, Wait, default_meter
+from headrace.metrics import Wait, default_meter
 from headrace.order import Cursor, Digest
 from headrace.runs.config.schema import RunConfig
 from headrace.runs.provide import batch_recipe
@@ -34,7 +34,7 @@ _KIND, _VERSION = "spooled-text", 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpoolData:
-    """What a trainer asks of a dataset, answered from the spool's meta: no source is opened."""
+    """The facts about a dataset that a trainer needs, from the spool's meta. No source is opened."""
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
@@ -49,7 +49,14 @@ class SpoolData:
     def open(
         cls, config: RunConfig, base: Path, *, deadline: float, check: Callable[[], None] = lambda: None
     ) -> SpoolData:
-        """Wait for the spool's meta, and see that it was made for this config."""
+        """Wait for the spool's meta, and compare it with the config; ConfigError if the spool holds other batches.
+
+        Args:
+            config: The run.
+            base: Where a relative `spool.dir` starts.
+            deadline: Seconds to wait.
+            check: Called while waiting; raises if no provider will write the meta.
+        """
         folder = base / config.spool_dir
         remedy = f"Is a provider of {folder} running? Start one with `headrace provide CONFIG --spool.dir {config.spool_dir}`"
         with Wait("spool.meta", deadline=deadline, remedy=f"{remedy}.") as wait:
@@ -71,11 +78,11 @@ class SpoolData:
         )  # fmt: skip
 
     def holes(self) -> list[dict[str, Any]]:
-        """Rows that could not be used are the provider's to tell."""
+        """Always empty: the provider reports rows that could not be used."""
         return []
 
     def mean_weights(self, steps: int) -> tuple[float, ...]:
-        """What the weights add up to over the first `steps` steps."""
+        """The mean weight of every source over the first `steps` steps."""
         first = (0, dict(zip(self.names, self.weights, strict=True)))
         changes = [first, *((c.steps_before, c.weights) for c in self.mix_changes)]
         asked = weights_asked_for(changes, 0, max(steps, 1), ())
@@ -83,31 +90,41 @@ class SpoolData:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flown:
+class _RecordedStep:
     """Where the samples of one step came from."""
 
     trained: int
-    """Number of the training step, from 1; 0 if it was passed over."""
+    """Number of the training step, from 1; 0 if the step was skipped."""
     step: int
-    """Steps before it, those that were passed over included."""
+    """Steps before it, skipped ones included."""
     samples: np.ndarray
     origin: np.ndarray
 
 
-def _picks(flown: Sequence[_Flown]) -> str:
-    return base64.b64encode(np.concatenate([f.origin[:, 0] for f in flown]).astype("<i2").tobytes()).decode()
+def _picks(steps: Sequence[_RecordedStep]) -> str:
+    """The source of every sample of the steps, as in flight.jsonl."""
+    return base64.b64encode(np.concatenate([f.origin[:, 0] for f in steps]).astype("<i2").tobytes()).decode()
 
 
 class SpoolLoader:
-    """A spool with the face of a `Loader`: batches, digest, state, report."""
+    """Reads a spool with the interface of a `Loader`: batches, digest, state, report."""
 
     def __init__(
-        self, config: RunConfig, data: SpoolData, base: Path, *, rank: int, world_size: int, device: Any = None, meter: Meter | None = None,
-        check: Callable[[], None] | None = None, record: bool = False,
+        self, config: RunConfig, data: SpoolData, base: Path, *, rank: int, world_size: int, device: Any = None,
+        check: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        """`check` is called about once a second while there is no batch, and raises when there will be none. `record` keeps what `drain_flight` tells."""
+        """
+        Args:
+            config: The run.
+            data: The spool's facts.
+            base: Where a relative `spool.dir` starts.
+            rank: Rank of this process.
+            world_size: Number of ranks.
+            device: CUDA device that batches are copied to; None for CPU memory.
+            check: Called about once a second while there is no batch; raises if there will be none.
+        """
         self.data, self.rank, self.world_size = data, rank, world_size
-        self.meter = meter if meter is not None else default_meter()
+        self.meter = default_meter()
         self._device, self._deadline, self._check = device, config.run.deadline, check
         self.consumer = DatasetConsumer(
             base / config.spool_dir, "cpu" if device is None else "cuda", ack="commit", dp_rank=rank, dp_world_size=world_size,
@@ -117,8 +134,7 @@ class SpoolLoader:
         self._size = config.loader.global_batch_size
         self._sizes = {name: int(data.made_of[f"config:{name}"]) for name in ("lanes", "window_blocks")}
         self._skip = tuple((a - 1, b - 1) for a, b in config.run.skips)
-        self._record = record
-        self._flight: list[_Flown] = []
+        self._flight: list[_RecordedStep] = []
         self._skipped: list[list[int]] = []
         """Ranges of steps, counted from 0, as in the state."""
         self.step = self.empty_steps = 0
@@ -158,10 +174,9 @@ class SpoolLoader:
         self._source_tokens = [a + b for a, b in zip(self._source_tokens, totals[len(COUNTS) :], strict=True)]
         self.step += 1
         origin = batch.pop("origin").numpy()
-        if self._record:
-            samples = batch["sample_index"].numpy().copy()
-            self._flight.append(_Flown(self.delivered_steps, self.step - 1, samples, origin.copy()))
-        return self._whole(batch)
+        samples = batch["sample_index"].numpy().copy()
+        self._flight.append(_RecordedStep(self.delivered_steps, self.step - 1, samples, origin.copy()))
+        return self._as_loader_batch(batch)
 
     def _next_batch(self) -> dict[str, Any]:
         with Wait("loader.next", meter=self.meter, deadline=self._deadline) as wait:
@@ -177,7 +192,7 @@ class SpoolLoader:
                 raise StopIteration from None
 
     def _pass_over(self, batch: Mapping[str, Any] | None) -> None:
-        """A step the run was asked to leave out: its documents count as read. None: a step in which no rank had anything to learn."""
+        """Count a step that is not delivered: a step of `run.skip`, or, without a batch, one in which no rank had anything to learn."""
         rows = self._size // self.world_size
         samples, origin = np.zeros(0, np.int64), np.full((rows, len(ORIGIN)), -1)
         if batch is not None:
@@ -190,23 +205,22 @@ class SpoolLoader:
                 self._skipped.append([self.step, self.step + 1])
         else:
             self.empty_steps += 1
-        if self._record:
-            self._flight.append(_Flown(0, self.step, samples, origin))
+        self._flight.append(_RecordedStep(0, self.step, samples, origin))
         self.step += 1
 
-    def _whole(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The contract's own types, and the borders of the pieces: a piece begins wherever a position is 0."""
+    def _as_loader_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch with the types of a `Loader` and the borders of the pieces: a piece begins wherever a position is 0."""
         import torch
 
-        whole = {name: tensor.to(torch.int64) for name, tensor in batch.items()}
-        positions = whole["position_ids"].reshape(-1)
+        made = {name: tensor.to(torch.int64) for name, tensor in batch.items()}
+        positions = made["position_ids"].reshape(-1)
         begins = torch.nonzero(positions == 0).reshape(-1)
         borders = torch.cat([begins, torch.tensor([len(positions)])]).to(torch.int32)
-        whole["cu_seqlens"] = borders
+        made["cu_seqlens"] = borders
         if self._device is not None:
-            whole = {name: t.pin_memory().to(self._device, non_blocking=True) for name, t in whole.items()}
-        whole["max_seqlen"] = int(torch.diff(borders).max()) if len(borders) > 1 else 0
-        return whole
+            made = {name: t.pin_memory().to(self._device, non_blocking=True) for name, t in made.items()}
+        made["max_seqlen"] = int(torch.diff(borders).max()) if len(borders) > 1 else 0
+        return made
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -260,7 +274,7 @@ class SpoolLoader:
         return own | {"body": body}
 
     def saved(self, state: Mapping[str, Any]) -> None:
-        """A checkpoint with this state is on disk: files that no kept checkpoint needs may go. Rank 0."""
+        """Delete the files that no kept checkpoint needs. Called on rank 0 when a checkpoint with `state` is durable."""
         self._kept.append(dict(state))
         if len(self._kept) == self._kept.maxlen:
             self.consumer.commit(self._kept[0]["body"]["spool"])
@@ -269,17 +283,13 @@ class SpoolLoader:
 
     @property
     def skipped(self) -> list[list[int]]:
-        """Ranges [from, to) of steps that were passed over on request, counted from 1."""
+        """Ranges [from, to) of skipped steps, counted from 1."""
         return [[a + 1, b + 1] for a, b in self._skipped]
 
     @property
-    def skipped_steps(self) -> int:
-        return sum(b - a for a, b in self._skipped)
-
-    @property
     def delivered_steps(self) -> int:
-        """How many steps were delivered: `step` without those that were passed over."""
-        return self.step - self.skipped_steps - self.empty_steps
+        """How many steps were delivered: `step` without skipped and empty ones."""
+        return self.step - sum(b - a for a, b in self._skipped) - self.empty_steps
 
     @property
     def digest(self) -> str:
@@ -290,17 +300,17 @@ class SpoolLoader:
         return str(self._step_digest)
 
     def drain_flight(self) -> dict[str, Any] | None:
-        """What was delivered since the last call, as `Loader.drain_flight` tells it; None if nothing was."""
-        flown = self._flight
-        while flown and not flown[-1].trained:  # passed over, and nothing delivered after them yet
-            flown = flown[:-1]
-        self._flight = self._flight[len(flown) :]
-        if not flown:
+        """The record of what was delivered since the last call, as `Loader.drain_flight` makes it; None if nothing was."""
+        steps = self._flight
+        while steps and not steps[-1].trained:  # skipped, and nothing delivered after them yet
+            steps = steps[:-1]
+        self._flight = self._flight[len(steps) :]
+        if not steps:
             return None
-        delivered, skipped = [f for f in flown if f.trained], [f for f in flown if not f.trained]
+        delivered, skipped = [f for f in steps if f.trained], [f for f in steps if not f.trained]
         opened = [
             [int(g), int(g) % self._sizes["lanes"], int(row[0]), *map(int, row[2:])]
-            for f in flown
+            for f in steps
             for g, row in zip(f.samples, f.origin, strict=False)  # an empty step has no samples here
             if row[1] > 0
         ]

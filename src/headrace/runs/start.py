@@ -27,7 +27,7 @@ _TASKS = {
     "streams": "headrace.runs.streams:run_streams",
     "rl": "headrace.runs.rl:run_rl",
 }
-"""The function that runs each kind of config. Looked up late, because they import torch."""
+"""The function that runs each kind of config. Imported when it is called, because these modules import torch."""
 
 
 def claim_folder(

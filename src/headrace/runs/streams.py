@@ -47,14 +47,14 @@ class StreamSummary(RunSummary):
 
 
 def list_of(config: StreamsConfig, base: Path | None = None) -> StreamListing:
-    """The stream files of a config, and their rows."""
+    """The stream files of a config, and their rows. Relative roots start at `base`, which is `run.base` unless given."""
     section = config.streams
     base = base if base is not None else Path(config.run.base)
     return list_streams(section.roots, layout=section.layout, base=base, allow_symlinks=section.allow_symlinks)
 
 
 def sizes_of(config: StreamsConfig, modalities: Collection[str]) -> dict[str, int]:
-    """Rows a batch, by modality."""
+    """Rows a batch, by modality. ConfigError names modalities of the config that `modalities` lacks."""
     section = config.streams
     unknown = [m for m in section.batch_sizes if m not in modalities]
     unknown += [m for m in section.targets if m not in modalities and m not in unknown]
@@ -69,20 +69,29 @@ def sizes_of(config: StreamsConfig, modalities: Collection[str]) -> dict[str, in
 def open_dataset(
     config: StreamsConfig, base: Path | None = None, *, listing: StreamListing | None = None, **options: Any
 ) -> Any:
-    """The StreamMixingDataset of a config. Brings torch."""
+    """The StreamMixingDataset of a config. Imports torch.
+
+    Args:
+        config: The run.
+        base: Where relative roots start; `run.base` unless given.
+        listing: The stream files, if they are listed already.
+        options: Arguments of StreamMixingDataset; they win over the config.
+    """
     from headrace.loader.streams import StreamMixingDataset
 
     section = config.streams
     base = base if base is not None else Path(config.run.base)
     listing = listing if listing is not None else list_of(config, base)
     modalities = sorted({file.modality for file in listing.files})
-    rolls = section.batching_mode == "device_per_stream"
-    settings: dict[str, Any] = {
-        "batch_size": sizes_of(config, modalities), "num_streams_mixed": section.num_streams_mixed, "layout": section.layout,
-        "batching_mode": section.batching_mode, "pick_mode": section.pick_mode, "queue": section.queue, "seed": config.run.seed,
-        "global_ranks": section.global_ranks, "lanes": section.lane_count if rolls else None, "repeat": True, "on_reshard": section.on_reshard,
-        "columns": section.columns or None, "group_key": section.group_key, "num_workers": section.num_workers,
-        "prefetch_batches": section.prefetch_batches, "deadline": config.run.deadline, "base": base, "listing": listing,
+    per_lane = section.batching_mode == "device_per_stream"
+    settings: dict[str, Any] = section.model_dump(
+        include={
+            "num_streams_mixed", "layout", "batching_mode", "pick_mode", "queue", "global_ranks", "on_reshard", "group_key", "num_workers", "prefetch_batches",
+        }
+    )  # fmt: skip
+    settings |= {
+        "batch_size": sizes_of(config, modalities), "lanes": section.lane_count if per_lane else None, "columns": section.columns or None,
+        "seed": config.run.seed, "repeat": True, "deadline": config.run.deadline, "base": base, "listing": listing,
     }  # fmt: skip
     return StreamMixingDataset(list(section.roots), **(settings | options))
 
@@ -206,14 +215,14 @@ class StreamTask(Task[StreamSummary]):
     # ------------------------------------------------------------------------------- checkpoint, summary
 
     def _gather_counts(self) -> _Counts:
-        """What was counted on all ranks. Collective."""
+        """The counts of all ranks. Collective."""
         own = {
             "stats": self.stats.state_dict(), "digest": self._digest, "draws": self.data.delivered, "cells": self._cells,
             "false_evictions": self._false_evictions,
         }  # fmt: skip
         ranks = self.run.gather(own)
         if len({rank["draws"] for rank in ranks}) > 1:
-            raise HeadraceError(f"the ranks stand at different draws: {[rank['draws'] for rank in ranks]}")
+            raise HeadraceError(f"the ranks are at different draws: {[rank['draws'] for rank in ranks]}")
         return _Counts(
             stats=[rank["stats"] for rank in ranks],
             digest=f"{sum(rank['digest'] for rank in ranks) % (1 << 64):016x}",
@@ -265,9 +274,11 @@ def _trainer(config: StreamsConfig, data: Any, run: Run) -> Any:
 
     train = config.train
     settings = TrainSettings(
-        steps=config.run.steps, lr=train.lr, min_lr_ratio=train.min_lr_ratio, warmup_steps=train.warmup_steps, weight_decay=train.weight_decay,
-        betas=train.betas, grad_clip=train.grad_clip, device=train.device, threads=train.threads or 0, seed=config.run.seed,
-    )  # fmt: skip
+        **train.model_dump(exclude={"dim", "depth", "mask", "threads"}),
+        threads=train.threads or 0,
+        steps=config.run.steps,
+        seed=config.run.seed,
+    )
     given: dict[str, Any] = {
         "widths": _widths(data, config.streams.feature), "dim": train.dim, "depth": train.depth, "feature": config.streams.feature,
         "rank": run.rank, "world_size": run.world_size,

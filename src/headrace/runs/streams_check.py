@@ -1,7 +1,7 @@
-"""What would a stream run do? Plays its plan through, reads no row, trains nothing, and warns.
+"""`headrace check` of a stream run: plays its plan through without reading a row, and warns.
 
 A plan needs row counts only, so the whole run can be seen before it starts: how often each modality is drawn, when slices
-run dry, how long the unluckiest of them waits. Three things go wrong in such runs, and each shows here first:
+run dry, the longest wait from pick to pick. Three things go wrong in such runs, and each shows here first:
 
     starving    a modality is not in the pool for long, or gets nearly no picks
     spiking     slices run dry at nearly every step: the run opens files instead of reading them
@@ -19,7 +19,7 @@ from headrace.runs.config.streams import StreamsConfig
 from headrace.runs.streams import list_of, sizes_of
 
 _MAX_DRAWS = 200_000
-"""Draws that are played: some seconds. A longer run is seen up to there."""
+"""Draws that are played, which takes some seconds; of a longer run, the first ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class ModalityPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamForecast:
-    """A stream run on paper."""
+    """A stream run, played through."""
 
     kind: str
     config_hash: str
@@ -72,17 +72,18 @@ class StreamForecast:
         return asdict(self)
 
 
-def check_streams(
-    config: StreamsConfig, *, ranks: int = 1, stale_threshold: int | None = None, ledger_capacity: int | None = None
-) -> StreamForecast:
-    """List the stream files and play the plan. `stale_threshold` and `ledger_capacity` are those of a ledger beside it; of the
-    config's own, unless they are given. A ledger that protects what is read cannot sweep it falsely."""
+def check_streams(config: StreamsConfig, *, ranks: int = 1, stale_threshold: int | None = None) -> StreamForecast:
+    """List the stream files and play the plan.
+
+    Args:
+        config: The run.
+        ranks: Number of ranks that must be able to share the lanes; ConfigError otherwise.
+        stale_threshold: That of a ledger, to warn of false evictions; that of the config's ledger unless given. A ledger that protects groups
+            of open files evicts none of them.
+    """
     began = time.perf_counter()
-    if config.ledger is not None:
-        if stale_threshold is None and not config.ledger.protect_active:
-            stale_threshold = config.ledger.stale_threshold
-        if ledger_capacity is None and config.ledger.mode == "lru":
-            ledger_capacity = config.ledger.capacity
+    if config.ledger is not None and stale_threshold is None and not config.ledger.protect_active:
+        stale_threshold = config.ledger.stale_threshold
     config.check_world_size(ranks)
     listing = list_of(config)
     table = StreamTable(
@@ -128,7 +129,7 @@ def check_streams(
         warnings=(),
         seconds=0.0,
     )
-    warnings = _warnings(config, plan, result, stale_threshold, ledger_capacity)
+    warnings = _warnings(config, plan, result, stale_threshold)
     return replace(result, warnings=tuple(warnings), seconds=time.perf_counter() - began)
 
 
@@ -179,13 +180,7 @@ def _play(plan: MixPlan, steps: int) -> _Seen:
     return seen
 
 
-def _warnings(
-    config: StreamsConfig,
-    plan: MixPlan,
-    found: StreamForecast,
-    stale_threshold: int | None,
-    ledger_capacity: int | None,
-) -> list[str]:
+def _warnings(config: StreamsConfig, plan: MixPlan, found: StreamForecast, stale_threshold: int | None) -> list[str]:
     section = config.streams
     remarks = []
     for m in found.modalities:
@@ -227,9 +222,10 @@ def _warnings(
             f"evicts falsely: a ledger with stale_threshold = {stale_threshold} forgets groups of {found.worst_gap_stream}, which is not "
             f"picked for {found.worst_pick_gap:,} steps; set it to {found.worst_pick_gap} or more"
         )
+    capacity = config.ledger.capacity if config.ledger is not None and config.ledger.mode == "lru" else None
     needed = found.pool * found.lanes * max(plan.per_pick)
-    if ledger_capacity is not None and ledger_capacity < needed:
+    if capacity is not None and capacity < needed:
         remarks.append(
-            f"may evict falsely: a ledger of {ledger_capacity:,} groups is smaller than a pool's batches can hold together, {needed:,}"
+            f"may evict falsely: a ledger of {capacity:,} groups is smaller than a pool's batches can hold together, {needed:,}"
         )
     return remarks

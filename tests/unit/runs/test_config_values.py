@@ -330,12 +330,11 @@ def test_a_default_of_toml_is_that_of_python():
     from headrace.batch import LoaderSettings
     from headrace.loader import Loader, TextDataset
 
-    # exhausted is left out: a run has a number of steps and repeats, a loader makes one pass. global_batch_size has no default in Python.
     toml = {
         name: field.default
         for section in (TextSection, LoaderSection)
         for name, field in section.model_fields.items()
-        if name not in ("exhausted", "global_batch_size")
+        if name != "global_batch_size"  # which has no default in Python
     }
     python = {
         name: parameter.default
@@ -344,5 +343,14 @@ def test_a_default_of_toml_is_that_of_python():
         if parameter.default is not parameter.empty
     } | {field.name: field.default for field in fields(LoaderSettings)}
     shared = toml.keys() & python.keys()
-    assert {"lanes", "window_blocks", "pack", "labels", "prefetch_batches", "tokenizer_workers", "eos"} <= shared
+    assert {
+        "lanes",
+        "exhausted",
+        "window_blocks",
+        "pack",
+        "labels",
+        "prefetch_batches",
+        "tokenizer_workers",
+        "eos",
+    } <= shared
     assert {name: toml[name] for name in shared} == {name: python[name] for name in shared}

@@ -196,7 +196,7 @@ def fly(tmp_path, write_jsonl):
         (tmp_path / "c.toml").write_text(
             f'[run]\nlog_every = 2\n[[source]]\nspec = "jsonl:{tmp_path}/a.jsonl"\nweight = 2\n'
             f'[[source]]\nspec = "jsonl:{tmp_path}/deep"\nname = "b"\n[text]\nseq_len = 32\nwindow_blocks = 3\n'
-            "[loader]\nglobal_batch_size = 4\nlanes = 4\n[train]\n"
+            '[loader]\nglobal_batch_size = 4\nlanes = 4\nexhausted = "repeat"\n[train]\n'
         )
         config = load_config(tmp_path / "c.toml", ["--run.dir", str(tmp_path / name), *overrides], env={})
         folder = RunFolder.create(config, version="0")
@@ -269,7 +269,7 @@ def test_the_digests_of_a_future_that_did_not_happen_are_forgotten(fly):
         assert provenance.digests[3] == 10
         assert provenance.step(2).recorded is not None
         assert provenance.step(4).recorded is None, "told, and said to be unproven"
-        with pytest.raises(DataChanged, match=r"cannot tell step 3 .* the run recorded 0{30}0a"):
+        with pytest.raises(DataChanged, match=r"cannot show step 3 .* the run recorded 0{30}0a"):
             provenance.step(3)
 
 
@@ -329,7 +329,7 @@ def test_rows_that_were_added_since_are_noticed(tmp_path, fly, checkpoint):
         handle.write('{"text": "one more"}\n' * 40)
     with RunProvenance(recorded_run(run)) as provenance, pytest.raises(DataChanged) as caught:
         provenance.step(5)
-    expected = r"a\.jsonl changed \(saved .* \(40 rows\), now .* \(80 rows\)\)" if checkpoint else "made again"
+    expected = r"a\.jsonl changed \(saved .* \(40 rows\), now .* \(80 rows\)\)" if checkpoint else "rebuilt"
     assert re.search(expected, str(caught.value))
     assert "use headrace 0" in str(caught.value)
 
@@ -362,7 +362,7 @@ def test_a_record_that_was_tampered_with_does_not_reach_the_packer(fly, offset):
     (run / "flight.jsonl").write_text(json.dumps(flown))
     with (
         RunProvenance(recorded_run(run)) as provenance,
-        pytest.raises(DataChanged, match=r"tokens of a document that has|made again"),
+        pytest.raises(DataChanged, match=r"tokens of a document that has|rebuilt"),
     ):
         provenance.step(1)
 

@@ -1,4 +1,4 @@
-"""What the configs of all kinds of runs share: types of values, [run], the hash, and writing TOML.
+"""The common part of all configs: types of values, [run], the hash, and writing TOML.
 
 pydantic checks the values; config/messages.py words what it finds. This module opens no file and imports neither numpy nor torch.
 """
@@ -21,7 +21,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     field_validator,
     model_validator,
-)
+)  # fmt: skip
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from headrace.batch import LoaderSettings
@@ -100,7 +100,7 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """[run]: how long, from which seed, and what is kept."""
+    """[run]: length, seed, folder, checkpoints and metrics."""
 
     name: Name = "run"
     """Names the run, and its folder unless `dir` is given."""
@@ -127,7 +127,7 @@ class RunSection(Section):
     deadline: float = Field(default_of(LoaderSettings, "deadline"), gt=0)
     """Seconds that any wait may take."""
     skip: Text = Field("", examples=["1200:1240"])
-    """Steps whose data is passed over, such as "1200:1240" for 1200 to 1239; several are separated by commas."""
+    """Steps whose data is skipped, such as "1200:1240" for 1200 to 1239; several are separated by commas."""
 
     @field_validator("skip")
     @classmethod
@@ -164,7 +164,7 @@ class OptimiserSection(Section):
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(array)] = default_of(TrainSettings, "betas")
     """AdamW's betas."""
     grad_clip: float = Field(default_of(TrainSettings, "grad_clip"), gt=0)
-    """Largest norm of the gradient. For no clipping give a large number: 0 would stop all learning."""
+    """Largest norm of the gradient; give a large number for no clipping."""
     device: Literal["auto", "cpu", "cuda"] = default_of(TrainSettings, "device")
     """auto: CUDA where there is a device."""
     threads: int | None = Field(None, ge=1, examples=[2])

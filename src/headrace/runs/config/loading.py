@@ -57,7 +57,7 @@ _ENVIRONMENT: dict[str, KeyPath] = {
     "PREFETCH_BATCHES": ("loader", "prefetch_batches"),
 }
 _OPTIONS = re.compile(r"(?P<spec>.+?)\?(?P<options>\w+=[^&]*(?:&\w+=[^&]*)*)", re.DOTALL)
-"""A spec with options; a "=" after the "?" tells the options from a pattern."""
+"""A spec with options; a "?" without a "=" after it is part of a pattern."""
 _SHORT_FLOAT = re.compile(r"[+-]?(?:[0-9]*\.[0-9]+|[0-9]+\.)(?:[eE][+-]?[0-9]+)?")
 """`.3` and `3.` are no TOML, but users type them on a command line."""
 
@@ -145,15 +145,13 @@ class _Layers:
 
     def read_file(self, path: Path) -> None:
         try:
-            source = parse_toml(_file_text(path))
+            self.values, lines = parse_toml(_file_text(path))
         except TomlError as error:
             raise ConfigError(f"{printable(path)}:{error.line}: {error.message}") from error
-        lines = {
-            key: Origin(layer="file", place=line, label=f"{printable(path)}:{line}")
-            for key, line in source.lines.items()
+        origins = {
+            key: Origin(layer="file", place=line, label=f"{printable(path)}:{line}") for key, line in lines.items()
         }
-        self.values = source.values
-        self.report = Report(lines, start=Origin(layer="file", place=1, label=f"{printable(path)}:1"))
+        self.report = Report(origins, start=Origin(layer="file", place=1, label=f"{printable(path)}:1"))
         self._resolve_aliases()
         for index, table in enumerate(self._source_tables()):
             self._lift_options(index, table, replaces=False)
@@ -218,7 +216,7 @@ class _Layers:
         origins[done] = origin
 
     def _slot(self, here: Any, done: KeyPath, part: str | int, rest: KeyPath, origin: Origin) -> str | int | None:
-        """The key or the index under which a path goes on from `here`; None, and a problem, if it cannot."""
+        """The key or index of the next part of a path in `here`; None, and a problem, if there is none."""
         if isinstance(here, dict):
             return part
         path = (*done, part, *rest)
@@ -239,7 +237,7 @@ class _Layers:
             table = self.values.get(str(name))
             if not isinstance(table, dict) or alias not in table:
                 continue
-            origin, value = self.report.origins.pop((name, alias)), table.pop(alias)
+            origin, value = self.report.origin_of((name, alias)), table.pop(alias)
             if path[1] in table:
                 what = f"is another name of {path[1]}, which is set too; keep one of the two"
                 self.report.add((name, alias), what, origin)
@@ -323,7 +321,7 @@ def _override_pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str | None]
 
 
 def _parsed(text: str, path: KeyPath, root: type[BaseModel]) -> Any:
-    """The TOML value that a text outside of a file stands for, or else the text itself."""
+    """The value of an override or a variable: parsed as TOML, or the text itself."""
     value, kind = toml_value(text), KeyShape.at(path, root).kind
     if kind is str and not isinstance(value, str):
         return text  # where text is wanted, `--run.name 7` and `--run.name 2024-05-01` mean just that

@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 
 from headrace.errors import ConfigError, found_text, number_text, quoted
 from headrace.runs.config.base import JobConfig, OneOf, toml_text
-from headrace.runs.config.schema import ALL_ZERO, NO_SOURCE, RunConfig
+from headrace.runs.config.schema import NO_SOURCE, RunConfig
 from headrace.runs.config.toml_positions import KeyPath
 
 ALIASES: dict[KeyPath, KeyPath] = {("text", "context_len"): ("text", "seq_len")}
@@ -33,7 +33,7 @@ ALIASES: dict[KeyPath, KeyPath] = {("text", "context_len"): ("text", "seq_len")}
 _MAX_PROBLEMS = 100
 """Problems that are listed; the nearest names of more would take seconds to find."""
 _ARRAYS = ("source", "env")
-"""Tables that stand in double brackets."""
+"""Arrays of tables, written in double brackets."""
 _ORCHESTRATOR = {
     "dump_raw_rollouts": "rollouts.keep: every rollout is kept in the run folder's arrivals/",
     "gather_chunk_size": "nothing: rollouts are processed when they arrive, so there is no gather to cut into chunks",
@@ -116,13 +116,6 @@ def explain(error: ValidationError, values: Mapping[str, Any], root: type[JobCon
         if one["type"] == "missing" and path == ("source",) and any(map(_means_source, islice(values, 100))):
             continue  # the misspelt table is reported; that [[source]] is missing follows from it
         report.add(path, _sentence(path, one, values, root, report))
-    # A source with another mistake never reaches the check of all weights together.
-    sources = values.get("source")
-    weights = (
-        [t.get("weight", 1.0) if isinstance(t, dict) else 1.0 for t in sources] if isinstance(sources, list) else []
-    )
-    if weights and all(type(w) in (int, float) and w == 0 for w in weights):
-        report.add(("source",), ALL_ZERO)
 
 
 def explain_orchestrator(table: object, report: Report) -> None:
@@ -245,7 +238,7 @@ def _wrong_table(name: str, found: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyShape:
-    """What a key takes, read off the models."""
+    """Type, bounds and example of a key, read off the models."""
 
     kind: Any = None
     """The type without `| None`; None where no key is known."""
@@ -356,12 +349,12 @@ def dotted(path: KeyPath) -> str:
 
 
 def printable(place: str | Path) -> str:
-    """A file or an argument as it stands, or quoted where it would break the line."""
+    """A file or an argument, quoted if it would break the line."""
     return str(place) if str(place).isprintable() else quoted(str(place))
 
 
 def toml_value(text: str) -> Any:
-    """The TOML value that a text stands for; None if it is none."""
+    """The text parsed as a TOML value; None if it is no TOML."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):

@@ -50,7 +50,7 @@ def settle_paths(values: dict[str, Any], report: Report, folder: Path) -> None:
 
 
 def _settled(value: Any, path: KeyPath, report: Report, base: Path, here: Path) -> Any:
-    """A path or spec, or a list of them: made absolute unless it stands in the file."""
+    """A path or spec, or a list of them: made absolute unless it was written in the file."""
     if isinstance(value, list):
         return [_settled(element, (*path, i), report, base, here) for i, element in enumerate(value)]
     if not isinstance(value, str):

@@ -39,7 +39,7 @@ from headrace.runs.config.base import (
     default_of,
     divisors,
     unique_names,
-)
+)  # fmt: skip
 from headrace.train.settings import TrainSettings
 
 _MAX_WINDOW_TOKENS = 1 << 27
@@ -94,7 +94,7 @@ class SourceSection(Section):
     max_epochs: int | None = Field(None, ge=1, examples=[4])
     """How often the source may be read."""
     on_bad: Literal["fail", "skip"] = "fail"
-    """What a row, chunk or file that cannot be decoded does: stop the run, or become a recorded hole."""
+    """A row, chunk or file that cannot be decoded stops the run (fail), or is recorded as a hole (skip)."""
     allow_symlinks: bool = False
     """Follow symbolic links and `..` out of the named folder."""
     split: Text | None = Field(None, examples=["train"])
@@ -102,7 +102,7 @@ class SourceSection(Section):
     config: Text | None = Field(None, examples=["en"])
     """Configuration of an hf: dataset."""
     cache: Text | None = Field(None, examples=["/scratch/headrace"])
-    """A folder for what is kept of this source, in place of the common cache."""
+    """Folder for the manifest and copies of this source, in place of the common cache."""
 
     @field_validator("spec")
     @classmethod
@@ -202,8 +202,8 @@ class LoaderSection(Section):
     """Processes in place of threads, for tokenizers that hold Python's lock."""
     prefetch_batches: int = Field(default_of(LoaderSettings, "prefetch_batches"), ge=0, le=1 << 16)
     """Batches made ahead of need."""
-    exhausted: Literal["repeat", "drop", "stop_first"] = "repeat"
-    """What becomes of a source that is dry. A run has a number of steps, so by default the source starts again."""
+    exhausted: Literal["drop", "repeat", "stop_first"] = "drop"
+    """When a source was read once, or `max_epochs` times. drop: the other sources continue until all are read. repeat: it is read again. stop_first: the run ends."""
     pin_memory: bool = default_of(LoaderSettings, "pin_memory")
     """Put batches into pinned memory, for copies to a CUDA device."""
 
@@ -294,7 +294,9 @@ class RunConfig(JobConfig):
         if not sources:
             raise ValueError(NO_SOURCE)
         if all(s.weight == 0 for s in sources):
-            raise ValueError(ALL_ZERO)
+            raise ValueError(
+                "every source has weight 0, so there is nothing to deliver; give at least one a weight above 0"
+            )
         names = unique_names([s.name for s in sources])
         return tuple(
             s if s.name == name else s.model_copy(update={"name": name}) for s, name in zip(sources, names, strict=True)
@@ -326,7 +328,7 @@ class RunConfig(JobConfig):
         ]
         asked += ["weights that differ"] if len({s.weight for s in self.source}) > 1 else []
         asked += ["[[mix.change]]"] if self.mix.change else []
-        asked += [f'loader.exhausted = "{self.loader.exhausted}"'] if self.loader.exhausted != "repeat" else []
+        asked += ['loader.exhausted = "stop_first"'] if self.loader.exhausted == "stop_first" else []
         if asked:
             raise ValueError(
                 f'spool.task = "{self.spool.task}" draws its samples by label, over all sources together and without an end; leave out {", ".join(asked)}'
@@ -379,7 +381,6 @@ class RunConfig(JobConfig):
 
 
 NO_SOURCE = 'missing, expected at least one [[source]] with a spec such as spec = "sample:prose"'
-ALL_ZERO = "every source has weight 0, so there is nothing to deliver; give at least one a weight above 0"
 
 
 def hashed_source(table: Mapping[str, Any]) -> dict[str, Any]:

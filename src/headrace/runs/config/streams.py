@@ -28,7 +28,7 @@ from headrace.runs.config.base import (
     array,
     default_of,
     divisors,
-)
+)  # fmt: skip
 
 
 class StreamsSection(Section):
