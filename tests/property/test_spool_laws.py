@@ -139,9 +139,11 @@ def test_whatever_a_single_trainer_does_samples_come_in_order(actions, per_file,
 
 def got(rank, provide):
     """A batch, of a spool whose provider makes again what was damaged."""
-    while not rank.wait_for_data("train", 0.2):
+    for _ in range(20):
+        if rank.wait_for_data("train", 0.2):
+            return rank.get_batch("train")
         provide()
-    return rank.get_batch("train")
+    raise AssertionError("the provider does not make the damaged file again")
 
 
 @settings(max_examples=10)
