@@ -339,15 +339,22 @@ def _listed(
 
 def fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
     """Return whether the parts of a path match those of a glob. `**` is any number of folders; a leading dot must be in the pattern."""
-    if not pattern or not names:
-        return not pattern and not names
-    head, rest = pattern[0], pattern[1:]
-    if head == "**":
-        deeper = len(names) > 1 and not names[0].startswith(".") and fits(names[1:], pattern)
-        return deeper or fits(names, rest or ("*",))
-    if names[0].startswith(".") and not head.startswith("."):
-        return False
-    return fnmatch.fnmatchcase(names[0], head) and fits(names[1:], rest)
+    ends = {0}  # numbers of names that the pattern may have taken so far: no backtracking, however many `**` there are
+    for part in [*pattern, "*"] if pattern and pattern[-1] == "**" else pattern:
+        if part == "**":
+            for end in range(min(ends), len(names) - 1):
+                if end in ends and not names[end].startswith("."):
+                    ends.add(end + 1)
+        else:
+            dots = part.startswith(".")
+            ends = {
+                end + 1
+                for end in ends
+                if end < len(names) and (dots or names[end][:1] != ".") and fnmatch.fnmatchcase(names[end], part)
+            }
+        if not ends:
+            return False
+    return len(names) in ends
 
 
 def _tag(meta: Mapping[str, Any]) -> str:

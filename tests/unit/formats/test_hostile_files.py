@@ -12,6 +12,7 @@ import pytest
 
 from headrace.errors import DataError
 from headrace.formats import byte_file
+from headrace.formats.object_store import fits
 from headrace.formats.parquet_footer import parse_footer
 from headrace.reduce.shards import RowShards
 from headrace.sources import RowShape, Source, open_source
@@ -157,3 +158,9 @@ def test_a_shard_of_lists_that_change_their_length_is_refused_where_the_change_i
         shards.read(5000, 5100)
     with pytest.raises(DataError, match=r"a\.parquet: the lists of 'x' are not of one length"):
         shards.read(4990, 5100)
+
+
+def test_a_glob_of_many_double_stars_is_answered_at_once():
+    """A README of a dataset names its files by globs."""
+    assert not fits(list("abcdefghijkl"), [*["**"] * 30, "z"])
+    assert fits(list("abcdefghijkl"), [*["**"] * 30, "l"])
