@@ -118,7 +118,7 @@ class RecordedRun:
         for rank in ranks:
             if saved:
                 rank.load_state_dict(saved)
-        self.truth = {n: samples for n, samples in self.truth.items() if n <= at}
+        earlier, self.truth = self.truth, {n: samples for n, samples in self.truth.items() if n <= at}
         step, digests = at, []
         for n in range(steps):
             samples = {}
@@ -141,6 +141,8 @@ class RecordedRun:
         self._write(ranks, step, digests)
         for rank in ranks:
             rank.close()
+        if step == at:  # all that was left was skipped: no line replaces the steps after `at`
+            self.truth = earlier
         return step
 
     def _write(self, ranks, step: int, digests: list[str]) -> None:
