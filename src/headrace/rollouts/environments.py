@@ -257,7 +257,9 @@ def _reasoning_gym(name: str, options: Mapping[str, Any], spec: str) -> EnvFunct
     try:
         gym = importlib.import_module("reasoning_gym")
     except ImportError as error:
-        raise ConfigError(f"env.spec {spec!r} needs reasoning-gym: pip install reasoning-gym") from error
+        raise ConfigError(
+            f"env.spec {spec!r} needs reasoning-gym, which cannot be imported ({error}): pip install reasoning-gym"
+        ) from error
     try:
         gym.create_dataset(name, seed=0, size=1, **options)
     except Exception as error:
@@ -284,7 +286,9 @@ def _verifiers(name: str, options: Mapping[str, Any], spec: str) -> EnvFunction:
         vf = importlib.import_module("verifiers.v1")
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
     except ImportError as error:
-        raise ConfigError(f"env.spec {spec!r} needs verifiers 0.4 or later: pip install verifiers") from error
+        raise ConfigError(
+            f"env.spec {spec!r} needs verifiers 0.4 or later, which cannot be imported ({error}): pip install verifiers"
+        ) from error
     try:
         taskset = loaders.load_taskset(loaders.taskset_config_type(name)(id=name, **options))
         tasks = list(itertools.islice(taskset, _TASKS))
