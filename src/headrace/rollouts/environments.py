@@ -146,16 +146,8 @@ async def play_rollout(
         temperature=0.0 if greedy else environment.temperature, session=f"{environment.name}-{split}-{index}-{member}-{attempt}",
     )  # fmt: skip
     result = await environment.play(environment.task(index, split), say)
+    seconds = time.perf_counter() - started
     reward, metrics = (result.reward, result.metrics) if isinstance(result, Result) else (result, {})
-    return finished_rollout(
-        environment, say, reward, metrics, index=index, version=version, seconds=time.perf_counter() - started
-    )
-
-
-def finished_rollout(
-    environment: Environment, say: Say, reward: Any, metrics: Any, *, index: int, version: int, seconds: float
-) -> Rollout:
-    """The record of a rollout whose environment has returned; RolloutRefused if its reward or metrics are not numbers."""
     try:
         reward = float(reward)
         metrics = {str(name): float(value) for name, value in dict(metrics).items()}
