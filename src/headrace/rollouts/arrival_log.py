@@ -190,8 +190,6 @@ class ArrivalLog:
         self._clock, self._first = clock, first_step
         self._files: dict[int, int] = {}
         self._known: dict[Key, Arrival] = {}
-        self.written = 0
-        """Records written by this process."""
         self.torn = 0
         """Incomplete records that were removed when the log was opened."""
         self.dropped = made_with is not None and self._drop_if_made_with_others(made_with)
@@ -285,7 +283,6 @@ class ArrivalLog:
                 f"a finished rollout could not be written to {arrival_path(self.folder, arrival.step)}: {error.strerror or error}{full}. Make room and "
                 "resume the run: everything that was written is kept"
             ) from error
-        self.written += 1
 
     def _file(self, step: int) -> int:
         fd = self._files.get(step)

@@ -146,16 +146,8 @@ async def play_rollout(
         temperature=0.0 if greedy else environment.temperature, session=f"{environment.name}-{split}-{index}-{member}-{attempt}",
     )  # fmt: skip
     result = await environment.play(environment.task(index, split), say)
+    seconds = time.perf_counter() - started
     reward, metrics = (result.reward, result.metrics) if isinstance(result, Result) else (result, {})
-    return finished_rollout(
-        environment, say, reward, metrics, index=index, version=version, seconds=time.perf_counter() - started
-    )
-
-
-def finished_rollout(
-    environment: Environment, say: Say, reward: Any, metrics: Any, *, index: int, version: int, seconds: float
-) -> Rollout:
-    """The record of a rollout whose environment has returned; RolloutRefused if its reward or metrics are not numbers."""
     try:
         reward = float(reward)
         metrics = {str(name): float(value) for name, value in dict(metrics).items()}
@@ -257,7 +249,9 @@ def _reasoning_gym(name: str, options: Mapping[str, Any], spec: str) -> EnvFunct
     try:
         gym = importlib.import_module("reasoning_gym")
     except ImportError as error:
-        raise ConfigError(f"env.spec {spec!r} needs reasoning-gym: pip install reasoning-gym") from error
+        raise ConfigError(
+            f"env.spec {spec!r} needs reasoning-gym, which cannot be imported ({error}): pip install reasoning-gym"
+        ) from error
     try:
         gym.create_dataset(name, seed=0, size=1, **options)
     except Exception as error:
@@ -284,7 +278,9 @@ def _verifiers(name: str, options: Mapping[str, Any], spec: str) -> EnvFunction:
         vf = importlib.import_module("verifiers.v1")
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
     except ImportError as error:
-        raise ConfigError(f"env.spec {spec!r} needs verifiers 0.4 or later: pip install verifiers") from error
+        raise ConfigError(
+            f"env.spec {spec!r} needs verifiers 0.4 or later, which cannot be imported ({error}): pip install verifiers"
+        ) from error
     try:
         taskset = loaders.load_taskset(loaders.taskset_config_type(name)(id=name, **options))
         tasks = list(itertools.islice(taskset, _TASKS))

@@ -32,7 +32,6 @@ from headrace.rollouts.records import VersionSpan
 from headrace.rollouts.weights import check_probe, read_probe
 
 _FIRST_RETRY, _LONGEST_RETRY = 0.05, 2.0
-_SEED_BITS = 63
 
 
 class OpenAIEngine:
@@ -97,7 +96,7 @@ class OpenAIEngine:
     ) -> Completion:
         await self._open.wait()
         body = {
-            "model": self.model, "prompt": [int(i) for i in ids], "max_tokens": max_tokens, "temperature": temperature, "seed": seed >> (64 - _SEED_BITS),
+            "model": self.model, "prompt": [int(i) for i in ids], "max_tokens": max_tokens, "temperature": temperature, "seed": seed >> 1,
             "logprobs": 1, "return_token_ids": True,
         }  # fmt: skip
         taken = self.version

@@ -87,20 +87,20 @@ def _column(value: Any, code: str, dtype: type[Any], kinds: str, name: str, limi
     if isinstance(value, np.ndarray):
         if value.ndim != 1 or value.dtype.kind not in kinds:
             raise RolloutRefused("wrong_type", f"{name} is an array of {value.dtype} with shape {list(value.shape)}")
-        check_count(len(value), name, limit)
+        _check_count(len(value), name, limit)
         return np.ascontiguousarray(value)
     if isinstance(value, (bytes, bytearray, memoryview)):
         size, width = memoryview(value).nbytes, _LITTLE_ENDIAN[dtype].itemsize
         if size % width:
             raise RolloutRefused("wrong_length", f"{name} has {size:,} bytes, expected {width} for each entry")
-        check_count(size // width, name, limit)
+        _check_count(size // width, name, limit)
         # A copy: completions are kept until the step ends, and a view would keep the whole message with its experts.
         return np.frombuffer(value, _LITTLE_ENDIAN[dtype]).astype(dtype) if size else np.empty(0, dtype)
     if not isinstance(value, (list, tuple)):
         raise RolloutRefused(
             "wrong_type", f"{name} is a {type(value).__name__}, expected raw bytes, an array or a list of numbers"
         )
-    check_count(len(value), name, limit)
+    _check_count(len(value), name, limit)
     try:
         # A copy: a view of an array.array is two objects more for the garbage collector.
         return np.frombuffer(array.array(code, value), dtype).copy() if value else np.empty(0, dtype)
@@ -114,7 +114,7 @@ def _check_range(column: np.ndarray, most: int, message: str) -> None:
         raise RolloutRefused("wrong_type", message)
 
 
-def check_count(found: int, name: str, limit: int) -> None:
+def _check_count(found: int, name: str, limit: int) -> None:
     """Refuse a column of more than `limit` entries as `oversize`."""
     if found > limit:
         raise RolloutRefused("oversize", f"{name} has {found:,} entries, at most {limit:,} are taken")

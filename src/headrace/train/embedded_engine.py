@@ -125,7 +125,6 @@ class EmbeddedEngine:
         self._versions: dict[int, _Slots] = {}
         self._thread = ThreadPoolExecutor(1, "headrace-engine")
         self._work: asyncio.Task[None] | None = None
-        self.ticks = 0
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -206,7 +205,6 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _tick(self, slots: _Slots) -> list[_Request]:
-        self.ticks += 1
         position = slots.position
         logits = slots.logits()
         following = position + 1

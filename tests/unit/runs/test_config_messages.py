@@ -301,7 +301,7 @@ def test_keys_of_an_orchestrator_table_are_answered_with_their_place(tmp_path):
         "orchestrator.env",
     ]  # fmt: skip
     assert [line.partition(":")[0] for line in said] == ["1", "2", "3", "4", "5", "6"]
-    for line, place in zip(said, ("[policy], [engine], [[env]], [rollouts]", "rollouts.keep", "rollouts are taken when they arrive", "env.workers", "did you mean batch_size?", "[[env]]"), strict=True):  # fmt: skip
+    for line, place in zip(said, ("[policy], [engine], [[env]], [rollouts]", "rollouts.keep", "rollouts are processed when they arrive", "env.workers", "did you mean batch_size?", "[[env]]"), strict=True):  # fmt: skip
         assert place in line
 
 
