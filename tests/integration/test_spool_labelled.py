@@ -294,7 +294,9 @@ def test_labels_of_a_streamed_dataset_are_kept_with_its_texts(config, tmp_path, 
     for one, two in zip(expected, batches(tmp_path / "T", 4), strict=True):
         assert all(torch.equal(one[k], two[k]) for k in one)
     wrong = config("--spool.dir", str(tmp_path / "U"), "--source.0.label_key", "stars", spec="hf:org/reviews")
-    with pytest.raises(DataError, match=r"a row has no 'stars'; it has .*'label'.*label_key to its label's"):
+    with pytest.raises(
+        DataError, match=r"a row has no key 'stars'; it has .*'label'.*label_key to the field of the label"
+    ):
         fill(wrong, tmp_path, 1)
 
 

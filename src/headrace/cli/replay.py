@@ -25,6 +25,7 @@ def replay(
     quick: Annotated[bool, Parameter(help="An idle stretch and every phase alone, as --phase each.", negative=())] = False,
     form: Annotated[Literal["binary", "lists", "msgpack", "json"], Parameter(help="How rollouts arrive: in msgpack with binary columns, as dicts of lists, or as lists in msgpack or JSON text.")] = "lists",
     processes: Annotated[int, Parameter(help="Worker processes that make samples; 0 for a thread.")] = 0,
+    gather_chunk_size: Annotated[int | None, Parameter(help="Accepted, and without effect: rollouts are processed when they arrive, so no gather is cut into chunks.")] = None,
     synthetic_traffic: Annotated[int, Parameter(help="Background tasks that keep the loop busy meanwhile.")] = 0,
     seq_len: Annotated[int, Parameter(help="Tokens of a micro batch.")] = 32_768,
     ranks: Annotated[int, Parameter(help="Ranks the batch is packed for.")] = 2,
@@ -37,7 +38,7 @@ def replay(
     headrace replay r3.dump --make r3 --scale 0.1
     headrace replay r3.dump --synthetic-traffic 200
     headrace replay r3.dump --phase interleave
-    headrace replay --dump r3.dump --synthetic-traffic 200 --quick
+    headrace replay --dump r3.dump --gather-chunk-size 128 --synthetic-traffic 200 --quick
     ```
     """
     console = console_for()
@@ -56,6 +57,8 @@ def replay(
         if talks:
             print_plain(console, line)
 
+    if gather_chunk_size is not None:
+        say("--gather-chunk-size has no effect: rollouts are processed when they arrive")
     if make is not None:
         from headrace.rollouts.dumps import dump_raw_rollouts, synthetic_rollouts
 
