@@ -238,6 +238,8 @@ def _pieces(shard: ByteFile) -> Iterator[bytes]:
     import pyarrow as pa
 
     packing = "gzip" if str(shard.path).endswith(".gz") else "zstd"
+    if not shard.size:
+        raise Undecodable(shard.path, f"is cut short: it is empty, and a {packing} file has a header at least")
     packed = FileObject(shard.read, shard.size)
     total = 0
     try:

@@ -64,6 +64,8 @@ class _Array:
                 f"{path} cannot be read as .npy: it {what} of Python objects, which only unpickling could read. Save it with a "
                 "numeric dtype."
             )
+        if min(shape, default=0) < 0:
+            raise Undecodable(path, f"{what} with the impossible shape {shape}")
         if not shape or (fortran and sum(n > 1 for n in shape) > 1):
             raise DataError(
                 f"{path} {what} of shape {shape}{' and is stored by columns, in Fortran order' if fortran else ''}; expected "

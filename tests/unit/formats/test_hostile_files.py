@@ -164,3 +164,14 @@ def test_a_glob_of_many_double_stars_is_answered_at_once():
     """A README of a dataset names its files by globs."""
     assert not fits(list("abcdefghijkl"), [*["**"] * 30, "z"])
     assert fits(list("abcdefghijkl"), [*["**"] * 30, "l"])
+
+
+@pytest.mark.parametrize("read", [as_cells, as_gram])
+@pytest.mark.parametrize("shape", ["(-3, 4)", "(3, -4)", "(-3,)"])
+def test_an_array_of_negative_size_is_refused_by_name(tmp_path, read, shape):
+    raw = io.BytesIO()
+    np.save(raw, np.zeros((3, 4), np.float32))
+    path = tmp_path / "x.npy"
+    path.write_bytes(raw.getvalue().replace(b"(3, 4)", shape.encode(), 1)[: len(raw.getvalue())])
+    with pytest.raises(DataError, match=r"x.npy"):
+        read(path)

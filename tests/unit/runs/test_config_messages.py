@@ -312,3 +312,9 @@ def test_keys_of_an_orchestrator_table_are_answered_with_their_place(tmp_path):
 def test_the_words_of_other_trainers_are_answered_with_the_key_that_means_the_same(tmp_path, written_as, meant):
     (sentence,) = problems(tmp_path, f"[run]\n{written_as} = 5\n" + GOOD)
     assert sentence == f"run.toml:2: run.{written_as}: unknown key, did you mean {meant}?"
+
+
+def test_the_name_of_an_environment_s_file_may_be_longer_than_names_of_files_are(tmp_path):
+    (tmp_path / "rl.toml").write_text(f'[[env]]\nspec = "python:{"a" * 3000}.py:play"\n')
+    config = load_any_config(tmp_path / "rl.toml", (), {})
+    assert config.env[0].spec.endswith(".py:play")

@@ -98,5 +98,5 @@ def find_environment_files(values: dict[str, Any], folder: Path) -> None:
         spec = env.get("spec") if isinstance(env, dict) else None
         kind, _, rest = spec.partition(":") if isinstance(spec, str) else ("", "", "")
         file, _, function = rest.rpartition(":")
-        if kind == "python" and file.endswith(".py") and not Path(file).is_absolute() and (folder / file).is_file():
+        if kind == "python" and file.endswith(".py") and not Path(file).is_absolute() and os.path.isfile(folder / file):  # noqa: PTH113 (Path.is_file raises if the name is too long)
             env["spec"] = f"python:{folder / file}:{function}"
