@@ -31,7 +31,7 @@ GROUP = 16
 
 def made_rollout(task: int, member: int, prompt: int = 5, completion: int = 4) -> Rollout:
     """A rollout of so many tokens, as an environment makes it."""
-    tokens = StepTokens.of_columns(
+    tokens = StepTokens(
         prompt_ids=np.arange(prompt, dtype=np.int32), prompt_mask=np.zeros(prompt, np.uint8), completion_ids=np.arange(completion, dtype=np.int32),
         completion_mask=np.ones(completion, np.uint8), completion_logprobs=np.full(completion, -0.5, np.float32),
     )  # fmt: skip
