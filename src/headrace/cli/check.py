@@ -110,8 +110,9 @@ def _world_sizes_text(plan: Plan) -> str:
         more = ", …" if len(shared) > 12 else ""
         text += f"; that make windows on several ranks: {', '.join(shared[:12])}{more}"
     if plan.lane_bytes:
-        least, most = (f"{short(plan.lane_bytes * n)}B" for n in (min(plan.lanes_followed), max(plan.lanes_followed)))
-        text += f"\nwindows in memory: {most} with 1 rank" + (f", {least} a rank with more" if least != most else "")
+        ranks, fewest = min(sizes, key=lambda size: size[1])
+        text += f"\nwindows in memory: {short(plan.lane_bytes * plan.lanes)}B with 1 rank"
+        text += f", {short(plan.lane_bytes * fewest)}B a rank with {ranks}" if ranks > 1 else ""
     return text
 
 

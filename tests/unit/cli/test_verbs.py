@@ -72,7 +72,7 @@ def test_check_prints_the_plan(headrace, repository):
         "epochs",
         "48 lanes",
         "world sizes that make every window once: 1, 2, 3, 4, 6, 8, 12, 24",
-        "windows in memory: 12.6MB with 1 rank, 524kB a rank with more",
+        "windows in memory: 12.6MB with 1 rank, 524kB a rank with 24",
     ):
         assert word in done.stdout
 
