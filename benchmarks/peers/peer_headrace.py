@@ -10,6 +10,7 @@ default install has).
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import subprocess
@@ -22,6 +23,7 @@ import torch  # noqa: F401 - headrace imports it when it is first used; the peer
 from measure import BATCH, SEQ_LEN, Feed, Task, run
 
 import headrace as hr
+from headrace.batch import LoaderSettings
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -54,7 +56,8 @@ def prepare(task: Task) -> None:
 
 def taken(call: Any, **options: Any) -> dict[str, Any]:
     """The options, if this headrace has them."""
-    missing = [name for name in options if name not in inspect.signature(call).parameters]
+    known = set(inspect.signature(call).parameters) | {field.name for field in dataclasses.fields(LoaderSettings)}
+    missing = [name for name in options if name not in known]
     if missing:
         raise SystemExit(f"this headrace's {call.__name__} has no option {', '.join(missing)}")
     return options
