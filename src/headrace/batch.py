@@ -155,6 +155,8 @@ def _wrong_dtype(name: str, expected: str, array: Any) -> list[str]:
 
 # ------------------------------------------------------------------------------------------ language models
 
+MAX_WINDOW_TOKENS = 1 << 27
+"""Tokens of a window of text. A window is tokenised and packed in memory as one unit: 1 GiB of int64 ids is where that stops being sensible."""
 LM_FIELDS = ("input_ids", "labels", "position_ids", "cu_seqlens", "row_count", "segment_ids")
 """Fields that a text loader can be asked for, in the order in which a batch has them."""
 DEFAULT_LM_FIELDS = LM_FIELDS[:5]

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from headrace.batch import MAX_WINDOW_TOKENS
 from headrace.errors import ConfigError, DataError, HeadraceError, TokenizerError
 from headrace.files import publish, read_regular
 from headrace.loader.batch_fill import FILL_KERNELS
@@ -61,8 +62,6 @@ _LANE_DOCUMENTS = _LANE_ROWS = 8
 _WINDOW_BLOCKS, _WINDOW_TOKENS, _LEAST_WINDOW_BLOCKS = 64, 1 << 18, 8
 """Sizes of a window. More tokens make the first batch wait longer; fewer blocks leave more padding."""
 _BYTES_A_TOKEN = 4
-MAX_WINDOW_TOKENS = 1 << 27
-"""A window is packed in memory as one unit."""
 _PLANS_KEPT = 8
 _READERS = 16
 

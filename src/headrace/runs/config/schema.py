@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from headrace.batch import Labels, LoaderSettings
+from headrace.batch import MAX_WINDOW_TOKENS, Labels, LoaderSettings
 from headrace.errors import ConfigError, found_text, number_text
 from headrace.runs.config.base import (
     JobConfig,
@@ -42,8 +42,6 @@ from headrace.runs.config.base import (
 )  # fmt: skip
 from headrace.train.settings import TrainSettings
 
-_MAX_WINDOW_TOKENS = 1 << 27
-"""A window is tokenised and packed in memory as one unit: 1 GiB of int64 ids is where that stops being sensible."""
 TXT_SPLITS = ("file", "paragraph", "line")
 """Units that a txt source can be split into. The copy in `sources.spec` would import numpy."""
 
@@ -179,11 +177,11 @@ class TextSection(Section):
     @classmethod
     def _keep_windows_in_memory(cls, blocks: int | Literal["auto"], info: ValidationInfo) -> int | Literal["auto"]:
         seq_len = info.data.get("seq_len", 2)
-        if blocks != "auto" and blocks * seq_len > _MAX_WINDOW_TOKENS:
+        if blocks != "auto" and blocks * seq_len > MAX_WINDOW_TOKENS:
             raise ValueError(
                 f"a window of {number_text(blocks)} blocks of {number_text(seq_len)} tokens is packed in memory as one unit and "
-                f"may hold at most {number_text(_MAX_WINDOW_TOKENS)} tokens; lower text.window_blocks to "
-                f"{_MAX_WINDOW_TOKENS // seq_len} or less, or text.seq_len"
+                f"may hold at most {number_text(MAX_WINDOW_TOKENS)} tokens; lower text.window_blocks to "
+                f"{MAX_WINDOW_TOKENS // seq_len} or less, or text.seq_len"
             )
         return blocks
 
