@@ -30,7 +30,8 @@ GROUPS = {
 }  # fmt: skip
 """Where each public name of `headrace` stands on the API page."""
 SETTINGS = (
-    "headrace.batch.LoaderSettings",
+    "headrace.settings.TextSettings",
+    "headrace.settings.LoaderSettings",
     "headrace.spool.settings.ProviderSettings",
     "headrace.spool.settings.ConsumerSettings",
 )

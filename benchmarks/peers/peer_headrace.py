@@ -23,7 +23,7 @@ import torch  # noqa: F401 - headrace imports it when it is first used; the peer
 from measure import BATCH, SEQ_LEN, Feed, Task, run
 
 import headrace as hr
-from headrace.batch import LoaderSettings
+from headrace.settings import LoaderSettings
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -155,8 +155,6 @@ def _wrong_dtype(name: str, expected: str, array: Any) -> list[str]:
 
 # ------------------------------------------------------------------------------------------ language models
 
-MAX_WINDOW_TOKENS = 1 << 27
-"""Tokens of a window of text. A window is tokenised and packed in memory as one unit: 1 GiB of int64 ids is where that stops being sensible."""
 LM_FIELDS = ("input_ids", "labels", "position_ids", "cu_seqlens", "row_count", "segment_ids")
 """Fields that a text loader can be asked for, in the order in which a batch has them."""
 DEFAULT_LM_FIELDS = LM_FIELDS[:5]
@@ -193,43 +191,3 @@ def lm_field_problems(fields: Sequence[str]) -> list[str]:
 def label_problems(labels: object) -> list[str]:
     """Return what is wrong with a `labels` option, as a list of at most one sentence."""
     return [] if labels in ("shifted", "hf") else [f'labels must be "shifted" or "hf", got {labels!r}']
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderSettings:
-    """How a loader makes its batches. A default stands here once, for Python and for TOML."""
-
-    global_batch_size: int | None = None
-    """Rows of a step, over all ranks. Streams have none: their datasets say how many rows a batch has."""
-    prefetch_batches: int = 2
-    """Batches made ahead of need."""
-    fields: Sequence[str] = DEFAULT_LM_FIELDS
-    """Which of LM_FIELDS a batch has."""
-    segment_ids: bool = False
-    """Add the field `segment_ids`."""
-    labels: Labels = "shifted"
-    tokenizer_workers: int | None = None
-    """Threads that make windows; this rank's share of the processors (2 to 16) unless given, or 0 with `data_loader_workers`."""
-    data_loader_workers: int = 0
-    """Processes in their place, for tokenizers or trainers that hold the GIL."""
-    skip: Sequence[tuple[int, int]] = ()
-    """Ranges of steps (from, to) that are skipped, counted from 1, `to` excluded."""
-    pin_memory: bool = False
-    """Put batches into pinned memory."""
-    deadline: float = 300.0
-    """Seconds that a wait may take."""
-    copy: bool = False
-    """Has no effect; earlier versions had it."""
-
-    def lm_fields(self) -> tuple[str, ...]:
-        """Return the fields of a batch of text, in the order of LM_FIELDS."""
-        return tuple(f for f in LM_FIELDS if f in self.fields or (f == "segment_ids" and self.segment_ids))
-
-    def problems(self) -> list[str]:
-        """Return what is wrong with the settings that all plans share, one sentence each."""
-        wrong = []
-        if not isinstance(self.prefetch_batches, int) or self.prefetch_batches < 0:
-            wrong.append(f"prefetch_batches must be 0 or more, got {self.prefetch_batches!r}")
-        if not self.deadline > 0:
-            wrong.append(f"deadline must be above 0 seconds, got {self.deadline!r}")
-        return wrong + label_problems(self.labels) + lm_field_problems(self.fields)

@@ -343,7 +343,7 @@ def metrics() -> Any:
 
 def parameters_of(dotted: str) -> set[str]:
     """Names of the arguments of a function or class, with those that it passes on to its settings."""
-    from headrace.batch import LoaderSettings
+    from headrace.settings import LoaderSettings, TextSettings
     from headrace.spool import ConsumerSettings, ProviderSettings
 
     passed_on = {
@@ -351,6 +351,7 @@ def parameters_of(dotted: str) -> set[str]:
         "headrace.DataProviderBase": ProviderSettings,
         "headrace.Loader": LoaderSettings,
         "headrace.PreparedLoader": LoaderSettings,
+        "headrace.TextDataset": TextSettings,
     }
     names = set(inspect.signature(resolved(dotted)).parameters)
     return names | ({f.name for f in fields(passed_on[dotted])} if dotted in passed_on else set())

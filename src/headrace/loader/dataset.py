@@ -20,11 +20,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack, cast
 
 import numpy as np
 
-from headrace.batch import MAX_WINDOW_TOKENS
 from headrace.errors import ConfigError, DataError, HeadraceError, TokenizerError
 from headrace.files import publish, read_regular
 from headrace.loader.batch_fill import FILL_KERNELS
@@ -37,6 +36,7 @@ from headrace.metrics import Meter, Wait
 from headrace.mix import Deal, lane_weight_factors
 from headrace.order import fingerprint_json, key
 from headrace.runtime.compiled import warm_kernels
+from headrace.settings import MAX_WINDOW_TOKENS, Exhausted, TextOptions, TextSettings, with_options
 from headrace.sources import OpenSource, Source, cache_folder, open_source
 from headrace.text import (
     PACK_KERNELS,
@@ -65,8 +65,6 @@ _BYTES_A_TOKEN = 4
 _PLANS_KEPT = 8
 _READERS = 16
 
-Exhausted = Literal["drop", "repeat", "stop_first"]
-
 
 @dataclass(frozen=True, slots=True)
 class MixChange:
@@ -89,69 +87,51 @@ class TextDataset:
     """Documents of weighted sources, dealt to lanes, tokenised and packed.
 
     - `sources`: specs such as `"jsonl:web/*.jsonl"`, or `Source` objects.
+    - `settings`: a `TextSettings`. Its fields may be given by name too, and then win: `TextDataset(sources, seq_len=2048, seed=7)`.
     - `tokenizer`: the path of a tokenizer.json or of a folder that holds one; a name such as `"org/name"`, found in the local Hugging Face cache; an object of
-      transformers or `tokenizers`; `"sample"` (a small built-in BPE); or None for bytes. `engine`: which library encodes.
-    - `seq_len`: tokens in a row. `pack`: `"best_fit"` cuts only documents longer than a row, `"concat"` cuts wherever a row ends.
-    - `seed`, `shuffle`: decide the order.
-    - `lanes`: into how many parts the data is dealt. `"auto"` is 48, or fewer for data with less than 8 documents or rows a lane. A state keeps the number it was saved with.
-    - `window_blocks`: rows that are tokenised and packed as one unit. `"auto"` is 64, or fewer (8 at least) for rows so long that 64 exceed 262,144 tokens.
-    - `exhausted`: what happens when a source has been read `max_epochs` times (once, if the source does not say). `"drop"` continues with the others until all
-      are dry, `"stop_first"` ends with the first, `"repeat"` reads for ever unless the source sets `max_epochs`.
+      transformers or `tokenizers`; `"sample"` (a small built-in BPE); or None for bytes.
     - `mix_changes`: other weights from given steps on.
-    - `bos`, `eos`, `bos_token`, `eos_token`: tokens before and after each document.
     - `base`: folder where relative paths start. `cache`: folder for manifests and repacked files.
     - `records`: folder of content hashes to compare with. `full_check`: compare everything that was ever read. `accept_changes`: take changed files as they are.
-    - `chunk_memory`: bytes of decoded chunks that are kept. Sources that fit are read once, others again in every epoch.
     - `meter`: where waits are counted.
     """
 
     def __init__(
         self,
         sources: Sequence[Source | str | Path] | Source | str | Path,
+        settings: TextSettings | None = None,
         *,
         tokenizer: Any = None,
-        seq_len: int,
-        pack: Literal["best_fit", "concat"] = "best_fit",
-        seed: int = 0,
-        lanes: int | Literal["auto"] = "auto",
-        window_blocks: int | Literal["auto"] = "auto",
-        shuffle: bool = True,
-        exhausted: Exhausted = "drop",
         mix_changes: Sequence[MixChange] = (),
-        bos: bool = False,
-        eos: bool = True,
-        eos_token: str | None = None,
-        bos_token: str | None = None,
-        engine: EngineName = "auto",
         base: str | Path | None = None,
         cache: str | Path | None = None,
         records: str | Path | None = None,
         full_check: bool = False,
         accept_changes: bool = False,
-        chunk_memory: int = 512 << 20,
         meter: Meter | None = None,
+        **options: Unpack[TextOptions],
     ) -> None:
+        chosen = with_options(settings or TextSettings(), options, "TextDataset")
+        if problems := chosen.problems():
+            raise ConfigError(problems)
         if tokenizer is not None and not isinstance(tokenizer, str | Path):
             tokenizer = definition_of(tokenizer) or tokenizer
         # What a worker process or a foreign DataLoader makes this dataset from again.
         self.recipe: dict[str, Any] = {
-            "sources": sources, "tokenizer": tokenizer, "seq_len": seq_len, "pack": pack, "seed": seed, "lanes": lanes,
-            "window_blocks": window_blocks, "shuffle": shuffle, "exhausted": exhausted, "mix_changes": tuple(mix_changes),
-            "bos": bos, "eos": eos, "eos_token": eos_token, "bos_token": bos_token, "engine": engine,
+            "sources": sources,
+            "settings": chosen,
+            "tokenizer": tokenizer,
+            "mix_changes": tuple(mix_changes),
             "base": Path(base) if base is not None else Path.cwd(),
             "cache": Path(cache) if cache is not None else cache_folder(),
             "records": None if records is None else Path(records),
-            "accept_changes": accept_changes, "chunk_memory": chunk_memory,
-        }  # fmt: skip
-        _check(
-            seq_len=seq_len, lanes=lanes, window_blocks=window_blocks, seed=seed, pack=pack, exhausted=exhausted, chunk_memory=chunk_memory
-        )  # fmt: skip
+            "accept_changes": accept_changes,
+        }
         warm_kernels(*PACK_KERNELS, *FILL_KERNELS)
         self.meter = meter if meter is not None else Meter()
-        self.seq_len = seq_len
-        self.seed = seed
-        self.shuffle = shuffle
-        self.exhausted: Exhausted = exhausted
+        self.settings = chosen
+        self.seq_len, self.seed, self.shuffle = chosen.seq_len, chosen.seed, chosen.shuffle
+        self.exhausted: Exhausted = chosen.exhausted
         described = _named(_described(sources))
         if not described:
             raise ConfigError('a dataset needs at least one source, such as Source("sample:prose")')
@@ -166,15 +146,15 @@ class TextDataset:
             names = ", ".join(s.source.spec for s in self.sources)
             raise DataError(f"no source has any rows ({names}): check the paths, or the files they point to")
         self._refuse_changes_to_nothing()
-        self.lanes: int = fitting_lanes(*self._size()) if lanes == "auto" else lanes
+        self.lanes: int = fitting_lanes(*self._size()) if chosen.lanes == "auto" else chosen.lanes
         with Wait("tokenizer.load", meter=self.meter):
-            self.tokenizer = self._tokenizer(tokenizer, eos_token, bos_token, engine)
+            self.tokenizer = self._tokenizer(tokenizer)
         self.packing = Packing(
-            seq_len=seq_len,
-            strategy=pack,
-            blocks=fitting_window_blocks(seq_len) if window_blocks == "auto" else window_blocks,
-            bos_id=self._special("bos", self.tokenizer.bos_id) if bos else None,
-            eos_id=self._special("eos", self.tokenizer.eos_id) if eos else None,
+            seq_len=chosen.seq_len,
+            strategy=chosen.pack,
+            blocks=fitting_window_blocks(chosen.seq_len) if chosen.window_blocks == "auto" else chosen.window_blocks,
+            bos_id=self._special("bos", self.tokenizer.bos_id) if chosen.bos else None,
+            eos_id=self._special("eos", self.tokenizer.eos_id) if chosen.eos else None,
             pad_id=self.tokenizer.pad_id if self.tokenizer.pad_id is not None else 0,
         )
         self._lock = threading.Lock()
@@ -189,7 +169,7 @@ class TextDataset:
 
     def _wire(self) -> None:
         """Deal the rows of the open sources to lanes, and make the makers of their windows."""
-        self.chunks = ChunkCache(self.meter, self.recipe["chunk_memory"])
+        self.chunks = ChunkCache(self.meter, self.settings.chunk_memory)
         self._plans: dict[tuple[int, int], LanePlan] = {}
         self.deals = tuple(self._deal(i, s) for i, s in enumerate(self.sources))
         self.makers = tuple(
@@ -271,10 +251,10 @@ class TextDataset:
         saved: `sizes` as numbers, or as the words of a state's fingerprint. What is not a possible size is left out.
         """
         before = self.sizes
-        if self.recipe["lanes"] == "auto" and (lanes := _whole_number(saved.get("lanes"), 1 << 16)):
+        if self.settings.lanes == "auto" and (lanes := _whole_number(saved.get("lanes"), 1 << 16)):
             self.lanes = lanes
         limit = MAX_WINDOW_TOKENS // self.seq_len
-        if self.recipe["window_blocks"] == "auto" and (blocks := _whole_number(saved.get("window_blocks"), limit)):
+        if self.settings.window_blocks == "auto" and (blocks := _whole_number(saved.get("window_blocks"), limit)):
             self.packing = dataclasses.replace(self.packing, blocks=blocks)
         if before != self.sizes:
             self._wire()
@@ -429,11 +409,15 @@ class TextDataset:
             return np.ones(self.lanes)
         return lane_weight_factors(deal.rows_owned(range(number * epochs, (number + 1) * epochs)))
 
-    def _tokenizer(self, given: Any, eos: str | None, bos: str | None, engine: EngineName) -> Tokenizer:
+    def _tokenizer(self, given: Any) -> Tokenizer:
+        chosen = self.settings
+        engine = cast(EngineName, chosen.engine)  # `choose_engine` refuses names that it does not know
         if given == "sample":
             return sample_tokenizer(self.cache, engine)
         if given is None or isinstance(given, str | Path | TokenizerDefinition):
-            return load_tokenizer(given, eos=eos, bos=bos, engine=engine, base=self.recipe["base"])
+            return load_tokenizer(
+                given, eos=chosen.eos_token, bos=chosen.bos_token, engine=engine, base=self.recipe["base"]
+            )
         lacking = [name for name in ("encode", "vocab_size", "name", "fingerprint") if not hasattr(given, name)]
         if lacking:
             raise ConfigError(
@@ -570,23 +554,3 @@ def _checked_changes(changes: Sequence[MixChange], sources: Sequence[Source]) ->
     if problems:
         raise ConfigError(problems)
     return ordered
-
-
-def _check(**settings: Any) -> None:
-    problems = []
-    if not isinstance(settings["seq_len"], int) or settings["seq_len"] < 2:
-        problems.append(f"seq_len must be an integer of at least 2, got {settings['seq_len']!r}")
-    for name in ("lanes", "window_blocks"):
-        value = settings[name]
-        if value != "auto" and (not isinstance(value, int) or value < 1):
-            problems.append(f'{name} must be a positive integer or "auto", got {value!r}')
-    if not isinstance(settings["seed"], int) or not 0 <= settings["seed"] < 1 << 63:
-        problems.append(f"seed must be an integer in [0, 2**63), got {settings['seed']!r}")
-    if not isinstance(settings["chunk_memory"], int) or settings["chunk_memory"] < 0:
-        problems.append(f"chunk_memory must be a whole number of bytes, got {settings['chunk_memory']!r}")
-    if settings["pack"] not in ("best_fit", "concat"):
-        problems.append(f'pack must be "best_fit" or "concat", got {settings["pack"]!r}')
-    if settings["exhausted"] not in ("drop", "repeat", "stop_first"):
-        problems.append(f'exhausted must be "drop", "repeat" or "stop_first", got {settings["exhausted"]!r}')
-    if problems:
-        raise ConfigError(problems)

@@ -17,11 +17,9 @@ import logging
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields as dataclass_fields
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from headrace.batch import DEFAULT_LM_FIELDS, BatchSpec, Labels, LoaderSettings
+from headrace.batch import BatchSpec
 from headrace.errors import ConfigError, DeadlineExceeded, EndOfData
 from headrace.loader.dataset import TextDataset
 from headrace.loader.loader_plan import LoaderPlan, Rank
@@ -33,6 +31,7 @@ from headrace.loader.windows import Piece
 from headrace.metrics import Histogram, MetricSpec, Wait
 from headrace.runtime.background import BackgroundThread
 from headrace.runtime.prefetch import Prefetch
+from headrace.settings import LoaderOptions, LoaderSettings, with_options
 
 if TYPE_CHECKING:
     import torch
@@ -48,24 +47,11 @@ class Loader:
 
     - `data`: a `TextDataset`, `PreparedDataset` or `StreamMixingDataset`. Of the last it takes the files and the mixing, not the position.
     - `settings`: a `LoaderSettings`. Its fields may be given by name too, and then win: `Loader(data, global_batch_size=32, prefetch_batches=4)`.
+      Labels are those of the same position, already shifted, unless `labels="hf"`.
     - `dp_rank`, `dp_world_size`: this rank; from torch.distributed unless given.
     - `mesh`, `dp_dims`: a DeviceMesh in place of both. Ranks that differ only outside of `dp_dims` get the same rows.
     - `device`: move batches there. With `pin_memory=True` the copy does not block.
     - `record`: keep what `drain_flight` returns.
-
-    Settings:
-
-    - `global_batch_size`: rows of a step, over all ranks; not for streams. For text any world size that divides it works, and may change from one
-      resume to the next. One that does not divide the dataset's lanes has several ranks make the same windows (`headrace check` shows how many).
-    - `prefetch_batches`: batches made ahead of need.
-    - `labels`: `"shifted"`, the default: the token after each position, so compare them with the logits of the same position. `"hf"`: equal to input_ids, for
-      transformers' models, which shift by themselves.
-    - `fields`: which of the fields a batch has. `segment_ids=True` adds that field.
-    - `tokenizer_workers`: threads that make windows of text; this rank's share of the processors (2 to 16) unless given. `data_loader_workers`: processes in their place, for tokenizers or trainers that hold the GIL.
-    - `skip`: ranges of steps of text (from, to) that are skipped, counted from 1, `to` excluded. [(5, 8)] skips steps 5, 6 and 7, whose documents count as read.
-    - `pin_memory`: put batches into pinned memory.
-    - `deadline`: seconds that a wait may take.
-    - `copy`: has no effect; earlier versions had it.
 
     A batch belongs to its receiver: its memory is reused only when nothing refers to it any more. Iterating again goes on where delivery stopped; after the end it
     starts the next pass. Near the end of finite sources of text some lanes are dry before others. A step in which no rank has anything to learn is skipped, and
@@ -83,12 +69,9 @@ class Loader:
         dp_dims: Sequence[str] = ("dp",),
         device: str | torch.device | None = None,
         record: bool = False,
-        **options: Any,
+        **options: Unpack[LoaderOptions],
     ) -> None:
-        unknown = options.keys() - {field.name for field in dataclass_fields(LoaderSettings)}
-        if unknown:
-            raise TypeError(f"Loader() got an unexpected keyword argument {sorted(unknown)[0]!r}")
-        chosen = replace(settings or LoaderSettings(), **options)
+        chosen = with_options(settings or LoaderSettings(), options, type(self).__name__)
         rank = Rank.find(dp_rank, dp_world_size, mesh, dp_dims)
         if isinstance(data, TextDataset):
             self.plan: LoaderPlan[Any] = TextPlan(data, chosen, rank, record=record)
@@ -333,34 +316,11 @@ class Loader:
 
 
 class PreparedLoader(Loader):
-    """`Loader` over prepared blocks, by the name and with the arguments of earlier versions.
+    """`Loader` over prepared blocks, by the name of earlier versions.
 
-    `data` is a `PreparedDataset`. `dp_rank`, `dp_world_size`, `mesh`, `dp_dims` and `device` are those of `Loader`, the other arguments fields of
-    `LoaderSettings`. Any world size up to the batch size works; where it does not divide the batch, ranks get one row more or less.
+    `data` is a `PreparedDataset`. `settings`, `dp_rank`, `dp_world_size`, `mesh`, `dp_dims`, `device` and `record` are those of `Loader`.
+    Any world size up to the batch size works; where it does not divide the batch, ranks get one row more or less.
     """
-
-    def __init__(
-        self,
-        data: PreparedDataset,
-        *,
-        global_batch_size: int,
-        dp_rank: int | None = None,
-        dp_world_size: int | None = None,
-        mesh: DeviceMesh | None = None,
-        dp_dims: Sequence[str] = ("dp",),
-        fields: Sequence[str] = DEFAULT_LM_FIELDS,
-        prefetch_batches: int = LoaderSettings().prefetch_batches,
-        labels: Labels = "shifted",
-        copy: bool = False,
-        pin_memory: bool = False,
-        device: str | torch.device | None = None,
-        deadline: float = LoaderSettings().deadline,
-    ) -> None:
-        super().__init__(
-            data, dp_rank=dp_rank, dp_world_size=dp_world_size, mesh=mesh, dp_dims=dp_dims, device=device,
-            global_batch_size=global_batch_size, fields=fields, prefetch_batches=prefetch_batches, labels=labels, copy=copy,
-            pin_memory=pin_memory, deadline=deadline,
-        )  # fmt: skip
 
 
 _all_running: weakref.WeakSet[_Running] = weakref.WeakSet()

@@ -16,11 +16,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from headrace.batch import BatchSpec, LoaderSettings, lm_batch_spec
+from headrace.batch import BatchSpec, lm_batch_spec
 from headrace.errors import ConfigError, DeadlineExceeded
 from headrace.loader.batch_fill import BatchFill
 from headrace.metrics import Histogram, Meter, MetricSpec, Reduction, register
 from headrace.runtime.buffers import TensorMemory
+from headrace.settings import LoaderSettings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -25,13 +25,13 @@ import numpy as np
 from headrace.batch import LM_FIELDS, lm_field_problems
 from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError
 from headrace.loader.batch_fill import FILL_KERNELS, BatchFill, BatchRows
-from headrace.loader.dataset import Exhausted
 from headrace.loader.schedule import Schedule
 from headrace.loader.shard_gather import CHECKED, TO_CHECK, gather_packed, gather_runs
 from headrace.loader.windows import Piece
 from headrace.metrics import Meter, Wait
 from headrace.order import Permutation, fingerprint_json, key, mix64_array
 from headrace.runtime.compiled import warm_kernels
+from headrace.settings import Exhausted
 from headrace.text.shards import (
     SEGMENT,
     SHARD_FOLDER,

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.batch import LoaderSettings
 from headrace.errors import ConfigError
 from headrace.loader.batch_fill import COUNTS
 from headrace.loader.loader_plan import BatchMaker, LoaderPlan, Rank, States, batch_fill
@@ -22,6 +21,7 @@ from headrace.loader.prepared import Planned, PreparedDataset
 from headrace.loader.state import damaged_state, merge_rank_states
 from headrace.loader.windows import Piece
 from headrace.order import Cursor, Digest
+from headrace.settings import LoaderSettings
 
 KIND, VERSION = "prepared", 1
 _PLANNED_FIRST, _PLANNED = 256, 8192

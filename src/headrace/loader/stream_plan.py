@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from headrace.batch import BatchSpec, LoaderSettings
+from headrace.batch import BatchSpec
 from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded
 from headrace.loader.batch_fill import COUNTS
 from headrace.loader.loader_plan import BatchMaker, LoaderPlan, Rank, States
@@ -23,6 +23,7 @@ from headrace.loader.stream_metrics import PoolMetrics, stream_specs
 from headrace.metrics import Histogram, MetricSpec
 from headrace.mix import MixPlan, MixState, PlanStep, Reshard, rank_share, worker_of
 from headrace.order import Cursor, fingerprint_json
+from headrace.settings import LoaderSettings
 from headrace.sources.cell_hashes import CellHashes
 from headrace.sources.cell_readers import CellProcesses, CellReaders, rows_text
 from headrace.sources.cells import Cells

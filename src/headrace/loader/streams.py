@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from headrace.batch import LoaderSettings
 from headrace.errors import ConfigError
 from headrace.loader.loader import Loader
 from headrace.loader.loader_plan import Rank
@@ -34,6 +33,7 @@ from headrace.loader.stream_metrics import stream_specs, without_counts
 from headrace.loader.stream_plan import StreamPlan
 from headrace.metrics import Meter, MetricSpec, Reducer, default_meter
 from headrace.mix import BatchingMode, MixSettings, PickMode, Queue, Reshard, StreamTable
+from headrace.settings import LoaderSettings
 from headrace.sources.cell_hashes import record_name
 from headrace.sources.cells import CellOpener, Cells, registered_cells
 from headrace.sources.opened import cache_folder

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.batch import LoaderSettings
 from headrace.errors import ConfigError, HeadraceError
 from headrace.loader.batch_fill import COUNTS
 from headrace.loader.dataset import TextDataset
@@ -29,6 +28,7 @@ from headrace.loader.windows import Piece
 from headrace.metrics import phase
 from headrace.order import Digest
 from headrace.runtime.processors import tokenizer_threads
+from headrace.settings import LoaderSettings
 
 _numbers = itertools.count()
 """Counts plans whose ranks are connected: all ranks make those in the same order. A rank may have others of its own."""

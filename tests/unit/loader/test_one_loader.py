@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.batch import LoaderSettings
 from headrace.errors import ConfigError, CursorMismatch
 from headrace.loader import Loader, PreparedDataset, PreparedLoader, TextDataset
 from headrace.loader.streams import StreamMixingDataset
+from headrace.settings import LoaderSettings
 from headrace.text.shards import SHARD_FOLDER, PreparedManifest, PreparedSource, shard_name, write_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from pydantic import ValidationError
@@ -16,6 +16,7 @@ from headrace.errors import ConfigError
 from headrace.runs.config.loading import BUILT_IN, load_config
 from headrace.runs.config.schema import LoaderSection, RunConfig, TextSection
 from headrace.runs.folder import RunFolder
+from headrace.settings import LoaderOptions, LoaderSettings, TextOptions, TextSettings
 from headrace.sources import Source
 
 SOURCE = '[[source]]\nspec = "sample:prose"\n'
@@ -327,30 +328,12 @@ def test_the_built_in_config_is_found_by_name_and_is_the_example(tmp_path, monke
 
 
 def test_a_default_of_toml_is_that_of_python():
-    from headrace.batch import LoaderSettings
-    from headrace.loader import Loader, TextDataset
+    toml = {name: f.default for section in (TextSection, LoaderSection) for name, f in section.model_fields.items()}
+    del toml["global_batch_size"], toml["tokenizer"]  # Python has no default for the first, and [text] alone the second
+    python = {f.name: f.default for settings in (TextSettings, LoaderSettings) for f in fields(settings)}
+    assert toml == {name: python[name] for name in toml}
 
-    toml = {
-        name: field.default
-        for section in (TextSection, LoaderSection)
-        for name, field in section.model_fields.items()
-        if name != "global_batch_size"  # which has no default in Python
-    }
-    python = {
-        name: parameter.default
-        for made in (TextDataset, Loader)
-        for name, parameter in inspect.signature(made).parameters.items()
-        if parameter.default is not parameter.empty
-    } | {field.name: field.default for field in fields(LoaderSettings)}
-    shared = toml.keys() & python.keys()
-    assert {
-        "lanes",
-        "exhausted",
-        "window_blocks",
-        "pack",
-        "labels",
-        "prefetch_batches",
-        "tokenizer_workers",
-        "eos",
-    } <= shared
-    assert {name: toml[name] for name in shared} == {name: python[name] for name in shared}
+
+@pytest.mark.parametrize(("settings", "options"), [(TextSettings, TextOptions), (LoaderSettings, LoaderOptions)])
+def test_editors_know_every_setting_by_name_and_type(settings, options):
+    assert get_type_hints(options) == get_type_hints(settings)

@@ -24,8 +24,8 @@ from pydantic import (
 )  # fmt: skip
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from headrace.batch import LoaderSettings
 from headrace.errors import found_text, quoted
+from headrace.settings import LoaderSettings
 from headrace.train.settings import TrainSettings
 
 _NAME = re.compile(r"\w[\w.-]{0,63}")

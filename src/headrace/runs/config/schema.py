@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from headrace.batch import MAX_WINDOW_TOKENS, Labels, LoaderSettings
+from headrace.batch import Labels
 from headrace.errors import ConfigError, found_text, number_text
 from headrace.runs.config.base import (
     JobConfig,
@@ -40,6 +40,7 @@ from headrace.runs.config.base import (
     divisors,
     unique_names,
 )  # fmt: skip
+from headrace.settings import MAX_WINDOW_TOKENS, Exhausted, LoaderSettings, PackStrategy, TextSettings
 from headrace.train.settings import TrainSettings
 
 TXT_SPLITS = ("file", "paragraph", "line")
@@ -150,27 +151,27 @@ class TextSection(Section):
 
     tokenizer: Text | None = Field(None, examples=["tokenizer.json"])
     """"sample": the built-in small BPE; "bytes" or none: bytes; else the path of a tokenizer.json, or a name that the local Hugging Face cache has."""
-    seq_len: int = Field(1024, ge=2, le=1 << 24)
+    seq_len: int = Field(default_of(TextSettings, "seq_len"), ge=2, le=1 << 24)
     """Tokens in a row."""
-    pack: Literal["best_fit", "concat"] = "best_fit"
+    pack: PackStrategy = default_of(TextSettings, "pack")
     """best_fit cuts only documents longer than a row; concat cuts wherever a row ends."""
-    bos: bool = False
+    bos: bool = default_of(TextSettings, "bos")
     """Put a token before each document."""
-    eos: bool = True
+    eos: bool = default_of(TextSettings, "eos")
     """Put a token after each document."""
-    eos_token: Text | None = Field(None, examples=["<|endoftext|>"])
+    eos_token: Text | None = Field(default_of(TextSettings, "eos_token"), examples=["<|endoftext|>"])
     """The token that ends a document, where the tokenizer has none under a usual name."""
-    bos_token: Text | None = Field(None, examples=["<|bos|>"])
+    bos_token: Text | None = Field(default_of(TextSettings, "bos_token"), examples=["<|bos|>"])
     """The token that begins a document, where the tokenizer has none under a usual name."""
-    engine: _Engine = "auto"
+    engine: _Engine = default_of(TextSettings, "engine")
     """Which library encodes: the fastest one installed that proves to give the same ids, unless one is named."""
     labels: Labels = default_of(LoaderSettings, "labels")
     """shifted: the token after each position. hf: not shifted, for models that shift by themselves."""
-    window_blocks: _AutoCount = Field("auto", examples=[64])
+    window_blocks: _AutoCount = Field(default_of(TextSettings, "window_blocks"), examples=[64])
     """Blocks that are tokenised and packed as one unit. auto: 64, or fewer (8 at least) where 64 would hold more than 262,144 tokens."""
     segment_ids: bool = default_of(LoaderSettings, "segment_ids")
     """Add `segment_ids` to a batch: 1, 2, … for the pieces of documents in a row, 0 on padding."""
-    shuffle: bool = True
+    shuffle: bool = default_of(TextSettings, "shuffle")
     """Put chunks, rows and blocks into a random order that follows from the seed."""
 
     @field_validator("window_blocks")
@@ -191,7 +192,7 @@ class LoaderSection(Section):
 
     global_batch_size: int = Field(8, ge=1, le=1 << 20)
     """Blocks a step, over all ranks."""
-    lanes: _AutoCount = Field("auto", examples=[48])
+    lanes: _AutoCount = Field(default_of(TextSettings, "lanes"), examples=[48])
     """Parts that the data is dealt into. They belong to the run; the number of ranks may change at every resume. Ranks share work best where their number divides
     the lanes. auto: 48, or fewer for data with less than 8 documents or rows a lane."""
     tokenizer_workers: int | None = Field(default_of(LoaderSettings, "tokenizer_workers"), ge=0, le=1024, examples=[4])
@@ -200,7 +201,7 @@ class LoaderSection(Section):
     """Processes in place of threads, for tokenizers that hold Python's lock."""
     prefetch_batches: int = Field(default_of(LoaderSettings, "prefetch_batches"), ge=0, le=1 << 16)
     """Batches made ahead of need."""
-    exhausted: Literal["drop", "repeat", "stop_first"] = "drop"
+    exhausted: Exhausted = default_of(TextSettings, "exhausted")
     """When a source was read once, or `max_epochs` times. drop: the other sources continue until all are read. repeat: it is read again. stop_first: the run ends."""
     pin_memory: bool = default_of(LoaderSettings, "pin_memory")
     """Put batches into pinned memory, for copies to a CUDA device."""

@@ -14,7 +14,6 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from headrace.batch import LoaderSettings
 from headrace.errors import ConfigError
 from headrace.ledger.settings import EvictionMode, LedgerSettings
 from headrace.mix import BatchingMode, MixSettings, PickMode, Queue
@@ -29,6 +28,7 @@ from headrace.runs.config.base import (
     default_of,
     divisors,
 )  # fmt: skip
+from headrace.settings import LoaderSettings
 
 
 class StreamsSection(Section):
