@@ -78,7 +78,7 @@ def test_a_killed_worker_is_an_error_that_names_it(corpus):
     data = dataset(corpus, exhausted="repeat")
     with Loader(data, global_batch_size=BATCH, data_loader_workers=2) as loader:
         next(loader)
-        victim = loader._running.maker._supply._processes[1]
+        victim = loader._running.maker._supply._processes[1].worker
         os.kill(victim.pid, signal.SIGKILL)
         with pytest.raises(WorkerDied, match=rf"headrace-worker-1 \(pid {victim.pid}\) was killed by SIGKILL"):
             take_many(loader)
@@ -89,7 +89,7 @@ def test_a_hung_worker_is_an_error_at_the_deadline(corpus):
     with Loader(data, global_batch_size=BATCH, data_loader_workers=1, prefetch_batches=0) as loader:
         next(loader)  # starting takes longer than the deadline of this test
         supply = loader._running.maker._supply
-        supply._deadline, victim = 1.0, supply._processes[0]
+        supply._pools[0]._deadline, victim = 1.0, supply._processes[0].worker
         os.kill(victim.pid, signal.SIGSTOP)
         with pytest.raises(DeadlineExceeded, match=rf"loader\.window.*headrace-worker-0 \(pid {victim.pid}\) hangs"):
             take_many(loader)
@@ -112,7 +112,7 @@ def test_workers_leave_with_the_loader(corpus):
     next(loader)
     processes = loader._running.maker._supply._processes
     loader.close()
-    assert [p.is_alive() for p in processes] == [False, False]
+    assert [p.worker.is_alive() for p in processes] == [False, False]
 
 
 # ------------------------------------------------------------------------------------------- real ranks

@@ -57,12 +57,15 @@ class WindowPool:
         meter: Meter,
         deadline: float,
         look_ahead: Callable[[WindowKey], None] = lambda key: None,
+        maker: str = "A tokenizer thread",
     ) -> None:
-        """`look_ahead` is called with every window that will be wanted, before a thread has time for it."""
+        """`look_ahead` is called with every window that will be wanted, before a thread has time for it. `maker`: who makes the windows, for a
+        sentence about a wait that is too long."""
         self._make = make
         self._look_ahead = look_ahead
         self._meter = meter
         self._deadline = deadline
+        self._maker = maker
         # One lock, and two reasons to be woken: a thread that is woken for nothing takes a core, and the GIL, from threads that work.
         self._lock = threading.Lock()
         self._wanted = threading.Condition(self._lock)
@@ -106,7 +109,7 @@ class WindowPool:
                 task.awaited = True
                 with Wait(
                     "loader.window", meter=self._meter, deadline=self._deadline, hidden=True,
-                    remedy="A tokenizer thread hangs or is far too slow: look at the phases read and tokenize.",
+                    remedy=f"{self._maker} hangs or is far too slow: look at the phases read and tokenize.",
                 ) as wait:  # fmt: skip
                     while not task.done:
                         if self._closed:
