@@ -57,7 +57,7 @@ class TextSettings:
     def problems(self) -> list[str]:
         """Return what is wrong with the settings, one sentence each."""
         rules = (
-            ("seq_len", _is_count(self.seq_len, 2), "an integer of at least 2"),
+            ("seq_len", _is_count(self.seq_len, 2) and self.seq_len <= 1 << 24, "an integer in [2, 2**24]"),
             ("lanes", self.lanes == "auto" or _is_count(self.lanes), 'a positive integer or "auto"'),
             ("window_blocks", self.window_blocks == "auto" or _is_count(self.window_blocks), 'a positive integer or "auto"'),
             ("seed", _is_count(self.seed, 0) and self.seed < 1 << 63, "an integer in [0, 2**63)"),

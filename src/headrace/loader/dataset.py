@@ -132,7 +132,7 @@ class TextDataset:
         self.settings = chosen
         self.seq_len, self.seed, self.shuffle = chosen.seq_len, chosen.seed, chosen.shuffle
         self.exhausted: Exhausted = chosen.exhausted
-        described = _named(_described(sources))
+        described = _described(sources)
         if not described:
             raise ConfigError('a dataset needs at least one source, such as Source("sample:prose")')
         if not any(s.weight > 0 for s in described):
@@ -489,7 +489,7 @@ def _kept_chunks(source: OpenSource) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _described(sources: Any) -> list[Source]:
-    """The sources as they were given: one or several, as objects or one-line specs."""
+    """The sources that were given, one or several, as objects or one-line specs; each with a name of its own."""
     given = (
         [sources]
         if isinstance(sources, str | Source | Path | Mapping) or not isinstance(sources, Iterable)
@@ -500,22 +500,18 @@ def _described(sources: Any) -> list[Source]:
             raise ConfigError(
                 f"a source is a Source, a path or a one-line spec, such as Source('jsonl:web', weight=0.5); got {source!r}"
             )
-    return [Source.parse(s) if isinstance(s, str) else Source(s) if isinstance(s, Path) else s for s in given]
+    opened = [Source.parse(s) if isinstance(s, str) else Source(s) if isinstance(s, Path) else s for s in given]
+    names = unique_names(s.name or "source" for s in opened)
+    return [dataclasses.replace(source, name=name) for source, name in zip(opened, names, strict=True)]
 
 
-def _named(sources: Sequence[Source]) -> list[Source]:
-    """Sources with different names: the second `web` becomes `web-2`."""
-    seen: dict[str, int] = {}
-    named = []
-    for source in sources:
-        name = source.name or "source"
-        seen[name] = seen.get(name, 0) + 1
-        while seen[name] > 1 and f"{name}-{seen[name]}" in seen:
-            seen[name] += 1
-        unique = name if seen[name] == 1 else f"{name}-{seen[name]}"
-        seen.setdefault(unique, 1)
-        named.append(dataclasses.replace(source, name=unique))
-    return named
+def unique_names(names: Iterable[str]) -> list[str]:
+    """Different names for things that may be named alike: the second `web` becomes `web-2`."""
+    unique: list[str] = []
+    for name in names:
+        numbered = (f"{name}-{n}" for n in itertools.count(2))
+        unique.append(next(n for n in itertools.chain([name], numbered) if n not in unique))
+    return unique
 
 
 def _checked_changes(changes: Sequence[MixChange], sources: Sequence[Source]) -> tuple[MixChange, ...]:

@@ -25,13 +25,14 @@ import numpy as np
 from headrace.batch import LM_FIELDS, lm_field_problems
 from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError
 from headrace.loader.batch_fill import FILL_KERNELS, BatchFill, BatchRows
+from headrace.loader.dataset import unique_names
 from headrace.loader.schedule import Schedule
 from headrace.loader.shard_gather import CHECKED, TO_CHECK, gather_packed, gather_runs
 from headrace.loader.windows import Piece
 from headrace.metrics import Meter, Wait
 from headrace.order import Permutation, fingerprint_json, key, mix64_array
 from headrace.runtime.compiled import warm_kernels
-from headrace.settings import Exhausted
+from headrace.settings import Exhausted, TextSettings
 from headrace.text.shards import (
     SEGMENT,
     SHARD_FOLDER,
@@ -131,11 +132,13 @@ class PreparedDataset:
             self.seq_len = first.seq_len if seq_len is None else seq_len
             self.pack = first.pack if pack is None else pack
             self.seed, self.shuffle, self.exhausted = seed, shuffle, exhausted
-            _check(self.seq_len, self.pack, seed, exhausted)
+            chosen = TextSettings(seq_len=self.seq_len, pack=self.pack, seed=seed, exhausted=exhausted)
+            if problems := chosen.problems():
+                raise ConfigError(problems)
             self.vocab_size, self.pad_id, self.tokenizer = first.vocab_size, first.pad_id, first.tokenizer
             self._item = np.dtype(first.dtype).itemsize
             self.sources: tuple[PreparedSource, ...] = tuple(s for m in manifests for s in m.sources)
-            self.names = _unique([s.name for s in self.sources])
+            self.names = tuple(unique_names(s.name for s in self.sources))
             self._files = [
                 (folder / SHARD_FOLDER / s.name, number, entry, s)
                 for folder, m in zip(self.folders, manifests, strict=True)
@@ -485,20 +488,6 @@ def checked_fields(fields: Sequence[str]) -> tuple[str, ...]:
     return tuple(f for f in LM_FIELDS if f in fields)
 
 
-def _check(seq_len: object, pack: object, seed: object, exhausted: object) -> None:
-    problems = []
-    if not isinstance(seq_len, int) or not 2 <= seq_len <= 1 << 24:
-        problems.append(f"seq_len must be an integer between 2 and 2**24, got {seq_len!r}")
-    if pack not in ("best_fit", "concat"):
-        problems.append(f'pack must be "best_fit" or "concat", got {pack!r}')
-    if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
-        problems.append(f"seed must be an integer in [0, 2**63), got {seed!r}")
-    if exhausted not in ("drop", "repeat", "stop_first"):
-        problems.append(f'exhausted must be "drop", "repeat" or "stop_first", got {exhausted!r}')
-    if problems:
-        raise ConfigError(problems)
-
-
 def _check_alike(folders: Sequence[Path], manifests: Sequence[PreparedManifest]) -> None:
     first = manifests[0]
     for folder, other in zip(folders[1:], manifests[1:], strict=True):
@@ -509,18 +498,6 @@ def _check_alike(folders: Sequence[Path], manifests: Sequence[PreparedManifest])
                     f"{folder} and {folders[0]} were prepared differently: {name} is {theirs} there, {mine} here. Prepare both with "
                     "the same tokenizer."
                 )
-
-
-def _unique(names: Sequence[str]) -> tuple[str, ...]:
-    """Names of different folders may be equal: the second `web` becomes `web-2`."""
-    taken: list[str] = []
-    for name in names:
-        number, candidate = 1, name
-        while candidate in taken:
-            number += 1
-            candidate = f"{name}-{number}"
-        taken.append(candidate)
-    return tuple(taken)
 
 
 def _shortened(text: str) -> str:
