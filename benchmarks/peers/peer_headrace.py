@@ -10,8 +10,6 @@ default install has).
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import os
 import subprocess
 import sys
@@ -23,7 +21,6 @@ import torch  # noqa: F401 - headrace imports it when it is first used; the peer
 from measure import BATCH, SEQ_LEN, Feed, Task, run
 
 import headrace as hr
-from headrace.settings import LoaderSettings
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -31,9 +28,9 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 def text_loader(task: Task, fields: dict[str, Any]) -> Any:
     data = hr.TextDataset(
         [f"jsonl:{task.corpus}/*.jsonl"], tokenizer=str(task.tokenizer), seq_len=SEQ_LEN, seed=1, exhausted="repeat",
-        **taken(hr.TextDataset, engine=task.encoder, chunk_memory=(32 if task.option == "anew" else 512) << 20),
+        engine=task.encoder, chunk_memory=(32 if task.option == "anew" else 512) << 20,
     )  # fmt: skip
-    return hr.Loader(data, global_batch_size=BATCH, tokenizer_workers=CORES, **taken(hr.Loader, **fields))
+    return hr.Loader(data, global_batch_size=BATCH, tokenizer_workers=CORES, **fields)
 
 
 def prepared_loader(task: Task, fields: dict[str, Any]) -> Any:
@@ -52,15 +49,6 @@ def prepare(task: Task) -> None:
         f'[[source]]\nspec = "jsonl:{task.corpus}/*.jsonl"\n[text]\ntokenizer = "{task.tokenizer}"\nseq_len = {SEQ_LEN}\n'
     )
     subprocess.run([sys.executable, "-m", "headrace", "prepare", str(config), "--out", str(folder(task)), "--quiet"], check=True)  # fmt: skip
-
-
-def taken(call: Any, **options: Any) -> dict[str, Any]:
-    """The options, if this headrace has them."""
-    known = set(inspect.signature(call).parameters) | {field.name for field in dataclasses.fields(LoaderSettings)}
-    missing = [name for name in options if name not in known]
-    if missing:
-        raise SystemExit(f"this headrace's {call.__name__} has no option {', '.join(missing)}")
-    return options
 
 
 def open_loader(task: Task, state: Any) -> Feed:

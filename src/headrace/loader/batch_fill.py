@@ -122,35 +122,7 @@ def fill_batch(
     return border + 1, longest
 
 
-def _gather_slices(rows, lengths, following, facts, r, tokens, piece_ptr, piece_len, piece_next, real, row_count, b):
-    first, last = piece_ptr[b], piece_ptr[b + 1]
-    rows[r] = tokens[b]
-    lengths[r, : last - first], following[r, : last - first] = piece_len[first:last], piece_next[first:last]
-    facts[r, REAL], facts[r, PIECES], facts[r, DOCUMENTS] = real[b], last - first, row_count[b]
-
-
-_INT32S, _INT64S = "Array(int32, 1, 'C', readonly=True)", "Array(int64, 1, 'C', readonly=True)"
-
-
-@kernel(
-    "void(int32[:, ::1], int32[:, ::1], int32[:, ::1], int64[:, ::1], int64, Array(int32, 2, 'C', readonly=True),"
-    f" {_INT64S}, {_INT32S}, {_INT32S}, {_INT64S}, {_INT64S}, int64)",
-    nogil=False,
-    python=_gather_slices,
-)
-def gather_block(rows, lengths, following, facts, r, tokens, piece_ptr, piece_len, piece_next, real, row_count, b):
-    """Copy block b of a window (`text.Blocks`) into row r of `BatchRows`.
-
-    Keeps the GIL: numpy's copy of a row gives it up, and to get it back from tokenizer threads takes 40 us a row.
-    """
-    to, come = rows[r], tokens[b]
-    for k in range(len(to)):
-        to[k] = come[k]
-    first, last = piece_ptr[b], piece_ptr[b + 1]
-    for p in range(first, last):
-        lengths[r, p - first] = piece_len[p]
-        following[r, p - first] = piece_next[p]
-    facts[r, REAL], facts[r, PIECES], facts[r, DOCUMENTS] = real[b], last - first, row_count[b]
+_INT64S = "Array(int64, 1, 'C', readonly=True)"
 
 
 @kernel(f"void(int64[:, ::1], {_INT64S}, int64, int64[::1])", nogil=False)
@@ -168,7 +140,7 @@ def count_rows(facts, sources, width, totals):
     totals[3] += len(facts)
 
 
-FILL_KERNELS = (gather_block, widen, set_run, count_run, fill_batch, count_rows)
+FILL_KERNELS = (widen, set_run, count_run, fill_batch, count_rows)
 """What a batch fill compiles."""
 
 

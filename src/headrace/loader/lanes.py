@@ -11,14 +11,16 @@ Everything that happens to a lane happens at one of its own samples, so it does 
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from headrace.loader.batch_fill import BatchRows, gather_block
+from headrace.loader.batch_fill import BatchRows
 from headrace.loader.pool import WindowKey, WindowSupply
 from headrace.loader.windows import Window, WindowStart
 from headrace.mix import Deal, LaneMix, fixed_point, starting_credits
@@ -27,7 +29,10 @@ from headrace.order import content_hash, sample_term
 DRY = -1
 """The epoch of a source that has nothing more for a lane."""
 EPOCH, POSITION, OFFSET, BLOCK, TOKENS, CREDIT = range(6)
-_NEVER = np.iinfo(np.int64).max
+WIDTH = 6
+"""Numbers of a lane's state for each source, in this order."""
+LaneState = tuple[int, ...]
+"""A lane's whole state: WIDTH numbers for each source, one source after the other."""
 
 LEFT_OUT = ("empty_documents", "bad_rows")
 """What is counted of windows: documents without a token, and rows that cannot be used."""
@@ -67,23 +72,21 @@ class LanePlan:
         return any(bounded) if self.stop_first else all(bounded)
 
     @functools.cached_property
-    def starts(self) -> tuple[np.ndarray, ...]:
-        """The state of every lane before its first sample: int64 [sources, 6] each."""
+    def starts(self) -> tuple[LaneState, ...]:
+        """The state of every lane before its first sample."""
         return tuple(self._start(lane) for lane in range(self.lanes))
 
-    def _start(self, lane: int) -> np.ndarray:
-        state = np.zeros((len(self.deals), 6), np.int64)
-        for i, deal in enumerate(self.deals):
-            state[i, EPOCH] = self.first_epoch(i) if deal.rows else DRY
-        if self.stop_first and ((state[:, EPOCH] == DRY) & (np.asarray(self.weights[lane]) > 0)).any():
-            state[:, EPOCH] = DRY
-        weights = self.active_weights(self.weights[lane], state)
-        state[:, CREDIT] = starting_credits(weights, block=self.seq_len, lane=lane, lanes=self.lanes, seed=self.seed)
-        return state
+    def _start(self, lane: int) -> LaneState:
+        epochs = [self.first_epoch(i) if deal.rows else DRY for i, deal in enumerate(self.deals)]
+        if self.stop_first and any(e == DRY and w > 0 for e, w in zip(epochs, self.weights[lane], strict=True)):
+            epochs = [DRY] * len(epochs)
+        weights = self.active_weights(self.weights[lane], epochs)
+        credits = starting_credits(weights, block=self.seq_len, lane=lane, lanes=self.lanes, seed=self.seed)
+        return tuple(n for epoch, credit in zip(epochs, credits, strict=True) for n in (epoch, 0, 0, 0, 0, credit))
 
-    def active_weights(self, weights: Sequence[float], state: np.ndarray) -> tuple[int, ...]:
-        """Fixed-point weights of the sources that have something left."""
-        return fixed_point([w if e != DRY else 0.0 for w, e in zip(weights, state[:, EPOCH].tolist(), strict=True)])
+    def active_weights(self, weights: Sequence[float], epochs: Sequence[int]) -> tuple[int, ...]:
+        """Fixed-point weights of the sources that have something left. `epochs`: the epoch of each, or DRY."""
+        return fixed_point([w if e != DRY else 0.0 for w, e in zip(weights, epochs, strict=True)])
 
     def first_epoch(self, source: int) -> int:
         epochs = self.max_epochs[source]
@@ -103,13 +106,41 @@ class LanePlan:
         return (blocks * (lane + 1) // self.lanes - blocks * lane // self.lanes) * self.seq_len
 
 
+class OpenWindow:
+    """A window that lanes deliver. What is needed of a block is here as Python values and memory views: numpy takes longer for one
+    number, and gives up the GIL for the copy of one row, which takes 40 us to get back from tokenizer threads."""
+
+    __slots__ = ("contents", "documents", "following", "lengths", "piece_ptr", "real", "tokens", "window")
+
+    def __init__(self, window: Window) -> None:
+        blocks = window.blocks
+        self.window = window
+        self.real: list[int] = blocks.real.tolist()
+        self.documents: list[int] = blocks.row_count.tolist()
+        self.piece_ptr: list[int] = blocks.piece_ptr.tolist()
+        self.contents = blocks.hashes.tobytes()
+        """The content hashes of the blocks, 16 bytes each."""
+        self.tokens, self.lengths, self.following = map(_as_bytes, (blocks.tokens, blocks.piece_len, blocks.piece_next))
+
+
+def _as_bytes(array: np.ndarray) -> memoryview:
+    return array.data.cast("B")
+
+
 class BlockOf(NamedTuple):
     """The block that a sample is."""
 
-    window: Window
+    opened: OpenWindow
     block: int
-    content: bytes
-    """The block's content hash."""
+
+    @property
+    def window(self) -> Window:
+        return self.opened.window
+
+    @property
+    def content(self) -> bytes:
+        """The block's content hash."""
+        return self.opened.contents[16 * self.block : 16 * self.block + 16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,64 +173,84 @@ class BatchPlan:
 
     def gather(self, rows: BatchRows) -> None:
         """Copy the blocks into the rows of a batch."""
-        tokens, lengths, following, facts = rows.tokens, rows.lengths, rows.following, rows.facts
+        width = rows.tokens.itemsize * rows.tokens.shape[1]
+        tokens, lengths, following = map(_as_bytes, (rows.tokens, rows.lengths, rows.following))
+        facts = []
         for r, at in enumerate(self.blocks):
             if at is None:
-                facts[r] = 0
+                facts.append((0, 0, 0))
                 continue
-            blocks = at.window.blocks
-            gather_block(
-                tokens, lengths, following, facts, r, blocks.tokens, blocks.piece_ptr, blocks.piece_len, blocks.piece_next,
-                blocks.real, blocks.row_count, at.block,
-            )  # fmt: skip
+            opened, b = at
+            row, first, last = r * width, 4 * opened.piece_ptr[b], 4 * opened.piece_ptr[b + 1]
+            tokens[row : row + width] = opened.tokens[b * width : (b + 1) * width]
+            lengths[row : row + last - first] = opened.lengths[first:last]
+            following[row : row + last - first] = opened.following[first:last]
+            facts.append((opened.real[b], (last - first) // 4, opened.documents[b]))
+        rows.facts[:] = facts
 
 
-class _OpenWindow:
-    """A window that a lane delivers. What is needed of every block is here as Python values: numpy takes longer for one number."""
+class _Reading:
+    """Where a lane stands in a source."""
 
-    __slots__ = ("block", "contents", "real", "window")
+    __slots__ = ("block", "cap", "opened", "start", "tokens")
 
-    def __init__(self, window: Window, block: int) -> None:
-        self.window, self.block = window, block
-        self.real: list[int] = window.blocks.real.tolist()
-        self.contents: bytes = window.blocks.hashes.tobytes()
-        """The content hashes of the blocks, 16 bytes each."""
+    def __init__(self, state: Sequence[int], cap: int | None) -> None:
+        self.start = WindowStart(*state[:BLOCK])
+        """The start of the window that is delivered; its epoch is DRY once nothing is left."""
+        self.block, self.tokens = state[BLOCK], state[TOKENS]
+        """The next block of that window, and the tokens delivered of the source."""
+        self.cap = cap
+        """The tokens after which the source counts as dry."""
+        self.opened: OpenWindow | None = None
+
+    def move_to(self, start: WindowStart, block: int = 0, opened: OpenWindow | None = None) -> None:
+        self.start, self.block, self.opened = start, block, opened
 
 
 class _Lane:
-    """One lane in motion: its credits, and the window that is open of each source."""
+    """One lane in motion: its credits, and how far each source is read."""
 
-    __slots__ = ("caps", "change_at", "mix", "number", "slot", "state", "tokens", "weights", "windows")
+    __slots__ = ("change_at", "mix", "number", "readings", "slot", "weights")
 
-    def __init__(self, number: int, slot: int, plan: LanePlan, state: np.ndarray) -> None:
+    def __init__(self, number: int, slot: int, plan: LanePlan, state: LaneState) -> None:
         self.number, self.slot = number, slot
-        self.state = state
-        """int64 [sources, 6], row `slot` of the table's state. Credits, tokens and the block of an open window are as of the last `take`."""
-        self.tokens: list[int] = state[:, TOKENS].tolist()
-        """Delivered of each source."""
-        self.caps = [plan.token_cap(source, number) for source in range(len(state))]
+        rows = [state[i : i + WIDTH] for i in range(0, len(state), WIDTH)]
+        self.readings = [_Reading(row, plan.token_cap(source, number)) for source, row in enumerate(rows)]
         self.weights = plan.weights[number]
         """Those that were asked for; sources that are dry have none in `mix`."""
-        self.mix = LaneMix(plan.active_weights(self.weights, state), state[:, CREDIT].tolist(), block=plan.seq_len)
-        self.windows: list[_OpenWindow | None] = [None] * len(state)
+        active = plan.active_weights(self.weights, self.epochs())
+        self.mix = LaneMix(active, [row[CREDIT] for row in rows], block=plan.seq_len)
         self.change_at = -1
         """The sample from which on other weights may hold."""
 
-    def start(self, source: int) -> WindowStart:
-        epoch, position, offset = self.state[source, :3].tolist()
-        return WindowStart(epoch, position, offset)
+    def epochs(self) -> list[int]:
+        return [reading.start.epoch for reading in self.readings]
 
-    def progress(self, source: int) -> tuple[int, int]:
-        """The next block of the source's window, and the tokens delivered of the source."""
-        opened = self.windows[source]
-        return (0 if opened is None else opened.block, self.tokens[source])
+    def take(self, source: int) -> BlockOf:
+        """The next block of a source whose window is open."""
+        reading = self.readings[source]
+        opened, b = reading.opened, reading.block
+        assert opened is not None
+        tokens = opened.real[b]
+        self.mix.deliver(source, tokens)
+        reading.tokens += tokens
+        reading.block = b + 1
+        if b + 1 == len(opened.real):  # a resume from here need not make this window again to learn where it ended
+            reading.move_to(opened.window.end)
+        return BlockOf(opened, b)
+
+    def state(self) -> LaneState:
+        numbers: list[int] = []
+        for reading, credit in zip(self.readings, self.mix.credits, strict=True):
+            numbers += (*reading.start, reading.block, reading.tokens, credit)
+        return tuple(numbers)
 
     def snapshot(self) -> tuple:
-        mix = self.mix
-        return self.state.copy(), list(mix.weights), list(mix.credits), list(self.windows), self.weights, self.change_at
+        mix, readings = self.mix, [copy.copy(reading) for reading in self.readings]
+        return readings, list(mix.weights), list(mix.credits), self.weights, self.change_at
 
     def restore(self, snapshot: tuple) -> None:
-        self.state[:], self.mix.weights, self.mix.credits, self.windows, self.weights, self.change_at = snapshot
+        self.readings, self.mix.weights, self.mix.credits, self.weights, self.change_at = snapshot
 
 
 class LaneTable:
@@ -209,20 +260,20 @@ class LaneTable:
         self,
         plan: LanePlan,
         supply: WindowSupply,
-        states: Mapping[int, np.ndarray],
+        states: Mapping[int, LaneState],
         changes: Sequence[WeightChange] = (),
     ) -> None:
         """`changes` in the order of their samples; the plan's weights hold before the first of them."""
         self._plan = plan
         self._supply = supply
         self.lanes = tuple(states)
-        sources = len(plan.deals)
-        self.state = np.array([states[lane] for lane in self.lanes], np.int64).reshape(len(states), sources, 6)
-        self._lanes = {lane: _Lane(lane, slot, plan, self.state[slot]) for slot, lane in enumerate(self.lanes)}
+        self.states: list[LaneState] = list(states.values())
+        """The lanes' states, after the last `take`."""
+        self._lanes = {lane: _Lane(lane, slot, plan, states[lane]) for slot, lane in enumerate(self.lanes)}
         # The weights that hold now are a change before all others, so that a lane takes them up at its next sample: of
         # several that lie between two of its samples only the last is made, whether or not the run was resumed in between.
         self._changes = (WeightChange(-1, plan.weights), *changes)
-        self._left_out = np.zeros(len(LEFT_OUT), np.int64)
+        self._left_out = (0,) * len(LEFT_OUT)
         self._peeking = False
         self._peeked: dict[WindowKey, Window] = {}
         """Windows that `has_more` took from the supply, until they are opened."""
@@ -233,31 +284,28 @@ class LaneTable:
         for number in sorted(self.lanes, key=lambda lane: (lane - origin) % total):
             lane, now = self._lanes[number], float(self.next_sample(number, origin))
             following = lane.mix.next_source()
-            for i, weight in enumerate(lane.mix.weights):
-                if weight == 0 or lane.state[i, EPOCH] == DRY:
+            for i, (weight, reading) in enumerate(zip(lane.mix.weights, lane.readings, strict=True)):
+                if weight == 0 or reading.start.epoch == DRY:
                     continue
-                start = self._settle(number, i, lane.start(i))
+                start = self._settle(number, i, reading.start)
                 if start is not None:
                     priority = now if i == following else self._needed_at(lane, i, now, 0)
                     self._supply.request((i, number, start), priority)
 
     def take(self, samples: range) -> BatchPlan:
         """The samples of a batch, all of them in lanes of this table."""
-        total = self._plan.lanes
-        taken = [self._lanes[g % total] for g in samples]
-        delivered: list[tuple[_Lane, int]] = []
-        blocks = [self._take_one(lane, g, delivered) for lane, g in zip(taken, samples, strict=True)]
-        # The state is written here, a batch at a time: numpy takes longer for each number than the lane for its block.
-        if taken:
-            self.state[[lane.slot for lane in taken], :, CREDIT] = [lane.mix.credits for lane in taken]
-        if delivered:
-            slots, sources = [lane.slot for lane, _ in delivered], [source for _, source in delivered]
-            self.state[slots, sources, BLOCK:CREDIT] = [lane.progress(source) for lane, source in delivered]
+        lanes, total, states = self._lanes, self._plan.lanes, self.states
+        blocks: list[BlockOf | None] = []
+        for g in samples:
+            lane = lanes[g % total]
+            source = self._open_next(lane, g)
+            blocks.append(None if source < 0 else lane.take(source))
+            states[lane.slot] = lane.state()
         return BatchPlan(samples, blocks)
 
-    def drain_left_out(self) -> np.ndarray:
+    def drain_left_out(self) -> tuple[int, ...]:
         """What the windows that were opened since the last call left out, as LEFT_OUT counts it."""
-        left_out, self._left_out = self._left_out, np.zeros(len(LEFT_OUT), np.int64)
+        left_out, self._left_out = self._left_out, (0,) * len(LEFT_OUT)
         return left_out
 
     def has_more(self, number: int, sample: int) -> bool:
@@ -266,12 +314,12 @@ class LaneTable:
         Changes nothing: what a lane's state looks like must not depend on who asked, so not on the number of ranks.
         """
         lane = self._lanes[number]
-        before, left_out = lane.snapshot(), self._left_out.copy()
+        before, left_out = lane.snapshot(), self._left_out
         self._peeking = True
         try:
             if self._open_next(lane, sample) >= 0:
                 return True
-            dry = (lane.state[:, EPOCH] == DRY).tolist()
+            dry = [epoch == DRY for epoch in lane.epochs()]
         finally:
             self._peeking = False
             lane.restore(before)
@@ -285,30 +333,13 @@ class LaneTable:
 
     # ---------------------------------------------------------------------------------------- private
 
-    def _take_one(self, lane: _Lane, g: int, delivered: list[tuple[_Lane, int]]) -> BlockOf | None:
-        """The lane's next block, which is sample g; adds (lane, source) to `delivered`."""
-        source = self._open_next(lane, g)
-        if source < 0:
-            return None
-        opened = lane.windows[source]
-        assert opened is not None
-        window, b = opened.window, opened.block
-        tokens = opened.real[b]
-        lane.mix.deliver(source, tokens)
-        lane.tokens[source] += tokens
-        opened.block = b + 1
-        if b + 1 == len(opened.real):  # a resume from here need not make this window again to learn where it ended
-            lane.state[source, :4] = (*window.end, 0)
-            lane.windows[source] = None
-        delivered.append((lane, source))
-        return BlockOf(window, b, opened.contents[16 * b : 16 * b + 16])
-
     def _open_next(self, lane: _Lane, g: int) -> int:
         """Have a window open for the lane's next sample; its source, or -1 if nothing is left for the lane."""
         if g >= lane.change_at:
             self._change_weights(lane, g)
         while (source := lane.mix.next_source()) >= 0:
-            if lane.windows[source] is not None and lane.caps[source] is None:
+            reading = lane.readings[source]
+            if reading.opened is not None and reading.cap is None:
                 return source
             if self._has_open_window(lane, source, g):
                 return source
@@ -317,12 +348,12 @@ class LaneTable:
 
     def _has_open_window(self, lane: _Lane, source: int, g: int) -> bool:
         """Have a window of the source with a block left in it; False: the source is dry."""
-        cap, plan = lane.caps[source], self._plan
-        if cap is not None and 2 * (cap - lane.tokens[source]) < plan.seq_len:
+        reading, plan = lane.readings[source], self._plan
+        if reading.cap is not None and 2 * (reading.cap - reading.tokens) < plan.seq_len:
             return False
-        if lane.windows[source] is not None:
+        if reading.opened is not None:
             return True
-        start, block = lane.start(source), int(lane.state[source, BLOCK])
+        start, block = reading.start, reading.block
         barren = 0
         while True:
             settled = self._settle(lane.number, source, start)
@@ -332,7 +363,7 @@ class LaneTable:
                 block = 0
             window = self._window((source, lane.number, settled), g)
             if block == 0:  # else a resumed run opens it again
-                self._left_out += (window.empty, window.bad)
+                self._left_out = (self._left_out[0] + window.empty, self._left_out[1] + window.bad)
             following = self._settle(lane.number, source, window.end)
             if following is not None:
                 self._supply.request(
@@ -340,8 +371,7 @@ class LaneTable:
                     self._needed_at(lane, source, float(g), len(window.blocks) - block),
                 )
             if block < len(window.blocks):
-                lane.state[source, :4] = (*settled, block)
-                lane.windows[source] = _OpenWindow(window, block)
+                reading.move_to(settled, block, OpenWindow(window))
                 return True
             if len(window.blocks) == 0:
                 barren += max(window.end.position - settled.position, 1)
@@ -367,21 +397,19 @@ class LaneTable:
         return start
 
     def _drop(self, lane: _Lane, source: int) -> None:
-        dropped = range(len(self._plan.deals)) if self._plan.stop_first else (source,)
-        for i in dropped:
-            lane.state[i, :4] = (DRY, 0, 0, 0)
-            lane.windows[i] = None
+        for reading in lane.readings if self._plan.stop_first else (lane.readings[source],):
+            reading.move_to(WindowStart(DRY, 0, 0))
         self._reweight(lane)
 
     def _change_weights(self, lane: _Lane, g: int) -> None:
         due = [c for c in self._changes if c.sample <= g]
         later = [c.sample for c in self._changes if c.sample > g]
         lane.weights = due[-1].weights[lane.number]
-        lane.change_at = later[0] if later else _NEVER
+        lane.change_at = later[0] if later else sys.maxsize
         self._reweight(lane)
 
     def _reweight(self, lane: _Lane) -> None:
-        lane.mix.reweight(self._plan.active_weights(lane.weights, lane.state))
+        lane.mix.reweight(self._plan.active_weights(lane.weights, lane.epochs()))
 
     def _needed_at(self, lane: _Lane, source: int, now: float, blocks: int) -> float:
         """About the global index at which the source's next window will be opened."""

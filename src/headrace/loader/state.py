@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import ConfigError, CursorMismatch
-from headrace.loader.lanes import CREDIT, DRY, EPOCH
+from headrace.loader.lanes import CREDIT, DRY, EPOCH, WIDTH, LaneState
 from headrace.loader.weight_text import only_steps_differ, read_weights, shown_weights, weights_asked_for
 from headrace.order import Cursor, Digest
 
@@ -56,8 +56,8 @@ class LoaderState:
     asked_before: tuple[int, dict[str, float]] | None = None
     """(steps, shares of them added up by source) that other weights asked for, if weights were changed at a resume."""
     lane_ids: tuple[int, ...] = ()
-    lanes: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 6), np.int64))
-    """int64 [lanes, sources, 6], as in lanes.py; replaced as a whole, never written to."""
+    lanes: tuple[LaneState, ...] = ()
+    """The state of each of `lane_ids`."""
 
     @property
     def delivered(self) -> dict[str, int]:
@@ -79,10 +79,7 @@ class LoaderState:
         self, fingerprint: Mapping[str, str], lane_count: int, names: Sequence[str], share: tuple[int, int]
     ) -> Cursor:
         """`share`: the rank that saves, and how many there are."""
-        entries = {
-            str(lane): state
-            for lane, state in zip(self.lane_ids, self.lanes.reshape(len(self.lane_ids), -1).tolist(), strict=True)
-        }
+        entries = {str(lane): list(state) for lane, state in zip(self.lane_ids, self.lanes, strict=True)}
         body = {
             "step": self.step, "sample": self.sample, "pass": self.number, "ended": self.ended, "lanes": lane_count,
             "sources": list(names), "digest": str(self.digest), "delivered": self.delivered,
@@ -212,8 +209,8 @@ def load_states(
     skip: Iterable[tuple[int, int]],
     accept: Collection[str],
     fixed: Mapping[str, str],
-    fresh: Callable[[int, int], Mapping[int, np.ndarray]],
-) -> tuple[LoaderState, dict[int, np.ndarray]]:
+    fresh: Callable[[int, int], Mapping[int, LaneState]],
+) -> tuple[LoaderState, dict[int, LaneState]]:
     """The state for one rank, and the lanes of the other ranks as far as they are known.
 
     `fingerprint` is that of the order before a step. `fresh` is what the lanes look like before their first sample, by pass
@@ -249,17 +246,18 @@ def load_states(
                 f"state was saved with {body['lanes']} lanes, this dataset has {lanes}; lanes belong to the run"
             )
         place = {name: i for i, name in enumerate(saved_names)}
-        known: dict[int, np.ndarray] = {}
+        known: dict[int, LaneState] = {}
         for lane, flat in entries.items():
             rows = _by_source(flat)
             if len(rows) != len(saved_names):
                 raise ValueError(f"lane {lane} has entries of {len(rows)} sources, expected {len(saved_names)}")
-            state_of = lanes_before[lane].copy()
-            for i, name in enumerate(names):
-                if name in place:
-                    state_of[i] = _entry(rows[place[name]])
-            state_of[:, CREDIT] = _balanced(state_of[:, CREDIT].tolist())
-            known[lane] = state_of
+            fresh_rows = _by_source(lanes_before[lane])
+            kept = [
+                _entry(rows[place[name]]) if name in place else list(new)
+                for name, new in zip(names, fresh_rows, strict=True)
+            ]
+            credits = _balanced([row[CREDIT] for row in kept])
+            known[lane] = tuple(n for row, credit in zip(kept, credits, strict=True) for n in (*row[:CREDIT], credit))
         share = None if body.get("share") is None else _share(body["share"])
         partial = share is not None or set(known) != set(range(lanes))
         loaded = LoaderState(
@@ -295,7 +293,7 @@ def load_states(
             "states, or the one from gather_state()."
         )
     loaded.lane_ids = tuple(sorted(own))
-    loaded.lanes = np.stack([known[lane] for lane in loaded.lane_ids])
+    loaded.lanes = tuple(known[lane] for lane in loaded.lane_ids)
     return loaded, known
 
 
@@ -388,14 +386,13 @@ def _by_source(flat: Sequence[Any]) -> list[Sequence[int]]:
     """A lane's entries, one for each source, of either layout."""
     if flat and not isinstance(flat[0], int):
         return list(flat)
-    width = CREDIT + 1
-    return [flat[i : i + width] for i in range(0, len(flat), width)]
+    return [flat[i : i + WIDTH] for i in range(0, len(flat), WIDTH)]
 
 
 def _entry(row: Sequence[int]) -> list[int]:
     values = [int(v) for v in row]
-    if len(values) != CREDIT + 1:
-        raise ValueError(f"an entry of {len(values)} numbers, expected {CREDIT + 1}: {row}")
+    if len(values) != WIDTH:
+        raise ValueError(f"an entry of {len(values)} numbers, expected {WIDTH}: {row}")
     if min(values[EPOCH + 1 : CREDIT]) < 0 or values[EPOCH] < DRY or max(map(abs, values)) >= 1 << 62:
         raise ValueError(f"an impossible position {row}")
     return values

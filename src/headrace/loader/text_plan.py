@@ -20,7 +20,7 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.loader.batch_fill import COUNTS
 from headrace.loader.dataset import TextDataset
 from headrace.loader.ends import AloneEnds, Ends, ReplayEnds, Share, StoreEnds
-from headrace.loader.lanes import LEFT_OUT, BatchPlan, LanePlan, LaneTable, WeightChange
+from headrace.loader.lanes import LEFT_OUT, BatchPlan, LanePlan, LaneState, LaneTable, WeightChange
 from headrace.loader.loader_plan import BatchMaker, LoaderPlan, Rank, States, batch_fill
 from headrace.loader.pool import WindowPool, WindowSupply
 from headrace.loader.state import LoaderState, accepts_data, load_states, merge_states, saved_sizes
@@ -43,8 +43,7 @@ class PassedStep(NamedTuple):
     """This rank's samples; None: nothing to learn in any of them, on any rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyBatch:
+class ReadyBatch(NamedTuple):
     """A batch, what it was made of, and what counts once it is handed over."""
 
     batch: dict[str, Any]
@@ -55,11 +54,11 @@ class ReadyBatch:
     """What the batch adds to the counts of a run, as in state.COUNTS."""
     source_tokens: np.ndarray
     """What it adds to the tokens of each source."""
-    left_out: np.ndarray
+    left_out: tuple[int, ...]
     """What the windows that were opened for it left out, as in lanes.LEFT_OUT."""
     digest: int
     """What it adds to the digest."""
-    lanes: np.ndarray
+    lanes: tuple[LaneState, ...]
     """The state of the lanes after it."""
     passed: tuple[PassedStep, ...]
     """The steps that were passed over on the way to it."""
@@ -133,10 +132,10 @@ class TextPlan(LoaderPlan[LoaderState]):
         self._share_lanes()
         self._number = next(_numbers) if rank.connected else -1
         self.state = LoaderState(source_tokens=np.zeros(len(data.sources), np.int64), lane_ids=self._own)
-        self._left_out = np.zeros(len(LEFT_OUT), np.int64)
+        self._left_out = (0,) * len(LEFT_OUT)
         """Of the windows opened since this plan was made or loaded a state."""
         self._bad_shards = data.bad_shards
-        self._foreign: dict[int, np.ndarray] | None = None
+        self._foreign: dict[int, LaneState] | None = None
         """All lanes at sample `origin`, if they are known: `ReplayEnds` walks those of other ranks from there."""
         self.origin = 0
         self._start_lanes()
@@ -168,7 +167,7 @@ class TextPlan(LoaderPlan[LoaderState]):
         state.counts += ready.counts
         state.source_tokens += ready.source_tokens
         state.digest.add(ready.digest)
-        self._left_out += ready.left_out
+        self._add_left_out(ready.left_out)
         self._last = (ready.plan, ready.digest)
         for step in ready.skipped:
             if state.skipped and state.skipped[-1][1] == step:
@@ -182,7 +181,10 @@ class TextPlan(LoaderPlan[LoaderState]):
     def end(self, maker: BatchMaker) -> None:
         super().end(maker)
         assert isinstance(maker, TextMaker)
-        self._left_out += maker.drain_left_out()
+        self._add_left_out(maker.drain_left_out())
+
+    def _add_left_out(self, counts: Sequence[int]) -> None:
+        self._left_out = tuple(a + b for a, b in zip(self._left_out, counts, strict=True))
 
     def next_pass(self) -> None:
         self.state.number, self.state.ended = self.state.number + 1, False
@@ -203,7 +205,7 @@ class TextPlan(LoaderPlan[LoaderState]):
     def _start_lanes(self) -> None:
         """Have every lane stand before its first sample of the pass."""
         self._foreign = dict(enumerate(self.data.plan(self.state.number, self.state.step - 1).starts))
-        self.state.lanes = np.stack([self._foreign[lane] for lane in self._own])
+        self.state.lanes = tuple(self._foreign[lane] for lane in self._own)
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -241,7 +243,7 @@ class TextPlan(LoaderPlan[LoaderState]):
         self.state = loaded
         self._foreign = known if len(known) == data.lanes else None
         self.origin = loaded.sample
-        self._left_out = np.zeros(len(LEFT_OUT), np.int64)
+        self._left_out = (0,) * len(LEFT_OUT)
         self._drained = self.totals() | {"text/bad_shards": 0}
         self._last = None
         self._flight.clear()
@@ -283,7 +285,7 @@ class TextPlan(LoaderPlan[LoaderState]):
         return self.state.empty_steps
 
     def left_out(self) -> dict[str, int]:
-        return dict(zip(LEFT_OUT, self._left_out.tolist(), strict=True)) | {"bad_shards": self._bad_shards}
+        return dict(zip(LEFT_OUT, self._left_out, strict=True)) | {"bad_shards": self._bad_shards}
 
     def totals(self) -> dict[str, int]:
         out = self.left_out()
@@ -472,15 +474,16 @@ class TextMaker(BatchMaker):
             source_tokens=totals[len(COUNTS) :],
             left_out=self.drain_left_out(),
             digest=plan.digest(),
-            lanes=self._table.state.copy(),
+            lanes=tuple(self._table.states),
             passed=passed,
             skipped=skipped,
             empty_steps=self._empty_steps,
         )
 
-    def drain_left_out(self) -> np.ndarray:
+    def drain_left_out(self) -> tuple[int, ...]:
         """What the windows of this rank's lanes left out; of a lane that several ranks follow, the first of them counts."""
-        return self._table.drain_left_out() * self._share.is_first_follower
+        left_out = self._table.drain_left_out()
+        return left_out if self._share.is_first_follower else (0,) * len(LEFT_OUT)
 
     def _end(self) -> None:
         if not self._finite and not self._closed:
