@@ -36,6 +36,9 @@ class TextSettings:
     """Put chunks, rows and blocks into a random order that follows from the seed."""
     lanes: AutoCount = "auto"
     """Parts that the data is dealt into. `auto`: 48, or fewer for data with less than 8 documents or rows a lane. A state keeps the number it was saved with."""
+    shuffle_chunks: AutoCount = "auto"
+    """Chunks whose documents are shuffled together. A chunk is what is read at once: 64 KiB to 1 MiB of lines, a row group. `auto`: 16, or fewer where the
+    open chunks of all lanes would exceed 256 MiB. More of them mix a row better and are read before the first batch."""
     window_blocks: AutoCount = "auto"
     """Rows that are tokenised and packed as one unit. `auto`: 64, or fewer (8 at least) for rows so long that 64 exceed 262,144 tokens."""
     exhausted: Exhausted = "drop"
@@ -59,6 +62,7 @@ class TextSettings:
         rules = (
             ("seq_len", _is_count(self.seq_len, 2) and self.seq_len <= 1 << 24, "an integer in [2, 2**24]"),
             ("lanes", self.lanes == "auto" or _is_count(self.lanes), 'a positive integer or "auto"'),
+            ("shuffle_chunks", self.shuffle_chunks == "auto" or _is_count(self.shuffle_chunks), 'a positive integer or "auto"'),
             ("window_blocks", self.window_blocks == "auto" or _is_count(self.window_blocks), 'a positive integer or "auto"'),
             ("seed", _is_count(self.seed, 0) and self.seed < 1 << 63, "an integer in [0, 2**63)"),
             ("chunk_memory", _is_count(self.chunk_memory, 0), "a whole number of bytes"),
@@ -76,6 +80,7 @@ class TextOptions(TypedDict, total=False):
     seed: int
     shuffle: bool
     lanes: AutoCount
+    shuffle_chunks: AutoCount
     window_blocks: AutoCount
     exhausted: Exhausted
     bos: bool

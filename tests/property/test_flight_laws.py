@@ -26,15 +26,15 @@ BATCH = 4
 
 @given(
     chunk_rows=st.lists(st.integers(0, 9), min_size=1, max_size=60), lanes=st.sampled_from([1, 2, 3, 12]),
-    epoch=st.integers(0, 5), key=st.integers(0, 2**64 - 1), shuffle=st.booleans(),
+    epoch=st.integers(0, 5), key=st.integers(0, 2**64 - 1), shuffle=st.booleans(), together=st.integers(1, 9),
 )  # fmt: skip
-def test_finding_a_row_in_the_deal_is_the_inverse_of_reading_it(chunk_rows, lanes, epoch, key, shuffle):
-    deal = Deal(np.array(chunk_rows, np.int64), key=key, lanes=lanes, shuffle=shuffle)
+def test_finding_a_row_in_the_deal_is_the_inverse_of_reading_it(chunk_rows, lanes, epoch, key, shuffle, together):
+    deal = Deal(np.array(chunk_rows, np.int64), key=key, lanes=lanes, shuffle=shuffle, shuffle_chunks=together)
     for lane in range(lanes):
         position = 0
         for span in deal.spans(lane, epoch, 0, deal.rows):
-            for row in span.rows.tolist():
-                assert deal.find(epoch, span.chunk, row) == (lane, position)
+            for chunk, row in zip(span.chunks.tolist(), span.rows.tolist(), strict=True):
+                assert deal.find(epoch, chunk, row) == (lane, position)
                 position += 1
 
 

@@ -12,60 +12,73 @@ T = 128
 weights = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=12)
 
 
+def rows_of(deal: Deal, lane: int, epoch: int, start: int, count: int) -> list[tuple[int, int]]:
+    """(chunk, row in it) of the rows [start, start + count) of a lane's part."""
+    spans = deal.spans(lane, epoch, start, count)
+    return [pair for s in spans for pair in zip(s.chunks.tolist(), s.rows.tolist(), strict=True)]
+
+
 @given(
     chunk_rows=st.lists(st.integers(0, 9), max_size=40),
     lanes=st.sampled_from([1, 2, 3, 7, 12, 48]),
     epoch=st.integers(0, 5),
     key=st.integers(0, 2**64 - 1),
     shuffle=st.booleans(),
+    together=st.integers(1, 50),
 )
-def test_every_row_goes_to_exactly_one_lane_in_every_epoch(chunk_rows, lanes, epoch, key, shuffle):
-    deal = Deal(np.array(chunk_rows, np.int64), key=key, lanes=lanes, shuffle=shuffle)
-    seen = [
-        (span.chunk, int(row))
-        for lane in range(lanes)
-        for span in deal.spans(lane, epoch, 0, deal.lane_rows(lane, epoch))
-        for row in span.rows
-    ]
+def test_every_row_goes_to_exactly_one_lane_in_every_epoch(chunk_rows, lanes, epoch, key, shuffle, together):
+    deal = Deal(np.array(chunk_rows, np.int64), key=key, lanes=lanes, shuffle=shuffle, shuffle_chunks=together)
+    seen = [row for lane in range(lanes) for row in rows_of(deal, lane, epoch, 0, deal.lane_rows(lane, epoch))]
+    if not shuffle and epoch % lanes == 0:  # parts move on by one lane each epoch
+        assert seen == sorted(seen)
     assert sorted(seen) == [(c, r) for c, n in enumerate(chunk_rows) for r in range(n)]
 
 
 @given(
     chunk_rows=st.lists(st.integers(0, 9), min_size=1, max_size=60), lanes=st.sampled_from([1, 2, 3]), epoch=st.integers(0, 3),
-    key=st.integers(0, 2**64 - 1), data=st.data(),
+    key=st.integers(0, 2**64 - 1), together=st.integers(1, 9), data=st.data(),
 )  # fmt: skip
-def test_reading_a_lane_from_the_middle_gives_the_rest_of_reading_it_whole(chunk_rows, lanes, epoch, key, data):
-    deal = Deal(np.array(chunk_rows, np.int64), key=key, lanes=lanes)
+def test_reading_a_lane_from_the_middle_gives_the_rest_of_reading_it_whole(
+    chunk_rows, lanes, epoch, key, together, data
+):
+    deal = Deal(np.array(chunk_rows, np.int64), key=key, lanes=lanes, shuffle_chunks=together)
     lane = data.draw(st.integers(0, lanes - 1))
     total = deal.lane_rows(lane, epoch)
     at = data.draw(st.integers(0, total))
 
-    def rows(start: int, count: int) -> list[tuple[int, int]]:
-        return [(s.chunk, int(r)) for s in deal.spans(lane, epoch, start, count) for r in s.rows]
-
-    again = Deal(np.array(chunk_rows, np.int64), key=key, lanes=lanes)
-    assert rows(0, total)[at:] == [(s.chunk, int(r)) for s in again.spans(lane, epoch, at, total) for r in s.rows]
+    again = Deal(np.array(chunk_rows, np.int64), key=key, lanes=lanes, shuffle_chunks=together)
+    assert rows_of(deal, lane, epoch, 0, total)[at:] == rows_of(again, lane, epoch, at, total)
 
 
 @given(
     chunk_rows=st.lists(st.integers(0, 40) | st.sampled_from([17, 300, 4096, 4097, 9000]), min_size=1, max_size=30),
-    lanes=st.sampled_from([1, 2, 3, 7, 48]), epoch=st.integers(0, 5), key=st.integers(0, 2**64 - 1), shuffle=st.booleans(), data=st.data(),
+    lanes=st.sampled_from([1, 2, 3, 7, 48]), epoch=st.integers(0, 5), key=st.integers(0, 2**64 - 1), shuffle=st.booleans(),
+    together=st.integers(1, 9), data=st.data(),
 )  # fmt: skip
-def test_the_chunks_of_a_part_are_those_of_its_spans(chunk_rows, lanes, epoch, key, shuffle, data):
-    deal = Deal(np.array(chunk_rows, np.int64), key=key, lanes=lanes, shuffle=shuffle)
+def test_a_part_reads_no_chunk_but_those_that_are_announced(chunk_rows, lanes, epoch, key, shuffle, together, data):
+    deal = Deal(np.array(chunk_rows, np.int64), key=key, lanes=lanes, shuffle=shuffle, shuffle_chunks=together)
     lane = data.draw(st.integers(0, lanes - 1))
     total = deal.lane_rows(lane, epoch)
     at = data.draw(st.integers(0, total))
     count = data.draw(st.integers(0, total - at))
-    spans = deal.spans(lane, epoch, at, count)
-    assert deal.chunks(lane, epoch, at, count) == [span.chunk for span in spans]
-    assert sum(len(span.rows) for span in spans) == count
+    rows, announced = rows_of(deal, lane, epoch, at, count), deal.chunks(lane, epoch, at, count)
+    read = list(dict.fromkeys(chunk for chunk, _ in rows))
+    assert len(rows) == count
+    assert read == announced if together == 1 else set(read) <= set(announced)
+
+
+@given(key=st.integers(0, 2**64 - 1), together=st.integers(2, 8))
+def test_rows_that_follow_each_other_come_from_all_chunks_of_a_group(key, together):
+    deal = Deal(np.full(together, 50), key=key, lanes=1, shuffle_chunks=together)
+    drawn = [chunk for chunk, _ in rows_of(deal, 0, 0, 0, 50)]
+    assert set(drawn) == set(range(together))
+    assert max(drawn.count(chunk) for chunk in set(drawn)) < 45
 
 
 @given(key=st.integers(0, 2**64 - 1))
 def test_chunks_and_the_rows_in_them_come_in_another_order_in_another_epoch(key):
     single, wide = Deal(np.ones(60, np.int64), key=key, lanes=1), Deal(np.array([60]), key=key, lanes=1)
-    orders = [[s.chunk for s in single.spans(0, epoch, 0, 60)] for epoch in range(2)]
+    orders = [[chunk for chunk, _ in rows_of(single, 0, epoch, 0, 60)] for epoch in range(2)]
     rows = [wide.spans(0, epoch, 0, 60)[0].rows.tolist() for epoch in range(2)]
     assert orders[0] != orders[1]
     assert rows[0] != rows[1]
@@ -73,13 +86,15 @@ def test_chunks_and_the_rows_in_them_come_in_another_order_in_another_epoch(key)
 
 
 @settings(max_examples=25)
-@given(chunks=st.integers(16, 40), lanes=st.sampled_from([1, 2, 3]), epoch=st.integers(0, 3))
-def test_with_many_chunks_no_chunk_is_shared_by_two_lanes(chunks, lanes, epoch):
-    deal = Deal(np.full(chunks * lanes, 5), key=9, lanes=lanes)
+@given(
+    groups=st.integers(16, 40), lanes=st.sampled_from([1, 2, 3]), epoch=st.integers(0, 3), together=st.integers(1, 4)
+)
+def test_with_many_chunks_no_chunk_is_shared_by_two_lanes(groups, lanes, epoch, together):
+    deal = Deal(np.full(groups * lanes * together, 5), key=9, lanes=lanes, shuffle_chunks=together)
     owners: dict[int, set[int]] = {}
     for lane in range(lanes):
-        for span in deal.spans(lane, epoch, 0, 10**9):
-            owners.setdefault(span.chunk, set()).add(lane)
+        for chunk, _ in rows_of(deal, lane, epoch, 0, 10**9):
+            owners.setdefault(chunk, set()).add(lane)
     assert all(len(o) == 1 for o in owners.values())
 
 

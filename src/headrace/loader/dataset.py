@@ -61,6 +61,8 @@ _LANE_DOCUMENTS = _LANE_ROWS = 8
 """Documents, and rows of a batch, that every lane has at least: with fewer, lanes end far apart and rows hold nothing to learn."""
 _WINDOW_BLOCKS, _WINDOW_TOKENS, _LEAST_WINDOW_BLOCKS = 64, 1 << 18, 8
 """Sizes of a window. More tokens make the first batch wait longer; fewer blocks leave more padding."""
+_SHUFFLE_CHUNKS, _SHUFFLE_BYTES = 16, 256 << 20
+"""Chunks that are shuffled together, and the bytes that those of all lanes may have: half of what is kept of decoded chunks."""
 _BYTES_A_TOKEN = 4
 _PLANS_KEPT = 8
 _READERS = 16
@@ -147,6 +149,10 @@ class TextDataset:
             raise DataError(f"no source has any rows ({names}): check the paths, or the files they point to")
         self._refuse_changes_to_nothing()
         self.lanes: int = fitting_lanes(*self._size()) if chosen.lanes == "auto" else chosen.lanes
+        self.shuffle_chunks = (
+            self._fitting_shuffle_chunks() if chosen.shuffle_chunks == "auto" else chosen.shuffle_chunks
+        )
+        """Chunks whose documents are shuffled together."""
         with Wait("tokenizer.load", meter=self.meter):
             self.tokenizer = self._tokenizer(tokenizer)
         self.packing = Packing(
@@ -243,7 +249,14 @@ class TextDataset:
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes that may be automatic, as numbers."""
-        return {"lanes": self.lanes, "window_blocks": self.packing.blocks}
+        return {"lanes": self.lanes, "window_blocks": self.packing.blocks, "shuffle_chunks": self.shuffle_chunks}
+
+    def _fitting_shuffle_chunks(self) -> int:
+        if not self.shuffle:
+            return 1
+        kept = [_kept_chunks(source) for source in self.sources]
+        chunk_bytes = sum(int(sizes.sum() // max(np.count_nonzero(rows), 1)) for rows, sizes in kept)
+        return max(1, min(_SHUFFLE_CHUNKS, _SHUFFLE_BYTES // max(self.lanes * chunk_bytes, 1)))
 
     def keep_sizes(self, saved: Mapping[str, Any]) -> None:
         """Take the automatic sizes from those of an earlier start: a run keeps what it began with. Loaders over this dataset must be closed.
@@ -256,6 +269,8 @@ class TextDataset:
         limit = MAX_WINDOW_TOKENS // self.seq_len
         if self.settings.window_blocks == "auto" and (blocks := _whole_number(saved.get("window_blocks"), limit)):
             self.packing = dataclasses.replace(self.packing, blocks=blocks)
+        if self.settings.shuffle_chunks == "auto" and (chunks := _whole_number(saved.get("shuffle_chunks"), 1 << 16)):
+            self.shuffle_chunks = chunks
         if before != self.sizes:
             self._wire()
 
@@ -308,6 +323,8 @@ class TextDataset:
             "seq_len": self.seq_len, "pack": self.packing.strategy, "seed": self.seed, **self.sizes,
             "shuffle": self.shuffle, "exhausted": self.exhausted, "bos": self.packing.bos_id, "eos": self.packing.eos_id,
         }  # fmt: skip
+        if self.shuffle_chunks == 1:  # states of earlier versions do not name it
+            del settings["shuffle_chunks"]
         found |= {f"config:{name}": str(value) for name, value in settings.items()}
         limits = [[s.source.max_rows, s.source.max_tokens, s.source.max_epochs, s.source.on_bad] for s in self.sources]
         found["config:limits"] = fingerprint_json(limits)
@@ -388,8 +405,9 @@ class TextDataset:
     def _deal(self, index: int, source: OpenSource) -> Deal:
         rows, sizes = _kept_chunks(source)
         return Deal(
-            rows, sizes, key=key(f"text.deal/{source.name}", seed=self.seed), lanes=self.lanes, shuffle=self.shuffle
-        )
+            rows, sizes, key=key(f"text.deal/{source.name}", seed=self.seed), lanes=self.lanes, shuffle=self.shuffle,
+            shuffle_chunks=self.shuffle_chunks,
+        )  # fmt: skip
 
     def _max_epochs(self, source: Source) -> int | None:
         if self.exhausted == "repeat":

@@ -192,8 +192,10 @@ def saved_sizes(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[
     """Return the `TextDataset.sizes` that a state was saved with, as far as it names them."""
     first = state[0] if isinstance(state, Sequence) and state else state
     made_of = first.get("fingerprint") if isinstance(first, Mapping) else None
-    made_of = made_of if isinstance(made_of, Mapping) else {}
-    return {name: made_of.get(f"config:{name}") for name in ("lanes", "window_blocks")}
+    if not isinstance(made_of, Mapping):
+        return {}
+    defaults = {"lanes": None, "window_blocks": None, "shuffle_chunks": 1}  # earlier versions shuffled chunk by chunk
+    return {name: made_of.get(f"config:{name}", default) for name, default in defaults.items()}
 
 
 def load_states(

@@ -322,25 +322,25 @@ class WindowMaker:
         while chars > 0 and at < total_rows:
             likely = min(int(chars * self._rows_per_char * 1.2) + 8, _ROWS_AT_ONCE, total_rows - at)
             for span in self.deal.spans(lane, epoch, at, likely):
-                held = self._cache.chunk(self.index, self.source, span.chunk)
-                kept = held.texts
-                found = [kept[row] for row in span.rows.tolist()]
-                if held.holes:
+                drawn = span.chunks.tolist()
+                held = {c: self._cache.chunk(self.index, self.source, c) for c in dict.fromkeys(drawn)}
+                found = [held[c].texts[row] for c, row in zip(drawn, span.rows.tolist(), strict=True)]
+                if any(chunk.holes for chunk in held.values()):
                     missing += [len(texts) + i for i, text in enumerate(found) if text is None]
-                    found = [text or "" for text in found]
-                if max(map(len, found)) > LONGEST_PIECE:
-                    first = int(self.source.manifest.first_row[span.chunk])
-                    long = leave_out_too_long(self.source, self._tokenizer, found, (first + span.rows).tolist())
+                known = [text or "" for text in found]
+                if max(map(len, known)) > LONGEST_PIECE:
+                    numbers = (self.source.manifest.first_row[span.chunks] + span.rows).tolist()
+                    long = leave_out_too_long(self.source, self._tokenizer, known, numbers)
                     missing += [len(texts) + i for i in long]
-                size = sum(map(len, found))
+                size = sum(map(len, known))
                 if size >= chars:  # the window ends in here: no more than it needs
-                    upto = next(i for i, length in enumerate(accumulate(map(len, found)), 1) if length >= chars)
-                    found = found[:upto]
+                    upto = next(i for i, length in enumerate(accumulate(map(len, known)), 1) if length >= chars)
+                    known = known[:upto]
                 chars -= size
-                at += len(found)
-                texts += found
-                chunks.append(np.full(len(found), span.chunk))
-                rows.append(span.rows[: len(found)])
+                at += len(known)
+                texts += known
+                chunks.append(span.chunks[: len(known)])
+                rows.append(span.rows[: len(known)])
                 if chars <= 0:
                     break
         holes = None

@@ -329,7 +329,10 @@ class SampleRecord:
         if type(lanes) is not int or not 1 <= lanes <= 1 << 16:
             raise ValueError("`lanes` is not a number of lanes")
         self.lanes = lanes
-        self.sizes = {name: value[name] for name in ("lanes", "window_blocks") if name in value}
+        # Earlier versions shuffled chunk by chunk, and did not say so.
+        self.sizes = {"shuffle_chunks": 1} | {
+            n: value[n] for n in ("lanes", "window_blocks", "shuffle_chunks") if n in value
+        }
 
     def _windows_of(self, opened: list[list[int]], begin: int, end: int, sources: Sequence[int]) -> array[int]:
         found = array("q")

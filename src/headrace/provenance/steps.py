@@ -441,7 +441,7 @@ class RunProvenance:
         if start.offset:  # a record that was tampered with must not reach the compiled loops
             tokens = 0
             for span in self.data.deals[index].spans(lane, start.epoch, start.position, 1):
-                text = self.data.chunks.texts(index, self.data.sources[index], span.chunk)[int(span.rows[0])]
+                text = self.data.chunks.texts(index, self.data.sources[index], int(span.chunks[0]))[int(span.rows[0])]
                 tokens = int(self.data.packing.lengths(self.data.tokenizer.encode([text or ""]).counts()).sum())
             if start.offset >= tokens:
                 raise DataChanged(

@@ -43,6 +43,8 @@ def batch_recipe(config: RunConfig) -> str:
     for table, name, fixed in ((loader, "lanes", 48), (text, "window_blocks", 64)):
         if table[name] == "auto":
             table[name] = fixed
+    if text["shuffle_chunks"] == "auto":
+        del text["shuffle_chunks"]
     sources = [hashed_source(source) for source in tables["source"]]
     spool = {key: tables["spool"].get(key) for key in ("task", "mask_probability", "mask_id")}
     recipe = {"source": sources, "mix": tables["mix"], "text": text, "loader": loader, "seed": config.run.seed}

@@ -132,7 +132,9 @@ class SpoolLoader:
         )  # fmt: skip
         self._kept: deque[dict[str, Any]] = deque(maxlen=config.run.keep_checkpoints)
         self._size = config.loader.global_batch_size
-        self._sizes = {name: int(data.made_of[f"config:{name}"]) for name in ("lanes", "window_blocks")}
+        self._sizes = {
+            name: int(data.made_of.get(f"config:{name}", 1)) for name in ("lanes", "window_blocks", "shuffle_chunks")
+        }
         self._skip = tuple((a - 1, b - 1) for a, b in config.run.skips)
         self._flight: list[_RecordedStep] = []
         self._skipped: list[list[int]] = []

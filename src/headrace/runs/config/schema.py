@@ -169,6 +169,8 @@ class TextSection(Section):
     """shifted: the token after each position. hf: not shifted, for models that shift by themselves."""
     window_blocks: _AutoCount = Field(default_of(TextSettings, "window_blocks"), examples=[64])
     """Blocks that are tokenised and packed as one unit. auto: 64, or fewer (8 at least) where 64 would hold more than 262,144 tokens."""
+    shuffle_chunks: _AutoCount = Field(default_of(TextSettings, "shuffle_chunks"), examples=[16])
+    """Chunks whose documents are shuffled together. auto: 16, or fewer where the open chunks of all lanes would exceed 256 MiB."""
     segment_ids: bool = default_of(LoaderSettings, "segment_ids")
     """Add `segment_ids` to a batch: 1, 2, … for the pieces of documents in a row, 0 on padding."""
     shuffle: bool = default_of(TextSettings, "shuffle")
