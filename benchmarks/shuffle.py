@@ -5,7 +5,7 @@
     buffer   a shuffle buffer of 10,000 documents over the files in order (tf.data, Hugging Face streaming)
     py1e     MosaicML's py1e: shards in random order, each document moved by up to half of 2^18 documents
     grain    Grain's index shuffle: a permutation of all documents, read one by one. It equals `full`
-    headrace chunks in random order, rows of a chunk in random order, 48 lanes, windows of 64 blocks; and the same with other settings
+    headrace chunks in random order, rows of 16 chunks in random order, 48 lanes, windows of 64 blocks; and the same with other settings
 
 Three distances, each as a share of the corpus; 1/3 is what a full shuffle has on average:
 
@@ -50,9 +50,9 @@ def main() -> None:
             ("py1e, blocks of 2^13", _py1e(rng, 1 << 13)),
         ):
             _line(name, [list(map(list, batch)) for batch in _rows_of(order)])
-        for settings in ({}, {"lanes": 8}, {"window_blocks": 256}, {"lanes": 192}):
+        for settings in ({}, {"shuffle_chunks": 4}, {"shuffle_chunks": 1}, {"lanes": 8}, {"lanes": 192}):
             named = (
-                ", ".join(f"{key} {value}" for key, value in settings.items()) or "defaults (48 lanes, windows of 64)"
+                ", ".join(f"{key} {value}" for key, value in settings.items()) or "defaults (48 lanes, 16 chunks together)"
             )
             _line(f"headrace, {named}", _headrace(corpus, Path(folder), settings))
 
