@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from headrace.spool import DataProviderBase, DatasetConsumer
     from headrace.train import global_token_mean
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Where each public name lives. Looked up when it is first used, so that importing the package stays light.
 _HOME = {
