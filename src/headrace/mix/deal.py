@@ -187,18 +187,19 @@ class Deal:
             return np.zeros(self.lanes + 1, np.int64)
         edges, upto = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows)]), np.cumsum(weights)
         many = np.count_nonzero(rows) >= _SNAP_AT * self.lanes
-        starts = []
-        for lane in range(self.lanes):
-            target = lane * int(upto[-1]) // self.lanes
-            group = int(np.searchsorted(upto, target, side="right"))
+        targets = [lane * int(upto[-1]) // self.lanes for lane in range(self.lanes)]
+        starts: list[int] = []
+        passed, of_group = np.empty(0, np.int64), -1
+        for target, group in zip(targets, np.searchsorted(upto, targets, side="right").tolist(), strict=True):
             weight, count = int(weights[group]), int(rows[group])
             into = target - int(upto[group]) + weight
-            if not many and self._group > 1:  # a group may hold one long document and many short ones
-                chunks = self._rows_of(order, rows_key, group, 0, count).chunks
-                passed = np.cumsum(self._weights[chunks] // self.chunk_rows[chunks])
-                row = int(np.searchsorted(passed, into * int(passed[-1]) // weight, side="right"))
-            else:
+            if many or self._group == 1:
                 row = into * count // weight
+            else:  # a group may hold one long document and many short ones
+                if of_group != group:
+                    chunks = self._rows_of(order, rows_key, group, 0, count).chunks
+                    passed, of_group = np.cumsum(self._weights[chunks] // self.chunk_rows[chunks]), group
+                row = int(np.searchsorted(passed, into * int(passed[-1]) // weight, side="right"))
             starts.append(int(edges[group]) + row)
         borders = np.array([*starts, self.rows], np.int64)
         if not many:
