@@ -149,7 +149,7 @@ class StreamPlan(LoaderPlan[StreamState]):
     def deliver(self, ready: tuple[_Read, Any]) -> Any:
         read, batch = ready
         self.state.mix.add(read.step)
-        if read.step.change is not None:
+        if read.step.draw.stream >= 0:
             self.state.rows[self.data.table.kind_of[read.stream]] += read.stop - read.start
         return batch
 
@@ -161,7 +161,7 @@ class StreamPlan(LoaderPlan[StreamState]):
         """Only per_stream has passes: lanes of device_per_stream begin their next epoch by themselves."""
         if self.data.mix.batching_mode != "per_stream":
             return
-        state, epoch = self.state, self.state.mix.lanes()[0].epoch
+        state, epoch = self.state, self.state.mix.lanes[0].epoch
         if number > epoch + 1 if state.ended else state.mix.index == 0 and number > epoch:
             over = {"epoch": number - 1, "queue_index": len(self.ahead.dealt[0]), "streams": [], "positions": []}
             self.ahead.load_body(state.mix.to_body() | {"lanes": [over]})

@@ -257,7 +257,7 @@ class StreamMixingDataset(IterableDataset):
     @property
     def epoch(self) -> int:
         """The epoch of per_stream; of device_per_stream that of the lane furthest behind."""
-        return min(lane.epoch for lane in self._plan.mix().lanes())
+        return min(lane.epoch for lane in self._plan.mix().lanes)
 
     @property
     def delivered(self) -> int:
@@ -277,7 +277,7 @@ class StreamMixingDataset(IterableDataset):
     @property
     def active(self) -> list[StreamReader]:
         """The slices in the pools of this rank, slot by slot."""
-        lanes, plan, rows = self._plan.mix().lanes(), self._plan.ahead, self.table.rows
+        lanes, plan, rows = self._plan.mix().lanes, self._plan.ahead, self.table.rows
         return [
             StreamReader(
                 stream_id=stream, path=self.stream_paths[stream], slice_start=0, slice_end=rows[stream], position=position,

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from headrace.errors import ConfigError
-from headrace.order import fingerprint_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +52,6 @@ class StreamTable:
         """For each stream the place of its modality in `kinds`."""
         place = {kind: i for i, kind in enumerate(self.kinds)}
         return tuple(place[m] for m in self.modalities)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """16 hex digits over (path, rows, modality) of every stream."""
-        return fingerprint_json([list(self.paths), list(self.rows), list(self.modalities)])
 
     def rows_per_pick(self, batch_size: Mapping[str, int], ranks: int = 1) -> tuple[int, ...]:
         """Rows that one pick takes from each stream: the batch size of its modality, once for each of `ranks`."""
