@@ -147,19 +147,20 @@ class LaneState:
             pool.append(picked)
         else:
             pool[step.slot] = picked
-        remaining, fractions, waits = [], [], []
-        overdue = promised = 0
-        kinds = [0] * len(table.kinds)
+        rows, kind_of = table.rows, table.kind_of
+        remaining, fractions, waits, overdue = [], [], [], []
+        promised, kinds = 0, [0] * len(table.kinds)
         for stream, position, last in pool:
-            end, share = table.rows[stream], shares[stream]
-            remaining.append(picks_of(end - position, per_pick[stream]))
-            fractions.append((end - position) / end)
-            waits.append(number - last)
-            overdue = max(overdue, (number - last) * share)
+            end, share, waited = rows[stream], shares[stream], number - last
+            left = end - position
+            remaining.append(-(-left // per_pick[stream]))
+            fractions.append(left / end)
+            waits.append(waited)
+            overdue.append(waited * share)
             promised += share
-            kinds[table.kind_of[stream]] += 1
+            kinds[kind_of[stream]] += 1
         return Snapshot(
-            min(remaining), max(remaining), min(fractions), max(fractions), max(waits), overdue / (promised or 1), tuple(kinds)
+            min(remaining), max(remaining), min(fractions), max(fractions), max(waits), max(overdue) / (promised or 1), tuple(kinds)
         )  # fmt: skip
 
     def to_body(self, *, slots: int, with_entries: bool) -> dict[str, Any]:
