@@ -24,7 +24,7 @@ from headrace.errors import ConfigError, CursorMismatch
 from headrace.mix.pick import PICK_MODES, UNIT_BITS, Picker, PickMode, due_time, promised_shares
 from headrace.mix.pool import Draw, LaneState, PlanStep, Slice, Snapshot
 from headrace.mix.queue import QUEUES, Queue, queue_order
-from headrace.mix.streams import StreamTable, dealt_to_lanes
+from headrace.mix.streams import StreamTable, dealt_to_lanes, picks_of
 from headrace.order import derive, key
 
 BatchingMode = Literal["per_stream", "device_per_stream"]
@@ -282,7 +282,8 @@ class MixPlan:
         self.table = table
         self.settings = settings
         self.per_pick = table.rows_per_pick(settings.batch_size, settings.rows_factor)
-        self.picks = table.picks(settings.batch_size, settings.rows_factor)
+        self.picks = tuple(map(picks_of, table.rows, self.per_pick))
+        """How many picks each stream lasts."""
         self.index = 0
         """The next draw."""
         self.dealt = dealt_to_lanes(self.picks, settings.lanes)
