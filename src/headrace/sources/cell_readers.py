@@ -69,7 +69,7 @@ class CellReaders:
         self._hashes = hashes
         self._units_at_once = units_at_once
         self._held: dict[int, tuple[int, int, Cells]] = {}
-        """By stream, the rows [first, last) of the units that were read last, until all were given out."""
+        """By stream, the rows [first, last) of the units that were read last."""
         self._meter = meter if meter is not None else default_meter()
         self._deadline = deadline
         self._open: dict[int, CellFile] = {}
@@ -84,11 +84,13 @@ class CellReaders:
         if start >= stop:
             cells = file.read(start, stop)
         else:
-            first, last, held = self._held.pop(stream, (0, 0, {}))
+            first, last, held = self._held.get(stream, (0, 0, {}))
             if not first <= start < stop <= last:
-                first, last, held = self._read_units(file, stream, start, stop)
-            if stop < last:
-                self._held[stream] = first, last, held
+                # The units before these are freed only now. Freed at the end of their rows, at about the same time for all files, they would be
+                # given back to the system, and 512 KiB of new pages cost more than the read.
+                first, last, held = self._held[stream] = self._read_units(file, stream, start, stop)
+            if (first, last) == (start, stop):
+                del self._held[stream]
             cells = {name: column[start - first : stop - first] for name, column in held.items()}
         if dry:
             self._held.pop(stream, None)
