@@ -141,19 +141,18 @@ class LanePool:
             picker.pass_on(slot)
         else:
             one.position = one.end
-            following = self._take()
-            if following is None:
+            incoming = self._take()
+            if incoming is None:
                 del self.slots[slot]
             else:
-                incoming = following.stream, following.position
-                self.slots[slot] = self._admitted(following, picker.clock)
+                self.slots[slot] = self._admitted(*incoming, picker.clock)
                 picker.pass_on(slot)
         draw = Draw(index, self.lane, one.stream, start, one.position, one.ordinal, not one.remaining, self.epoch)
         return PlanStep(draw, after, slot, picker.clock, picker.turn, incoming, begun)
 
     def upcoming(self, count: int) -> list[int]:
         """The streams that come into the pool next, as far as this epoch has them: worth opening ahead."""
-        parked = [one.stream for one in self.parked[:count]]
+        parked = [stream for stream, _ in self.parked[:count]]
         return parked + self.queue[self.index : self.index + count - len(parked)]
 
     # ------------------------------------------------------------------------------------------- the pool
@@ -163,29 +162,25 @@ class LanePool:
         self._phase_key = derive(self._pick_key, ~epoch)
         self.band = band or self._settings.slots
         self.slots: list[Slice] = []
-        self.parked: list[Slice] = []
+        self.parked: list[tuple[int, int]] = []
+        """(stream, position) of slices that wait before the queue."""
         self.admitted = 0
         """Slices that came into the pool in this epoch."""
         self.index = 0
-        self.queue = self._order(epoch)
+        order = queue_order(
+            self._streams, kinds=self._table.kind_of, picks=self._picks, queue=self._settings.queue, key=self._queue_key, epoch=epoch, band=self.band
+        )  # fmt: skip
+        self.queue = [s for s in order if self.ahead.get(s, (epoch, 0))[0] <= epoch] if self.ahead else order
         self.picker = Picker(self._settings.pick_mode, self._pick_key)
         self._begun: LaneState | None = None
         """The lane as it is, if nothing was picked since the epoch began."""
 
-    def _order(self, epoch: int) -> list[int]:
-        order = queue_order(
-            self._streams, kinds=self._table.kind_of, picks=self._picks, queue=self._settings.queue, key=self._queue_key, epoch=epoch, band=self.band
-        )  # fmt: skip
-        if not self.ahead:
-            return order
-        return [s for s in order if self.ahead.get(s, (epoch, 0))[0] <= epoch]
-
     def _fill(self) -> None:
-        while len(self.slots) < self._settings.slots and (one := self._take()) is not None:
-            self.slots.append(self._admitted(one, self.picker.clock))
+        while len(self.slots) < self._settings.slots and (waiting := self._take()) is not None:
+            self.slots.append(self._admitted(*waiting, self.picker.clock))
 
-    def _take(self) -> Slice | None:
-        """The next slice that waits; None if none does."""
+    def _take(self) -> tuple[int, int] | None:
+        """(stream, position) of the next slice that waits; None if none does."""
         if self.parked:
             return self.parked.pop(0)
         if self.index == len(self.queue):
@@ -193,16 +188,14 @@ class LanePool:
         stream = self.queue[self.index]
         self.index += 1
         epoch, position = self.ahead.pop(stream, (self.epoch, 0))
-        return self._slice(stream, position if epoch == self.epoch else 0)
+        return stream, position if epoch == self.epoch else 0
 
-    def _slice(self, stream: int, position: int) -> Slice:
-        return Slice(stream=stream, end=self._table.rows[stream], position=position, per_pick=self._per_pick[stream])
-
-    def _admitted(self, one: Slice, entry: int) -> Slice:
+    def _admitted(self, stream: int, position: int, entry: int) -> Slice:
         """A slice that comes into the pool, at virtual time `entry`."""
-        one.entry = entry
-        one.phase = derive(self._phase_key, one.stream) >> (64 - UNIT_BITS)
-        one.ordinal = self.admitted
+        one = Slice(
+            stream, self._table.rows[stream], position, self._per_pick[stream], entry=entry, ordinal=self.admitted
+        )
+        one.phase = derive(self._phase_key, stream) >> (64 - UNIT_BITS)
         self.admitted += 1
         one.due = due_time(one)
         return one
@@ -215,7 +208,7 @@ class LanePool:
         return LaneState(
             epoch=self.epoch, index=self.index, band=self.band, clock=self.picker.clock, turn=self.picker.turn,
             streams=[one.stream for one in slots], positions=[one.position for one in slots], entries=[one.entry for one in slots],
-            last=[self.step] * len(slots), parked=[(one.stream, one.position) for one in self.parked], ahead=self.ahead.copy(),
+            last=[self.step] * len(slots), parked=self.parked.copy(), ahead=self.ahead.copy(),
         )  # fmt: skip
 
     def load(self, state: LaneState, *, step: int, drop: bool = False) -> Reshard:
@@ -231,34 +224,35 @@ class LanePool:
                 f"{len(state.entries)} entries, place {self.index} in a queue of {len(self.queue)}"
             )
         self.picker.clock = state.clock
-        surplus: list[Slice] = []
+        surplus: list[tuple[int, int]] = []
         for stream, position, entry in zip(state.streams, state.positions, state.entries, strict=True):
-            one = self._checked(stream, position)
+            self._check(stream, position)
             if len(self.slots) < self._settings.slots:
-                self.slots.append(self._admitted(one, entry))
+                self.slots.append(self._admitted(stream, position, entry))
             else:
-                surplus.append(one)
-        self.parked = [] if drop else list(surplus)
-        self.parked += [self._checked(stream, position) for stream, position in state.parked]
+                surplus.append((stream, position))
+        for stream, position in state.parked:
+            self._check(stream, position)
+        self.parked = ([] if drop else surplus) + state.parked
         self.picker.turn = state.turn
         self._fill()
         return Reshard(parked=0 if drop else len(surplus), dropped=len(surplus) if drop else 0)
 
-    def _checked(self, stream: Any, position: Any) -> Slice:
+    def _check(self, stream: Any, position: Any) -> None:
         if not (type(stream) is int and 0 <= stream < len(self._table)) or stream not in self._streams:
             raise CursorMismatch(f"the state has stream {stream!r} in lane {self.lane}, which does not read it")
         if type(position) is not int or not 0 <= position < self._table.rows[stream]:
             raise CursorMismatch(
                 f"the state stands at row {position!r} of {self._table.paths[stream]}, which has {self._table.rows[stream]:,}"
             )
-        return self._slice(stream, position)
 
     def progress(self) -> dict[int, tuple[int, int]]:
         """(epoch, row) of every stream's next row."""
         where = dict.fromkeys(self._streams, (self.epoch + 1, 0))
         where |= dict.fromkeys(self.queue[self.index :], (self.epoch, 0))
         where |= self.ahead
-        where |= {one.stream: (self.epoch, one.position) for one in (*self.slots, *self.parked)}
+        half_read = [(one.stream, one.position) for one in self.slots] + self.parked
+        where |= {stream: (self.epoch, position) for stream, position in half_read}
         return where
 
     def load_progress(self, where: Mapping[int, tuple[int, int]], *, step: int) -> None:
@@ -271,7 +265,7 @@ class LanePool:
             self.ahead[stream] = (epoch + 1, 0)
         self._start_epoch(epoch)
         self.step = step
-        self.parked = [self._slice(stream, mine[stream][1]) for stream in begun]
+        self.parked = [(stream, mine[stream][1]) for stream in begun]
         self._fill()
 
 
