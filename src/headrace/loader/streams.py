@@ -35,7 +35,7 @@ from headrace.metrics import Meter, MetricSpec, Reducer, default_meter
 from headrace.mix import BatchingMode, MixSettings, PickMode, Queue, Reshard, StreamTable
 from headrace.settings import LoaderSettings
 from headrace.sources.cell_hashes import record_name
-from headrace.sources.cells import CellOpener, Cells, registered_cells
+from headrace.sources.cells import CellOpener, Cells, cell_openers
 from headrace.sources.opened import cache_folder
 from headrace.sources.stream_files import Layout, StreamListing, list_streams
 
@@ -183,7 +183,7 @@ class StreamMixingDataset(IterableDataset):
         folder = records if records is not None else (cache or cache_folder()) / "records"
         self.streams = StreamDataset(
             listing=found, mix=mix, repeat=repeat, on_reshard=on_reshard, columns=wanted, group_key=group_key,
-            collate=collate or cells_to_tensors, readers={**registered_cells(), **(readers or {})}, num_workers=num_workers, cache=cache,
+            collate=collate or cells_to_tensors, readers=cell_openers(readers), num_workers=num_workers, cache=cache,
             records=folder / record_name(wanted, *where), meter=meter or default_meter(),
         )  # fmt: skip
         self.listing, self.settings, self.table = found, mix, self.streams.table

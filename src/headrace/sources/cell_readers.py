@@ -74,7 +74,7 @@ class CellReaders:
         self._deadline = deadline
         self._open: dict[int, CellFile] = {}
         self._coming: dict[int, Future[CellFile]] = {}
-        self._opener: ThreadPoolExecutor | None = None
+        self._opener = ThreadPoolExecutor(1, thread_name_prefix="headrace-open-ahead")  # starts no thread yet
 
     def read(self, stream: int, start: int, stop: int, *, dry: bool = False) -> Cells:
         """Return the cells of rows [start, stop) of a stream. `dry`: they are the last, so the file is closed."""
@@ -116,17 +116,12 @@ class CellReaders:
     def expect(self, streams: Sequence[int]) -> None:
         """Open these streams ahead, if they are not open yet."""
         for stream in streams:
-            if stream in self._open or stream in self._coming:
-                continue
-            if self._opener is None:
-                self._opener = ThreadPoolExecutor(1, thread_name_prefix="headrace-open-ahead")
-            self._coming[stream] = self._opener.submit(self._opened_ahead, stream)
+            if stream not in self._open and stream not in self._coming:
+                self._coming[stream] = self._opener.submit(self._opened_ahead, stream)
 
     def close(self) -> None:
-        if self._opener is not None:
-            with Wait("streams.close", meter=self._meter, deadline=self._deadline):  # for the file that is being opened
-                self._opener.shutdown(wait=True, cancel_futures=True)
-            self._opener = None
+        with Wait("streams.close", meter=self._meter, deadline=self._deadline):  # for the file that is being opened
+            self._opener.shutdown(wait=True, cancel_futures=True)
         for future in self._coming.values():
             if future.done() and not future.cancelled() and future.exception() is None:
                 future.result().close()

@@ -25,7 +25,7 @@ from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError
 from headrace.files import publish, read_json
 from headrace.formats.byte_file import patiently
 from headrace.order import file_fingerprint, fingerprint_json
-from headrace.sources.cells import CellOpener, cell_suffixes, open_cells
+from headrace.sources.cells import CellOpener, cell_openers, open_cells
 from headrace.sources.matching import matches
 from headrace.sources.opened import cache_folder
 
@@ -149,7 +149,7 @@ def _below(
     cache: Path | None,
 ) -> list[StreamFile]:
     what = f"streams {str(root)!r}"
-    suffixes = cell_suffixes(readers)
+    suffixes = tuple(cell_openers(readers))
     found = matches(str(root), base=base, suffixes=suffixes, allow_symlinks=allow_symlinks, what=what)
     folder = Path(found.root)
     if not (base / root).is_dir():
