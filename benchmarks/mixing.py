@@ -227,7 +227,7 @@ def throughput(folder: Path) -> None:
                 "the readers alone",
                 best["alone"] / 1e3,
                 "k/s",
-                ">= 0.8" if name == "inline" else "",
+                ">= 0.7" if name == "inline" else "",
             )
 
 

@@ -101,7 +101,7 @@ def test_the_global_order_is_the_same_for_any_number_of_workers_and_ranks(root):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_rows_that_are_read_together_are_cut_where_they_were_drawn(tmp_path, world):
-    """Files of more draws than are drawn in one go, beside one that ends early; each cell says who it is."""
+    """Files of more draws than are read in one go, beside one that ends early; each cell says who it is."""
     root = write_streams(tmp_path / "cells", {"atac": [9], "rna": [700, 611]})
     ranks = ranks_of(root, world, global_ranks=world, batch_size=3, num_streams_mixed=2)
     found = Counter()
@@ -117,7 +117,7 @@ def test_rows_that_are_read_together_are_cut_where_they_were_drawn(tmp_path, wor
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("mode", ["per_stream", "device_per_stream"])
 def test_who_asks_seldom_is_told_what_one_who_asks_at_every_step_is_told(tmp_path, mode, prefetch):
-    """Over several times as many batches as are drawn in one go, and files that end meanwhile."""
+    """Over many batches, and files that end meanwhile."""
     root = write_streams(tmp_path / "cells", {"atac": [9, 700], "rna": [700, 611, 40]})
     chosen = {"batching_mode": mode, "batch_size": {"atac": 3, "rna": 4}}
     with dataset(root, **chosen) as always, dataset(root, prefetch_batches=prefetch, **chosen) as seldom:

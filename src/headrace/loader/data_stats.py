@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from headrace.errors import ConfigError, CursorMismatch
+from headrace.loader.stream_metrics import for_modalities
 from headrace.metrics import Mean, Meter, MetricSpec, Reducer, Reduction, default_meter, register
 
 _KIND, _VERSION = "data_stats", 1
@@ -88,12 +89,7 @@ class DataStatsCollector:
 
     def metric_specs(self) -> tuple[MetricSpec, ...]:
         """Every key of `drain`."""
-        named = [
-            MetricSpec(f.key.replace("<modality>", m), f.reduction, f.with_max, f.unit, f.healthy, f.help)
-            for f in _FAMILIES
-            for m in self.modalities
-        ]
-        return (*_SCALARS, *named)
+        return (*_SCALARS, *for_modalities(_FAMILIES, self.modalities))
 
     def drain(self) -> dict[str, Any]:
         """This rank's window, cleared; {} if nothing was added since the last time."""

@@ -16,6 +16,7 @@ them to the sum, so a draw counts once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from headrace.metrics import MetricSpec, Reduction, register
 from headrace.mix import MixState, Snapshot
@@ -60,16 +61,12 @@ def without_counts(values: Mapping[str, float]) -> dict[str, float]:
 
 def stream_specs(modalities: Sequence[str]) -> tuple[MetricSpec, ...]:
     """The exact keys of a dataset, fixed from its manifest: ranks with another one are refused, not summed."""
-    return (
-        *_SCALARS,
-        *(
-            MetricSpec(
-                family.key.replace("<modality>", m), family.reduction, family.with_max, family.unit, None, family.help
-            )
-            for family in _FAMILIES
-            for m in modalities
-        ),
-    )
+    return (*_SCALARS, *for_modalities(_FAMILIES, modalities))
+
+
+def for_modalities(families: Sequence[MetricSpec], modalities: Sequence[str]) -> list[MetricSpec]:
+    """The members of families whose keys have a `<modality>`."""
+    return [replace(family, key=family.key.replace("<modality>", m)) for family in families for m in modalities]
 
 
 class PoolMetrics:

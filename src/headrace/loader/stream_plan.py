@@ -34,11 +34,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 KIND, VERSION = "stream_mixing", 1
-_AT_A_TIME = 64
-"""Draws made in one go: between two reads of half a megabyte the processor has forgotten the plan's code, and a draw costs three times as much."""
-_ROWS_AT_A_TIME = 1 << 16
-_READ_AT_ONCE, _KEPT = 1 << 20, 1 << 25
-"""Bytes that are worth one read, and bytes that all open files may keep: 16 batches of 64 KiB cost two thirds of 16 reads."""
+_UNITS_AT_ONCE, _UNITS_HELD = 8, 256
+"""Units of 64 to 128 KiB (sources.cell_hashes) that are worth one read, and that all open files may hold."""
 _RESERVED = ("stream_id", "row", "modality", "draw", "stream_epoch")
 
 
@@ -135,21 +132,29 @@ class StreamPlan(LoaderPlan[StreamState]):
     def start(self) -> StreamMaker:
         self.move_to(self.rank)
         self.ahead.load(self.state.mix)
-        data, deadline = self.data, self.settings.deadline
-        hashes = {"path": data.records, "files": data.listing.files, "accept": self._accept_changes}
-        given: dict[str, Any] = {
-            "columns": data.columns, "readers": data.readers, "rows": data.table.rows, "meter": self.meter, "deadline": deadline
+        data, files, world = self.data, self.data.listing.files, self.rank.world_size
+        # The rows after a rank's share of a draw are those of another rank.
+        shared = world > 1 and data.mix.batching_mode == "per_stream"
+        open_files = data.mix.slots * len(self._own)
+        options: dict[str, Any] = {
+            "columns": data.columns, "readers": data.readers,
+            "units_at_once": 1 if shared else max(1, min(_UNITS_AT_ONCE, _UNITS_HELD // open_files)),
         }  # fmt: skip
-        if data.num_workers and self.processes is None:
-            self.processes = CellProcesses(data.stream_paths, workers=data.num_workers, hashes=hashes, **given)
-        if not data.num_workers and self._hashes is None:
-            self._hashes = CellHashes(**hashes)
-        return StreamMaker(self, CellReaders(data.stream_paths, hashes=self._hashes, **given))
+        recorded = {"path": data.records, "accept": self._accept_changes}
+        waits: dict[str, Any] = {"meter": self.meter, "deadline": self.settings.deadline}
+        if data.num_workers:
+            if self.processes is None:
+                self.processes = CellProcesses(files, workers=data.num_workers, hashes=recorded, **waits, **options)
+            self.processes.forget()
+            return StreamMaker(self, None)
+        if self._hashes is None:
+            self._hashes = CellHashes(files=files, **recorded)
+        return StreamMaker(self, CellReaders(files, hashes=self._hashes, **waits, **options))
 
     def deliver(self, ready: tuple[_Read, Any]) -> Any:
         read, batch = ready
         self.state.mix.add(read.step)
-        if read.step.change is not None:
+        if read.step.draw.stream >= 0:
             self.state.rows[self.data.table.kind_of[read.stream]] += read.stop - read.start
         return batch
 
@@ -161,7 +166,7 @@ class StreamPlan(LoaderPlan[StreamState]):
         """Only per_stream has passes: lanes of device_per_stream begin their next epoch by themselves."""
         if self.data.mix.batching_mode != "per_stream":
             return
-        state, epoch = self.state, self.state.mix.lanes()[0].epoch
+        state, epoch = self.state, self.state.mix.lanes[0].epoch
         if number > epoch + 1 if state.ended else state.mix.index == 0 and number > epoch:
             over = {"epoch": number - 1, "queue_index": len(self.ahead.dealt[0]), "streams": [], "positions": []}
             self.ahead.load_body(state.mix.to_body() | {"lanes": [over]})
@@ -289,44 +294,34 @@ class _Read(NamedTuple):
     stream: int
     start: int
     stop: int
-    soon: Sequence[int]
-    """Streams that come into the pool next: their files are worth opening ahead."""
-    run: list[int]
-    """Where the rows end that draws drawn in one go take from this file, one after the other; the same list for all of them."""
-    added: dict[str, np.ndarray]
-    """Columns added to each row: its number, its stream, and its group where the file names none. Computed once for all rows of a read."""
-    tags: dict[str, Any]
-    """Values added to the batch."""
 
 
 class StreamMaker(BatchMaker):
     """Batches in the order of the plan that runs ahead."""
 
-    def __init__(self, plan: StreamPlan, files: CellReaders) -> None:
-        data, settings = plan.data, plan.settings
-        self._data, self._rank, self._plan, self._files = data, plan.rank, plan.ahead, files
-        self._processes = plan.processes
-        if self._processes is not None:
-            self._processes.forget()
+    def __init__(self, plan: StreamPlan, files: CellReaders | None) -> None:
+        """`files` are read in this process; None: by the plan's worker processes."""
+        data = plan.data
+        self._data, self._rank, self._plan, self._files, self._processes = (
+            data,
+            plan.rank,
+            plan.ahead,
+            files,
+            plan.processes,
+        )
         self._ahead_of = max(2, min(data.mix.slots, 8))
+        """How many of the files that come into a lane's pool next are opened ahead."""
         self._some_stream = next(s for s, n in enumerate(data.table.rows) if n)
-        self._rolls = data.mix.batching_mode == "device_per_stream"
-        self._soon: Sequence[int] = self._plan.lanes[
-            plan.ahead.lanes_of(plan.rank.rank, plan.rank.world_size)[0]
-        ].upcoming(self._ahead_of)
-        """Streams whose files are worth opening before the first read."""
+        self._shares = data.mix.batching_mode == "per_stream"
         self._reading: _Read | None = None
         """What is being read, or was read last."""
-        self._drawn: deque[_Read] = deque()
-        self._kept: dict[int, tuple[int, int, Cells]] = {}
-        """By stream, the rows [first, last) that were read in one go."""
-        self._at_once: dict[int, int] = {}
-        """By stream, how many rows are worth one read."""
-        self._share = min(_READ_AT_ONCE, _KEPT // (data.mix.slots * len(self._plan.lanes)))
         self._asked: deque[_Read] = deque()
         # Requests are small and few enough to fit into the pipe of a busy reader: asking never blocks.
-        self._depth = min((settings.prefetch_batches + 1) * max(data.num_workers, 1), 256)
+        self._depth = min((plan.settings.prefetch_batches + 1) * data.num_workers, 256) if files is None else 1
         self._checked: set[int] = set()
+        if files is not None:
+            for lane in self._plan.lanes_of(plan.rank.rank, plan.rank.world_size):
+                files.expect(self._plan.lanes[lane].upcoming(self._ahead_of))
 
     def explained(self, error: DeadlineExceeded) -> DeadlineExceeded:
         """The error with the file and rows that are being read, unless it names the file itself."""
@@ -336,109 +331,61 @@ class StreamMaker(BatchMaker):
         return DeadlineExceeded(f"{error} It is reading {rows_text(path, read.start, read.stop)}.")
 
     def close(self) -> None:
-        self._files.close()
+        if self._files is not None:
+            self._files.close()
 
     def make_next(self) -> tuple[_Read, Any] | None:
-        if self._processes is None:
-            if not self._drawn and not self._draw_ahead():
-                return None
-            read = self._reading = self._drawn.popleft()
-            stream = read.stream
-            if read.soon:
-                self._files.expect(read.soon)
-            alone = self._at_once.get(stream) == 0
-            cells = self._files.read(stream, read.start, read.stop) if alone else self._cells(read)
-            if read.step.draw.dry:
-                self._files.release(stream)
-                self._kept.pop(stream, None)
-            return read, self._batch(read, cells)
-        while len(self._asked) < self._depth and (self._drawn or self._draw_ahead()):
-            read = self._drawn.popleft()
-            draw = read.step.draw
-            self._processes.ask(
-                worker_of(draw, self._data.num_workers), read.stream, read.start, read.stop, dry=draw.dry
-            )
+        while len(self._asked) < self._depth and (read := self._next_read()) is not None:
             self._asked.append(read)
         if not self._asked:
             return None
         read = self._reading = self._asked.popleft()
-        return read, self._batch(read, self._processes.answer())
-
-    def _cells(self, read: _Read) -> Cells:
-        """The rows of a draw. Small ones are read together with those that follow them in their file, and cut."""
-        stream, start, stop = read.stream, read.start, read.stop
-        kept = self._kept.get(stream)
-        if kept is not None and kept[0] <= start and stop <= kept[1]:
-            first, last, held = kept
+        if self._files is not None:
+            cells = self._files.read(read.stream, read.start, read.stop, dry=read.step.draw.dry)
         else:
-            first, last = start, min(read.run[0], start + self._at_once.get(stream, 0))
-            if last <= stop:
-                cells = self._files.read(stream, start, stop)
-                if stream not in self._at_once:
-                    self._at_once[stream] = _rows_at_once(cells, stop - start, self._share)
-                return cells
-            held = self._files.read(stream, start, last)
-            self._kept[stream] = (start, last, held)
-        return {name: column[start - first : stop - first] for name, column in held.items()}
+            assert self._processes is not None
+            cells = self._processes.answer()
+        return read, self._batch(read, cells)
 
-    def _draw_ahead(self) -> int:
-        """Have the plan say what comes next, many at a time; how many, 0 at the end."""
-        plan, rank, world, kinds = self._plan, self._rank.rank, self._rank.world_size, self._data.table.modalities
-        soon, self._soon = self._soon, ()
-        drawn: list[_Read] = []
-        runs: dict[int, list[int]] = {}
-        rows = 0
-        while len(drawn) < _AT_A_TIME and rows < _ROWS_AT_A_TIME:
-            if plan.over:
-                if not self._data.repeat:
-                    break
-                plan.next_epoch()
-            step = plan.next_step(rank, world)
-            draw = step.draw
-            stream, start, stop = draw.stream, draw.start, draw.stop
-            if world > 1 and not self._rolls:
-                start, stop = rank_share(start, stop, rank, world)
-            if draw.dry:
-                soon = plan.lanes[draw.lane].upcoming(self._ahead_of)
-            run = runs.get(stream)
-            if run is None or run[0] != start:
-                run = runs[stream] = [stop]
-            else:
-                run[0] = stop
-            tags = {"modality": kinds[stream] if stream >= 0 else "", "draw": draw.index, "stream_epoch": draw.epoch}
-            drawn.append(_Read(step, stream if stream >= 0 else self._some_stream, start, stop, soon, run, {}, tags))
-            rows += stop - start
-            soon = ()
-        if drawn:
-            streams, starts, ends = np.array([(r.step.draw.stream, r.start, r.stop) for r in drawn], dtype=np.int64).T
-            sizes = ends - starts
-            ids = np.repeat(streams, sizes)
-            at = np.arange(rows, dtype=np.int64) + np.repeat(ends - np.cumsum(sizes), sizes)
-            groups = (ids << 32) + at
-            first = 0
-            for read in drawn:
-                last = first + read.stop - read.start
-                added = read.added
-                added["group_id"], added["stream_id"], added["row"] = (
-                    groups[first:last],
-                    ids[first:last],
-                    at[first:last],
-                )
-                first = last
-            self._drawn.extend(drawn)
-        return len(drawn)
+    def _next_read(self) -> _Read | None:
+        """What the plan says comes next, asked of the worker processes if there are any; None at the end."""
+        plan, rank = self._plan, self._rank
+        if plan.over:
+            if not self._data.repeat:
+                return None
+            plan.next_epoch()
+        step = plan.next_step(rank.rank, rank.world_size)
+        draw = step.draw
+        start, stop = draw.start, draw.stop
+        if self._shares:
+            start, stop = rank_share(start, stop, rank.rank, rank.world_size)
+        read = _Read(step, draw.stream if draw.stream >= 0 else self._some_stream, start, stop)
+        if self._files is None:
+            assert self._processes is not None
+            self._processes.ask(
+                worker_of(draw, self._data.num_workers), read.stream, read.start, read.stop, dry=draw.dry
+            )
+        elif draw.dry:
+            self._files.expect(plan.lanes[draw.lane].upcoming(self._ahead_of))
+        return read
 
     def _batch(self, read: _Read, cells: Cells) -> Any:
-        data, stream = self._data, read.step.draw.stream
+        data, draw = self._data, read.step.draw
+        stream = draw.stream
         if stream not in self._checked:
             self._refuse_reserved(stream, cells)
+        rows = np.arange(read.start, read.stop, dtype=np.int64)
         groups = cells.get(data.group_key)
-        cells = {**cells, **read.added}  # a new dict: a reader may keep its own
-        if groups is not None:
-            cells["group_id"] = _group_ids(data, stream, groups)
+        cells = {
+            **cells,
+            "group_id": (stream << 32) + rows if groups is None else _group_ids(data, stream, groups),
+            "stream_id": np.full(len(rows), stream, dtype=np.int64),
+            "row": rows,
+        }
         batch = data.collate(cells)
         if isinstance(batch, dict):
-            batch.update(read.tags)
+            modality = data.table.modalities[stream] if stream >= 0 else ""
+            batch.update(modality=modality, draw=draw.index, stream_epoch=draw.epoch)
         return batch
 
     def _refuse_reserved(self, stream: int, cells: Cells) -> None:
@@ -449,14 +396,6 @@ class StreamMaker(BatchMaker):
                     "with columns=."
                 )
         self._checked.add(stream)
-
-
-def _rows_at_once(cells: Cells, rows: int, share: int) -> int:
-    """How many rows of a file make `share` bytes, judged by some of them; 0 if that cannot be known, or is less than four times the rows."""
-    if not rows or any(column.dtype == object for column in cells.values()):
-        return 0
-    worth = share * rows // max(1, sum(column.nbytes for column in cells.values()))
-    return worth if worth >= 4 * rows else 0
 
 
 def _group_ids(data: StreamDataset, stream: int, column: np.ndarray) -> np.ndarray:

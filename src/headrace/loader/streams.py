@@ -35,7 +35,7 @@ from headrace.metrics import Meter, MetricSpec, Reducer, default_meter
 from headrace.mix import BatchingMode, MixSettings, PickMode, Queue, Reshard, StreamTable
 from headrace.settings import LoaderSettings
 from headrace.sources.cell_hashes import record_name
-from headrace.sources.cells import CellOpener, Cells, registered_cells
+from headrace.sources.cells import CellOpener, Cells, cell_openers
 from headrace.sources.opened import cache_folder
 from headrace.sources.stream_files import Layout, StreamListing, list_streams
 
@@ -66,50 +66,36 @@ def cells_to_tensors(cells: Cells) -> dict[str, Any]:
     return batch
 
 
+@dataclass(kw_only=True)
 class StreamDataset:
-    """Files of cells, how they are mixed and how they are read. Holds no position; several loaders may share one."""
+    """Files of cells, how they are mixed and how they are read. Holds no position; several loaders may share one.
 
-    def __init__(
-        self,
-        listing: StreamListing,
-        mix: MixSettings,
-        *,
-        repeat: bool = False,
-        on_reshard: Literal["park", "drop"] = "park",
-        columns: Sequence[str] | None = None,
-        group_key: str = "group_id",
-        collate: Collate | None = None,
-        readers: Mapping[str, CellOpener] | None = None,
-        num_workers: int = 0,
-        cache: Path | None = None,
-        records: Path | None = None,
-        meter: Meter | None = None,
-    ) -> None:
-        """The arguments are those of `StreamMixingDataset`."""
-        problems = [
-            f"{name} must be {wanted}, got {value!r}"
-            for name, value, wanted, holds in (
-                ("on_reshard", on_reshard, "park or drop", on_reshard in ("park", "drop")),
-                ("num_workers", num_workers, "between 0 and 256", 0 <= num_workers <= 256),
-            )
-            if not holds
-        ]
+    The fields are the arguments of `StreamMixingDataset`, except `records`: the file of content hashes of the rows that were read.
+    """
+
+    listing: StreamListing
+    mix: MixSettings
+    repeat: bool
+    on_reshard: Literal["park", "drop"]
+    columns: Sequence[str] | None
+    group_key: str
+    collate: Collate
+    readers: Mapping[str, CellOpener]
+    num_workers: int
+    cache: Path | None
+    records: Path
+    meter: Meter
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.on_reshard not in ("park", "drop"):
+            problems.append(f"on_reshard must be park or drop, got {self.on_reshard!r}")
+        if not 0 <= self.num_workers <= 256:
+            problems.append(f"num_workers must be between 0 and 256, got {self.num_workers!r}")
         if problems:
             raise ConfigError(problems)
-        self.listing, self.mix, self.table = listing, mix, table_of(listing)
-        self.stream_paths = [file.path for file in listing.files]
-        self.repeat, self.on_reshard = repeat, on_reshard
-        self.columns = None if columns is None else list(dict.fromkeys(columns))
-        self.group_key = group_key
-        self.collate = collate if collate is not None else cells_to_tensors
-        self.readers = {**registered_cells(), **(readers or {})}
-        self.num_workers = num_workers
-        self.cache = cache
-        where = [] if records is not None else [str(Path(path).parent) for path in self.stream_paths]
-        folder = records if records is not None else (cache or cache_folder()) / "records"
-        self.records = folder / record_name(self.columns, *dict.fromkeys(where))
-        """The file of content hashes of the rows that were read."""
-        self.meter = meter if meter is not None else default_meter()
+        self.table = table_of(self.listing)
+        self.stream_paths = [file.path for file in self.listing.files]
 
 
 def table_of(listing: StreamListing) -> StreamTable:
@@ -177,7 +163,7 @@ class StreamMixingDataset(IterableDataset):
         the rows that were read, as a rule the run's own; without it they lie in the cache and hold for this place on this machine.
         """
         found = listing if listing is not None else list_streams(
-            roots, layout=layout, base=base, readers={**registered_cells(), **(readers or {})}, allow_symlinks=allow_symlinks, cache=cache
+            roots, layout=layout, base=base, readers=readers, allow_symlinks=allow_symlinks, cache=cache
         )  # fmt: skip
         self.layout = layout
         kinds = table_of(found).kinds
@@ -192,9 +178,13 @@ class StreamMixingDataset(IterableDataset):
             batch_size=sizes, slots=num_streams_mixed, seed=seed, queue=queue, pick_mode=pick_mode, batching_mode=batching_mode,
             global_ranks=global_ranks, lanes=(lanes or global_ranks) if rolls else lanes or 1,
         )  # fmt: skip
+        wanted = None if columns is None else list(dict.fromkeys(columns))
+        where = [] if records is not None else dict.fromkeys(str(Path(file.path).parent) for file in found.files)
+        folder = records if records is not None else (cache or cache_folder()) / "records"
         self.streams = StreamDataset(
-            found, mix, repeat=repeat, on_reshard=on_reshard, columns=columns, group_key=group_key, collate=collate, readers=readers,
-            num_workers=num_workers, cache=cache, records=records, meter=meter,
+            listing=found, mix=mix, repeat=repeat, on_reshard=on_reshard, columns=wanted, group_key=group_key,
+            collate=collate or cells_to_tensors, readers=cell_openers(readers), num_workers=num_workers, cache=cache,
+            records=folder / record_name(wanted, *where), meter=meter or default_meter(),
         )  # fmt: skip
         self.listing, self.settings, self.table = found, mix, self.streams.table
         self.stream_paths = self.streams.stream_paths
@@ -257,7 +247,7 @@ class StreamMixingDataset(IterableDataset):
     @property
     def epoch(self) -> int:
         """The epoch of per_stream; of device_per_stream that of the lane furthest behind."""
-        return min(lane.epoch for lane in self._plan.mix().lanes())
+        return min(lane.epoch for lane in self._plan.mix().lanes)
 
     @property
     def delivered(self) -> int:
@@ -277,7 +267,7 @@ class StreamMixingDataset(IterableDataset):
     @property
     def active(self) -> list[StreamReader]:
         """The slices in the pools of this rank, slot by slot."""
-        lanes, plan, rows = self._plan.mix().lanes(), self._plan.ahead, self.table.rows
+        lanes, plan, rows = self._plan.mix().lanes, self._plan.ahead, self.table.rows
         return [
             StreamReader(
                 stream_id=stream, path=self.stream_paths[stream], slice_start=0, slice_end=rows[stream], position=position,

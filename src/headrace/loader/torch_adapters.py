@@ -371,22 +371,15 @@ def attach_to_trainer(trainer: Any, *, columns: Sequence[str] = ("input_ids", "l
     _check_trainer(trainer, dataset)
     trainer.args.ignore_data_skip = True
     pin = bool(trainer.args.dataloader_pin_memory) and torch.cuda.is_available()
+
+    def pick(batch: Any) -> dict[str, Any]:
+        return {name: batch[name] for name in columns}
+
     # A generator of its own: iter() draws a seed, and from the global one it would do so after a resume has restored that,
     # which would change dropout for the rest of the run.
-    pick: Any = _Columns(columns)
     loader = DataLoader(dataset, batch_size=None, collate_fn=pick, pin_memory=pin, generator=torch.Generator())
     trainer.get_train_dataloader = lambda: loader
     trainer.add_callback(_position_callback(dataset))
-
-
-class _Columns:
-    """Picks fields of a batch."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
-
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: batch[name] for name in self._names}
 
 
 def _check_trainer(trainer: Any, dataset: Any) -> None:
@@ -454,9 +447,7 @@ def _position_callback(dataset: TorchDataset) -> Any:
             if control.should_save or control.should_evaluate:
                 self._gather()
 
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if control.should_save or control.should_evaluate:
-                self._gather()
+        on_epoch_end = on_step_end
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if self.step != dataset.loader.step:

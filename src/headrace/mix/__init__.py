@@ -16,8 +16,8 @@ plan        all of it together: the next draw, and the state after the delivered
 from headrace.mix.deal import Deal, Span
 from headrace.mix.interleave import LaneMix, fixed_point, lane_weight_factors, starting_credits
 from headrace.mix.pick import PICK_MODES, PickMode
-from headrace.mix.plan import BATCHING_MODES, BatchingMode, MixPlan, MixSettings, MixState, PlanStep, Reshard, worker_of
-from headrace.mix.pool import Draw, LaneState, Slice, Snapshot
+from headrace.mix.plan import BATCHING_MODES, BatchingMode, MixPlan, MixSettings, MixState, Reshard, worker_of
+from headrace.mix.pool import Draw, LaneState, PlanStep, Slice, Snapshot
 from headrace.mix.queue import QUEUES, Queue
 from headrace.mix.strata import BALANCES, Balance, Strata, held_out
 from headrace.mix.streams import StreamTable, rank_share

@@ -48,22 +48,22 @@ class Picker:
         self.turn = 0
         """The slot that is picked next; it moves in mode round_robin only."""
 
-    def choose(self, slots: list[Slice], step: int) -> Slice:
-        """The slice that gives the lane's draw number `step`."""
+    def choose(self, slots: list[Slice], step: int) -> int:
+        """The slot whose slice gives the lane's draw number `step`."""
         if self.mode == "proportional":
             one = min(slots, key=_earliest)
             self.clock = one.due
-            return one
+            return slots.index(one)
         if self.mode == "weighted":
             ends = list(itertools.accumulate(one.remaining for one in slots))
-            return slots[bisect.bisect(ends, derive(self.key, step) % ends[-1])]
+            return bisect.bisect(ends, derive(self.key, step) % ends[-1])
         if self.mode == "uniform":
-            return slots[derive(self.key, step) % len(slots)]
+            return derive(self.key, step) % len(slots)
         if self.mode == "round_robin":
             if self.turn >= len(slots):
                 self.turn = 0
-            return slots[self.turn]
-        return slots[0]
+            return self.turn
+        return 0
 
     def pass_on(self, slot: int) -> None:
         """The slot that was picked still holds a slice, the same one or its successor."""

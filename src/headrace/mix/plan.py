@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from headrace.errors import ConfigError, CursorMismatch
 from headrace.mix.pick import PICK_MODES, UNIT_BITS, Picker, PickMode, due_time, promised_shares
-from headrace.mix.pool import Draw, LaneState, PoolChange, Slice, Snapshot
+from headrace.mix.pool import Draw, LaneState, PlanStep, Slice, Snapshot
 from headrace.mix.queue import QUEUES, Queue, queue_order
 from headrace.mix.streams import StreamTable, dealt_to_lanes, picks_of
 from headrace.order import derive, key
@@ -94,14 +94,10 @@ class MixSettings:
 class LanePool:
     """One lane: its queue, its pool and its picks. `step` counts the lane's picks over all epochs."""
 
-    def __init__(
-        self, table: StreamTable, streams: Sequence[int], *, per_pick: Sequence[int], settings: MixSettings, lane: int
-    ) -> None:
-        self._table = table
-        self._streams = streams
-        self._per_pick = per_pick
-        self._picks = [picks_of(n, g) for n, g in zip(table.rows, per_pick, strict=True)]
-        self._settings = settings
+    def __init__(self, plan: MixPlan, lane: int) -> None:
+        settings = self._settings = plan.settings
+        self._table, self._streams = plan.table, plan.dealt[lane]
+        self._per_pick, self._picks = plan.per_pick, plan.picks
         self._queue_key = key("stream.queue", seed=settings.seed, lane=lane)
         self._pick_key = key("stream.pick", seed=settings.seed, lane=lane)
         self.lane = lane
@@ -130,29 +126,33 @@ class LanePool:
         self._fill()
         self._begun = self.state()
 
-    def pick(self, index: int) -> tuple[Draw, PoolChange]:
-        """Draw `index`, from the slice whose turn it is. Refills the slot at once if the slice ends."""
+    def pick(self, index: int, after: int) -> PlanStep:
+        """Draw `index`, from the slice whose turn it is. Refills the slot at once if the slice ends. `after`: `PlanStep.index`."""
         picker = self.picker
-        one = picker.choose(self.slots, self.step)
+        slot = picker.choose(self.slots, self.step)
+        one = self.slots[slot]
         self.step += 1
-        start = one.position
-        one.remaining -= 1
         begun, self._begun = self._begun, None
+        start, incoming = one.position, None
+        one.remaining -= 1
         if one.remaining:
-            stop = one.position = start + one.per_pick
+            one.position += one.per_pick
             one.due = due_time(one)
-            picker.pass_on(one.slot)
-            draw = Draw(index, self.lane, one.stream, start, stop, one.ordinal, False, self.epoch)
-            return draw, PoolChange(one.slot, picker.clock, picker.turn, None, begun)
-        stop = one.position = one.end
-        slot, following = one.slot, self._replace(one)
-        incoming = None if following is None else (following.stream, following.position)
-        draw = Draw(index, self.lane, one.stream, start, stop, one.ordinal, True, self.epoch)
-        return draw, PoolChange(slot, picker.clock, picker.turn, incoming, begun)
+            picker.pass_on(slot)
+        else:
+            one.position = one.end
+            incoming = self._take()
+            if incoming is None:
+                del self.slots[slot]
+            else:
+                self.slots[slot] = self._admitted(*incoming, picker.clock)
+                picker.pass_on(slot)
+        draw = Draw(index, self.lane, one.stream, start, one.position, one.ordinal, not one.remaining, self.epoch)
+        return PlanStep(draw, after, slot, picker.clock, picker.turn, incoming, begun)
 
     def upcoming(self, count: int) -> list[int]:
         """The streams that come into the pool next, as far as this epoch has them: worth opening ahead."""
-        parked = [one.stream for one in self.parked[:count]]
+        parked = [stream for stream, _ in self.parked[:count]]
         return parked + self.queue[self.index : self.index + count - len(parked)]
 
     # ------------------------------------------------------------------------------------------- the pool
@@ -162,31 +162,25 @@ class LanePool:
         self._phase_key = derive(self._pick_key, ~epoch)
         self.band = band or self._settings.slots
         self.slots: list[Slice] = []
-        self.parked: list[Slice] = []
+        self.parked: list[tuple[int, int]] = []
+        """(stream, position) of slices that wait before the queue."""
         self.admitted = 0
         """Slices that came into the pool in this epoch."""
         self.index = 0
-        self.queue = self._order(epoch)
+        order = queue_order(
+            self._streams, kinds=self._table.kind_of, picks=self._picks, queue=self._settings.queue, key=self._queue_key, epoch=epoch, band=self.band
+        )  # fmt: skip
+        self.queue = [s for s in order if self.ahead.get(s, (epoch, 0))[0] <= epoch] if self.ahead else order
         self.picker = Picker(self._settings.pick_mode, self._pick_key)
         self._begun: LaneState | None = None
         """The lane as it is, if nothing was picked since the epoch began."""
 
-    def _order(self, epoch: int) -> list[int]:
-        order = queue_order(
-            self._streams, kinds=self._table.kind_of, picks=self._picks, queue=self._settings.queue, key=self._queue_key, epoch=epoch, band=self.band
-        )  # fmt: skip
-        if not self.ahead:
-            return order
-        return [s for s in order if self.ahead.get(s, (epoch, 0))[0] <= epoch]
-
     def _fill(self) -> None:
-        while len(self.slots) < self._settings.slots and (one := self._take()) is not None:
-            one.slot = len(self.slots)
-            self.slots.append(one)
-            self._admit(one)
+        while len(self.slots) < self._settings.slots and (waiting := self._take()) is not None:
+            self.slots.append(self._admitted(*waiting, self.picker.clock))
 
-    def _take(self) -> Slice | None:
-        """The next slice that waits; None if none does."""
+    def _take(self) -> tuple[int, int] | None:
+        """(stream, position) of the next slice that waits; None if none does."""
         if self.parked:
             return self.parked.pop(0)
         if self.index == len(self.queue):
@@ -194,32 +188,17 @@ class LanePool:
         stream = self.queue[self.index]
         self.index += 1
         epoch, position = self.ahead.pop(stream, (self.epoch, 0))
-        return self._slice(stream, position if epoch == self.epoch else 0)
+        return stream, position if epoch == self.epoch else 0
 
-    def _slice(self, stream: int, position: int) -> Slice:
-        return Slice(stream=stream, end=self._table.rows[stream], position=position, per_pick=self._per_pick[stream])
-
-    def _admit(self, one: Slice, entry: int | None = None) -> None:
-        one.entry = self.picker.clock if entry is None else entry
-        one.phase = derive(self._phase_key, one.stream) >> (64 - UNIT_BITS)
-        one.ordinal = self.admitted
+    def _admitted(self, stream: int, position: int, entry: int) -> Slice:
+        """A slice that comes into the pool, at virtual time `entry`."""
+        one = Slice(
+            stream, self._table.rows[stream], position, self._per_pick[stream], entry=entry, ordinal=self.admitted
+        )
+        one.phase = derive(self._phase_key, stream) >> (64 - UNIT_BITS)
         self.admitted += 1
         one.due = due_time(one)
-
-    def _replace(self, dry: Slice) -> Slice | None:
-        """Give the slot of a dry slice to the next that waits, which is returned; None: the pool has a slot less."""
-        slot = dry.slot
-        following = self._take()
-        if following is not None:
-            following.slot = slot
-            self.slots[slot] = following
-            self._admit(following)
-            self.picker.pass_on(slot)
-            return following
-        del self.slots[slot]
-        for one in self.slots[slot:]:
-            one.slot -= 1
-        return None
+        return one
 
     # ---------------------------------------------------------------------------------------------- state
 
@@ -229,7 +208,7 @@ class LanePool:
         return LaneState(
             epoch=self.epoch, index=self.index, band=self.band, clock=self.picker.clock, turn=self.picker.turn,
             streams=[one.stream for one in slots], positions=[one.position for one in slots], entries=[one.entry for one in slots],
-            last=[self.step] * len(slots), parked=[(one.stream, one.position) for one in self.parked], ahead=self.ahead.copy(),
+            last=[self.step] * len(slots), parked=self.parked.copy(), ahead=self.ahead.copy(),
         )  # fmt: skip
 
     def load(self, state: LaneState, *, step: int, drop: bool = False) -> Reshard:
@@ -245,36 +224,35 @@ class LanePool:
                 f"{len(state.entries)} entries, place {self.index} in a queue of {len(self.queue)}"
             )
         self.picker.clock = state.clock
-        surplus: list[Slice] = []
+        surplus: list[tuple[int, int]] = []
         for stream, position, entry in zip(state.streams, state.positions, state.entries, strict=True):
-            one = self._checked(stream, position)
-            if len(self.slots) == self._settings.slots:
-                surplus.append(one)
-                continue
-            one.slot = len(self.slots)
-            self.slots.append(one)
-            self._admit(one, entry)
-        self.parked = [] if drop else list(surplus)
-        self.parked += [self._checked(stream, position) for stream, position in state.parked]
+            self._check(stream, position)
+            if len(self.slots) < self._settings.slots:
+                self.slots.append(self._admitted(stream, position, entry))
+            else:
+                surplus.append((stream, position))
+        for stream, position in state.parked:
+            self._check(stream, position)
+        self.parked = ([] if drop else surplus) + state.parked
         self.picker.turn = state.turn
         self._fill()
         return Reshard(parked=0 if drop else len(surplus), dropped=len(surplus) if drop else 0)
 
-    def _checked(self, stream: Any, position: Any) -> Slice:
+    def _check(self, stream: Any, position: Any) -> None:
         if not (type(stream) is int and 0 <= stream < len(self._table)) or stream not in self._streams:
             raise CursorMismatch(f"the state has stream {stream!r} in lane {self.lane}, which does not read it")
         if type(position) is not int or not 0 <= position < self._table.rows[stream]:
             raise CursorMismatch(
                 f"the state stands at row {position!r} of {self._table.paths[stream]}, which has {self._table.rows[stream]:,}"
             )
-        return self._slice(stream, position)
 
     def progress(self) -> dict[int, tuple[int, int]]:
         """(epoch, row) of every stream's next row."""
         where = dict.fromkeys(self._streams, (self.epoch + 1, 0))
         where |= dict.fromkeys(self.queue[self.index :], (self.epoch, 0))
         where |= self.ahead
-        where |= {one.stream: (self.epoch, one.position) for one in (*self.slots, *self.parked)}
+        half_read = [(one.stream, one.position) for one in self.slots] + self.parked
+        where |= {stream: (self.epoch, position) for stream, position in half_read}
         return where
 
     def load_progress(self, where: Mapping[int, tuple[int, int]], *, step: int) -> None:
@@ -287,18 +265,8 @@ class LanePool:
             self.ahead[stream] = (epoch + 1, 0)
         self._start_epoch(epoch)
         self.step = step
-        self.parked = [self._slice(stream, mine[stream][1]) for stream in begun]
+        self.parked = [(stream, mine[stream][1]) for stream in begun]
         self._fill()
-
-
-class PlanStep(NamedTuple):
-    """One draw of a plan, and what it changed."""
-
-    draw: Draw
-    change: PoolChange | None
-    """None: the lane has no streams."""
-    index: int
-    """Draws of all ranks, this one and those that belong to the same step included."""
 
 
 class MixPlan:
@@ -308,14 +276,12 @@ class MixPlan:
         self.table = table
         self.settings = settings
         self.per_pick = table.rows_per_pick(settings.batch_size, settings.rows_factor)
-        self.picks = table.picks(settings.batch_size, settings.rows_factor)
+        self.picks = tuple(map(picks_of, table.rows, self.per_pick))
+        """How many picks each stream lasts."""
         self.index = 0
         """The next draw."""
         self.dealt = dealt_to_lanes(self.picks, settings.lanes)
-        self.lanes = [
-            LanePool(table, streams, per_pick=self.per_pick, settings=settings, lane=lane)
-            for lane, streams in enumerate(self.dealt)
-        ]
+        self.lanes = [LanePool(self, lane) for lane in range(settings.lanes)]
         self._rolls = settings.batching_mode == "device_per_stream"
 
     @property
@@ -337,24 +303,20 @@ class MixPlan:
         The lanes of other ranks are left where they are: see `catch_up`. IndexError at the end of an epoch.
         """
         if not self._rolls:
-            index = self.index
-            self.index = index + 1
-            draw, change = self._draw(self.lanes[0], index)
-            return PlanStep(draw, change, self.index)
+            rank, world_size = 0, 1
         index = self.index + (rank - self.index) % world_size
         self.index += world_size
-        draw, change = self._draw(self.lanes[index % len(self.lanes)], index)
-        return PlanStep(draw, change, self.index)
+        return self._draw(self.lanes[index % len(self.lanes)], index)
 
-    def _draw(self, pool: LanePool, index: int) -> tuple[Draw, PoolChange | None]:
+    def _draw(self, pool: LanePool, index: int) -> PlanStep:
         if not pool.slots:
             if not self._rolls:
                 raise IndexError(f"epoch {pool.epoch} has ended")
             if not pool:
                 pool.step += 1
-                return Draw(index, pool.lane, -1, 0, 0, 0, False), None
+                return PlanStep(Draw(index, pool.lane, -1, 0, 0, 0, False), self.index)
             pool.next_epoch()
-        return pool.pick(index)
+        return pool.pick(index, self.index)
 
     def catch_up(self, index: int, but: Collection[int] = ()) -> list[LanePool]:
         """Bring lanes, all but some, to where the draws before `index` of all ranks have brought them; those that moved."""
@@ -380,9 +342,7 @@ class MixPlan:
 
     def load(self, state: MixState) -> None:
         """Continue after the draws that were delivered."""
-        self.index = state.index
-        for pool, lane in zip(self.lanes, state.lanes(), strict=True):
-            pool.load(lane, step=lane_steps(pool.lane, len(self.lanes), state.index))
+        self._load(state.index, state.lanes)
 
     def load_body(self, body: Mapping[str, Any], *, drop: bool = False) -> Reshard:
         """Continue from a saved position, on any number of slots and lanes. `drop`: slices without a slot are dropped, not parked."""
@@ -392,12 +352,15 @@ class MixPlan:
                 raise ValueError(f"draw {index}, {slots} slots, {len(saved)} lanes")
             if len(saved) != len(self.lanes):
                 return self._load_other_lanes(index, slots, saved)
-            moved = []
-            for pool, one in zip(self.lanes, saved, strict=True):
-                step = lane_steps(pool.lane, len(self.lanes), index)
-                moved.append(pool.load(LaneState.from_body(one, slots=slots, step=step), step=step, drop=drop))
+            return self._load(index, [LaneState.from_body(lane, slots=slots) for lane in saved], drop=drop)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CursorMismatch(f"the state is not one of a stream plan: {type(error).__name__} {error}") from error
+
+    def _load(self, index: int, lanes: Sequence[LaneState], *, drop: bool = False) -> Reshard:
+        moved = [
+            pool.load(lane, step=lane_steps(pool.lane, len(self.lanes), index), drop=drop)
+            for pool, lane in zip(self.lanes, lanes, strict=True)
+        ]
         self.index = index
         return Reshard(*(sum(column) for column in zip(*moved, strict=True)))
 
@@ -416,8 +379,7 @@ class MixPlan:
 class MixState:
     """The lanes after the draws that were delivered. The plan itself may have run ahead.
 
-    Each draw changes a few numbers, which travel with it (`PlanStep`). The last draw of a lane is applied when the next one comes or the state is
-    asked for, because the metrics show the pool as it was before that draw.
+    Each draw changes a few numbers, which travel with it (`PlanStep`).
     """
 
     def __init__(self, plan: MixPlan) -> None:
@@ -426,73 +388,57 @@ class MixState:
         self._shares = promised_shares(plan.settings.pick_mode, plan.picks)
         self.index = plan.index
         """Draws delivered, by all ranks."""
-        self._lanes = [pool.state() for pool in plan.lanes]
-        self._last: dict[int, PlanStep] = {}
-        """By lane, the last draw, if `_lanes` holds the lane before it."""
-        self._snapshots: dict[int, Snapshot] = {}
-        """By lane, the pool at the last draw that was applied."""
+        self.lanes = [pool.state() for pool in plan.lanes]
+        """Of device_per_stream the lanes of other ranks are where `catch_up` left them."""
+        self._last: dict[int, tuple[PlanStep, LaneState]] = {}
+        """By lane, the last draw and the lane after it, which stays as it is when `lanes` gets another one: that of the next epoch."""
         self.exhausted = 0
         """Slices that ran dry by being read."""
         self.picks_by_kind = [0] * len(plan.table.kinds)
 
     def add(self, step: PlanStep) -> None:
         """The batch of this draw was delivered."""
-        draw, change, self.index = step
-        if change is None:
+        draw, self.index = step.draw, step.index
+        if draw.stream < 0:
             return
-        lane = draw.lane
-        if lane in self._last:
-            self._apply_last(lane)
-        if change.begun is not None:
-            self._lanes[lane] = change.begun
-        self._last[lane] = step
+        if step.begun is not None:
+            self.lanes[draw.lane] = step.begun
+        lane = self.lanes[draw.lane]
+        lane.advance(step, self._number(draw))
+        self._last[draw.lane] = step, lane
         self.exhausted += draw.dry
         self.picks_by_kind[self._table.kind_of[draw.stream]] += 1
-
-    def lanes(self) -> list[LaneState]:
-        """Every lane. Of device_per_stream those of other ranks are where `catch_up` left them."""
-        for lane in list(self._last):
-            self._snapshots[lane] = self._snapshot(self._last[lane])
-            self._apply_last(lane)
-        return self._lanes
 
     def catch_up(self, plan: MixPlan, own: Collection[int]) -> None:
         """Bring the lanes that are not the rank's `own` to where the draws of all ranks have brought them. `plan` makes those draws."""
         for pool in plan.catch_up(self.index, own):
-            self._lanes[pool.lane] = pool.state()
+            self.lanes[pool.lane] = pool.state()
 
     def next_epoch(self, plan: MixPlan) -> None:
         """Begin the next epoch of per_stream, all of this one having been delivered."""
         plan.load(self)
         plan.next_epoch()
-        self._lanes = [pool.state() for pool in plan.lanes]
+        self.lanes = [pool.state() for pool in plan.lanes]
 
     def snapshots(self) -> dict[int, Snapshot]:
         """By lane, the pool at the last draw that was delivered."""
-        return self._snapshots | {lane: self._snapshot(step) for lane, step in self._last.items()}
+        return {
+            at: lane.snapshot(step, self._number(step.draw), self._table, self._per_pick, self._shares)
+            for at, (step, lane) in self._last.items()
+        }
 
     def active_streams(self) -> list[int]:
         """The streams that are being read, in all lanes: in a pool, or half read and without a slot."""
-        return sorted({s for lane in self.lanes() for s in (*lane.streams, *(stream for stream, _ in lane.parked))})
+        return sorted({s for lane in self.lanes for s in (*lane.streams, *(stream for stream, _ in lane.parked))})
 
     def to_body(self) -> dict[str, Any]:
         slots, proportional = self.settings.slots, self.settings.pick_mode == "proportional"
-        lanes = [lane.to_body(slots=slots, with_entries=proportional) for lane in self.lanes()]
+        lanes = [lane.to_body(slots=slots, with_entries=proportional) for lane in self.lanes]
         return {"draw": self.index, "slots": slots, "lanes": lanes}
 
-    def _apply_last(self, lane: int) -> None:
-        draw, change, _ = self._last.pop(lane)
-        assert change is not None
-        self._lanes[lane].advance(draw, self._step(draw), change)
-
-    def _snapshot(self, step: PlanStep) -> Snapshot:
-        draw, change, _ = step
-        assert change is not None
-        return self._lanes[draw.lane].snapshot(change.slot, self._step(draw), self._table, self._per_pick, self._shares)
-
-    def _step(self, draw: Draw) -> int:
+    def _number(self, draw: Draw) -> int:
         """Which of its lane's draws it is, from 0."""
-        return draw.index // len(self._lanes)
+        return draw.index // len(self.lanes)
 
 
 def lane_steps(lane: int, lanes: int, index: int) -> int:

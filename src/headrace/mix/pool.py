@@ -1,8 +1,8 @@
 """State of a lane: the slices in its pool, and how far each of them was read.
 
     state = LaneState(…)                 right after some draw
-    state.advance(draw, n, change)       right after the next one, from what that draw changed
-    state.snapshot(slot, n, …)           how evenly the pool drains
+    state.advance(step, n)               right after the next one, from what that draw changed
+    state.snapshot(step, n, …)           how evenly the pool drained at that draw
 
 A slice is the rows [0, end) of one stream. The pool holds K of them in slots.
 
@@ -12,7 +12,6 @@ A slice is the rows [0, end) of one stream. The pool holds K of them in slots.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,33 +19,28 @@ from typing import Any, NamedTuple
 from headrace.mix.streams import StreamTable, picks_of
 
 
+@dataclass(slots=True, eq=False)
 class Slice:
     """The rows [0, end) of one stream and how far they have been read. Mutable: it is the hot path of a plan."""
 
-    __slots__ = ("due", "end", "entry", "ordinal", "per_pick", "phase", "position", "remaining", "slot", "stream")
+    stream: int
+    end: int
+    position: int
+    """Next row to read. Equal to `end` once the slice is dry."""
+    per_pick: int
+    remaining: int = field(init=False)
+    """Picks left."""
+    entry: int = 0
+    """Virtual time at which it came into the pool (pick.py)."""
+    phase: int = 0
+    """Where between two picks its first one lies, in fixed point (pick.py)."""
+    due: int = 0
+    """Virtual time of its next pick."""
+    ordinal: int = 0
+    """How many slices came into the pool before it: worker processes are dealt out by it."""
 
-    def __init__(self, *, stream: int, end: int, position: int, per_pick: int) -> None:
-        if not 0 <= position <= end or per_pick < 1:
-            raise ValueError(
-                f"slice of stream {stream} needs 0 <= position <= end and per_pick >= 1, got position={position}, end={end}, "
-                f"per_pick={per_pick}"
-            )
-        self.stream = stream
-        self.end = end
-        self.position = position
-        """Next row to read. Equal to `end` once the slice is dry."""
-        self.per_pick = per_pick
-        self.remaining = picks_of(end - position, per_pick)
-        """Picks left."""
-        self.entry = 0
-        """Virtual time at which it came into the pool (pick.py)."""
-        self.phase = 0
-        """Where between two picks its first one lies, in fixed point (pick.py)."""
-        self.due = 0
-        """Virtual time of its next pick."""
-        self.slot = -1
-        self.ordinal = 0
-        """How many slices came into the pool before it: worker processes are dealt out by it."""
+    def __post_init__(self) -> None:
+        self.remaining = picks_of(self.end - self.position, self.per_pick)
 
 
 class Draw(NamedTuple):
@@ -66,14 +60,17 @@ class Draw(NamedTuple):
     """The lane's."""
 
 
-class PoolChange(NamedTuple):
-    """What a draw changed in its lane, beside the position of the slice."""
+class PlanStep(NamedTuple):
+    """One draw of a plan, and what it changed in its lane beside the position of the slice."""
 
-    slot: int
+    draw: Draw
+    index: int
+    """Draws of all ranks, this one and those that belong to the same step included."""
+    slot: int = -1
     """Of the slice that was picked."""
-    clock: int
+    clock: int = 0
     """The picker's virtual time."""
-    turn: int
+    turn: int = 0
     """The picker's next slot."""
     incoming: tuple[int, int] | None = None
     """(stream, position) of the slice that took the slot of one that ran dry."""
@@ -119,18 +116,18 @@ class LaneState:
     ahead: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Streams whose next row is not the first of this epoch: (epoch, row). From a resume on other lanes."""
 
-    def advance(self, draw: Draw, step: int, change: PoolChange) -> None:
-        """Go from before a draw, which is the lane's number `step`, to after it."""
-        slot = change.slot
-        self.clock, self.turn = change.clock, change.turn
-        if not draw.dry:
-            self.positions[slot], self.last[slot] = draw.stop, step
-        elif change.incoming is None:
+    def advance(self, step: PlanStep, number: int) -> None:
+        """Go from before a draw, which is the lane's number `number`, to after it."""
+        slot = step.slot
+        self.clock, self.turn = step.clock, step.turn
+        if not step.draw.dry:
+            self.positions[slot], self.last[slot] = step.draw.stop, number
+        elif step.incoming is None:
             for column in (self.streams, self.positions, self.entries, self.last):
                 del column[slot]
         else:
-            self.streams[slot], self.positions[slot] = change.incoming
-            self.entries[slot], self.last[slot] = change.clock, step
+            self.streams[slot], self.positions[slot] = step.incoming
+            self.entries[slot], self.last[slot] = step.clock, number
             if self.parked:
                 del self.parked[0]
             else:
@@ -138,25 +135,32 @@ class LaneState:
                 self.ahead.pop(self.streams[slot], None)
 
     def snapshot(
-        self, slot: int, step: int, table: StreamTable, per_pick: Sequence[int], shares: Sequence[int]
+        self, step: PlanStep, number: int, table: StreamTable, per_pick: Sequence[int], shares: Sequence[int]
     ) -> Snapshot:
-        """The pool at a pick of `slot`, which is the lane's number `step`, if this is the lane before that pick.
+        """The pool at its last draw `step`, which is the lane's number `number`.
 
         `shares`: what share of the picks the slice of each stream is promised, in proportion to the others.
         """
-        streams = self.streams
-        ends = list(map(table.rows.__getitem__, streams))
-        left = list(map(operator.sub, ends, self.positions))
-        remaining = [-(-n // per_pick[s]) for n, s in zip(left, streams, strict=True)]
-        fraction = list(map(operator.truediv, left, ends))
-        last = self.last.copy()
-        last[slot] = step
-        weights = list(map(shares.__getitem__, streams))
-        overdue = max([(step - at) * weight for at, weight in zip(last, weights, strict=True)])
-        kinds = list(map(table.kind_of.__getitem__, streams))
+        pool = list(zip(self.streams, self.positions, self.last, strict=True))
+        picked = (step.draw.stream, step.draw.start, number)
+        if step.draw.dry and step.incoming is None:
+            pool.append(picked)
+        else:
+            pool[step.slot] = picked
+        rows, kind_of = table.rows, table.kind_of
+        remaining, fractions, waits, overdue = [], [], [], []
+        promised, kinds = 0, [0] * len(table.kinds)
+        for stream, position, last in pool:
+            end, share, waited = rows[stream], shares[stream], number - last
+            left = end - position
+            remaining.append(-(-left // per_pick[stream]))
+            fractions.append(left / end)
+            waits.append(waited)
+            overdue.append(waited * share)
+            promised += share
+            kinds[kind_of[stream]] += 1
         return Snapshot(
-            min(remaining), max(remaining), min(fraction), max(fraction), step - min(last), overdue / (sum(weights) or 1),
-            tuple(map(kinds.count, range(len(table.kinds)))),
+            min(remaining), max(remaining), min(fractions), max(fractions), max(waits), max(overdue) / (promised or 1), tuple(kinds)
         )  # fmt: skip
 
     def to_body(self, *, slots: int, with_entries: bool) -> dict[str, Any]:
@@ -180,12 +184,12 @@ class LaneState:
         return body
 
     @classmethod
-    def from_body(cls, body: Mapping[str, Any], *, slots: int, step: int) -> LaneState:
-        """`slots` as they were when the state was saved; `step`: draws of the lane until then."""
+    def from_body(cls, body: Mapping[str, Any], *, slots: int) -> LaneState:
+        """`slots` as they were when the state was saved."""
         streams = list(body["streams"])
         return cls(
             epoch=int(body["epoch"]), index=int(body["queue_index"]), band=int(body.get("band", slots)), turn=int(body.get("turn", 0)),
             streams=streams, positions=list(body["positions"]), entries=[-int(n) for n in body.get("entries", [0] * len(streams))],
-            last=[step] * len(streams), parked=[(s, at) for s, at in body.get("parked", ())],
+            last=[0] * len(streams), parked=[(s, at) for s, at in body.get("parked", ())],
             ahead={int(s): (int(e), int(at)) for s, e, at in body.get("ahead", ())},
         )  # fmt: skip

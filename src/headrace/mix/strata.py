@@ -13,6 +13,7 @@ is drawn from a state, so any provider can make any file.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Literal
 
@@ -60,7 +61,7 @@ class Strata:
         self._first = np.searchsorted(inverse[self._order], np.arange(len(self.classes) + 1))
         self.balance: Balance = balance
         self._rounds, self._within, self._phases = derive(key, 0), derive(key, 1), derive(key, 2)
-        self._shuffles: dict[tuple[int, int], Permutation] = {}
+        self._shuffle = functools.lru_cache(_KEPT)(self._new_shuffle)
         self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     @property
@@ -95,13 +96,8 @@ class Strata:
             begin += many
         return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
-    def _shuffle(self, name: int, epoch: int, size: int) -> Permutation:
-        shuffle = self._shuffles.get((name, epoch))
-        if shuffle is None:
-            if len(self._shuffles) >= _KEPT:
-                self._shuffles.clear()
-            shuffle = self._shuffles[name, epoch] = Permutation(size, derive(derive(self._within, name), epoch))
-        return shuffle
+    def _new_shuffle(self, name: int, epoch: int, size: int) -> Permutation:
+        return Permutation(size, derive(derive(self._within, name), epoch))
 
     def _natural(self, first: int, count: int) -> np.ndarray:
         total, pieces = len(self._order), []

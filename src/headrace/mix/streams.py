@@ -1,7 +1,7 @@
-"""Table of streams: path, rows and modality of each, and how many picks it lasts.
+"""Table of streams: path, rows and modality of each, and how many rows a pick takes.
 
     table = StreamTable(paths=("atac/0.npz", "rna/0.parquet"), rows=(900, 4000), modalities=("atac", "rna"))
-    table.picks({"atac": 32, "rna": 64})     -> (29, 63)
+    table.rows_per_pick({"atac": 32, "rna": 64})     -> (32, 64)
 
 A stream is one file that a pool can read; `stream_id` is its index here. Paths are in bytewise order, so that the index
 of a stream is the same on every machine. Opens no file: the caller has counted the rows.
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from headrace.errors import ConfigError
-from headrace.order import fingerprint_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +53,6 @@ class StreamTable:
         place = {kind: i for i, kind in enumerate(self.kinds)}
         return tuple(place[m] for m in self.modalities)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """16 hex digits over (path, rows, modality) of every stream."""
-        return fingerprint_json([list(self.paths), list(self.rows), list(self.modalities)])
-
     def rows_per_pick(self, batch_size: Mapping[str, int], ranks: int = 1) -> tuple[int, ...]:
         """Rows that one pick takes from each stream: the batch size of its modality, once for each of `ranks`."""
         missing = [kind for kind in self.kinds if kind not in batch_size]
@@ -68,11 +62,6 @@ class StreamTable:
                 "of them a number of rows, or one number for all."
             )
         return tuple(batch_size[m] * ranks for m in self.modalities)
-
-    def picks(self, batch_size: Mapping[str, int], ranks: int = 1) -> tuple[int, ...]:
-        """How many picks each stream lasts."""
-        per_pick = self.rows_per_pick(batch_size, ranks)
-        return tuple(picks_of(n, g) for n, g in zip(self.rows, per_pick, strict=True))
 
 
 def picks_of(rows: int, rows_per_pick: int) -> int:

@@ -60,37 +60,56 @@ class CellHashes:
         ids = mix64_array(np.array(names, dtype=np.uint64)[stream] ^ mix64_array(place))
         self._records = ChunkRecords(path, mix64_array(ids ^ length), Tally())
 
-    def is_same(self, stream: int, unit: int, cells: Cells, *, keep: bool) -> bool:
-        """Return whether the cells of a unit fit its record; without one they are recorded. `keep`: on disk, not only in memory."""
-        chunk, value = int(self._first[stream]) + unit, cells_hash(cells)
-        recorded = self._records.recorded(chunk)
-        if recorded is None or (recorded != value and self._accept):
-            self._records.add(chunk, value, on_disk=keep or recorded is not None)
-            return True
-        return recorded == value
+    def first_changed(self, stream: int, start: int, cells: Cells, *, keep_from: int) -> int | None:
+        """Compare whole units, from row `start` of a stream on, with their records; units without one are recorded.
+
+        Return the first row of the first unit that differs, or None. Units that begin before row `keep_from` are recorded in memory only.
+        """
+        size = self.unit_rows[stream]
+        first, values = int(self._first[stream]) + start // size, unit_hashes(cells, size)
+        recorded = self._records.recorded_range(first, first + len(values))
+        if recorded == values:
+            return None
+        for i, (value, known) in enumerate(zip(values, recorded, strict=True)):
+            if known is None or (known != value and self._accept):
+                self._records.add(first + i, value, on_disk=start + i * size >= keep_from or known is not None)
+            elif known != value:
+                return start + i * size
+        return None
 
     def close(self) -> None:
         self._records.close()
 
 
-def cells_hash(cells: Cells) -> int:
-    """Return 64 bits over names, dtypes, shapes and values. Of objects other than strings, bytes and arrays only the number counts."""
-    hasher = xxhash.xxh3_64()
+def unit_hashes(cells: Cells, size: int) -> list[int]:
+    """Return 64 bits over names, dtypes, shapes and values for every `size` rows. Of objects other than strings, bytes and arrays only the
+    number counts."""
+    rows = len(next(iter(cells.values()), ()))
+    hashers = [xxhash.xxh3_64() for _ in range(0, rows, size)]
     for name, column in cells.items():
-        hasher.update(f"{name}\0{column.dtype.str}\0{column.shape}\0".encode())
-        if column.dtype != object:
-            _update(hasher, column)
-            continue
-        for item in column.tolist():
-            if isinstance(item, np.ndarray):
-                hasher.update(f"{item.dtype.str}\0{item.shape}\0".encode())
-                _update(hasher, item)
-            elif isinstance(item, str | bytes):
-                data = item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
-                hasher.update(len(data).to_bytes(8, "little") + data)
-    return hasher.intdigest()
+        heads = [f"{name}\0".encode() + _head(column[:size])] * len(hashers)
+        if rows % size:
+            heads[-1] = f"{name}\0".encode() + _head(column[: rows % size])
+        plain = None if column.dtype == object else _bytes_of(column)
+        step = size if plain is None else len(plain) // rows * size
+        for i, (hasher, head) in enumerate(zip(hashers, heads, strict=True)):
+            hasher.update(head)
+            if plain is not None:
+                hasher.update(plain[i * step : (i + 1) * step])
+                continue
+            for item in column[i * step : (i + 1) * step].tolist():
+                if isinstance(item, np.ndarray):
+                    hasher.update(_head(item))
+                    hasher.update(_bytes_of(item) if item.dtype != object else b"")
+                elif isinstance(item, str | bytes):
+                    data = item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
+                    hasher.update(len(data).to_bytes(8, "little") + data)
+    return [hasher.intdigest() for hasher in hashers]
 
 
-def _update(hasher: xxhash.xxh3_64, array: np.ndarray) -> None:
-    if array.nbytes and array.dtype != object:
-        hasher.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+def _head(array: np.ndarray) -> bytes:
+    return f"{array.dtype.str}\0{array.shape}\0".encode()
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -25,6 +25,7 @@ from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess
 from headrace.sources.cell_hashes import CellHashes
 from headrace.sources.cells import CellFile, CellOpener, Cells, open_cells
+from headrace.sources.stream_files import StreamFile
 
 
 class _Request(NamedTuple):
@@ -32,10 +33,6 @@ class _Request(NamedTuple):
     stream: int
     start: int
     stop: int
-
-
-def _cut(cells: Cells, start: int, stop: int) -> Cells:
-    return {name: column[start:stop] for name, column in cells.items()}
 
 
 def rows_text(path: str, start: int, stop: int) -> str:
@@ -48,91 +45,83 @@ class CellReaders:
 
     def __init__(
         self,
-        paths: Sequence[str],
+        files: Sequence[StreamFile],
         *,
+        hashes: CellHashes,
         columns: Sequence[str] | None = None,
         readers: Mapping[str, CellOpener] | None = None,
-        rows: Sequence[int] | None = None,
-        hashes: CellHashes | None = None,
+        units_at_once: int = 1,
         meter: Meter | None = None,
         deadline: float = 300.0,
     ) -> None:
         """Args:
-        paths: The files, by stream.
+        files: The files, by stream. One with another number of rows than when it was listed is refused.
+        hashes: Recorded hashes that the rows are compared with.
         columns: Columns to read; all unless given.
         readers: Openers of further formats, by suffix.
-        rows: Rows of each file when it was listed; another number is refused.
-        hashes: Recorded hashes that the rows are compared with.
+        units_at_once: Units of the hashes to read in one go, if the rows after those that are asked for will be asked for next.
         meter: Meter of the waits.
         deadline: Seconds that a wait may take.
         """
-        self._paths = paths
+        self._files = files
         self._columns = columns
         self._readers = readers
-        self._rows = rows
         self._hashes = hashes
+        self._units_at_once = units_at_once
         self._held: dict[int, tuple[int, int, Cells]] = {}
-        """By stream, the rows [first, last) of the unit that was read last."""
+        """By stream, the rows [first, last) of the units that were read last."""
         self._meter = meter if meter is not None else default_meter()
         self._deadline = deadline
         self._open: dict[int, CellFile] = {}
         self._coming: dict[int, Future[CellFile]] = {}
-        self._opener: ThreadPoolExecutor | None = None
+        self._opener = ThreadPoolExecutor(1, thread_name_prefix="headrace-open-ahead")  # starts no thread yet
 
-    def read(self, stream: int, start: int, stop: int) -> Cells:
-        """Return the cells of rows [start, stop) of a stream."""
+    def read(self, stream: int, start: int, stop: int, *, dry: bool = False) -> Cells:
+        """Return the cells of rows [start, stop) of a stream. `dry`: they are the last, so the file is closed."""
         file = self._open.get(stream)
         if file is None:
             file = self._open[stream] = self._arrived(stream)
-        if self._hashes is None or start >= stop:
-            return file.read(start, stop)
-        held = self._held.get(stream)
-        if held is None or start < held[0] or stop > held[1]:
-            held = self._read_units(file, stream, start, stop)
-        return _cut(held[2], start - held[0], stop - held[0])
+        if start >= stop:
+            cells = file.read(start, stop)
+        else:
+            first, last, held = self._held.get(stream, (0, 0, {}))
+            if not first <= start < stop <= last:
+                # The units before these are freed only now. Freed at the end of their rows, at about the same time for all files, they would be
+                # given back to the system, and 512 KiB of new pages cost more than the read.
+                first, last, held = self._held[stream] = self._read_units(file, stream, start, stop)
+            if (first, last) == (start, stop):
+                del self._held[stream]
+            cells = {name: column[start - first : stop - first] for name, column in held.items()}
+        if dry:
+            self._held.pop(stream, None)
+            self._open.pop(stream).close()
+        return cells
 
     def _read_units(self, file: CellFile, stream: int, start: int, stop: int) -> tuple[int, int, Cells]:
         """The whole units that hold rows [start, stop), compared with their hashes."""
-        assert self._hashes is not None
         size = self._hashes.unit_rows[stream]
-        first, last = start // size * size, min(-(-stop // size) * size, file.rows)
+        first = start // size * size
+        last = min(max(-(-stop // size) * size, first + self._units_at_once * size), file.rows)
         cells = file.read(first, max(stop, last))  # a file that is too short is refused there
-        for at in range(first, last, size):
-            end = min(at + size, last)
-            unit = _cut(cells, at - first, end - first)
-            # Of all ranks that read parts of a unit, the one that is given its first row records it.
-            if not self._hashes.is_same(stream, at // size, unit, keep=start <= at):
-                raise errors.DataChanged(
-                    f"{rows_text(self._paths[stream], at, end)} are not the cells that were read there first: the file changed, though not in "
-                    "size. The run would train on other cells than it says; restore the file, or accept the change with --accept data "
-                    '(load_state_dict(..., accept={"data"})).'
-                )
-        self._held.pop(stream, None)
-        if stop < last:  # the rows after these are asked for next
-            self._held[stream] = (at, last, unit)
+        # Of all ranks that read parts of a unit, the one that is given its first row records it.
+        changed = self._hashes.first_changed(stream, first, cells, keep_from=start)
+        if changed is not None:
+            raise errors.DataChanged(
+                f"{rows_text(self._files[stream].path, changed, min(changed + size, last))} are not the cells that were read there first: the "
+                "file changed, though not in size. The run would train on other cells than it says; restore the file, or accept the change with "
+                '--accept data (load_state_dict(..., accept={"data"})).'
+            )
         return first, last, cells
 
     def expect(self, streams: Sequence[int]) -> None:
         """Open these streams ahead, if they are not open yet."""
         for stream in streams:
-            if stream in self._open or stream in self._coming:
-                continue
-            if self._opener is None:
-                self._opener = ThreadPoolExecutor(1, thread_name_prefix="headrace-open-ahead")
-            self._coming[stream] = self._opener.submit(self._opened, stream, True)
-
-    def release(self, stream: int) -> None:
-        """Close a file that was read to its end."""
-        self._held.pop(stream, None)
-        file = self._open.pop(stream, None)
-        if file is not None:
-            file.close()
+            if stream not in self._open and stream not in self._coming:
+                self._coming[stream] = self._opener.submit(self._opened_ahead, stream)
 
     def close(self) -> None:
-        if self._opener is not None:
-            with Wait("streams.close", meter=self._meter, deadline=self._deadline):  # for the file that is being opened
-                self._opener.shutdown(wait=True, cancel_futures=True)
-            self._opener = None
+        with Wait("streams.close", meter=self._meter, deadline=self._deadline):  # for the file that is being opened
+            self._opener.shutdown(wait=True, cancel_futures=True)
         for future in self._coming.values():
             if future.done() and not future.cancelled() and future.exception() is None:
                 future.result().close()
@@ -143,10 +132,10 @@ class CellReaders:
     def _arrived(self, stream: int) -> CellFile:
         future = self._coming.pop(stream, None)
         if future is None:
-            return self._opened(stream, False)
+            return self._opened(stream)
         if future.done():
             return future.result()
-        opening = f"It is opening {self._paths[stream]}: look at the disk or the mount, or give a longer deadline."
+        opening = f"It is opening {self._files[stream].path}: look at the disk or the mount, or give a longer deadline."
         with Wait("streams.open", meter=self._meter, deadline=self._deadline, remedy=opening) as wait:
             try:
                 return future.result(timeout=wait.remaining())
@@ -154,16 +143,22 @@ class CellReaders:
                 wait.check()
                 raise
 
-    def _opened(self, stream: int, warm: bool) -> CellFile:
-        file = open_cells(Path(self._paths[stream]), self._columns, readers=self._readers)
-        if self._rows is not None and file.rows != self._rows[stream]:
+    def _opened(self, stream: int) -> CellFile:
+        listed = self._files[stream]
+        file = open_cells(Path(listed.path), self._columns, readers=self._readers)
+        if file.rows != listed.rows:
             found = file.rows
             file.close()
             raise errors.DataChanged(
-                f"{self._paths[stream]} has {found:,} rows; it had {self._rows[stream]:,} when it was listed. The plan was made on "
-                "those; restore the file, or start again with the new one."
+                f"{listed.path} has {found:,} rows; it had {listed.rows:,} when it was listed. The plan was made on those; restore the "
+                "file, or start again with the new one."
             )
-        if warm and file.rows:
+        return file
+
+    def _opened_ahead(self, stream: int) -> CellFile:
+        """The file with its first rows decoded."""
+        file = self._opened(stream)
+        if file.rows:
             file.read(0, 1)
         return file
 
@@ -173,36 +168,32 @@ class CellProcesses:
 
     def __init__(
         self,
-        paths: Sequence[str],
+        files: Sequence[StreamFile],
         *,
         workers: int,
-        hashes: Mapping[str, Any] | None = None,
+        hashes: Mapping[str, Any],
         meter: Meter | None = None,
         deadline: float = 300.0,
         **options: Any,
     ) -> None:
-        """`hashes` are the arguments of a CellHashes: every process has its own. `options`: further ones of `CellReaders`."""
+        """`hashes` are the further arguments of a CellHashes: every process has its own. `options`: further ones of `CellReaders`."""
         self._meter = meter if meter is not None else default_meter()
         self._deadline = deadline
-        self._paths = paths
+        self._files = files
         self._asked: deque[_Request] = deque()
-        recipe = {"paths": list(paths), **options}
-        self._workers = [WorkerProcess(f"headrace-cells-{i}", _serve, recipe, hashes) for i in range(workers)]
+        self._workers = [
+            WorkerProcess(f"headrace-cells-{i}", _serve, files, dict(hashes), options) for i in range(workers)
+        ]
 
     @property
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._workers]
 
-    @property
-    def asked(self) -> int:
-        """Requests that have no answer yet."""
-        return len(self._asked)
-
-    def ask(self, worker: int, stream: int, start: int, stop: int, *, dry: bool, expect: Sequence[int] = ()) -> None:
-        """Ask for rows. `dry`: they are the last, so the file may be closed; `expect`: files to open ahead."""
+    def ask(self, worker: int, stream: int, start: int, stop: int, *, dry: bool) -> None:
+        """Ask for rows. `dry`: they are the last, so the file is closed."""
         self._asked.append(_Request(worker, stream, start, stop))
         try:
-            self._workers[worker].pipe.send((stream, start, stop, dry, tuple(expect)))
+            self._workers[worker].pipe.send((stream, start, stop, dry))
         except OSError as error:
             raise self._lost(worker) from error
 
@@ -249,7 +240,7 @@ class CellProcesses:
     def _rows_text(self, worker: int) -> str:
         """The first rows that a worker was asked for and has not sent."""
         first = next((r for r in self._asked if r.worker == worker), None)
-        return "no rows" if first is None else rows_text(self._paths[first.stream], first.start, first.stop)
+        return "no rows" if first is None else rows_text(self._files[first.stream].path, first.start, first.stop)
 
     def _lost(self, worker: int) -> WorkerDied:
         return WorkerDied(
@@ -258,23 +249,21 @@ class CellProcesses:
         )
 
 
-def _serve(pipe: Connection, recipe: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> None:
+def _serve(
+    pipe: Connection, files: Sequence[StreamFile], recorded: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
     """A worker: rows for requests, until the pipe is closed."""
-    hashes = None if recorded is None else CellHashes(**recorded)
-    readers = CellReaders(**recipe, hashes=hashes)
+    hashes = CellHashes(files=files, **recorded)
+    readers = CellReaders(files, hashes=hashes, **options)
     try:
         while True:
-            stream, start, stop, dry, expect = pipe.recv()
-            readers.expect(expect)
+            stream, start, stop, dry = pipe.recv()
             try:
-                cells = readers.read(stream, start, stop)
+                cells = readers.read(stream, start, stop, dry=dry)
             except HeadraceError as error:
                 pipe.send((None, encode_error(error)))
                 continue
             pipe.send((cells, None))
-            if dry:
-                readers.release(stream)
     finally:
         readers.close()
-        if hashes is not None:
-            hashes.close()
+        hashes.close()

@@ -56,14 +56,9 @@ def register_cells(suffix: str, opener: CellOpener) -> None:
     _registered[suffix] = opener
 
 
-def registered_cells() -> dict[str, CellOpener]:
-    """Return the openers of registered formats, by suffix."""
-    return dict(_registered)
-
-
-def cell_suffixes(more: Mapping[str, CellOpener] | None = None) -> tuple[str, ...]:
-    """Return every suffix that can be read, with those of `more`."""
-    return tuple(dict.fromkeys((*_BUILT_IN, *_registered, *(more or ()))))
+def cell_openers(readers: Mapping[str, CellOpener] | None = None) -> dict[str, CellOpener]:
+    """Return the openers of all formats by suffix: built-in ones, registered ones and `readers`, of which the last named wins."""
+    return {**dict.fromkeys(_BUILT_IN, _CellRows), **_registered, **(readers or {})}
 
 
 def open_cells(
@@ -76,7 +71,7 @@ def open_cells(
         columns: Columns to read; all unless given.
         readers: Openers of further formats, by suffix.
     """
-    known = {**dict.fromkeys(_BUILT_IN, _CellRows), **_registered, **(readers or {})}
+    known = cell_openers(readers)
     found = [suffix for suffix in known if path.name.endswith(suffix)]
     if not found:
         raise DataError(

@@ -58,6 +58,12 @@ class ChunkRecords:
         with self._lock:
             return int(self._hashes[chunk]) if self._known[chunk] else None
 
+    def recorded_range(self, start: int, stop: int) -> list[int | None]:
+        """Return what `recorded` returns for the chunks [start, stop)."""
+        with self._lock:
+            known, hashes = self._known[start:stop].tolist(), self._hashes[start:stop].tolist()
+        return [value if there else None for there, value in zip(known, hashes, strict=True)]
+
     def known(self) -> np.ndarray:
         """Return the chunks with a record, ascending."""
         with self._lock:

@@ -10,13 +10,14 @@ saved states are cached too, to say later which file changed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import orjson
 
@@ -24,12 +25,14 @@ from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError
 from headrace.files import publish, read_json
 from headrace.formats.byte_file import patiently
 from headrace.order import file_fingerprint, fingerprint_json
-from headrace.sources.cells import CellOpener, cell_suffixes, open_cells
-from headrace.sources.matching import FoundFile, matches
+from headrace.sources.cells import CellOpener, cell_openers, open_cells
+from headrace.sources.matching import matches
 from headrace.sources.opened import cache_folder
 
 Layout = Literal["nested", "direct"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+T = TypeVar("T")
 
 _MODALITY = re.compile(r"[A-Za-z0-9_.\-]+")
 _VERSION = 2
@@ -71,12 +74,8 @@ class StreamListing:
     def keep(self, cache: Path | None) -> None:
         """Keep the listing in the cache, under its fingerprint."""
         path = _listing_path(self.fingerprint, cache)
-        try:
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                publish(path, orjson.dumps(self.to_json()), replace=True, durable=False)
-        except (OSError, StorageError):  # then a refusal cannot name the file that changed
-            return
+        if not path.exists():
+            _write_cache(path, self.to_json())
 
     def changes_since(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the differences from a kept listing, one line a file."""
@@ -95,11 +94,7 @@ class StreamListing:
 
 def kept_listing(fingerprint: str, cache: Path | None) -> list[dict[str, Any]]:
     """Return a kept listing in the form of `to_json`; [] if there is none."""
-    try:
-        read = read_json(_listing_path(fingerprint, cache), _MAX_LISTING)
-    except (OSError, FileCorrupt):
-        return []
-    return read if isinstance(read, list) else []
+    return _read_cache(_listing_path(fingerprint, cache), [])
 
 
 def _listing_path(fingerprint: str, cache: Path | None) -> Path:
@@ -154,12 +149,19 @@ def _below(
     cache: Path | None,
 ) -> list[StreamFile]:
     what = f"streams {str(root)!r}"
-    suffixes = cell_suffixes(readers)
+    suffixes = tuple(cell_openers(readers))
     found = matches(str(root), base=base, suffixes=suffixes, allow_symlinks=allow_symlinks, what=what)
     folder = Path(found.root)
     if not (base / root).is_dir():
         raise ConfigError(f"{what} is a file; give the folder that holds the stream files")
-    kept = _Kept(folder, cache)
+    # Rows and fingerprints of files whose size and times have not changed.
+    cached = (
+        (cache or cache_folder())
+        / "streams"
+        / f"{fingerprint_json(['stream rows', _VERSION, str(folder.resolve())])}.json"
+    )
+    before: dict[str, Any] = _read_cache(cached, {})
+    now: dict[str, list[Any]] = {}
     files = []
     for entry in found.files:
         depth = entry.path.count("/")
@@ -179,8 +181,13 @@ def _below(
             )
         # The readers follow no links, so allowed links are resolved here.
         path = (folder / entry.path).resolve() if allow_symlinks else folder / entry.path
-        changed = patiently(f"looking at {path}", path.stat).st_ctime_ns
-        rows, fingerprint = kept.of(entry, changed) or kept.count(entry, changed, path, readers)
+        version = [entry.size, entry.version, patiently(f"looking at {path}", path.stat).st_ctime_ns]
+        match before.get(entry.path):
+            case [*kept, int() as rows, str() as fingerprint] if kept == version:
+                pass
+            case _:
+                rows, fingerprint = _counted(path, entry.size, readers)
+        now[entry.path] = [*version, rows, fingerprint]
         files.append(
             StreamFile(
                 name=f"{modality}/{entry.path.rpartition('/')[2]}",
@@ -191,49 +198,32 @@ def _below(
                 fingerprint=fingerprint,
             )
         )
-    kept.publish()
+    if now != before:
+        _write_cache(cached, now)
     return files
 
 
-class _Kept:
-    """The cache of rows and fingerprints of files whose size and times have not changed. A damaged cache is made anew."""
+def _counted(path: Path, size: int, readers: Mapping[str, CellOpener] | None) -> tuple[int, str]:
+    """Rows and fingerprint of a file, from the file itself."""
+    opened = open_cells(path, readers=readers)
+    try:
+        rows = opened.rows
+    finally:
+        opened.close()
+    return rows, patiently(f"reading {path}", lambda: file_fingerprint(path, size))
 
-    def __init__(self, folder: Path, cache: Path | None) -> None:
-        name = fingerprint_json(["stream rows", _VERSION, str(folder.resolve())])
-        self._path = (cache or cache_folder()) / "streams" / f"{name}.json"
-        self._before: dict[str, Any] = {}
-        self._now: dict[str, list[Any]] = {}
-        try:
-            read = read_json(self._path, _MAX_LISTING)
-            self._before = read if isinstance(read, dict) else {}
-        except (OSError, FileCorrupt):
-            self._before = {}
 
-    def of(self, file: FoundFile, changed: int) -> tuple[int, str] | None:
-        now = [file.size, file.version, changed]
-        match self._before.get(file.path):
-            case [*times, int() as rows, str() as fingerprint] if times == now:
-                self._now[file.path] = [*now, rows, fingerprint]
-                return rows, fingerprint
-        return None
+def _read_cache(path: Path, default: T) -> T:
+    """A JSON value of the cache; `default` if there is none of its type. A damaged one is made anew."""
+    try:
+        read = read_json(path, _MAX_LISTING)
+    except (OSError, FileCorrupt):
+        return default
+    return read if isinstance(read, type(default)) else default
 
-    def count(
-        self, file: FoundFile, changed: int, path: Path, readers: Mapping[str, CellOpener] | None
-    ) -> tuple[int, str]:
-        opened = open_cells(path, readers=readers)
-        try:
-            rows = opened.rows
-        finally:
-            opened.close()
-        fingerprint = patiently(f"reading {path}", lambda: file_fingerprint(path, file.size))
-        self._now[file.path] = [file.size, file.version, changed, rows, fingerprint]
-        return rows, fingerprint
 
-    def publish(self) -> None:
-        if self._now == self._before:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            publish(self._path, orjson.dumps(self._now), replace=True, durable=False)
-        except (OSError, StorageError):  # the next start counts again
-            return
+def _write_cache(path: Path, value: Any) -> None:
+    """Write a JSON value. On failure the next start counts rows again, or a refusal cannot name the file that changed."""
+    with contextlib.suppress(OSError, StorageError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        publish(path, orjson.dumps(value), replace=True, durable=False)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from headrace.errors import ConfigError, DataError
-from headrace.sources.cells import cell_suffixes, open_cells, register_cells
+from headrace.sources.cells import cell_openers, open_cells, register_cells
 from headrace.sources.stream_files import list_streams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -235,7 +235,7 @@ def test_a_registered_format_is_listed_and_read(tmp_path):
     readers = {".count": Counting}
     assert list_streams(tmp_path, readers=readers, cache=tmp_path / "c").files[0].rows == 12
     assert read(tmp_path / "rna" / "0.count", 3, 5, readers=readers)[1]["x"].ravel().tolist() == [3, 4]
-    assert ".count" not in cell_suffixes()
+    assert ".count" not in cell_openers()
     with pytest.raises(ConfigError, match=r"such as '\.h5ad'"):
         register_cells("h5ad", Counting)
 
