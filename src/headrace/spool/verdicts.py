@@ -52,8 +52,6 @@ class FileChecker:
         self._patience, self._deadline, self._on_bad, self._writable = patience, deadline, on_bad, writable
         self._seen: dict[tuple[str, int, int], float] = {}
         """When each file that has no verdict yet was first seen."""
-        self._opened_before: dict[str, set[str]] = {}
-        """Names in the timestamped layout, by split: files that were opened, or that lay before the position at which reading began."""
         self._followed: set[tuple[str, int, int]] = set()
         """Files that are known not to be the last of their part."""
 
@@ -63,14 +61,10 @@ class FileChecker:
         key = (channel.split, channel.part, seq)
         mine = seq % self._stripe.world_size == self._stripe.rank or channel.split in CIRCULAR_SPLITS
         verdict, path = channel.verdict(seq), channel.find(seq)
-        if channel.foreign and path is not None:
-            self._known(channel, seq).add(path.name)
         if path is None:
             self._seen.pop(key, None)
             if verdict is not None and not verdict.good:
                 return self._wait_for_remake(channel, seq, start, verdict.reason)
-            if channel.foreign:
-                self._refuse_recount(channel, seq)
             self._refuse_beyond_the_end(channel, seq, start)
             raise NotReady(
                 "spool.empty",
@@ -166,15 +160,6 @@ class FileChecker:
         arrays = {f.name: np.empty((0, *f.shape), numpy_dtype(f.dtype)) for f in schema}
         return BatchFile(channel.path(seq), header, arrays, lambda *_: None)
 
-    def _known(self, channel: Channel, seq: int) -> set[str]:
-        """Names of files that do not show that a provider started over: this consumer has opened them, or found them when it began at `seq`."""
-        known = self._opened_before.get(channel.split)
-        if known is None:
-            commit = channel.commit_point()
-            known = {name for name, number in channel.names().items() if commit <= number < seq}
-            self._opened_before[channel.split] = known
-        return known
-
     def _refuse_beyond_the_end(self, channel: Channel, seq: int, start: int) -> None:
         """EndOfData if the file before `seq` is the last of its part. Needed by a consumer that starts after the last file was read."""
         before = (channel.split, channel.part, seq - 1)
@@ -189,13 +174,3 @@ class FileChecker:
                     f"{channel} of {channel.folder.path} ended after {start:,} samples; start a new spool to go on"
                 )
             self._followed.add(before)
-
-    def _refuse_recount(self, channel: Channel, seq: int) -> None:
-        """DataError if a provider of the timestamped layout restarted: it counts its files from 0 again, and so repeats itself."""
-        known = self._known(channel, seq)
-        present = [number for name, number in channel.names().items() if name not in known]
-        if present and max(present) < seq:
-            raise DataError(
-                f"{channel.queue} holds file {max(present)} while {seq} comes next: its provider restarted and counts from the beginning again, so it repeats "
-                "itself. Use a provider of headrace's, or start over in an empty folder"
-            )
