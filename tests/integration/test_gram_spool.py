@@ -326,7 +326,7 @@ def test_the_command_goes_on_from_the_spool_after_its_coordinator_was_killed(row
     )
     done = reduce_shards(plan, Quiet())
     assert (done.sha256, done.engine, done.state) == (expected, "spool", "reduced")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["g.safetensors", "g.safetensors.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["g.safetensors"]
     shards, columns = RowShards.open([folder]), Columns(width=5)
     partition = CrossNodePartition(k=columns.k, n_rows=shards.n_rows, chunk_size=CHUNK, n_ranks=1)
     data = fingerprint_json([shards.fingerprint(), columns.fingerprint])
@@ -336,6 +336,6 @@ def test_the_command_goes_on_from_the_spool_after_its_coordinator_was_killed(row
     )
     begun(tmp_path / "s", left).close()  # as when it is killed between the result and the folder
     assert reduce_shards(plan, Quiet()).state == "complete"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["g.safetensors", "g.safetensors.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["g.safetensors"]
     with pytest.raises(ConfigError, match="--spool is for --engine spool, not for ray"):
         replace(plan, engine="ray")

@@ -65,7 +65,6 @@ class LedgerShard:
         self.rank, self.world_size = rank, world_size
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.device = _device(settings.device)
-        self._here = self.device.type == "cpu"
         self.step = -1
         """The last step that was stored or ended; none goes back behind it."""
         self._groups = Slots(_GROUP_COLUMNS, limit=settings.capacity or NO_LIMIT)
@@ -80,11 +79,6 @@ class LedgerShard:
 
     def __len__(self) -> int:
         return len(self._groups)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arena, the index and the ghosts."""
-        return self._arena.nbytes + self.index_nbytes
 
     @property
     def index_nbytes(self) -> int:
@@ -103,18 +97,14 @@ class LedgerShard:
         wanted = as_gids(gids)
         self._require_owned(wanted, "looked up")
         slots, found = self._groups.find(wanted)
-        if found == 0:
-            states = torch.zeros((len(wanted), self.settings.width), dtype=self.dtype, device=self.device)
-            return states, torch.zeros(len(wanted), dtype=torch.bool, device=self.device)
-        if self._here:
-            states = torch.empty((len(wanted), self.settings.width), dtype=self.dtype)
-            np.take(_rows(self._arena), slots, axis=0, out=_rows(states), mode="clip")
-            if found < len(wanted):
-                _rows(states)[slots < 0] = 0
-            return states, torch.from_numpy(slots >= 0)
         at = torch.from_numpy(slots).to(self.device)
         here = at >= 0
-        return self._arena.index_select(0, at.clamp(min=0)).mul_(here[:, None]), here
+        if found == 0:
+            return torch.zeros((len(wanted), self.settings.width), dtype=self.dtype, device=self.device), here
+        states = self._arena.index_select(0, at.clamp(min=0))
+        if found < len(wanted):
+            states.mul_(here[:, None])
+        return states, here
 
     def store(
         self,
@@ -162,11 +152,7 @@ class LedgerShard:
             states, stream, epoch = states[torch.from_numpy(last).to(states.device)], stream[last], epoch[last]
         groups.columns["stream"][slots] = stream
         groups.columns["epoch"][slots] = epoch
-        states = states.to(self.device, self.dtype)
-        if self._here:
-            _rows(self._arena)[slots] = _rows(states)
-        else:
-            self._arena.index_copy_(0, torch.from_numpy(slots).to(self.device), states)
+        self._arena.index_copy_(0, torch.from_numpy(slots).to(self.device), states.to(self.device, self.dtype))
         self._happened = True
 
     def _refresh(self, slots: np.ndarray, step: int) -> int:
@@ -485,11 +471,6 @@ class LedgerShard:
         for name in _GHOST_COLUMNS:
             ghosts.columns[name][slots] = arrays[f"ghosts/{name}"][mine]
         ghosts.append(slots)
-
-
-def _rows(rows: Tensor) -> np.ndarray:
-    """The same memory; numpy does not know every dtype."""
-    return (rows.view(torch.uint16) if rows.dtype is torch.bfloat16 else rows).numpy()
 
 
 def _device(name: str) -> torch.device:

@@ -80,14 +80,9 @@ def unpack_upper(packed: np.ndarray, k: int) -> np.ndarray:
     if packed.shape != (k * (k + 1) // 2,):
         raise DataError(f"a packed Gram of {k} columns has {k * (k + 1) // 2:,} entries, got shape {packed.shape}")
     full, at = np.empty((k, k)), 0
-    for start in range(0, k, 64):  # 64 columns at a time are transposed within the cache
-        end = min(start + 64, k)
-        for i in range(start, end):
-            row = packed[at : at + k - i]
-            at += k - i
-            full[i, i:] = row
-            full[i:end, i] = row[: end - i]
-        full[end:, start:end] = full[start:end, end:].T
+    for i in range(k):
+        full[i, i:] = full[i:, i] = packed[at : at + k - i]
+        at += k - i
     return full
 
 

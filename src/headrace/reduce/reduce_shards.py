@@ -41,7 +41,7 @@ from headrace.reduce.columns import Columns
 from headrace.reduce.coordinator import DEFAULT_WINDOW, CrossNodeCheckpoint, CrossNodeGramReduction
 from headrace.reduce.orders import WorkOrder
 from headrace.reduce.partition import CrossNodePartition, Provenance, default_chunk_size
-from headrace.reduce.result import GramResult, facts_path, require_free
+from headrace.reduce.result import GramResult
 from headrace.reduce.shards import (
     RowShards,
     first_written,
@@ -192,7 +192,6 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
             shards=shards.spec,
             data=data,
             threads=plan.threads,
-            folder=str(plan.work.absolute()) if plan.span > 1 else None,
         )
         summary = GramSummary(
             out=str(plan.out), state="reduced", n_rows=shards.n_rows, width=shards.width, rows=shards.dtype, chunk_size=chunk,
@@ -257,8 +256,6 @@ class _Pass:
             from headrace.reduce.transports.gloo import nothing_to_do
 
             nothing_to_do(self.order.partition)
-        if not facts_path(plan.out).exists():
-            done.save_facts(plan.out)
         summary.state, summary.sha256 = "complete", done.sha256
         summary.resumed_at = summary.folded = self.order.partition.n_chunks
         if plan.work.is_dir():
@@ -447,8 +444,6 @@ def _finished(plan: GramPlan, order: WorkOrder, stamps: Mapping[str, Sequence[in
             raise ConfigError(
                 f"there is no folder {plan.out.absolute().parent} to write the result to; make it, or give another --out"
             )
-        if not plan.replace:
-            require_free(plan.out)
         return None
     if plan.replace:
         return None

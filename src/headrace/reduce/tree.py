@@ -24,7 +24,6 @@ from headrace.errors import DataError, FileCorrupt
 from headrace.reduce.kernel import unpack_upper
 from headrace.reduce.partition import CROSS_CHUNK_BASE
 
-_CHECKED_AT_ONCE = 1 << 16
 _NAMED_MISSING = 8
 
 
@@ -46,12 +45,8 @@ def pairwise_sum(items: Sequence[np.ndarray] | np.ndarray) -> np.ndarray | float
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether no entry is NaN or infinite; in pieces that stay in the cache."""
-    if len(values) <= _CHECKED_AT_ONCE:
-        return bool(np.isfinite(values).all())
-    return all(
-        bool(np.isfinite(values[at : at + _CHECKED_AT_ONCE]).all()) for at in range(0, len(values), _CHECKED_AT_ONCE)
-    )
+    """Whether no entry is NaN or infinite."""
+    return bool(np.isfinite(values).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

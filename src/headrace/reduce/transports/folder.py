@@ -109,7 +109,6 @@ class PartialSpool:
     def _clear(self) -> None:
         """Remove everything of a pass but the locks."""
         self._order_file.unlink(missing_ok=True)
-        shutil.rmtree(self.path / "spans", ignore_errors=True)
         purge_spool(self.path)
 
     def want(self, first: int, end: int) -> None:
@@ -240,9 +239,7 @@ class SpoolWorker:
         self.made = 0
         self._on_made = on_made
         order, self._lease = wait_for_order(path, patience=patience)
-        self.order = replace(
-            order, shards=shards or order.shards, threads=threads or order.threads, folder=str(path / "spans")
-        )
+        self.order = replace(order, shards=shards or order.shards, threads=threads or order.threads)
         try:
             self._maker = PartialMaker(self.order, 0)
         except HeadraceError as error:
