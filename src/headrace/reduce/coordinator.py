@@ -130,7 +130,6 @@ class CrossNodeGramReduction:
         self._fold = StreamingBorderGram(entries=end - start, n_chunks=partition.n_chunks, span=partition.span)
         self._received = [0] * partition.n_ranks
         self._digests: list[list[int]] = [[] for _ in range(partition.n_ranks)]
-        self.duplicates = self.most_pending = 0
 
     # ------------------------------------------------------------------------------------------ receive
 
@@ -161,7 +160,6 @@ class CrossNodeGramReduction:
         except DataError:
             default_meter().add("reduce/refused")
             raise
-        self.duplicates += receipt is Receipt.DUPLICATE
         default_meter().add(_COUNTERS[receipt])
         return receipt
 
@@ -199,7 +197,6 @@ class CrossNodeGramReduction:
             raise DataError(f"rank {rank}: {error}") from None
         self._digests[rank].append(partial.digest)
         self._received[rank] += 1
-        self.most_pending = max(self.most_pending, self.pending)
         return Receipt.TAKEN
 
     def _require_same_pass(self, partial: NodePartial) -> None:

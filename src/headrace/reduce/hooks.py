@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, did_you_mean
 from headrace.metrics import Wait
 from headrace.reduce.result import GramResult
 from headrace.reduce.stream import GramStream, streams_result
@@ -190,11 +190,8 @@ def _found(model: nn.Module, module: str | nn.Module) -> nn.Module:
     try:
         return model.get_submodule(module)
     except AttributeError:
-        import difflib
-
         names = [name for name, _ in model.named_modules() if name]
-        near = difflib.get_close_matches(module, names, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else f"; it has {', '.join(names[:8])}"
+        hint = did_you_mean(module, names) or f"; it has {', '.join(names[:8])}"
         raise ConfigError(f"the model has no module {module!r}{hint}") from None
 
 

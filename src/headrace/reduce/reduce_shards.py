@@ -139,8 +139,6 @@ class GramSummary:
     """Chunks that were folded already."""
     folded: int = 0
     """Chunks that are folded now."""
-    duplicates: int = 0
-    most_pending: int = 0
     replaced: int = 0
     seconds: float = 0.0
     signal: int = 0
@@ -241,7 +239,6 @@ class _Pass:
         if summary.engine != "torchrun":
             self.transport = self._transport(fresh)
         is_complete = self._fold()
-        summary.duplicates, summary.most_pending = self.reduction.duplicates, self.reduction.most_pending
         summary.folded = self.reduction.frontier
         if is_complete:
             self._publish()
@@ -502,20 +499,16 @@ def _resumed(files: CheckpointFiles, order: WorkOrder, window: int) -> CrossNode
     if saved is None:
         return CrossNodeGramReduction(partition, provenance=provenance, window=window)
     then, now = saved.partition.order | {"span": saved.partition.span}, partition.order | {"span": partition.span}
-    differing = {name: (then[name], now[name]) for name in now if then[name] != now[name]}
-    if differing:
-        raise _other_pass(f"{files.folder} holds a pass that was cut otherwise", differing)
-    if differences := provenance.differences(saved.provenance):
-        raise _other_pass(f"{files.folder} holds a pass over something else", differences)
-    return CrossNodeGramReduction.resume(saved, provenance=provenance, window=window, n_ranks=partition.n_ranks)
-
-
-def _other_pass(found: str, differences: dict[str, tuple[Any, Any]]) -> CursorMismatch:
-    listed = "; ".join(f"{name} was {a}, is {b}" for name, (a, b) in differences.items())
-    return CursorMismatch(
-        f"{found} ({listed}). Restore that, remove the folder or give --replace to begin again, or give another --out",
-        differences,
-    )
+    differences: dict[str, tuple[Any, Any]] = {n: (then[n], now[n]) for n in now if then[n] != now[n]}
+    differences |= provenance.differences(saved.provenance)
+    if differences:
+        listed = "; ".join(f"{name} was {a}, is {b}" for name, (a, b) in differences.items())
+        raise CursorMismatch(
+            f"{files.folder} holds a pass over something else, or one that was cut otherwise ({listed}). Restore that, remove the folder or "
+            "give --replace to begin again, or give another --out",
+            differences,
+        )
+    return CrossNodeGramReduction.resume(saved, window=window, n_ranks=partition.n_ranks)
 
 
 def _lock(work: Path, stack: contextlib.ExitStack) -> None:

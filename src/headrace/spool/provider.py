@@ -290,13 +290,9 @@ class DataProviderBase:
         write_meta(self.data_dir, meta)
 
     def load_meta_if_exists(self) -> dict[str, Any] | None:
-        """The spool's meta; None if there is none. A meta.pkl of headrace without a meta.json counts as none: both are written again."""
-        if not any(os.path.lexists(self.data_dir / name) for name in ("meta.json", "meta.pkl")):
-            return None
-        found = read_meta(self.data_dir)
-        if not os.path.lexists(self.data_dir / "meta.json") and "headrace" in found:
-            return None
-        return found
+        """The spool's meta; None if there is none."""
+        there = any(os.path.lexists(self.data_dir / name) for name in ("meta.json", "meta.pkl"))
+        return read_meta(self.data_dir) if there else None
 
     def _settle_meta(self) -> None:
         """Write the meta, or check that the meta in the folder has the same job."""
@@ -482,7 +478,7 @@ class DataProviderBase:
         rng = torch.Generator()
         rng.manual_seed(key(f"spool.file.{channel.split}", seed=self.seed, seq=seq) >> 1)
         count = self.rows_of(channel.split, seq)
-        rows = RowBuffer(self.schema, count)
+        rows = RowBuffer(self.schema)
         for batch, values in enumerate(self.batches_of(channel.split, seq, rng)):
             expected = min(self.batch_size, count - len(rows))
             added = rows.add(values)

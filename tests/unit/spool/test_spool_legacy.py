@@ -192,13 +192,6 @@ def test_a_provider_does_not_fill_a_folder_of_another_program(folder, drawn):
     assert (folder / "meta.pkl").read_bytes() == before
 
 
-def test_a_provider_that_died_between_its_two_metas_goes_on(drawn, tmp_path):
-    drawn().run(("train",), max_files=1)
-    (tmp_path / "spool" / "meta.json").unlink()
-    assert drawn().run(("train",), max_files=1) == 1
-    assert (tmp_path / "spool" / "meta.json").exists()
-
-
 def test_a_legacy_file_without_x_and_y_or_with_another_shape_is_named(folder, consumer):
     torch.save({"x": torch.zeros(4, 2)}, folder / "train_batches_0.pt")
     with pytest.raises(FileCorrupt, match=r"train_batches_0.pt is not a legacy batch file with x and y"):

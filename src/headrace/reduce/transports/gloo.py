@@ -52,7 +52,7 @@ def coordinate_group(
     _all_ranks(lambda: dist.broadcast(torch.tensor(received, dtype=torch.int64), src=0, group=group), "begin")
     maker = PartialMaker(order, 0)
     cursors = list(received)
-    began = saved = time.monotonic()
+    saved = time.monotonic()
     for unit in range(reduction.frontier // partition.span, partition.n_units):
         rank = unit % partition.n_ranks
         if reduction.received_per_rank[rank] > partition.ordinal_of(unit * partition.span):
@@ -70,7 +70,7 @@ def coordinate_group(
         if time.monotonic() - saved >= save_every:
             save()
             saved = time.monotonic()
-        progress(FoldProgress.of(reduction, began))
+        progress(FoldProgress.of(reduction))
     return True
 
 
