@@ -390,31 +390,23 @@ class LedgerShard:
             "ghosts/gid": ghosts.keys[gone], **{f"ghosts/{n}": c[gone] for n, c in ghosts.columns.items()},
             "ledger/state": (states.view(torch.uint16) if self.dtype is torch.bfloat16 else states).numpy(),
         }  # fmt: skip
-        meta = {
-            "kind": _KIND,
-            "version": _VERSION,
-            "step": self.step,
-            "width": self.settings.width,
-            "dtype": self.settings.dtype,
-        }
+        meta = {"kind": _KIND, "version": _VERSION, "step": self.step} | self._identity()
         return arrays, {"ledger/state": _STORED_AS[self.settings.dtype]}, meta
+
+    def _identity(self) -> dict[str, Any]:
+        """What a saved ledger must share with this one."""
+        return {"kind": _KIND, "version": _VERSION, "width": self.settings.width, "dtype": self.settings.dtype}
 
     def load_state_arrays(self, parts: Sequence[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]) -> None:
         """Become the shard of the ledger whose ranks gave these (arrays, meta), one or all, on whatever number of ranks.
 
         Takes what this rank owns and leaves the rest. Nothing is changed if the parts do not fit.
         """
-        expected = {
-            "kind": _KIND,
-            "version": _VERSION,
-            "width": self.settings.width,
-            "dtype": self.settings.dtype,
-        }
         steps = {meta.get("step") for _, meta in parts}
         differing: dict[str, tuple[Any, Any]] = {
             name: (meta.get(name, "absent"), now)
             for _, meta in parts
-            for name, now in expected.items()
+            for name, now in self._identity().items()
             if meta.get(name) != now
         }
         if len(steps) != 1:
@@ -438,10 +430,7 @@ class LedgerShard:
         if len(np.unique(together["ghosts/gid"])) < len(together["ghosts/gid"]):
             raise CursorMismatch("the saved ledger remembers an evicted group twice; give each rank's part once")
         groups = self._groups = Slots(_GROUP_COLUMNS, limit=self._groups.limit)
-        groups.make_room(len(mine))
-        slots = groups.take(together["ledger/gid"][mine])
-        for name in _GROUP_COLUMNS:
-            groups.columns[name][slots] = together[f"ledger/{name}"][mine]
+        slots = _take_saved(groups, together, "ledger", mine)
         # Those of the step under way stay pending; the rest are in line, oldest first.
         open_now = together["ledger/last"][mine] == step
         groups.append(slots[~open_now])
@@ -452,7 +441,10 @@ class LedgerShard:
         if self.dtype is torch.bfloat16:
             loaded = loaded.view(torch.bfloat16)
         self._arena[torch.from_numpy(slots).to(self.device)] = loaded.to(self.device)
-        self._load_ghosts(together)
+        ghosts = self._ghosts
+        ghosts.clear()
+        mine = self._kept(together, "ghosts/gid", by=("ghosts/when",))[-ghosts.limit :] if ghosts.limit else _NONE
+        ghosts.append(_take_saved(ghosts, together, "ghosts", mine))
         self.step = step
         self._counts = dict.fromkeys(self._counts, 0)
         self._happened = False
@@ -462,15 +454,14 @@ class LedgerShard:
         mine = np.flatnonzero(owner_of(arrays[gid], self.world_size) == self.rank)
         return mine[np.lexsort([arrays[name][mine] for name in by])]
 
-    def _load_ghosts(self, arrays: Mapping[str, np.ndarray]) -> None:
-        ghosts = self._ghosts
-        ghosts.clear()
-        mine = self._kept(arrays, "ghosts/gid", by=("ghosts/when",))[-ghosts.limit :] if ghosts.limit else _NONE
-        ghosts.make_room(len(mine))
-        slots = ghosts.take(arrays["ghosts/gid"][mine])
-        for name in _GHOST_COLUMNS:
-            ghosts.columns[name][slots] = arrays[f"ghosts/{name}"][mine]
-        ghosts.append(slots)
+
+def _take_saved(slots: Slots, arrays: Mapping[str, np.ndarray], kind: str, rows: np.ndarray) -> np.ndarray:
+    """Slots for these rows of the saved arrays of a kind, with their columns."""
+    slots.make_room(len(rows))
+    taken = slots.take(arrays[f"{kind}/gid"][rows])
+    for name, column in slots.columns.items():
+        column[taken] = arrays[f"{kind}/{name}"][rows]
+    return taken
 
 
 def _device(name: str) -> torch.device:

@@ -9,6 +9,7 @@ The caller decides which unit is next.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,13 +55,16 @@ class PartialMaker:
     """One rank of a pass over shards."""
 
     def __init__(self, order: WorkOrder, rank: int) -> None:
-        """Open the shards of the order. DataChanged if they are not those that the pass was begun with."""
         self._order, self._rank = order, rank
-        self._shards = RowShards.of(order.shards)
-        require_unchanged(self._shards, order.data)
+
+    @functools.cached_property
+    def _shards(self) -> RowShards:
+        shards = RowShards.of(self._order.shards)
+        require_unchanged(shards, self._order.data)
+        return shards
 
     def make(self, ordinal: int) -> bytes:
-        """The message for the rank's ordinal-th unit."""
+        """The message for the rank's ordinal-th unit. The first call opens the shards: DataChanged if they are not those that the pass was begun with."""
         order = self._order
         worker = NodeWorker(
             order.partition, rank=self._rank, provenance=order.provenance, threads=order.threads, next_ordinal=ordinal, compute=order.columns.gram

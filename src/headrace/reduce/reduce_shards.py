@@ -391,7 +391,7 @@ def join_spool(
                 if stopped():
                     summary.state, summary.signal = "stopped", stopped()
                     break
-                if (lost := crew.dead()) is not None:
+                if (lost := crew.replace_dead()) is not None:
                     deaths += 1
                     if deaths > 5:
                         raise WorkerDied(
@@ -399,7 +399,6 @@ def join_spool(
                         )
                     notice(f"{lost}; a new one takes its place")
                     summary.replaced += 1
-                    crew.replace()
         summary.partials = crew.count()
         summary.seconds = time.perf_counter() - start
         return summary

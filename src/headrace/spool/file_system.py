@@ -43,12 +43,10 @@ class FileSystem:
         while not path.exists() and path != path.parent:
             path = path.parent
         try:
-            device = path.stat().st_dev
             lines = mounts.read_text(errors="replace").splitlines()
         except OSError:
             return cls(kind="")
-        wanted, resolved = f"{os.major(device)}:{os.minor(device)}", str(path.resolve())
-        best = ("", "")
+        resolved, best = str(path.resolve()), ("", "")
         for line in lines:
             words, _, after = line.partition(" - ")
             fields, kind = words.split(), after.split(maxsplit=1)[:1]
@@ -56,10 +54,7 @@ class FileSystem:
                 continue
             point = fields[4].replace("\\040", " ")
             inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
-            # By device number. On btrfs and some network file systems the numbers differ: there by the longest mount point.
-            if fields[2] == wanted and inside:
-                return cls(kind=kind[0])
-            if inside and len(point) >= len(best[0]):
+            if inside and len(point) >= len(best[0]):  # of several on one point the last is on top
                 best = (point, kind[0])
         return cls(kind=best[1])
 

@@ -240,11 +240,7 @@ class SpoolWorker:
         self._on_made = on_made
         order, self._lease = wait_for_order(path, patience=patience)
         self.order = replace(order, shards=shards or order.shards, threads=threads or order.threads)
-        try:
-            self._maker = PartialMaker(self.order, 0)
-        except HeadraceError as error:
-            self.spool.refuse(0, error)
-            raise
+        self._maker = PartialMaker(self.order, 0)
 
     def run(self) -> int:
         """Work until the pass is over; the number of partials made."""
@@ -362,19 +358,15 @@ class LocalWorkers:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def dead(self) -> str | None:
-        """How a process ended that should not have; None if all are well."""
-        for process in self._processes:
-            if process.exit_code() not in (None, 0):
-                return f"process {process.pid} {process.how_it_ended()}"
-        return None
-
-    def replace(self) -> None:
-        """Start a process in the place of each that died."""
+    def replace_dead(self) -> str | None:
+        """Start a process in the place of each that ended and should not have; how one of them ended, None if all are well."""
+        lost = None
         for at, process in enumerate(self._processes):
             if process.exit_code() not in (None, 0):
+                lost = f"process {process.pid} {process.how_it_ended()}"
                 process.end()
                 self._processes[at] = self._start()
+        return lost
 
     def count(self) -> int:
         """The number of partials made so far: a worker sends one byte for each."""
@@ -491,7 +483,7 @@ class FolderTransport(Transport):
             if (error := self.spool.error()) is not None:
                 return Answer(rank=0, error=error)
             self._workers.count()  # empties the pipes
-            if (lost := self._workers.dead()) is not None:
+            if (lost := self._workers.replace_dead()) is not None:
                 return Answer(rank=0, lost=lost)
             left = until - time.monotonic()
             if left <= 0:
@@ -500,8 +492,7 @@ class FolderTransport(Transport):
             pause = min(1.5 * pause, 0.02)
 
     def replace(self, rank: int) -> None:
-        assert self._workers is not None
-        self._workers.replace()
+        """Nothing: `answer` has replaced the process that it reports."""
 
     def due(self) -> bool:
         """Whether so many folded partials lie here that the sum should be saved."""
