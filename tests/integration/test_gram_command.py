@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from headrace.errors import ConfigError, CursorMismatch, DataChanged, DataError, HeadraceError
+from headrace.errors import CursorMismatch, DataChanged, DataError, HeadraceError
 from headrace.reduce import GramResult, gram
 from headrace.reduce.orders import PartialMaker
 from headrace.reduce.reduce_shards import GramPlan, reduce_shards
@@ -166,20 +166,6 @@ def test_a_weight_below_zero_is_named_with_its_file(tmp_path):
         DataError, match=r"chunk 2 \(rows 200 to 300\): weights must be .* The first is row 250 of .*a\.saf"
     ):
         reduce_shards(plan(tmp_path, shards=[str(tmp_path)], field="x", weights="w"), Quiet())
-
-
-def test_a_file_of_somebody_elses_beside_the_result_is_left_alone_and_a_lost_one_is_written_again(tmp_path, shard):
-    words = {"shards": [str(shard)], "out": tmp_path / "proj"}
-    (tmp_path / "proj.json").write_text('{"mine": 1}')
-    with pytest.raises(ConfigError, match=r"proj\.json exists and is not"):
-        reduce_shards(plan(tmp_path, **words), Quiet())
-    assert (tmp_path / "proj.json").read_text() == '{"mine": 1}'
-    (tmp_path / "proj.json").unlink()
-    reduce_shards(plan(tmp_path, **words), Quiet())
-    facts = (tmp_path / "proj.json").read_text()
-    (tmp_path / "proj.json").unlink()
-    assert reduce_shards(plan(tmp_path, **words), Quiet()).state == "complete"
-    assert (tmp_path / "proj.json").read_text() == facts
 
 
 def test_a_result_in_the_folder_of_its_shards_is_not_read(tmp_path, headrace):

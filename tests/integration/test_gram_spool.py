@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -85,17 +84,16 @@ def test_any_number_of_workers_in_any_order_gives_the_bits_of_one_process(rows, 
         CrossNodeGramReduction(order.partition, provenance=order.provenance),
         np.random.default_rng(logical),
     )
-    with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(SpoolWorker(tmp_path / "s")) for _ in range(logical)]
-        while not reduction.complete:
-            workers[rng.integers(logical)].step()
-            while rng.random() < 0.5 and take(transport, reduction):
-                continue
-        assert sha(reduction, order) == expected
-        assert sum(w.made for w in workers) == order.partition.n_units
-        transport.finish()
-        assert {w.step() for w in workers} == {"finished"}
-        transport.close()
+    workers = [SpoolWorker(tmp_path / "s") for _ in range(logical)]
+    while not reduction.complete:
+        workers[rng.integers(logical)].step()
+        while rng.random() < 0.5 and take(transport, reduction):
+            continue
+    assert sha(reduction, order) == expected
+    assert sum(w.made for w in workers) == order.partition.n_units
+    transport.finish()
+    assert {w.step() for w in workers} == {"finished"}
+    transport.close()
     assert not (tmp_path / "s").exists()
 
 
@@ -107,27 +105,27 @@ def test_a_killed_coordinator_finds_every_partial_that_neither_generation_holds(
         begun(tmp_path / "s", order),
     )
     files, commit = CheckpointFiles(tmp_path / "c", "coordinator"), transport.spool.channel.commit_point
-    with SpoolWorker(tmp_path / "s") as worker:
-        for stop in (40, 90, 130):
-            while reduction.frontier < stop:
-                worker.step()
-                take(transport, reduction)
-            newest = reduction.checkpoint().save(files)
-            transport.saved(reduction.received_per_rank[0])
-        assert commit() == 90, "what the older of two generations lacks is kept"
-        while worker.step() == "made":
-            continue
-        made = worker.made
-        transport._lock.release()  # as when the process is gone
-        os.truncate(newest, 1000)
-        resumed = CrossNodeGramReduction.resume(CrossNodeCheckpoint.load(files))
-        again = begun(tmp_path / "s", order, first_unit=resumed.received_per_rank[0])
-        while not resumed.complete:
-            assert take(again, resumed), "nothing has to be computed again"
-        assert sha(resumed, order) == expected
-        assert worker.step() == "idle"
-        assert worker.made == made == order.partition.n_units
-        again.close()
+    worker = SpoolWorker(tmp_path / "s")
+    for stop in (40, 90, 130):
+        while reduction.frontier < stop:
+            worker.step()
+            take(transport, reduction)
+        newest = reduction.checkpoint().save(files)
+        transport.saved(reduction.received_per_rank[0])
+    assert commit() == 90, "what the older of two generations lacks is kept"
+    while worker.step() == "made":
+        continue
+    made = worker.made
+    transport._lock.release()  # as when the process is gone
+    os.truncate(newest, 1000)
+    resumed = CrossNodeGramReduction.resume(CrossNodeCheckpoint.load(files))
+    again = begun(tmp_path / "s", order, first_unit=resumed.received_per_rank[0])
+    while not resumed.complete:
+        assert take(again, resumed), "nothing has to be computed again"
+    assert sha(resumed, order) == expected
+    assert worker.step() == "idle"
+    assert worker.made == made == order.partition.n_units
+    again.close()
 
 
 def test_a_lost_checkpoint_means_that_everything_is_made_again(rows, tmp_path):
@@ -140,10 +138,10 @@ def test_a_lost_checkpoint_means_that_everything_is_made_again(rows, tmp_path):
         begun(tmp_path / "s", order),
         CrossNodeGramReduction(order.partition, provenance=order.provenance),
     )
-    with SpoolWorker(tmp_path / "s") as worker:
-        for _ in range(2 * order.partition.n_units):
-            worker.step()
-            take(transport, reduction)
+    worker = SpoolWorker(tmp_path / "s")
+    for _ in range(2 * order.partition.n_units):
+        worker.step()
+        take(transport, reduction)
     transport.close()
     assert sha(reduction, order) == expected
 
@@ -153,20 +151,20 @@ def test_a_damaged_or_foreign_file_is_set_aside_and_made_again(rows, tmp_path):
     order, told = order_for(folder), []
     transport = begun(tmp_path / "s", order, notice=told.append)
     reduction, queue = CrossNodeGramReduction(order.partition, provenance=order.provenance), transport.spool.channel
-    with SpoolWorker(tmp_path / "s") as worker:
+    worker = SpoolWorker(tmp_path / "s")
+    while worker.step() == "made":
+        continue
+    good = {unit: queue.path(unit).read_bytes() for unit in (3, 4)}
+    queue.path(3).write_bytes(good[3][:-9])
+    queue.path(4).write_bytes(good[4][:-1] + bytes([good[4][-1] ^ 1]))
+    queue.path(5).write_bytes(good[4])
+    os.truncate(queue.path(6), 1 << 40)  # sparse: read whole, it would be a terabyte
+    queue.path(7).unlink()
+    queue.path(7).symlink_to("/dev/zero")
+    while not reduction.complete:
         while worker.step() == "made":
             continue
-        good = {unit: queue.path(unit).read_bytes() for unit in (3, 4)}
-        queue.path(3).write_bytes(good[3][:-9])
-        queue.path(4).write_bytes(good[4][:-1] + bytes([good[4][-1] ^ 1]))
-        queue.path(5).write_bytes(good[4])
-        os.truncate(queue.path(6), 1 << 40)  # sparse: read whole, it would be a terabyte
-        queue.path(7).unlink()
-        queue.path(7).symlink_to("/dev/zero")
-        while not reduction.complete:
-            while worker.step() == "made":
-                continue
-            take(transport, reduction)
+        take(transport, reduction)
     assert sha(reduction, order) == expected
     assert [s.partition(" ")[0] and s.rpartition(" and is made again")[1] for s in told] == [" and is made again"] * 5
     for sentence, words in zip(
@@ -193,27 +191,27 @@ def test_other_bits_for_the_same_unit_end_the_pass_and_equal_ones_do_not(rows, t
     order = order_for(rows[0])
     transport = begun(tmp_path / "s", order)
     reduction = CrossNodeGramReduction(order.partition, provenance=order.provenance)
-    with SpoolWorker(tmp_path / "s") as worker:
+    worker = SpoolWorker(tmp_path / "s")
+    worker.step()
+    message = transport.spool.channel.path(0).read_bytes()
+    worker._publish(0, message)  # equal bits: nothing happens
+    partial = NodePartial.from_bytes(message)
+    other = NodePartial(
+        chunk=0,
+        chunks=1,
+        rank=0,
+        partition=partial.partition,
+        provenance=partial.provenance,
+        gram=partial.gram + 1.0,
+    )
+    with pytest.raises(DataError, match="two workers came to other bits"):
+        worker._publish(0, other.to_bytes())
+    take(transport, reduction)  # the first answer stands
+    with pytest.raises(DataError, match=r"process \d+ on .*, unit 0: two workers came to other bits"):
+        take(transport, reduction)
+    transport.close()
+    with pytest.raises(DataError, match=r"the pass in .* failed: .*other bits"):
         worker.step()
-        message = transport.spool.channel.path(0).read_bytes()
-        worker._publish(0, message)  # equal bits: nothing happens
-        partial = NodePartial.from_bytes(message)
-        other = NodePartial(
-            chunk=0,
-            chunks=1,
-            rank=0,
-            partition=partial.partition,
-            provenance=partial.provenance,
-            gram=partial.gram + 1.0,
-        )
-        with pytest.raises(DataError, match="two workers came to other bits"):
-            worker._publish(0, other.to_bytes())
-        take(transport, reduction)  # the first answer stands
-        with pytest.raises(DataError, match=r"process \d+ on .*, unit 0: two workers came to other bits"):
-            take(transport, reduction)
-        transport.close()
-        with pytest.raises(DataError, match=r"the pass in .* failed: .*other bits"):
-            worker.step()
 
 
 def test_a_row_that_is_not_finite_is_named_and_ends_the_pass_for_everybody(tmp_path):
@@ -227,8 +225,8 @@ def test_a_row_that_is_not_finite_is_named_and_ends_the_pass_for_everybody(tmp_p
             drive(CrossNodeGramReduction(order.partition, provenance=order.provenance), transport, deadline=30)
     finally:
         transport.close()
-    with pytest.raises(DataError, match=r"failed: .*gives NaN"), SpoolWorker(tmp_path / "s") as worker:
-        worker.run()
+    with pytest.raises(DataError, match=r"failed: .*gives NaN"):
+        SpoolWorker(tmp_path / "s").run()
 
 
 def test_killed_and_stopped_workers_hold_nobody_up(rows, tmp_path, monkeypatch):
@@ -269,7 +267,7 @@ def test_a_folder_of_something_else_is_not_touched(rows, tmp_path):
         wait_for_order(tmp_path / "nowhere", patience=0.05)
     worker = SpoolWorker(tmp_path / "s", patience=0.05)
     worker.spool.want(0, 0)
-    with pytest.raises(DeadlineExceeded, match="no process has coordinated the pass"), worker:
+    with pytest.raises(DeadlineExceeded, match="no process has coordinated the pass"):
         worker.run()
 
 
@@ -328,7 +326,7 @@ def test_the_command_goes_on_from_the_spool_after_its_coordinator_was_killed(row
     )
     done = reduce_shards(plan, Quiet())
     assert (done.sha256, done.engine, done.state) == (expected, "spool", "reduced")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["g.safetensors", "g.safetensors.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["g.safetensors"]
     shards, columns = RowShards.open([folder]), Columns(width=5)
     partition = CrossNodePartition(k=columns.k, n_rows=shards.n_rows, chunk_size=CHUNK, n_ranks=1)
     data = fingerprint_json([shards.fingerprint(), columns.fingerprint])
@@ -338,6 +336,6 @@ def test_the_command_goes_on_from_the_spool_after_its_coordinator_was_killed(row
     )
     begun(tmp_path / "s", left).close()  # as when it is killed between the result and the folder
     assert reduce_shards(plan, Quiet()).state == "complete"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["g.safetensors", "g.safetensors.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["g.safetensors"]
     with pytest.raises(ConfigError, match="--spool is for --engine spool, not for ray"):
         replace(plan, engine="ray")

@@ -44,7 +44,7 @@ def _whole(_: object, tokens: Sequence[Token]) -> int:
 
 def gram(
     *shards: Annotated[str, Parameter(help="Files, folders or globs of .npy, .safetensors or .parquet, on disk or in a store (s3://bucket/acts/), in the order of the sum.")],
-    out: Annotated[Path, Parameter(help="The result; OUT.json beside it says what it is.")] = Path("gram.safetensors"),
+    out: Annotated[Path, Parameter(help="The result.")] = Path("gram.safetensors"),
     field: Annotated[str | None, Parameter(help="Tensor or column of the rows (parquet: a,b,c for several columns).")] = None,
     targets: Annotated[str | None, Parameter(help="Tensor or column of targets: also sums the cross-Gram, for ridge.")] = None,
     weights: Annotated[str | None, Parameter(help="Tensor or column of row weights.")] = None,

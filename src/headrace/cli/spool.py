@@ -34,6 +34,10 @@ def _print(value: Any, lines: list[str], *, format: str, quiet: bool) -> None:
     print_answer(value, show, format=format, quiet=quiet)
 
 
+def _known(number: int | None) -> int | str:
+    return "?" if number is None else number
+
+
 @spool.command
 def ls(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> int:
     """List the files of the queue: number, rows, size, verdict; and those that were set aside, with the reasons.
@@ -46,11 +50,11 @@ def ls(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> 
 
     files, aside = list_files(directory), quarantined(directory)
     lines = [
-        f"{f.split:<6} {f.part:>3} {f.seq:>12,}  rows {f.first if f.first is not None else '?'} + {f.rows if f.rows is not None else '?'}  {short(f.bytes)}B  {f.verdict}"
+        f"{f['split']:<6} {f['part']:>3} {f['seq']:>12,}  rows {_known(f['first'])} + {_known(f['rows'])}  {short(f['bytes'])}B  {f['verdict']}"
         for f in files
     ]
     lines += [f"{f['split']:<6} quarantine/{f['file']}: {f['reason']}" for f in aside]
-    _print([f.to_dict() for f in files], lines or ["no files"], format=format, quiet=quiet)
+    _print(files, lines or ["no files"], format=format, quiet=quiet)
     return 0
 
 
@@ -97,9 +101,12 @@ def verify(directory: Path, /, *, format: Format = "text", quiet: Quiet = False)
     from headrace.spool.survey import verify as check
 
     files, findings = check(directory)
-    lines = [f.problem if f.seq is None else f"{f.split} part {f.part} file {f.seq}: {f.problem}" for f in findings]
+    lines = [
+        f["problem"] if f["seq"] is None else f"{f['split']} part {f['part']} file {f['seq']}: {f['problem']}"
+        for f in findings
+    ]
     lines.append(f"{files:,} files checked, {len(findings)} problem{'' if len(findings) == 1 else 's'}")
-    _print({"files": files, "findings": [f.to_dict() for f in findings]}, lines, format=format, quiet=quiet)
+    _print({"files": files, "findings": findings}, lines, format=format, quiet=quiet)
     return 1 if findings else 0
 
 

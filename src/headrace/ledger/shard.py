@@ -65,7 +65,6 @@ class LedgerShard:
         self.rank, self.world_size = rank, world_size
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.device = _device(settings.device)
-        self._here = self.device.type == "cpu"
         self.step = -1
         """The last step that was stored or ended; none goes back behind it."""
         self._groups = Slots(_GROUP_COLUMNS, limit=settings.capacity or NO_LIMIT)
@@ -80,11 +79,6 @@ class LedgerShard:
 
     def __len__(self) -> int:
         return len(self._groups)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arena, the index and the ghosts."""
-        return self._arena.nbytes + self.index_nbytes
 
     @property
     def index_nbytes(self) -> int:
@@ -103,18 +97,14 @@ class LedgerShard:
         wanted = as_gids(gids)
         self._require_owned(wanted, "looked up")
         slots, found = self._groups.find(wanted)
-        if found == 0:
-            states = torch.zeros((len(wanted), self.settings.width), dtype=self.dtype, device=self.device)
-            return states, torch.zeros(len(wanted), dtype=torch.bool, device=self.device)
-        if self._here:
-            states = torch.empty((len(wanted), self.settings.width), dtype=self.dtype)
-            np.take(_rows(self._arena), slots, axis=0, out=_rows(states), mode="clip")
-            if found < len(wanted):
-                _rows(states)[slots < 0] = 0
-            return states, torch.from_numpy(slots >= 0)
         at = torch.from_numpy(slots).to(self.device)
         here = at >= 0
-        return self._arena.index_select(0, at.clamp(min=0)).mul_(here[:, None]), here
+        if found == 0:
+            return torch.zeros((len(wanted), self.settings.width), dtype=self.dtype, device=self.device), here
+        states = self._arena.index_select(0, at.clamp(min=0))
+        if found < len(wanted):
+            states.mul_(here[:, None])
+        return states, here
 
     def store(
         self,
@@ -162,11 +152,7 @@ class LedgerShard:
             states, stream, epoch = states[torch.from_numpy(last).to(states.device)], stream[last], epoch[last]
         groups.columns["stream"][slots] = stream
         groups.columns["epoch"][slots] = epoch
-        states = states.to(self.device, self.dtype)
-        if self._here:
-            _rows(self._arena)[slots] = _rows(states)
-        else:
-            self._arena.index_copy_(0, torch.from_numpy(slots).to(self.device), states)
+        self._arena.index_copy_(0, torch.from_numpy(slots).to(self.device), states.to(self.device, self.dtype))
         self._happened = True
 
     def _refresh(self, slots: np.ndarray, step: int) -> int:
@@ -404,31 +390,23 @@ class LedgerShard:
             "ghosts/gid": ghosts.keys[gone], **{f"ghosts/{n}": c[gone] for n, c in ghosts.columns.items()},
             "ledger/state": (states.view(torch.uint16) if self.dtype is torch.bfloat16 else states).numpy(),
         }  # fmt: skip
-        meta = {
-            "kind": _KIND,
-            "version": _VERSION,
-            "step": self.step,
-            "width": self.settings.width,
-            "dtype": self.settings.dtype,
-        }
+        meta = {"kind": _KIND, "version": _VERSION, "step": self.step} | self._identity()
         return arrays, {"ledger/state": _STORED_AS[self.settings.dtype]}, meta
+
+    def _identity(self) -> dict[str, Any]:
+        """What a saved ledger must share with this one."""
+        return {"kind": _KIND, "version": _VERSION, "width": self.settings.width, "dtype": self.settings.dtype}
 
     def load_state_arrays(self, parts: Sequence[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]) -> None:
         """Become the shard of the ledger whose ranks gave these (arrays, meta), one or all, on whatever number of ranks.
 
         Takes what this rank owns and leaves the rest. Nothing is changed if the parts do not fit.
         """
-        expected = {
-            "kind": _KIND,
-            "version": _VERSION,
-            "width": self.settings.width,
-            "dtype": self.settings.dtype,
-        }
         steps = {meta.get("step") for _, meta in parts}
         differing: dict[str, tuple[Any, Any]] = {
             name: (meta.get(name, "absent"), now)
             for _, meta in parts
-            for name, now in expected.items()
+            for name, now in self._identity().items()
             if meta.get(name) != now
         }
         if len(steps) != 1:
@@ -452,10 +430,7 @@ class LedgerShard:
         if len(np.unique(together["ghosts/gid"])) < len(together["ghosts/gid"]):
             raise CursorMismatch("the saved ledger remembers an evicted group twice; give each rank's part once")
         groups = self._groups = Slots(_GROUP_COLUMNS, limit=self._groups.limit)
-        groups.make_room(len(mine))
-        slots = groups.take(together["ledger/gid"][mine])
-        for name in _GROUP_COLUMNS:
-            groups.columns[name][slots] = together[f"ledger/{name}"][mine]
+        slots = _take_saved(groups, together, "ledger", mine)
         # Those of the step under way stay pending; the rest are in line, oldest first.
         open_now = together["ledger/last"][mine] == step
         groups.append(slots[~open_now])
@@ -466,7 +441,10 @@ class LedgerShard:
         if self.dtype is torch.bfloat16:
             loaded = loaded.view(torch.bfloat16)
         self._arena[torch.from_numpy(slots).to(self.device)] = loaded.to(self.device)
-        self._load_ghosts(together)
+        ghosts = self._ghosts
+        ghosts.clear()
+        mine = self._kept(together, "ghosts/gid", by=("ghosts/when",))[-ghosts.limit :] if ghosts.limit else _NONE
+        ghosts.append(_take_saved(ghosts, together, "ghosts", mine))
         self.step = step
         self._counts = dict.fromkeys(self._counts, 0)
         self._happened = False
@@ -476,20 +454,14 @@ class LedgerShard:
         mine = np.flatnonzero(owner_of(arrays[gid], self.world_size) == self.rank)
         return mine[np.lexsort([arrays[name][mine] for name in by])]
 
-    def _load_ghosts(self, arrays: Mapping[str, np.ndarray]) -> None:
-        ghosts = self._ghosts
-        ghosts.clear()
-        mine = self._kept(arrays, "ghosts/gid", by=("ghosts/when",))[-ghosts.limit :] if ghosts.limit else _NONE
-        ghosts.make_room(len(mine))
-        slots = ghosts.take(arrays["ghosts/gid"][mine])
-        for name in _GHOST_COLUMNS:
-            ghosts.columns[name][slots] = arrays[f"ghosts/{name}"][mine]
-        ghosts.append(slots)
 
-
-def _rows(rows: Tensor) -> np.ndarray:
-    """The same memory; numpy does not know every dtype."""
-    return (rows.view(torch.uint16) if rows.dtype is torch.bfloat16 else rows).numpy()
+def _take_saved(slots: Slots, arrays: Mapping[str, np.ndarray], kind: str, rows: np.ndarray) -> np.ndarray:
+    """Slots for these rows of the saved arrays of a kind, with their columns."""
+    slots.make_room(len(rows))
+    taken = slots.take(arrays[f"{kind}/gid"][rows])
+    for name, column in slots.columns.items():
+        column[taken] = arrays[f"{kind}/{name}"][rows]
+    return taken
 
 
 def _device(name: str) -> torch.device:

@@ -31,14 +31,7 @@ from headrace.reduce.tree import BorderState, StreamingBorderGram
 DEFAULT_WINDOW = 4
 """Partials a rank may be ahead of the fold: pending memory is at most window · ranks partials."""
 
-register(
-    MetricSpec("reduce/partials", Reduction.SUM, False, "", None, "partial Grams taken"),
-    MetricSpec("reduce/duplicates", Reduction.SUM, False, "", None, "partials that came again with equal bits"),
-    MetricSpec(
-        "reduce/waits", Reduction.SUM, False, "", None, "partials sent back because their rank was too far ahead"
-    ),
-    MetricSpec("reduce/refused", Reduction.SUM, False, "", (0, 0), "partials refused with an error"),
-)
+register(MetricSpec("reduce/duplicates", Reduction.SUM, help="partials that came again with equal bits"))
 
 
 class Receipt(enum.Enum):
@@ -49,9 +42,6 @@ class Receipt(enum.Enum):
     """It was taken before, with the same bits: the sender may go on."""
     WAIT = "wait"
     """Its rank is a whole window ahead of the slowest: send it again once the fold has moved."""
-
-
-_COUNTERS = {Receipt.TAKEN: "reduce/partials", Receipt.DUPLICATE: "reduce/duplicates", Receipt.WAIT: "reduce/waits"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +120,6 @@ class CrossNodeGramReduction:
         self._fold = StreamingBorderGram(entries=end - start, n_chunks=partition.n_chunks, span=partition.span)
         self._received = [0] * partition.n_ranks
         self._digests: list[list[int]] = [[] for _ in range(partition.n_ranks)]
-        self.duplicates = self.most_pending = 0
 
     # ------------------------------------------------------------------------------------------ receive
 
@@ -156,16 +145,6 @@ class CrossNodeGramReduction:
 
     def receive(self, partial: NodePartial) -> Receipt:
         """Take one partial. DUPLICATE: it was taken before, with equal bits. WAIT: its rank is too far ahead. Anything else is a DataError."""
-        try:
-            receipt = self._receive(partial)
-        except DataError:
-            default_meter().add("reduce/refused")
-            raise
-        self.duplicates += receipt is Receipt.DUPLICATE
-        default_meter().add(_COUNTERS[receipt])
-        return receipt
-
-    def _receive(self, partial: NodePartial) -> Receipt:
         chunk, rank, partition = partial.chunk, partial.rank, self.partition
         self._require_same_pass(partial)
         if not 0 <= rank < partition.n_ranks:
@@ -199,7 +178,6 @@ class CrossNodeGramReduction:
             raise DataError(f"rank {rank}: {error}") from None
         self._digests[rank].append(partial.digest)
         self._received[rank] += 1
-        self.most_pending = max(self.most_pending, self.pending)
         return Receipt.TAKEN
 
     def _require_same_pass(self, partial: NodePartial) -> None:
@@ -214,6 +192,7 @@ class CrossNodeGramReduction:
 
     def _compare(self, partial: NodePartial, ordinal: int) -> Receipt:
         if partial.digest == self._digests[partial.rank][ordinal]:
+            default_meter().add("reduce/duplicates")
             return Receipt.DUPLICATE
         raise DataError(
             f"rank {partial.rank} sent chunk {partial.chunk} again with other bits than the first time: its rows changed, or its memory "

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, did_you_mean
 from headrace.metrics import Wait
 from headrace.reduce.result import GramResult
 from headrace.reduce.stream import GramStream, streams_result
@@ -76,9 +76,7 @@ def activations(
         _collect(model, loader, module, steps, forward, keep, sums)
         packed = {number: stream.packed() for number, stream in sums.open.items()}
     except Exception as error:
-        problem = (
-            error  # raised after the exchange: without it the other ranks would wait for this one until their deadline
-        )
+        problem = error  # raised after the exchange: without it the other ranks would wait until their deadline
     return summed_over_ranks(sums.open, packed, count, rank, ranks, problem)
 
 
@@ -92,14 +90,11 @@ class _Streams:
     def push(self, batch: Any, output: Tensor, mask: Tensor | None) -> None:
         """Add what the module put out for a batch, to the streams of its samples."""
         rows = output.reshape(-1, output.shape[-1])
-        if self._count == self._ranks:
-            rows = rows if mask is None else rows[mask.to(rows.device)]
-            with Wait("reduce.device", deadline=600):
-                rows = rows.to("cpu")
-            self._add(self._rank, rows)
-            return
         with Wait("reduce.device", deadline=600):
             rows, mask = rows.to("cpu"), None if mask is None else mask.to("cpu")
+        if self._count == self._ranks:
+            self._add(self._rank, rows if mask is None else rows[mask])
+            return
         samples = _samples(batch, output)
         each = len(rows) // max(len(samples), 1)
         for at, sample in enumerate(samples):
@@ -118,8 +113,6 @@ class _Streams:
 
     def result(self) -> GramResult:
         """The sum of all streams, where all of them are here."""
-        if not self.open:
-            raise ConfigError("the loader gave no batch: there is nothing to reduce")
         if self._count == 1:
             return self.open[0].finish()
         any_stream = next(iter(self.open.values()))
@@ -190,11 +183,8 @@ def _found(model: nn.Module, module: str | nn.Module) -> nn.Module:
     try:
         return model.get_submodule(module)
     except AttributeError:
-        import difflib
-
         names = [name for name, _ in model.named_modules() if name]
-        near = difflib.get_close_matches(module, names, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else f"; it has {', '.join(names[:8])}"
+        hint = did_you_mean(module, names) or f"; it has {', '.join(names[:8])}"
         raise ConfigError(f"the model has no module {module!r}{hint}") from None
 
 

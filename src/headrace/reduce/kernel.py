@@ -10,6 +10,7 @@ take subtrees of rows; beyond that they pack a superblock of rows together and t
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -34,8 +35,6 @@ _NODE_ROWS = 1 << 16
 _WORTH_SHARING = 16_000_000
 """Multiply-adds below which one thread does it all: they take 1 ms at most, and to wake another thread and wait for it takes 0.1 to 0.3 ms."""
 _local = threading.local()
-_lock = threading.Lock()
-_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
 def row_dtype_name(rows: np.ndarray) -> str:
@@ -80,14 +79,9 @@ def unpack_upper(packed: np.ndarray, k: int) -> np.ndarray:
     if packed.shape != (k * (k + 1) // 2,):
         raise DataError(f"a packed Gram of {k} columns has {k * (k + 1) // 2:,} entries, got shape {packed.shape}")
     full, at = np.empty((k, k)), 0
-    for start in range(0, k, 64):  # 64 columns at a time are transposed within the cache
-        end = min(start + 64, k)
-        for i in range(start, end):
-            row = packed[at : at + k - i]
-            at += k - i
-            full[i, i:] = row
-            full[i:end, i] = row[: end - i]
-        full[end:, start:end] = full[start:end, end:].T
+    for i in range(k):
+        full[i, i:] = full[i:, i] = packed[at : at + k - i]
+        at += k - i
     return full
 
 
@@ -306,7 +300,7 @@ def _share(work: Iterable[T], do: Callable[[T], object], threads: int) -> None:
             one(item)
     else:
         with Wait("reduce.threads"):
-            list(_pool(threads).map(one, work))
+            list(_pool(threads, os.getpid()).map(one, work))
 
 
 def _added(left: np.ndarray, right: np.ndarray, threads: int) -> np.ndarray:
@@ -320,12 +314,10 @@ def _added(left: np.ndarray, right: np.ndarray, threads: int) -> np.ndarray:
     return left
 
 
-def _pool(threads: int) -> ThreadPoolExecutor:
-    key = (os.getpid(), threads)  # a forked child has none of its parent's threads
-    with _lock:
-        if key not in _pools:
-            _pools[key] = ThreadPoolExecutor(threads, thread_name_prefix="headrace-gram")
-        return _pools[key]
+@functools.cache
+def _pool(threads: int, pid: int) -> ThreadPoolExecutor:
+    """The threads of process `pid`: a forked child has none of its parent's."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="headrace-gram")
 
 
 def _require_denormals() -> None:

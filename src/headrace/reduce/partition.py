@@ -14,7 +14,7 @@ Pure arithmetic: two participants built from the same fields agree on everything
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from headrace.errors import ConfigError, CursorMismatch, DataError
@@ -138,7 +138,7 @@ class CrossNodePartition:
 
     @classmethod
     def from_dict(cls, value: Any, *, what: str) -> CrossNodePartition:
-        names = ("k", "n_rows", "chunk_size", "n_ranks", "span")
+        names = [field.name for field in fields(cls)]
         if not isinstance(value, dict) or set(value) != set(names):
             raise DataError(f"{what} names no partition: expected {', '.join(names)}, found {value!r:.200}")
         return cls(**value)
@@ -186,11 +186,7 @@ class Provenance:
 
     @classmethod
     def from_dict(cls, value: Any, *, what: str) -> Provenance:
-        names = ("job", "data", "rows", "arithmetic")
-        if (
-            not isinstance(value, dict)
-            or set(value) != set(names)
-            or not all(isinstance(v, str) for v in value.values())
-        ):
-            raise DataError(f"{what} does not say which pass it belongs to: expected {', '.join(names)}")
+        names = {field.name for field in fields(cls)}
+        if not isinstance(value, dict) or set(value) != names or not all(isinstance(v, str) for v in value.values()):
+            raise DataError(f"{what} does not say which pass it belongs to: expected {', '.join(sorted(names))}")
         return cls(**value)

@@ -41,7 +41,7 @@ from headrace.reduce.columns import Columns
 from headrace.reduce.coordinator import DEFAULT_WINDOW, CrossNodeCheckpoint, CrossNodeGramReduction
 from headrace.reduce.orders import WorkOrder
 from headrace.reduce.partition import CrossNodePartition, Provenance, default_chunk_size
-from headrace.reduce.result import GramResult, facts_path, require_free
+from headrace.reduce.result import GramResult
 from headrace.reduce.shards import (
     RowShards,
     first_written,
@@ -139,8 +139,6 @@ class GramSummary:
     """Chunks that were folded already."""
     folded: int = 0
     """Chunks that are folded now."""
-    duplicates: int = 0
-    most_pending: int = 0
     replaced: int = 0
     seconds: float = 0.0
     signal: int = 0
@@ -192,7 +190,6 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
             shards=shards.spec,
             data=data,
             threads=plan.threads,
-            folder=str(plan.work.absolute()) if plan.span > 1 else None,
         )
         summary = GramSummary(
             out=str(plan.out), state="reduced", n_rows=shards.n_rows, width=shards.width, rows=shards.dtype, chunk_size=chunk,
@@ -231,24 +228,95 @@ class _Pass:
         """Whether something was left to fold."""
         plan, summary = self.plan, self.summary
         self.stopped = self.stack.enter_context(signal_asked())
-        done = _finished(plan, self.order, self.stamps)
+        done = self._finished()
         if done is not None:
             self._complete(done)
             return False
         _lock(plan.work, self.stack)
-        self.reduction, fresh = _begun(plan, self.files, self.order, self.stamps)
+        self.reduction, fresh = self._begun()
         summary.resumed_at = self.reduction.frontier
         self.watcher.began(self.order, self.shards, summary.engine, summary.workers, summary.resumed_at)
         if summary.engine != "torchrun":
             self.transport = self._transport(fresh)
         is_complete = self._fold()
-        summary.duplicates, summary.most_pending = self.reduction.duplicates, self.reduction.most_pending
         summary.folded = self.reduction.frontier
         if is_complete:
             self._publish()
         else:
             summary.state, summary.signal = "stopped", self.stopped()
         return True
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        """What the bits depend on, for the result."""
+        pass_ = self.order.provenance
+        return self.order.partition.order | {"rows": pass_.rows, "data": pass_.data, "arithmetic": pass_.arithmetic}
+
+    def _finished(self) -> GramResult | None:
+        """The result, if it is there already. A result of something else is refused."""
+        plan, now = self.plan, self._about
+        folder = plan.out.absolute().parent
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder} to write the result to; make it, or give another --out")
+        if plan.replace or not plan.out.exists():
+            return None
+        done = GramResult.load(plan.out)
+        differing = [
+            f"{name} was {done.about.get(name)}, is {now[name]}" for name in now if done.about.get(name) != now[name]
+        ]
+        if differing:
+            raise ConfigError(
+                f"{plan.out} holds the sum of something else ({'; '.join(differing)}): give another --out, or --replace to overwrite it"
+            )
+        if (path := first_written(done.files, self.stamps)) is not None:
+            raise DataChanged(
+                f"{path} was written since {plan.out} was summed, so the sum may be of other rows: give --replace to sum again, or another --out"
+            )
+        return done
+
+    def _begun(self) -> tuple[CrossNodeGramReduction, bool]:
+        """The sum of this pass as far as it is folded, and whether the record in OUT.work was missing or of other shards.
+
+        A saved sum of something else, or of shards that were written since, is refused; with --replace it is removed.
+        """
+        work, record = self.plan.work, self.plan.work / _RECORD
+        try:
+            then = saved_stamps(record)
+            # Where nothing was saved there is nothing to mix: a pass that ended at a bad row begins with the mended one.
+            if any(p.name not in ("lock", _RECORD) for p in work.iterdir()):
+                require_unwritten(then, self.stamps, work)
+            reduction = self._resumed()
+        except (DataChanged, CursorMismatch, FileCorrupt):
+            if not self.plan.replace:
+                raise
+            for path in work.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path.name != "lock":
+                    path.unlink()
+            then = {}
+            reduction = self._resumed()
+        fresh = then != self.stamps
+        if fresh:
+            save_stamps(record, self.stamps)
+        return reduction, fresh
+
+    def _resumed(self) -> CrossNodeGramReduction:
+        partition, provenance, window = self.order.partition, self.order.provenance, self.plan.window
+        saved = CrossNodeCheckpoint.load(self.files)
+        if saved is None:
+            return CrossNodeGramReduction(partition, provenance=provenance, window=window)
+        then, now = saved.partition.order | {"span": saved.partition.span}, partition.order | {"span": partition.span}
+        differences: dict[str, tuple[Any, Any]] = {n: (then[n], now[n]) for n in now if then[n] != now[n]}
+        differences |= provenance.differences(saved.provenance)
+        if differences:
+            listed = "; ".join(f"{name} was {a}, is {b}" for name, (a, b) in differences.items())
+            raise CursorMismatch(
+                f"{self.files.folder} holds a pass over something else, or one that was cut otherwise ({listed}). Restore that, remove the folder "
+                "or give --replace to begin again, or give another --out",
+                differences,
+            )
+        return CrossNodeGramReduction.resume(saved, window=window, n_ranks=partition.n_ranks)
 
     def _complete(self, done: GramResult) -> None:
         """The result is there already: release the other ranks, and remove what a killed coordinator left."""
@@ -257,8 +325,6 @@ class _Pass:
             from headrace.reduce.transports.gloo import nothing_to_do
 
             nothing_to_do(self.order.partition)
-        if not facts_path(plan.out).exists():
-            done.save_facts(plan.out)
         summary.state, summary.sha256 = "complete", done.sha256
         summary.resumed_at = summary.folded = self.order.partition.n_chunks
         if plan.work.is_dir():
@@ -324,8 +390,8 @@ class _Pass:
 
     def _publish(self) -> None:
         require_unwritten(self.stamps, self.shards.stamps(), self.plan.work)
-        columns, about = self.order.columns, _about(self.order)
-        result = GramResult.of(self.reduction.finish(), columns, self.shards.n_rows, about, self.stamps)
+        packed, n_rows = self.reduction.finish(), self.shards.n_rows
+        result = GramResult.of(packed, self.order.columns, n_rows, self._about, self.stamps)
         result.save(self.plan.out, replace=self.plan.replace)
         self.summary.sha256 = result.sha256
         if self.transport is not None:
@@ -397,7 +463,7 @@ def join_spool(
                 if stopped():
                     summary.state, summary.signal = "stopped", stopped()
                     break
-                if (lost := crew.dead()) is not None:
+                if (lost := crew.replace_dead()) is not None:
                     deaths += 1
                     if deaths > 5:
                         raise WorkerDied(
@@ -405,7 +471,6 @@ def join_spool(
                         )
                     notice(f"{lost}; a new one takes its place")
                     summary.replaced += 1
-                    crew.replace()
         summary.partials = crew.count()
         summary.seconds = time.perf_counter() - start
         return summary
@@ -425,102 +490,6 @@ def _join_group(stack: contextlib.ExitStack, deadline: float) -> tuple[int, int]
         dist.init_process_group("gloo", timeout=timedelta(seconds=deadline))
         stack.callback(dist.destroy_process_group)
     return dist.get_rank(), dist.get_world_size()
-
-
-# ------------------------------------------------------------------------------------------------ state
-
-
-def _about(order: WorkOrder) -> dict[str, Any]:
-    """What the bits depend on, for the result."""
-    provenance = order.provenance
-    return order.partition.order | {
-        "rows": provenance.rows,
-        "data": provenance.data,
-        "arithmetic": provenance.arithmetic,
-    }
-
-
-def _finished(plan: GramPlan, order: WorkOrder, stamps: Mapping[str, Sequence[int | str]]) -> GramResult | None:
-    """The result, if it is there already. A result of something else is refused."""
-    if not plan.out.exists():
-        if not plan.out.absolute().parent.is_dir():
-            raise ConfigError(
-                f"there is no folder {plan.out.absolute().parent} to write the result to; make it, or give another --out"
-            )
-        if not plan.replace:
-            require_free(plan.out)
-        return None
-    if plan.replace:
-        return None
-    done = GramResult.load(plan.out)
-    now = _about(order)
-    differing = [
-        f"{name} was {done.about.get(name)}, is {now[name]}" for name in now if done.about.get(name) != now[name]
-    ]
-    if differing:
-        raise ConfigError(
-            f"{plan.out} holds the sum of something else ({'; '.join(differing)}): give another --out, or --replace to overwrite it"
-        )
-    if (path := first_written(done.files, stamps)) is not None:
-        raise DataChanged(
-            f"{path} was written since {plan.out} was summed, so the sum may be of other rows: give --replace to sum again, or another --out"
-        )
-    return done
-
-
-def _begun(
-    plan: GramPlan,
-    files: CheckpointFiles,
-    order: WorkOrder,
-    stamps: Mapping[str, Sequence[int | str]],
-) -> tuple[CrossNodeGramReduction, bool]:
-    """The sum of this pass as far as it is folded, and whether the record in OUT.work was missing or of other shards.
-
-    A saved sum of something else, or of shards that were written since, is refused; with --replace it is removed.
-    """
-    work, record = plan.work, plan.work / _RECORD
-    try:
-        then = saved_stamps(record)
-        # Where nothing was saved there is nothing to mix: a pass that ended at a bad row begins with the mended one.
-        if any(p.name not in ("lock", _RECORD) for p in work.iterdir()):
-            require_unwritten(then, stamps, work)
-        reduction = _resumed(files, order, plan.window)
-    except (DataChanged, CursorMismatch, FileCorrupt):
-        if not plan.replace:
-            raise
-        for path in work.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name != "lock":
-                path.unlink()
-        then = {}
-        reduction = _resumed(files, order, plan.window)
-    fresh = then != stamps
-    if fresh:
-        save_stamps(record, stamps)
-    return reduction, fresh
-
-
-def _resumed(files: CheckpointFiles, order: WorkOrder, window: int) -> CrossNodeGramReduction:
-    partition, provenance = order.partition, order.provenance
-    saved = CrossNodeCheckpoint.load(files)
-    if saved is None:
-        return CrossNodeGramReduction(partition, provenance=provenance, window=window)
-    then, now = saved.partition.order | {"span": saved.partition.span}, partition.order | {"span": partition.span}
-    differing = {name: (then[name], now[name]) for name in now if then[name] != now[name]}
-    if differing:
-        raise _other_pass(f"{files.folder} holds a pass that was cut otherwise", differing)
-    if differences := provenance.differences(saved.provenance):
-        raise _other_pass(f"{files.folder} holds a pass over something else", differences)
-    return CrossNodeGramReduction.resume(saved, provenance=provenance, window=window, n_ranks=partition.n_ranks)
-
-
-def _other_pass(found: str, differences: dict[str, tuple[Any, Any]]) -> CursorMismatch:
-    listed = "; ".join(f"{name} was {a}, is {b}" for name, (a, b) in differences.items())
-    return CursorMismatch(
-        f"{found} ({listed}). Restore that, remove the folder or give --replace to begin again, or give another --out",
-        differences,
-    )
 
 
 def _lock(work: Path, stack: contextlib.ExitStack) -> None:

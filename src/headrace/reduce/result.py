@@ -1,4 +1,4 @@
-"""The result of a Gram pass: covariance, correlation, PCA, whitening, ridge; saved to safetensors and JSON.
+"""The result of a Gram pass: covariance, correlation, PCA, whitening, ridge; saved to safetensors.
 
     result = gram(rows)
     result.covariance()  result.correlation()  result.pca(64)  result.whitening()  result.ridge(1e-3)
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import ConfigError, DataError, FileCorrupt, HeadraceError
-from headrace.files import open_container, open_regular, publish_json, read_json, write_container
+from headrace.files import open_container, open_regular, write_container
 from headrace.order import fingerprint_json
 from headrace.reduce.columns import Columns
 from headrace.reduce.kernel import unpack_upper
@@ -228,11 +228,9 @@ class GramResult:
         return fingerprint_json(self.to_dict())
 
     def save(self, path: str | Path, *, replace: bool = False) -> Path:
-        """Write one checked safetensors file, and its facts as JSON beside it. A file that is there is refused unless `replace`."""
-        path = Path(path)
-        if not replace:
-            require_free(path)
-        facts = self._facts()
+        """Write one checked safetensors file with the facts in its metadata. A file that is there is refused unless `replace`."""
+        path, facts = Path(path), self.to_dict()
+        facts |= {"fingerprint": self.fingerprint} | ({"files": dict(self.files)} if self.files else {})
         arrays = {
             "gram": self.gram,
             "sums": self.sums,
@@ -245,16 +243,7 @@ class GramResult:
             write_container(path, arrays, facts, replace=replace)
         except FileExistsError:
             raise ConfigError(f"{path} exists: give another name, or replace it on purpose") from None
-        self.save_facts(path)
         return path
-
-    def save_facts(self, path: Path) -> None:
-        """The JSON beside a saved result."""
-        publish_json(facts_path(path), self._facts(), replace=True)
-
-    def _facts(self) -> dict[str, Any]:
-        facts = self.to_dict()
-        return facts | {"fingerprint": fingerprint_json(facts)} | ({"files": dict(self.files)} if self.files else {})
 
     @classmethod
     def load(cls, path: str | Path) -> GramResult:
@@ -279,26 +268,6 @@ class GramResult:
         except (KeyError, TypeError, ValueError, AttributeError, HeadraceError) as error:
             raise FileCorrupt(f"{path} is no saved Gram of headrace's: {error}") from error
         return result
-
-
-def facts_path(path: Path) -> Path:
-    """Where the facts of a result stand."""
-    return path.with_name(path.name + ".json")
-
-
-def require_free(path: Path) -> None:
-    """ConfigError if the JSON beside a result is there and does not belong to a saved result."""
-    beside = facts_path(path)
-    if not beside.exists():
-        return
-    try:
-        ours = read_json(beside, _MOST_FACTS)["kind"] == _KIND
-    except (OSError, FileCorrupt, KeyError, TypeError):
-        ours = False
-    if not ours:
-        raise ConfigError(
-            f"{beside} exists and is not about a result of headrace's: give another name, or replace it on purpose"
-        )
 
 
 def is_result(path: Path) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
@@ -24,7 +24,6 @@ from headrace.errors import DataError, FileCorrupt
 from headrace.reduce.kernel import unpack_upper
 from headrace.reduce.partition import CROSS_CHUNK_BASE
 
-_CHECKED_AT_ONCE = 1 << 16
 _NAMED_MISSING = 8
 
 
@@ -46,12 +45,8 @@ def pairwise_sum(items: Sequence[np.ndarray] | np.ndarray) -> np.ndarray | float
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether no entry is NaN or infinite; in pieces that stay in the cache."""
-    if len(values) <= _CHECKED_AT_ONCE:
-        return bool(np.isfinite(values).all())
-    return all(
-        bool(np.isfinite(values[at : at + _CHECKED_AT_ONCE]).all()) for at in range(0, len(values), _CHECKED_AT_ONCE)
-    )
+    """Whether no entry is NaN or infinite."""
+    return bool(np.isfinite(values).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +66,6 @@ class BorderState:
     """The sum of a last span that is short; only once everything is folded."""
 
 
-@dataclass(slots=True)
-class _Node:
-    weight: int
-    total: np.ndarray = field(repr=False)
-
-
 class StreamingBorderGram:
     """Folds the partials of chunks 0, 1, 2, … in that order, whatever the order they come in.
 
@@ -91,7 +80,7 @@ class StreamingBorderGram:
         self.frontier = 0
         self._block: np.ndarray | None = None
         self._block_len = 0
-        self._forest: list[_Node] = []
+        self._forest: list[tuple[int, np.ndarray]] = []
         self._pending: dict[int, np.ndarray] = {}
         self._tail: np.ndarray | None = None
         self._failed: str | None = None
@@ -188,11 +177,10 @@ class StreamingBorderGram:
 
     def _absorb(self, gram: np.ndarray, weight: int, *, owned: bool) -> None:
         forest = self._forest
-        while forest and forest[-1].weight == weight:
-            top = forest.pop()
-            np.add(top.total, gram, out=top.total)
-            gram, owned, weight = top.total, True, weight * 2
-        forest.append(_Node(weight, gram if owned else np.array(gram)))
+        while forest and forest[-1][0] == weight:
+            _, total = forest.pop()
+            gram, owned, weight = np.add(total, gram, out=total), True, weight * 2
+        forest.append((weight, gram if owned else np.array(gram)))
 
     # ------------------------------------------------------------------------------------------- finish
 
@@ -232,8 +220,8 @@ class StreamingBorderGram:
         last = self._tail if self._tail is not None else self._block
         total = None if last is None else np.array(last)
         with np.errstate(over="ignore", invalid="ignore"):
-            for node in reversed(self._forest):
-                total = np.array(node.total) if total is None else np.add(node.total, total, out=total)
+            for _, node in reversed(self._forest):
+                total = np.array(node) if total is None else np.add(node, total, out=total)
         if total is not None and not all_finite(total):
             self._overflown(self.frontier)
         total = np.zeros(self.entries) if total is None else total
@@ -248,7 +236,7 @@ class StreamingBorderGram:
             frontier=self.frontier,
             block_len=self._block_len,
             block_partial=None if self._block is None else np.array(self._block),
-            forest=tuple((node.weight, np.array(node.total)) for node in self._forest),
+            forest=tuple((weight, np.array(total)) for weight, total in self._forest),
             pending=tuple(sorted(self._pending.items(), key=lambda item: item[0])),
             tail=self._tail,
         )
@@ -261,7 +249,7 @@ class StreamingBorderGram:
         fold.frontier = state.frontier
         fold._block_len = state.block_len
         fold._block = None if state.block_partial is None else np.array(state.block_partial)
-        fold._forest = [_Node(weight, np.array(total)) for weight, total in state.forest]
+        fold._forest = [(weight, np.array(total)) for weight, total in state.forest]
         fold._pending = {chunk: np.array(gram) for chunk, gram in state.pending}
         fold._tail = None if state.tail is None else np.array(state.tail)
         fold._drain()  # a partial parked right at the frontier would otherwise wait for ever

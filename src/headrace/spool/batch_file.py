@@ -116,11 +116,6 @@ class BatchFile:
         return f"<{type(self).__name__} {self.path}, {self.rows:,} rows>"
 
     @property
-    def produced_at(self) -> float:
-        """Modification time of the file, in seconds since 1970, UTC. The bytes hold no time, so a file that is made again is equal."""
-        return Path(self.path).stat().st_mtime
-
-    @property
     def held(self) -> bool:
         """Whether rows that were handed out as views are still in use."""
         return any(now > then for now, then in zip(self._count_references(), self._references, strict=True))
@@ -199,30 +194,23 @@ def _write_pt(path: Path, header: FileHeader, arrays: Mapping[str, np.ndarray], 
 
 
 class RowBuffer:
-    """Collects the rows of one file: each field is one array, filled from the front."""
+    """Collects the rows of one file, batch by batch."""
 
-    def __init__(self, schema: BatchSpec, rows: int) -> None:
+    def __init__(self, schema: BatchSpec) -> None:
         self._schema, self._rows = schema, 0
-        self._fixed = {f.name: np.empty((rows, *f.shape), numpy_dtype(f.dtype)) for f in schema if not f.ragged}
-        self._ragged: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {
-            f.name: ([], []) for f in schema if f.ragged
-        }
+        self._batches: list[dict[str, np.ndarray]] = []
 
     def add(self, batch: Mapping[str, Any]) -> int:
-        """Append a batch; returns its number of rows. DataError if it does not fit the schema."""
+        """Append a copy of a batch; returns its number of rows. DataError if it does not fit the schema."""
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"a batch is {type(batch).__name__}, expected a dict with an array or tensor for every field"
             )
         arrays = {
-            name: np.asarray(v) if isinstance(v, (np.ndarray, list)) else tensor_array(v) for name, v in batch.items()
+            name: np.array(v if isinstance(v, (np.ndarray, list)) else tensor_array(v)) for name, v in batch.items()
         }
         rows = self._schema.check(arrays)
-        for name, array in self._fixed.items():
-            array[self._rows : self._rows + rows] = arrays[name]
-        for name, (values, lengths) in self._ragged.items():
-            values.append(arrays[name].copy())
-            lengths.append(np.diff(arrays[name + OFFSETS]))
+        self._batches.append(arrays)
         self._rows += rows
         return rows
 
@@ -231,15 +219,14 @@ class RowBuffer:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Everything added so far."""
-        whole = {name: array[: self._rows] for name, array in self._fixed.items()}
+        whole = {}
         for field in self._schema:
+            none = np.empty((0, *field.shape), numpy_dtype(field.dtype))
+            whole[field.name] = np.concatenate([none, *(batch[field.name] for batch in self._batches)])
             if field.ragged:
-                values, lengths = self._ragged[field.name]
-                offsets = np.zeros(self._rows + 1, np.int64)
-                if lengths:
-                    np.cumsum(np.concatenate(lengths), out=offsets[1:])
-                whole[field.name] = np.concatenate(values) if values else np.empty(0, numpy_dtype(field.dtype))
-                whole[field.name + OFFSETS] = offsets
+                name = field.name + OFFSETS
+                lengths = [np.diff(batch[name]) for batch in self._batches]
+                whole[name] = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)
         return whole
 
 

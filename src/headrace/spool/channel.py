@@ -104,20 +104,16 @@ class Channel:
 
     def present(self) -> list[int]:
         """The numbers of all files, sorted. Lists the folder, so it is not called for every file."""
-        return sorted(self.names().values())
-
-    def files_from(self, seq: int) -> int:
-        """How many files there are from number `seq` on."""
-        return sum(number >= seq for number in self.names().values())
-
-    def names(self) -> dict[str, int]:
-        """The number of every file, by its name."""
-        found = {}
+        found = []
         for name in names_in(self.queue):
             match = _OURS.fullmatch(name) or (_TIMESTAMPED.fullmatch(name) if self.foreign else None)
             if match:
-                found[name] = int(match[1])
-        return found
+                found.append(int(match[1]))
+        return sorted(found)
+
+    def files_from(self, seq: int) -> int:
+        """How many files there are from number `seq` on."""
+        return sum(number >= seq for number in self.present())
 
     def publish(self, seq: int, write: Callable[[Path], None], *, circular: bool = False) -> Published:
         """Call `write(path)`, which publishes file `seq`, unless the file is there or below the commit point. Circular splits have none."""

@@ -104,8 +104,6 @@ class DatasetConsumer:
         self._readers: dict[str, SplitReader | LegacyReader] = {}
         self._last_state: dict[str, Any] | None = None
         """The state when the consumer was closed."""
-        self._pins: bool | None = None
-        """Whether batches that no device was named for are pinned; None: not determined yet."""
         self._journal = FileJournal(self.data_dir, report, self._meter)
         self._queue: RankQueue | None = None
         """None for a folder of legacy files."""
@@ -155,9 +153,8 @@ class DatasetConsumer:
         if device == "cpu":
             return tensors
         if device is None:
-            if self._pins is None:  # the question takes 4 us
-                self._pins = self.settings.device_type == "cuda" and torch.cuda.is_available()
-            return {name: tensor.pin_memory() for name, tensor in tensors.items()} if self._pins else tensors
+            pins = self.settings.device_type == "cuda" and torch.cuda.is_available()
+            return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pins else tensors
         if torch.device(device).type == "cuda":
             return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
         return {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -43,12 +43,10 @@ class FileSystem:
         while not path.exists() and path != path.parent:
             path = path.parent
         try:
-            device = path.stat().st_dev
             lines = mounts.read_text(errors="replace").splitlines()
         except OSError:
             return cls(kind="")
-        wanted, resolved = f"{os.major(device)}:{os.minor(device)}", str(path.resolve())
-        best = ("", "")
+        resolved, best = str(path.resolve()), ("", "")
         for line in lines:
             words, _, after = line.partition(" - ")
             fields, kind = words.split(), after.split(maxsplit=1)[:1]
@@ -56,10 +54,7 @@ class FileSystem:
                 continue
             point = fields[4].replace("\\040", " ")
             inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
-            # By device number. On btrfs and some network file systems the numbers differ: there by the longest mount point.
-            if fields[2] == wanted and inside:
-                return cls(kind=kind[0])
-            if inside and len(point) >= len(best[0]):
+            if inside and len(point) >= len(best[0]):  # of several on one point the last is on top
                 best = (point, kind[0])
         return cls(kind=best[1])
 
@@ -97,19 +92,9 @@ class Room:
     def __str__(self) -> str:
         return f"{self.bytes:,} bytes" + ("" if self.inodes is None else f" and {self.inodes:,} inodes")
 
-    def is_little(self, size: int, files: int) -> bool:
-        """Whether `files` more files of `size` bytes do not fit."""
-        return self.bytes < size * files or (self.inodes is not None and self.inodes < _KEPT_INODES + files)
-
-    def is_ample(self, size: int, verdicts: int) -> bool:
-        """Whether a file of `size` bytes and this many verdicts fit beside the kept space, or the size of the file system is unknown."""
-        if not self.kept_bytes:
-            return True
-        inodes = self.kept_inodes + verdicts + _INODES_OF_A_FILE
-        return self.bytes > self.kept_bytes + verdicts * _BLOCK + size and (self.inodes is None or self.inodes > inodes)
-
     def require(self, size: int, verdicts: int, waited_for: bool, sentence: str) -> None:
-        """StorageError, beginning with `sentence`, if a file of `size` bytes would take room that consumers need.
+        """StorageError, beginning with `sentence`, if a file of `size` bytes would take room that consumers need. Never where the size of the
+        file system is unknown.
 
         Args:
             size: Bytes of the file.
@@ -117,6 +102,8 @@ class Room:
             waited_for: Whether a consumer waits for this file. It may use the kept space then.
             sentence: What cannot be done, as the beginning of the message.
         """
+        if not self.kept_bytes:
+            return
         inodes = verdicts + (0 if waited_for else self.kept_inodes)
         space = verdicts * _BLOCK + (0 if waited_for else self.kept_bytes)
         if self.bytes < space + size or (self.inodes is not None and self.inodes < inodes + _INODES_OF_A_FILE):

@@ -222,14 +222,18 @@ def _check_exclusive_link(folder: Path) -> None:
             raise ConfigError(
                 f"{folder} lies on a file system where link overwrites, and a spool needs exclusive links: give the spool another folder"
             )
-    except PermissionError as error:
-        raise ConfigError(
-            f"{folder} cannot be written, or its file system has no hard links ({error.strerror}): give the spool another folder"
-        ) from error
     except OSError as error:
-        if error.errno in (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
+        if error.errno in (
+            errno.EPERM,
+            errno.EACCES,
+            errno.ENOTSUP,
+            errno.EOPNOTSUPP,
+            errno.ENOSYS,
+            errno.EMLINK,
+            errno.EXDEV,
+        ):
             raise ConfigError(
-                f"{folder} lies on a file system without hard links ({error.strerror}): give the spool another folder"
+                f"{folder} cannot be written, or its file system has no hard links ({error.strerror}): give the spool another folder"
             ) from error
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a consumer has to start on a full disk: it frees room
             raise StorageError(

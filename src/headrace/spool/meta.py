@@ -17,7 +17,7 @@ import json
 import os
 import pickle
 import pickletools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,24 +126,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _confirm(folder: Path, path: Path, meta: Mapping[str, Any]) -> None:
-    """Compare a meta.pkl without a meta.json with a file of its queue. FileCorrupt names what differs.
-
-    A meta.pkl has no checksum, and with a flipped bit in it a consumer could wait for ever."""
+    """Compare a meta.pkl of another program with a file of its queue. FileCorrupt names what differs, and refuses a meta.pkl of headrace without its
+    meta.json: a meta.pkl has no checksum, and with a flipped bit in it a consumer could wait for ever."""
     from headrace.spool.batch_file import open_batch_file
 
-    ours = next((name for name, value in meta.items() if isinstance(value, Mapping) and "job" in value), "headrace")
-    if ours in meta:
-        if ours != "headrace" or not isinstance(meta[ours], Mapping):
-            raise FileCorrupt(
-                f"{path} is damaged: the job of its provider is under the key {ours!r}. Start the provider again: it writes the file"
-            )
-        recipe = {name: value for name, value in meta["headrace"].items() if name not in ("version", "job")}
-        own = {name: value for name, value in meta.items() if name != "headrace"}
-        if with_job(own, recipe, str(path))["headrace"]["job"] != meta["headrace"].get("job"):
-            raise FileCorrupt(
-                f"{path} is damaged: its job does not fit its content. Start the provider again: it writes the file"
-            )
-        return
+    if "headrace" in meta or any(isinstance(value, Mapping) and "job" in value for value in meta.values()):
+        raise FileCorrupt(
+            f"{path} has lost the meta.json beside it, which has the checksum: remove {path.name} too, and start the provider again: it writes both"
+        )
     for first in sorted((folder / "queue").glob("*/*.pt"))[:4]:
         try:
             header = open_batch_file(first).header
@@ -158,14 +148,14 @@ def _confirm(folder: Path, path: Path, meta: Mapping[str, Any]) -> None:
         return
 
 
-def _plain(value: Any) -> Any:
-    """The value with each FieldSpec as a mapping, and tuples as lists."""
+def _plain(value: Any, key: Callable[[Any], Any] = lambda k: k) -> Any:
+    """The value with each FieldSpec as a mapping, tuples as lists, and `key(k)` in the place of each key k of a mapping."""
     if isinstance(value, FieldSpec):
         return value.to_json()
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
+        return {key(k): _plain(v, key) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [_plain(v, key) for v in value]
     return value
 
 
@@ -282,7 +272,7 @@ def with_job(meta: Mapping[str, Any], recipe: Mapping[str, Any], where: str) -> 
     `where`: name of the meta, for the message."""
     full = {**meta, "batch_schema": BatchSpec.from_json(meta["batch_schema"]).to_json()}
     try:
-        job = fingerprint_json({"recipe": recipe, "meta": _comparable(full)})
+        job = fingerprint_json({"recipe": recipe, "meta": _plain(full, str)})
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{where} cannot be written: {error}. It holds text, numbers, lists and mappings; turn anything else into one of these in build_meta"
@@ -307,18 +297,9 @@ def require_same_job(found: Mapping[str, Any], wanted: Mapping[str, Any], folder
     differences = [
         f"{name} is {then.get(name)!r:.80}, now {now.get(name)!r:.80}"
         for name in sorted((set(then) | set(now)) - {"headrace", "job"}, key=str)
-        if _comparable(then.get(name)) != _comparable(now.get(name))
+        if _plain(then.get(name), str) != _plain(now.get(name), str)
     ]
     raise ConfigError(
         f"{folder} was made for something else ({'; '.join(differences)}). Files of both would be mixed: use another folder, "
         "or empty this one with force_regenerate=True (--force_regenerate)"
     )
-
-
-def _comparable(value: Any) -> Any:
-    """A form in which two metas can be compared: keys as text, tuples as lists."""
-    if isinstance(value, Mapping):
-        return {str(k): _comparable(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_comparable(v) for v in value]
-    return value

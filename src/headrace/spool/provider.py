@@ -20,25 +20,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from headrace.batch import BatchSpec
+from headrace.batch import BatchSpec, numpy_dtype
 from headrace.errors import ConfigError, StorageError
 from headrace.files import Durability
 from headrace.metrics import Meter, MetricSpec, Reduction, Wait, default_meter, register
 from headrace.order import key
+from headrace.runtime.background import BackgroundThread
 from headrace.runtime.locks import ExclusiveLock
 from headrace.spool.batch_file import FileHeader, RowBuffer, write_batch_file
 from headrace.spool.channel import Channel, Published
-from headrace.spool.durability import BackgroundSync, batch_files
+from headrace.spool.durability import sync_file
 from headrace.spool.file_system import FileSystem, room
 from headrace.spool.folder import SpoolFolder, purge_spool
 from headrace.spool.meta import (
@@ -58,15 +61,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("headrace.spool.provider")
 
 register(
-    MetricSpec(
-        "spool/little_room",
-        Reduction.SUM,
-        unit="",
-        healthy=(0, 0),
-        help="times the disk had no room for the files to be made ahead",
-    ),
     MetricSpec("spool/files_published", Reduction.SUM, unit="files", help="files this provider put into the spool"),
-    MetricSpec("spool/files_remade", Reduction.SUM, unit="files", help="lost or bad files that were made again"),
+    MetricSpec("spool/files_remade", Reduction.SUM, unit="files", help="bad files that were made again"),
     MetricSpec("spool/files_late", Reduction.SUM, unit="files", help="files no longer wanted when they were done"),
 )
 
@@ -123,13 +119,9 @@ class DataProviderBase:
         self._stop = threading.Event()
         self._lock: ExclusiveLock | None = None
         self._channels: dict[tuple[str, int], Channel] = {}
-        self._made: dict[tuple[str, int], int] = {}
-        """Per split and part: one more than the newest file this provider made."""
-        self._unpublished: _FileContent | None = None
-        """A file that was made and did not fit on the disk. It is published later without being made again."""
         self._no_room_since: float | None = None
-        self._little_room = False
-        self._sync: BackgroundSync | None = None
+        self._sync: BackgroundThread | None = None
+        """Syncs files that were published without fsync, in their order."""
 
     # --------------------------------------------------------------------------------------------- hooks
 
@@ -232,6 +224,7 @@ class DataProviderBase:
     def close(self) -> None:
         """Finish syncing files and release the lock."""
         if self._sync is not None:
+            self._sync.drain(10.0)
             self._sync.close()
             self._sync = None
         if self._lock is not None:
@@ -297,13 +290,9 @@ class DataProviderBase:
         write_meta(self.data_dir, meta)
 
     def load_meta_if_exists(self) -> dict[str, Any] | None:
-        """The spool's meta; None if there is none. A meta.pkl of headrace without a meta.json counts as none: both are written again."""
-        if not any(os.path.lexists(self.data_dir / name) for name in ("meta.json", "meta.pkl")):
-            return None
-        found = read_meta(self.data_dir)
-        if not os.path.lexists(self.data_dir / "meta.json") and "headrace" in found:
-            return None
-        return found
+        """The spool's meta; None if there is none."""
+        there = any(os.path.lexists(self.data_dir / name) for name in ("meta.json", "meta.pkl"))
+        return read_meta(self.data_dir) if there else None
 
     def _settle_meta(self) -> None:
         """Write the meta, or check that the meta in the folder has the same job."""
@@ -420,13 +409,11 @@ class DataProviderBase:
         return channel.path(seq)
 
     def _make(self, work: _Work) -> bool:
-        channel, seq = work.channel, work.seq
-        place = (channel.split, channel.part)
-        remade = seq < self._made.get(place, 0)
+        channel, seq, again = work.channel, work.seq, ""
         try:
             verdict = channel.verdict(seq)
             if verdict is not None and not verdict.good:
-                remade = True
+                again = " again"
                 channel.clear_verdict(seq)
             began = time.perf_counter()
             outcome = self._publish(channel, seq)
@@ -434,37 +421,24 @@ class DataProviderBase:
         finally:
             if work.claim is not None:
                 work.claim.release(remove=True)
-        self._made[place] = max(self._made.get(place, 0), seq + 1)
-        self._meter.add(
-            {"published": "spool/files_published", "exists": "spool/files_late", "late": "spool/files_late"}[outcome]
-        )
-        if remade:
+        self._meter.add("spool/files_published" if outcome == "published" else "spool/files_late")
+        if again:
             self._meter.add("spool/files_remade")
         with contextlib.suppress(StorageError):  # the file counts, even if the backlog cannot be read
-            again = " again" if remade else ""
             backlog = self.backlog_size(channel.split)
             self._notify(f"{channel} {seq}: {outcome}{again} in {seconds:.3f} s, backlog {backlog}")
         return outcome == "published"
 
-    def _require_room(self, channel: Channel, seq: int, size: int) -> None:
-        """StorageError if a file of `size` bytes would take space that consumers need. Warns once when the files to be made ahead do not fit."""
-        left, wanted = room(self.data_dir), self.settings.max_backlog_files
-        little = left.is_little(size, wanted)
-        if little and not self._little_room:
-            self._meter.add("spool/little_room")
-            self._notify(
-                f"{self.data_dir} is nearly full: {left} are left, up to {wanted} files of {size:,} bytes are made ahead. "
-                "Free space, or the provider will wait for it (spool.disk)"
-            )
-        self._little_room = little
-        if left.is_ample(size, self.settings.max_retained + wanted):
-            return
-        # Several ranks write a verdict on every file before they can commit one; a single rank writes none.
-        single = any(v["world_size"] == 1 for v in self.folder.read_positions())
-        verdicts = 0 if single else sum(c.unjudged() for c in self._channels.values()) + 1
+    def _require_room(self, channel: Channel, seq: int) -> None:
+        """StorageError if file `seq` would take space that consumers need. Called before the file is made; ragged fields count as empty."""
+        row = sum(math.prod(f.shape) * numpy_dtype(f.dtype).itemsize for f in self.schema if not f.ragged)
+        size = row * self.rows_of(channel.split, seq)
+        # Ranks write a verdict on every file before they can commit one.
+        verdicts = sum(c.unjudged() for c in self._channels.values()) + 1
         # A file that a consumer waits for may use the kept space: without it the consumer frees none either.
         waited_for = channel.split in CIRCULAR_SPLITS or seq <= channel.read_position()
-        left.require(size, verdicts, waited_for, f"no room for file {channel.path(seq).name} in {self.data_dir}")
+        sentence = f"no room for file {channel.path(seq).name} in {self.data_dir}"
+        room(self.data_dir).require(size, verdicts, waited_for, sentence)
 
     def _notify(self, sentence: str) -> None:
         if self._report is not None:
@@ -473,28 +447,24 @@ class DataProviderBase:
             _log.info(sentence)
 
     def _publish(self, channel: Channel, seq: int) -> Published:
+        self._require_room(channel, seq)
         began = time.perf_counter()
-        if self._unpublished is None or (self._unpublished.channel, self._unpublished.seq) != (channel, seq):
-            self._unpublished = _FileContent(channel, seq, *self._content(channel, seq))
-        header, arrays = self._unpublished.header, self._unpublished.arrays
-        size = sum(array.nbytes for array in arrays.values())
-        self._require_room(channel, seq, size)
+        header, arrays = self._content(channel, seq)
         made = time.perf_counter()
-        durability = batch_files(self.settings.durable)
+        durability = Durability.SYNCED if self.settings.durable else Durability.DEFERRED
         outcome = channel.publish(
             seq,
             lambda path: write_batch_file(path, header, arrays, durable=durability),
             circular=channel.split in CIRCULAR_SPLITS,
         )
-        self._unpublished = None
         if self.settings.verbose:
-            written = time.perf_counter()
+            written, size = time.perf_counter(), sum(array.nbytes for array in arrays.values())
             self._notify(
                 f"{channel} {seq}: {header.rows:,} rows, {size:,} bytes; {made - began:.3f} s to make, {written - made:.3f} s to write"
             )
         if outcome == "published" and durability is Durability.DEFERRED:
-            self._sync = self._sync or BackgroundSync(self._notify, self._meter)
-            self._sync.add(channel.path(seq))
+            self._sync = self._sync or BackgroundThread("spool-sync", on_error=self._notify, meter=self._meter)
+            self._sync.post(partial(sync_file, channel.path(seq), self._notify, self._meter))
         return outcome
 
     def rows_of(self, split: str, seq: int) -> int:
@@ -508,7 +478,7 @@ class DataProviderBase:
         rng = torch.Generator()
         rng.manual_seed(key(f"spool.file.{channel.split}", seed=self.seed, seq=seq) >> 1)
         count = self.rows_of(channel.split, seq)
-        rows = RowBuffer(self.schema, count)
+        rows = RowBuffer(self.schema)
         for batch, values in enumerate(self.batches_of(channel.split, seq, rng)):
             expected = min(self.batch_size, count - len(rows))
             added = rows.add(values)
@@ -521,16 +491,6 @@ class DataProviderBase:
             batch_size=self.batch_size, job=self.job,
         )  # fmt: skip
         return header, rows.arrays()
-
-
-@dataclass(slots=True)
-class _FileContent:
-    """A file that was made and is not published yet."""
-
-    channel: Channel
-    seq: int
-    header: FileHeader
-    arrays: dict[str, np.ndarray]
 
 
 @dataclass(slots=True)

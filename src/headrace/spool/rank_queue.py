@@ -65,10 +65,10 @@ class RankQueue:
         self._checker = FileChecker(
             meta, stripe, self.lock, patience=settings.verdict_patience, deadline=settings.deadline, on_bad=journal.file_bad, writable=not copy
         )  # fmt: skip
+        kept_below = 1 if self._meta.get("kind") == "sequential" else 0
         self.retention = Retention(
-            self.folder, self.lock, self.background, self.channel, self._positions, ack=settings.ack, archive=settings.archive,
-            kept_below=1 if self._meta.get("kind") == "sequential" else 0, deadline=settings.deadline, meter=meter,
-        )  # fmt: skip
+            self.folder, self.lock, self.background, self.channel, self._positions, settings, kept_below, meter
+        )
         self.folder.prepare(self._meta.get("parts", 1))
         self.lock.acquire()
         if stripe.rank == 0:

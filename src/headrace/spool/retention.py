@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from headrace.errors import FileCorrupt
 from headrace.metrics import Meter, MetricSpec, Reduction, register
@@ -31,10 +31,11 @@ from headrace.spool.durability import BEGUN_FILES
 from headrace.spool.folder import SpoolFolder, names_in, patiently
 from headrace.spool.rank_lock import RankLock
 from headrace.spool.records import read_record, reserve_record, write_record
+from headrace.spool.settings import ConsumerSettings
 
-_SHORTEST, _LONGEST = 0.005, 0.1
-"""Bounds of the seconds between two writes of a read position. Within them it is 50 times what the last write took (1 to 2 ms on ext4, longer
-than a file of small batches lasts). If a file is missing, the position is written at once."""
+_BETWEEN_POSITIONS = 0.05
+"""Seconds between two writes of a read position: one takes 1 to 2 ms on ext4, longer than a file of small batches lasts. If a file is missing, the
+position is written at once."""
 
 _NOTHING_TAKEN = {"seq": 0, "row": 0}
 
@@ -53,19 +54,16 @@ class Retention:
         background: BackgroundThread,
         channel: Callable[[str, int], Channel],
         positions: Callable[[], Mapping[str, list[int]]],
-        *,
-        ack: Literal["consume", "commit"],
-        archive: int,
+        settings: ConsumerSettings,
         kept_below: int,
-        deadline: float,
         meter: Meter,
     ) -> None:
         """`channel`: returns the channel of a split and part. `positions`: returns, for every split, the file that is read in each part.
-        `kept_below`: files kept below the commit point, because a sequential producer starts from the last one. `deadline`: the longest wait for
-        a full disk, in seconds. Other arguments are fields of `ConsumerSettings`."""
+        `kept_below`: files kept below the commit point, because a sequential producer starts from the last one."""
         self._folder, self._lock, self._background = folder, lock, background
         self._channel, self._positions = channel, positions
-        self._ack, self._archive, self._kept_below, self._deadline = ack, archive, kept_below, deadline
+        self._ack, self._archive, self._deadline = settings.ack, settings.archive, settings.deadline
+        self._kept_below = kept_below
         self._meter = meter
         self.deleted = 0
         self._writing, self._committing = threading.Lock(), threading.Lock()
@@ -145,13 +143,11 @@ class Retention:
 
     def write_position(self) -> None:
         """Write the read position now."""
-        began = time.monotonic()
         with self._writing:  # both threads write: an older position must not overwrite a newer one
             splits = {split: {"done": done} for split, done in self._positions().items()}
             if splits:
                 self._folder.write_read_position(self._lock.rank, self._lock.world_size, splits)
-        now = time.monotonic()
-        self._next_position = now + min(_LONGEST, max(_SHORTEST, 50 * (now - began)))
+        self._next_position = time.monotonic() + _BETWEEN_POSITIONS
 
     # -------------------------------------------------------------------------------------------- commit
 

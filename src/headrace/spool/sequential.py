@@ -141,7 +141,7 @@ class SequentialProvider(DataProviderBase):
     def _content(self, channel: Channel, seq: int) -> tuple[FileHeader, dict[str, np.ndarray]]:
         split, part = channel.split, channel.part
         first, before = self._move_to(channel, seq)
-        rows = RowBuffer(self.schema, self.rows_per_file)
+        rows = RowBuffer(self.schema)
         self._next_seq.pop((split, part), None)  # unknown until the file is whole
         ended = False
         while len(rows) < self.rows_per_file:

@@ -13,7 +13,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +25,6 @@ from headrace.spool.channel import Channel
 from headrace.spool.file_system import FileSystem, room
 from headrace.spool.folder import SpoolFolder
 from headrace.spool.meta import CIRCULAR_SPLITS, parts_of, read_meta
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedFile:
-    """One file of the queue."""
-
-    split: str
-    part: int
-    seq: int
-    name: str
-    bytes: int
-    rows: int | None
-    """None if the header cannot be read."""
-    first: int | None
-    """Row of the part at which it begins; None if the header cannot be read."""
-    verdict: str
-    """good, bad, or none yet."""
-    produced_at: float
-    """When it was written: seconds since 1970, UTC."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One problem of a spool."""
-
-    split: str
-    part: int
-    seq: int | None
-    problem: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def _channels(path: Path) -> Iterator[Channel]:
@@ -77,8 +42,12 @@ def _channels(path: Path) -> Iterator[Channel]:
                 raise ConfigError(f"{queue / split} does not belong into a spool: {error}") from error
 
 
-def list_files(path: Path) -> list[ListedFile]:
-    """Every file of the queue, in order. Reads headers, not rows."""
+def list_files(path: Path) -> list[dict[str, Any]]:
+    """Every file of the queue, in order, as JSON values. Reads headers, not rows.
+
+    `rows`, and `first`, the row of the part at which a file begins, are None if the header cannot be read. `verdict` is good, bad or none yet;
+    `produced_at` is when the file was written, in seconds since 1970, UTC.
+    """
     found = []
     for channel in _channels(path):
         for seq in channel.present():
@@ -94,10 +63,10 @@ def list_files(path: Path) -> list[ListedFile]:
             with contextlib.suppress(FileNotFoundError):
                 status = file.lstat()
                 found.append(
-                    ListedFile(
-                        split=channel.split, part=channel.part, seq=seq, name=file.name, bytes=status.st_size, rows=rows, first=first, verdict=word,
-                        produced_at=status.st_mtime,
-                    )
+                    {
+                        "split": channel.split, "part": channel.part, "seq": seq, "name": file.name, "bytes": status.st_size, "rows": rows, "first": first,
+                        "verdict": word, "produced_at": status.st_mtime,
+                    }
                 )  # fmt: skip
     return found
 
@@ -109,10 +78,10 @@ def describe(path: Path) -> dict[str, Any]:
     points = folder.commit_points()
     splits: dict[str, Any] = {}
     for channel in _channels(path):
-        present = channel.present()
+        present, quarantine = channel.present(), channel.quarantined()
         circular = channel.split in CIRCULAR_SPLITS
         commit, position = (0, 0) if circular else (channel.commit_point(), channel.read_position())
-        aside = [int(match[0]) for e in channel.quarantined() if (match := re.match(r"\d{12}(?=\.)", e["file"]))]
+        aside = [int(match[0]) for e in quarantine if (match := re.match(r"\d{12}(?=\.)", e["file"]))]
         top = max([*present, *aside], default=commit - 1)
         there = set(present)
         size = 0
@@ -125,7 +94,7 @@ def describe(path: Path) -> dict[str, Any]:
                 "part": channel.part, "files": len(present), "bytes": size, "first": min(present, default=None), "last": max(present, default=None),
                 "gaps": [seq for seq in range(position, top + 1) if seq not in there][:1000], "commit": commit, "read": position,
                 "backlog": sum(1 for seq in present if seq >= position), "retained": sum(1 for seq in present if commit <= seq < position),
-                "quarantined": len(channel.quarantined()),
+                "quarantined": len(quarantine),
             }
         )  # fmt: skip
     locks = {}
@@ -142,8 +111,8 @@ def describe(path: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def verify(path: Path) -> tuple[int, list[Finding]]:
-    """Check every byte of every file; returns the number of files and the problems found."""
+def verify(path: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Check every byte of every file; returns the number of files, and the problems with their split, part and file (None: no file of the spool)."""
     meta = read_meta(path)
     ours = meta.get("headrace")
     checked, findings = 0, []
@@ -163,16 +132,21 @@ def verify(path: Path) -> tuple[int, list[Finding]]:
             except FileCorrupt as error:
                 problem, before = str(error), None
             if problem:
-                findings.append(Finding(split=channel.split, part=channel.part, seq=seq, problem=problem))
+                findings.append({"split": channel.split, "part": channel.part, "seq": seq, "problem": problem})
     with os.scandir(path / "queue") as entries:
         findings += [
-            Finding(split=e.name, part=0, seq=None, problem=f"{e.path} does not belong into a spool: remove it")
+            {"split": e.name, "part": 0, "seq": None, "problem": f"{e.path} does not belong into a spool: remove it"}
             for e in sorted(entries, key=lambda e: e.name)
             if not e.is_dir(follow_symlinks=False)
         ]
     for split, parts in describe(path)["splits"].items():
         findings += [
-            Finding(split=split, part=entry["part"], seq=seq, problem=_why_missing(channels[split, entry["part"]], seq))
+            {
+                "split": split,
+                "part": entry["part"],
+                "seq": seq,
+                "problem": _why_missing(channels[split, entry["part"]], seq),
+            }
             for entry in parts
             for seq in entry["gaps"]
         ]

@@ -12,10 +12,10 @@ flipped bit reaches a trainer, and all ranks read the same files.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,6 @@ class FileChecker:
         self._patience, self._deadline, self._on_bad, self._writable = patience, deadline, on_bad, writable
         self._seen: dict[tuple[str, int, int], float] = {}
         """When each file that has no verdict yet was first seen."""
-        self._opened_before: dict[str, set[str]] = {}
-        """Names in the timestamped layout, by split: files that were opened, or that lay before the position at which reading began."""
-        self._followed: set[tuple[str, int, int]] = set()
-        """Files that are known not to be the last of their part."""
 
     def open(self, channel: Channel, seq: int, start: int) -> BatchFile:
         """Open, judge and check file `seq`, which has to begin at row `start` of the part; NotReady names what is missing."""
@@ -63,14 +59,10 @@ class FileChecker:
         key = (channel.split, channel.part, seq)
         mine = seq % self._stripe.world_size == self._stripe.rank or channel.split in CIRCULAR_SPLITS
         verdict, path = channel.verdict(seq), channel.find(seq)
-        if channel.foreign and path is not None:
-            self._known(channel, seq).add(path.name)
         if path is None:
             self._seen.pop(key, None)
             if verdict is not None and not verdict.good:
                 return self._wait_for_remake(channel, seq, start, verdict.reason)
-            if channel.foreign:
-                self._refuse_recount(channel, seq)
             self._refuse_beyond_the_end(channel, seq, start)
             raise NotReady(
                 "spool.empty",
@@ -123,21 +115,16 @@ class FileChecker:
         self._on_bad(f"{channel} {seq}: bad, set aside: {reason}")
         return self._wait_for_remake(channel, seq, start, reason)
 
-    @functools.cached_property
-    def _schema(self) -> tuple[Any, ...]:
-        return tuple((f.name, f.dtype, f.shape, f.ragged) for f in BatchSpec.from_json(self._meta["batch_schema"]))
-
     def _opened(self, channel: Channel, seq: int, start: int, path: Path) -> BatchFile:
         """Open a file and compare its header with the channel and the meta; FileCorrupt or DataError if they differ."""
         file = open_batch_file(path, split=channel.split, seq=seq, private=self._writable)
-        header = file.header
+        header, wanted = file.header, BatchSpec.from_json(self._meta["batch_schema"])
         if (header.split, header.seq, header.part) != (channel.split, seq, channel.part):
             raise FileCorrupt(
                 f"{path} says it is file {header.seq} of {header.split} part {header.part}: it was renamed or moved"
             )
         ours = self._meta.get("headrace")
-        if tuple((f.name, f.dtype, f.shape, f.ragged) for f in header.schema) != self._schema:
-            wanted = BatchSpec.from_json(self._meta["batch_schema"])
+        if [replace(f, role=None) for f in header.schema] != [replace(f, role=None) for f in wanted]:
             raise DataError(
                 f"{path} holds {[f.to_json() for f in header.schema]}, the spool's meta says {[f.to_json() for f in wanted]}. It was made by another provider: "
                 "remove it, or start over with force_regenerate=True (--force_regenerate)"
@@ -166,36 +153,11 @@ class FileChecker:
         arrays = {f.name: np.empty((0, *f.shape), numpy_dtype(f.dtype)) for f in schema}
         return BatchFile(channel.path(seq), header, arrays, lambda *_: None)
 
-    def _known(self, channel: Channel, seq: int) -> set[str]:
-        """Names of files that do not show that a provider started over: this consumer has opened them, or found them when it began at `seq`."""
-        known = self._opened_before.get(channel.split)
-        if known is None:
-            commit = channel.commit_point()
-            known = {name for name, number in channel.names().items() if commit <= number < seq}
-            self._opened_before[channel.split] = known
-        return known
-
     def _refuse_beyond_the_end(self, channel: Channel, seq: int, start: int) -> None:
         """EndOfData if the file before `seq` is the last of its part. Needed by a consumer that starts after the last file was read."""
-        before = (channel.split, channel.part, seq - 1)
-        if channel.foreign or channel.parts > 1 or seq == 0 or before in self._followed:
-            return
-        path = channel.find(seq - 1)
-        if path is None:
-            return
+        path = channel.find(seq - 1) if not channel.foreign and channel.parts == 1 and seq > 0 else None
         with contextlib.suppress(FileCorrupt):
-            if open_batch_file(path, split=channel.split, seq=seq - 1).header.last:
+            if path is not None and open_batch_file(path).header.last:
                 raise EndOfData(
                     f"{channel} of {channel.folder.path} ended after {start:,} samples; start a new spool to go on"
                 )
-            self._followed.add(before)
-
-    def _refuse_recount(self, channel: Channel, seq: int) -> None:
-        """DataError if a provider of the timestamped layout restarted: it counts its files from 0 again, and so repeats itself."""
-        known = self._known(channel, seq)
-        present = [number for name, number in channel.names().items() if name not in known]
-        if present and max(present) < seq:
-            raise DataError(
-                f"{channel.queue} holds file {max(present)} while {seq} comes next: its provider restarted and counts from the beginning again, so it repeats "
-                "itself. Use a provider of headrace's, or start over in an empty folder"
-            )

@@ -131,12 +131,6 @@ def gram_stamps(path):
     return saved_stamps(path)
 
 
-def gram_result(path):
-    from headrace.reduce.result import require_free
-
-    return require_free(path.with_suffix(""))
-
-
 def hub_folder(path):
     from headrace.sources import Source, open_source
 
@@ -146,7 +140,7 @@ def hub_folder(path):
 READERS = {
     "run.json": read_run, "summary.json": read_run, "metrics.jsonl": read_run, "journal.jsonl": read_run, "config.toml": read_run,
     "run.toml": read_config, "tokenizer.json": read_tokenizer, "a.jsonl": read_episodes, "a.msgpack": read_episodes,
-    "a.safetensors": gram_folder, "a.npy": gram_folder, "a.parquet": gram_folder, "stamps.json": gram_stamps, "gram.safetensors.json": gram_result,
+    "a.safetensors": gram_folder, "a.npy": gram_folder, "a.parquet": gram_folder, "stamps.json": gram_stamps,
     "README.md": hub_folder, "meta.json": TARGETS["spool meta.json"].read, "meta.pkl": TARGETS["spool meta.pkl"].read,
     "commit": read_spool_record, "verdict": read_verdict, "train_batches_0.pt": read_legacy, "manifest.json": read_manifest,
     "shift.npy": read_shift, "gpt2.tiktoken": read_tiktoken, "a.chunks": read_chunk_hashes, "cursor.json": read_cursor,

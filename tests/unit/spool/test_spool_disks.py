@@ -8,9 +8,8 @@ import stat
 import pytest
 
 from headrace.metrics import Meter
-from headrace.spool import provider as provider_module
-from headrace.spool.durability import BackgroundSync
-from headrace.spool.file_system import FileSystem, Room, room
+from headrace.spool.durability import sync_file
+from headrace.spool.file_system import FileSystem, room
 
 LINE = "{n} 1 {device} / {point} rw,relatime shared:1 - {kind} /dev/x rw\n"
 
@@ -81,21 +80,6 @@ def test_nothing_is_said_about_an_ordinary_disk(drawn, monkeypatch):
     assert [line for line in said if "published" not in line] == []
 
 
-def test_a_disk_that_is_nearly_full_is_told_once_until_there_is_room_again(drawn, monkeypatch):
-    plenty, little = Room(bytes=1 << 40, inodes=None), Room(bytes=383, inodes=None)
-    no_names = Room(bytes=1 << 40, inodes=66)
-    found = iter([plenty, little, little, plenty, no_names, no_names])
-    monkeypatch.setattr(provider_module, "room", lambda path: next(found))
-    said, meter = [], Meter()
-    # A file has 4 rows of 3 numbers in x and in y, 8 bytes each: 192.
-    drawn(report=said.append, meter=meter, max_backlog_files=6, batches_per_file=1).run(("train",), max_files=6)
-    told = [line for line in said if "nearly full" in line]
-    assert len(told) == 2
-    assert "383 bytes are left, up to 6 files of 192 bytes are made ahead" in told[0]
-    assert "66 inodes are left" in told[1]
-    assert meter.totals()["spool/little_room"] == 2
-
-
 def test_room_is_what_this_user_may_use(tmp_path):
     told = os.statvfs(tmp_path)
     assert 0 < room(tmp_path).bytes <= told.f_blocks * told.f_frsize
@@ -120,14 +104,12 @@ def synced(monkeypatch):
 def test_loose_files_and_then_their_folder_are_synced_behind_the_provider(drawn, tmp_path, synced):
     drawn().produce_one_file("train", 9)  # meta is there, and durable
     synced.clear()
-    meter = Meter()
-    drawn(durable=False, max_backlog_files=5, meter=meter).run(("train",), max_files=5)
+    drawn(durable=False, max_backlog_files=5).run(("train",), max_files=5)
     folder = tmp_path / "spool" / "queue" / "train"
     files = {path.stat().st_ino for path in folder.iterdir() if path.stem.endswith(tuple("01234"))}
     assert {ino for ino, _, _ in synced} == files | {folder.stat().st_ino}
     assert {thread for _, _, thread in synced} == {"headrace-spool-sync"}, "the provider itself waits for no disk"
     assert synced[-1][1], "the folder comes after the files in it"
-    assert meter.totals()["spool/files_synced"] == 5
     synced.clear()
     drawn(max_backlog_files=7).run(("train",), max_files=1)
     assert "headrace-spool-sync" not in {thread for _, _, thread in synced}
@@ -144,10 +126,8 @@ def test_a_failed_sync_is_told_and_not_repeated_and_a_file_that_is_gone_is_none(
     path = tmp_path / "file.safetensors"
     path.write_bytes(b"x")
     said, meter = [], Meter()
-    sync = BackgroundSync(said.append, meter)
-    sync.add(tmp_path / "gone.safetensors")
-    sync.add(path)
-    assert sync.close()
+    for name in ("gone.safetensors", "file.safetensors"):
+        sync_file(tmp_path / name, said.append, meter)
     assert calls.count(path.stat().st_ino) == 1
     assert any(line.startswith(f"{path} could not be synced (Input/output error)") for line in said)
     assert not any("gone" in line for line in said)

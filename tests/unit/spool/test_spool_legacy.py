@@ -141,19 +141,6 @@ def test_a_queue_filled_by_the_document_s_provider_is_read_by_number_not_by_cloc
     assert not list((folder / "queue" / "train").iterdir()), "deletion is what its backpressure counts"
 
 
-def test_a_provider_that_counts_from_the_beginning_again_is_found_out(folder, consumer):
-    queue_file(folder, 1, 0, 0)
-    reader = consumer(folder, deadline=60)
-    reader.get_batch("train")
-    reader.get_batch("train")
-    assert reader._queue.background.drain(10)
-    queue_file(folder, 2, 0, 0)
-    with pytest.raises(
-        DataError, match="holds file 0 while 1 comes next: its provider restarted and counts from the beginning again"
-    ):
-        reader.get_batch("train")
-
-
 def test_a_flipped_bit_in_a_foreign_pt_is_found_by_the_archive_s_own_sums(folder, consumer):
     queue_file(folder, 1, 0, 7)
     (path,) = (folder / "queue" / "train").iterdir()
@@ -193,9 +180,6 @@ def test_a_reader_that_is_faster_than_the_document_s_provider_waits_for_it(folde
     later = consumer(folder, ack="commit", deadline=5)
     later.load_state_dict(state)
     assert not later.wait_for_data("train", 0.1)
-    queue_file(folder, 200, 0, 0)
-    with pytest.raises(DataError, match="its provider restarted"):
-        later.wait_for_data("train", 5)
 
 
 def test_a_provider_does_not_fill_a_folder_of_another_program(folder, drawn):
@@ -206,13 +190,6 @@ def test_a_provider_does_not_fill_a_folder_of_another_program(folder, drawn):
     with pytest.raises(ConfigError, match=r"has a meta that another program wrote \(dataset_name 'old'\)"):
         made.run(max_files=1)
     assert (folder / "meta.pkl").read_bytes() == before
-
-
-def test_a_provider_that_died_between_its_two_metas_goes_on(drawn, tmp_path):
-    drawn().run(("train",), max_files=1)
-    (tmp_path / "spool" / "meta.json").unlink()
-    assert drawn().run(("train",), max_files=1) == 1
-    assert (tmp_path / "spool" / "meta.json").exists()
 
 
 def test_a_legacy_file_without_x_and_y_or_with_another_shape_is_named(folder, consumer):

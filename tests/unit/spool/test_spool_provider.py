@@ -9,7 +9,6 @@ import pickle
 import re
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -72,12 +71,10 @@ def test_a_file_is_plain_safetensors_with_the_schema_in_its_header(drawn, tmp_pa
 
 @pytest.mark.parametrize("file_format", ["safetensors", "pt"])
 def test_when_a_file_was_made_is_known_and_not_in_its_bytes(drawn, tmp_path, file_format):
-    before = time.time()
     path = drawn(file_format=file_format).produce_one_file("train", 0)
     first = path.read_bytes()
-    assert before - 0.1 <= open_batch_file(path).produced_at <= time.time() + 0.1
     os.utime(path, (1e9, 1e9))
-    assert open_batch_file(path).produced_at == list_files(tmp_path / "spool")[0].produced_at == 1e9
+    assert list_files(tmp_path / "spool")[0]["produced_at"] == 1e9
     path.unlink()
     assert drawn(file_format=file_format).produce_one_file("train", 0).read_bytes() == first
 

@@ -8,8 +8,8 @@
     DIR/state/commit                             units below this one are in both saved generations of the sum: their files may go
 
 A unit is a function of its number, so no worker owns one: a worker takes the first unit that is wanted, not there and not claimed. A
-claim is a kernel lock that its holder renews. The claim of a dead process is free at once; that of a stopped process expires after
-`lease` seconds by the clock of the worker that wants it. An exclusive link decides which of two workers was first; the second one
+claim is a kernel lock: that of a dead process is free at once. A worker that finds nothing unclaimed takes a unit that has been claimed for
+`lease` seconds, because its holder may be stopped. An exclusive link decides which of two workers was first; the second one
 compares its bytes, and other bits end the pass. The coordinator folds in order and parks nothing: early partials stay in the queue. It
 deletes only what both of its checkpoints hold, so a coordinator that is killed finds every partial it had not saved. When the result is
 published the folder is removed, which is how workers learn that the pass is over.
@@ -18,6 +18,7 @@ published the folder is removed, which is how workers learn that the pass is ove
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import sys
@@ -27,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from headrace.errors import ConfigError, DataError, DeadlineExceeded, FileCorrupt, HeadraceError, StorageError
 from headrace.files import publish, read_regular
@@ -40,7 +41,7 @@ from headrace.runtime.locks import ExclusiveLock, lock_holder
 from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess
 from headrace.spool.channel import Channel
-from headrace.spool.folder import SpoolFolder, patiently
+from headrace.spool.folder import SpoolFolder, patiently, purge_spool
 from headrace.spool.records import read_sealed, seal
 
 _SPLIT = "partials"
@@ -84,22 +85,20 @@ class PartialSpool:
         Partials of the same pass are kept, unless the pass is `fresh`: its coordinator has no record of them. The partials of another pass
         are refused, or removed with `replace`.
         """
-        same = True
         try:
             held = self._read_order()
-            if held is not None:
-                now = _identity(order.to_dict())
-                differing = [name for name, value in _identity(held["order"]).items() if value != now[name]]
-                if differing:
-                    raise ConfigError(
-                        f"{self.path} holds the partials of another pass ({', '.join(differing)} differ): finish that one with the command "
-                        "it was begun with, give another --spool, or remove the folder"
-                    )
-        except (ConfigError, FileCorrupt):
+            then, now = _identity(held["order"] if held is not None else order.to_dict()), _identity(order.to_dict())
+            differing = [name for name in now if then[name] != now[name]]
+        except FileCorrupt:
             if not replace:
                 raise
-            same = False
-        if fresh or not same:
+            differing = ["all of it"]
+        if differing and not replace:
+            raise ConfigError(
+                f"{self.path} holds the partials of another pass ({', '.join(differing)} differ): finish that one with the command "
+                "it was begun with, give another --spool, or remove the folder"
+            )
+        if fresh or differing:
             self._clear()
             self.folder.prepare()
         self.channel.prepare()
@@ -110,11 +109,7 @@ class PartialSpool:
     def _clear(self) -> None:
         """Remove everything of a pass but the locks."""
         self._order_file.unlink(missing_ok=True)
-        for name in ("queue", "claims", "verdicts", "quarantine", "spans"):
-            shutil.rmtree(self.path / name, ignore_errors=True)
-        for path in self.folder.state.iterdir():
-            if path.is_file() and path.suffix != ".lock":
-                path.unlink(missing_ok=True)
+        purge_spool(self.path)
 
     def want(self, first: int, end: int) -> None:
         """Let workers make the units [first, end). Not durable: the next coordinator writes it again."""
@@ -122,12 +117,10 @@ class PartialSpool:
 
     def commit(self, unit: int) -> None:
         """Units below this one are never asked for again: write that down durably, then delete their files."""
+        before = self.channel.commit_point()
         self.folder.write_commit_points({_SPLIT: {"g": unit, "start": [0], "at": [[unit, 0]]}})
-        with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(self.channel.queue):
-                number = name.partition(".")[0]
-                if number.isdecimal() and int(number) < unit:
-                    self.channel.delete(int(number))
+        for old in range(before, unit):
+            self.channel.delete(old)
 
     def remove(self) -> None:
         """Remove what a finished pass leaves, and nothing else."""
@@ -246,29 +239,8 @@ class SpoolWorker:
         self.made = 0
         self._on_made = on_made
         order, self._lease = wait_for_order(path, patience=patience)
-        self.order = replace(
-            order, shards=shards or order.shards, threads=threads or order.threads, folder=str(path / "spans")
-        )
-        try:
-            self._maker = PartialMaker(self.order, 0)
-        except HeadraceError as error:
-            self.spool.refuse(0, error)
-            raise
-        self._claim: ExclusiveLock | None = None
-        self._claim_lock = threading.Lock()
-        self._closed = threading.Event()
-        self._renewal = threading.Thread(target=self._renew, name="headrace-gram-claim", daemon=True)
-        self._renewal.start()
-
-    def close(self) -> None:
-        self._closed.set()
-        self._renewal.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self.order = replace(order, shards=shards or order.shards, threads=threads or order.threads)
+        self._maker = PartialMaker(self.order, 0)
 
     def run(self) -> int:
         """Work until the pass is over; the number of partials made."""
@@ -288,46 +260,42 @@ class SpoolWorker:
         return self.made
 
     def step(self) -> Literal["made", "idle", "finished"]:
-        """Make the first unit that is wanted and free."""
+        """Make the first unit that is wanted and free, or else the first whose claim has expired."""
+        channel = self.spool.channel
         try:
             if (error := self.spool.error()) is not None:
                 raise DataError(f"the pass in {self.spool.path} failed: {error}")
+            expired: list[int] = []
             for unit in self.spool.wanted() or ():
-                if self.spool.channel.find(unit) is None and self._take(unit):
-                    return "made"
+                claim = channel.claim(unit, "a Gram worker", self._lease) if channel.find(unit) is None else None
+                if isinstance(claim, ExclusiveLock):
+                    try:
+                        if self._make(unit):
+                            return "made"
+                    finally:
+                        claim.release(remove=True)
+                elif claim == "expired":
+                    expired.append(unit)
+            if any(map(self._make, expired)):
+                return "made"
             return "finished" if self.spool.is_over() else "idle"
         except (StorageError, FileNotFoundError):
             if self.spool.is_over():
                 return "finished"
             raise
 
-    def _take(self, unit: int) -> bool:
-        """Make a unit, unless another worker has it; whether it was made."""
-        channel, owner = self.spool.channel, "a Gram worker"
-        claim = channel.claim(unit, owner, self._lease)
-        if claim == "expired":
-            # Its holder is stopped, or out of reach. Its lock stays with the file that loses its name here.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(channel.claims / f"{unit:012d}")
-            claim = channel.claim(unit, owner, self._lease)
-        if not isinstance(claim, ExclusiveLock):
+    def _make(self, unit: int) -> bool:
+        """Make and publish a unit; False if another worker finished it in between."""
+        channel = self.spool.channel
+        if channel.find(unit) is not None or unit < channel.commit_point():
             return False
-        with self._claim_lock:
-            self._claim = claim
         try:
-            if channel.find(unit) is not None or unit < channel.commit_point():
-                return False  # another worker finished it in between
-            try:
-                message = self._maker.make(unit)
-            except HeadraceError as error:
-                self.spool.refuse(unit, error)
-                raise
-            self._publish(unit, message)
-            return True
-        finally:
-            with self._claim_lock:
-                self._claim = None
-            claim.release(remove=True)
+            message = self._maker.make(unit)
+        except HeadraceError as error:
+            self.spool.refuse(unit, error)
+            raise
+        self._publish(unit, message)
+        return True
 
     def _publish(self, unit: int, message: bytes) -> None:
         def write(path: Path) -> None:
@@ -364,15 +332,6 @@ class SpoolWorker:
         self.spool.refuse(unit, error)
         raise error
 
-    def _renew(self) -> None:
-        """Change the line in the claim five times a lease, so that other workers see that its holder is alive."""
-        turn = 0
-        while not self._closed.wait(self._lease / 5):
-            turn += 1
-            with self._claim_lock, contextlib.suppress(OSError):
-                if self._claim is not None:
-                    self._claim.renew(f"a Gram worker, beat {turn}")
-
 
 # ------------------------------------------------------------------------------------------------ processes
 
@@ -399,19 +358,15 @@ class LocalWorkers:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def dead(self) -> str | None:
-        """How a process ended that should not have; None if all are well."""
-        for process in self._processes:
-            if process.exit_code() not in (None, 0):
-                return f"process {process.pid} {process.how_it_ended()}"
-        return None
-
-    def replace(self) -> None:
-        """Start a process in the place of each that died."""
+    def replace_dead(self) -> str | None:
+        """Start a process in the place of each that ended and should not have; how one of them ended, None if all are well."""
+        lost = None
         for at, process in enumerate(self._processes):
             if process.exit_code() not in (None, 0):
+                lost = f"process {process.pid} {process.how_it_ended()}"
                 process.end()
                 self._processes[at] = self._start()
+        return lost
 
     def count(self) -> int:
         """The number of partials made so far: a worker sends one byte for each."""
@@ -443,10 +398,8 @@ def _serve(pipe: Connection, path: str, threads: int, shards: dict[str, Any] | N
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
     rows = None if shards is None else ShardSpec.from_dict(shards)
     try:
-        with SpoolWorker(
-            Path(path), shards=rows, threads=threads, patience=patience, on_made=lambda: pipe.send_bytes(b"1")
-        ) as worker:
-            worker.run()
+        count = functools.partial(pipe.send_bytes, b"1")
+        SpoolWorker(Path(path), shards=rows, threads=threads, patience=patience, on_made=count).run()
     except HeadraceError as error:
         sys.exit(f"a Gram worker: {error}")
 
@@ -530,7 +483,7 @@ class FolderTransport(Transport):
             if (error := self.spool.error()) is not None:
                 return Answer(rank=0, error=error)
             self._workers.count()  # empties the pipes
-            if (lost := self._workers.dead()) is not None:
+            if (lost := self._workers.replace_dead()) is not None:
                 return Answer(rank=0, lost=lost)
             left = until - time.monotonic()
             if left <= 0:
@@ -539,8 +492,7 @@ class FolderTransport(Transport):
             pause = min(1.5 * pause, 0.02)
 
     def replace(self, rank: int) -> None:
-        assert self._workers is not None
-        self._workers.replace()
+        """Nothing: `answer` has replaced the process that it reports."""
 
     def due(self) -> bool:
         """Whether so many folded partials lie here that the sum should be saved."""

@@ -51,18 +51,16 @@ def coordinate_group(
     received = reduction.received_per_rank
     _all_ranks(lambda: dist.broadcast(torch.tensor(received, dtype=torch.int64), src=0, group=group), "begin")
     maker = PartialMaker(order, 0)
-    cursors = list(received)
-    began = saved = time.monotonic()
+    saved = time.monotonic()
     for unit in range(reduction.frontier // partition.span, partition.n_units):
-        rank = unit % partition.n_ranks
-        if reduction.received_per_rank[rank] > partition.ordinal_of(unit * partition.span):
+        rank, ordinal = unit % partition.n_ranks, unit // partition.n_ranks
+        if reduction.received_per_rank[rank] > ordinal:
             continue  # it was parked when the pass was saved
         try:
-            message = maker.make(cursors[0]) if rank == 0 else _received(rank, group)
+            message = maker.make(ordinal) if rank == 0 else _received(rank, group)
         except WorkerDied:
             save()
             raise
-        cursors[rank] += 1
         reduction.receive(NodePartial.from_bytes(message, sender=f"rank {rank}"))
         if stop():
             save()
@@ -70,7 +68,7 @@ def coordinate_group(
         if time.monotonic() - saved >= save_every:
             save()
             saved = time.monotonic()
-        progress(FoldProgress.of(reduction, began))
+        progress(FoldProgress.of(reduction))
     return True
 
 

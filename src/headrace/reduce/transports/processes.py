@@ -82,12 +82,10 @@ class ProcessTransport(Transport):
 
 def _serve(connection: Connection, described: dict[str, Any], rank: int) -> None:
     """The whole life of a worker process: it makes units until the socket ends."""
-    order, maker = WorkOrder.from_dict(described), None
+    maker = PartialMaker(WorkOrder.from_dict(described), rank)
     while True:
         ordinal = int.from_bytes(connection.recv_bytes(8), "little")
         try:
-            if maker is None:
-                maker = PartialMaker(order, rank)
             message, kind = maker.make(ordinal), _MESSAGE
         except HeadraceError as error:
             message, kind = json.dumps(encode_error(error)).encode(), _ERROR

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,13 +23,10 @@ class _Rank:
     """The actor's side. An error a user can cause comes back as a value: Ray would wrap and pickle an exception."""
 
     def __init__(self, order: str, rank: int) -> None:
-        self._order, self._rank = order, rank
-        self._maker: PartialMaker | None = None
+        self._maker = PartialMaker(WorkOrder.from_dict(json.loads(order)), rank)
 
     def make(self, ordinal: int) -> tuple[np.ndarray | None, dict[str, str] | None]:
         try:
-            if self._maker is None:
-                self._maker = PartialMaker(WorkOrder.from_dict(json.loads(self._order)), self._rank)
             return np.frombuffer(self._maker.make(ordinal), np.uint8), None
         except HeadraceError as error:
             return None, encode_error(error)
@@ -39,9 +35,7 @@ class _Rank:
 class RayTransport(Transport):
     """One actor a rank. Uses the cluster that Ray is connected to, and starts one on this machine if there is none."""
 
-    def __init__(
-        self, order: WorkOrder, *, address: str | None = None, resources: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, order: WorkOrder, *, address: str | None = None) -> None:
         try:
             import ray.exceptions
         except ImportError:
@@ -53,8 +47,7 @@ class RayTransport(Transport):
             options: dict[str, Any] = {"address": address} if address else {"num_cpus": max(ranks * order.threads, 1)}
             self._ray.init(include_dashboard=False, log_to_driver=False, logging_level="error", **options)
         self._order = json.dumps(order.to_dict())
-        needs: dict[str, Any] = {"num_cpus": order.threads} | dict(resources or {})
-        self._kind = self._ray.remote(**needs)(_Rank)
+        self._kind = self._ray.remote(num_cpus=order.threads)(_Rank)
         self._actors: dict[int, Any] = {}
         self._open: dict[int, deque[Any]] = {}
         for rank in range(order.partition.n_ranks):

@@ -70,18 +70,12 @@ class FoldProgress:
     pending: int
     replaced: int = 0
     """Workers that died and were replaced."""
-    seconds: float = 0.0
 
     @classmethod
-    def of(cls, reduction: CrossNodeGramReduction, began: float, replaced: int = 0) -> FoldProgress:
-        """The progress of a reduction that began at a moment of time.monotonic."""
-        return cls(
-            frontier=reduction.frontier,
-            n_chunks=reduction.partition.n_chunks,
-            pending=reduction.pending,
-            replaced=replaced,
-            seconds=time.monotonic() - began,
-        )
+    def of(cls, reduction: CrossNodeGramReduction, replaced: int = 0) -> FoldProgress:
+        """The progress of a reduction now."""
+        pending, n_chunks = reduction.pending, reduction.partition.n_chunks
+        return cls(frontier=reduction.frontier, n_chunks=n_chunks, pending=pending, replaced=replaced)
 
 
 def drive(
@@ -111,7 +105,7 @@ def drive(
     asked = list(reduction.received_per_rank)
     deaths = [0] * partition.n_ranks
     replaced = 0
-    began = saved = time.monotonic()
+    saved = time.monotonic()
     unsaved = False
     while not reduction.complete:
         for rank in ranks:
@@ -155,7 +149,7 @@ def drive(
         if time.monotonic() - saved >= save_every or transport.due():
             save()
             saved, unsaved = time.monotonic(), False
-        progress(FoldProgress.of(reduction, began, replaced))
+        progress(FoldProgress.of(reduction, replaced))
     return True
 
 

@@ -25,7 +25,7 @@ def spool(view: RunView) -> dict[str, Any]:
         return found | {"refused": "The run's spool is not there (any more)."}
     try:
         described = {
-            "spool": describe(path), "files": [file.to_dict() for file in list_files(path)[-300:]], "quarantine": quarantined(path)[-100:],
+            "spool": describe(path), "files": list_files(path)[-300:], "quarantine": quarantined(path)[-100:],
             "ranks": SpoolFolder(path).read_positions()[:1024],
         }  # fmt: skip
     except (HeadraceError, OSError, KeyError, TypeError, ValueError) as error:
