@@ -43,6 +43,7 @@ from headrace.rollouts.advantages import AdvantageConfig, AdvantageFn, compute_a
 from headrace.rollouts.batch_files import BatchWriter, WrittenSample, batch_path
 from headrace.rollouts.checks import Limits
 from headrace.rollouts.filters import Filter, Filtered, apply_filters
+from headrace.rollouts.ingest import ENCODED
 from headrace.rollouts.loop_yield import LoopYield
 from headrace.rollouts.packing import pack_samples
 from headrace.rollouts.pretokenize import Render
@@ -266,7 +267,7 @@ class RolloutPipeline:
         """Make samples of a rollout whose step is not known yet, for `add`; or the cause it was refused under. Arguments as of `settle`."""
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                self._askers or self._worker, self._samples, [raw], {"policy_version": policy_version, **about}, until
+                self._executor(raw), self._samples, [raw], {"policy_version": policy_version, **about}, until
             )
         except (RolloutRefused, TokenizerError) as error:
             cause = error.cause if isinstance(error, RolloutRefused) else "tokenizer"
@@ -299,11 +300,15 @@ class RolloutPipeline:
             return None
         # In a list, which is emptied: an executor keeps what it was called with until the call is over.
         future = asyncio.get_running_loop().run_in_executor(
-            self._askers or self._worker, self._process, state, key, [raw], about, until
+            self._executor(raw), self._process, state, key, [raw], about, until
         )
         state.pending[future] = key
         future.add_done_callback(functools.partial(_settled, state))
         return future
+
+    def _executor(self, raw: Any) -> ThreadPoolExecutor | None:
+        """Where a rollout is processed: a process if there are some and it is encoded, else the worker thread."""
+        return self._askers if self._askers is not None and isinstance(raw, ENCODED) else self._worker
 
     def _open_step(self, step: int, key: Key) -> _OpenStep | None:
         """The state of a step that a rollout arrived for; None, and a late rollout more, if the step has ended."""
@@ -340,10 +345,11 @@ class RolloutPipeline:
         self, box: list[Any], about: dict[str, Any], until: float, phases: StepPhases | None = None
     ) -> Processed:
         """Samples of one rollout, in a thread. The rollout comes in a list, which is emptied."""
-        if self.processes is not None:
-            return self.processes.process(box.pop(), about, until=until)
+        raw = box.pop()
+        if self.processes is not None and isinstance(raw, ENCODED):
+            return self.processes.process(raw, about, until=until)
         return process_rollout(
-            box.pop(), about, seq_len=self.seq_len, limits=self._limits, render=self._render,
+            raw, about, seq_len=self.seq_len, limits=self._limits, render=self._render,
             measure=None if phases is None else phases.measure, pause=self._pause,
         )  # fmt: skip
 

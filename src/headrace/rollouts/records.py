@@ -49,7 +49,8 @@ class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fals
     Row r belongs to token `start + r` of the step's prompt and completion.
     """
 
-    data: bytes | bytearray | memoryview | str | np.ndarray
+    data: Any
+    """Bytes, a view, an array, or base64 text."""
     shape: tuple[int, int, int]
     start: int = 0
 
@@ -175,10 +176,10 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
-    def slim(self, *, context: int | None = None) -> StepTokens:
-        """The turn without the contents of its context, its experts and its images. The context keeps its length (or has the length `context`): zeros with a
-        stride of 0, which take no memory."""
-        n = len(self.prompt_ids) if context is None else context
+    def slim(self) -> StepTokens:
+        """The turn without the contents of its context, its experts and its images. The context keeps its length: zeros with a stride of 0, which take no
+        memory."""
+        n = len(self.prompt_ids)
         ids, mask = np.ndarray(n, np.int32, bytes(4), strides=(0,)), np.ndarray(n, np.uint8, bytes(1), strides=(0,))
         return msgspec.structs.replace(
             self, prompt_ids=ids, prompt_mask=mask, routed_experts=None, multimodal=None, columns={}
