@@ -37,7 +37,7 @@ from typing import Any, Self
 
 import msgspec
 
-from headrace.errors import ConfigError, RolloutRefused, StorageError, TokenizerError
+from headrace.errors import ConfigError, RolloutRefused, StorageError
 from headrace.metrics import EventLoopLagMonitor, Sink, Wait, phase
 from headrace.rollouts.advantages import AdvantageConfig, AdvantageFn, compute_advantages
 from headrace.rollouts.batch_files import BatchWriter, WrittenSample, batch_path
@@ -98,8 +98,6 @@ class StepReport:
     """Samples in the batch."""
     tokens: int
     """Tokens of those samples."""
-    bulk_bytes: int
-    """Bytes of routed experts that were written."""
     refused: Mapping[str, int]
     """Rollouts that could not become samples, by cause."""
     truncated: int
@@ -179,7 +177,7 @@ class RolloutPipeline:
         self._sinks = tuple(sinks)
         self._limits, self._deadline = limits or Limits(), deadline
         self._steps: dict[int, _OpenStep] = {}
-        self._finished = first_step - 1
+        self._first_step = first_step
         self._ended: set[int] = set()
         self.late = 0
         """Rollouts that came after their step had ended."""
@@ -269,10 +267,9 @@ class RolloutPipeline:
             return await asyncio.get_running_loop().run_in_executor(
                 self._executor(raw), self._samples, [raw], {"policy_version": policy_version, **about}, until
             )
-        except (RolloutRefused, TokenizerError) as error:
-            cause = error.cause if isinstance(error, RolloutRefused) else "tokenizer"
-            self._refused[cause] += 1
-            return cause
+        except RolloutRefused as error:
+            self._refused[error.cause] += 1
+            return error.cause
 
     async def add(self, step: int, prepared: Sequence[tuple[Key, Processed]]) -> None:
         """Write prepared rollouts into a step."""
@@ -287,7 +284,7 @@ class RolloutPipeline:
             with state.phases.measure("process_rollout"):
                 made = process_rollout(rollout, {}, seq_len=self.seq_len, limits=self._limits, render=self._render)
                 self._write(state, key, made)
-        except (RolloutRefused, TokenizerError) as error:
+        except RolloutRefused as error:
             return self._refuse(state, key, error)
         return None
 
@@ -314,7 +311,7 @@ class RolloutPipeline:
         """The state of a step that a rollout arrived for; None, and a late rollout more, if the step has ended."""
         if self._worker is None:
             raise RuntimeError("the pipeline is not open; use it as `async with`")
-        if step in self._ended or step <= self._finished:
+        if self._has_ended(step):
             self.late += 1
             return None
         state = self._steps.get(step)
@@ -335,7 +332,7 @@ class RolloutPipeline:
                 with state.phases.measure("write_experts"):
                     self._write(state, key, made)
                 del made  # freed before the loop runs
-        except (RolloutRefused, TokenizerError) as error:
+        except RolloutRefused as error:
             if not state.ended:
                 cause = self._refuse(state, key, error)
         self._pause()
@@ -359,12 +356,11 @@ class RolloutPipeline:
                 state.done[key] = (made.rollout, state.writer.add(made.samples))
                 state.truncated += made.truncated
 
-    def _refuse(self, state: _OpenStep, key: Key, error: RolloutRefused | TokenizerError) -> str:
-        cause = error.cause if isinstance(error, RolloutRefused) else "tokenizer"
+    def _refuse(self, state: _OpenStep, key: Key, error: RolloutRefused) -> str:
         with state.lock:
-            state.refused[cause] += 1
+            state.refused[error.cause] += 1
         _log.warning("step %d: rollout %s was refused: %s", state.writer.step, key, error)
-        return cause
+        return error.cause
 
     # ------------------------------------------------------------------------------------------ end of a step
 
@@ -374,9 +370,9 @@ class RolloutPipeline:
         worker = self._worker
         if worker is None:
             raise RuntimeError("the pipeline is not open; use it as `async with`")
-        if step in self._ended or step <= self._finished:
+        if self._has_ended(step):
             raise ConfigError(f"step {step} has been finished already")
-        self._end(step)
+        self._ended.add(step)
         state = self._steps.pop(step, None) or _OpenStep(BatchWriter(self.folder, step=step))
         loop = asyncio.get_running_loop()
         try:
@@ -385,9 +381,7 @@ class RolloutPipeline:
             self.late += len(state.pending)
             state.refused.update(self._refused)
             self._refused.clear()
-            report = await loop.run_in_executor(
-                worker, self._finish, state, step, policy_version, only, self._lag.drain()
-            )
+            report = await loop.run_in_executor(worker, self._finish, state, policy_version, only, self._lag.drain())
         finally:
             await loop.run_in_executor(worker, state.writer.close)
         _log.info("%s", report.phases.line(step))
@@ -395,23 +389,17 @@ class RolloutPipeline:
 
     def reopen(self, step: int) -> None:
         """Let a step that was finished without a batch begin anew."""
-        if batch_path(self.folder, step).exists() or (step not in self._ended and step > self._finished):
+        if step not in self._ended or batch_path(self.folder, step).exists():
             raise ConfigError(f"step {step} cannot begin anew: it is open, or its batch is published")
-        self._ended.update(range(step + 1, self._finished + 1))
-        self._ended.discard(step)
-        self._finished = min(self._finished, step - 1)
+        self._ended.remove(step)
 
     async def settled(self, step: int) -> None:
         """Wait until everything that has arrived for a step is processed; `finish` does so too."""
         if (state := self._steps.get(step)) is not None:
             await self._drained(state)
 
-    def _end(self, step: int) -> None:
-        # Steps mostly end in order: then one number says it, and the set of the others stays empty over a run of any length.
-        self._ended.add(step)
-        while self._finished + 1 in self._ended:
-            self._finished += 1
-            self._ended.remove(self._finished)
+    def _has_ended(self, step: int) -> bool:
+        return step < self._first_step or step in self._ended
 
     async def _drained(self, state: _OpenStep, only: Collection[Key] | None = None) -> None:
         # An error that no single rollout caused is raised, whichever request met it.
@@ -427,11 +415,11 @@ class RolloutPipeline:
             future.result()
 
     def _finish(
-        self, state: _OpenStep, step: int, policy_version: int, only: Collection[Key] | None, lag: dict[str, float]
+        self, state: _OpenStep, policy_version: int, only: Collection[Key] | None, lag: dict[str, float]
     ) -> StepReport:
         """The end of a step, in the worker thread."""
         try:
-            return self._reported(state, step, policy_version, only, lag)
+            return self._reported(state, policy_version, only, lag)
         finally:
             # Freed one by one: the 60,000 objects of 256 rollouts of 30 turns would keep the GIL for 60 ms.
             while state.done:
@@ -439,8 +427,9 @@ class RolloutPipeline:
                 self._pause()
 
     def _reported(
-        self, state: _OpenStep, step: int, policy_version: int, only: Collection[Key] | None, lag: dict[str, float]
+        self, state: _OpenStep, policy_version: int, only: Collection[Key] | None, lag: dict[str, float]
     ) -> StepReport:
+        step = state.writer.step
         with state.lock:  # a writer has seen that the step has ended, or is done before this
             for key in [k for k in state.done if only is not None and k not in only]:
                 del state.done[key]
@@ -488,7 +477,7 @@ class RolloutPipeline:
                 sink.write({"step": step, "policy_version": policy_version, **metrics})
         return StepReport(
             step=step, policy_version=policy_version, path=path, rollouts=len(rollouts), samples=len(slots), tokens=sum(len(s.sample) for s in slots),
-            bulk_bytes=state.writer.bulk_bytes, refused=dict(state.refused), truncated=state.truncated, filtered=filtered,
+            refused=dict(state.refused), truncated=state.truncated, filtered=filtered,
             advantages=tuple(advantages), metrics=metrics, phases=state.phases,
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.errors import RolloutRefused, TokenizerError
+from headrace.errors import RolloutRefused
 from headrace.rollouts.records import Rollout, Step, StepTokens
 
 Render = Callable[[Sequence[Any], bool], Sequence[int]]
@@ -46,8 +46,9 @@ def _tokens(step: Step, number: int, rollout: Rollout, render: Render) -> StepTo
         asked = np.asarray(render(prompt, True), np.int32)
         whole = np.asarray(render([*prompt, *completion], False), np.int32)
     except Exception as error:  # raised by the user's template or tokenizer
-        raise TokenizerError(
-            f"{where} could not be rendered: {type(error).__name__}: {error}. Mend the template, or let the engine return token ids"
+        raise RolloutRefused(
+            "tokenizer",
+            f"{where} could not be rendered: {type(error).__name__}: {error}. Mend the template, or let the engine return token ids",
         ) from error
     shared = min(len(asked), len(whole))
     differs = np.flatnonzero(asked[:shared] != whole[:shared])
