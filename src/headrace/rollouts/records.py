@@ -274,10 +274,6 @@ class ExpertRows(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
         layers, topk = self.chunks[0].shape[1:]
         return sum(len(c) for c in self.chunks), layers, topk
 
-    @property
-    def nbytes(self) -> int:
-        return sum(c.nbytes for c in self.chunks)
-
     def joined(self) -> np.ndarray:
         """All rows in one array: a copy."""
         return np.concatenate(self.chunks)

@@ -19,10 +19,9 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -41,12 +40,13 @@ _MAX_QUESTION = 4096
 class _Question(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """A question of a receiver."""
 
-    verb: str
+    verb: Literal["want", "part", "ack"]
     rank: int
     ranks: int
     step: int
-    file: int = 0
-    offset: int = 0
+    file: Literal[0, 1] = 0
+    """0 for the batch, 1 for its sidecar."""
+    offset: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
@@ -102,9 +102,6 @@ class ZmqSender(TrainingBatchSender):
         self._linger = linger
         self._closing = False
         self._broken: BaseException | None = None
-        self.ignored: Counter[str] = Counter()
-        """Messages that are not valid questions, by reason."""
-        self._files: dict[tuple[int, int], int] = {}
         self._thread = threading.Thread(target=self._serve, name="headrace-rollouts-zmq", daemon=True)
         self._thread.start()
 
@@ -141,40 +138,30 @@ class ZmqSender(TrainingBatchSender):
             while not self._closing:
                 if self._socket.poll(50):
                     frames = self._socket.recv_multipart()
-                    answer = self._answer(frames[-1]) if len(frames) == 2 else None
-                    if answer is not None:
-                        with contextlib.suppress(zmq.ZMQError):  # the receiver is gone: it asks again when it is back
-                            self._socket.send_multipart([frames[0], *answer], copy=False)
+                    # What is no question gets no answer. A receiver that is gone asks again when it is back.
+                    with contextlib.suppress(msgspec.DecodeError, FileNotFoundError, zmq.ZMQError):
+                        asked = msgspec.msgpack.decode(frames[-1], type=_Question)
+                        answer, *data = self._answer(asked)
+                        self._socket.send_multipart([frames[0], msgspec.msgpack.encode(answer), *data], copy=False)
         except BaseException as error:
             self._broken = error
         finally:
-            for fd in self._files.values():
-                os.close(fd)
-            self._files.clear()
             self._socket.close()
 
-    def _answer(self, raw: bytes) -> list[bytes] | None:
-        try:
-            asked = msgspec.msgpack.decode(raw, type=_Question)
-        except msgspec.DecodeError:
-            self.ignored["malformed"] += 1
-            return None
+    def _answer(self, asked: _Question) -> tuple[_Answer] | tuple[_Answer, bytes]:
+        """The answer to a question, and the bytes of a part."""
         if asked.ranks != self._ranks or not 0 <= asked.rank < self._ranks:
-            self.ignored["ranks"] += 1
             told = f"batches are packed for {self._ranks} ranks, not {asked.ranks}"
-            return _packed(_Answer(verb="refused", step=asked.step, told=told))
-        if asked.verb == "want":
-            about = self._about(asked.step)
-            if about.verb == "end":
-                self._told_end.add(asked.rank)
-            return _packed(about)
-        if asked.verb == "ack":
-            self._acknowledged(asked.rank, asked.step)
-            return _packed(_Answer(verb="acked", step=asked.step))
+            return (_Answer(verb="refused", step=asked.step, told=told),)
         if asked.verb == "part":
             return self._part(asked)
-        self.ignored["verb"] += 1
-        return None
+        if asked.verb == "ack":
+            self._acknowledged(asked.rank, asked.step)
+            return (_Answer(verb="acked", step=asked.step),)
+        about = self._about(asked.step)
+        if about.verb == "end":
+            self._told_end.add(asked.rank)
+        return (about,)
 
     def _about(self, step: int) -> _Answer:
         with self._lock:
@@ -188,36 +175,24 @@ class ZmqSender(TrainingBatchSender):
         side = sidecar_path(path)
         return _Answer(verb="have", step=step, sizes=(path.stat().st_size, side.stat().st_size if side.exists() else 0))
 
-    def _part(self, asked: _Question) -> list[bytes] | None:
+    def _part(self, asked: _Question) -> tuple[_Answer] | tuple[_Answer, bytes]:
         with self._lock:
             path = self._have.get(asked.step)
-        if path is None or asked.file not in (0, 1) or not 0 <= asked.offset < 1 << 62:
-            self.ignored["part"] += 1
-            return None
-        fd = self._files.get((asked.step, asked.file))
-        if fd is None:
-            fd = open_regular(path if asked.file == 0 else sidecar_path(path))
-            self._files[asked.step, asked.file] = fd
-        data = os.pread(fd, _PART, asked.offset)
-        return [*_packed(_Answer(verb="part", step=asked.step, file=asked.file, offset=asked.offset)), data]
+        if path is None:
+            return (_Answer(verb="gone", step=asked.step),)
+        with open(open_regular(sidecar_path(path) if asked.file else path), "rb", buffering=0) as file:
+            data = os.pread(file.fileno(), _PART, asked.offset)
+        return _Answer(verb="part", step=asked.step, file=asked.file, offset=asked.offset), data
 
     def _acknowledged(self, rank: int, step: int) -> None:
         with self._lock:
             if not self._needed[rank] <= step <= self._sent:
                 return
             self._needed[rank] = step + 1
-            gone = [s for s in self._have if s < min(self._needed)]
-            paths = {s: self._have.pop(s) for s in gone}
-        for old, path in paths.items():
-            for file in (0, 1):
-                if (fd := self._files.pop((old, file), None)) is not None:
-                    os.close(fd)
+            gone = [self._have.pop(s) for s in list(self._have) if s < min(self._needed)]
+        for path in gone:
             if path is not None:
                 unlink_batch(path)
-
-
-def _packed(answer: _Answer) -> list[bytes]:
-    return [msgspec.msgpack.encode(answer)]
 
 
 class ZmqReceiver(TrainingBatchReceiver):
@@ -246,7 +221,7 @@ class ZmqReceiver(TrainingBatchReceiver):
         self._socket.close()
         self._context.term()
 
-    def _ask(self, verb: str, step: int, file: int = 0, offset: int = 0) -> None:
+    def _ask(self, verb: Literal["want", "part", "ack"], step: int, file: Literal[0, 1] = 0, offset: int = 0) -> None:
         question = _Question(verb=verb, rank=self.rank, ranks=self.ranks, step=step, file=file, offset=offset)
         self._socket.send(msgspec.msgpack.encode(question))
 
@@ -266,7 +241,7 @@ class ZmqReceiver(TrainingBatchReceiver):
             return answer, frames[1].buffer if len(frames) > 1 else None
         return None
 
-    def _answer_to(self, verb: str, step: int, verbs: tuple[str, ...]) -> _Answer:
+    def _answer_to(self, verb: Literal["want", "ack"], step: int, verbs: tuple[str, ...]) -> _Answer:
         """Ask, and wait for the answer; WorkerDied after a heartbeat without one."""
         self._ask(verb, step)
         until = time.monotonic() + self._heartbeat
@@ -304,7 +279,7 @@ class ZmqReceiver(TrainingBatchReceiver):
             publish(target, self._parts(step, file, sizes[file]), replace=True, durable=False)
         return path
 
-    def _parts(self, step: int, file: int, size: int) -> Iterator[memoryview]:
+    def _parts(self, step: int, file: Literal[0, 1], size: int) -> Iterator[memoryview]:
         """The parts of a file, in order. The sender answers in the order of the questions."""
         offsets = range(0, size, _PART)
         for offset in offsets[:_AHEAD]:

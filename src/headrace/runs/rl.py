@@ -35,7 +35,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -132,7 +132,6 @@ class RLTask(Task[RLSummary]):
 
     def __init__(self, run: Run, config: RLConfig) -> None:
         self.run, self.config = run, config
-        policy = config.policy
         self.environments = {
             env.name: load_environment(
                 env.spec, name=env.name, base=run.folder.base, seed=config.run.seed, max_tokens=env.max_tokens, temperature=env.temperature,
@@ -144,10 +143,8 @@ class RLTask(Task[RLSummary]):
 
         self.codec: Codec
         self.codec, shape, weights = self._opened_policy()
-        settings = PolicySettings(
-            steps=config.run.steps, lr=policy.lr, warmup_steps=policy.warmup_steps, decay=policy.decay, betas=policy.betas, weight_decay=policy.weight_decay, grad_clip=policy.grad_clip,
-            clip=policy.clip, importance_cap=policy.importance_cap, kl=policy.kl, entropy=policy.entropy, threads=policy.threads, seed=config.run.seed,
-        )  # fmt: skip
+        own = {"steps": config.run.steps, "seed": config.run.seed}
+        settings = PolicySettings(**own, **{f.name: getattr(config.policy, f.name) for f in fields(PolicySettings) if f.name not in own})  # fmt: skip
         self.trainer = PolicyTrainer(settings, shape, rank=run.rank, world_size=run.world_size)
         if weights is not None:
             self.trainer.start_from(weights)

@@ -67,13 +67,15 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLoss:
-    """The mean loss over a global batch. Held as tensors: on CUDA only reading a number waits for the device."""
+class StepResult:
+    """The result of one step. Held as tensors: on CUDA only reading a number waits for the device."""
 
     step: int
     """Steps taken before this batch."""
     loss_tensor: Tensor
     tokens_tensor: Tensor
+    grad_norm_tensor: Tensor
+    lr: float
 
     @property
     def loss(self) -> float:
@@ -87,14 +89,6 @@ class TokenLoss:
     def tokens(self) -> int:
         """Tokens learned from, over all ranks."""
         return int(self.tokens_tensor)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult(TokenLoss):
-    """The result of one step."""
-
-    grad_norm_tensor: Tensor
-    lr: float
 
     @property
     def grad_norm(self) -> float:
@@ -218,14 +212,6 @@ class LMTrainer:
             step=self.steps_taken - 1, loss_tensor=mean, tokens_tensor=total, grad_norm_tensor=norm, lr=lr
         )
 
-    @torch.no_grad()
-    def loss_only(self, batch: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of a global batch, without learning from it. A collective."""
-        ids, positions, labels = self._inputs(batch)
-        loss_sum = self.model(ids, positions, labels)
-        mean, both = _GlobalTokenMean.apply(loss_sum, (labels != IGNORED).sum(), self.world_size, None)
-        return TokenLoss(step=self.steps_taken, loss_tensor=mean, tokens_tensor=both[1])
-
     def _inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         missing = [name for name in ("input_ids", "position_ids", "labels") if name not in batch]
         if missing:
@@ -270,16 +256,12 @@ class LMTrainer:
         bad = int(self._first_bad_step)
         if bad >= 0:
             raise diverged(bad, "a value that is not")
-        tensors = {f"model/{name}": p.detach() for name, p in self.model.named_parameters()}
-        for name, parameter in self.model.named_parameters():
-            if self.steps_taken:
-                tensors |= {f"optim/{moment}/{name}": self.optimizer.state[parameter][moment] for moment in _MOMENTS}
+        tensors = saved_tensors(self.model, self.optimizer)
         arrays = {name: to_array(tensor) for name, tensor in tensors.items()}
         dtypes = {name: "BF16" for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16}
         meta = {"kind": _KIND, "version": _VERSION, "step": self.steps_taken, "model": self.model.config.to_json()}
         return arrays, dtypes, meta
 
-    @torch.no_grad()
     def load_state_arrays(
         self, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str], meta: Mapping[str, Any]
     ) -> None:
@@ -288,28 +270,47 @@ class LMTrainer:
             "the saved state", meta, {"kind": _KIND, "version": _VERSION, "model": self.model.config.to_json()}
         )
         step = int(meta["step"])
-        parameters = dict(self.model.named_parameters())
-        targets = {f"model/{name}": p for name, p in parameters.items()}
-        if step:
-            targets |= {f"optim/{moment}/{name}": p for moment in _MOMENTS for name, p in parameters.items()}
+        targets = {
+            f"{kind}{name}": parameter
+            for name, parameter in self.model.named_parameters()
+            for kind in ("model/", *(f"optim/{moment}/" for moment in _MOMENTS if step))
+        }
         ours = {name: array for name, array in arrays.items() if name.startswith(("model/", "optim/"))}
         require_equal(
             "the saved state",
             {name: described(array, dtypes.get(name)) for name, array in ours.items()},
             {name: described(to_array(p), _stored_dtype(p)) for name, p in targets.items()},
         )
-        self.optimizer.state.clear()
-        for name, parameter in parameters.items():
-            parameter.copy_(to_tensor(ours[f"model/{name}"], parameter))
-            if step:
-                state = {moment: to_tensor(ours[f"optim/{moment}/{name}"], parameter) for moment in _MOMENTS}
-                count = torch.tensor(float(step), dtype=torch.float32, device=self.device)
-                self.optimizer.state[parameter] = {"step": count, **state}
+        load_tensors(self.model, self.optimizer, ours, step)
         self.steps_taken = step
         self._first_bad_step.fill_(-1)
 
     def model_sha256(self) -> str:
         return model_sha256(self.model)
+
+
+def saved_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters, and the moments of those that the optimiser has stepped, by their names in a checkpoint."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"model/{name}"] = parameter.detach()
+        if state := optimizer.state.get(parameter):
+            tensors |= {f"optim/{moment}/{name}": state[moment] for moment in _MOMENTS}
+    return tensors
+
+
+@torch.no_grad()
+def load_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, arrays: Mapping[str, np.ndarray], steps: int
+) -> None:
+    """Restore what `saved_tensors` returned, after the optimiser had taken so many steps."""
+    optimizer.state.clear()
+    for name, parameter in model.named_parameters():
+        parameter.copy_(to_tensor(arrays[f"model/{name}"], parameter))
+        if steps:
+            moments = {moment: to_tensor(arrays[f"optim/{moment}/{name}"], parameter) for moment in _MOMENTS}
+            count = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter] = {"step": count, **moments}
 
 
 def model_sha256(model: nn.Module) -> str:
