@@ -283,7 +283,6 @@ class GroupBook:
     def _end(self, group: _Group, reason: str) -> int:
         ended = self._abandon(group, reason)
         if ended and (group.policy.scoring == "group" or group.policy.failure == "drop"):
-            ended += self._abandon(group, "group_dropped")
             self._drop(group)
         else:
             self._close_if_done(group)

@@ -83,10 +83,8 @@ def step_from_reply(
         logprobs = _reply_logprobs(said)
         column = ids_column(ids, "token_ids", limits.tokens)
         spans = version_spans_from(said.get("weight_versions"), np.arange(len(column)), "the choice", limits)
-        tokens = StepTokens(
-            prompt_ids=asked, prompt_mask=np.zeros(len(asked), np.uint8), completion_ids=column,
-            completion_mask=np.ones(len(column), np.uint8),
-            completion_logprobs=logprobs_column(logprobs, "logprobs", limits.tokens),
+        tokens = StepTokens.answered(
+            asked, column, logprobs_column(logprobs, "logprobs", limits.tokens),
             routed_experts=experts_from(said.get("routed_experts")), version_spans=spans,
         )  # fmt: skip
     return Step(

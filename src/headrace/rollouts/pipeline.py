@@ -253,9 +253,9 @@ class RolloutPipeline:
     ) -> str | None:
         """`arrive`, and wait until the rollout is samples: None, or the cause it was refused under ("late" if its step had ended). `until`: when its step
         ends (monotonic); a worker process gets no more time than that."""
-        if isinstance(raw, Rollout) and _is_small(raw):
+        if isinstance(raw, Rollout) and _is_small(raw):  # two thread switches would cost more than its work
             state = self._open_step(step, key)
-            return "late" if state is None else self._process_small(state, key, raw)
+            return "late" if state is None else self._process(state, key, [raw], {}, until)
         future = self._arrived(raw, step, key, policy_version, about, until)
         return "late" if future is None else await asyncio.shield(future)
 
@@ -278,16 +278,6 @@ class RolloutPipeline:
             if state is not None:
                 await asyncio.get_running_loop().run_in_executor(self._worker, self._write, state, key, made)
 
-    def _process_small(self, state: _OpenStep, key: Key, rollout: Rollout) -> str | None:
-        """A checked rollout of a few tokens, here and now: two thread switches would cost more than its work. The cause it was refused under, if it was."""
-        try:
-            with state.phases.measure("process_rollout"):
-                made = process_rollout(rollout, {}, seq_len=self.seq_len, limits=self._limits, render=self._render)
-                self._write(state, key, made)
-        except RolloutRefused as error:
-            return self._refuse(state, key, error)
-        return None
-
     def _arrived(
         self, raw: Any, step: int, key: Key, policy_version: int, about: dict[str, Any], until: float = math.inf
     ) -> asyncio.Future[str | None] | None:
@@ -297,7 +287,7 @@ class RolloutPipeline:
             return None
         # In a list, which is emptied: an executor keeps what it was called with until the call is over.
         future = asyncio.get_running_loop().run_in_executor(
-            self._executor(raw), self._process, state, key, [raw], about, until
+            self._executor(raw), self._process_in_thread, state, key, [raw], about, until
         )
         state.pending[future] = key
         future.add_done_callback(functools.partial(_settled, state))
@@ -322,21 +312,25 @@ class RolloutPipeline:
         state.keys.add(key)
         return state
 
-    def _process(self, state: _OpenStep, key: Key, box: list[Any], about: dict[str, Any], until: float) -> str | None:
-        """One rollout, in a thread: checked, made samples, written. The cause it was refused under, if it was."""
-        cause = None
-        try:
-            if not state.ended:
-                with state.phases.measure("process_rollout"):
-                    made = self._samples(box, about, until, state.phases)
-                with state.phases.measure("write_experts"):
-                    self._write(state, key, made)
-                del made  # freed before the loop runs
-        except RolloutRefused as error:
-            if not state.ended:
-                cause = self._refuse(state, key, error)
+    def _process_in_thread(self, state: _OpenStep, *rollout: Any) -> str | None:
+        cause = None if state.ended else self._process(state, *rollout)
         self._pause()
         return "late" if state.ended else cause
+
+    def _process(self, state: _OpenStep, key: Key, box: list[Any], about: dict[str, Any], until: float) -> str | None:
+        """Check one rollout, make samples of it and write them. The cause it was refused under, if it was."""
+        try:
+            with state.phases.measure("process_rollout"):
+                made = self._samples(box, about, until, state.phases)
+            with state.phases.measure("write_experts"):
+                self._write(state, key, made)
+        except RolloutRefused as error:
+            with state.lock:
+                if not state.ended:
+                    state.refused[error.cause] += 1
+            _log.warning("step %d: rollout %s was refused: %s", state.writer.step, key, error)
+            return error.cause
+        return None
 
     def _samples(
         self, box: list[Any], about: dict[str, Any], until: float, phases: StepPhases | None = None
@@ -355,12 +349,6 @@ class RolloutPipeline:
             if not state.ended:
                 state.done[key] = (made.rollout, state.writer.add(made.samples))
                 state.truncated += made.truncated
-
-    def _refuse(self, state: _OpenStep, key: Key, error: RolloutRefused) -> str:
-        with state.lock:
-            state.refused[error.cause] += 1
-        _log.warning("step %d: rollout %s was refused: %s", state.writer.step, key, error)
-        return error.cause
 
     # ------------------------------------------------------------------------------------------ end of a step
 

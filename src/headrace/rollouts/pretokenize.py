@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from headrace.errors import RolloutRefused
-from headrace.rollouts.records import Rollout, Step, StepTokens
+from headrace.rollouts.records import Rollout, Step, StepTokens, common_prefix
 
 Render = Callable[[Sequence[Any], bool], Sequence[int]]
 """Converts messages to ids; the second argument says whether the generation prompt follows."""
@@ -50,13 +50,8 @@ def _tokens(step: Step, number: int, rollout: Rollout, render: Render) -> StepTo
             "tokenizer",
             f"{where} could not be rendered: {type(error).__name__}: {error}. Mend the template, or let the engine return token ids",
         ) from error
-    shared = min(len(asked), len(whole))
-    differs = np.flatnonzero(asked[:shared] != whole[:shared])
-    cut = int(differs[0]) if len(differs) else shared
-    return StepTokens(
-        prompt_ids=whole[:cut], prompt_mask=np.zeros(cut, np.uint8), completion_ids=whole[cut:],
-        completion_mask=np.ones(len(whole) - cut, np.uint8), completion_logprobs=np.zeros(len(whole) - cut, np.float32),
-    )  # fmt: skip
+    cut = common_prefix(asked, whole)
+    return StepTokens.answered(whole[:cut], whole[cut:], np.zeros(len(whole) - cut, np.float32))
 
 
 def _messages(value: Any, role: str, where: str) -> list[Any]:

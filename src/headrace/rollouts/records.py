@@ -5,7 +5,7 @@
 
     TrainingSample      one token sequence with what to learn from it; experts stay a list of chunks until they are written
 
-A record checks itself when it is made, so code that holds one can rely on its lengths. Advantage, temperature and environment are one value a sample and positions
+A rollout and its parts check themselves when they are made, so code that holds one can rely on its lengths. Advantage, temperature and environment are one value a sample and positions
 are implied: a token costs 4 bytes of id, 4 of logprob and 1 of mask. Values by token (`TOKEN_COLUMNS`) are optional. Records that there are many of are hidden from the garbage collector (gc=False; they form no
 cycles): it would walk 15,000 of them a step on the event loop's time.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import binascii
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -172,6 +172,14 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
                 f"a step has {self.length} tokens and routed experts up to token {routed.end}: they belong to another request",
             )
 
+    @classmethod
+    def answered(cls, prompt_ids: np.ndarray, completion_ids: np.ndarray, logprobs: np.ndarray, **more: Any) -> Self:
+        """A turn whose completion is learnt, and whose context is not."""
+        return cls(
+            prompt_ids=prompt_ids, prompt_mask=np.zeros(len(prompt_ids), np.uint8), completion_ids=completion_ids,
+            completion_mask=np.ones(len(completion_ids), np.uint8), completion_logprobs=logprobs, **more,
+        )  # fmt: skip
+
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -265,10 +273,6 @@ class ExpertRows(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
 
     chunks: tuple[np.ndarray, ...]
 
-    def __post_init__(self) -> None:
-        if not self.chunks or any(c.dtype != np.uint8 or c.shape[1:] != self.chunks[0].shape[1:] for c in self.chunks):
-            raise TypeError("chunks must be uint8 [rows, layers, topk] of one layers and topk")
-
     @property
     def shape(self) -> tuple[int, int, int]:
         layers, topk = self.chunks[0].shape[1:]
@@ -315,17 +319,6 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fal
     split_at: int | None = None
     """The token at which its first context differs from the rollout's sample before it; None for the first sample of a rollout."""
 
-    def __post_init__(self) -> None:
-        n = len(self.ids)
-        if len(self.mask) != n or len(self.logprobs) != n or not 0 <= self.prompt_length <= n:
-            raise TypeError(
-                f"a sample of {n} ids has {len(self.mask)} masks, {len(self.logprobs)} logprobs, a prompt of {self.prompt_length}"
-            )
-        if self.experts is not None and self.experts.shape[0] != n:
-            raise TypeError(f"a sample of {n} tokens has experts for {self.experts.shape[0]}")
-        if any(len(column) != n for column in self.columns.values()):
-            raise TypeError(f"a sample of {n} tokens has columns of { ({k: len(c) for k, c in self.columns.items()}) }")
-
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -338,6 +331,13 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fal
             prompt_length=min(self.prompt_length, length), experts=None if self.experts is None else self.experts.first(length),
             columns={name: column[:length] for name, column in self.columns.items()},
         )  # fmt: skip
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens two sequences begin with alike."""
+    shared = min(len(a), len(b))
+    differs = np.flatnonzero(a[:shared] != b[:shared])
+    return int(differs[0]) if len(differs) else shared
 
 
 def rollouts_by_group(rollouts: Sequence[Rollout]) -> dict[Group, list[int]]:

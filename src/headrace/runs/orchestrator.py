@@ -89,10 +89,8 @@ class Orchestrator:
         fingerprints = {name: env.fingerprint for name, env in environments.items()}
         made_with = {"config": config.hash, "environments": fingerprints}
         self.log = ArrivalLog(run.folder.path / "arrivals", first_step=first, made_with=made_with)
-        self.recorded = 0
-        """Rollouts that were taken from the arrival log."""
-        self._recorded_reported = 0
-        self._failed_reported: Counter[str] = Counter()
+        self._recorded, self._failed = 0, Counter[str]()
+        """Rollouts that were taken from the arrival log and requests that failed by reason, since the last version."""
         self._environment_of = environment_of_task([env.weight for env in config.env], config.run.seed)
         self._before: dict[tuple[str, int], str] = {}
         self._loop = asyncio.new_event_loop()
@@ -170,7 +168,7 @@ class Orchestrator:
         config, rollouts = self.config, self.config.rollouts
         await self._open_workers()
         await self._open_engine()
-        self.book = GroupBook(
+        book = GroupBook(
             [
                 EnvPolicy(env_name=env.name, group_size=env.group_size, on_failure=rollouts.on_failure, max_refills=rollouts.max_refills)
                 for env in config.env
@@ -185,7 +183,7 @@ class Orchestrator:
             )
         )  # fmt: skip
         self.scheduler = RolloutScheduler(
-            self.book, pipeline, environments={env.name: self._answer for env in config.env},
+            book, pipeline, environments={env.name: self._answer for env in config.env},
             env_of=lambda task: config.env[self._environment_of(task)].name, concurrency=rollouts.concurrency, step_deadline=rollouts.step_deadline,
             request_deadline=rollouts.deadline, policy_deadline=config.run.deadline,
         )  # fmt: skip
@@ -259,15 +257,14 @@ class Orchestrator:
             self.engine.take(version, model)
         self.log.finish(version - 1)
         self.scheduler.policy_is(version)
-        failed = self.book.counts.failed - self._failed_reported
-        self._failed_reported = Counter(self.book.counts.failed)
-        recorded, self._recorded_reported = self.recorded - self._recorded_reported, self.recorded
-        return failed, recorded
+        counts = self._failed, self._recorded
+        self._failed, self._recorded = Counter(), 0
+        return counts
 
     async def _answer(self, request: Request) -> Rollout:
         """The rollout of a request: from the arrival log if it finished before, else played and written there."""
         if (recorded := self.log.answer(request)) is not None:
-            self.recorded += 1
+            self._recorded += 1
             return recorded
         rollout = await play_rollout(
             self.environments[request.env_name], self.engine, self.codec, index=request.task, member=request.member, attempt=request.attempt,
@@ -278,6 +275,7 @@ class Orchestrator:
 
     def _journalled(self, fact: Mapping[str, Any]) -> None:
         if fact["fact"] == "failed":
+            self._failed[fact["reason"]] += 1
             self.log.append_failure(fact)
 
     # ----------------------------------------------------------------------------------------- evaluation

@@ -156,7 +156,7 @@ class RLTask(Task[RLSummary]):
         self.rewards: deque[float] = deque(maxlen=_REWARDS_KEPT)
         self.reward_first = self.accuracy_first = math.nan
         self.accuracy: dict[str, float] = {}
-        self.tokens = self.rollouts = self.digest = 0
+        self.tokens = self.rollouts = self.recorded = self.digest = 0
         self.failed: Counter[str] = Counter()
         self._metrics: dict[str, Any] = {}
 
@@ -325,6 +325,7 @@ class RLTask(Task[RLSummary]):
         assert orchestrator is not None
         failed, recorded = orchestrator.publish(version, self.trainer.model) or (Counter(), 0)
         self.failed += failed
+        self.recorded += recorded
         reward = report.metrics.get("reward/all/mean", math.nan)
         self.reward_first = reward if math.isnan(self.reward_first) else self.reward_first
         self.rewards.append(reward)
@@ -387,7 +388,7 @@ class RLTask(Task[RLSummary]):
             **common, reward_first=self.reward_first, reward_last=sum(self.rewards) / len(self.rewards) if self.rewards else math.nan,
             accuracy_first=self.accuracy_first, accuracy=self.accuracy.get("all", math.nan),
             accuracies={name: share for name, share in self.accuracy.items() if name != "all"}, rollouts=self.rollouts, tokens=self.tokens,
-            failed=dict(self.failed), recorded=0 if self.orchestrator is None else self.orchestrator.recorded, digest=f"{self.digest:016x}",
+            failed=dict(self.failed), recorded=self.recorded, digest=f"{self.digest:016x}",
             decays=bool(self.config.policy.decay),
         )  # fmt: skip
 

@@ -102,7 +102,7 @@ def test_every_cause_of_failure_is_counted_and_only_sound_rollouts_train(tmp_pat
         return raw
 
     facts = []
-    reports, book, scheduler, late = run(tmp_path, play, step_deadline=1.0, facts=facts)
+    reports, book, _, late = run(tmp_path, play, step_deadline=1.0, facts=facts)
     adds_up(book)
     assert book.counts.failed == {
         "ConnectionError": 1,
@@ -155,7 +155,7 @@ def test_a_step_that_is_all_filtered_is_asked_for_again_a_bounded_number_of_time
         asked.append((request.step, request.attempt))
         return await play(request)
 
-    reports, book, scheduler, _ = run(tmp_path, counted, pipeline={"filters": [ZeroAdvantageFilter()]}, empty_retries=2)
+    reports, book, _, _ = run(tmp_path, counted, pipeline={"filters": [ZeroAdvantageFilter()]}, empty_retries=2)
     adds_up(book)
     assert [r.path is None for r in reports] == [True, False]
     assert Counter(asked) == dict.fromkeys(((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)), PER_STEP * SIZE)
@@ -453,7 +453,7 @@ def test_by_completion_a_deadline_ends_a_step_with_what_has_closed(tmp_path):
         return answer(request)
 
     facts = []
-    reports, book, scheduler, late = run(
+    reports, book, _, late = run(
         tmp_path, play, steps=1, facts=facts, book=BY_COMPLETION, step_deadline=0.3, lag=0, empty_retries=0
     )
     adds_up(book)
