@@ -146,6 +146,15 @@ def mapping(value: Any, name: str) -> Mapping[str, Any]:
     return value
 
 
+def sequence(value: Any, name: str, most: int | None = None) -> list[Any] | tuple[Any, ...]:
+    """A list of at most `most` entries."""
+    if not isinstance(value, (list, tuple)):
+        raise RolloutRefused("wrong_type", f"{name} are a {type(value).__name__}, expected a list")
+    if most is not None and len(value) > most:
+        raise RolloutRefused("oversize", f"{name} are {len(value):,}, at most {most:,} are taken")
+    return value
+
+
 def error_chain(error: Any, limits: Limits) -> tuple[str, ...] | None:
     """Messages of a chain of errors, outermost first; None without an error. `error` is an exception, a text, a list of texts, or a record with a chain."""
     if error is None:
@@ -196,21 +205,14 @@ def duration_of(span: Mapping[str, Any]) -> float | None:
 def version_spans_from(value: Any, places: np.ndarray, name: str, limits: Limits) -> tuple[VersionSpan, ...]:
     """Which weights sampled which completion tokens, from `[{"version", "start", "end"}, ...]` as vLLM and verifiers write it. `start` and `end` count
     sampled tokens; `places` is where those are in the completion."""
-    spans = []
-    if value is not None and not isinstance(value, (list, tuple)):
-        raise RolloutRefused("wrong_type", f"weight_versions of {name} are a {type(value).__name__}, expected a list")
-    for span in plain_values(value or (), f"weight_versions of {name}", limits):
-        fields = mapping(span, f"weight_versions of {name}")
-        version, start, end = (
-            required(fields, key, f"weight_versions of {name}") for key in ("version", "start", "end")
-        )
+    spans, what = [], f"weight_versions of {name}"
+    for span in plain_values(sequence(() if value is None else value, what), what, limits):
+        fields = mapping(span, what)
+        version, start, end = (required(fields, key, what) for key in ("version", "start", "end"))
         if not isinstance(version, (str, int)) or type(start) is not int or type(end) is not int:
-            raise RolloutRefused("wrong_type", f"weight_versions of {name} hold {dict(fields)!r:.80}")
+            raise RolloutRefused("wrong_type", f"{what} hold {dict(fields)!r:.80}")
         if not 0 <= start <= end <= len(places):
-            raise RolloutRefused(
-                "wrong_length",
-                f"weight_versions of {name} tell of tokens {start} to {end}; {len(places)} were sampled",
-            )
+            raise RolloutRefused("wrong_length", f"{what} tell of tokens {start} to {end}; {len(places)} were sampled")
         if start < end:
             spans.append(VersionSpan(str(version), int(places[start]), int(places[end - 1]) + 1))
     return tuple(spans)

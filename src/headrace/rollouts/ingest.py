@@ -26,6 +26,7 @@ from headrace.rollouts.checks import (
     plain_values,
     required,
     sampling_from,
+    sequence,
     timing_from,
     version_spans_from,
 )
@@ -157,13 +158,7 @@ def rollout_from_verifiers(
     if name is None:
         raise RolloutRefused("missing_field", f"{where} has neither 'env_name' nor 'task'")
     own_draw = output.get("draw")
-    trajectory = required(output, "trajectory", where)
-    if not isinstance(trajectory, (list, tuple)):
-        raise RolloutRefused("wrong_type", f"the trajectory of the {where} is a {type(trajectory).__name__}")
-    if len(trajectory) > limits.steps:
-        raise RolloutRefused(
-            "oversize", f"the {where} has {len(trajectory):,} turns, at most {limits.steps:,} are taken"
-        )
+    trajectory = sequence(required(output, "trajectory", where), f"the turns of the {where}", limits.steps)
     extra = {k: v for k, v in output.items() if k not in _KNOWN}
     try:
         return Rollout(
