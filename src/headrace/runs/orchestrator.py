@@ -24,7 +24,6 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from headrace.errors import StepFailed
-from headrace.files import read_jsonl
 from headrace.metrics import JsonlSink, Wait
 from headrace.mix import LaneMix, fixed_point, starting_credits
 from headrace.rollouts.advantages import AdvantageConfig
@@ -92,7 +91,6 @@ class Orchestrator:
         self._recorded, self._failed = 0, Counter[str]()
         """Rollouts that were taken from the arrival log and requests that failed by reason, since the last version."""
         self._environment_of = environment_of_task([env.weight for env in config.env], config.run.seed)
-        self._before: dict[tuple[str, int], str] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="headrace-orchestrator", daemon=True)
         self._opened = contextlib.AsyncExitStack()
@@ -110,9 +108,6 @@ class Orchestrator:
             self.run.watcher.notice(
                 f"the arrival log has {answered:,} rollouts of steps that are not saved; they are not asked for again"
             )
-        for line in read_jsonl(self.run.folder.path / "answers.jsonl"):
-            if line.get("step") == 0:
-                self._before[line["env"], line["task"]] = line["answer"]
         self._thread.start()
         try:
             self._unless_stopped(self._open())
@@ -321,18 +316,14 @@ class Orchestrator:
         )  # fmt: skip
 
     def _show(self, version: int, shown: Sequence[tuple[str, int, Rollout]]) -> None:
-        """Append the first few answers to answers.jsonl, and print them beside those of the untrained policy."""
+        """Append the first few answers to answers.jsonl, and print them."""
         with JsonlSink(self.run.folder.path / "answers.jsonl") as sink:
             for name, task, rollout in shown:
                 prompt = str(rollout.trajectory[0].prompt)
                 answer = " | ".join(str(turn.completion) for turn in rollout.trajectory)
                 line = {"step": version, "env": name, "task": task, "prompt": prompt, "answer": answer}
                 sink.write({**line, "reward": rollout.reward})
-                if version == 0:
-                    self._before[name, task] = answer
-                else:
-                    before = self._before.get((name, task), "")
-                    self.run.watcher.info(f"{prompt}  before {before!r}  now {answer!r}  reward {rollout.reward:.2f}")
+                self.run.watcher.info(f"{prompt}  {answer!r}  reward {rollout.reward:.2f}")
 
 
 def _advantage(name: str) -> AdvantageConfig:

@@ -143,7 +143,7 @@ class RLTask(Task[RLSummary]):
 
         self.codec: Codec
         self.codec, shape, weights = self._opened_policy()
-        own = {"steps": config.run.steps, "seed": config.run.seed}
+        own: dict[str, Any] = {"steps": config.run.steps, "seed": config.run.seed}
         settings = PolicySettings(**own, **{f.name: getattr(config.policy, f.name) for f in fields(PolicySettings) if f.name not in own})  # fmt: skip
         self.trainer = PolicyTrainer(settings, shape, rank=run.rank, world_size=run.world_size)
         if weights is not None:

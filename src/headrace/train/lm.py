@@ -26,7 +26,7 @@ import hashlib
 import math
 import os
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -162,14 +162,7 @@ class LMTrainer:
         init_parameters(self.model, settings.seed)
         self.model.to(self.device)
         self.steps_taken = 0
-        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
-        others = [p for p in self.model.parameters() if p.ndim < 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=settings.lr,
-            betas=settings.betas,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(self.model.parameters(), settings)
         self._net: nn.Module = torch.compile(self.model) if settings.compile else self.model  # ty: ignore[invalid-assignment]
         self._buckets_settled = world_size == 1
         if world_size > 1:
@@ -320,6 +313,14 @@ def model_sha256(model: nn.Module) -> str:
         digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
         digest.update(to_array(parameter).tobytes())
     return digest.hexdigest()
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], settings: TrainSettings) -> torch.optim.AdamW:
+    """AdamW; matrices decay, norms do not."""
+    parameters = list(parameters)
+    decayed = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay}
+    others = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
+    return torch.optim.AdamW([decayed, others], lr=settings.lr, betas=settings.betas, fused=True)
 
 
 def require_group(rank: int, world_size: int) -> None:
