@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.errors import ConfigError, RolloutRefused
 from headrace.rollouts.records import RoutedExperts, VersionSpan
+from headrace.rollouts.values import model_values
 
 _TIMES = ("total", "setup", "generation", "model", "env", "scoring")
 """Times that a rollout keeps, by name."""
@@ -91,8 +92,12 @@ def plain_values(value: Any, name: str, limits: Limits) -> Any:
             if not -(2**63) <= item < 2**64:
                 raise RolloutRefused("wrong_type", f"{name} holds a whole number of more than 64 bits")
         elif not (item is None or isinstance(item, (float, np.ndarray, bytes))):
-            if hasattr(item, "model_dump"):
-                return plain_values(_without_models(value, limits.depth, name), name, limits)
+            if hasattr(item, "model_dump") and not isinstance(item, type):
+                try:
+                    value = _without_models(value)
+                except Exception as error:  # raised by the user's model
+                    raise RolloutRefused("wrong_type", f"{name} holds a {type(item).__name__} whose model_dump failed: {error}") from error  # fmt: skip
+                return plain_values(value, name, limits)
             raise RolloutRefused("wrong_type", f"{name} holds a {type(item).__name__}, expected plain values")
         if room < 0:
             raise RolloutRefused("oversize", f"{name} holds more than {limits.text:,} characters")
@@ -101,23 +106,14 @@ def plain_values(value: Any, name: str, limits: Limits) -> Any:
     return value
 
 
-def _without_models(value: Any, depth: int, name: str) -> Any:
+def _without_models(value: Any) -> Any:
     """The value with every pydantic model replaced by a dict: live environments hold messages and tools as models."""
-    if depth < 0:
-        raise RolloutRefused("malformed", f"{name} is nested too deep")
+    value = model_values(value)
     if isinstance(value, (list, tuple)):
-        return [_without_models(part, depth - 1, name) for part in value]
+        return [_without_models(part) for part in value]
     if isinstance(value, Mapping):
-        return {key: _without_models(part, depth - 1, name) for key, part in value.items()}
-    if not hasattr(value, "model_dump"):
-        return value
-    try:
-        fields = value.model_dump()
-    except Exception as error:  # raised by the user's model
-        raise RolloutRefused(
-            "wrong_type", f"{name} holds a {type(value).__name__} whose model_dump failed: {error}"
-        ) from error
-    return _without_models(fields, depth - 1, name)
+        return {key: _without_models(part) for key, part in value.items()}
+    return value
 
 
 def required(source: Mapping[str, Any], name: str, where: str) -> Any:

@@ -249,11 +249,9 @@ class LMTrainer:
         bad = int(self._first_bad_step)
         if bad >= 0:
             raise diverged(bad, "a value that is not")
-        tensors = saved_tensors(self.model, self.optimizer)
-        arrays = {name: to_array(tensor) for name, tensor in tensors.items()}
-        dtypes = {name: "BF16" for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16}
+        arrays = saved_arrays(self.model, self.optimizer)
         meta = {"kind": _KIND, "version": _VERSION, "step": self.steps_taken, "model": self.model.config.to_json()}
-        return arrays, dtypes, meta
+        return arrays, {}, meta
 
     def load_state_arrays(
         self, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str], meta: Mapping[str, Any]
@@ -271,10 +269,10 @@ class LMTrainer:
         ours = {name: array for name, array in arrays.items() if name.startswith(("model/", "optim/"))}
         require_equal(
             "the saved state",
-            {name: described(array, dtypes.get(name)) for name, array in ours.items()},
-            {name: described(to_array(p), _stored_dtype(p)) for name, p in targets.items()},
+            described(ours),
+            described({name: to_array(p) for name, p in targets.items()}),
         )
-        load_tensors(self.model, self.optimizer, ours, step)
+        load_arrays(self.model, self.optimizer, ours, step)
         self.steps_taken = step
         self._first_bad_step.fill_(-1)
 
@@ -282,21 +280,21 @@ class LMTrainer:
         return model_sha256(self.model)
 
 
-def saved_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Parameters, and the moments of those that the optimiser has stepped, by their names in a checkpoint."""
-    tensors: dict[str, Tensor] = {}
+def saved_arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+    """Copies of the parameters, and of the moments of those that the optimiser has stepped, by their names in a checkpoint."""
+    arrays: dict[str, np.ndarray] = {}
     for name, parameter in model.named_parameters():
-        tensors[f"model/{name}"] = parameter.detach()
+        arrays[f"model/{name}"] = to_array(parameter)
         if state := optimizer.state.get(parameter):
-            tensors |= {f"optim/{moment}/{name}": state[moment] for moment in _MOMENTS}
-    return tensors
+            arrays |= {f"optim/{moment}/{name}": to_array(state[moment]) for moment in _MOMENTS}
+    return arrays
 
 
 @torch.no_grad()
-def load_tensors(
+def load_arrays(
     model: nn.Module, optimizer: torch.optim.Optimizer, arrays: Mapping[str, np.ndarray], steps: int
 ) -> None:
-    """Restore what `saved_tensors` returned, after the optimiser had taken so many steps."""
+    """Restore what `saved_arrays` returned, after the optimiser had taken so many steps."""
     optimizer.state.clear()
     for name, parameter in model.named_parameters():
         parameter.copy_(to_tensor(arrays[f"model/{name}"], parameter))
@@ -332,25 +330,18 @@ def require_group(rank: int, world_size: int) -> None:
 
 
 def to_array(tensor: Tensor) -> np.ndarray:
-    """A contiguous copy in the host's memory; bfloat16 as the uint16 of its bits."""
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.uint16)
+    """A contiguous copy in the host's memory."""
     return np.array(tensor.detach().cpu().numpy(), order="C")
 
 
 def to_tensor(array: np.ndarray, like: Tensor) -> Tensor:
     """A copy of the array (containers return read-only maps) with the dtype, device and layout of `like`."""
-    tensor = torch.from_numpy(np.array(array, order="C"))
-    tensor = tensor.view(torch.bfloat16) if like.dtype == torch.bfloat16 else tensor
-    return torch.empty_like(like, requires_grad=False).copy_(tensor)
+    return torch.empty_like(like, requires_grad=False).copy_(torch.from_numpy(np.array(array, order="C")))
 
 
-def _stored_dtype(tensor: Tensor) -> str | None:
-    return "BF16" if tensor.dtype == torch.bfloat16 else None
-
-
-def described(array: np.ndarray, stored: str | None) -> str:
-    return f"{'bfloat16' if stored == 'BF16' else array.dtype} {list(array.shape)}"
+def described(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Dtype and shape of arrays, for `require_equal`."""
+    return {name: f"{array.dtype} {list(array.shape)}" for name, array in arrays.items()}
 
 
 def require_equal(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

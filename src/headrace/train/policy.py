@@ -27,11 +27,11 @@ from headrace.train.gpt import GPT, GPTConfig, init_parameters
 from headrace.train.lm import (
     described,
     diverged,
-    load_tensors,
+    load_arrays,
     model_sha256,
     naming_lost_peers,
     require_equal,
-    saved_tensors,
+    saved_arrays,
     to_array,
     to_tensor,
 )
@@ -102,11 +102,10 @@ class PolicyTrainer:
 
     def start_from(self, weights: Mapping[str, np.ndarray]) -> None:
         """Begin with these parameters, by name. CursorMismatch if they belong to another model."""
-        own = dict(self.model.named_parameters())
         require_equal(
             "the policy's checkpoint",
-            {n: described(a, None) for n, a in weights.items()},
-            {n: described(to_array(p), None) for n, p in own.items()},
+            described(weights),
+            described(self.weights()),
         )
         _fill(self.model, weights)
 
@@ -200,7 +199,7 @@ class PolicyTrainer:
 
     def state_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
         """Copies of everything the next step depends on: (arrays, stored dtypes where numpy has none, meta)."""
-        arrays = {name: to_array(tensor) for name, tensor in saved_tensors(self.model, self.optimizer).items()}
+        arrays = saved_arrays(self.model, self.optimizer)
         count = next((int(state["step"]) for state in self.optimizer.state.values()), 0)
         meta = {"kind": _KIND, "version": _VERSION, "step": self.steps_taken, "optimizer_steps": count}
         return arrays, {}, meta | {"model": self.model.config.to_json()}
@@ -213,7 +212,7 @@ class PolicyTrainer:
         require_equal(
             "the saved state", found, {"kind": _KIND, "version": _VERSION, "model": self.model.config.to_json()}
         )
-        load_tensors(self.model, self.optimizer, arrays, meta["optimizer_steps"])
+        load_arrays(self.model, self.optimizer, arrays, meta["optimizer_steps"])
         self.steps_taken = int(meta["step"])
 
     def model_sha256(self) -> str:

@@ -96,7 +96,10 @@ def test_processes_make_what_a_thread_makes_of_whatever_comes(tmp_path):
     arrivals += [(key, as_text(output(*key))) for key in KEYS[5:9]]
     arrivals += [((9, n), odd(kind)) for n, kind in enumerate(kinds)]
     arrivals += [((10, 0), b"{"), ((10, 1), as_text(output(8, 1, turns=30))), ((10, 2), '{"example_id": "\ud800"}')]
-    arrivals += [((11, 0), encode_rollout(output(9, 0))), ((11, 1), encode_rollout(output(9, 1, draw=3, metrics={"m": 1.5})))]
+    arrivals += [
+        ((11, 0), encode_rollout(output(9, 0))),
+        ((11, 1), encode_rollout(output(9, 1, draw=3, metrics={"m": 1.5}))),
+    ]
     options = {"save_to": tmp_path / "saved", "state_columns": {"game": ["board"]}}
     expected, _ = run(tmp_path / "a", arrivals, **options)
     lines = (tmp_path / "saved" / "step_0.jsonl").read_bytes()
@@ -122,7 +125,11 @@ def test_a_killed_process_costs_nothing_but_another_try(tmp_path):
         await asyncio.sleep(0)
 
     found, restarts = run(
-        tmp_path / "b", [(key, as_text(output(*key))) for key in KEYS], use_process_pool=1, worker_retries=9, during=kill
+        tmp_path / "b",
+        [(key, as_text(output(*key))) for key in KEYS],
+        use_process_pool=1,
+        worker_retries=9,
+        during=kill,
     )
     assert told(open_training_batch(found.path)) == told(open_training_batch(expected.path))
     assert (found.rollouts, found.refused) == (len(KEYS), {})

@@ -139,20 +139,6 @@ def test_a_state_is_a_copy_that_later_steps_do_not_change():
     )
 
 
-def test_bfloat16_parameters_travel_as_their_bits():
-    saved, loaded = make_trainer(), make_trainer(seed=8)
-    saved.model.bfloat16()
-    loaded.model.bfloat16()
-    arrays, dtypes, meta = saved.state_arrays()
-    assert set(dtypes.values()) == {"BF16"}
-    assert set(dtypes) == set(arrays)
-    assert {array.dtype for array in arrays.values()} == {np.dtype(np.uint16)}
-    loaded.load_state_arrays(arrays, dtypes, meta)
-    assert loaded.model_sha256() == saved.model_sha256()
-    with pytest.raises(CursorMismatch, match=r"out\.weight: saved bfloat16 \[48, 48\], now float32 \[48, 48\]"):
-        make_trainer().load_state_arrays(arrays, dtypes, meta)
-
-
 def test_a_state_of_another_model_is_refused_with_both_sides_and_changes_nothing():
     other = LMTrainer(TrainSettings(steps=5, threads=1), vocab_size=VOCAB + 1, seq_len=SEQ)
     trainer = make_trainer()
