@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.errors import ConfigError, FileCorrupt, RolloutRefused, StorageError
+from headrace.errors import FileCorrupt, RolloutRefused, StorageError
 from headrace.files import open_regular
 from headrace.rollouts.checks import (
     Limits,
@@ -134,17 +134,14 @@ def _rollout(
     kept = {
         "trace_id": trace.get("id"), "agent": _agent(trace).get("name"), "task": task, "rewards": rewards, "info": trace.get("info"),
     }  # fmt: skip
-    try:
-        return Rollout(
-            example_id=example, env_name=plain_values(env_name, "env_name", limits), reward=_reward(rewards),
-            trajectory=_turns(trace, where, limits), draw=draw,
-            metrics={k: number(v, f"metric {k!r}") for k, v in mapping(trace.get("metrics"), "metrics").items() if v is not None},
-            error=plain_values(errors, "the errors", limits), is_truncated=truncated,
-            stop_condition=plain_values(trace.get("stop_condition"), "stop_condition", limits), sampling_args=_sampling(trace, calls, limits),
-            timing=_timing(trace.get("timing")), state=plain_values(kept, "the state", limits), policy_version=policy_version, run=run,
-        )  # fmt: skip
-    except ConfigError as error:
-        raise RolloutRefused("env_name", str(error)) from error
+    return Rollout(
+        example_id=example, env_name=plain_values(env_name, "env_name", limits), reward=_reward(rewards),
+        trajectory=_turns(trace, where, limits), draw=draw,
+        metrics={k: number(v, f"metric {k!r}") for k, v in mapping(trace.get("metrics"), "metrics").items() if v is not None},
+        error=plain_values(errors, "the errors", limits), is_truncated=truncated,
+        stop_condition=plain_values(trace.get("stop_condition"), "stop_condition", limits), sampling_args=_sampling(trace, calls, limits),
+        timing=_timing(trace.get("timing")), state=plain_values(kept, "the state", limits), policy_version=policy_version, run=run,
+    )  # fmt: skip
 
 
 def _calls(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:

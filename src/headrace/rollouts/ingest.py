@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.errors import ConfigError, RolloutRefused
+from headrace.errors import RolloutRefused
 from headrace.rollouts.checks import (
     Limits,
     error_chain,
@@ -160,19 +160,16 @@ def rollout_from_verifiers(
     own_draw = output.get("draw")
     trajectory = sequence(required(output, "trajectory", where), f"the turns of the {where}", limits.steps)
     extra = {k: v for k, v in output.items() if k not in _KNOWN}
-    try:
-        return Rollout(
-            example_id=example, env_name=plain_values(name, "env_name", limits), reward=number(required(output, "reward", where), "reward"),
-            trajectory=tuple(_verifiers_step(s, i, limits) for i, s in enumerate(trajectory)),
-            draw=draw if own_draw is None else int(number(own_draw, "draw")),
-            metrics={k: number(v, f"metric {k!r}") for k, v in mapping(output.get("metrics"), "metrics").items()},
-            error=error_chain(output.get("error"), limits), is_truncated=bool(output.get("is_truncated", False)),
-            stop_condition=plain_values(output.get("stop_condition"), "stop_condition", limits),
-            sampling_args=sampling_from(output.get("sampling_args"), limits), timing=timing_from(output.get("timing")),
-            state=plain_values(mapping(extra, "the state"), "the state", limits), policy_version=policy_version, run=run,
-        )  # fmt: skip
-    except ConfigError as error:
-        raise RolloutRefused("env_name", str(error)) from error
+    return Rollout(
+        example_id=example, env_name=plain_values(name, "env_name", limits), reward=number(required(output, "reward", where), "reward"),
+        trajectory=tuple(_verifiers_step(s, i, limits) for i, s in enumerate(trajectory)),
+        draw=draw if own_draw is None else int(number(own_draw, "draw")),
+        metrics={k: number(v, f"metric {k!r}") for k, v in mapping(output.get("metrics"), "metrics").items()},
+        error=error_chain(output.get("error"), limits), is_truncated=bool(output.get("is_truncated", False)),
+        stop_condition=plain_values(output.get("stop_condition"), "stop_condition", limits),
+        sampling_args=sampling_from(output.get("sampling_args"), limits), timing=timing_from(output.get("timing")),
+        state=plain_values(mapping(extra, "the state"), "the state", limits), policy_version=policy_version, run=run,
+    )  # fmt: skip
 
 
 def _verifiers_step(step: Any, number: int, limits: Limits) -> Step:

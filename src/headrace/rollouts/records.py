@@ -237,7 +237,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """For each sample after the first, the token at which its context first differs from the sample before it."""
 
     def __post_init__(self) -> None:
-        check_env_name(self.env_name)
+        try:
+            check_env_name(self.env_name)
+        except ConfigError as error:
+            raise RolloutRefused("env_name", str(error)) from error
         if not np.isfinite(self.reward):
             raise RolloutRefused(
                 "not_finite", f"rollout of example {self.example_id!r} in {self.env_name} has reward {self.reward}"

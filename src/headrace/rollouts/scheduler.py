@@ -94,10 +94,6 @@ class RolloutScheduler:
 
     # -------------------------------------------------------------------------------------------- policy
 
-    @property
-    def policy_version(self) -> int:
-        return self._version
-
     def policy_is(self, version: int) -> None:
         """Tell the scheduler that the engines sample with this version of the policy from now on."""
         if version < self._version:
