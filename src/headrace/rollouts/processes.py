@@ -151,6 +151,7 @@ class RolloutProcesses:
         _wait_until_ready(worker)
         seconds = min(self.deadline, max(0.5, (until - time.monotonic()) / 2))
         overdue = threading.Timer(seconds, _kill_overdue, (worker, seconds))
+        overdue.daemon = True
         overdue.start()
         try:
             for frame in question:
