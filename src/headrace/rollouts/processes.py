@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import ConfigError, RolloutRefused, WorkerDied
+from headrace.errors import ConfigError, FileCorrupt, RolloutRefused, WorkerDied
 from headrace.metrics import Wait
 from headrace.rollouts.checks import Limits
 from headrace.rollouts.pretokenize import Render
@@ -124,7 +124,7 @@ class RolloutProcesses:
                 raise RolloutRefused("worker", "a rollout was given up at the end of its step")
             try:
                 answer = self._asked(worker, (encode_value(about), whole), until)
-            except (EOFError, OSError) as error:
+            except (EOFError, OSError, FileCorrupt) as error:
                 self._replace(worker, attempt, error)
                 continue
             self._idle.put(worker)
