@@ -90,7 +90,7 @@ def columns(dump: Path, folder: Path) -> dict[str, Any]:
         rollout_from_verifiers,
     )
     from headrace.rollouts.batch_files import sidecar_path
-    from headrace.rollouts.dumps import read_dump, read_encoded
+    from headrace.rollouts.dumps import read_dump
     from headrace.rollouts.wire import decode_rollout, encode_rollout
 
     interleave = 0.0
@@ -98,7 +98,7 @@ def columns(dump: Path, folder: Path) -> dict[str, Any]:
     forms: dict[str, Callable[[], Iterator[Any]]] = {
         "binary": lambda: (encode_rollout(r) for r in read_dump(dump)),
         "lists": lambda: read_dump(dump),
-        "msgpack": lambda: (bytes(r) for r in read_encoded(dump)),
+        "msgpack": lambda: map(msgspec.msgpack.encode, read_dump(dump)),
         "json": lambda: (msgspec.json.encode(r) for r in read_dump(dump)),
     }
     for form, made in forms.items():
@@ -112,7 +112,7 @@ def columns(dump: Path, folder: Path) -> dict[str, Any]:
                 interleave_rollout(rollout)
                 interleave += time.thread_time() - start
     plainly = 0.0
-    for raw in read_encoded(dump):
+    for raw in forms["msgpack"]():
         start = time.thread_time()
         msgspec.msgpack.decode(raw)
         plainly += time.thread_time() - start

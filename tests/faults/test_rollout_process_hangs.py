@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.rollouts import EnvPolicy, GroupBook, RolloutPipeline, RolloutScheduler, open_training_batch
@@ -25,7 +26,11 @@ def large(task, member):
     tokens = raw["trajectory"][-1]["tokens"]
     tokens["completion_ids"], tokens["completion_mask"] = list(range(200_000)), [1] * 200_000
     tokens["completion_logprobs"] = [-0.5] * 200_000
-    return raw
+    return msgspec.msgpack.encode(raw)
+
+
+def small(task, member, **more):
+    return msgspec.msgpack.encode(output(task, member, **more))
 
 
 def run(folder, play, *, steps, processes, step_deadline):
@@ -49,7 +54,7 @@ def run(folder, play, *, steps, processes, step_deadline):
 
 @pytest.mark.timeout(120 * ROUNDS)
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("make", [large, output])
+@pytest.mark.parametrize("make", [large, small])
 def test_a_stopped_process_costs_a_step_a_part_of_its_time_and_no_rollout(tmp_path, processes, make):
     steps = 2 * ROUNDS
 
@@ -57,7 +62,7 @@ def test_a_stopped_process_costs_a_step_a_part_of_its_time_and_no_rollout(tmp_pa
         if request.step % 2 == 0 and (request.task % GROUPS, request.member) == (1, 2):
             os.kill(pipeline.processes.pids[0], signal.SIGSTOP)
             return make(request.task, request.member)
-        return output(request.task, request.member, routed=make is output)
+        return small(request.task, request.member, routed=make is small)
 
     reports, book, late, restarts = run(tmp_path, play, steps=steps, processes=processes, step_deadline=16.0)
     assert [r.rollouts for r in reports] == [GROUPS * SIZE] * steps
@@ -67,7 +72,7 @@ def test_a_stopped_process_costs_a_step_a_part_of_its_time_and_no_rollout(tmp_pa
 
 
 @pytest.mark.timeout(120 * ROUNDS)
-def test_processes_that_never_answer_make_their_rollouts_late_and_are_there_for_the_next_step(tmp_path):
+def test_rollouts_that_no_process_answers_are_late_or_refused_and_the_next_step_is_whole(tmp_path):
     steps = 2 * ROUNDS
 
     async def play(request, pipeline):
@@ -76,13 +81,15 @@ def test_processes_that_never_answer_make_their_rollouts_late_and_are_there_for_
             (3, 7),
         ):  # the last: both processes
             spin = [{"prompt": [{"role": "user", "content": "spin"}], "completion": []}]
-            return {"example_id": request.task, "reward": 0.0, "trajectory": spin}
-        return output(request.task, request.member, routed=False)
+            return msgspec.msgpack.encode({"example_id": request.task, "reward": 0.0, "trajectory": spin})
+        return small(request.task, request.member, routed=False)
 
     reports, book, late, restarts = run(tmp_path, play, steps=steps, processes=2, step_deadline=15.0)
     assert [r.rollouts for r in reports] == [GROUPS * SIZE - 2, GROUPS * SIZE] * ROUNDS
-    assert [r.metrics["rollouts/late"] for r in reports] == [2.0, 0.0] * ROUNDS
-    assert (book.counts.failed, late, restarts) == ({"deadline": 2 * ROUNDS}, 2 * ROUNDS, 2 * ROUNDS)
+    assert set(book.counts.failed) <= {"deadline", "refused_worker"}
+    assert book.counts.failed.total() == 2 * ROUNDS
+    assert book.counts.failed["deadline"] == late
+    assert 2 * ROUNDS <= restarts <= 6 * ROUNDS
     assert book.counts.delivered == sum(r.rollouts for r in reports)
 
 
@@ -94,7 +101,7 @@ def test_an_answer_of_50_mb_is_refused_or_late_and_the_steps_after_it_are_whole(
             raw["text"] = "x" * 50_000_000
         if (request.task, request.member) == (2, 2):
             raw["trajectory"][0]["completion"] = "x" * 50_000_000
-        return raw
+        return msgspec.msgpack.encode(raw)
 
     reports, book, late, restarts = run(tmp_path, play, steps=3, processes=1, step_deadline=60.0)
     assert [r.rollouts for r in reports] == [GROUPS * SIZE - 2, GROUPS * SIZE, GROUPS * SIZE]

@@ -11,7 +11,7 @@ import signal
 
 import pytest
 
-from headrace.rollouts import RolloutPipeline, open_training_batch
+from headrace.rollouts import RolloutPipeline, encode_rollout, open_training_batch
 
 KILLS = {"short": 8, "long": 400}
 ROLLOUTS = 24
@@ -50,7 +50,7 @@ def test_no_rollout_is_lost_or_repeated_whenever_a_process_is_killed(tmp_path):
             killed = 0
             for step in itertools.count():
                 for member in range(ROLLOUTS):
-                    pipeline.arrive(output(step, member), step=step, key=(0, member))
+                    pipeline.arrive(encode_rollout(output(step, member)), step=step, key=(0, member))
                     if killed < kills and rng.random() < 0.2:
                         await asyncio.sleep(rng.random() * 0.02)  # the moment of the kill
                         with contextlib.suppress(ProcessLookupError):

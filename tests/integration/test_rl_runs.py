@@ -68,7 +68,7 @@ def test_a_run_shows_its_steps_and_answers_and_can_be_read_afterwards(warm, tmp_
     shown = done(warm, *words, "--run.dir", str(a)).stdout
     assert "4 groups of 4 a step, lag 2, 6 steps" in shown
     assert sum(line.startswith("step ") and "held out" in line for line in shown.splitlines()) == 6
-    assert shown.count("  before ") == 2 * 3, "three answers at steps 4 and 6"
+    assert shown.count("'  reward ") == 3 * 3, "three answers at steps 0, 4 and 6"
     assert "completed at step 6 of 6" in shown
     assert f"headrace run --resume {a} --run.steps 12" in shown.replace("\n", "")
     lines = metrics(a)

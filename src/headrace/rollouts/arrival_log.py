@@ -24,7 +24,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,8 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     """int32, the policy's answer."""
     logprobs: bytes
     """float32, one for each of `ids`."""
-    spans: tuple[tuple[str, int, int], ...] = ()
-    """(version, start, end): which weights sampled which ids."""
+    spans: tuple[VersionSpan, ...] = ()
+    """Which weights sampled which ids."""
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):
@@ -95,11 +95,8 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
                 np.int32, copy=False
             )
             ids = np.frombuffer(turn.ids, "<i4").astype(np.int32, copy=False)
-            tokens = StepTokens(
-                prompt_ids=prompt, prompt_mask=np.zeros(len(prompt), np.uint8), completion_ids=ids, completion_mask=np.ones(len(ids), np.uint8),
-                completion_logprobs=np.frombuffer(turn.logprobs, "<f4").astype(np.float32, copy=False),
-                version_spans=tuple(VersionSpan(*span) for span in turn.spans),
-            )  # fmt: skip
+            logprobs = np.frombuffer(turn.logprobs, "<f4").astype(np.float32, copy=False)
+            tokens = StepTokens.answered(prompt, ids, logprobs, version_spans=turn.spans)
             steps.append(Step(prompt=turn.prompt, completion=turn.completion, tokens=tokens))
             context = np.concatenate([prompt, ids])
         return Rollout(
@@ -181,28 +178,24 @@ def _logs(folder: Path) -> dict[int, Path]:
 class ArrivalLog:
     """The arrivals of the steps that no checkpoint covers yet. Used on one event loop."""
 
-    def __init__(
-        self, folder: Path, *, first_step: int = 0, made_with: Mapping[str, Any] | None = None, clock: Callable[[], float] = time.time
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, *, first_step: int = 0, made_with: Mapping[str, Any] | None = None) -> None:
         """Open the log in `folder` and read the records of `first_step` and later. `made_with`: the settings that rollouts depend on; a log that was made
-        with other settings is dropped. `clock`: Unix seconds."""
+        with other settings is dropped."""
         self.folder = make_inside(folder.parent, folder.name)
-        self._clock, self._first = clock, first_step
+        self._first = first_step
         self._files: dict[int, int] = {}
-        self._known: dict[Key, Arrival] = {}
-        self.torn = 0
-        """Incomplete records that were removed when the log was opened."""
+        self.known: dict[Key, Arrival] = {}
+        """The records that the log had when it was opened, by task, member and attempt."""
         self.dropped = made_with is not None and self._drop_if_made_with_others(made_with)
         """Whether rollouts that were made with other settings were dropped."""
-        for step, path in sorted(_logs(self.folder).items()):
-            if step >= first_step:
-                self._read(path)
+        for path in self._unfinished():
+            self._read(path)
 
     def _drop_if_made_with_others(self, made_with: Mapping[str, Any]) -> bool:
         path = self.folder / "made_with.json"
         if path.exists() and read_json(path) == made_with:
             return False
-        open_steps = [log for step, log in _logs(self.folder).items() if step >= self._first]
+        open_steps = self._unfinished()
         for log in open_steps:
             log.unlink()
         publish_json(path, dict(made_with), replace=True)
@@ -211,28 +204,26 @@ class ArrivalLog:
     def _read(self, path: Path) -> None:
         end = 0
         for arrival, end in _records(path):  # noqa: B007
-            if arrival.failed or arrival.key not in self._known:
-                self._known[arrival.key] = arrival
+            if arrival.failed or arrival.key not in self.known:
+                self.known[arrival.key] = arrival
         if path.stat().st_size > end:
             fd = open_inside(path.parent, path.name)
             try:
                 os.ftruncate(fd, end)
             finally:
                 os.close(fd)
-            self.torn += 1
 
-    @property
-    def known(self) -> Mapping[Key, Arrival]:
-        """The records that the log had when it was opened, by task, member and attempt."""
-        return self._known
+    def _unfinished(self) -> list[Path]:
+        """The logs of the steps that are not finished, in order."""
+        return [log for step, log in sorted(_logs(self.folder).items()) if step >= self._first]
 
     def failures(self) -> dict[Key, str]:
         """Reasons of the requests that failed in earlier processes."""
-        return {key: arrival.failed for key, arrival in self._known.items() if arrival.failed}
+        return {key: arrival.failed for key, arrival in self.known.items() if arrival.failed}
 
     def answer(self, request: Request) -> Rollout | None:
         """The recorded rollout of a request; None if there is none."""
-        arrival = self._known.get((request.task, request.member, request.attempt))
+        arrival = self.known.get(request.key)
         return None if arrival is None or arrival.failed else arrival.rollout()
 
     def append(self, request: Request, rollout: Rollout) -> None:
@@ -244,13 +235,13 @@ class ArrivalLog:
             turns.append(
                 Turn(
                     str(step.prompt), str(step.completion), context, tokens.prompt_ids[context:].tobytes(), tokens.completion_ids.tobytes(),
-                    tokens.completion_logprobs.tobytes(), tuple(tuple(span) for span in tokens.version_spans),
+                    tokens.completion_logprobs.tobytes(), tokens.version_spans,
                 )
             )  # fmt: skip
             context = tokens.length
         self._write(
             Arrival(
-                request.task, request.member, request.attempt, request.step, request.env_name, rollout.policy_version, self._clock(), "",
+                *request.key, request.step, request.env_name, rollout.policy_version, time.time(), "",
                 rollout.reward, dict(rollout.metrics), tuple(turns), dict(rollout.timing), dict(rollout.sampling_args),
             )
         )  # fmt: skip
@@ -258,15 +249,14 @@ class ArrivalLog:
     def append_failure(self, fact: Mapping[str, Any]) -> None:
         """Append a failed request, given as the fact that a GroupBook journals. A failure that the log has already is not repeated."""
         key = fact["task"], fact["member"], fact["attempt"]
-        if key not in self._known or not self._known[key].failed:
-            self._write(Arrival(*key, fact["step"], fact.get("env", ""), 0, self._clock(), fact["reason"]))
+        if key not in self.known or not self.known[key].failed:
+            self._write(Arrival(*key, fact["step"], fact.get("env", ""), 0, time.time(), fact["reason"]))
 
     def forget_failures(self) -> None:
         """Remove the failures of all unfinished steps: their causes may be mended before the run is resumed, and recorded failures would fail it again."""
         self.close()
-        for step, path in _logs(self.folder).items():
-            if step >= self._first:
-                publish(path, [_record(a) for a in read_arrivals(path) if not a.failed], replace=True, durable=False)
+        for path in self._unfinished():
+            publish(path, [_record(a) for a in read_arrivals(path) if not a.failed], replace=True, durable=False)
 
     def _write(self, arrival: Arrival) -> None:
         record = _record(arrival)
@@ -296,8 +286,8 @@ class ArrivalLog:
         self._first = step + 1
         if (fd := self._files.pop(step, None)) is not None:
             os.close(fd)
-        for key in [key for key, arrival in self._known.items() if arrival.step <= step]:
-            del self._known[key]
+        for key in [key for key, arrival in self.known.items() if arrival.step <= step]:
+            del self.known[key]
 
     def drop_below(self, step: int) -> None:
         """Delete the logs of earlier steps."""

@@ -1,6 +1,6 @@
 """Files of a step's training batch: experts are written as they arrive, and a small file that is published last makes them a batch.
 
-    step_000000000012.experts.safetensors    routed experts: one row a token, in the order of arrival, written with writev from the chunks
+    step_000000000012.experts.safetensors    routed experts: one row a token, in the order of arrival, written from the chunks they came in
     step_000000000012.safetensors            the batch: token columns, one entry a sample, the micro batches of each rank; published last
 
     writer = BatchWriter(folder, step=12)
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,15 +30,14 @@ import numpy as np
 import xxhash
 
 from headrace.errors import ConfigError, FileCorrupt, RolloutRefused, StorageError
-from headrace.files import TEMP_PREFIX, Container, open_container, open_regular, write_container
+from headrace.files import Container, open_container, open_regular, temporary_name, write_container
 from headrace.rollouts.packing import MicroBatch, Packed
 from headrace.rollouts.records import TOKEN_COLUMNS, TrainingSample
 from headrace.rollouts.values import decode_value, encode_value
 
 _KIND, _VERSION = "headrace-rollouts", 1
 _HEADER = 4096
-_IOV_MAX = 1024
-_SUM_BYTES = 1 << 20
+_SLICE = 1 << 20
 """Bytes hashed at a time. xxhash releases the GIL above 100 kB; below, an update is too short to matter."""
 
 
@@ -78,12 +77,11 @@ class BatchWriter:
         if step < 0:
             raise ConfigError(f"a batch has a step of 0 or more, got {step}")
         self.path, self.step = batch_path(folder, step), step
-        self._temp = self.path.parent / f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+        self._temp = self.path.parent / temporary_name()
         self._fd = -1
         self._kind: tuple[int, int] | None = None
         self._rows = 0
         self._sums: list[int] = []
-        self.bulk_bytes = 0
 
     def add(self, samples: Sequence[TrainingSample]) -> list[WrittenSample]:
         """Write the experts of samples now. The returned slots keep the columns, and go to `publish`."""
@@ -112,16 +110,15 @@ class BatchWriter:
                 f"step {self.step} has samples with routed experts of {list(self._kind)} and of {list(shape[1:])} layers and experts a token"
             )
         digest = xxhash.xxh3_64()
-        views = [c.reshape(-1).data for c in chunks if c.nbytes]
-        for view in views:
-            for at in range(0, len(view), _SUM_BYTES):
-                digest.update(view[at : at + _SUM_BYTES])
         try:
-            _write_views(self._fd, views)
+            for view in (chunk.reshape(-1).data for chunk in chunks):
+                for at in range(0, len(view), _SLICE):
+                    digest.update(view[at : at + _SLICE])
+                while len(view):
+                    view = view[os.write(self._fd, view) :]
         except OSError as error:
             raise self._failed(error) from error
         self._rows += shape[0]
-        self.bulk_bytes += sum(len(v) for v in views)
         self._sums.append(digest.intdigest())
         return self._sums[-1]
 
@@ -179,7 +176,8 @@ class BatchWriter:
         return self.path
 
     def _finish_sidecar(self, experts: dict[str, Any]) -> None:
-        entry = {"dtype": "U8", "shape": [self._rows, *(self._kind or ())], "data_offsets": [0, self.bulk_bytes]}
+        shape = [self._rows, experts["layers"], experts["topk"]]
+        entry = {"dtype": "U8", "shape": shape, "data_offsets": [0, math.prod(shape)]}
         ours = json.dumps({"kind": _KIND, "version": _VERSION, "step": self.step, "pair": experts["pair"]})
         header = json.dumps(
             {"__metadata__": {"rollouts": ours}, "routed_experts": entry}, separators=(",", ":")
@@ -209,21 +207,6 @@ def _encoded_images(sample: TrainingSample) -> bytes:
         raise RolloutRefused(
             "wrong_type", f"the sample of example {sample.example_id!r} in {sample.env_name}: {sorted(sample.multimodal)} cannot be written: {error}"
         ) from error  # fmt: skip
-
-
-def _write_views(fd: int, views: list[memoryview]) -> None:
-    at = 0
-    while at < len(views):
-        some = views[at : at + _IOV_MAX]
-        written = os.writev(fd, some)
-        if written == 0:
-            raise OSError("writev returned 0")
-        for view in some:
-            if written < len(view):
-                views[at] = view[written:]
-                break
-            written -= len(view)
-            at += 1
 
 
 _SAMPLE_COLUMNS = (

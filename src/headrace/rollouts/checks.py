@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.errors import ConfigError, RolloutRefused
 from headrace.rollouts.records import RoutedExperts, VersionSpan
+from headrace.rollouts.values import model_values
 
 _TIMES = ("total", "setup", "generation", "model", "env", "scoring")
 """Times that a rollout keeps, by name."""
@@ -91,8 +92,12 @@ def plain_values(value: Any, name: str, limits: Limits) -> Any:
             if not -(2**63) <= item < 2**64:
                 raise RolloutRefused("wrong_type", f"{name} holds a whole number of more than 64 bits")
         elif not (item is None or isinstance(item, (float, np.ndarray, bytes))):
-            if hasattr(item, "model_dump"):
-                return plain_values(_without_models(value, limits.depth, name), name, limits)
+            if hasattr(item, "model_dump") and not isinstance(item, type):
+                try:
+                    value = _without_models(value)
+                except Exception as error:  # raised by the user's model
+                    raise RolloutRefused("wrong_type", f"{name} holds a {type(item).__name__} whose model_dump failed: {error}") from error  # fmt: skip
+                return plain_values(value, name, limits)
             raise RolloutRefused("wrong_type", f"{name} holds a {type(item).__name__}, expected plain values")
         if room < 0:
             raise RolloutRefused("oversize", f"{name} holds more than {limits.text:,} characters")
@@ -101,23 +106,14 @@ def plain_values(value: Any, name: str, limits: Limits) -> Any:
     return value
 
 
-def _without_models(value: Any, depth: int, name: str) -> Any:
+def _without_models(value: Any) -> Any:
     """The value with every pydantic model replaced by a dict: live environments hold messages and tools as models."""
-    if depth < 0:
-        raise RolloutRefused("malformed", f"{name} is nested too deep")
+    value = model_values(value)
     if isinstance(value, (list, tuple)):
-        return [_without_models(part, depth - 1, name) for part in value]
+        return [_without_models(part) for part in value]
     if isinstance(value, Mapping):
-        return {key: _without_models(part, depth - 1, name) for key, part in value.items()}
-    if not hasattr(value, "model_dump"):
-        return value
-    try:
-        fields = value.model_dump()
-    except Exception as error:  # raised by the user's model
-        raise RolloutRefused(
-            "wrong_type", f"{name} holds a {type(value).__name__} whose model_dump failed: {error}"
-        ) from error
-    return _without_models(fields, depth - 1, name)
+        return {key: _without_models(part) for key, part in value.items()}
+    return value
 
 
 def required(source: Mapping[str, Any], name: str, where: str) -> Any:
@@ -143,6 +139,15 @@ def mapping(value: Any, name: str) -> Mapping[str, Any]:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
         raise RolloutRefused("wrong_type", f"{name} is a {type(value).__name__}, expected names and values")
+    return value
+
+
+def sequence(value: Any, name: str, most: int | None = None) -> list[Any] | tuple[Any, ...]:
+    """A list of at most `most` entries."""
+    if not isinstance(value, (list, tuple)):
+        raise RolloutRefused("wrong_type", f"{name} are a {type(value).__name__}, expected a list")
+    if most is not None and len(value) > most:
+        raise RolloutRefused("oversize", f"{name} are {len(value):,}, at most {most:,} are taken")
     return value
 
 
@@ -196,21 +201,14 @@ def duration_of(span: Mapping[str, Any]) -> float | None:
 def version_spans_from(value: Any, places: np.ndarray, name: str, limits: Limits) -> tuple[VersionSpan, ...]:
     """Which weights sampled which completion tokens, from `[{"version", "start", "end"}, ...]` as vLLM and verifiers write it. `start` and `end` count
     sampled tokens; `places` is where those are in the completion."""
-    spans = []
-    if value is not None and not isinstance(value, (list, tuple)):
-        raise RolloutRefused("wrong_type", f"weight_versions of {name} are a {type(value).__name__}, expected a list")
-    for span in plain_values(value or (), f"weight_versions of {name}", limits):
-        fields = mapping(span, f"weight_versions of {name}")
-        version, start, end = (
-            required(fields, key, f"weight_versions of {name}") for key in ("version", "start", "end")
-        )
+    spans, what = [], f"weight_versions of {name}"
+    for span in plain_values(sequence(() if value is None else value, what), what, limits):
+        fields = mapping(span, what)
+        version, start, end = (required(fields, key, what) for key in ("version", "start", "end"))
         if not isinstance(version, (str, int)) or type(start) is not int or type(end) is not int:
-            raise RolloutRefused("wrong_type", f"weight_versions of {name} hold {dict(fields)!r:.80}")
+            raise RolloutRefused("wrong_type", f"{what} hold {dict(fields)!r:.80}")
         if not 0 <= start <= end <= len(places):
-            raise RolloutRefused(
-                "wrong_length",
-                f"weight_versions of {name} tell of tokens {start} to {end}; {len(places)} were sampled",
-            )
+            raise RolloutRefused("wrong_length", f"{what} tell of tokens {start} to {end}; {len(places)} were sampled")
         if start < end:
             spans.append(VersionSpan(str(version), int(places[start]), int(places[end - 1]) + 1))
     return tuple(spans)

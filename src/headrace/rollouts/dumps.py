@@ -71,15 +71,6 @@ def dump_raw_rollouts(path: Path | str, rollouts: Iterable[Any]) -> int:
 
 def read_dump(path: Path | str) -> Iterator[Any]:
     """Yield the rollouts of a dump. FileCorrupt names the first that is damaged."""
-    for count, raw in enumerate(read_encoded(path)):
-        try:
-            yield msgspec.msgpack.decode(raw)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise FileCorrupt(f"{path} is damaged: rollout {count} cannot be decoded: {error}") from error
-
-
-def read_encoded(path: Path | str) -> Iterator[memoryview]:
-    """Yield the rollouts of a dump as msgpack; views of the mapped file."""
     try:
         fd = open_regular(path, follow=True)
     except OSError as error:
@@ -108,7 +99,10 @@ def read_encoded(path: Path | str) -> Iterator[memoryview]:
         raw = data[at : at + length]
         if xxhash.xxh3_64_intdigest(raw) != recorded:
             raise FileCorrupt(f"{path} is damaged: rollout {count} fails its checksum")
-        yield raw
+        try:
+            yield msgspec.msgpack.decode(raw)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise FileCorrupt(f"{path} is damaged: rollout {count} cannot be decoded: {error}") from error
         at += length
         count += 1
 

@@ -5,7 +5,7 @@
     await workers.play(task, say)             called like the environment's own function, which runs in a process
 
 Each process plays many rollouts at a time on an event loop (`EnvironmentPlayer`). Its prompts come back over a pipe and are answered here, so
-ids and log-probs never leave this process. A frame is a length and msgpack. When a process dies, its rollouts fail with `WorkerDied` and a new process is
+ids and log-probs never leave this process. A frame is a line of JSON. When a process dies, its rollouts fail with `WorkerDied` and a new process is
 started. A rollout that is cancelled at its deadline is cancelled in the process too; a process that does not confirm that is blocked, and is killed.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import os
 import signal
@@ -22,16 +23,14 @@ from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from headrace.errors import ConfigError, EnvironmentFailed, HeadraceError, WorkerDied
 from headrace.rollouts.environments import Result, Say, Task, load_environment
 
 _log = logging.getLogger("headrace.rollouts")
 _START_SECONDS = 120.0
 _CANCEL_SECONDS = 2.0
-_HEAD = 4
 _LARGEST = 64 << 20
+"""Bytes of a frame."""
 
 
 class _Process:
@@ -86,21 +85,21 @@ class EnvironmentProcesses:
         made = _Process(process)
         made.send(self._settings)
         assert process.stdout is not None
+        ready = b""
         try:
-            async with asyncio.timeout(_START_SECONDS):
-                ready = await _read(process.stdout)
-        except (asyncio.IncompleteReadError, TimeoutError, asyncio.CancelledError) as error:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            code = await process.wait()
-            if isinstance(error, asyncio.CancelledError):  # `close` was called meanwhile
-                raise
-            raise WorkerDied(
-                f"a process of environment {self._name} {_ended(code)} at its start; its error is above"
-            ) from error
-        if "error" in ready:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_START_SECONDS):
+                    ready = await process.stdout.readline()
+        finally:  # also if `close` was called meanwhile
+            if not ready:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                code = await process.wait()
+        if not ready:
+            raise WorkerDied(f"a process of environment {self._name} {_ended(code)} at its start; its error is above")
+        if "error" in (told := json.loads(ready)):
             await process.wait()
-            raise ConfigError(ready["error"])
+            raise ConfigError(told["error"])
         reader = asyncio.get_running_loop().create_task(self._read_all(made), name=f"headrace-env-{process.pid}")
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
@@ -115,14 +114,12 @@ class EnvironmentProcesses:
         """Hand out the frames of a process until it ends; then fail its rollouts and start another process."""
         assert worker.process.stdout is not None
         try:
-            while True:
-                said = await _read(worker.process.stdout)
+            while (line := await worker.process.stdout.readline()).endswith(b"\n"):
+                said = json.loads(line)
                 worker.cancelling.discard(said["id"])
                 if (inbox := worker.playing.get(said["id"])) is not None:
                     inbox.put_nowait(said)
-        except asyncio.IncompleteReadError:
-            pass  # the process has ended. Popen.kill would reap it and lose its exit code
-        except (ConnectionError, msgspec.DecodeError):
+        except (ConnectionError, ValueError):  # a line that is too long, or no frame
             worker.process.kill()
         code = await worker.process.wait()
         how = f"process {worker.process.pid} of environment {self._name} {_ended(code)}"
@@ -207,15 +204,7 @@ def _ended(code: int | None) -> str:
 
 
 def _framed(value: Mapping[str, Any]) -> bytes:
-    payload = msgspec.msgpack.encode(value)
-    return len(payload).to_bytes(_HEAD, "little") + payload
-
-
-async def _read(stream: asyncio.StreamReader) -> dict[str, Any]:
-    size = int.from_bytes(await stream.readexactly(_HEAD), "little")
-    if size > _LARGEST:
-        raise ConnectionError(f"a frame of {size:,} bytes")
-    return msgspec.msgpack.decode(await stream.readexactly(size))
+    return json.dumps(value, default=str).encode() + b"\n"
 
 
 # -------------------------------------------------------------------------------------------- in the process
@@ -290,43 +279,40 @@ def _plain(value: Any) -> float | str:
         return repr(value)[:200]
 
 
-def _write(out: int, value: Mapping[str, Any]) -> None:
-    view = memoryview(_framed(value))
-    while view:
-        view = view[os.write(out, view) :]
-
-
 async def _serve() -> None:
     """The loop of a worker process: play the rollouts that the parent asks for, until its pipe ends."""
     # Standard output carries the frames, so prints of an environment go to standard error.
-    out = os.dup(1)
+    out = open(os.dup(1), "wb")  # noqa: SIM115
     os.dup2(2, 1)
+
+    def send(value: Mapping[str, Any]) -> None:
+        out.write(_framed(value))
+        out.flush()
+
     loop, stream = asyncio.get_running_loop(), asyncio.StreamReader(limit=_LARGEST)
     stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), stdin)
-    settings = await _read(stream)
     try:
-        player = EnvironmentPlayer(settings)
+        player = EnvironmentPlayer(json.loads(await stream.readline()))
     except (ConfigError, ValueError, OSError) as error:
-        _write(out, {"id": -1, "error": str(error)})
+        send({"id": -1, "error": str(error)})
         return
-    _write(out, {"id": -1, "ready": True})
+    send({"id": -1, "ready": True})
     replies: set[asyncio.Task[None]] = set()
 
     async def reply(frame: Awaitable[dict[str, Any]]) -> None:
-        _write(out, await frame)
+        send(await frame)
 
-    with contextlib.suppress(asyncio.IncompleteReadError):
-        while True:
-            asked = await _read(stream)
-            number = asked["id"]
-            if "cancel" in asked:
-                player.cancel(number)
-                _write(out, {"id": number, "kind": "cancelled", "failed": "cancelled"})  # this process is not blocked
-                continue
-            frame = player.play(number, *asked["play"]) if "play" in asked else player.answer(number, asked["answer"])
-            replies.add(task := loop.create_task(reply(frame)))
-            task.add_done_callback(replies.discard)
+    while line := await stream.readline():
+        asked = json.loads(line)
+        number = asked["id"]
+        if "cancel" in asked:
+            player.cancel(number)
+            send({"id": number, "kind": "cancelled", "failed": "cancelled"})  # this process is not blocked
+            continue
+        frame = player.play(number, *asked["play"]) if "play" in asked else player.answer(number, asked["answer"])
+        replies.add(task := loop.create_task(reply(frame)))
+        task.add_done_callback(replies.discard)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ prompt is the context before it, token for token, and the ids of the new text, s
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -27,7 +28,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Task:
     """64 bits that depend on the run's seed, the environment, the split and the index."""
     split: str = "train"
 
-    @cached_property
+    @functools.cached_property
     def rng(self) -> np.random.Generator:
         """A generator seeded with the task's key: a fresh one for every rollout, with equal draws in equal tasks."""
         return np.random.default_rng(self.key)
@@ -93,7 +93,7 @@ class Environment:
         return derive(derive(derive(split_key, index), member), attempt)
 
 
-@lru_cache
+@functools.lru_cache
 def _split_key(purpose: str, env: str, split: str, seed: int) -> int:
     return key(f"{purpose}:{env}:{split}", seed=seed)
 
@@ -126,10 +126,7 @@ class Say:
         )  # fmt: skip
         self.seconds += time.perf_counter() - started
         answer = self._codec.decode(completion.ids) if completion.text is None else completion.text
-        tokens = StepTokens(
-            prompt_ids=prompt, prompt_mask=np.zeros(len(prompt), np.uint8), completion_ids=completion.ids,
-            completion_mask=np.ones(len(completion.ids), np.uint8), completion_logprobs=completion.logprobs, version_spans=completion.spans,
-        )  # fmt: skip
+        tokens = StepTokens.answered(prompt, completion.ids, completion.logprobs, version_spans=completion.spans)
         self.turns.append(Step(prompt=text, completion=answer, tokens=tokens))
         self._context = np.concatenate([prompt, completion.ids])
         return answer
@@ -196,7 +193,7 @@ def load_environment(
         if path.endswith(".py"):
             fingerprint = hashlib.sha256(read_regular(base / path, 16 << 20, follow=True)).hexdigest()[:16]
         if options:
-            play = _with_options(play, options)
+            play = functools.partial(play, **options)
     elif kind == "reasoning-gym":
         play = _reasoning_gym(rest, options or {}, spec)
     elif kind == "verifiers":
@@ -208,13 +205,6 @@ def load_environment(
     return Environment(
         name=name, spec=spec, play=play, max_tokens=max_tokens, temperature=temperature, seed=seed, fingerprint=fingerprint
     )  # fmt: skip
-
-
-def _with_options(play: EnvFunction, options: Mapping[str, Any]) -> EnvFunction:
-    async def with_options(task: Task, say: Say) -> Any:
-        return await play(task, say, **options)
-
-    return with_options
 
 
 def _python_function(path: str, function: str, base: Path, spec: str) -> EnvFunction:

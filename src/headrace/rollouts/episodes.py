@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.errors import ConfigError, FileCorrupt, RolloutRefused, StorageError
+from headrace.errors import FileCorrupt, RolloutRefused, StorageError
 from headrace.files import open_regular
 from headrace.rollouts.checks import (
     Limits,
@@ -37,6 +37,7 @@ from headrace.rollouts.checks import (
     plain_values,
     required,
     sampling_from,
+    sequence,
     version_spans_from,
 )
 from headrace.rollouts.records import Rollout, RoutedExperts, Step, StepTokens
@@ -70,9 +71,8 @@ def rollouts_from_episode(
     if not isinstance(record, Mapping):
         raise RolloutRefused("wrong_type", f"an episode is a {type(record).__name__}, expected names and values")
     episode = mapping(record, "an episode")
-    traces = [episode] if "nodes" in episode else required(episode, "traces", "an episode")
-    if not isinstance(traces, (list, tuple)):
-        raise RolloutRefused("wrong_type", f"the traces of an episode are a {type(traces).__name__}, expected a list")
+    traces = required(episode, "traces", "an episode") if "nodes" not in episode else [episode]
+    traces = sequence(traces, "the traces of an episode")
     if env_name is None:
         env = mapping(episode.get("env"), "env of an episode")
         env_name = env.get("name") or env.get("id")
@@ -110,10 +110,7 @@ def _agent(trace: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _errors(record: Mapping[str, Any]) -> list[str]:
     """The errors of a record, newest first."""
-    errors = record.get("errors") or ()
-    if not isinstance(errors, (list, tuple)):
-        raise RolloutRefused("wrong_type", f"the errors of a trace are a {type(errors).__name__}, expected a list")
-    told = [mapping(e, "an error") for e in errors]
+    told = [mapping(e, "an error") for e in sequence(record.get("errors") or (), "the errors of a trace")]
     return [f"{e.get('type', 'Error')}: {e.get('message', '')}" for e in reversed(told)]
 
 
@@ -137,25 +134,20 @@ def _rollout(
     kept = {
         "trace_id": trace.get("id"), "agent": _agent(trace).get("name"), "task": task, "rewards": rewards, "info": trace.get("info"),
     }  # fmt: skip
-    try:
-        return Rollout(
-            example_id=example, env_name=plain_values(env_name, "env_name", limits), reward=_reward(rewards),
-            trajectory=_turns(trace, where, limits), draw=draw,
-            metrics={k: number(v, f"metric {k!r}") for k, v in mapping(trace.get("metrics"), "metrics").items() if v is not None},
-            error=plain_values(errors, "the errors", limits), is_truncated=truncated,
-            stop_condition=plain_values(trace.get("stop_condition"), "stop_condition", limits), sampling_args=_sampling(trace, calls, limits),
-            timing=_timing(trace.get("timing")), state=plain_values(kept, "the state", limits), policy_version=policy_version, run=run,
-        )  # fmt: skip
-    except ConfigError as error:
-        raise RolloutRefused("env_name", str(error)) from error
+    return Rollout(
+        example_id=example, env_name=plain_values(env_name, "env_name", limits), reward=_reward(rewards),
+        trajectory=_turns(trace, where, limits), draw=draw,
+        metrics={k: number(v, f"metric {k!r}") for k, v in mapping(trace.get("metrics"), "metrics").items() if v is not None},
+        error=plain_values(errors, "the errors", limits), is_truncated=truncated,
+        stop_condition=plain_values(trace.get("stop_condition"), "stop_condition", limits), sampling_args=_sampling(trace, calls, limits),
+        timing=_timing(trace.get("timing")), state=plain_values(kept, "the state", limits), policy_version=policy_version, run=run,
+    )  # fmt: skip
 
 
 def _calls(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The model calls of a trace that gave an answer."""
-    calls = trace.get("calls") or ()
-    if not isinstance(calls, (list, tuple)):
-        raise RolloutRefused("wrong_type", f"the calls of a trace are a {type(calls).__name__}, expected a list")
-    return [call for call in (mapping(c, "a call") for c in calls) if call.get("error") is None]
+    calls = [mapping(call, "a call") for call in sequence(trace.get("calls") or (), "the calls of a trace")]
+    return [call for call in calls if call.get("error") is None]
 
 
 def _reward(rewards: Mapping[str, Any]) -> float:
@@ -247,11 +239,7 @@ class _Node:
 
 
 def _turns(trace: Mapping[str, Any], where: str, limits: Limits) -> tuple[Step, ...]:
-    values = required(trace, "nodes", where)
-    if not isinstance(values, (list, tuple)):
-        raise RolloutRefused("wrong_type", f"the nodes of the {where} are a {type(values).__name__}, expected a list")
-    if len(values) > limits.steps:
-        raise RolloutRefused("oversize", f"the {where} has {len(values):,} nodes, at most {limits.steps:,} are taken")
+    values = sequence(required(trace, "nodes", where), f"the nodes of the {where}", limits.steps)
     nodes = [_Node(value, at, limits) for at, value in enumerate(values)]
     ends_of_calls = {c.get("node"): c.get("finish_reason") == "length" for c in _calls(trace)}
     extended: set[int] = set()

@@ -110,11 +110,6 @@ class Filtered:
     counts: dict[str, int]
     """Detections by filter."""
 
-    @property
-    def all_filtered(self) -> bool:
-        """Whether no rollout sends samples; the caller then requests the step again, a bounded number of times."""
-        return not any(self.sends)
-
 
 def apply_filters(filters: Sequence[Filter], rollouts: Sequence[Rollout], advantages: Sequence[float]) -> Filtered:
     """Apply the filters to every rollout."""

@@ -73,6 +73,10 @@ class Request:
     """-1 where membership is by completion and no step has it yet."""
     policy_version: int
 
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.task, self.member, self.attempt
+
 
 @dataclass(slots=True)
 class GroupCounts:
@@ -100,7 +104,7 @@ class _Group:
     task: int
     step: int
     policy_version: int
-    attempts: list[int] = field(default_factory=list)
+    attempts: list[int]
     waiting: set[Request] = field(default_factory=set)
     arrived: dict[int, Any] = field(default_factory=dict)
     closed: bool = False
@@ -187,7 +191,7 @@ class GroupBook:
 
     def recorded_failure(self, request: Request) -> str | None:
         """The reason why a request failed in the run that is resumed; None if it did not fail."""
-        return self._failures.get((request.task, request.member, request.attempt))
+        return self._failures.get(request.key)
 
     @property
     def open_tasks(self) -> tuple[int, ...]:
@@ -209,9 +213,7 @@ class GroupBook:
         self._opened += 1
         step = task // self.groups_per_step
         version = max(0, step - self.lag) if policy_version is None else policy_version
-        group = _Group(
-            policy, task, step if self.membership == "index" else -1, version, attempts=[0] * policy.group_size
-        )
+        group = _Group(policy, task, step if self.membership == "index" else -1, version, [0] * policy.group_size)
         self._groups[task] = group
         if self.membership == "completion":
             self._journal({"fact": "opened", "task": task, "env": env_name, "policy_version": version})
@@ -247,7 +249,7 @@ class GroupBook:
         if group is None or request not in group.waiting:
             return []
         group.waiting.remove(request)
-        self._journal_failure(group, request, reason)
+        self._journal_failure(request, reason)
         policy = group.policy
         may_refill = policy.failure == "refill" and request.attempt - group.first_attempt < policy.max_refills
         if policy.scoring == "group":
@@ -281,25 +283,24 @@ class GroupBook:
     def _end(self, group: _Group, reason: str) -> int:
         ended = self._abandon(group, reason)
         if ended and (group.policy.scoring == "group" or group.policy.failure == "drop"):
-            ended += self._abandon(group, "group_dropped")
             self._drop(group)
         else:
             self._close_if_done(group)
         return ended
 
     def _abandon(self, group: _Group, reason: str) -> int:
-        ended = sorted(group.waiting, key=lambda r: (r.member, r.attempt))
+        ended = sorted(group.waiting, key=lambda r: r.key)
         group.waiting.clear()
         for request in ended:
-            self._journal_failure(group, request, reason)
+            self._journal_failure(request, reason)
         return len(ended)
 
-    def _journal_failure(self, group: _Group, request: Request, reason: str) -> None:
+    def _journal_failure(self, request: Request, reason: str) -> None:
         self.counts.failed[reason] += 1
         self._journal(
             {
-                "fact": "failed", "task": request.task, "member": request.member, "attempt": request.attempt, "step": group.step,
-                "reason": reason, "env": group.policy.env_name,
+                "fact": "failed", "task": request.task, "member": request.member, "attempt": request.attempt, "step": request.step,
+                "reason": reason, "env": request.env_name,
             }
         )  # fmt: skip
 
@@ -373,10 +374,8 @@ class GroupBook:
         requests: list[Request] = []
         for task, old in self._last.items():
             attempt, size = max(old.attempts) + 1, old.policy.group_size
-            group = _Group(
-                old.policy, task, self._next_step, old.policy_version, attempts=[attempt] * size, first_attempt=attempt
-            )
-            self._groups[task] = group
+            group = self._groups[task] = _Group(old.policy, task, self._next_step, old.policy_version, [attempt] * size)
+            group.first_attempt = attempt
             requests += self._ask(group, range(size))
         self._last = {}
         return requests

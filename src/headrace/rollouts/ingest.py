@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.errors import ConfigError, RolloutRefused
+from headrace.errors import RolloutRefused
 from headrace.rollouts.checks import (
     Limits,
     error_chain,
@@ -26,6 +26,7 @@ from headrace.rollouts.checks import (
     plain_values,
     required,
     sampling_from,
+    sequence,
     timing_from,
     version_spans_from,
 )
@@ -83,10 +84,8 @@ def step_from_reply(
         logprobs = _reply_logprobs(said)
         column = ids_column(ids, "token_ids", limits.tokens)
         spans = version_spans_from(said.get("weight_versions"), np.arange(len(column)), "the choice", limits)
-        tokens = StepTokens(
-            prompt_ids=asked, prompt_mask=np.zeros(len(asked), np.uint8), completion_ids=column,
-            completion_mask=np.ones(len(column), np.uint8),
-            completion_logprobs=logprobs_column(logprobs, "logprobs", limits.tokens),
+        tokens = StepTokens.answered(
+            asked, column, logprobs_column(logprobs, "logprobs", limits.tokens),
             routed_experts=experts_from(said.get("routed_experts")), version_spans=spans,
         )  # fmt: skip
     return Step(
@@ -159,27 +158,18 @@ def rollout_from_verifiers(
     if name is None:
         raise RolloutRefused("missing_field", f"{where} has neither 'env_name' nor 'task'")
     own_draw = output.get("draw")
-    trajectory = required(output, "trajectory", where)
-    if not isinstance(trajectory, (list, tuple)):
-        raise RolloutRefused("wrong_type", f"the trajectory of the {where} is a {type(trajectory).__name__}")
-    if len(trajectory) > limits.steps:
-        raise RolloutRefused(
-            "oversize", f"the {where} has {len(trajectory):,} turns, at most {limits.steps:,} are taken"
-        )
+    trajectory = sequence(required(output, "trajectory", where), f"the turns of the {where}", limits.steps)
     extra = {k: v for k, v in output.items() if k not in _KNOWN}
-    try:
-        return Rollout(
-            example_id=example, env_name=plain_values(name, "env_name", limits), reward=number(required(output, "reward", where), "reward"),
-            trajectory=tuple(_verifiers_step(s, i, limits) for i, s in enumerate(trajectory)),
-            draw=draw if own_draw is None else int(number(own_draw, "draw")),
-            metrics={k: number(v, f"metric {k!r}") for k, v in mapping(output.get("metrics"), "metrics").items()},
-            error=error_chain(output.get("error"), limits), is_truncated=bool(output.get("is_truncated", False)),
-            stop_condition=plain_values(output.get("stop_condition"), "stop_condition", limits),
-            sampling_args=sampling_from(output.get("sampling_args"), limits), timing=timing_from(output.get("timing")),
-            state=plain_values(mapping(extra, "the state"), "the state", limits), policy_version=policy_version, run=run,
-        )  # fmt: skip
-    except ConfigError as error:
-        raise RolloutRefused("env_name", str(error)) from error
+    return Rollout(
+        example_id=example, env_name=plain_values(name, "env_name", limits), reward=number(required(output, "reward", where), "reward"),
+        trajectory=tuple(_verifiers_step(s, i, limits) for i, s in enumerate(trajectory)),
+        draw=draw if own_draw is None else int(number(own_draw, "draw")),
+        metrics={k: number(v, f"metric {k!r}") for k, v in mapping(output.get("metrics"), "metrics").items()},
+        error=error_chain(output.get("error"), limits), is_truncated=bool(output.get("is_truncated", False)),
+        stop_condition=plain_values(output.get("stop_condition"), "stop_condition", limits),
+        sampling_args=sampling_from(output.get("sampling_args"), limits), timing=timing_from(output.get("timing")),
+        state=plain_values(mapping(extra, "the state"), "the state", limits), policy_version=policy_version, run=run,
+    )  # fmt: skip
 
 
 def _verifiers_step(step: Any, number: int, limits: Limits) -> Step:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.errors import RolloutRefused
-from headrace.rollouts.records import ExpertRows, Rollout, StepTokens, TrainingSample
+from headrace.rollouts.records import ExpertRows, Rollout, StepTokens, TrainingSample, common_prefix
 
 
 @dataclass(slots=True)
@@ -39,6 +39,10 @@ class _Growing:
     @property
     def length(self) -> int:
         return self.turns[-1].length
+
+    @property
+    def ids(self) -> np.ndarray:
+        return np.concatenate([self.turns[-1].prompt_ids, self.turns[-1].completion_ids])
 
     def is_start_of(self, ids: np.ndarray) -> bool:
         last = self.turns[-1]
@@ -91,25 +95,16 @@ def interleave_rollout(rollout: Rollout, *, advantage: float = 0.0) -> list[Trai
             if (best is None or sample.length > best.length) and sample.is_start_of(tokens.prompt_ids):
                 best = sample
         if best is None:
-            best = _Growing(split_at=_first_difference(growing[-1].turns[-1], tokens) if growing else None)
+            best = _Growing(split_at=common_prefix(growing[-1].ids, tokens.prompt_ids) if growing else None)
             growing.append(best)
         best.add(tokens, number, where)
     kind = next(iter(kinds), None)
     return [_finished(g, rollout, advantage, None if kind is None else g.experts(kind, where)) for g in growing]
 
 
-def _first_difference(before: StepTokens, tokens: StepTokens) -> int:
-    """The first token of a turn's context that differs from the sequence of the turn `before`; its length where it ends first."""
-    ids = np.concatenate([before.prompt_ids, before.completion_ids])
-    shared = min(len(ids), len(tokens.prompt_ids))
-    differs = np.flatnonzero(ids[:shared] != tokens.prompt_ids[:shared])
-    return int(differs[0]) if len(differs) else shared
-
-
 def _finished(sample: _Growing, rollout: Rollout, advantage: float, experts: ExpertRows | None) -> TrainingSample:
-    last, first = sample.turns[-1], sample.turns[0]
+    first = sample.turns[0]
     n, learnt = sample.length, rollout.error is None
-    ids = np.concatenate([last.prompt_ids, last.completion_ids])
     mask, logprobs = np.zeros(n, np.uint8), np.zeros(n, np.float32)
     if learnt:
         mask[: len(first.prompt_ids)] = first.prompt_mask
@@ -127,7 +122,7 @@ def _finished(sample: _Growing, rollout: Rollout, advantage: float, experts: Exp
                 columns[name][len(turn.prompt_ids) : turn.length] = turn.columns[name]
     multimodal = next((t.multimodal for t in reversed(sample.turns) if t.multimodal), None)
     return TrainingSample(
-        env_name=rollout.env_name, example_id=rollout.example_id, draw=rollout.draw, ids=ids, mask=mask, logprobs=logprobs,
+        env_name=rollout.env_name, example_id=rollout.example_id, draw=rollout.draw, ids=sample.ids, mask=mask, logprobs=logprobs,
         prompt_length=len(first.prompt_ids), reward=rollout.reward, advantage=advantage, temperature=rollout.temperature,
         policy_version=rollout.policy_version, run=rollout.run, mode=rollout.mode, multimodal=multimodal, experts=experts,
         columns=columns, split_at=sample.split_at,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,6 @@ class OpenAIEngine:
         self._open.set()
         self._idle.set()
         self._asking = 0
-        self.retried: Counter[str] = Counter()
-        """Requests that were tried again, by cause."""
 
     def _server(self, session: str, attempt: int) -> str:
         """The server of a session; the next one from the second try on."""
@@ -79,10 +76,8 @@ class OpenAIEngine:
                         )
                     return reply.json()
                 error: Exception = RuntimeError(f"{reply.status_code}: {reply.text[:200]}")
-                self.retried[f"status_{reply.status_code}"] += 1
             except (self._httpx.TransportError, ValueError) as failed:  # ValueError: a reply that was cut short
                 error = failed
-                self.retried[type(failed).__name__] += 1
             if asyncio.get_running_loop().time() >= until:
                 raise EngineDied(
                     f"the engine {url or ', '.join(self.urls)} did not answer for {self.patience:g} s, at {attempt + 1} tries ({type(error).__name__}: {error}): "
@@ -130,12 +125,9 @@ class OpenAIEngine:
             self._open.set()
 
     async def _take(self, url: str, version: int, folder: Path, tolerance: float) -> None:
+        """Let a server load a version, and compare its log-probs of the probe with the trainer's."""
         body = {"method": "load_weights_from_folder", "args": [str(folder.resolve())]}
         await self._post("/collective_rpc", body, url=url.removesuffix("/v1"))
-        await self.prove(url, version, folder, tolerance)
-
-    async def prove(self, url: str, version: int, folder: Path, tolerance: float) -> None:
-        """Compare a server's log-probs of the probe with the trainer's."""
         ids, expected = read_probe(folder)
         body = {"model": self.model, "prompt": ids.tolist(), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         reply = await self._post("/completions", body, url=url)

@@ -4,8 +4,7 @@ First fit decreasing into `seq_len` tokens. Samples of different runs or modes n
 Each class of run and mode is filled up to a multiple of the ranks with dummies, whose masks are 0, and dealt to the ranks in turn. So every rank takes
 the same number of micro batches, of the same class at the same time, and no collective waits for a rank without work.
 
-Packing copies no tokens. The first bin with room is found in a tree that holds the largest room below each node: 2,048 samples in 508 bins take 16 ms, a scan
-of the bins took 52.
+Packing copies no tokens.
 """
 
 from __future__ import annotations
@@ -49,28 +48,15 @@ class Packed:
 
 
 def first_fit_decreasing(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Bins of indices: longest first, each into the first bin with room. Equal lengths keep their order."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    width = 1
-    while width < max(1, len(lengths)):
-        width *= 2
-    tree = [room] * (2 * width)
+    """Bins of indices: longest first, each into the first bin with room. Equal lengths keep their order; none is above `room`."""
+    left = np.full(len(lengths), room)
     bins: list[list[int]] = []
-    for item in order:
-        size = lengths[item]
-        if size > room:
-            raise ValueError(f"item {item} has length {size}, a bin holds {room}")
-        node = 1
-        while node < width:
-            node *= 2
-            node += tree[node] < size
-        if node - width == len(bins):
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = int(np.argmax(left[: len(bins) + 1] >= lengths[item]))
+        if at == len(bins):
             bins.append([])
-        bins[node - width].append(item)
-        tree[node] -= size
-        while node > 1:
-            node //= 2
-            tree[node] = max(tree[2 * node], tree[2 * node + 1])
+        bins[at].append(item)
+        left[at] -= lengths[item]
     return bins
 
 

@@ -37,12 +37,13 @@ from typing import Any, Self
 
 import msgspec
 
-from headrace.errors import ConfigError, RolloutRefused, StorageError, TokenizerError
+from headrace.errors import ConfigError, RolloutRefused, StorageError
 from headrace.metrics import EventLoopLagMonitor, Sink, Wait, phase
 from headrace.rollouts.advantages import AdvantageConfig, AdvantageFn, compute_advantages
 from headrace.rollouts.batch_files import BatchWriter, WrittenSample, batch_path
 from headrace.rollouts.checks import Limits
 from headrace.rollouts.filters import Filter, Filtered, apply_filters
+from headrace.rollouts.ingest import ENCODED
 from headrace.rollouts.loop_yield import LoopYield
 from headrace.rollouts.packing import pack_samples
 from headrace.rollouts.pretokenize import Render
@@ -97,8 +98,6 @@ class StepReport:
     """Samples in the batch."""
     tokens: int
     """Tokens of those samples."""
-    bulk_bytes: int
-    """Bytes of routed experts that were written."""
     refused: Mapping[str, int]
     """Rollouts that could not become samples, by cause."""
     truncated: int
@@ -178,7 +177,7 @@ class RolloutPipeline:
         self._sinks = tuple(sinks)
         self._limits, self._deadline = limits or Limits(), deadline
         self._steps: dict[int, _OpenStep] = {}
-        self._finished = first_step - 1
+        self._first_step = first_step
         self._ended: set[int] = set()
         self.late = 0
         """Rollouts that came after their step had ended."""
@@ -254,9 +253,9 @@ class RolloutPipeline:
     ) -> str | None:
         """`arrive`, and wait until the rollout is samples: None, or the cause it was refused under ("late" if its step had ended). `until`: when its step
         ends (monotonic); a worker process gets no more time than that."""
-        if isinstance(raw, Rollout) and _is_small(raw):
+        if isinstance(raw, Rollout) and _is_small(raw):  # two thread switches would cost more than its work
             state = self._open_step(step, key)
-            return "late" if state is None else self._process_small(state, key, raw)
+            return "late" if state is None else self._process(state, key, [raw], {}, until)
         future = self._arrived(raw, step, key, policy_version, about, until)
         return "late" if future is None else await asyncio.shield(future)
 
@@ -266,12 +265,11 @@ class RolloutPipeline:
         """Make samples of a rollout whose step is not known yet, for `add`; or the cause it was refused under. Arguments as of `settle`."""
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                self._askers or self._worker, self._samples, [raw], {"policy_version": policy_version, **about}, until
+                self._executor(raw), self._samples, [raw], {"policy_version": policy_version, **about}, until
             )
-        except (RolloutRefused, TokenizerError) as error:
-            cause = error.cause if isinstance(error, RolloutRefused) else "tokenizer"
-            self._refused[cause] += 1
-            return cause
+        except RolloutRefused as error:
+            self._refused[error.cause] += 1
+            return error.cause
 
     async def add(self, step: int, prepared: Sequence[tuple[Key, Processed]]) -> None:
         """Write prepared rollouts into a step."""
@@ -279,16 +277,6 @@ class RolloutPipeline:
         for state, (key, made) in zip(states, prepared, strict=True):
             if state is not None:
                 await asyncio.get_running_loop().run_in_executor(self._worker, self._write, state, key, made)
-
-    def _process_small(self, state: _OpenStep, key: Key, rollout: Rollout) -> str | None:
-        """A checked rollout of a few tokens, here and now: two thread switches would cost more than its work. The cause it was refused under, if it was."""
-        try:
-            with state.phases.measure("process_rollout"):
-                made = process_rollout(rollout, {}, seq_len=self.seq_len, limits=self._limits, render=self._render)
-                self._write(state, key, made)
-        except (RolloutRefused, TokenizerError) as error:
-            return self._refuse(state, key, error)
-        return None
 
     def _arrived(
         self, raw: Any, step: int, key: Key, policy_version: int, about: dict[str, Any], until: float = math.inf
@@ -299,17 +287,21 @@ class RolloutPipeline:
             return None
         # In a list, which is emptied: an executor keeps what it was called with until the call is over.
         future = asyncio.get_running_loop().run_in_executor(
-            self._askers or self._worker, self._process, state, key, [raw], about, until
+            self._executor(raw), self._process_in_thread, state, key, [raw], about, until
         )
         state.pending[future] = key
         future.add_done_callback(functools.partial(_settled, state))
         return future
 
+    def _executor(self, raw: Any) -> ThreadPoolExecutor | None:
+        """Where a rollout is processed: a process if there are some and it is encoded, else the worker thread."""
+        return self._askers if self._askers is not None and isinstance(raw, ENCODED) else self._worker
+
     def _open_step(self, step: int, key: Key) -> _OpenStep | None:
         """The state of a step that a rollout arrived for; None, and a late rollout more, if the step has ended."""
         if self._worker is None:
             raise RuntimeError("the pipeline is not open; use it as `async with`")
-        if step in self._ended or step <= self._finished:
+        if self._has_ended(step):
             self.late += 1
             return None
         state = self._steps.get(step)
@@ -320,30 +312,35 @@ class RolloutPipeline:
         state.keys.add(key)
         return state
 
-    def _process(self, state: _OpenStep, key: Key, box: list[Any], about: dict[str, Any], until: float) -> str | None:
-        """One rollout, in a thread: checked, made samples, written. The cause it was refused under, if it was."""
-        cause = None
-        try:
-            if not state.ended:
-                with state.phases.measure("process_rollout"):
-                    made = self._samples(box, about, until, state.phases)
-                with state.phases.measure("write_experts"):
-                    self._write(state, key, made)
-                del made  # freed before the loop runs
-        except (RolloutRefused, TokenizerError) as error:
-            if not state.ended:
-                cause = self._refuse(state, key, error)
+    def _process_in_thread(self, state: _OpenStep, *rollout: Any) -> str | None:
+        cause = None if state.ended else self._process(state, *rollout)
         self._pause()
         return "late" if state.ended else cause
+
+    def _process(self, state: _OpenStep, key: Key, box: list[Any], about: dict[str, Any], until: float) -> str | None:
+        """Check one rollout, make samples of it and write them. The cause it was refused under, if it was."""
+        try:
+            with state.phases.measure("process_rollout"):
+                made = self._samples(box, about, until, state.phases)
+            with state.phases.measure("write_experts"):
+                self._write(state, key, made)
+        except RolloutRefused as error:
+            with state.lock:
+                if not state.ended:
+                    state.refused[error.cause] += 1
+            _log.warning("step %d: rollout %s was refused: %s", state.writer.step, key, error)
+            return error.cause
+        return None
 
     def _samples(
         self, box: list[Any], about: dict[str, Any], until: float, phases: StepPhases | None = None
     ) -> Processed:
         """Samples of one rollout, in a thread. The rollout comes in a list, which is emptied."""
-        if self.processes is not None:
-            return self.processes.process(box.pop(), about, until=until)
+        raw = box.pop()
+        if self.processes is not None and isinstance(raw, ENCODED):
+            return self.processes.process(raw, about, until=until)
         return process_rollout(
-            box.pop(), about, seq_len=self.seq_len, limits=self._limits, render=self._render,
+            raw, about, seq_len=self.seq_len, limits=self._limits, render=self._render,
             measure=None if phases is None else phases.measure, pause=self._pause,
         )  # fmt: skip
 
@@ -353,13 +350,6 @@ class RolloutPipeline:
                 state.done[key] = (made.rollout, state.writer.add(made.samples))
                 state.truncated += made.truncated
 
-    def _refuse(self, state: _OpenStep, key: Key, error: RolloutRefused | TokenizerError) -> str:
-        cause = error.cause if isinstance(error, RolloutRefused) else "tokenizer"
-        with state.lock:
-            state.refused[cause] += 1
-        _log.warning("step %d: rollout %s was refused: %s", state.writer.step, key, error)
-        return cause
-
     # ------------------------------------------------------------------------------------------ end of a step
 
     async def finish(self, step: int, *, policy_version: int = 0, only: Collection[Key] | None = None) -> StepReport:
@@ -368,9 +358,9 @@ class RolloutPipeline:
         worker = self._worker
         if worker is None:
             raise RuntimeError("the pipeline is not open; use it as `async with`")
-        if step in self._ended or step <= self._finished:
+        if self._has_ended(step):
             raise ConfigError(f"step {step} has been finished already")
-        self._end(step)
+        self._ended.add(step)
         state = self._steps.pop(step, None) or _OpenStep(BatchWriter(self.folder, step=step))
         loop = asyncio.get_running_loop()
         try:
@@ -379,9 +369,7 @@ class RolloutPipeline:
             self.late += len(state.pending)
             state.refused.update(self._refused)
             self._refused.clear()
-            report = await loop.run_in_executor(
-                worker, self._finish, state, step, policy_version, only, self._lag.drain()
-            )
+            report = await loop.run_in_executor(worker, self._finish, state, policy_version, only, self._lag.drain())
         finally:
             await loop.run_in_executor(worker, state.writer.close)
         _log.info("%s", report.phases.line(step))
@@ -389,23 +377,17 @@ class RolloutPipeline:
 
     def reopen(self, step: int) -> None:
         """Let a step that was finished without a batch begin anew."""
-        if batch_path(self.folder, step).exists() or (step not in self._ended and step > self._finished):
+        if step not in self._ended or batch_path(self.folder, step).exists():
             raise ConfigError(f"step {step} cannot begin anew: it is open, or its batch is published")
-        self._ended.update(range(step + 1, self._finished + 1))
-        self._ended.discard(step)
-        self._finished = min(self._finished, step - 1)
+        self._ended.remove(step)
 
     async def settled(self, step: int) -> None:
         """Wait until everything that has arrived for a step is processed; `finish` does so too."""
         if (state := self._steps.get(step)) is not None:
             await self._drained(state)
 
-    def _end(self, step: int) -> None:
-        # Steps mostly end in order: then one number says it, and the set of the others stays empty over a run of any length.
-        self._ended.add(step)
-        while self._finished + 1 in self._ended:
-            self._finished += 1
-            self._ended.remove(self._finished)
+    def _has_ended(self, step: int) -> bool:
+        return step < self._first_step or step in self._ended
 
     async def _drained(self, state: _OpenStep, only: Collection[Key] | None = None) -> None:
         # An error that no single rollout caused is raised, whichever request met it.
@@ -421,11 +403,11 @@ class RolloutPipeline:
             future.result()
 
     def _finish(
-        self, state: _OpenStep, step: int, policy_version: int, only: Collection[Key] | None, lag: dict[str, float]
+        self, state: _OpenStep, policy_version: int, only: Collection[Key] | None, lag: dict[str, float]
     ) -> StepReport:
         """The end of a step, in the worker thread."""
         try:
-            return self._reported(state, step, policy_version, only, lag)
+            return self._reported(state, policy_version, only, lag)
         finally:
             # Freed one by one: the 60,000 objects of 256 rollouts of 30 turns would keep the GIL for 60 ms.
             while state.done:
@@ -433,8 +415,9 @@ class RolloutPipeline:
                 self._pause()
 
     def _reported(
-        self, state: _OpenStep, step: int, policy_version: int, only: Collection[Key] | None, lag: dict[str, float]
+        self, state: _OpenStep, policy_version: int, only: Collection[Key] | None, lag: dict[str, float]
     ) -> StepReport:
+        step = state.writer.step
         with state.lock:  # a writer has seen that the step has ended, or is done before this
             for key in [k for k in state.done if only is not None and k not in only]:
                 del state.done[key]
@@ -482,7 +465,7 @@ class RolloutPipeline:
                 sink.write({"step": step, "policy_version": policy_version, **metrics})
         return StepReport(
             step=step, policy_version=policy_version, path=path, rollouts=len(rollouts), samples=len(slots), tokens=sum(len(s.sample) for s in slots),
-            bulk_bytes=state.writer.bulk_bytes, refused=dict(state.refused), truncated=state.truncated, filtered=filtered,
+            refused=dict(state.refused), truncated=state.truncated, filtered=filtered,
             advantages=tuple(advantages), metrics=metrics, phases=state.phases,
         )  # fmt: skip
 

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.errors import RolloutRefused, TokenizerError
-from headrace.rollouts.records import Rollout, Step, StepTokens
+from headrace.errors import RolloutRefused
+from headrace.rollouts.records import Rollout, Step, StepTokens, common_prefix
 
 Render = Callable[[Sequence[Any], bool], Sequence[int]]
 """Converts messages to ids; the second argument says whether the generation prompt follows."""
@@ -46,16 +46,12 @@ def _tokens(step: Step, number: int, rollout: Rollout, render: Render) -> StepTo
         asked = np.asarray(render(prompt, True), np.int32)
         whole = np.asarray(render([*prompt, *completion], False), np.int32)
     except Exception as error:  # raised by the user's template or tokenizer
-        raise TokenizerError(
-            f"{where} could not be rendered: {type(error).__name__}: {error}. Mend the template, or let the engine return token ids"
+        raise RolloutRefused(
+            "tokenizer",
+            f"{where} could not be rendered: {type(error).__name__}: {error}. Mend the template, or let the engine return token ids",
         ) from error
-    shared = min(len(asked), len(whole))
-    differs = np.flatnonzero(asked[:shared] != whole[:shared])
-    cut = int(differs[0]) if len(differs) else shared
-    return StepTokens(
-        prompt_ids=whole[:cut], prompt_mask=np.zeros(cut, np.uint8), completion_ids=whole[cut:],
-        completion_mask=np.ones(len(whole) - cut, np.uint8), completion_logprobs=np.zeros(len(whole) - cut, np.float32),
-    )  # fmt: skip
+    cut = common_prefix(asked, whole)
+    return StepTokens.answered(whole[:cut], whole[cut:], np.zeros(len(whole) - cut, np.float32))
 
 
 def _messages(value: Any, role: str, where: str) -> list[Any]:

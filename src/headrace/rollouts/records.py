@@ -5,7 +5,7 @@
 
     TrainingSample      one token sequence with what to learn from it; experts stay a list of chunks until they are written
 
-A record checks itself when it is made, so code that holds one can rely on its lengths. Advantage, temperature and environment are one value a sample and positions
+A rollout and its parts check themselves when they are made, so code that holds one can rely on its lengths. Advantage, temperature and environment are one value a sample and positions
 are implied: a token costs 4 bytes of id, 4 of logprob and 1 of mask. Values by token (`TOKEN_COLUMNS`) are optional. Records that there are many of are hidden from the garbage collector (gc=False; they form no
 cycles): it would walk 15,000 of them a step on the event loop's time.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import binascii
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -49,7 +49,8 @@ class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fals
     Row r belongs to token `start + r` of the step's prompt and completion.
     """
 
-    data: bytes | bytearray | memoryview | str | np.ndarray
+    data: Any
+    """Bytes, a view, an array, or base64 text."""
     shape: tuple[int, int, int]
     start: int = 0
 
@@ -171,14 +172,22 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
                 f"a step has {self.length} tokens and routed experts up to token {routed.end}: they belong to another request",
             )
 
+    @classmethod
+    def answered(cls, prompt_ids: np.ndarray, completion_ids: np.ndarray, logprobs: np.ndarray, **more: Any) -> Self:
+        """A turn whose completion is learnt, and whose context is not."""
+        return cls(
+            prompt_ids=prompt_ids, prompt_mask=np.zeros(len(prompt_ids), np.uint8), completion_ids=completion_ids,
+            completion_mask=np.ones(len(completion_ids), np.uint8), completion_logprobs=logprobs, **more,
+        )  # fmt: skip
+
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
-    def slim(self, *, context: int | None = None) -> StepTokens:
-        """The turn without the contents of its context, its experts and its images. The context keeps its length (or has the length `context`): zeros with a
-        stride of 0, which take no memory."""
-        n = len(self.prompt_ids) if context is None else context
+    def slim(self) -> StepTokens:
+        """The turn without the contents of its context, its experts and its images. The context keeps its length: zeros with a stride of 0, which take no
+        memory."""
+        n = len(self.prompt_ids)
         ids, mask = np.ndarray(n, np.int32, bytes(4), strides=(0,)), np.ndarray(n, np.uint8, bytes(1), strides=(0,))
         return msgspec.structs.replace(
             self, prompt_ids=ids, prompt_mask=mask, routed_experts=None, multimodal=None, columns={}
@@ -228,7 +237,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """For each sample after the first, the token at which its context first differs from the sample before it."""
 
     def __post_init__(self) -> None:
-        check_env_name(self.env_name)
+        try:
+            check_env_name(self.env_name)
+        except ConfigError as error:
+            raise RolloutRefused("env_name", str(error)) from error
         if not np.isfinite(self.reward):
             raise RolloutRefused(
                 "not_finite", f"rollout of example {self.example_id!r} in {self.env_name} has reward {self.reward}"
@@ -264,18 +276,10 @@ class ExpertRows(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
 
     chunks: tuple[np.ndarray, ...]
 
-    def __post_init__(self) -> None:
-        if not self.chunks or any(c.dtype != np.uint8 or c.shape[1:] != self.chunks[0].shape[1:] for c in self.chunks):
-            raise TypeError("chunks must be uint8 [rows, layers, topk] of one layers and topk")
-
     @property
     def shape(self) -> tuple[int, int, int]:
         layers, topk = self.chunks[0].shape[1:]
         return sum(len(c) for c in self.chunks), layers, topk
-
-    @property
-    def nbytes(self) -> int:
-        return sum(c.nbytes for c in self.chunks)
 
     def joined(self) -> np.ndarray:
         """All rows in one array: a copy."""
@@ -318,17 +322,6 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fal
     split_at: int | None = None
     """The token at which its first context differs from the rollout's sample before it; None for the first sample of a rollout."""
 
-    def __post_init__(self) -> None:
-        n = len(self.ids)
-        if len(self.mask) != n or len(self.logprobs) != n or not 0 <= self.prompt_length <= n:
-            raise TypeError(
-                f"a sample of {n} ids has {len(self.mask)} masks, {len(self.logprobs)} logprobs, a prompt of {self.prompt_length}"
-            )
-        if self.experts is not None and self.experts.shape[0] != n:
-            raise TypeError(f"a sample of {n} tokens has experts for {self.experts.shape[0]}")
-        if any(len(column) != n for column in self.columns.values()):
-            raise TypeError(f"a sample of {n} tokens has columns of { ({k: len(c) for k, c in self.columns.items()}) }")
-
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -341,6 +334,13 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fal
             prompt_length=min(self.prompt_length, length), experts=None if self.experts is None else self.experts.first(length),
             columns={name: column[:length] for name, column in self.columns.items()},
         )  # fmt: skip
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens two sequences begin with alike."""
+    shared = min(len(a), len(b))
+    differs = np.flatnonzero(a[:shared] != b[:shared])
+    return int(differs[0]) if len(differs) else shared
 
 
 def rollouts_by_group(rollouts: Sequence[Rollout]) -> dict[Group, list[int]]:

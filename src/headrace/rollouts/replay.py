@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -41,7 +41,7 @@ from headrace.rollouts import (
     rollout_metrics,
     save_rollouts,
 )
-from headrace.rollouts.dumps import read_dump, read_encoded
+from headrace.rollouts.dumps import read_dump
 from headrace.rollouts.loop_yield import LoopYield
 from headrace.rollouts.pipeline import collected_samples
 from headrace.rollouts.wire import encode_rollout
@@ -49,6 +49,9 @@ from headrace.rollouts.wire import encode_rollout
 _log = logging.getLogger("headrace.rollouts")
 Form = Literal["binary", "lists", "msgpack", "json"]
 """How rollouts arrive: in msgpack with binary columns, as dicts of lists, or as lists in msgpack or JSON text."""
+_FORMS: dict[Form, Callable[[Any], Any]] = {
+    "binary": encode_rollout, "lists": lambda rollout: rollout, "msgpack": msgspec.msgpack.encode, "json": msgspec.json.encode
+}  # fmt: skip
 _LOOK = 0.001
 """Seconds between two looks at the loop."""
 
@@ -145,14 +148,9 @@ def replay_phase(
 def _prepared(dump: Path, traffic: int, folder: Path | None, form: Form) -> Generator[tuple[list[Any], Path]]:
     if traffic < 0:
         raise ConfigError(f"synthetic_traffic is {traffic}, expected 0 or more background tasks")
-    if form == "lists":
-        rollouts: list[Any] = list(read_dump(dump))
-    elif form == "msgpack":
-        rollouts = [bytes(raw) for raw in read_encoded(dump)]
-    elif form in ("binary", "json"):
-        rollouts = [encode_rollout(r) if form == "binary" else msgspec.json.encode(r) for r in read_dump(dump)]
-    else:
-        raise ConfigError(f"form is {form!r}, expected one of {', '.join(get_args(Form))}")
+    if form not in _FORMS:
+        raise ConfigError(f"form is {form!r}, expected one of {', '.join(_FORMS)}")
+    rollouts = [_FORMS[form](rollout) for rollout in read_dump(dump)]
     # The whole step is in memory here, unlike where it arrives: without the freeze the garbage collector would walk its lists again and again.
     gc.collect()
     gc.freeze()

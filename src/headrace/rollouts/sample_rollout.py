@@ -38,7 +38,7 @@ def process_rollout(
     raw: Any, about: Mapping[str, Any], *, seq_len: int, limits: Limits, render: Render | None = None,
     measure: Callable[[str], AbstractContextManager[None]] | None = None, pause: LoopYield | None = None,
 ) -> Processed:  # fmt: skip
-    """Check a rollout and make samples of it, in the calling thread. Raises RolloutRefused, or TokenizerError from `render`.
+    """Check a rollout and make samples of it, in the calling thread. Raises RolloutRefused.
 
     Args:
         raw: a record, JSON text, msgpack or a Rollout.

@@ -21,7 +21,6 @@ from headrace.rollouts.records import Rollout, Step
 
 ALWAYS_SAVED = ("trajectory", "sampling_args")
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-_WRITE_BYTES = 1 << 20
 
 
 def saved_columns(state_columns: Sequence[str]) -> tuple[str, ...]:
@@ -43,29 +42,19 @@ def save_rollouts(
         tokens: save ids, masks and log-probs too.
         durable: sync the file.
     """
-    written, path = 0, Path(path)
+    path = Path(path)
 
-    def parts() -> Iterator[bytes]:
-        nonlocal written
-        gathered: list[bytes] = []
-        size = 0
+    def lines() -> Iterator[bytes]:
         for rollout, advantage in zip(
             rollouts, itertools.repeat(None) if advantages is None else advantages, strict=advantages is not None
         ):
-            columns = saved_columns((state_columns or {}).get(rollout.env_name, ()))
-            for piece in _line(rollout, advantage, columns, tokens):
-                gathered.append(piece)
-                size += len(piece)
-                if size >= _WRITE_BYTES:
-                    written += size
-                    yield b"".join(gathered)
-                    gathered, size = [], 0
-        written += size
-        yield b"".join(gathered)
+            yield b"".join(
+                _line(rollout, advantage, saved_columns((state_columns or {}).get(rollout.env_name, ())), tokens)
+            )
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    publish(path, parts(), replace=True, durable=durable)
-    return written
+    publish(path, lines(), replace=True, durable=durable)
+    return path.stat().st_size
 
 
 def _line(rollout: Rollout, advantage: float | None, columns: Sequence[str], tokens: bool) -> Iterator[bytes]:

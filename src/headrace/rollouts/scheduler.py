@@ -46,10 +46,6 @@ _SLICE = 0.0005
 """Seconds of opening groups or starting environments before the loop runs something else."""
 
 
-def _key(request: Request) -> tuple[int, int, int]:
-    return request.task, request.member, request.attempt
-
-
 class RolloutScheduler:
     """Drives environments, groups, pipeline and sender on one event loop."""
 
@@ -90,20 +86,13 @@ class RolloutScheduler:
         """Requests that have no asyncio task yet."""
         self._pump: asyncio.Task[None] | None = None
         self._running: dict[Request, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._begun: dict[int, float] = {}
         self._by_index = book.membership == "index"
         self._last_step = 0
-        self._broken: StorageError | EngineDied | None = None
-        """The error that ends the run."""
-        self.empty_steps = 0
-        """Steps that were sent without a batch."""
+        self._broken: BaseException | None = None
+        """The error that ends the run: a full disk or a dead engine is not the fault of an environment."""
 
     # -------------------------------------------------------------------------------------------- policy
-
-    @property
-    def policy_version(self) -> int:
-        return self._version
 
     def policy_is(self, version: int) -> None:
         """Tell the scheduler that the engines sample with this version of the policy from now on."""
@@ -140,10 +129,11 @@ class RolloutScheduler:
         finally:
             self._last_step = 0
             self._queue.clear()
-            for task in self._tasks:
+            tasks = [*self._running.values(), *((self._pump,) if self._pump is not None else ())]
+            for task in tasks:
                 task.cancel()
-            if self._tasks:
-                _, stubborn = await asyncio.wait(self._tasks, timeout=_GRACE)
+            if tasks:
+                _, stubborn = await asyncio.wait(tasks, timeout=_GRACE)
                 if stubborn:
                     _log.warning("%d environments did not stop within %g s and are left behind", len(stubborn), _GRACE)
 
@@ -154,12 +144,13 @@ class RolloutScheduler:
             "rollouts.policy", deadline=self._policy_deadline, remedy="the trainer publishes no weights; is it alive?"
         ) as wait:
             while self._version < version:
-                await self._until_changed(wait)
+                await self._until_changed(wait.remaining())
+                wait.check()
 
-    async def _until_changed(self, wait: Wait) -> None:
+    async def _until_changed(self, seconds: float) -> None:
+        """Wait until something has changed, for at most a second."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), min(1.0, max(wait.remaining(), 0.001)))
-        wait.check()
+            await asyncio.wait_for(self._changed.wait(), min(1.0, max(seconds, 0.001)))
 
     async def _open(self, step: int) -> None:
         """Open the groups of a step, a slice at a time: the loop runs in between."""
@@ -189,8 +180,6 @@ class RolloutScheduler:
         self._queue.extend(requests)
         if self._queue and (self._pump is None or self._pump.done()):
             self._pump = asyncio.get_running_loop().create_task(self._start_queued(), name="rollouts-start")
-            self._tasks.add(self._pump)
-            self._pump.add_done_callback(self._tasks.discard)
 
     async def _start_queued(self) -> None:
         """Start a task for every queued request, in order, as the limit allows and a slice at a time."""
@@ -206,20 +195,11 @@ class RolloutScheduler:
                 self._limit.release()
                 continue
             name = f"rollout-{request.task}-{request.member}-{request.attempt}"
-            task = self._running[request] = loop.create_task(self._one(request), name=name)
-            self._tasks.add(task)
+            task = self._running[request] = loop.create_task(self._play(request), name=name)
             task.add_done_callback(functools.partial(self._ended, request))
             if loop.time() > until:
                 await asyncio.sleep(0)
                 until = loop.time() + _SLICE
-
-    async def _one(self, request: Request) -> None:
-        """Play one request to its end. A full disk or a dead engine is not the environment's fault: it ends the run."""
-        try:
-            await self._play(request)
-        except (StorageError, EngineDied) as error:
-            self._broken = error
-            self._wake()
 
     async def _play(self, request: Request) -> None:
         """Play a request: its rollout arrives, or the request fails for a reason. The caller has acquired the limit; it is released when the environment has answered."""
@@ -233,43 +213,39 @@ class RolloutScheduler:
                     raw = await self._environments[request.env_name](request)
             finally:
                 self._limit.release()
-            made, cause = await self._made(request, raw)
-            reason = None if cause is None else f"refused_{cause}"
-            told: object = cause
+            made = await self._made(request, raw)
         except (StorageError, EngineDied):
             raise
         except Exception as error:  # raised by the environment: one rollout has failed
-            reason, told = type(error).__name__, error
+            reason, told = type(error).__name__, str(error)
             if isinstance(error, RolloutRefused):
                 reason = f"refused_{error.cause}"
             elif isinstance(error, EnvironmentFailed):
                 reason = error.cause
-            # An environment may also raise a TimeoutError of its own.
-            if isinstance(error, TimeoutError) and patience.expired():
+            elif isinstance(error, TimeoutError) and patience.expired():  # else a TimeoutError of the environment's own
                 reason, told = "timeout", f"no answer for {self._request_deadline:g} s"
-        if reason is None or reason == "refused_late":
-            if self.book.arrive(request, made):  # a late one is counted as such there
-                self._fill()
-                self._wake()
-        else:
-            self._failed(request, reason, told)
+            if reason != "refused_late":  # a late rollout is counted by the book
+                self._failed(request, reason, told)
+                return
+        if self.book.arrive(request, made):
+            self._fill()
+            self._wake()
 
-    async def _made(self, request: Request, raw: Any) -> tuple[Any, str | None]:
-        """Make samples of an answer. Returns the object that the book keeps, and the cause of a refusal or None."""
-        now = asyncio.get_running_loop().time()
-        begun = (
-            self._begun.get(request.step, math.inf) if self._by_index else min(self._begun.values(), default=math.inf)
-        )
-        about = {
-            "policy_version": request.policy_version,
-            "env_name": request.env_name,
-            "until": time.monotonic() + begun + self._deadline - now,
-        }
-        key = _key(request)
+    async def _made(self, request: Request, raw: Any) -> Any:
+        """Make samples of an answer. Returns the object that the book keeps; RolloutRefused if no samples could be made."""
+        begun = self._begun.get(request.step) if self._by_index else min(self._begun.values(), default=None)
+        left = math.inf if begun is None else begun + self._deadline - asyncio.get_running_loop().time()
+        about: dict[str, Any] = {
+            "policy_version": request.policy_version, "env_name": request.env_name, "until": time.monotonic() + left
+        }  # fmt: skip
         if self._by_index:
-            return key, await self.pipeline.settle(raw, step=request.step, key=key, **about)
-        made = await self.pipeline.prepare(raw, **about)
-        return (None, made) if isinstance(made, str) else ((key, made), None)
+            kept, cause = request.key, await self.pipeline.settle(raw, step=request.step, key=request.key, **about)
+        else:
+            made = await self.pipeline.prepare(raw, **about)
+            kept, cause = (request.key, made), made if isinstance(made, str) else None
+        if cause is not None:
+            raise RolloutRefused(cause, cause)
+        return kept
 
     def _failed(self, request: Request, reason: str, told: object) -> None:
         seen = self.book.counts.failed[reason]
@@ -283,7 +259,9 @@ class RolloutScheduler:
 
     def _ended(self, request: Request, task: asyncio.Task[None]) -> None:
         del self._running[request]
-        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._broken = error
+            self._wake()
 
     def _stop_ended(self) -> None:
         """Cancel the environments of requests that ended at a deadline or for their age."""
@@ -323,7 +301,6 @@ class RolloutScheduler:
                 f"every rollout of step {step} failed, at {tries} tries ({reasons or 'none was asked for'}): look at the warnings before "
                 "this, mend the environments or the engine, and start again; steps that were sent are kept"
             )
-        self.empty_steps += report.all_filtered
         del self._begun[step]
         if self.sender is not None:
             await self.sender.send(report)
@@ -331,26 +308,21 @@ class RolloutScheduler:
 
     async def _complete(self, step: int) -> None:
         """Wait until every request of the step has ended; the step's deadline ends them."""
-        left = self._begun[step] + self._deadline - asyncio.get_running_loop().time()
-        first = self._oldest_open()
-        with Wait("rollouts.step") as wait:
-            until = asyncio.get_running_loop().time() + left
+        loop, until, first = asyncio.get_running_loop(), self._begun[step] + self._deadline, self._oldest_open()
+        with Wait("rollouts.step"):
             while not self.book.ready():
                 if self._broken is not None:
                     raise self._broken
                 if not self._by_index and self._is_hopeless(first):
                     break
-                remaining = until - asyncio.get_running_loop().time()
-                if remaining <= 0:
+                if (remaining := until - loop.time()) <= 0:
                     ended = self.book.expire(step)
                     _log.warning(
                         "step %d was ended at its deadline of %g s with %d requests out", step, self._deadline, ended
                     )
                     self._stop_ended()
                     break
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), min(1.0, remaining))
-                wait.check()
+                await self._until_changed(remaining)
 
     def _oldest_open(self) -> int:
         return min(self.book.open_tasks, default=self.book.next_task)

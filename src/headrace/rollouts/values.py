@@ -51,7 +51,6 @@ def _decoded(code: int, data: memoryview) -> Any:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)
-_DECODER = msgspec.msgpack.Decoder(ext_hook=_decoded)
 
 
 def encode_value(value: Any) -> bytes:
@@ -62,9 +61,9 @@ def encode_value(value: Any) -> bytes:
         raise ValueError(str(error)) from error
 
 
-def decode_value(raw: bytes | memoryview) -> Any:
-    """The value that `encode_value` was given. FileCorrupt if the bytes are not such a value."""
+def decode_value(raw: bytes | memoryview, type: Any = Any) -> Any:
+    """The value that `encode_value` was given, of this type. FileCorrupt if the bytes are not such a value."""
     try:
-        return _DECODER.decode(raw)
+        return msgspec.msgpack.decode(raw, type=type, ext_hook=_decoded)
     except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         raise FileCorrupt(f"an encoded value cannot be read: {error}") from error

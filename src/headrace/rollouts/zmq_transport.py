@@ -1,13 +1,12 @@
 """Transport of batches to a trainer on another machine over ZMQ: `ZmqSender` and `ZmqReceiver`.
 
     receiver  ── want 12 ──►  sender        none | have 12, sizes of its files | skip 12 | end 11
-              ── part 12 ──►                up to 4 MiB of one of the files; four parts are asked for ahead
+              ── part 12 ──►                up to 4 MiB of one of the files
               ── ack 12 ───►                acked 12: the sender deletes the batch once all ranks have acknowledged it
 
 The receiver asks for every part, so no message is dropped at a high-water mark (PUB drops silently), memory is bounded by
-four parts, and either end may be restarted: a question is repeated until it is answered. An answer to `want` is also the
-heartbeat: without one the receiver reports that the sender is gone. The parts are written as the same two files, the batch last,
-and read with the same checks as in a shared folder.
+one part, and either end may be restarted. An answer repeats its question. It is also the heartbeat: without one the receiver
+reports that the sender is gone. The parts are written as the same two files, the batch last, and read with the same checks as in a shared folder.
 
 The sender's socket belongs to a thread of its own; libzmq copies and sends without the GIL. Needs pyzmq (`headrace[rl]`).
 """
@@ -19,10 +18,9 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -34,28 +32,26 @@ from headrace.rollouts.pipeline import StepReport
 from headrace.rollouts.transport import POLL_SECONDS, TrainingBatchReceiver, TrainingBatchSender, unlink_batch
 
 _PART = 4 << 20
-_AHEAD = 4
 _MAX_QUESTION = 4096
 
 
 class _Question(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """A question of a receiver."""
 
-    verb: str
+    verb: Literal["want", "part", "ack"]
     rank: int
     ranks: int
     step: int
-    file: int = 0
-    offset: int = 0
+    file: Literal[0, 1] = 0
+    """0 for the batch, 1 for its sidecar."""
+    offset: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """The answer of a sender; the bytes of a part follow in a frame of their own."""
 
-    verb: str
-    step: int
-    file: int = 0
-    offset: int = 0
+    to: _Question
+    verb: Literal["none", "have", "skip", "end", "gone", "part", "acked", "refused"]
     sizes: tuple[int, int] = (0, 0)
     """Sizes of the batch and of its sidecar; 0 without a sidecar."""
     told: str = ""
@@ -102,9 +98,6 @@ class ZmqSender(TrainingBatchSender):
         self._linger = linger
         self._closing = False
         self._broken: BaseException | None = None
-        self.ignored: Counter[str] = Counter()
-        """Messages that are not valid questions, by reason."""
-        self._files: dict[tuple[int, int], int] = {}
         self._thread = threading.Thread(target=self._serve, name="headrace-rollouts-zmq", daemon=True)
         self._thread.start()
 
@@ -141,83 +134,49 @@ class ZmqSender(TrainingBatchSender):
             while not self._closing:
                 if self._socket.poll(50):
                     frames = self._socket.recv_multipart()
-                    answer = self._answer(frames[-1]) if len(frames) == 2 else None
-                    if answer is not None:
-                        with contextlib.suppress(zmq.ZMQError):  # the receiver is gone: it asks again when it is back
-                            self._socket.send_multipart([frames[0], *answer], copy=False)
+                    # What is no question gets no answer. A receiver that is gone asks again when it is back.
+                    with contextlib.suppress(msgspec.DecodeError, FileNotFoundError, zmq.ZMQError):
+                        asked = msgspec.msgpack.decode(frames[-1], type=_Question)
+                        answer, data = self._answer(asked)
+                        self._socket.send_multipart([frames[0], msgspec.msgpack.encode(answer), *data], copy=False)
         except BaseException as error:
             self._broken = error
         finally:
-            for fd in self._files.values():
-                os.close(fd)
-            self._files.clear()
             self._socket.close()
 
-    def _answer(self, raw: bytes) -> list[bytes] | None:
-        try:
-            asked = msgspec.msgpack.decode(raw, type=_Question)
-        except msgspec.DecodeError:
-            self.ignored["malformed"] += 1
-            return None
+    def _answer(self, asked: _Question) -> tuple[_Answer, list[bytes]]:
+        """The answer to a question, and the bytes of a part."""
         if asked.ranks != self._ranks or not 0 <= asked.rank < self._ranks:
-            self.ignored["ranks"] += 1
             told = f"batches are packed for {self._ranks} ranks, not {asked.ranks}"
-            return _packed(_Answer(verb="refused", step=asked.step, told=told))
-        if asked.verb == "want":
-            about = self._about(asked.step)
-            if about.verb == "end":
-                self._told_end.add(asked.rank)
-            return _packed(about)
+            return _Answer(to=asked, verb="refused", told=told), []
         if asked.verb == "ack":
             self._acknowledged(asked.rank, asked.step)
-            return _packed(_Answer(verb="acked", step=asked.step))
-        if asked.verb == "part":
-            return self._part(asked)
-        self.ignored["verb"] += 1
-        return None
-
-    def _about(self, step: int) -> _Answer:
+            return _Answer(to=asked, verb="acked"), []
         with self._lock:
-            known, path, end = step in self._have, self._have.get(step), self._end
+            known, path, end = asked.step in self._have, self._have.get(asked.step), self._end
         if not known:
-            gone = step <= self._sent
-            verb = "gone" if gone else "end" if end is not None else "none"
-            return _Answer(verb=verb, step=self._sent if verb == "end" else step)
+            if end is not None and asked.step > end:
+                self._told_end.add(asked.rank)
+                return _Answer(to=asked, verb="end"), []
+            return _Answer(to=asked, verb="gone" if asked.step <= self._sent else "none"), []
         if path is None:
-            return _Answer(verb="skip", step=step)
+            return _Answer(to=asked, verb="skip"), []
         side = sidecar_path(path)
-        return _Answer(verb="have", step=step, sizes=(path.stat().st_size, side.stat().st_size if side.exists() else 0))
-
-    def _part(self, asked: _Question) -> list[bytes] | None:
-        with self._lock:
-            path = self._have.get(asked.step)
-        if path is None or asked.file not in (0, 1) or not 0 <= asked.offset < 1 << 62:
-            self.ignored["part"] += 1
-            return None
-        fd = self._files.get((asked.step, asked.file))
-        if fd is None:
-            fd = open_regular(path if asked.file == 0 else sidecar_path(path))
-            self._files[asked.step, asked.file] = fd
-        data = os.pread(fd, _PART, asked.offset)
-        return [*_packed(_Answer(verb="part", step=asked.step, file=asked.file, offset=asked.offset)), data]
+        if asked.verb == "want":
+            sizes = path.stat().st_size, side.stat().st_size if side.exists() else 0
+            return _Answer(to=asked, verb="have", sizes=sizes), []
+        with open(open_regular(side if asked.file else path), "rb", buffering=0) as file:
+            return _Answer(to=asked, verb="part"), [os.pread(file.fileno(), _PART, asked.offset)]
 
     def _acknowledged(self, rank: int, step: int) -> None:
         with self._lock:
             if not self._needed[rank] <= step <= self._sent:
                 return
             self._needed[rank] = step + 1
-            gone = [s for s in self._have if s < min(self._needed)]
-            paths = {s: self._have.pop(s) for s in gone}
-        for old, path in paths.items():
-            for file in (0, 1):
-                if (fd := self._files.pop((old, file), None)) is not None:
-                    os.close(fd)
+            gone = [self._have.pop(s) for s in list(self._have) if s < min(self._needed)]
+        for path in gone:
             if path is not None:
                 unlink_batch(path)
-
-
-def _packed(answer: _Answer) -> list[bytes]:
-    return [msgspec.msgpack.encode(answer)]
 
 
 class ZmqReceiver(TrainingBatchReceiver):
@@ -246,15 +205,14 @@ class ZmqReceiver(TrainingBatchReceiver):
         self._socket.close()
         self._context.term()
 
-    def _ask(self, verb: str, step: int, file: int = 0, offset: int = 0) -> None:
+    def _asked(
+        self, verb: Literal["want", "part", "ack"], step: int, file: Literal[0, 1] = 0, offset: int = 0
+    ) -> tuple[_Answer, Any]:
+        """Ask, and wait for the answer and the bytes of its part. WorkerDied after a heartbeat without one."""
         question = _Question(verb=verb, rank=self.rank, ranks=self.ranks, step=step, file=file, offset=offset)
         self._socket.send(msgspec.msgpack.encode(question))
-
-    def _hear(self, until: float) -> tuple[_Answer, Any] | None:
-        """The next answer and the bytes of its part; None if none comes before `until` (monotonic)."""
-        while (left := until - time.monotonic()) > 0:
-            if not self._socket.poll(max(1, int(1000 * left))):
-                return None
+        until = time.monotonic() + self._heartbeat
+        while self._socket.poll(max(0, int(1000 * (until - time.monotonic())))):
             frames = self._socket.recv_multipart(copy=False)
             try:
                 answer = msgspec.msgpack.decode(frames[0].buffer, type=_Answer)
@@ -263,23 +221,15 @@ class ZmqReceiver(TrainingBatchReceiver):
                 continue
             if answer.verb == "refused":
                 raise ConfigError(f"{self.address} refuses rank {self.rank} of {self.ranks}: {answer.told}")
-            return answer, frames[1].buffer if len(frames) > 1 else None
-        return None
-
-    def _answer_to(self, verb: str, step: int, verbs: tuple[str, ...]) -> _Answer:
-        """Ask, and wait for the answer; WorkerDied after a heartbeat without one."""
-        self._ask(verb, step)
-        until = time.monotonic() + self._heartbeat
-        while (heard := self._hear(until)) is not None:
-            if heard[0].verb in verbs and (heard[0].step == step or heard[0].verb == "end"):
-                return heard[0]
+            if answer.to == question:
+                return answer, frames[1].buffer if len(frames) > 1 else b""
         raise WorkerDied(
             f"{self.address} has not answered for {self._heartbeat:g} s (step {step}): the orchestrator is gone or cannot be reached; look at its "
             "log, start it again and resume the trainer"
         )
 
     def _look_for(self, step: int) -> Path | Literal["skip"] | None:
-        told = self._answer_to("want", step, ("have", "skip", "none", "gone", "end"))
+        told, _ = self._asked("want", step)
         if told.verb == "have":
             return self._fetched(step, told.sizes)
         if told.verb == "gone":
@@ -287,9 +237,9 @@ class ZmqReceiver(TrainingBatchReceiver):
                 f"step {step} was acknowledged by all ranks before and is deleted at {self.address}; resume from a later checkpoint"
             )
         if told.verb == "end":
-            raise EndOfData(f"the orchestrator at {self.address} ended after step {told.step}")
+            raise EndOfData(f"the orchestrator at {self.address} ended after step {step - 1}")
         if told.verb == "skip":
-            self._answer_to("ack", step, ("acked",))
+            self._asked("ack", step)
             return "skip"
         return None
 
@@ -304,30 +254,16 @@ class ZmqReceiver(TrainingBatchReceiver):
             publish(target, self._parts(step, file, sizes[file]), replace=True, durable=False)
         return path
 
-    def _parts(self, step: int, file: int, size: int) -> Iterator[memoryview]:
-        """The parts of a file, in order. The sender answers in the order of the questions."""
-        offsets = range(0, size, _PART)
-        for offset in offsets[:_AHEAD]:
-            self._ask("part", step, file, offset)
-        for at, offset in enumerate(offsets):
-            yield self._part(step, file, offset, size)
-            for later in offsets[at + _AHEAD : at + _AHEAD + 1]:
-                self._ask("part", step, file, later)
-
-    def _part(self, step: int, file: int, offset: int, size: int) -> memoryview:
-        while (heard := self._hear(time.monotonic() + self._heartbeat)) is not None:
-            answer, data = heard
-            if (answer.verb, answer.step, answer.file, answer.offset) != ("part", step, file, offset) or data is None:
-                continue  # the answer to an earlier question
+    def _parts(self, step: int, file: Literal[0, 1], size: int) -> Iterator[memoryview]:
+        """The parts of a file, in order."""
+        for offset in range(0, size, _PART):
+            _, data = self._asked("part", step, file, offset)
             if len(data) != min(_PART, size - offset):
                 raise FileCorrupt(
                     f"{self.address} sent {len(data)} bytes of step {step} from {offset} on, the file has {size}"
                 )
-            return data
-        raise WorkerDied(
-            f"{self.address} stopped in the middle of step {step}, {size - offset:,} bytes are missing; resume the trainer"
-        )
+            yield data
 
     def _acknowledge(self, step: int) -> None:
         unlink_batch(batch_path(self.folder, step))
-        self._answer_to("ack", step, ("acked",))
+        self._asked("ack", step)

@@ -24,7 +24,6 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from headrace.errors import StepFailed
-from headrace.files import read_jsonl
 from headrace.metrics import JsonlSink, Wait
 from headrace.mix import LaneMix, fixed_point, starting_credits
 from headrace.rollouts.advantages import AdvantageConfig
@@ -89,12 +88,9 @@ class Orchestrator:
         fingerprints = {name: env.fingerprint for name, env in environments.items()}
         made_with = {"config": config.hash, "environments": fingerprints}
         self.log = ArrivalLog(run.folder.path / "arrivals", first_step=first, made_with=made_with)
-        self.recorded = 0
-        """Rollouts that were taken from the arrival log."""
-        self._recorded_reported = 0
-        self._failed_reported: Counter[str] = Counter()
+        self._recorded, self._failed = 0, Counter[str]()
+        """Rollouts that were taken from the arrival log and requests that failed by reason, since the last version."""
         self._environment_of = environment_of_task([env.weight for env in config.env], config.run.seed)
-        self._before: dict[tuple[str, int], str] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="headrace-orchestrator", daemon=True)
         self._opened = contextlib.AsyncExitStack()
@@ -112,9 +108,6 @@ class Orchestrator:
             self.run.watcher.notice(
                 f"the arrival log has {answered:,} rollouts of steps that are not saved; they are not asked for again"
             )
-        for line in read_jsonl(self.run.folder.path / "answers.jsonl"):
-            if line.get("step") == 0:
-                self._before[line["env"], line["task"]] = line["answer"]
         self._thread.start()
         try:
             self._unless_stopped(self._open())
@@ -170,7 +163,7 @@ class Orchestrator:
         config, rollouts = self.config, self.config.rollouts
         await self._open_workers()
         await self._open_engine()
-        self.book = GroupBook(
+        book = GroupBook(
             [
                 EnvPolicy(env_name=env.name, group_size=env.group_size, on_failure=rollouts.on_failure, max_refills=rollouts.max_refills)
                 for env in config.env
@@ -185,7 +178,7 @@ class Orchestrator:
             )
         )  # fmt: skip
         self.scheduler = RolloutScheduler(
-            self.book, pipeline, environments={env.name: self._answer for env in config.env},
+            book, pipeline, environments={env.name: self._answer for env in config.env},
             env_of=lambda task: config.env[self._environment_of(task)].name, concurrency=rollouts.concurrency, step_deadline=rollouts.step_deadline,
             request_deadline=rollouts.deadline, policy_deadline=config.run.deadline,
         )  # fmt: skip
@@ -259,15 +252,14 @@ class Orchestrator:
             self.engine.take(version, model)
         self.log.finish(version - 1)
         self.scheduler.policy_is(version)
-        failed = self.book.counts.failed - self._failed_reported
-        self._failed_reported = Counter(self.book.counts.failed)
-        recorded, self._recorded_reported = self.recorded - self._recorded_reported, self.recorded
-        return failed, recorded
+        counts = self._failed, self._recorded
+        self._failed, self._recorded = Counter(), 0
+        return counts
 
     async def _answer(self, request: Request) -> Rollout:
         """The rollout of a request: from the arrival log if it finished before, else played and written there."""
         if (recorded := self.log.answer(request)) is not None:
-            self.recorded += 1
+            self._recorded += 1
             return recorded
         rollout = await play_rollout(
             self.environments[request.env_name], self.engine, self.codec, index=request.task, member=request.member, attempt=request.attempt,
@@ -278,6 +270,7 @@ class Orchestrator:
 
     def _journalled(self, fact: Mapping[str, Any]) -> None:
         if fact["fact"] == "failed":
+            self._failed[fact["reason"]] += 1
             self.log.append_failure(fact)
 
     # ----------------------------------------------------------------------------------------- evaluation
@@ -323,18 +316,14 @@ class Orchestrator:
         )  # fmt: skip
 
     def _show(self, version: int, shown: Sequence[tuple[str, int, Rollout]]) -> None:
-        """Append the first few answers to answers.jsonl, and print them beside those of the untrained policy."""
+        """Append the first few answers to answers.jsonl, and print them."""
         with JsonlSink(self.run.folder.path / "answers.jsonl") as sink:
             for name, task, rollout in shown:
                 prompt = str(rollout.trajectory[0].prompt)
                 answer = " | ".join(str(turn.completion) for turn in rollout.trajectory)
                 line = {"step": version, "env": name, "task": task, "prompt": prompt, "answer": answer}
                 sink.write({**line, "reward": rollout.reward})
-                if version == 0:
-                    self._before[name, task] = answer
-                else:
-                    before = self._before.get((name, task), "")
-                    self.run.watcher.info(f"{prompt}  before {before!r}  now {answer!r}  reward {rollout.reward:.2f}")
+                self.run.watcher.info(f"{prompt}  {answer!r}  reward {rollout.reward:.2f}")
 
 
 def _advantage(name: str) -> AdvantageConfig:

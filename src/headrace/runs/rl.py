@@ -35,7 +35,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -132,7 +132,6 @@ class RLTask(Task[RLSummary]):
 
     def __init__(self, run: Run, config: RLConfig) -> None:
         self.run, self.config = run, config
-        policy = config.policy
         self.environments = {
             env.name: load_environment(
                 env.spec, name=env.name, base=run.folder.base, seed=config.run.seed, max_tokens=env.max_tokens, temperature=env.temperature,
@@ -144,10 +143,8 @@ class RLTask(Task[RLSummary]):
 
         self.codec: Codec
         self.codec, shape, weights = self._opened_policy()
-        settings = PolicySettings(
-            steps=config.run.steps, lr=policy.lr, warmup_steps=policy.warmup_steps, decay=policy.decay, betas=policy.betas, weight_decay=policy.weight_decay, grad_clip=policy.grad_clip,
-            clip=policy.clip, importance_cap=policy.importance_cap, kl=policy.kl, entropy=policy.entropy, threads=policy.threads, seed=config.run.seed,
-        )  # fmt: skip
+        own: dict[str, Any] = {"steps": config.run.steps, "seed": config.run.seed}
+        settings = PolicySettings(**own, **{f.name: getattr(config.policy, f.name) for f in fields(PolicySettings) if f.name not in own})  # fmt: skip
         self.trainer = PolicyTrainer(settings, shape, rank=run.rank, world_size=run.world_size)
         if weights is not None:
             self.trainer.start_from(weights)
@@ -159,7 +156,7 @@ class RLTask(Task[RLSummary]):
         self.rewards: deque[float] = deque(maxlen=_REWARDS_KEPT)
         self.reward_first = self.accuracy_first = math.nan
         self.accuracy: dict[str, float] = {}
-        self.tokens = self.rollouts = self.digest = 0
+        self.tokens = self.rollouts = self.recorded = self.digest = 0
         self.failed: Counter[str] = Counter()
         self._metrics: dict[str, Any] = {}
 
@@ -328,6 +325,7 @@ class RLTask(Task[RLSummary]):
         assert orchestrator is not None
         failed, recorded = orchestrator.publish(version, self.trainer.model) or (Counter(), 0)
         self.failed += failed
+        self.recorded += recorded
         reward = report.metrics.get("reward/all/mean", math.nan)
         self.reward_first = reward if math.isnan(self.reward_first) else self.reward_first
         self.rewards.append(reward)
@@ -390,7 +388,7 @@ class RLTask(Task[RLSummary]):
             **common, reward_first=self.reward_first, reward_last=sum(self.rewards) / len(self.rewards) if self.rewards else math.nan,
             accuracy_first=self.accuracy_first, accuracy=self.accuracy.get("all", math.nan),
             accuracies={name: share for name, share in self.accuracy.items() if name != "all"}, rollouts=self.rollouts, tokens=self.tokens,
-            failed=dict(self.failed), recorded=0 if self.orchestrator is None else self.orchestrator.recorded, digest=f"{self.digest:016x}",
+            failed=dict(self.failed), recorded=self.recorded, digest=f"{self.digest:016x}",
             decays=bool(self.config.policy.decay),
         )  # fmt: skip
 

@@ -34,6 +34,7 @@ from headrace.train.gpt import fill_normal
 from headrace.train.lm import (
     diverged,
     learning_rate,
+    make_optimizer,
     naming_lost_peers,
     require_equal,
     require_group,
@@ -129,13 +130,7 @@ class CellTrainer:
         parameters = [parameter for _, parameter in sorted(self.model.named_parameters())]
         self._grad = torch.zeros(sum(p.numel() for p in parameters), device=self.device)
         self._moments = {name: torch.zeros_like(self._grad) for name in _MOMENTS}
-        decayed, others = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
-        self._optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=settings.lr,
-            betas=settings.betas,
-            fused=True,
-        )
+        self._optimizer = make_optimizer(parameters, settings)
         sizes = [p.numel() for p in parameters]
         columns = zip(
             parameters, self._grad.split(sizes), *(m.split(sizes) for m in self._moments.values()), strict=True

@@ -26,7 +26,7 @@ import hashlib
 import math
 import os
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -67,13 +67,15 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLoss:
-    """The mean loss over a global batch. Held as tensors: on CUDA only reading a number waits for the device."""
+class StepResult:
+    """The result of one step. Held as tensors: on CUDA only reading a number waits for the device."""
 
     step: int
     """Steps taken before this batch."""
     loss_tensor: Tensor
     tokens_tensor: Tensor
+    grad_norm_tensor: Tensor
+    lr: float
 
     @property
     def loss(self) -> float:
@@ -87,14 +89,6 @@ class TokenLoss:
     def tokens(self) -> int:
         """Tokens learned from, over all ranks."""
         return int(self.tokens_tensor)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult(TokenLoss):
-    """The result of one step."""
-
-    grad_norm_tensor: Tensor
-    lr: float
 
     @property
     def grad_norm(self) -> float:
@@ -168,14 +162,7 @@ class LMTrainer:
         init_parameters(self.model, settings.seed)
         self.model.to(self.device)
         self.steps_taken = 0
-        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
-        others = [p for p in self.model.parameters() if p.ndim < 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=settings.lr,
-            betas=settings.betas,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(self.model.parameters(), settings)
         self._net: nn.Module = torch.compile(self.model) if settings.compile else self.model  # ty: ignore[invalid-assignment]
         self._buckets_settled = world_size == 1
         if world_size > 1:
@@ -217,14 +204,6 @@ class LMTrainer:
         return StepResult(
             step=self.steps_taken - 1, loss_tensor=mean, tokens_tensor=total, grad_norm_tensor=norm, lr=lr
         )
-
-    @torch.no_grad()
-    def loss_only(self, batch: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of a global batch, without learning from it. A collective."""
-        ids, positions, labels = self._inputs(batch)
-        loss_sum = self.model(ids, positions, labels)
-        mean, both = _GlobalTokenMean.apply(loss_sum, (labels != IGNORED).sum(), self.world_size, None)
-        return TokenLoss(step=self.steps_taken, loss_tensor=mean, tokens_tensor=both[1])
 
     def _inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         missing = [name for name in ("input_ids", "position_ids", "labels") if name not in batch]
@@ -270,16 +249,10 @@ class LMTrainer:
         bad = int(self._first_bad_step)
         if bad >= 0:
             raise diverged(bad, "a value that is not")
-        tensors = {f"model/{name}": p.detach() for name, p in self.model.named_parameters()}
-        for name, parameter in self.model.named_parameters():
-            if self.steps_taken:
-                tensors |= {f"optim/{moment}/{name}": self.optimizer.state[parameter][moment] for moment in _MOMENTS}
-        arrays = {name: to_array(tensor) for name, tensor in tensors.items()}
-        dtypes = {name: "BF16" for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16}
+        arrays = saved_arrays(self.model, self.optimizer)
         meta = {"kind": _KIND, "version": _VERSION, "step": self.steps_taken, "model": self.model.config.to_json()}
-        return arrays, dtypes, meta
+        return arrays, {}, meta
 
-    @torch.no_grad()
     def load_state_arrays(
         self, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str], meta: Mapping[str, Any]
     ) -> None:
@@ -288,28 +261,47 @@ class LMTrainer:
             "the saved state", meta, {"kind": _KIND, "version": _VERSION, "model": self.model.config.to_json()}
         )
         step = int(meta["step"])
-        parameters = dict(self.model.named_parameters())
-        targets = {f"model/{name}": p for name, p in parameters.items()}
-        if step:
-            targets |= {f"optim/{moment}/{name}": p for moment in _MOMENTS for name, p in parameters.items()}
+        targets = {
+            f"{kind}{name}": parameter
+            for name, parameter in self.model.named_parameters()
+            for kind in ("model/", *(f"optim/{moment}/" for moment in _MOMENTS if step))
+        }
         ours = {name: array for name, array in arrays.items() if name.startswith(("model/", "optim/"))}
         require_equal(
             "the saved state",
-            {name: described(array, dtypes.get(name)) for name, array in ours.items()},
-            {name: described(to_array(p), _stored_dtype(p)) for name, p in targets.items()},
+            described(ours),
+            described({name: to_array(p) for name, p in targets.items()}),
         )
-        self.optimizer.state.clear()
-        for name, parameter in parameters.items():
-            parameter.copy_(to_tensor(ours[f"model/{name}"], parameter))
-            if step:
-                state = {moment: to_tensor(ours[f"optim/{moment}/{name}"], parameter) for moment in _MOMENTS}
-                count = torch.tensor(float(step), dtype=torch.float32, device=self.device)
-                self.optimizer.state[parameter] = {"step": count, **state}
+        load_arrays(self.model, self.optimizer, ours, step)
         self.steps_taken = step
         self._first_bad_step.fill_(-1)
 
     def model_sha256(self) -> str:
         return model_sha256(self.model)
+
+
+def saved_arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+    """Copies of the parameters, and of the moments of those that the optimiser has stepped, by their names in a checkpoint."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, parameter in model.named_parameters():
+        arrays[f"model/{name}"] = to_array(parameter)
+        if state := optimizer.state.get(parameter):
+            arrays |= {f"optim/{moment}/{name}": to_array(state[moment]) for moment in _MOMENTS}
+    return arrays
+
+
+@torch.no_grad()
+def load_arrays(
+    model: nn.Module, optimizer: torch.optim.Optimizer, arrays: Mapping[str, np.ndarray], steps: int
+) -> None:
+    """Restore what `saved_arrays` returned, after the optimiser had taken so many steps."""
+    optimizer.state.clear()
+    for name, parameter in model.named_parameters():
+        parameter.copy_(to_tensor(arrays[f"model/{name}"], parameter))
+        if steps:
+            moments = {moment: to_tensor(arrays[f"optim/{moment}/{name}"], parameter) for moment in _MOMENTS}
+            count = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter] = {"step": count, **moments}
 
 
 def model_sha256(model: nn.Module) -> str:
@@ -321,6 +313,14 @@ def model_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def make_optimizer(parameters: Iterable[nn.Parameter], settings: TrainSettings) -> torch.optim.AdamW:
+    """AdamW; matrices decay, norms do not."""
+    parameters = list(parameters)
+    decayed = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay}
+    others = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
+    return torch.optim.AdamW([decayed, others], lr=settings.lr, betas=settings.betas, fused=True)
+
+
 def require_group(rank: int, world_size: int) -> None:
     """ConfigError if several ranks have no process group."""
     if world_size > 1 and not dist.is_initialized():
@@ -330,25 +330,18 @@ def require_group(rank: int, world_size: int) -> None:
 
 
 def to_array(tensor: Tensor) -> np.ndarray:
-    """A contiguous copy in the host's memory; bfloat16 as the uint16 of its bits."""
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.uint16)
+    """A contiguous copy in the host's memory."""
     return np.array(tensor.detach().cpu().numpy(), order="C")
 
 
 def to_tensor(array: np.ndarray, like: Tensor) -> Tensor:
     """A copy of the array (containers return read-only maps) with the dtype, device and layout of `like`."""
-    tensor = torch.from_numpy(np.array(array, order="C"))
-    tensor = tensor.view(torch.bfloat16) if like.dtype == torch.bfloat16 else tensor
-    return torch.empty_like(like, requires_grad=False).copy_(tensor)
+    return torch.empty_like(like, requires_grad=False).copy_(torch.from_numpy(np.array(array, order="C")))
 
 
-def _stored_dtype(tensor: Tensor) -> str | None:
-    return "BF16" if tensor.dtype == torch.bfloat16 else None
-
-
-def described(array: np.ndarray, stored: str | None) -> str:
-    return f"{'bfloat16' if stored == 'BF16' else array.dtype} {list(array.shape)}"
+def described(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Dtype and shape of arrays, for `require_equal`."""
+    return {name: f"{array.dtype} {list(array.shape)}" for name, array in arrays.items()}
 
 
 def require_equal(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -21,21 +21,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headrace.errors import ConfigError
 from headrace.metrics import Wait, phase
 from headrace.rollouts.batch_files import TrainingBatch
 from headrace.train.gpt import GPT, GPTConfig, init_parameters
-from headrace.train.lm import described, diverged, model_sha256, naming_lost_peers, require_equal, to_array, to_tensor
+from headrace.train.lm import (
+    described,
+    diverged,
+    load_arrays,
+    model_sha256,
+    naming_lost_peers,
+    require_equal,
+    saved_arrays,
+    to_array,
+    to_tensor,
+)
 from headrace.train.policy_models import HFConfig, HFPolicy, make_model
 from headrace.train.rl import EnvWatch, policy_terms
 
 _KIND, _VERSION = "headrace.policy", 1
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
-    """Settings of the trainer, without those of the rollouts."""
+    """Settings of the trainer, without those of the rollouts; [policy] of a config checks them."""
 
     steps: int = 1
     """Length of the run; the learning rate falls towards its end."""
@@ -57,17 +65,6 @@ class PolicySettings:
     """Weight of the entropy bonus."""
     threads: int = 1
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        wrong = [
-            f"policy.{name} is {getattr(self, name)}"
-            for name in ("warmup_steps", "decay", "weight_decay", "importance_cap", "kl", "entropy")
-            if not 0 <= getattr(self, name) < math.inf
-        ]
-        if not 0 < self.lr < math.inf or self.grad_clip <= 0 or min(self.clip) < 0 or self.threads < 1:
-            wrong.append(f"policy.lr {self.lr}, grad_clip {self.grad_clip}, clip {self.clip}, threads {self.threads}")
-        if wrong:
-            raise ConfigError([f"{what}: expected a finite number of the right sign" for what in wrong])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,22 +102,17 @@ class PolicyTrainer:
 
     def start_from(self, weights: Mapping[str, np.ndarray]) -> None:
         """Begin with these parameters, by name. CursorMismatch if they belong to another model."""
-        own = dict(self.model.named_parameters())
         require_equal(
             "the policy's checkpoint",
-            {n: described(a, None) for n, a in weights.items()},
-            {n: described(to_array(p), None) for n, p in own.items()},
+            described(weights),
+            described(self.weights()),
         )
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(to_tensor(weights[name], parameter))
+        _fill(self.model, weights)
 
-    @torch.no_grad()
     def model_with(self, weights: Mapping[str, np.ndarray]) -> GPT | HFPolicy:
         """A model of the policy's shape with other parameters."""
         model = make_model(self.model.config)
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(np.array(weights[name])))
+        _fill(model, weights)
         return model
 
     def freeze_reference(self) -> None:
@@ -207,16 +199,11 @@ class PolicyTrainer:
 
     def state_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
         """Copies of everything the next step depends on: (arrays, stored dtypes where numpy has none, meta)."""
-        arrays = {f"model/{name}": array for name, array in self.weights().items()}
-        count = 0
-        for name, parameter in self.model.named_parameters():
-            if state := self.optimizer.state.get(parameter):
-                arrays |= {f"optim/{moment}/{name}": to_array(state[moment]) for moment in _MOMENTS}
-                count = int(state["step"])
+        arrays = saved_arrays(self.model, self.optimizer)
+        count = next((int(state["step"]) for state in self.optimizer.state.values()), 0)
         meta = {"kind": _KIND, "version": _VERSION, "step": self.steps_taken, "optimizer_steps": count}
         return arrays, {}, meta | {"model": self.model.config.to_json()}
 
-    @torch.no_grad()
     def load_state_arrays(
         self, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str], meta: Mapping[str, Any], /
     ) -> None:
@@ -225,16 +212,17 @@ class PolicyTrainer:
         require_equal(
             "the saved state", found, {"kind": _KIND, "version": _VERSION, "model": self.model.config.to_json()}
         )
-        self.optimizer.state.clear()
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(to_tensor(arrays[f"model/{name}"], parameter))
-            if meta["optimizer_steps"]:
-                moments = {moment: to_tensor(arrays[f"optim/{moment}/{name}"], parameter) for moment in _MOMENTS}
-                self.optimizer.state[parameter] = {"step": torch.tensor(float(meta["optimizer_steps"])), **moments}
+        load_arrays(self.model, self.optimizer, arrays, meta["optimizer_steps"])
         self.steps_taken = int(meta["step"])
 
     def model_sha256(self) -> str:
         return model_sha256(self.model)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(to_tensor(weights[name], parameter))
 
 
 @torch.no_grad()

@@ -31,7 +31,6 @@ ALLOWED = {
     "ui/static_page.py": "files of the package",
     "ui/server.py": "files of the package",
     "spool/file_system.py": "/proc",
-    "rollouts/processes.py": "/proc",
     "train/lm.py": "/sys/fs/cgroup",
 }
 

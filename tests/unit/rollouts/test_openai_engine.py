@@ -79,7 +79,6 @@ def test_reset_connections_and_busy_servers_are_tried_again_elsewhere():
         replies = asyncio.run(asked(engine, [f"session-{n}" for n in range(12)]))
         assert len(replies) == len(second) == 12
         assert first, "some sessions belong to the broken server"
-        assert sum(engine.retried.values()) == len(first)
     with (
         openai_server(lambda path, body: None) as url,
         pytest.raises(EngineDied, match=r"did not answer for 0.1 s, at [23] tries .*resume the run"),

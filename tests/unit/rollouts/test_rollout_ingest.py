@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import RolloutRefused, TokenizerError
+from headrace.errors import RolloutRefused
 from headrace.rollouts import (
     Limits,
     RoutedExperts,
@@ -254,5 +254,5 @@ def test_pretokenize_splits_at_the_longest_common_prefix_and_touches_nothing_els
 
 def test_a_template_that_fails_is_named_with_its_turn():
     rollout = rollout_from_verifiers(output(trajectory=[{"prompt": [{"content": "no role"}], "completion": "x"}]))
-    with pytest.raises(TokenizerError, match=r"turn 0 of the rollout of example 7 in sums.*KeyError"):
+    with pytest.raises(RolloutRefused, match=r"turn 0 of the rollout of example 7 in sums.*KeyError"):
         pretokenize(rollout, render)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.rollouts import AdvantageConfig, RolloutPipeline, open_training_batch
+from headrace.rollouts import AdvantageConfig, RolloutPipeline, encode_rollout, open_training_batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rollout_outputs import output, render, told
@@ -24,10 +24,11 @@ KEYS = [(task, member) for task in range(3) for member in range(4)]
 
 
 def bare(task, member, prompt):
-    return {
+    raw = {
         "example_id": task, "env_name": "game", "reward": float(member),
         "trajectory": [{"prompt": [{"role": "user", "content": prompt}], "completion": []}],
     }  # fmt: skip
+    return json.dumps(raw)
 
 
 def run(folder, arrivals, *, step=0, during=None, **more):
@@ -94,14 +95,18 @@ def test_processes_make_what_a_thread_makes_of_whatever_comes(tmp_path):
     arrivals = [(key, output(*key)) for key in KEYS[:5]]
     arrivals += [(key, as_text(output(*key))) for key in KEYS[5:9]]
     arrivals += [((9, n), odd(kind)) for n, kind in enumerate(kinds)]
-    arrivals += [((10, 0), b"{"), ((10, 1), as_text(output(8, 1, turns=30)))]
+    arrivals += [((10, 0), b"{"), ((10, 1), as_text(output(8, 1, turns=30))), ((10, 2), '{"example_id": "\ud800"}')]
+    arrivals += [
+        ((11, 0), encode_rollout(output(9, 0))),
+        ((11, 1), encode_rollout(output(9, 1, draw=3, metrics={"m": 1.5}))),
+    ]
     options = {"save_to": tmp_path / "saved", "state_columns": {"game": ["board"]}}
     expected, _ = run(tmp_path / "a", arrivals, **options)
     lines = (tmp_path / "saved" / "step_0.jsonl").read_bytes()
     found, restarts = run(tmp_path / "b", arrivals, use_process_pool=2, **options)
     assert told(open_training_batch(found.path)) == told(open_training_batch(expected.path))
     assert (found.refused, found.truncated, found.samples) == (expected.refused, expected.truncated, expected.samples)
-    assert sum(found.refused.values()) == 9
+    assert sum(found.refused.values()) == 10
     metrics = [{k: v for k, v in r.metrics.items() if not k.startswith("event_loop_lag/")} for r in (found, expected)]
     assert metrics[0] == metrics[1] | {"rollouts/worker_restarts": 0.0}
     assert (tmp_path / "saved" / "step_0.jsonl").read_bytes() == lines
@@ -120,7 +125,11 @@ def test_a_killed_process_costs_nothing_but_another_try(tmp_path):
         await asyncio.sleep(0)
 
     found, restarts = run(
-        tmp_path / "b", [(key, output(*key)) for key in KEYS], use_process_pool=1, worker_retries=9, during=kill
+        tmp_path / "b",
+        [(key, as_text(output(*key))) for key in KEYS],
+        use_process_pool=1,
+        worker_retries=9,
+        during=kill,
     )
     assert told(open_training_batch(found.path)) == told(open_training_batch(expected.path))
     assert (found.rollouts, found.refused) == (len(KEYS), {})

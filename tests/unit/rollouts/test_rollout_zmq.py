@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 
+import msgspec
 import pytest
 
 from headrace.errors import ConfigError, DeadlineExceeded, EndOfData, WorkerDied
@@ -99,12 +100,13 @@ def test_a_sender_that_does_not_answer_is_named_within_a_heartbeat(tmp_path):
         ZmqReceiver("nonsense", tmp_path)
 
 
-def test_foreign_messages_and_other_ranks_are_refused_and_counted(tmp_path):
+def test_foreign_messages_get_no_answer_and_other_ranks_are_refused(tmp_path):
     sending = Orchestrator(tmp_path / "queue", [0])
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.connect(sending.sender.address)
-    for raw in (b"", b"\xc1", b"x" * 300, b"\x96\xa4part\x00\x01\x00\x07\x00", b"\x96\xa4what\x00\x01\x00\x00\x00"):
+    odd = [("part", 0, 1, 0, 7, 0), ("part", 0, 1, 0, 1, 0), ("part", 0, 1, 0, 0, 2**63), ("what", 0, 1, 0, 0, 0)]
+    for raw in (b"", b"\xc1", b"x" * 300, *map(msgspec.msgpack.encode, odd)):
         socket.send(raw)
     other = ZmqReceiver(sending.sender.address, tmp_path / "r", rank=1, ranks=2)
     with other, pytest.raises(ConfigError, match="packed for 1 ranks, not 2"):
@@ -116,7 +118,6 @@ def test_foreign_messages_and_other_ranks_are_refused_and_counted(tmp_path):
     sending.done()
     socket.close(linger=0)
     context.term()
-    assert sending.sender.ignored == {"malformed": 3, "part": 1, "verb": 1, "ranks": 1}
 
 
 def test_a_batch_larger_than_allowed_is_not_fetched(tmp_path):

@@ -139,20 +139,6 @@ def test_a_state_is_a_copy_that_later_steps_do_not_change():
     )
 
 
-def test_bfloat16_parameters_travel_as_their_bits():
-    saved, loaded = make_trainer(), make_trainer(seed=8)
-    saved.model.bfloat16()
-    loaded.model.bfloat16()
-    arrays, dtypes, meta = saved.state_arrays()
-    assert set(dtypes.values()) == {"BF16"}
-    assert set(dtypes) == set(arrays)
-    assert {array.dtype for array in arrays.values()} == {np.dtype(np.uint16)}
-    loaded.load_state_arrays(arrays, dtypes, meta)
-    assert loaded.model_sha256() == saved.model_sha256()
-    with pytest.raises(CursorMismatch, match=r"out\.weight: saved bfloat16 \[48, 48\], now float32 \[48, 48\]"):
-        make_trainer().load_state_arrays(arrays, dtypes, meta)
-
-
 def test_a_state_of_another_model_is_refused_with_both_sides_and_changes_nothing():
     other = LMTrainer(TrainSettings(steps=5, threads=1), vocab_size=VOCAB + 1, seq_len=SEQ)
     trainer = make_trainer()
@@ -187,20 +173,10 @@ def test_the_result_counts_the_labelled_tokens_and_its_loss_is_their_mean():
     learned = int((batch["labels"] != -100).sum())
     with torch.no_grad():
         total = trainer.model(batch["input_ids"], batch["position_ids"], batch["labels"])
-    before = trainer.loss_only(batch)
     result = trainer.step(batch)
-    assert result.tokens == before.tokens == learned == 3 * (SEQ - 2)
-    assert result.loss == before.loss == pytest.approx(float(total) / learned, rel=1e-6)
-    assert trainer.loss_only(batch).loss < result.loss
-
-
-def test_looking_at_the_loss_changes_nothing():
-    trainer = make_trainer()
-    trainer.step(make_batch(0))
-    before = bits(trainer)
-    trainer.loss_only(make_batch(1))
-    assert bits(trainer) == before
-    assert trainer.steps_taken == 1
+    assert result.tokens == learned == 3 * (SEQ - 2)
+    assert result.loss == pytest.approx(float(total) / learned, rel=1e-6)
+    assert trainer.step(batch).loss < result.loss
 
 
 def test_a_batch_with_nothing_to_learn_gives_a_loss_of_zero_and_a_gradient_of_zero():
@@ -232,8 +208,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_naming_the_step_and_leaves_the_
     with pytest.raises(HeadraceError, match=r"step 1 diverged.*got loss nan.*lower train\.lr"):
         trainer.step(make_batch(1))
     assert bits(trainer) == before
-    with pytest.raises(HeadraceError, match=r"step 1 diverged"):
-        _ = trainer.loss_only(make_batch(1)).loss
 
 
 def test_a_batch_that_lacks_a_field_or_mixes_shapes_is_refused():
