@@ -130,14 +130,13 @@ def test_a_prefix_in_a_bucket_holds_what_the_same_folder_on_disk_holds(tmp_path,
     )
     assert stored.fingerprint() == disk.fingerprint()
     assert texts_of(stored) == texts_of(disk) == TEXTS
-    if scheme != "jsonl":
-        size = sum(file.size for file in stored.manifest.files)
-        assert stored.counters()["bytes_read"] < 0.6 * size  # one column of three
+    [cached] = (tmp_path / "cache2" / "manifests").iterdir()
+    written = cached.stat().st_ino
     again = open_source(
         Source(f"{scheme}:{bucket.url}/web/d", **({"split": "line"} if scheme == "txt" else {})),
         cache=tmp_path / "cache2",
     )
-    assert again.counters()["manifests_built"] == 0
+    assert cached.stat().st_ino == written
     assert texts_of(again) == TEXTS
 
 
@@ -233,7 +232,6 @@ def test_errors_that_pass_are_tried_again_counted_and_waited_for_by_name(tmp_pat
     before = default_meter().totals().get("wait/source.retry/count", 0)
     slow.slow(status=503, times=3)
     assert texts_of(source) == TEXTS[:900]
-    assert source.counters()["retries"] == 3
     assert default_meter().totals()["wait/source.retry/count"] > before
 
 

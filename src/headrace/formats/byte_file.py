@@ -16,7 +16,6 @@ import errno
 import io
 import os
 import stat
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -61,25 +60,8 @@ def most_decoded(stored: int) -> int:
     return min(max(RATIO_COUNTS_FROM, MAX_RATIO * stored), MAX_DECODED)
 
 
-class Tally:
-    """Named counts that threads may add to."""
-
-    def __init__(self, *names: str) -> None:
-        self._lock = threading.Lock()
-        self._counts = dict.fromkeys(names, 0)
-
-    def add(self, **counts: int) -> None:
-        with self._lock:
-            for name, count in counts.items():
-                self._counts[name] = self._counts.get(name, 0) + count
-
-    def counts(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._counts)
-
-
-def patiently(doing: str, call: Callable[[], T], tally: Tally | None = None) -> T:
-    """Return `call()`. It is tried again after errors that may pass; a DataError begins with `doing`. `tally` counts retries."""
+def patiently(doing: str, call: Callable[[], T]) -> T:
+    """Return `call()`. It is tried again after errors that may pass; a DataError begins with `doing`."""
 
     def gave_up(error: Exception, tries: int, seconds: float) -> DataError:
         assert isinstance(error, OSError)
@@ -90,8 +72,7 @@ def patiently(doing: str, call: Callable[[], T], tally: Tally | None = None) -> 
     try:
         return retry(
             call, passes=lambda error: isinstance(error, OSError) and error.errno in _TRANSIENT, wait_name="source.retry",
-            deadline=_DEADLINE, doing=doing, most_tries=_TRIES, first_pause=0.05, longest_pause=0.25,
-            on_retry=lambda: tally.add(retries=1) if tally is not None else None, gave_up=gave_up,
+            deadline=_DEADLINE, doing=doing, most_tries=_TRIES, first_pause=0.05, longest_pause=0.25, gave_up=gave_up,
         )  # fmt: skip
     except OSError as error:
         raise DataError(f"{doing}: {_reason(error)}") from error
@@ -153,19 +134,15 @@ class RawFile(WholeReads):
     Within `with` the file stays open. Outside, every read opens and closes it, so that thousands of shards hold no descriptor.
     """
 
-    def __init__(
-        self, path: Path | str, *, follow: bool = False, size: int | None = None, tally: Tally | None = None
-    ) -> None:
+    def __init__(self, path: Path | str, *, follow: bool = False, size: int | None = None) -> None:
         """Args:
         path: The file.
         follow: Whether the name may be a symbolic link.
         size: Size in the manifest; another size is refused.
-        tally: Counts retries.
         """
         self.path = path
         self.follow = follow
         self._expected = size
-        self._tally = tally
         self._fd = -1
         self.size = 0
         self.version: int | str = 0
@@ -176,7 +153,7 @@ class RawFile(WholeReads):
 
     def _opened(self) -> int:
         """Open the file, check that it is regular and has the expected size, and return the descriptor."""
-        fd = patiently(f"opening {self.path}", self._open, self._tally)
+        fd = patiently(f"opening {self.path}", self._open)
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -210,7 +187,6 @@ class RawFile(WholeReads):
                 got = patiently(
                     f"reading {self.path} at byte {offset:,}",
                     lambda view=view, offset=offset: os.preadv(fd, [view[: 1 << 30]], offset),
-                    self._tally,
                 )
                 if got == 0:
                     raise DataChanged(

@@ -34,7 +34,6 @@ from headrace.formats.byte_file import (
     ByteFile,
     FileObject,
     RawFile,
-    Tally,
     Undecodable,
     WholeReads,
     first_line,
@@ -66,14 +65,12 @@ class _Index:
 class Unpacker:
     """Makes and reads the copies of the compressed shards of one source. Every method may be called from many threads."""
 
-    def __init__(self, cache: Path, tally: Tally, *, fresh: bool = False) -> None:
+    def __init__(self, cache: Path, *, fresh: bool = False) -> None:
         """Args:
         cache: Cache folder of the source; copies lie in its folder `unpacked`.
-        tally: Counts copies that are made, and cache files that are damaged or cannot be written.
         fresh: Make every copy anew, also where the cache has one.
         """
         self._folder = cache / "unpacked"
-        self._tally = tally
         self._fresh = fresh
         self._lock = threading.Lock()
         self._indexes: dict[str, _Index] = {}
@@ -93,7 +90,7 @@ class Unpacker:
         return self._indexes.setdefault(key, index)
 
     def copy_of(self, index: _Index) -> RawFile:
-        return RawFile(self._folder / index.copy, size=int(index.packed_at[-1]), tally=self._tally)
+        return RawFile(self._folder / index.copy, size=int(index.packed_at[-1]))
 
     def frame(self, key: str, index: _Index, number: int, copy: ByteFile, shard: ByteFile) -> bytes:
         """Return the text of one frame, read from `copy`. The last 64 MiB are kept."""
@@ -134,7 +131,6 @@ class Unpacker:
             # Version 0.2 named no copy where it read a shard in place.
             is_whole = index.copy and (self._folder / index.copy).stat().st_size == int(index.packed_at[-1])
         except (FileCorrupt, KeyError, TypeError, ValueError, OSError):
-            self._tally.add(cache_damaged=1)
             return None
         return index if is_whole else None
 
@@ -153,8 +149,8 @@ class Unpacker:
                 with contextlib.suppress(OSError):
                     os.unlink(self._folder / index.copy)
                 index = cached
-        except (OSError, StorageError):  # without an index the next start makes the copy again
-            self._tally.add(cache_unwritable=1)
+        except (OSError, StorageError):
+            pass  # without an index the next start makes the copy again
         return index
 
     def _copied(self, stem: str, shard: ByteFile) -> _Index:
@@ -181,7 +177,6 @@ class Unpacker:
                 f"{shard.path} cannot be read from the middle, so it is unpacked once into {self._folder}, which failed: "
                 f"{error}. Make room there, or choose a folder with cache = ... in the source."
             ) from error
-        self._tally.add(shards_unpacked=1)
         return _Index(
             packed_at=np.array(packed_at, np.int64),
             text_at=np.array(text_at, np.int64),

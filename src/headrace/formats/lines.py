@@ -89,9 +89,9 @@ class TextLines:
                 file.read_into(piece, offset)
                 hasher.update(piece)
             line_bytes = end - start - (piece[-1] == NEWLINE)
-            return Loaded(hash=hasher.intdigest(), size=end - start, payload=line_bytes)
+            return Loaded(hash=hasher.intdigest(), payload=line_bytes)
         data = file.read(start, end - start)
-        return Loaded(hash=chunk_hash(memoryview(data)), size=end - start, payload=data)
+        return Loaded(hash=chunk_hash(memoryview(data)), payload=data)
 
     def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
         if isinstance(loaded.payload, int):

@@ -53,15 +53,10 @@ _PASSES = frozenset({"408", "425", "429", "500", "502", "503", "504"})
 class Store:
     """One bucket, container or web host. Safe to share between threads; not to be carried over a fork."""
 
-    def __init__(self, root: str, *, deadline: float = DEADLINE, on_retry: Callable[[], object] = lambda: None) -> None:
-        """Args:
-        root: `s3://bucket` or `https://host`.
-        deadline: Seconds that the store may stay out of reach.
-        on_retry: Called before every request that is tried again.
-        """
+    def __init__(self, root: str, *, deadline: float = DEADLINE) -> None:
+        """`root`: `s3://bucket` or `https://host`. `deadline`: seconds that the store may stay out of reach."""
         self.root = root
         self._deadline = deadline
-        self._on_retry = on_retry
         try:
             import obstore
             import obstore.exceptions
@@ -157,7 +152,7 @@ class Store:
         try:
             return retry(
                 timed, passes=passes, wait_name="source.retry", deadline=self._deadline, doing=doing,
-                first_pause=0.05, longest_pause=2.0, on_retry=self._on_retry, gave_up=gave_up,
+                first_pause=0.05, longest_pause=2.0, gave_up=gave_up,
             )  # fmt: skip
         except (self._errors.BaseError, OSError) as error:
             raise DataError(f"{doing}: {self._reason(error)}") from error
@@ -270,7 +265,6 @@ def find_objects(
     packings: Sequence[str] = (),
     what: str,
     deadline: float = DEADLINE,
-    on_retry: Callable[[], object] = lambda: None,
 ) -> tuple[Store, str, list[FoundObject]]:
     """Return the store of a URL, the URL that the paths of objects are relative to, and the objects in bytewise order.
 
@@ -279,11 +273,11 @@ def find_objects(
         suffixes: Endings of the objects taken below a prefix. Names that start with a dot are left out.
         packings: Endings that may follow a suffix.
         what: Begins errors, such as "source 'jsonl:s3://b/web'".
-        deadline, on_retry: As for `Store`.
+        deadline: As for `Store`.
     """
     scheme, _, rest = place.partition("://")
     bucket, _, path = rest.partition("/")
-    store = Store(f"{scheme}://{bucket}", deadline=deadline, on_retry=on_retry)
+    store = Store(f"{scheme}://{bucket}", deadline=deadline)
     web = scheme in ("http", "https")
     parts = [unquote(part) if web else part for part in path.split("/") if part]
     patterns = [i for i, part in enumerate(parts) if any(c in part for c in "*?[")]

@@ -12,7 +12,7 @@ from functools import cached_property
 import xxhash
 
 from headrace.errors import DataChanged
-from headrace.formats.byte_file import ByteFile, RawFile, Tally
+from headrace.formats.byte_file import ByteFile, RawFile
 from headrace.formats.compressed import UnpackedFile, Unpacker
 from headrace.formats.object_store import Store, StoredObject
 from headrace.order.fingerprint import SAMPLED_BLOCK, sampled_offsets
@@ -29,7 +29,6 @@ class Access:
     follow: bool
     """Whether names may be links."""
     unpacker: Unpacker
-    tally: Tally
 
     @cached_property
     def root(self) -> str:
@@ -57,7 +56,7 @@ class Access:
     def bare(self, path: str, size: int) -> ByteFile:
         """Return the bytes of a file, not unpacked."""
         if self.store is None:
-            return RawFile(f"{self.root}/{path}", follow=self.follow, size=size, tally=self.tally)
+            return RawFile(f"{self.root}/{path}", follow=self.follow, size=size)
         key = f"{self.root}/{path}".removeprefix(f"{self.store.root}/")
         return StoredObject(self.store, key, size=size, tag=str(self._versions[path]))
 

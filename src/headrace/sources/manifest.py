@@ -16,6 +16,7 @@ like any file, so that a run that left it out is not resumed unnoticed over a me
 
 from __future__ import annotations
 
+import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import numpy as np
 
 from headrace.errors import FileCorrupt, StorageError
 from headrace.files import open_container, write_container
-from headrace.formats.byte_file import Tally, Undecodable
+from headrace.formats.byte_file import Undecodable
 from headrace.formats.chunks import FileScan, Reader
 from headrace.order import fingerprint_json
 from headrace.sources.access import Access
@@ -113,19 +114,18 @@ def make_manifest(
         fresh: Scan also where the cache has a manifest.
         cache: The cache folder.
     """
-    found, tally = access.found, access.tally
+    found = access.found
     target = reader.chunk_bytes(sum(f.size for f in found.files)) if chunk_bytes is None else chunk_bytes
     recipe = {"version": _VERSION, "format": reader.format, "parameters": reader.parameters(), "chunk_bytes": target}
     listing = [[f.path, f.size, f.version] for f in found.files]
     path = cache / "manifests" / f"{fingerprint_json({**recipe, 'root': str(found.root), 'files': listing})}.manifest"
     prints = None if access.vouched_for else _side_by_side(access.fingerprint, found.files)
-    manifest = None if fresh else _from_cache(path, found, prints, recipe, tally)
+    manifest = None if fresh else _from_cache(path, found, prints, recipe)
     if manifest is None:
         manifest = _scanned(reader, access, prints, recipe, path, holes)
     left_out = [file for file in manifest.files if file.hole]
     if left_out and not holes:
         raise Undecodable(f"{manifest.root}/{left_out[0].path}", left_out[0].hole)
-    tally.add(shard_holes=len(left_out))
     return manifest
 
 
@@ -161,8 +161,7 @@ def _scanned(
     }
     blank = sum(scan.blank_lines for scan in scans)
     files = [[f.path, f.size, int(scan.rows.sum()), p] for f, scan, p in zip(found.files, scans, prints, strict=True)]
-    _to_cache(path, columns, {"recipe": recipe, "files": files, "blank_lines": blank, "holes": reasons}, access.tally)
-    access.tally.add(manifests_built=1)
+    _to_cache(path, columns, {"recipe": recipe, "files": files, "blank_lines": blank, "holes": reasons})
     return _manifest(found.root, files, columns, blank, reasons, recipe)
 
 
@@ -217,9 +216,7 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------ cache
 
 
-def _from_cache(
-    path: Path, found: Found, prints: list[str] | None, recipe: dict[str, Any], tally: Tally
-) -> Manifest | None:
+def _from_cache(path: Path, found: Found, prints: list[str] | None, recipe: dict[str, Any]) -> Manifest | None:
     """The cached manifest, if it is whole and the fingerprints of the files, where known, are the same."""
     if not path.exists():
         return None
@@ -238,19 +235,14 @@ def _from_cache(
         blank = int(meta["blank_lines"])
         holes = {str(path): str(reason) for path, reason in meta.get("holes", {}).items()}
     except (FileCorrupt, KeyError, TypeError, ValueError, AttributeError):
-        tally.add(cache_damaged=1)
         return None
     if prints is not None and [f[3] for f in files] != prints:
-        tally.add(cache_stale=1)
         return None
     return _manifest(found.root, files, columns, blank, holes, recipe)
 
 
-def _to_cache(path: Path, columns: dict[str, np.ndarray], meta: dict[str, Any], tally: Tally) -> None:
+def _to_cache(path: Path, columns: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
     """Publish the manifest. Ranks that do so at once publish the same bytes; the last replaces the others."""
-    try:
+    with contextlib.suppress(OSError, StorageError):  # without it the next start scans again
         path.parent.mkdir(parents=True, exist_ok=True)
         write_container(path, columns, meta, replace=True, durable=False)  # what a power cut damages is made again
-    except (OSError, StorageError):
-        # The next start has to scan again.
-        tally.add(cache_unwritable=1)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from headrace.errors import ConfigError, DataError, nearest
-from headrace.formats.byte_file import Tally, file_kind, patiently
+from headrace.formats.byte_file import file_kind, patiently
 from headrace.formats.object_store import MAX_FILES, Store, find_objects, pinned_tag
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".br", ".zip")
@@ -96,17 +96,10 @@ def named_files(root: Path, paths: Sequence[str], *, packings: Sequence[str], al
 
 
 def stored_matches(
-    place: str, *, suffixes: Sequence[str], packings: tuple[str, ...], what: str, deadline: float, tally: Tally
+    place: str, *, suffixes: Sequence[str], packings: tuple[str, ...], what: str, deadline: float
 ) -> tuple[Found, Store]:
     """Return the objects that a URL names, and their store."""
-    store, root, objects = find_objects(
-        place,
-        suffixes=suffixes,
-        packings=COMPRESSED,
-        what=what,
-        deadline=deadline,
-        on_retry=lambda: tally.add(retries=1),
-    )
+    store, root, objects = find_objects(place, suffixes=suffixes, packings=COMPRESSED, what=what, deadline=deadline)
     for found in objects:
         if found.path.endswith(COMPRESSED) and not found.path.endswith(packings):
             raise DataError(
@@ -117,11 +110,9 @@ def stored_matches(
     return Found(root=root, files=files), store
 
 
-def pinned_objects(
-    root: str, sizes: Mapping[str, int], *, version: str, deadline: float, tally: Tally
-) -> tuple[Found, Store]:
+def pinned_objects(root: str, sizes: Mapping[str, int], *, version: str, deadline: float) -> tuple[Found, Store]:
     """Return objects below a URL whose content never changes, by path and size, and their store. `version` names the content."""
-    store = Store("/".join(root.split("/")[:3]), deadline=deadline, on_retry=lambda: tally.add(retries=1))
+    store = Store("/".join(root.split("/")[:3]), deadline=deadline)
     tag = pinned_tag(version)
     files = tuple(FoundFile(path=p, size=sizes[p], version=tag) for p in sorted(sizes, key=str.encode))
     return Found(root=root, files=files), store

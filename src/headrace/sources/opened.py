@@ -10,7 +10,6 @@ with the one recorded when it was first read, and only then decodes it. `holes()
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
@@ -24,9 +23,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from headrace.errors import ConfigError, DataChanged, DataError, FileCorrupt, StorageError
+from headrace.errors import DataChanged, DataError, FileCorrupt, StorageError
 from headrace.files import make_inside, publish, read_json
-from headrace.formats.byte_file import ACCEPT_DATA, ByteFile, Tally
+from headrace.formats.byte_file import ACCEPT_DATA, ByteFile
 from headrace.formats.chunks import BadRow, Reader
 from headrace.formats.compressed import Unpacker
 from headrace.formats.object_store import DEADLINE, store_of
@@ -43,15 +42,10 @@ from headrace.sources.text_formats import TEXT_FORMATS, ReaderOptions
 
 _log = logging.getLogger("headrace.sources")
 MAX_LINE_BYTES = 256 << 20
-_MAX_CHUNK_BYTES = 1 << 20
 _MAX_LISTING = 256 << 20
-_BAD_ROWS_KEPT = 1000
+_HOLES_KEPT = 1000
 _FILES_IN_CURSOR = 64
 _COMBINED = re.compile(r"([0-9a-f]{16}) \(")
-_COUNTERS = (
-    "chunks_read", "rows_read", "bytes_read", "bad_rows", "empty_rows", "blank_lines", "retries", "manifests_built",
-    "cache_damaged", "cache_stale", "cache_unwritable", "accepted_chunks", "unrecorded_chunks", "shard_holes", "shards_unpacked",
-)  # fmt: skip
 
 
 def cache_folder() -> Path:
@@ -92,17 +86,10 @@ def open_source(
         deadline: Seconds that an object store may stay out of reach before a read gives up.
         rows: Columns of every row, which are delivered as JSON in place of its text.
     """
-    if max_line_bytes < 1:
-        raise ConfigError(f"max_line_bytes must be at least 1, got {max_line_bytes}")
-    if chunk_bytes is not None and not 1 <= chunk_bytes <= _MAX_CHUNK_BYTES:
-        raise ConfigError(f"chunk_bytes must lie between 1 and {_MAX_CHUNK_BYTES:,}, got {chunk_bytes:,}")
-    if not deadline > 0:
-        raise ConfigError(f"deadline must be a number of seconds above 0, got {deadline}")
     base = (base if base is not None else Path.cwd()).absolute()
     if source.cache is not None:
         cache = base / Path(source.cache).expanduser()
     cache = (cache if cache is not None else cache_folder()).absolute()
-    tally = Tally(*_COUNTERS)
     access, reader = _find(
         source,
         base=base,
@@ -111,13 +98,11 @@ def open_source(
             max_line_bytes=max_line_bytes, rows=rows, text_key=source.text_key, split=source.document
         ),
         deadline=deadline,
-        unpacker=Unpacker(cache, tally, fresh=accept_changes),
-        tally=tally,
+        unpacker=Unpacker(cache, fresh=accept_changes),
     )
     manifest = make_manifest(
         reader, access, chunk_bytes=chunk_bytes, holes=source.on_bad == "skip", fresh=accept_changes, cache=cache
     )
-    tally.add(blank_lines=manifest.blank_lines)
     family: dict[str, Any] = {"format": reader.format, "parameters": reader.parameters()}
     if records is None:
         folder = cache / "records"
@@ -130,7 +115,7 @@ def open_source(
         manifest=manifest,
         _reader=reader,
         _access=access,
-        _records=ChunkRecords(folder / f"{stem}.chunks", chunk_ids(manifest), tally),
+        _records=ChunkRecords(folder / f"{stem}.chunks", chunk_ids(manifest)),
         _listings=folder / "listings",
         _accept=accept_changes,
         _bound=records is not None,
@@ -148,7 +133,6 @@ def _find(
     options: ReaderOptions,
     deadline: float,
     unpacker: Unpacker,
-    tally: Tally,
 ) -> tuple[Access, Reader]:
     """The files of a source, and their reader."""
     what, place, scheme = f"source {source.spec!r}", source.place, source.scheme
@@ -159,9 +143,7 @@ def _find(
         reader = TEXT_FORMATS[dataset.format].reader(replace(options, text_key=dataset.text_key, split=None))
         follow = dataset.follow
         if isinstance(dataset.root, str):
-            found, store = pinned_objects(
-                dataset.root, dataset.sizes, version=dataset.commit, deadline=deadline, tally=tally
-            )
+            found, store = pinned_objects(dataset.root, dataset.sizes, version=dataset.commit, deadline=deadline)
         else:
             found = named_files(dataset.root, dataset.files, packings=reader.packings, allow_symlinks=follow, what=what)
     else:
@@ -170,7 +152,7 @@ def _find(
         reader = TEXT_FORMATS[scheme].reader(options)
         if store_of(place) is not None:
             found, store = stored_matches(
-                place, suffixes=reader.suffixes, packings=reader.packings, what=what, deadline=deadline, tally=tally
+                place, suffixes=reader.suffixes, packings=reader.packings, what=what, deadline=deadline
             )
         else:
             found = matches(
@@ -181,7 +163,7 @@ def _find(
                 allow_symlinks=follow,
                 what=what,
             )
-    access = Access(found=found, packings=reader.packings, store=store, follow=follow, unpacker=unpacker, tally=tally)
+    access = Access(found=found, packings=reader.packings, store=store, follow=follow, unpacker=unpacker)
     return access, reader
 
 
@@ -203,11 +185,9 @@ class OpenSource:
 
     def __post_init__(self) -> None:
         self.name: str = self.source.name or self.source.scheme
-        self._tally = self._access.tally
         self._lock = threading.Lock()
         self._noted: set[str] = set()
         self._looked_at = np.zeros(self.manifest.chunks, dtype=bool)
-        self._bad: list[tuple[str, int, str]] = []
         self._holes: list[tuple[int, int, int, str]] = []
         self._listed = False
 
@@ -238,10 +218,9 @@ class OpenSource:
             raise DataError(self._sentence(chunk, bad))
         if changed or recorded is None:
             self._records.add(chunk, loaded.hash)
-            self._tally.add(accepted_chunks=int(changed))
         if changed and not self._accept:
             self._note_change(chunk)
-        self._count(chunk, texts, bad, loaded.size)
+        self._note_holes(chunk, bad)
         return texts
 
     def bind_records(self) -> None:
@@ -310,13 +289,7 @@ class OpenSource:
             )
         for chunk, value in changed:
             self._records.add(chunk, value)
-        self._tally.add(accepted_chunks=len(changed))
         return len(known)
-
-    def bad_rows(self) -> list[tuple[str, int, str]]:
-        """Return (file, line or row from 1, reason) of the first 1,000 bad rows that were read, each once."""
-        with self._lock:
-            return list(self._bad)
 
     def holes(self) -> list[dict[str, Any]]:
         """Return what was left out: `file`, `row` (the first, in that file, from 0), `rows` and `reason`, in the order of the source.
@@ -334,15 +307,13 @@ class OpenSource:
         """Record, once, a row of the source that a later stage cannot use."""
         hole = (*self.manifest.locate(row), 1, reason)
         with self._lock:
-            if hole in self._holes:
-                return
-            if len(self._holes) < _BAD_ROWS_KEPT:
+            if hole not in self._holes and len(self._holes) < _HOLES_KEPT:
                 self._holes.append(hole)
-        self._tally.add(bad_rows=1)
 
-    def counters(self) -> dict[str, int]:
-        """Return the counters. Chunks, rows and bytes count every read; bad and empty rows count once, however often they are read."""
-        return self._tally.counts()
+    @property
+    def unwritten_hashes(self) -> int:
+        """How many chunk hashes could not be written to disk."""
+        return self._records.unwritten
 
     def close(self) -> None:
         self._records.close()
@@ -394,20 +365,15 @@ class OpenSource:
             f'{self.name!r} with on_bad = "skip".'
         )
 
-    def _count(self, chunk: int, texts: list[str | None], bad: list[BadRow], size: int) -> None:
-        self._tally.add(chunks_read=1, rows_read=len(texts), bytes_read=size)
+    def _note_holes(self, chunk: int, bad: list[BadRow]) -> None:
         with self._lock:
             if self._looked_at[chunk]:
                 return
             self._looked_at[chunk] = True
             index = int(self.manifest.chunk_file[chunk])
-            path, line = self.manifest.files[index].path, int(self.manifest.chunk_line[chunk])
-            each = ((path, line + b.line + i + 1, b.reason) for b in bad for i in range(b.rows))
-            self._bad += itertools.islice(each, _BAD_ROWS_KEPT - len(self._bad))
             first = int(self.manifest.first_row[chunk] - self.manifest.file_first_row[index])
-            left = _BAD_ROWS_KEPT - len(self._holes)
+            left = _HOLES_KEPT - len(self._holes)
             self._holes += [(index, first + b.row, b.rows, b.reason) for b in bad[:left]]
-        self._tally.add(bad_rows=sum(b.rows for b in bad), empty_rows=texts.count(""))
 
     def _publish_listing(self, whole: str) -> None:
         """Keep the fingerprints of files that are too many for a cursor beside the records, under the fingerprint of the source."""
@@ -418,11 +384,10 @@ class OpenSource:
             make_inside(self._listings.parent, self._listings.name)
             publish(self._listings / f"{whole}.json", orjson.dumps(listing))
         except FileExistsError:
-            self._listed = True
+            pass
         except (OSError, StorageError):
-            self._tally.add(cache_unwritable=1)
-        else:
-            self._listed = True
+            return
+        self._listed = True
 
     def _read_listing(self, saved: str) -> dict[str, str] | None:
         match = _COMBINED.match(saved)

@@ -86,7 +86,7 @@ class ArrowTexts(ColumnReader["_Column"]):
         buffers = [view[offset - first : offset - first + length] if length else None for offset, length in places]
         for buffer in buffers:
             hasher.update(b"" if buffer is None else buffer)
-        return Loaded(hash=hasher.intdigest(), size=len(data), payload=(batch, buffers))
+        return Loaded(hash=hasher.intdigest(), payload=(batch, buffers))
 
     def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
         import pyarrow as pa
@@ -143,7 +143,7 @@ class ArrowLabelled(ArrowTexts):
                 f"{ACCEPT_DATA}."
             )
         data = file.read(start, end - start)
-        return Loaded(hash=chunk_hash(memoryview(data)), size=len(data), payload=data)
+        return Loaded(hash=chunk_hash(memoryview(data)), payload=data)
 
     def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
         schema = self._schema_of(file)
