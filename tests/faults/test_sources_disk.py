@@ -147,7 +147,9 @@ LONG_LINE = """
 import sys
 from pathlib import Path
 import msgspec, numpy
+from headrace.formats.lines import TextLines
 from headrace.sources import Source, open_source
+TextLines.max_line_bytes = int(sys.argv[3])
 def peak_mib():
     # Not ru_maxrss: that one is inherited from the parent over fork and exec.
     return int(next(row for row in open("/proc/self/status") if row.startswith("VmHWM")).split()[1]) // 1024
@@ -155,7 +157,7 @@ folder = Path(sys.argv[1])
 base = peak_mib()
 scheme = sys.argv[2]
 lines = Source(f"{scheme}:d.{scheme}", on_bad="skip", split="line" if scheme == "txt" else None)
-source = open_source(lines, base=folder, cache=folder / "cache", max_line_bytes=int(sys.argv[3]))
+source = open_source(lines, base=folder, cache=folder / "cache")
 lengths = [-1 if t is None else len(t) for c in range(source.manifest.chunks) for t in source.read(c)]
 print(*lengths, peak_mib() - base)
 """

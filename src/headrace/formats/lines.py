@@ -53,10 +53,9 @@ class TextLines:
     packings: tuple[str, ...] = PACKINGS
     unit = "line"
     span = "bytes"
+    max_line_bytes = 256 << 20
+    """A longer line, or a longer document of a txt file, is a bad row."""
     _blank_is_row = True
-
-    def __init__(self, *, max_line_bytes: int) -> None:
-        self.max_line_bytes = max_line_bytes
 
     def parameters(self) -> dict[str, Any]:
         return {}
@@ -137,7 +136,7 @@ class TextLines:
             yield start, end, lines, blanks
 
     def _too_long(self, size: int) -> str:
-        return f"it is {size:,} bytes long, more than the {self.max_line_bytes:,} that max_line_bytes allows"
+        return f"it is {size:,} bytes long, more than the {self.max_line_bytes:,} that are read"
 
     def _decode_all(self, data: bytearray, rows: int) -> list[str | None] | None:
         """Return all texts at once, or None if the chunk has to be decoded line by line."""
@@ -182,8 +181,7 @@ class JsonLines(TextLines):
     suffixes = (".jsonl", ".ndjson")
     _blank_is_row = False
 
-    def __init__(self, *, text_key: str, max_line_bytes: int) -> None:
-        super().__init__(max_line_bytes=max_line_bytes)
+    def __init__(self, *, text_key: str) -> None:
         self.text_key = text_key
         self._keys = text_key.split(".")
         row: Any = str

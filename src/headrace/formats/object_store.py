@@ -20,7 +20,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -53,10 +52,9 @@ _PASSES = frozenset({"408", "425", "429", "500", "502", "503", "504"})
 class Store:
     """One bucket, container or web host. Safe to share between threads; not to be carried over a fork."""
 
-    def __init__(self, root: str, *, deadline: float = DEADLINE) -> None:
-        """`root`: `s3://bucket` or `https://host`. `deadline`: seconds that the store may stay out of reach."""
+    def __init__(self, root: str) -> None:
+        """`root`: `s3://bucket` or `https://host`."""
         self.root = root
-        self._deadline = deadline
         try:
             import obstore
             import obstore.exceptions
@@ -67,11 +65,10 @@ class Store:
             ) from error
         self._obstore: Any = obstore
         self._errors: Any = obstore.exceptions
-        client = {"timeout": f"{max(deadline, 1):.0f}s", "connect_timeout": f"{min(max(deadline, 1), 10):.0f}s"}
         try:
             self._store: Any = obstore.store.from_url(
                 root,
-                client_options={**client, "allow_http": True},
+                client_options={"timeout": f"{DEADLINE:.0f}s", "connect_timeout": "10s", "allow_http": True},
                 retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
             )
         except (obstore.exceptions.BaseError, ValueError) as error:
@@ -141,7 +138,7 @@ class Store:
             found = self._passes(error)
             if found and not said and time.monotonic() - began > _SILENCE:
                 said = True
-                _log.warning("%s: %s; trying again for up to %.0f s", doing, _said(error), self._deadline)
+                _log.warning("%s: %s; trying again for up to %.0f s", doing, _said(error), DEADLINE)
             return found
 
         def gave_up(error: Exception, tries: int, seconds: float) -> DataError:
@@ -151,7 +148,7 @@ class Store:
 
         try:
             return retry(
-                timed, passes=passes, wait_name="source.retry", deadline=self._deadline, doing=doing,
+                timed, passes=passes, wait_name="source.retry", deadline=DEADLINE, doing=doing,
                 first_pause=0.05, longest_pause=2.0, gave_up=gave_up,
             )  # fmt: skip
         except (self._errors.BaseError, OSError) as error:
@@ -229,18 +226,6 @@ class StoredObject(WholeReads):
         view[:] = held[offset - start : offset - start + len(view)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundObject:
-    """An object as it was when it was listed."""
-
-    path: str
-    """The key below the listed prefix, with slashes."""
-    key: str
-    size: int
-    tag: str
-    """Its entity tag; where the store gives none, its time of modification."""
-
-
 def store_of(place: str) -> str | None:
     """Return `s3` for `s3://bucket/web/*.jsonl`; None for a path, also with `file://`."""
     scheme, separator, _ = place.partition("://")
@@ -259,25 +244,21 @@ def open_object(url: str) -> StoredObject:
 
 
 def find_objects(
-    place: str,
-    *,
-    suffixes: Sequence[str],
-    packings: Sequence[str] = (),
-    what: str,
-    deadline: float = DEADLINE,
-) -> tuple[Store, str, list[FoundObject]]:
+    place: str, *, suffixes: Sequence[str], packings: Sequence[str] = (), what: str
+) -> tuple[Store, str, list[tuple[str, int, str]]]:
     """Return the store of a URL, the URL that the paths of objects are relative to, and the objects in bytewise order.
+
+    Of each object: its path, its size, and its entity tag (where the store gives none, its time of modification).
 
     Args:
         place: The URL of one object, of a prefix, or with a glob.
         suffixes: Endings of the objects taken below a prefix. Names that start with a dot are left out.
         packings: Endings that may follow a suffix.
         what: Begins errors, such as "source 'jsonl:s3://b/web'".
-        deadline: As for `Store`.
     """
     scheme, _, rest = place.partition("://")
     bucket, _, path = rest.partition("/")
-    store = Store(f"{scheme}://{bucket}", deadline=deadline)
+    store = Store(f"{scheme}://{bucket}")
     web = scheme in ("http", "https")
     parts = [unquote(part) if web else part for part in path.split("/") if part]
     patterns = [i for i, part in enumerate(parts) if any(c in part for c in "*?[")]
@@ -323,11 +304,9 @@ def _below(store: Store, parts: Sequence[str], what: str) -> Iterator[tuple[str,
 
 def _listed(
     store: Store, parts: Sequence[str], found: Sequence[tuple[str, Mapping[str, Any]]]
-) -> tuple[Store, str, list[FoundObject]]:
-    objects = [
-        FoundObject(path=relative, key="/".join([*parts, relative]), size=int(meta["size"]), tag=_tag(meta))
-        for relative, meta in sorted(found, key=lambda item: item[0].encode())
-    ]
+) -> tuple[Store, str, list[tuple[str, int, str]]]:
+    ordered = sorted(found, key=lambda item: item[0].encode())
+    objects = [(relative, int(meta["size"]), _tag(meta)) for relative, meta in ordered]
     return store, "/".join([store.root, *parts]), objects
 
 

@@ -40,6 +40,10 @@ class Found:
     root: Path | str
     """A folder, or the URL of one."""
     files: tuple[FoundFile, ...]
+    follow: bool = False
+    """Whether names may be links."""
+    store: Store | None = None
+    """The store of objects; None for files on disk."""
 
 
 def matches(
@@ -82,7 +86,7 @@ def matches(
     found = sorted(set(walk.expand(root, "", pattern, (walk.identity(root),))), key=lambda f: os.fsencode(f.path))
     if not found:
         raise DataError(_nothing(what, place, root))
-    return Found(root=root, files=tuple(found))
+    return Found(root=root, files=tuple(found), follow=allow_symlinks)
 
 
 def named_files(root: Path, paths: Sequence[str], *, packings: Sequence[str], allow_symlinks: bool, what: str) -> Found:
@@ -91,31 +95,27 @@ def named_files(root: Path, paths: Sequence[str], *, packings: Sequence[str], al
     walk.check_named(root.parent, (root.name,))
     return Found(
         root=root,
-        files=tuple(walk.file(root / path, path) for path in sorted(set(paths), key=lambda p: os.fsencode(p))),
+        files=tuple(walk.file(root / path, path) for path in sorted(set(paths), key=os.fsencode)),
+        follow=allow_symlinks,
     )
 
 
-def stored_matches(
-    place: str, *, suffixes: Sequence[str], packings: tuple[str, ...], what: str, deadline: float
-) -> tuple[Found, Store]:
-    """Return the objects that a URL names, and their store."""
-    store, root, objects = find_objects(place, suffixes=suffixes, packings=COMPRESSED, what=what, deadline=deadline)
-    for found in objects:
-        if found.path.endswith(COMPRESSED) and not found.path.endswith(packings):
+def stored_matches(place: str, *, suffixes: Sequence[str], packings: tuple[str, ...], what: str) -> Found:
+    """Return the objects that a URL names."""
+    store, root, objects = find_objects(place, suffixes=suffixes, packings=COMPRESSED, what=what)
+    for path, _, _ in objects:
+        if path.endswith(COMPRESSED) and not path.endswith(packings):
             raise DataError(
-                f"{what}: {store.root}/{found.key} is compressed, which this scheme does not read. Unpack it, or take it out "
-                "of the source."
+                f"{what}: {root}/{path} is compressed, which this scheme does not read. Unpack it, or take it out of the source."
             )
-    files = tuple(FoundFile(path=found.path, size=found.size, version=found.tag) for found in objects)
-    return Found(root=root, files=files), store
+    return Found(root=root, files=tuple(FoundFile(path=p, size=s, version=tag) for p, s, tag in objects), store=store)
 
 
-def pinned_objects(root: str, sizes: Mapping[str, int], *, version: str, deadline: float) -> tuple[Found, Store]:
-    """Return objects below a URL whose content never changes, by path and size, and their store. `version` names the content."""
-    store = Store("/".join(root.split("/")[:3]), deadline=deadline)
+def pinned_objects(root: str, sizes: Mapping[str, int], *, version: str) -> Found:
+    """Return objects below a URL whose content never changes, by path and size. `version` names the content."""
     tag = pinned_tag(version)
     files = tuple(FoundFile(path=p, size=sizes[p], version=tag) for p in sorted(sizes, key=str.encode))
-    return Found(root=root, files=files), store
+    return Found(root=root, files=files, store=Store("/".join(root.split("/")[:3])))
 
 
 def _literal(walk: _Walk, literal: Path, place: str) -> Found:
@@ -123,14 +123,14 @@ def _literal(walk: _Walk, literal: Path, place: str) -> Found:
     if status is None:
         raise DataError(_nothing(walk.what, place, literal))
     if not stat.S_ISDIR(status.st_mode):
-        return Found(root=literal.parent, files=(walk.file(literal, literal.name),))
+        return Found(root=literal.parent, files=(walk.file(literal, literal.name),), follow=walk.allow_symlinks)
     found = sorted(walk.below(literal, "", (walk.identity(literal),)), key=lambda f: os.fsencode(f.path))
     if not found:
         wanted = " or ".join(walk.suffixes)
         raise DataError(
             f"{walk.what}: no file ends in {wanted} below {literal}. Name the files with a glob such as {place.rstrip('/')}/*"
         )
-    return Found(root=literal, files=tuple(found))
+    return Found(root=literal, files=tuple(found), follow=walk.allow_symlinks)
 
 
 class _Walk:

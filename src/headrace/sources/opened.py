@@ -16,7 +16,7 @@ import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,12 @@ from headrace.files import make_inside, publish, read_json
 from headrace.formats.byte_file import ACCEPT_DATA, ByteFile
 from headrace.formats.chunks import BadRow, Reader
 from headrace.formats.compressed import Unpacker
-from headrace.formats.object_store import DEADLINE, store_of
+from headrace.formats.object_store import store_of
 from headrace.order import fingerprint_json
 from headrace.sources.access import Access
 from headrace.sources.hub import find_dataset
 from headrace.sources.manifest import Manifest, make_manifest
-from headrace.sources.matching import matches, named_files, pinned_objects, stored_matches
+from headrace.sources.matching import Found, matches, named_files, pinned_objects, stored_matches
 from headrace.sources.records import ChunkRecords, chunk_ids
 from headrace.sources.rows import RowShape
 from headrace.sources.samples import sample_folder
@@ -41,7 +41,6 @@ from headrace.sources.spec import Source
 from headrace.sources.text_formats import TEXT_FORMATS, ReaderOptions
 
 _log = logging.getLogger("headrace.sources")
-MAX_LINE_BYTES = 256 << 20
 _MAX_LISTING = 256 << 20
 _HOLES_KEPT = 1000
 _FILES_IN_CURSOR = 64
@@ -65,9 +64,7 @@ def open_source(
     records: Path | None = None,
     full_check: bool = False,
     accept_changes: bool = False,
-    max_line_bytes: int = MAX_LINE_BYTES,
     chunk_bytes: int | None = None,
-    deadline: float = DEADLINE,
     rows: RowShape | None = None,
 ) -> OpenSource:
     """List, count and fingerprint the files of a source.
@@ -81,25 +78,15 @@ def open_source(
             anew and delivered, unless `bind_records` was called.
         full_check: Compare every recorded chunk now rather than when it is read.
         accept_changes: Record changed bytes anew instead of refusing them.
-        max_line_bytes: A longer line is a bad row.
         chunk_bytes: Size of a chunk of lines; by the size of the source unless given.
-        deadline: Seconds that an object store may stay out of reach before a read gives up.
         rows: Columns of every row, which are delivered as JSON in place of its text.
     """
     base = (base if base is not None else Path.cwd()).absolute()
     if source.cache is not None:
         cache = base / Path(source.cache).expanduser()
     cache = (cache if cache is not None else cache_folder()).absolute()
-    access, reader = _find(
-        source,
-        base=base,
-        cache=cache,
-        options=ReaderOptions(
-            max_line_bytes=max_line_bytes, rows=rows, text_key=source.text_key, split=source.document
-        ),
-        deadline=deadline,
-        unpacker=Unpacker(cache, fresh=accept_changes),
-    )
+    found, reader = _find(source, base, cache, rows)
+    access = Access(found=found, packings=reader.packings, unpacker=Unpacker(cache, fresh=accept_changes))
     manifest = make_manifest(
         reader, access, chunk_bytes=chunk_bytes, holes=source.on_bad == "skip", fresh=accept_changes, cache=cache
     )
@@ -125,46 +112,25 @@ def open_source(
     return opened
 
 
-def _find(
-    source: Source,
-    *,
-    base: Path,
-    cache: Path,
-    options: ReaderOptions,
-    deadline: float,
-    unpacker: Unpacker,
-) -> tuple[Access, Reader]:
+def _find(source: Source, base: Path, cache: Path, rows: RowShape | None) -> tuple[Found, Reader]:
     """The files of a source, and their reader."""
-    what, place, scheme = f"source {source.spec!r}", source.place, source.scheme
-    follow, store = source.allow_symlinks, None
+    what, place, scheme, follow = f"source {source.spec!r}", source.place, source.scheme, source.allow_symlinks
     if scheme == "hf":
-        columns = None if options.rows is None else options.rows.columns
-        dataset = find_dataset(source, base=base, cache=cache, what=what, columns=columns)
-        reader = TEXT_FORMATS[dataset.format].reader(replace(options, text_key=dataset.text_key, split=None))
-        follow = dataset.follow
+        dataset = find_dataset(source, base=base, cache=cache, what=what, columns=rows.columns if rows else None)
+        reader = TEXT_FORMATS[dataset.format].reader(ReaderOptions(text_key=dataset.text_key, rows=rows))
         if isinstance(dataset.root, str):
-            found, store = pinned_objects(dataset.root, dataset.sizes, version=dataset.commit, deadline=deadline)
-        else:
-            found = named_files(dataset.root, dataset.files, packings=reader.packings, allow_symlinks=follow, what=what)
-    else:
-        if scheme == "sample":
-            scheme, place, follow = "jsonl", str(sample_folder(place, cache)), True
-        reader = TEXT_FORMATS[scheme].reader(options)
-        if store_of(place) is not None:
-            found, store = stored_matches(
-                place, suffixes=reader.suffixes, packings=reader.packings, what=what, deadline=deadline
-            )
-        else:
-            found = matches(
-                str(Path(place).expanduser()),
-                base=base,
-                suffixes=reader.suffixes,
-                packings=reader.packings,
-                allow_symlinks=follow,
-                what=what,
-            )
-    access = Access(found=found, packings=reader.packings, store=store, follow=follow, unpacker=unpacker)
-    return access, reader
+            return pinned_objects(dataset.root, dataset.sizes, version=dataset.commit), reader
+        packings, follow = reader.packings, dataset.follow
+        return named_files(dataset.root, dataset.files, packings=packings, allow_symlinks=follow, what=what), reader
+    if scheme == "sample":
+        scheme, place, follow = "jsonl", str(sample_folder(place, cache)), True
+    reader = TEXT_FORMATS[scheme].reader(ReaderOptions(text_key=source.text_key, rows=rows, split=source.document))
+    suffixes, packings = reader.suffixes, reader.packings
+    if store_of(place) is not None:
+        return stored_matches(place, suffixes=suffixes, packings=packings, what=what), reader
+    place = str(Path(place).expanduser())
+    found = matches(place, base=base, suffixes=suffixes, packings=packings, allow_symlinks=follow, what=what)
+    return found, reader
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

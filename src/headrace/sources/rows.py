@@ -142,8 +142,8 @@ class ColumnReader(Generic[T]):
 class JsonLabelled(JsonLines):
     """Several fields of JSON objects, one object a line."""
 
-    def __init__(self, *, shape: RowShape, max_line_bytes: int) -> None:
-        super().__init__(text_key=shape.columns[0], max_line_bytes=max_line_bytes)
+    def __init__(self, *, shape: RowShape) -> None:
+        super().__init__(text_key=shape.columns[0])
         self._shape = shape
         self._whole = msgspec.json.Decoder(dict[str, Any])
 

@@ -23,8 +23,6 @@ class ReaderOptions:
 
     text_key: str = "text"
     """The field or column that holds the text."""
-    max_line_bytes: int
-    """A longer line, or a longer document of a txt file, is a bad row."""
     rows: RowShape | None = None
     """Several columns of every row in place of its text."""
     split: str | None = None
@@ -42,27 +40,22 @@ class TextFormat:
     reader: Callable[[ReaderOptions], Reader]
 
 
-def _json_reader(options: ReaderOptions) -> Reader:
-    if options.rows is not None:
-        return JsonLabelled(shape=options.rows, max_line_bytes=options.max_line_bytes)
-    return JsonLines(text_key=options.text_key, max_line_bytes=options.max_line_bytes)
-
-
 def _txt_reader(options: ReaderOptions) -> Reader:
     if options.rows is not None:
         raise ConfigError(
             f"a txt file has one text a line and no columns {', '.join(options.rows.columns)}; use jsonl:, parquet: or arrow:"
         )
-    kind = {"file": TextFiles, "paragraph": TextParagraphs}.get(options.split or "", TextLines)
-    return kind(max_line_bytes=options.max_line_bytes)
-
-
-def _arrow_reader(options: ReaderOptions) -> Reader:
-    return ArrowTexts(text_key=options.text_key) if options.rows is None else ArrowLabelled(shape=options.rows)
+    return {"file": TextFiles, "paragraph": TextParagraphs}.get(options.split or "", TextLines)()
 
 
 TEXT_FORMATS: dict[str, TextFormat] = {
-    "jsonl": TextFormat(holds="one JSON object per line", suffixes=(".jsonl", ".ndjson"), reader=_json_reader),
+    "jsonl": TextFormat(
+        holds="one JSON object per line",
+        suffixes=(".jsonl", ".ndjson"),
+        reader=lambda options: (
+            JsonLines(text_key=options.text_key) if options.rows is None else JsonLabelled(shape=options.rows)
+        ),
+    ),
     "txt": TextFormat(
         holds="one document per file; ?split=line or ?split=paragraph cuts files",
         suffixes=(".txt",),
@@ -74,6 +67,10 @@ TEXT_FORMATS: dict[str, TextFormat] = {
         reader=lambda options: ParquetTexts(text_key=options.text_key, shape=options.rows),
     ),
     "arrow": TextFormat(
-        holds="Arrow IPC files or streams, one document per row", suffixes=(".arrow",), reader=_arrow_reader
+        holds="Arrow IPC files or streams, one document per row",
+        suffixes=(".arrow",),
+        reader=lambda options: (
+            ArrowTexts(text_key=options.text_key) if options.rows is None else ArrowLabelled(shape=options.rows)
+        ),
     ),
 }

@@ -5,23 +5,23 @@ import re
 import pytest
 
 from headrace.errors import DataChanged, DataError
-from headrace.formats.lines import default_chunk_bytes
+from headrace.formats.lines import TextLines, default_chunk_bytes
 from headrace.sources import Source, open_source
 
 
 @pytest.fixture
-def read(tmp_path):
+def read(tmp_path, monkeypatch):
     """read("jsonl", b"...") -> (texts, opened source); each call is a new file."""
     opened = []
 
     def run(scheme, data, *, chunk_bytes=None, max_line_bytes=256 << 20, **fields):
+        monkeypatch.setattr(TextLines, "max_line_bytes", max_line_bytes)
         path = tmp_path / f"{len(opened)}.{scheme}"
         path.write_bytes(data)
         source = open_source(
             Source(f"{scheme}:{path}", **({"split": "line"} if scheme == "txt" else {}), **fields),
             cache=tmp_path / "cache",
             chunk_bytes=chunk_bytes,
-            max_line_bytes=max_line_bytes,
         )
         opened.append(source)
         texts = [text for chunk in range(source.manifest.chunks) for text in source.read(chunk)]

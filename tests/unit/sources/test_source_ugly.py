@@ -67,15 +67,16 @@ LONG_LINE = """
 import sys
 from pathlib import Path
 import msgspec, numpy, pyarrow
-from headrace.formats import compressed
+from headrace.formats import compressed, lines
 from headrace.sources import Source, open_source
-compressed._HELD = 8 << 20
+compressed._FRAMES_HELD = 32
+lines.TextLines.max_line_bytes = 8 << 20
 def peak_mib():
     # Not ru_maxrss: that one is inherited from the parent over fork and exec.
     return int(next(row for row in open("/proc/self/status") if row.startswith("VmHWM")).split()[1]) // 1024
 folder = Path(sys.argv[1])
 base = peak_mib()
-source = open_source(Source(sys.argv[2], on_bad="skip"), base=folder, cache=folder / "cache", max_line_bytes=8 << 20)
+source = open_source(Source(sys.argv[2], on_bad="skip"), base=folder, cache=folder / "cache")
 lengths = [-1 if t is None else len(t) for c in range(source.manifest.chunks) for t in source.read(c)]
 print(*lengths, peak_mib() - base)
 """
