@@ -72,12 +72,6 @@ def parse_batch(data: bytes) -> Batch:
     )
 
 
-def is_big_endian(data: bytes) -> bool:
-    """Return whether a schema message says that numbers are big-endian."""
-    header = _root(data).table(2)
-    return header is not None and header.number(0, "h") != 0
-
-
 def _root(data: bytes) -> _Table:
     return _Table(data, _at(data, 0, "I"))
 
