@@ -26,7 +26,6 @@ import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from headrace.formats.object_store import fits
 from headrace.metrics import Wait
 from headrace.order import fingerprint_json
 from headrace.runtime.locks import ExclusiveLock
+from headrace.sources.matching import Found, named_files, pinned_objects
 from headrace.sources.rows import field_of
 from headrace.sources.spec import Source
 
@@ -66,30 +66,10 @@ _HUB_TIMEOUT = 30.0
 _MAX_LISTING = 256 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dataset:
-    """The files of one split."""
-
-    root: Path | str
-    """A folder, or the URL of the dataset's commit on the hub."""
-    files: tuple[str, ...]
-    """Paths below the root."""
-    format: str
-    """A scheme of `text_formats`, such as "parquet"."""
-    follow: bool
-    """Whether the files may be symbolic links. Those in the hub's cache are."""
-    text_key: str
-    """The field or column that holds the text."""
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by path, for files on the hub."""
-    commit: str = ""
-    """The commit in the URL, for files on the hub."""
-
-
 def find_dataset(
     source: Source, *, base: Path, cache: Path, what: str, columns: tuple[str, ...] | None = None
-) -> Dataset:
-    """Find the files of a dataset's split, on this machine or on the hub.
+) -> tuple[Found, str, str]:
+    """Return the files of a dataset's split, on this machine or on the hub, their scheme, and the key of their text.
 
     Args:
         source: The source, with the scheme `hf`.
@@ -106,15 +86,16 @@ def find_dataset(
     local = base / Path(place).expanduser()
     snapshot = local if local.is_dir() else _snapshot(place, what)
     if snapshot is not None and (found := _Layout(snapshot, what).files_of(source.split, source.config)):
-        follow = source.allow_symlinks or snapshot != local
-        return Dataset(root=snapshot, files=found, format=_format(found, what), follow=follow, text_key=source.text_key)
+        follow = source.allow_symlinks or snapshot != local  # the files in the hub's cache are links
+        scheme = _format(found, what)
+        return named_files(snapshot, found, allow_symlinks=follow, what=what), scheme, source.text_key
     if snapshot is None and not _REPOSITORY.fullmatch(place):
         raise DataError(f"{what}: {local} is no folder, and {place!r} is no name of a dataset (org/name)")
     if not local.is_dir() and (on_hub := _parquet_on_hub(source, what)) is not None:
-        return on_hub
+        return on_hub, "parquet", source.text_key
     folder = _frozen(source, str(local) if local.is_dir() else place, cache, what, columns)
-    files = tuple(sorted(path.name for path in folder.glob("*.jsonl")))
-    return Dataset(root=folder, files=files, format="jsonl", follow=False, text_key="text")
+    files = [path.name for path in folder.glob("*.jsonl")]
+    return named_files(folder, files, allow_symlinks=False, what=what), "jsonl", "text"
 
 
 # ---------------------------------------------------------------------------------------- files on this machine
@@ -359,7 +340,7 @@ def _require_all_shards(files: Iterable[str], root: Path | str, what: str) -> No
 # ------------------------------------------------------------------------------------------------- on the hub
 
 
-def _parquet_on_hub(source: Source, what: str) -> Dataset | None:
+def _parquet_on_hub(source: Source, what: str) -> Found | None:
     """The split's parquet files on the hub; None if it has none there, or if they cannot be read by ranges."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return None
@@ -387,10 +368,7 @@ def _parquet_on_hub(source: Source, what: str) -> Dataset | None:
     files = _Layout(root, what, visible, readme).files_of(source.split, source.config)
     if not files or _format(files, what) != "parquet" or not all(isinstance(sizes[path], int) for path in files):
         return None
-    return Dataset(
-        root=root, files=files, format="parquet", follow=False, text_key=source.text_key,
-        sizes={path: sizes[path] for path in files}, commit=commit,
-    )  # fmt: skip
+    return pinned_objects(root, {path: sizes[path] for path in files}, version=commit)
 
 
 def _fetched(url: str, most: int) -> bytes:

@@ -151,14 +151,10 @@ def _scanned(
     results = _side_by_side(scanned, found.files)
     scans = [_nothing() if isinstance(result, str) else result for result in results]
     reasons = {f.path: result for f, result in zip(found.files, results, strict=True) if isinstance(result, str)}
-    columns = {
-        "chunk_file": np.repeat(np.arange(len(scans), dtype=np.int32), [len(scan.rows) for scan in scans]),
-        "chunk_start": _joined([scan.start for scan in scans]),
-        "chunk_end": _joined([scan.end for scan in scans]),
-        "chunk_rows": _joined([scan.rows for scan in scans]),
-        "chunk_line": _joined([scan.line for scan in scans]),
-        "chunk_bytes": _joined([scan.size for scan in scans]),
-    }
+    columns = {"chunk_file": np.repeat(np.arange(len(scans), dtype=np.int32), [len(scan.rows) for scan in scans])}
+    for name in ("start", "end", "rows", "line", "size"):
+        parts = [np.zeros(0, dtype=np.int64), *(getattr(scan, name) for scan in scans)]
+        columns["chunk_bytes" if name == "size" else f"chunk_{name}"] = np.concatenate(parts)
     blank = sum(scan.blank_lines for scan in scans)
     files = [[f.path, f.size, int(scan.rows.sum()), p] for f, scan, p in zip(found.files, scans, prints, strict=True)]
     _to_cache(path, columns, {"recipe": recipe, "files": files, "blank_lines": blank, "holes": reasons})
@@ -196,14 +192,8 @@ def _manifest(
 
 def _side_by_side(call: Any, items: tuple[FoundFile, ...]) -> list[Any]:
     """Return `call` of every item, in order. Reading and comparing release the GIL, so threads help."""
-    if len(items) < 16 and sum(item.size for item in items) < 4 << 20:  # not worth the threads
-        return [call(item) for item in items]
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="headrace-scan") as pool:
         return list(pool.map(call, items))
-
-
-def _joined(columns: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype=np.int64), *columns])
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:

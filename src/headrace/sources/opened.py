@@ -33,12 +33,12 @@ from headrace.order import fingerprint_json
 from headrace.sources.access import Access
 from headrace.sources.hub import find_dataset
 from headrace.sources.manifest import Manifest, make_manifest
-from headrace.sources.matching import Found, matches, named_files, pinned_objects, stored_matches
+from headrace.sources.matching import Found, matches, stored_matches
 from headrace.sources.records import ChunkRecords, chunk_ids
 from headrace.sources.rows import RowShape
 from headrace.sources.samples import sample_folder
 from headrace.sources.spec import Source
-from headrace.sources.text_formats import TEXT_FORMATS, ReaderOptions
+from headrace.sources.text_formats import TEXT_FORMATS
 
 _log = logging.getLogger("headrace.sources")
 _MAX_LISTING = 256 << 20
@@ -116,15 +116,12 @@ def _find(source: Source, base: Path, cache: Path, rows: RowShape | None) -> tup
     """The files of a source, and their reader."""
     what, place, scheme, follow = f"source {source.spec!r}", source.place, source.scheme, source.allow_symlinks
     if scheme == "hf":
-        dataset = find_dataset(source, base=base, cache=cache, what=what, columns=rows.columns if rows else None)
-        reader = TEXT_FORMATS[dataset.format].reader(ReaderOptions(text_key=dataset.text_key, rows=rows))
-        if isinstance(dataset.root, str):
-            return pinned_objects(dataset.root, dataset.sizes, version=dataset.commit), reader
-        packings, follow = reader.packings, dataset.follow
-        return named_files(dataset.root, dataset.files, packings=packings, allow_symlinks=follow, what=what), reader
+        columns = rows.columns if rows is not None else None
+        found, scheme, text_key = find_dataset(source, base=base, cache=cache, what=what, columns=columns)
+        return found, TEXT_FORMATS[scheme].reader(text_key, rows, None)
     if scheme == "sample":
         scheme, place, follow = "jsonl", str(sample_folder(place, cache)), True
-    reader = TEXT_FORMATS[scheme].reader(ReaderOptions(text_key=source.text_key, rows=rows, split=source.document))
+    reader = TEXT_FORMATS[scheme].reader(source.text_key, rows, source.document)
     suffixes, packings = reader.suffixes, reader.packings
     if store_of(place) is not None:
         return stored_matches(place, suffixes=suffixes, packings=packings, what=what), reader
