@@ -142,18 +142,18 @@ def messages_of(file: ByteFile, at: int | None = None, end: int | None = None) -
             )
         metadata = bytes(file.read(here, length))
         try:
-            message = parse_message(metadata)
+            kind, body = parse_message(metadata)
         except ValueError as error:
             raise Undecodable(file.path, f"is damaged: the message at byte {at:,} does not parse ({error})") from error
-        stop = here + length + message.body
-        if message.kind not in (SCHEMA, DICTIONARY, BATCH) or message.body < 0:
+        stop = here + length + body
+        if kind not in (SCHEMA, DICTIONARY, BATCH) or body < 0:
             raise Undecodable(file.path, f"is damaged: the message at byte {at:,} is of an unknown kind")
         if stop > end:
             raise Undecodable(
                 file.path,
                 f"is cut short: the record batch at byte {at:,} should end at {stop:,}, the file has {end:,} bytes of them",
             )
-        yield PlacedMessage(at, stop, message.body, message.kind, metadata)
+        yield PlacedMessage(at, stop, body, kind, metadata)
         at = stop
 
 

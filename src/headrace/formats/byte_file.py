@@ -6,7 +6,7 @@
 Files are read with pread, never through a map: a mapped page of a truncated file kills the process with SIGBUS, a short pread is an
 error with a sentence. It costs nothing: the line ends of a warm file are found at 3.0 GB/s through pread and at 2.8 through a map.
 
-FIFOs and devices are refused by lstat before the open, and again by fstat after it; the open itself never blocks.
+FIFOs and devices are refused once they are open; the open itself never blocks.
 Errors of a failing disk or network mount are tried three times; everything else is raised at once as a DataError.
 """
 
@@ -18,7 +18,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Self, TypeVar
 
 from headrace.errors import DataChanged, DataError
 from headrace.runtime.retry import retry
@@ -82,7 +82,7 @@ ACCEPT_DATA = 'accept the change with load_state_dict(state, accept={"data"}) (c
 """What a DataChanged advises besides restoring the file."""
 
 
-class ByteFile(Protocol):
+class ByteFile:
     """Bytes that a format reads at any offset: a file on disk (RawFile), an object in a store (StoredObject), or the text of a
     compressed file (UnpackedFile)."""
 
@@ -92,32 +92,21 @@ class ByteFile(Protocol):
     version: int | str
     """A time of modification or an entity tag: another content has another version, as far as the file system or store can tell."""
 
-    def __enter__(self) -> ByteFile: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def read(self, offset: int, length: int) -> bytearray:
         """Return exactly these bytes. Memory is taken only for what the file can hold."""
-        ...
-
-    def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill `view` from `offset` on."""
-        ...
-
-
-class WholeReads:
-    """`read` of a ByteFile, in terms of its `read_into`."""
-
-    path: Path | str
-    size: int
-
-    def read(self, offset: int, length: int) -> bytearray:
         self._require_within(offset, length)
         buffer = bytearray(length)
         self.read_into(memoryview(buffer), offset)
         return buffer
 
     def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill `view` from `offset` on."""
         raise NotImplementedError
 
     def _require_within(self, offset: int, length: int) -> None:
@@ -128,7 +117,7 @@ class WholeReads:
             )
 
 
-class RawFile(WholeReads):
+class RawFile(ByteFile):
     """One regular file, read at any offset. Safe to share between threads.
 
     Within `with` the file stays open. Outside, every read opens and closes it, so that thousands of shards hold no descriptor.
@@ -147,13 +136,14 @@ class RawFile(WholeReads):
         self.size = 0
         self.version: int | str = 0
 
-    def __enter__(self) -> RawFile:
+    def __enter__(self) -> Self:
         self._fd = self._opened()
         return self
 
     def _opened(self) -> int:
         """Open the file, check that it is regular and has the expected size, and return the descriptor."""
-        fd = patiently(f"opening {self.path}", self._open)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if self.follow else os.O_NOFOLLOW)
+        fd = patiently(f"opening {self.path}", lambda: os.open(self.path, flags))
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -197,13 +187,6 @@ class RawFile(WholeReads):
         finally:
             if fd != self._fd:
                 os.close(fd)
-
-    def _open(self) -> int:
-        status = os.stat(self.path, follow_symlinks=self.follow)  # noqa: PTH116 (a read is too short for a Path)
-        if not stat.S_ISREG(status.st_mode):
-            raise DataError(_not_regular(self.path, status.st_mode))
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        return os.open(self.path, flags if self.follow else flags | os.O_NOFOLLOW)
 
 
 class FileObject(io.RawIOBase):

@@ -34,7 +34,6 @@ from headrace.formats.byte_file import (
     FileObject,
     RawFile,
     Undecodable,
-    WholeReads,
     first_line,
 )
 from headrace.metrics import Wait
@@ -170,7 +169,7 @@ class Unpacker:
         )
 
 
-class UnpackedFile(WholeReads):
+class UnpackedFile(ByteFile):
     """The text of a compressed shard, as a ByteFile."""
 
     def __init__(self, unpacker: Unpacker, shard: ByteFile, *, identity: Sequence[object]) -> None:
@@ -192,9 +191,6 @@ class UnpackedFile(WholeReads):
             self._index = self._unpacker.index(self._key, shard)
         self.size = int(self._index.text_at[-1])
         return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def read_into(self, view: memoryview, offset: int) -> None:
         text_at = self._index.text_at

@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from headrace.errors import ConfigError, DataChanged, DataError
-from headrace.formats.byte_file import WholeReads
+from headrace.formats.byte_file import ByteFile
 from headrace.metrics import Wait
 from headrace.runtime.retry import retry
 
@@ -196,7 +196,7 @@ def _require_own_process(doing: str) -> None:
         )
 
 
-class StoredObject(WholeReads):
+class StoredObject(ByteFile):
     """One object of a store, as a ByteFile. Not to be shared between threads: it keeps the last answer."""
 
     def __init__(self, store: Store, key: str, *, size: int, tag: str) -> None:
@@ -206,9 +206,6 @@ class StoredObject(WholeReads):
         self._store = store
         self._key = key
         self._window: tuple[int, Any] = (0, b"")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._window = (0, b"")
