@@ -17,7 +17,6 @@ writes while others wait; after a kill the next process goes on at the first unf
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -35,6 +34,7 @@ from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError, n
 from headrace.files import publish, publish_json, read_json, read_regular, sync_folder
 from headrace.formats.byte_file import first_line
 from headrace.formats.compressed import PACKINGS
+from headrace.formats.hub_cache import cached_snapshots, is_repository
 from headrace.formats.object_store import fits
 from headrace.metrics import Wait
 from headrace.order import fingerprint_json
@@ -56,7 +56,6 @@ _KEYWORDS = {
 _SHARDED = re.compile(r"data/(?P<split>\w+(?:\.\w+)*)-(?P<shard>\d{5})-of-(?P<of>\d{5})[^/]*")
 _OF = re.compile(r"\A(?P<stem>.*)-(?P<shard>\d{5})-of-(?P<of>\d{5})(?P<rest>\.[^/]*)\Z")
 _SAVED = re.compile(r"(data-\d{5}-of-\d{5}|dataset)\.arrow")
-_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MAX_README = 4 << 20
 _PART_BYTES = 64 << 20
 _LONGEST_WRITE = 86_400.0
@@ -89,7 +88,7 @@ def find_dataset(
         follow = source.allow_symlinks or snapshot != local  # the files in the hub's cache are links
         scheme = _format(found, what)
         return named_files(snapshot, found, allow_symlinks=follow, what=what), scheme, source.text_key
-    if snapshot is None and not _REPOSITORY.fullmatch(place):
+    if snapshot is None and not is_repository(place):
         raise DataError(f"{what}: {local} is no folder, and {place!r} is no name of a dataset (org/name)")
     if not local.is_dir() and (on_hub := _parquet_on_hub(source, what)) is not None:
         return on_hub, "parquet", source.text_key
@@ -103,23 +102,11 @@ def find_dataset(
 
 def _snapshot(place: str, what: str) -> Path | None:
     """The dataset's folder in the hub's cache: that of refs/main, or the only revision; None if there is none."""
-    if not _REPOSITORY.fullmatch(place):
-        return None
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    folder = hub / f"datasets--{place.replace('/', '--')}"
-    snapshots = folder / "snapshots"
-    if not snapshots.is_dir():
-        return None
-    with contextlib.suppress(OSError, UnicodeDecodeError, FileCorrupt):
-        revision = read_regular(folder / "refs" / "main", 1 << 10, follow=True).decode().strip()
-        if re.fullmatch(r"[\w.-]{1,80}", revision) and (snapshots / revision).is_dir():
-            return snapshots / revision
-    present = sorted(path for path in snapshots.iterdir() if path.is_dir())
+    present = cached_snapshots("datasets", place)
     if len(present) > 1:
         names = ", ".join(path.name[:12] for path in present[:5])
         raise DataError(
-            f"{what}: {snapshots} holds {len(present)} revisions ({names}) and refs/main names none; name the folder"
+            f"{what}: {present[0].parent} holds {len(present)} revisions ({names}) and refs/main names none; name the folder"
         )
     return present[0] if present else None
 

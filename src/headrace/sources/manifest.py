@@ -175,15 +175,15 @@ def _manifest(
     recipe: dict[str, Any],
 ) -> Manifest:
     entries = tuple(FileEntry(path=p, size=s, rows=r, fingerprint=f, hole=holes.get(p, "")) for p, s, r, f in files)
-    typed = {name: _frozen(columns[name].astype(dtype, copy=False)) for name, dtype in _COLUMNS.items()}
+    typed = {name: columns[name].astype(dtype, copy=False) for name, dtype in _COLUMNS.items()}
     first_row = np.concatenate(([0], np.cumsum(typed["chunk_rows"], dtype=np.int64))).astype(np.int64)
     file_first = np.concatenate(([0], np.cumsum([e.rows for e in entries], dtype=np.int64))).astype(np.int64)
     return Manifest(
         root=root,
         files=entries,
         **typed,
-        first_row=_frozen(first_row),
-        file_first_row=_frozen(file_first[:-1]),
+        first_row=first_row,
+        file_first_row=file_first[:-1],
         rows=int(first_row[-1]),
         blank_lines=blank,
         fingerprint=fingerprint_json({**recipe, "files": files}),
@@ -194,13 +194,6 @@ def _side_by_side(call: Any, items: tuple[FoundFile, ...]) -> list[Any]:
     """Return `call` of every item, in order. Reading and comparing release the GIL, so threads help."""
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="headrace-scan") as pool:
         return list(pool.map(call, items))
-
-
-def _frozen(array: np.ndarray) -> np.ndarray:
-    array = np.ascontiguousarray(array)
-    if array.flags.writeable:
-        array.flags.writeable = False
-    return array
 
 
 # ------------------------------------------------------------------------------------------------ cache
