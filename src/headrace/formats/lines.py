@@ -37,14 +37,6 @@ IS_BLANK[list(b" \t\r\n")] = True
 _ZERO = np.zeros(1, dtype=np.int64)
 
 
-def default_chunk_bytes(total: int) -> int:
-    """Return a 1024th of the source, at least 256 KiB (64 KiB for sources below 64 MiB) and at most 1 MiB.
-
-    A chunk costs 60 us besides its bytes, so larger ones are cheaper to read, and a few hundred of them are enough to deal.
-    """
-    return min(max(total // 1024, 256 << 10 if total >= 64 << 20 else 64 << 10), 1 << 20)
-
-
 class TextLines:
     """A document per line."""
 
@@ -61,7 +53,11 @@ class TextLines:
         return {}
 
     def chunk_bytes(self, total: int) -> int:
-        return default_chunk_bytes(total)
+        """Return a 1024th of the source, at least 256 KiB (64 KiB for sources below 64 MiB) and at most 1 MiB.
+
+        A chunk costs 60 us besides its bytes, so larger ones are cheaper to read, and a few hundred of them are enough to deal.
+        """
+        return min(max(total // 1024, 256 << 10 if total >= 64 << 20 else 64 << 10), 1 << 20)
 
     def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan:
         starts, ends, rows, lines = [], [], [], []

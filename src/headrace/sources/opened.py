@@ -242,7 +242,7 @@ class OpenSource:
             if record_others
             else "accept the change with accept_changes=True (command: --accept data)"
         )
-        changed = [(chunk, value) for chunk, value in zip(known, hashes, strict=True) if self._compare(chunk, value)]
+        changed = [(c, value) for c, value in zip(known, hashes, strict=True) if self._records.recorded(c) != value]
         if changed and not self._accept:
             listed = "; ".join(self._where(chunk) for chunk, _ in changed[:5])
             more = f"; and {len(changed) - 5:,} more" if len(changed) > 5 else ""
@@ -292,10 +292,6 @@ class OpenSource:
         with self._open(chunk) as file:
             start, end = int(self.manifest.chunk_start[chunk]), int(self.manifest.chunk_end[chunk])
             return self._reader.load(file, start, end).hash
-
-    def _compare(self, chunk: int, value: int) -> bool:
-        recorded = self._records.recorded(chunk)
-        return recorded is not None and recorded != value
 
     def _note_change(self, chunk: int) -> None:
         """Log, once for each file, that this run reads other bytes than an earlier run."""

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from headrace.errors import DataChanged, DataError
-from headrace.formats.lines import TextLines, default_chunk_bytes
+from headrace.formats.lines import TextLines
 from headrace.sources import Source, open_source
 
 
@@ -91,7 +91,7 @@ def test_chunks_are_whole_lines_and_a_long_line_is_a_chunk_of_its_own(read):
 
 
 def test_the_chunk_size_is_a_1024th_of_the_source_within_its_bounds():
-    assert [default_chunk_bytes(n) for n in (0, 1 << 20, 1 << 28, 1 << 40)] == [65536, 65536, 262144, 1 << 20]
+    assert [TextLines().chunk_bytes(n) for n in (0, 1 << 20, 1 << 28, 1 << 40)] == [65536, 65536, 262144, 1 << 20]
 
 
 BAD = [
