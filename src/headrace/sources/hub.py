@@ -17,6 +17,7 @@ writes while others wait; after a kill the next process goes on at the first unf
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -84,7 +85,7 @@ def find_dataset(
         )
     local = base / Path(place).expanduser()
     snapshot = local if local.is_dir() else _snapshot(place, what)
-    if snapshot is not None and (found := _Layout(snapshot, what).files_of(source.split, source.config)):
+    if snapshot is not None and (found := _Layout.of_folder(snapshot, what).files_of(source.split, source.config)):
         follow = source.allow_symlinks or snapshot != local  # the files in the hub's cache are links
         scheme = _format(found, what)
         return named_files(snapshot, found, allow_symlinks=follow, what=what), scheme, source.text_key
@@ -114,18 +115,24 @@ def _snapshot(place: str, what: str) -> Path | None:
 class _Layout:
     """The splits and configurations of a dataset's files, by the rules of the hub."""
 
-    def __init__(
-        self, root: Path | str, what: str, files: Iterable[str] | None = None, readme: str | None = None
-    ) -> None:
+    def __init__(self, root: Path | str, what: str, files: Iterable[str], readme: str) -> None:
         """Args:
         root: The folder, or the URL of a dataset on the hub.
         what: Begins every error.
-        files, readme: Paths of the files and text of README.md of a dataset on the hub; of a folder both are read.
+        files: Paths of the files below the root.
+        readme: Text of README.md, if there is one.
         """
         self.root = root
         self.what = what
-        self.files = tuple(_walk(Path(root)) if files is None else sorted(files, key=os.fsencode))
-        self._remote_readme = readme
+        self.files = tuple(sorted(files, key=os.fsencode))
+        self._readme = readme
+
+    @classmethod
+    def of_folder(cls, root: Path, what: str) -> _Layout:
+        readme = ""
+        with contextlib.suppress(OSError, FileCorrupt):
+            readme = read_regular(root / "README.md", _MAX_README, follow=True).decode(errors="replace")
+        return cls(root, what, _walk(root), readme)
 
     def files_of(self, split: str | None, config: str | None) -> tuple[str, ...]:
         """Return the paths of every shard of a split; none if no file is in a format that headrace reads."""
@@ -161,13 +168,8 @@ class _Layout:
 
     def _declared(self) -> list[dict[str, Any]]:
         """The entries of `configs:` in the README's header."""
-        readme, text = f"{self.root}/README.md", self._remote_readme
-        if text is None:
-            try:
-                text = read_regular(readme, _MAX_README, follow=True).decode(errors="replace")
-            except (OSError, FileCorrupt):
-                return []
-        header = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", text, re.DOTALL)
+        readme = f"{self.root}/README.md"
+        header = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", self._readme, re.DOTALL)
         if header is None or "configs:" not in header[1]:
             return []
         try:
@@ -236,13 +238,11 @@ class _Layout:
 
 
 def _walk(root: Path) -> Iterator[str]:
-    """Files below a folder in bytewise order, without names that begin with a dot or two underscores: the hub leaves those out."""
-    found: list[str] = []
+    """Files below a folder, without names that begin with a dot or two underscores: the hub leaves those out."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
         below = Path(folder).relative_to(root)
-        found += [(below / name).as_posix() for name in names if not name.startswith((".", "__"))]
-    return iter(sorted(found, key=os.fsencode))
+        yield from ((below / name).as_posix() for name in names if not name.startswith((".", "__")))
 
 
 def _format_of(path: str) -> str | None:

@@ -177,15 +177,15 @@ class _Column:
     def of(cls, file: ByteFile, text_key: str) -> _Column:
         schema = read_schema(file)
         try:
-            names = text_key.split(".") if text_key not in schema.names else [text_key]
-            return cls._named(file, list(schema), names, text_key)
+            return cls._named(file, list(schema), [text_key] if text_key in schema.names else text_key.split("."))
         except (ValueError, MemoryError) as error:  # a name within a struct that is not UTF-8
             raise Undecodable(file.path, f"is damaged: its schema does not parse ({first_line(error)})") from error
 
     @classmethod
-    def _named(cls, file: ByteFile, fields: list[pa.Field], names: list[str], text_key: str) -> _Column:
+    def _named(cls, file: ByteFile, fields: list[pa.Field], names: list[str]) -> _Column:
         import pyarrow as pa
 
+        text_key = ".".join(names)
         place = np.zeros(3, dtype=np.int64)  # arrays, buffers and arrays of views that come before
         parents: list[tuple[int, int]] = []
         for depth, name in enumerate(names):
