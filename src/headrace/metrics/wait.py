@@ -134,8 +134,7 @@ def _forget_all() -> None:
 
 # A forked child (a DataLoader worker) would report the parent's seconds a second time, and its lock may be held by a
 # thread that does not exist there.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_forget_all)
 
 _default = Meter()
 
@@ -178,8 +177,8 @@ class _Frame:
         else:
             self.step, self.exposed = outer.step, outer.exposed or not self.hidden
         self._chain, self._outer, self._inner = chain, outer, 0.0
-        chain.top = self
         self.start = _clock()
+        chain.top = self  # last: from here on `open_waits` sees it
         return self
 
     def __exit__(self, *error: object) -> None:
