@@ -111,9 +111,9 @@ def main() -> None:
                 reader.scan(file, default_chunk_bytes(size))
 
         bare = best_of(lambda: bare_read(path))
-        jsonl = JsonLines(text_key="text", max_line_bytes=1 << 28)
+        jsonl = JsonLines(text_key="text")
         line("scan jsonl", best_of(lambda: scan(jsonl)), size, {"read()": bare})
-        line("scan txt", best_of(lambda: scan(TextLines(max_line_bytes=1 << 28))), size, {"read()": bare})
+        line("scan txt", best_of(lambda: scan(TextLines())), size, {"read()": bare})
 
         data = path.read_bytes()
         alone = msgspec.json.Decoder(msgspec.defstruct("Row", [("text", str)], gc=False))

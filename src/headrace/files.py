@@ -65,17 +65,6 @@ SAFETENSORS_DTYPES = {
 _NAME_OF = {np.dtype(v).str: k for k, v in SAFETENSORS_DTYPES.items() if k != "BF16"}
 
 
-class _Tensor(NamedTuple):
-    """Place and type of a tensor in a container."""
-
-    name: str
-    start: int
-    """First byte, counted from the end of the header."""
-    end: int
-    dtype: str
-    shape: tuple[int, ...]
-
-
 # ---------------------------------------------------------------------------------------------- publish
 
 
@@ -407,9 +396,9 @@ def read_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
         yield from json_objects(line.text for line in read_lines(path, follow=True))
 
 
-def read_tail(path: Path | str, most: int = 1 << 20, *, follow: bool = False) -> list[bytes]:
+def read_tail(path: Path | str, most: int = 1 << 20) -> list[bytes]:
     """Return the last lines of a regular file: those that are whole in its last `most` bytes."""
-    fd = open_regular(path, follow=follow)
+    fd = open_regular(path)
     try:
         size = os.fstat(fd).st_size
         data = os.pread(fd, most, max(size - most, 0))
@@ -589,15 +578,15 @@ def _container(path: Path, buffer: memoryview, *, verify: bool) -> Container:
     entries, ours = _parse_header(path, bytes(buffer[8:begin]))
     arrays: dict[str, np.ndarray] = {}
     dtypes: dict[str, str] = {}
-    for tensor in _layout(path, entries, size - begin):
-        data = buffer[begin + tensor.start : begin + tensor.end]
-        arrays[tensor.name] = np.frombuffer(data, dtype=SAFETENSORS_DTYPES[tensor.dtype]).reshape(tensor.shape)
-        dtypes[tensor.name] = tensor.dtype
+    at = begin
+    for name, dtype, shape in _layout(path, entries, size - begin):
+        array = np.frombuffer(buffer, SAFETENSORS_DTYPES[dtype], math.prod(shape), at if math.prod(shape) else 0)
+        arrays[name], dtypes[name] = array.reshape(shape), dtype
+        at += array.nbytes
     container = Container(path, arrays, dtypes, ours["meta"], ours["sums"])
     segmented = any(name.endswith(SEGMENT_SUMS) for name in arrays)
-    for name in sorted(
-        arrays, key=lambda n: not n.endswith(SEGMENT_SUMS)
-    ):  # sums first: the others are compared with them
+    # Sums first: the others are compared with them.
+    for name in sorted(arrays, key=lambda n: not n.endswith(SEGMENT_SUMS)):
         if verify or (segmented and _recorded(ours["sums"].get(name, ""))[0] is None):
             container.check_rows(name)
     return container
@@ -650,9 +639,9 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, 
     return entries, ours
 
 
-def _layout(path: Path, entries: Mapping[str, Any], size: int) -> list[_Tensor]:
-    """The tensors in file order. They must tile the `size` bytes of data without a gap or an overlap."""
-    found: list[_Tensor] = []
+def _layout(path: Path, entries: Mapping[str, Any], size: int) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of the tensors in file order. They must tile the `size` bytes of data without a gap or an overlap."""
+    found: list[tuple[str, str, tuple[int, ...]]] = []
     expected = 0
     try:
         for name, entry in sorted(entries.items(), key=lambda item: tuple(item[1]["data_offsets"])):
@@ -663,7 +652,7 @@ def _layout(path: Path, entries: Mapping[str, Any], size: int) -> list[_Tensor]:
             if end - start != math.prod(shape) * np.dtype(SAFETENSORS_DTYPES[entry["dtype"]]).itemsize:
                 raise ValueError(name)
             expected = end
-            found.append(_Tensor(name, start, end, entry["dtype"], shape))
+            found.append((name, entry["dtype"], shape))
     except (ValueError, KeyError, TypeError, OverflowError, AttributeError) as error:
         raise FileCorrupt(f"{path} is damaged: its header does not describe its data ({error})") from error
     if expected != size:

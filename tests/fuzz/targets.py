@@ -499,10 +499,9 @@ target("hub: README.md", "readme/README.md", hub_readme)(hub)
 
 
 def chunk_hashes(path: Path) -> None:
-    from headrace.formats.byte_file import Tally
     from headrace.sources.records import ChunkRecords
 
-    records = ChunkRecords(path, np.arange(40, dtype=np.uint64), Tally())
+    records = ChunkRecords(path, np.arange(40, dtype=np.uint64))
     for chunk in range(40):
         records.add(chunk, chunk * 977)
     records.close()
@@ -510,10 +509,9 @@ def chunk_hashes(path: Path) -> None:
 
 @target("chunk hashes", "a.chunks", chunk_hashes)
 def read_chunk_hashes(path: Path) -> Any:
-    from headrace.formats.byte_file import Tally
     from headrace.sources.records import ChunkRecords
 
-    return ChunkRecords(path, np.arange(40, dtype=np.uint64), Tally()).known().tolist()
+    return ChunkRecords(path, np.arange(40, dtype=np.uint64)).known().tolist()
 
 
 def cached_manifest(path: Path) -> None:

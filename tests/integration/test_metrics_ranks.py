@@ -385,7 +385,7 @@ def test_an_undeclared_key_on_one_rank_stops_all_of_them_with_its_sentence(ranks
     for said in ranks(2, "undeclared", within=10):
         assert said["error"] == "ConfigError"
         assert said["message"].startswith("rank 1: metric 'data/row' was never declared")
-        assert "did you mean 'data/rows'?" in said["message"]
+        assert "did you mean data/rows?" in said["message"]
 
 
 @pytest.mark.parametrize(("world", "victim", "collectives"), [(4, 2, "all_gather"), (2, 0, "all_reduce")])

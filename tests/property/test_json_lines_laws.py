@@ -40,7 +40,7 @@ def lines(draw) -> bytes:
 
 
 def at_once(data: bytes, rows: int) -> list[str | None] | None:
-    return JsonLines(text_key="text", max_line_bytes=1 << 20)._decode_all(bytearray(data), rows)
+    return JsonLines(text_key="text")._decode_all(bytearray(data), rows)
 
 
 def by_msgspec(data: bytes) -> list[str]:
@@ -104,7 +104,7 @@ def test_a_line_that_is_not_right_gets_no_answer(line):
     "line", [b'{"te\\u0078t":"a"}', b'{"text":"a","text":"b"}', b' {"text":"a"}', b'{"text":"a"} ', b'{"text":"a","x":' + b"[" * 62 + b"]" * 62 + b"}"]
 )  # fmt: skip
 def test_an_unusual_line_is_read_as_msgspec_reads_it(line):
-    reader = JsonLines(text_key="text", max_line_bytes=1 << 20)
+    reader = JsonLines(text_key="text")
     texts, bad = reader._decode_each(None, bytearray(line), 1)  # type: ignore[arg-type]
     assert texts == by_msgspec(line)
     assert not bad

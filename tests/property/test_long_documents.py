@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.text import pieces
-from headrace.text.engines import GPT2_PATTERN, Reference, proof_sample
+from headrace.text.engines import GPT2_PATTERN, Encode, proof_sample, reference_encoder
 from headrace.text.pieces import CL100K_PATTERN, O200K_PATTERN
 
 TEXTS = [
@@ -66,8 +66,8 @@ def definition(kind: str) -> bytes:
 
 
 @cache
-def reference(kind: str) -> Reference:
-    return Reference(tokenizers.Tokenizer.from_buffer(definition(kind)), kind)
+def reference(kind: str) -> Encode:
+    return reference_encoder(tokenizers.Tokenizer.from_buffer(definition(kind)), kind)
 
 
 def require_same(kind: str, texts: list[str], piece: int) -> int:

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,8 +86,7 @@ durations = st.floats(1e-6, 3600.0)
 @given(observed=st.lists(durations, min_size=1, max_size=200), cut=st.integers(0, 200))
 def test_every_percentile_is_within_its_error(observed: list[float], cut: int) -> None:
     histogram = Histogram("x")
-    for value in observed[:cut]:
-        histogram.record(value)
+    histogram.record_many(observed[:cut])
     histogram.record_many(observed[cut:])
     assert histogram.count == len(observed)
     found = histogram.drain()
@@ -96,14 +94,3 @@ def test_every_percentile_is_within_its_error(observed: list[float], cut: int) -
         rank = max(1, math.ceil(q * len(observed) / 100 - 1e-9))
         assert found[f"x/p{q}"] == pytest.approx(sorted(observed)[rank - 1], rel=0.02 + 1e-9)
     assert found["x/max"] == max(observed)
-
-
-@given(observed=st.lists(durations, min_size=1, max_size=50))
-def test_recording_one_by_one_and_at_once_fills_the_same_buckets(observed: list[float]) -> None:
-    one_by_one, at_once = Histogram("x"), Histogram("x")
-    for value in observed:
-        one_by_one.record(value)
-    at_once.record_many(np.array(observed))
-    # numpy's log and libm's may differ in the last bit, so a value on an edge may fall to either side of it
-    assert np.abs(np.cumsum(one_by_one._counts) - np.cumsum(at_once._counts)).sum() <= len(observed)
-    assert (one_by_one.min, one_by_one.max) == (at_once.min, at_once.max)

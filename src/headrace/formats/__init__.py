@@ -4,6 +4,7 @@
                                                                                        compressed (gz, zst)
     rows           rows [a, b) of named columns: open_rows(file).read(a, b, columns)   parquet, arrow, numpy_arrays (npy, npz),
                                                                                        safetensors, json_rows
+    hub_cache      folders of datasets and tokenizers in the cache of the Hugging Face hub
     chunks         the protocol of text formats                                        lines, text_files; sources has the others
 
 The claims of a file about itself are compared with its size and with caps before memory is taken.

@@ -64,58 +64,47 @@ class ArrowRows(PiecedRows):
                 )
             opening.append(message)
         self._opening = b"".join(opening)
-        super().__init__(file, self._stream(file).schema, columns, [rows for _, _, rows in self._places])
+        super().__init__(file, read_schema(file), columns, [rows for _, _, rows in self._places])
 
     def decode(self, piece: int, names: tuple[str, ...]) -> pa.Table:
         import pyarrow as pa
 
         start, end, _ = self._places[piece]
-        message = self.file.read(start, end - start)
-        found = next(messages_of(self.file, start, end))
-        _decoded(self.file, start, found.metadata, memoryview(message)[len(message) - found.body :])
-        with self._stream(self.file, message) as stream:
-            batch = next(iter(stream))
-        batch.validate(full=True)
+        batch = read_batch(self.file, self._opening, self.file.read(start, end - start))
         return pa.Table.from_batches([batch]).select(list(names))
-
-    def _stream(self, file: ByteFile, batch: bytes | bytearray = b"") -> pa.RecordBatchStreamReader:
-        """The schema, the dictionaries and one batch, as a short stream."""
-        import pyarrow as pa
-
-        try:
-            return pa.ipc.open_stream(b"".join((self._opening, batch)))
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise Undecodable(file.path, f"has no schema that can be read: {first_line(error)}") from error
 
 
 def schema_message(file: ByteFile) -> bytes:
-    """Return the metadata of the schema."""
+    """Return the bytes of the message that holds the schema, which has no body."""
     found = next((message for message in messages_of(file) if message.kind == SCHEMA), None)
     if found is None:
         raise Undecodable(file.path, "is no Arrow file or stream: it holds no schema")
-    return found.metadata
+    return bytes(file.read(found.start, found.end - found.body - found.start))
 
 
-def read_schema(file: ByteFile, metadata: bytes) -> pa.Schema:
-    """Return the schema in a message; Undecodable if it does not parse, or a name in it is not UTF-8."""
+def read_schema(file: ByteFile) -> pa.Schema:
+    """Return the schema of a file; Undecodable if it does not parse, or a name in it is not UTF-8."""
     import pyarrow as pa
 
     try:
-        head = _CONTINUED.to_bytes(4, "little") + len(metadata).to_bytes(4, "little")
-        schema = pa.ipc.read_schema(pa.py_buffer(head + metadata))
+        schema = pa.ipc.read_schema(pa.py_buffer(schema_message(file)))
         schema.names  # noqa: B018 (decodes the names)
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         raise Undecodable(file.path, f"is damaged: its schema does not parse ({first_line(error)})") from error
     return schema
 
 
-def read_batch(file: ByteFile, schema: pa.Schema, message: bytes | bytearray) -> pa.RecordBatch:
-    """Return the record batch in the bytes of one message, validated. ValueError or an error of pyarrow if it is damaged."""
+def read_batch(file: ByteFile, opening: bytes, message: bytes | bytearray) -> pa.RecordBatch:
+    """Return the record batch in the bytes of one message, validated. ValueError or an error of pyarrow if it is damaged.
+
+    `opening`: the messages of the schema and of dictionaries.
+    """
     import pyarrow as pa
 
     found = pa.ipc.read_message(pa.py_buffer(message))
     _decoded(file, 0, found.metadata.to_pybytes(), memoryview(found.body))
-    batch = pa.ipc.read_record_batch(found, schema)
+    with pa.ipc.open_stream(b"".join((opening, message))) as stream:
+        batch = stream.read_next_batch()
     batch.validate(full=True)
     return batch
 
@@ -153,18 +142,18 @@ def messages_of(file: ByteFile, at: int | None = None, end: int | None = None) -
             )
         metadata = bytes(file.read(here, length))
         try:
-            message = parse_message(metadata)
+            kind, body = parse_message(metadata)
         except ValueError as error:
             raise Undecodable(file.path, f"is damaged: the message at byte {at:,} does not parse ({error})") from error
-        stop = here + length + message.body
-        if message.kind not in (SCHEMA, DICTIONARY, BATCH) or message.body < 0:
+        stop = here + length + body
+        if kind not in (SCHEMA, DICTIONARY, BATCH) or body < 0:
             raise Undecodable(file.path, f"is damaged: the message at byte {at:,} is of an unknown kind")
         if stop > end:
             raise Undecodable(
                 file.path,
                 f"is cut short: the record batch at byte {at:,} should end at {stop:,}, the file has {end:,} bytes of them",
             )
-        yield PlacedMessage(at, stop, message.body, message.kind, metadata)
+        yield PlacedMessage(at, stop, body, kind, metadata)
         at = stop
 
 

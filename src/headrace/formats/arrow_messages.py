@@ -20,15 +20,6 @@ _MAX_ITEMS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One message's metadata."""
-
-    kind: int
-    body: int
-    """Length of the body."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """A record batch: its rows, a (rows, nulls) pair for every array of the schema's tree, and where its buffers lie."""
 
@@ -42,10 +33,10 @@ class Batch:
     """How many data buffers each array of views has."""
 
 
-def parse_message(data: bytes) -> Message:
-    """Parse the metadata of a message; ValueError if it is damaged."""
+def parse_message(data: bytes) -> tuple[int, int]:
+    """Return the kind of a message and the length of its body, from its metadata; ValueError if that is damaged."""
     table = _root(data)
-    return Message(kind=table.number(1, "B"), body=table.number(3, "q"))
+    return table.number(1, "B"), table.number(3, "q")
 
 
 def parse_batch(data: bytes) -> Batch:
@@ -70,12 +61,6 @@ def parse_batch(data: bytes) -> Batch:
         codec=codec,
         views=tuple(header.numbers(4)),
     )
-
-
-def is_big_endian(data: bytes) -> bool:
-    """Return whether a schema message says that numbers are big-endian."""
-    header = _root(data).table(2)
-    return header is not None and header.number(0, "h") != 0
 
 
 def _root(data: bytes) -> _Table:

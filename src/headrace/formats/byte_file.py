@@ -6,7 +6,7 @@
 Files are read with pread, never through a map: a mapped page of a truncated file kills the process with SIGBUS, a short pread is an
 error with a sentence. It costs nothing: the line ends of a warm file are found at 3.0 GB/s through pread and at 2.8 through a map.
 
-FIFOs and devices are refused by lstat before the open, and again by fstat after it; the open itself never blocks.
+FIFOs and devices are refused once they are open; the open itself never blocks.
 Errors of a failing disk or network mount are tried three times; everything else is raised at once as a DataError.
 """
 
@@ -16,10 +16,9 @@ import errno
 import io
 import os
 import stat
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Self, TypeVar
 
 from headrace.errors import DataChanged, DataError
 from headrace.runtime.retry import retry
@@ -61,25 +60,8 @@ def most_decoded(stored: int) -> int:
     return min(max(RATIO_COUNTS_FROM, MAX_RATIO * stored), MAX_DECODED)
 
 
-class Tally:
-    """Named counts that threads may add to."""
-
-    def __init__(self, *names: str) -> None:
-        self._lock = threading.Lock()
-        self._counts = dict.fromkeys(names, 0)
-
-    def add(self, **counts: int) -> None:
-        with self._lock:
-            for name, count in counts.items():
-                self._counts[name] = self._counts.get(name, 0) + count
-
-    def counts(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._counts)
-
-
-def patiently(doing: str, call: Callable[[], T], tally: Tally | None = None) -> T:
-    """Return `call()`. It is tried again after errors that may pass; a DataError begins with `doing`. `tally` counts retries."""
+def patiently(doing: str, call: Callable[[], T]) -> T:
+    """Return `call()`. It is tried again after errors that may pass; a DataError begins with `doing`."""
 
     def gave_up(error: Exception, tries: int, seconds: float) -> DataError:
         assert isinstance(error, OSError)
@@ -90,8 +72,7 @@ def patiently(doing: str, call: Callable[[], T], tally: Tally | None = None) -> 
     try:
         return retry(
             call, passes=lambda error: isinstance(error, OSError) and error.errno in _TRANSIENT, wait_name="source.retry",
-            deadline=_DEADLINE, doing=doing, most_tries=_TRIES, first_pause=0.05, longest_pause=0.25,
-            on_retry=lambda: tally.add(retries=1) if tally is not None else None, gave_up=gave_up,
+            deadline=_DEADLINE, doing=doing, most_tries=_TRIES, first_pause=0.05, longest_pause=0.25, gave_up=gave_up,
         )  # fmt: skip
     except OSError as error:
         raise DataError(f"{doing}: {_reason(error)}") from error
@@ -101,7 +82,7 @@ ACCEPT_DATA = 'accept the change with load_state_dict(state, accept={"data"}) (c
 """What a DataChanged advises besides restoring the file."""
 
 
-class ByteFile(Protocol):
+class ByteFile:
     """Bytes that a format reads at any offset: a file on disk (RawFile), an object in a store (StoredObject), or the text of a
     compressed file (UnpackedFile)."""
 
@@ -111,32 +92,21 @@ class ByteFile(Protocol):
     version: int | str
     """A time of modification or an entity tag: another content has another version, as far as the file system or store can tell."""
 
-    def __enter__(self) -> ByteFile: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def read(self, offset: int, length: int) -> bytearray:
         """Return exactly these bytes. Memory is taken only for what the file can hold."""
-        ...
-
-    def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill `view` from `offset` on."""
-        ...
-
-
-class WholeReads:
-    """`read` of a ByteFile, in terms of its `read_into`."""
-
-    path: Path | str
-    size: int
-
-    def read(self, offset: int, length: int) -> bytearray:
         self._require_within(offset, length)
         buffer = bytearray(length)
         self.read_into(memoryview(buffer), offset)
         return buffer
 
     def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill `view` from `offset` on."""
         raise NotImplementedError
 
     def _require_within(self, offset: int, length: int) -> None:
@@ -147,36 +117,33 @@ class WholeReads:
             )
 
 
-class RawFile(WholeReads):
+class RawFile(ByteFile):
     """One regular file, read at any offset. Safe to share between threads.
 
     Within `with` the file stays open. Outside, every read opens and closes it, so that thousands of shards hold no descriptor.
     """
 
-    def __init__(
-        self, path: Path | str, *, follow: bool = False, size: int | None = None, tally: Tally | None = None
-    ) -> None:
+    def __init__(self, path: Path | str, *, follow: bool = False, size: int | None = None) -> None:
         """Args:
         path: The file.
         follow: Whether the name may be a symbolic link.
         size: Size in the manifest; another size is refused.
-        tally: Counts retries.
         """
         self.path = path
         self.follow = follow
         self._expected = size
-        self._tally = tally
         self._fd = -1
         self.size = 0
         self.version: int | str = 0
 
-    def __enter__(self) -> RawFile:
+    def __enter__(self) -> Self:
         self._fd = self._opened()
         return self
 
     def _opened(self) -> int:
         """Open the file, check that it is regular and has the expected size, and return the descriptor."""
-        fd = patiently(f"opening {self.path}", self._open, self._tally)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if self.follow else os.O_NOFOLLOW)
+        fd = patiently(f"opening {self.path}", lambda: os.open(self.path, flags))
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -210,7 +177,6 @@ class RawFile(WholeReads):
                 got = patiently(
                     f"reading {self.path} at byte {offset:,}",
                     lambda view=view, offset=offset: os.preadv(fd, [view[: 1 << 30]], offset),
-                    self._tally,
                 )
                 if got == 0:
                     raise DataChanged(
@@ -221,13 +187,6 @@ class RawFile(WholeReads):
         finally:
             if fd != self._fd:
                 os.close(fd)
-
-    def _open(self) -> int:
-        status = os.stat(self.path, follow_symlinks=self.follow)  # noqa: PTH116 (a read is too short for a Path)
-        if not stat.S_ISREG(status.st_mode):
-            raise DataError(_not_regular(self.path, status.st_mode))
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        return os.open(self.path, flags if self.follow else flags | os.O_NOFOLLOW)
 
 
 class FileObject(io.RawIOBase):

@@ -40,7 +40,6 @@ class Loaded:
     """A chunk's bytes as they were hashed; the format decides what `payload` is."""
 
     hash: int
-    size: int
     payload: Any
 
 

@@ -15,10 +15,9 @@ decompression bomb. All bytes are unpacked before the rows are counted, so a sha
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +33,7 @@ from headrace.formats.byte_file import (
     ByteFile,
     FileObject,
     RawFile,
-    Tally,
     Undecodable,
-    WholeReads,
     first_line,
 )
 from headrace.metrics import Wait
@@ -47,8 +44,8 @@ _VERSION = 1
 _FRAME_TEXT = 256 << 10
 """Bytes of text in a frame of the copy."""
 _MAX_TEXT = 1 << 40
-_HELD = 64 << 20
-"""Bytes of unpacked frames that are kept in memory."""
+_FRAMES_HELD = 256
+"""Unpacked frames that are kept in memory: 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,19 +63,15 @@ class _Index:
 class Unpacker:
     """Makes and reads the copies of the compressed shards of one source. Every method may be called from many threads."""
 
-    def __init__(self, cache: Path, tally: Tally, *, fresh: bool = False) -> None:
+    def __init__(self, cache: Path, *, fresh: bool = False) -> None:
         """Args:
         cache: Cache folder of the source; copies lie in its folder `unpacked`.
-        tally: Counts copies that are made, and cache files that are damaged or cannot be written.
         fresh: Make every copy anew, also where the cache has one.
         """
         self._folder = cache / "unpacked"
-        self._tally = tally
         self._fresh = fresh
-        self._lock = threading.Lock()
         self._indexes: dict[str, _Index] = {}
-        self._held: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        self._held_bytes = 0
+        self.frame = functools.lru_cache(_FRAMES_HELD)(self._frame)
 
     def index(self, key: str, shard: ByteFile) -> _Index:
         """Return the index of a shard's copy. The copy is made now if the cache has none."""
@@ -92,34 +85,22 @@ class Unpacker:
         # Two threads may have made a copy each; all go on with the first.
         return self._indexes.setdefault(key, index)
 
-    def copy_of(self, index: _Index) -> RawFile:
-        return RawFile(self._folder / index.copy, size=int(index.packed_at[-1]), tally=self._tally)
-
-    def frame(self, key: str, index: _Index, number: int, copy: ByteFile, shard: ByteFile) -> bytes:
-        """Return the text of one frame, read from `copy`. The last 64 MiB are kept."""
+    def _frame(self, key: str, number: int, shard: str) -> bytes:
+        """Return the text of one frame, read from the copy. `shard` names the compressed file in errors."""
         import pyarrow as pa
 
-        held_as = (key, number)
-        with self._lock:
-            if held_as in self._held:
-                self._held.move_to_end(held_as)
-                return self._held[held_as]
+        index = self._indexes[key]
         start, end = int(index.packed_at[number]), int(index.packed_at[number + 1])
         size = int(index.text_at[number + 1] - index.text_at[number])
-        packed = copy.read(start, end - start)
+        copy = RawFile(self._folder / index.copy, size=int(index.packed_at[-1]))
+        with copy:
+            packed = copy.read(start, end - start)
         if chunk_hash(memoryview(packed)) != int(index.sums[number]):
             raise DataError(
-                f"{copy.path}, the unpacked copy of {shard.path}, is damaged at bytes {start:,} to {end:,}. Remove it and run "
+                f"{copy.path}, the unpacked copy of {shard}, is damaged at bytes {start:,} to {end:,}. Remove it and run "
                 "again: it is made anew."
             )
-        text = pa.Codec("zstd").decompress(packed, decompressed_size=size, asbytes=True)
-        with self._lock:
-            if held_as not in self._held:
-                self._held[held_as] = text
-                self._held_bytes += len(text)
-                while self._held_bytes > _HELD and len(self._held) > 1:
-                    self._held_bytes -= len(self._held.popitem(last=False)[1])
-        return text
+        return pa.Codec("zstd").decompress(packed, decompressed_size=size, asbytes=True)
 
     def _cached(self, path: Path) -> _Index | None:
         """The index in the cache; None if there is none of use."""
@@ -134,7 +115,6 @@ class Unpacker:
             # Version 0.2 named no copy where it read a shard in place.
             is_whole = index.copy and (self._folder / index.copy).stat().st_size == int(index.packed_at[-1])
         except (FileCorrupt, KeyError, TypeError, ValueError, OSError):
-            self._tally.add(cache_damaged=1)
             return None
         return index if is_whole else None
 
@@ -153,8 +133,8 @@ class Unpacker:
                 with contextlib.suppress(OSError):
                     os.unlink(self._folder / index.copy)
                 index = cached
-        except (OSError, StorageError):  # without an index the next start makes the copy again
-            self._tally.add(cache_unwritable=1)
+        except (OSError, StorageError):
+            pass  # without an index the next start makes the copy again
         return index
 
     def _copied(self, stem: str, shard: ByteFile) -> _Index:
@@ -181,7 +161,6 @@ class Unpacker:
                 f"{shard.path} cannot be read from the middle, so it is unpacked once into {self._folder}, which failed: "
                 f"{error}. Make room there, or choose a folder with cache = ... in the source."
             ) from error
-        self._tally.add(shards_unpacked=1)
         return _Index(
             packed_at=np.array(packed_at, np.int64),
             text_at=np.array(text_at, np.int64),
@@ -190,7 +169,7 @@ class Unpacker:
         )
 
 
-class UnpackedFile(WholeReads):
+class UnpackedFile(ByteFile):
     """The text of a compressed shard, as a ByteFile."""
 
     def __init__(self, unpacker: Unpacker, shard: ByteFile, *, identity: Sequence[object]) -> None:
@@ -205,27 +184,20 @@ class UnpackedFile(WholeReads):
         self._unpacker = unpacker
         self._shard = shard
         self._key = fingerprint_json([_VERSION, *identity])
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            shard: ByteFile = stack.enter_context(self._shard)
+        with self._shard as shard:  # refuses a shard that changed since it was listed
             self.version = shard.version
             self._index = self._unpacker.index(self._key, shard)
-            self.size = int(self._index.text_at[-1])
-            self._copy: ByteFile = stack.enter_context(self._unpacker.copy_of(self._index))
-            self._stack = stack.pop_all()
+        self.size = int(self._index.text_at[-1])
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def read_into(self, view: memoryview, offset: int) -> None:
         text_at = self._index.text_at
         number = int(np.searchsorted(text_at, offset, side="right")) - 1
         filled = 0
         while filled < len(view):
-            text = self._unpacker.frame(self._key, self._index, number, self._copy, self._shard)
+            text = self._unpacker.frame(self._key, number, str(self.path))
             start = offset + filled - int(text_at[number])
             taken = min(len(text) - start, len(view) - filled)
             view[filled : filled + taken] = memoryview(text)[start : start + taken]

@@ -37,14 +37,6 @@ IS_BLANK[list(b" \t\r\n")] = True
 _ZERO = np.zeros(1, dtype=np.int64)
 
 
-def default_chunk_bytes(total: int) -> int:
-    """Return a 1024th of the source, at least 256 KiB (64 KiB for sources below 64 MiB) and at most 1 MiB.
-
-    A chunk costs 60 us besides its bytes, so larger ones are cheaper to read, and a few hundred of them are enough to deal.
-    """
-    return min(max(total // 1024, 256 << 10 if total >= 64 << 20 else 64 << 10), 1 << 20)
-
-
 class TextLines:
     """A document per line."""
 
@@ -53,16 +45,19 @@ class TextLines:
     packings: tuple[str, ...] = PACKINGS
     unit = "line"
     span = "bytes"
+    max_line_bytes = 256 << 20
+    """A longer line, or a longer document of a txt file, is a bad row."""
     _blank_is_row = True
-
-    def __init__(self, *, max_line_bytes: int) -> None:
-        self.max_line_bytes = max_line_bytes
 
     def parameters(self) -> dict[str, Any]:
         return {}
 
     def chunk_bytes(self, total: int) -> int:
-        return default_chunk_bytes(total)
+        """Return a 1024th of the source, at least 256 KiB (64 KiB for sources below 64 MiB) and at most 1 MiB.
+
+        A chunk costs 60 us besides its bytes, so larger ones are cheaper to read, and a few hundred of them are enough to deal.
+        """
+        return min(max(total // 1024, 256 << 10 if total >= 64 << 20 else 64 << 10), 1 << 20)
 
     def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan:
         starts, ends, rows, lines = [], [], [], []
@@ -89,9 +84,9 @@ class TextLines:
                 file.read_into(piece, offset)
                 hasher.update(piece)
             line_bytes = end - start - (piece[-1] == NEWLINE)
-            return Loaded(hash=hasher.intdigest(), size=end - start, payload=line_bytes)
+            return Loaded(hash=hasher.intdigest(), payload=line_bytes)
         data = file.read(start, end - start)
-        return Loaded(hash=chunk_hash(memoryview(data)), size=end - start, payload=data)
+        return Loaded(hash=chunk_hash(memoryview(data)), payload=data)
 
     def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
         if isinstance(loaded.payload, int):
@@ -137,7 +132,7 @@ class TextLines:
             yield start, end, lines, blanks
 
     def _too_long(self, size: int) -> str:
-        return f"it is {size:,} bytes long, more than the {self.max_line_bytes:,} that max_line_bytes allows"
+        return f"it is {size:,} bytes long, more than the {self.max_line_bytes:,} that are read"
 
     def _decode_all(self, data: bytearray, rows: int) -> list[str | None] | None:
         """Return all texts at once, or None if the chunk has to be decoded line by line."""
@@ -182,8 +177,7 @@ class JsonLines(TextLines):
     suffixes = (".jsonl", ".ndjson")
     _blank_is_row = False
 
-    def __init__(self, *, text_key: str, max_line_bytes: int) -> None:
-        super().__init__(max_line_bytes=max_line_bytes)
+    def __init__(self, *, text_key: str) -> None:
         self.text_key = text_key
         self._keys = text_key.split(".")
         row: Any = str

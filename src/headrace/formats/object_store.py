@@ -20,14 +20,13 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from headrace.errors import ConfigError, DataChanged, DataError
-from headrace.formats.byte_file import WholeReads
+from headrace.formats.byte_file import ByteFile
 from headrace.metrics import Wait
 from headrace.runtime.retry import retry
 
@@ -53,15 +52,9 @@ _PASSES = frozenset({"408", "425", "429", "500", "502", "503", "504"})
 class Store:
     """One bucket, container or web host. Safe to share between threads; not to be carried over a fork."""
 
-    def __init__(self, root: str, *, deadline: float = DEADLINE, on_retry: Callable[[], object] = lambda: None) -> None:
-        """Args:
-        root: `s3://bucket` or `https://host`.
-        deadline: Seconds that the store may stay out of reach.
-        on_retry: Called before every request that is tried again.
-        """
+    def __init__(self, root: str) -> None:
+        """`root`: `s3://bucket` or `https://host`."""
         self.root = root
-        self._deadline = deadline
-        self._on_retry = on_retry
         try:
             import obstore
             import obstore.exceptions
@@ -72,11 +65,10 @@ class Store:
             ) from error
         self._obstore: Any = obstore
         self._errors: Any = obstore.exceptions
-        client = {"timeout": f"{max(deadline, 1):.0f}s", "connect_timeout": f"{min(max(deadline, 1), 10):.0f}s"}
         try:
             self._store: Any = obstore.store.from_url(
                 root,
-                client_options={**client, "allow_http": True},
+                client_options={"timeout": f"{DEADLINE:.0f}s", "connect_timeout": "10s", "allow_http": True},
                 retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
             )
         except (obstore.exceptions.BaseError, ValueError) as error:
@@ -146,7 +138,7 @@ class Store:
             found = self._passes(error)
             if found and not said and time.monotonic() - began > _SILENCE:
                 said = True
-                _log.warning("%s: %s; trying again for up to %.0f s", doing, _said(error), self._deadline)
+                _log.warning("%s: %s; trying again for up to %.0f s", doing, _said(error), DEADLINE)
             return found
 
         def gave_up(error: Exception, tries: int, seconds: float) -> DataError:
@@ -156,8 +148,8 @@ class Store:
 
         try:
             return retry(
-                timed, passes=passes, wait_name="source.retry", deadline=self._deadline, doing=doing,
-                first_pause=0.05, longest_pause=2.0, on_retry=self._on_retry, gave_up=gave_up,
+                timed, passes=passes, wait_name="source.retry", deadline=DEADLINE, doing=doing,
+                first_pause=0.05, longest_pause=2.0, gave_up=gave_up,
             )  # fmt: skip
         except (self._errors.BaseError, OSError) as error:
             raise DataError(f"{doing}: {self._reason(error)}") from error
@@ -204,7 +196,7 @@ def _require_own_process(doing: str) -> None:
         )
 
 
-class StoredObject(WholeReads):
+class StoredObject(ByteFile):
     """One object of a store, as a ByteFile. Not to be shared between threads: it keeps the last answer."""
 
     def __init__(self, store: Store, key: str, *, size: int, tag: str) -> None:
@@ -214,9 +206,6 @@ class StoredObject(WholeReads):
         self._store = store
         self._key = key
         self._window: tuple[int, Any] = (0, b"")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._window = (0, b"")
@@ -232,18 +221,6 @@ class StoredObject(WholeReads):
             start, held = offset, memoryview(self._store.read(self._key, offset, end, str(self.version)))
             self._window = (start, held)
         view[:] = held[offset - start : offset - start + len(view)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundObject:
-    """An object as it was when it was listed."""
-
-    path: str
-    """The key below the listed prefix, with slashes."""
-    key: str
-    size: int
-    tag: str
-    """Its entity tag; where the store gives none, its time of modification."""
 
 
 def store_of(place: str) -> str | None:
@@ -264,26 +241,21 @@ def open_object(url: str) -> StoredObject:
 
 
 def find_objects(
-    place: str,
-    *,
-    suffixes: Sequence[str],
-    packings: Sequence[str] = (),
-    what: str,
-    deadline: float = DEADLINE,
-    on_retry: Callable[[], object] = lambda: None,
-) -> tuple[Store, str, list[FoundObject]]:
+    place: str, *, suffixes: Sequence[str], packings: Sequence[str] = (), what: str
+) -> tuple[Store, str, list[tuple[str, int, str]]]:
     """Return the store of a URL, the URL that the paths of objects are relative to, and the objects in bytewise order.
+
+    Of each object: its path, its size, and its entity tag (where the store gives none, its time of modification).
 
     Args:
         place: The URL of one object, of a prefix, or with a glob.
         suffixes: Endings of the objects taken below a prefix. Names that start with a dot are left out.
         packings: Endings that may follow a suffix.
         what: Begins errors, such as "source 'jsonl:s3://b/web'".
-        deadline, on_retry: As for `Store`.
     """
     scheme, _, rest = place.partition("://")
     bucket, _, path = rest.partition("/")
-    store = Store(f"{scheme}://{bucket}", deadline=deadline, on_retry=on_retry)
+    store = Store(f"{scheme}://{bucket}")
     web = scheme in ("http", "https")
     parts = [unquote(part) if web else part for part in path.split("/") if part]
     patterns = [i for i, part in enumerate(parts) if any(c in part for c in "*?[")]
@@ -329,11 +301,9 @@ def _below(store: Store, parts: Sequence[str], what: str) -> Iterator[tuple[str,
 
 def _listed(
     store: Store, parts: Sequence[str], found: Sequence[tuple[str, Mapping[str, Any]]]
-) -> tuple[Store, str, list[FoundObject]]:
-    objects = [
-        FoundObject(path=relative, key="/".join([*parts, relative]), size=int(meta["size"]), tag=_tag(meta))
-        for relative, meta in sorted(found, key=lambda item: item[0].encode())
-    ]
+) -> tuple[Store, str, list[tuple[str, int, str]]]:
+    ordered = sorted(found, key=lambda item: item[0].encode())
+    objects = [(relative, int(meta["size"]), _tag(meta)) for relative, meta in ordered]
     return store, "/".join([store.root, *parts]), objects
 
 

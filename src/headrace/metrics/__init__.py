@@ -27,7 +27,7 @@ from headrace.metrics.loss import reduce_loss_metrics
 from headrace.metrics.reducer import STEPS_IN_INTERVAL, Accumulator, Mean, Reducer, reduce_values
 from headrace.metrics.sinks import SINKS, BackgroundSinks, JsonlSink, Sink, SinkContext, TensorboardSink, WandbSink
 from headrace.metrics.spec import Metered, MetricSpec, Reduction, SpecBook, register, registered_specs
-from headrace.metrics.wait import Meter, OpenWait, Wait, default_meter, phase
+from headrace.metrics.wait import Meter, Wait, default_meter, phase
 
 __all__ = [
     "SINKS",
@@ -41,7 +41,6 @@ __all__ = [
     "Meter",
     "Metered",
     "MetricSpec",
-    "OpenWait",
     "Reducer",
     "Reduction",
     "Sink",

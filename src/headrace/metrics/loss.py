@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError
-from headrace.metrics.reducer import Mean, Reducer, reduce_values
+from headrace.metrics.reducer import Mean, Reducer
 from headrace.metrics.spec import MetricSpec, Number, Reduction
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ def reduce_loss_metrics(
         else:
             count = weights.get(key, 1)
             row[f"mean/{_one_part(key)}"] = Mean(value * count, count)
-    reducer = _reducer(group, deadline)
-    reduced = reducer.reduce(row, step=step) if reducer is not None else reduce_values(_SPECS, [row])
+    reduced = _reducer(group, deadline).reduce(row, step=step)
     return {_as_given(key): value for key, value in reduced.items() if not key.endswith("/worst_rank")}
 
 
@@ -65,20 +64,16 @@ def _as_given(key: str) -> str:
     return key.partition("/")[2].replace("-s", "/").replace("-d", "-")
 
 
-_reducers: dict[int, tuple[Any, Reducer]] = {}
+_reducers: dict[Any, Reducer] = {}
 
 
-def _reducer(group: ProcessGroup | None, deadline: float) -> Reducer | None:
-    """The one of this group: its layout is agreed on once. None on one rank."""
-    if "torch" not in sys.modules:
-        return None
-    import torch.distributed as dist
+def _reducer(group: ProcessGroup | None, deadline: float) -> Reducer:
+    """The reducer of this group, whose layout is agreed on once."""
+    if group is None and "torch" in sys.modules:
+        import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
-        return None
-    chosen = group if group is not None else dist.group.WORLD
-    held = _reducers.get(id(chosen))
-    if held is None or held[0] is not chosen:
+        group = dist.group.WORLD if dist.is_available() else None
+    if group not in _reducers:
         _reducers.clear()  # of groups that ended; one that goes on agrees again, as all its ranks do
-        held = _reducers[id(chosen)] = (chosen, Reducer(_SPECS, group, deadline=deadline))
-    return held[1]
+        _reducers[group] = Reducer(_SPECS, group, deadline=deadline)
+    return _reducers[group]

@@ -22,7 +22,6 @@ A rank that is killed or stopped ends the reduction on the others with an error 
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 import threading
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError, HeadraceError, did_you_mean
 from headrace.metrics.ranks import Ranks, ranks_text
 from headrace.metrics.spec import MetricSpec, Number, Reduction, SpecBook, register
 from headrace.metrics.wait import Meter, Wait
@@ -120,10 +119,9 @@ def _checked(book: SpecBook, values: Mapping[str, Any]) -> dict[str, Value]:
     for key, value in values.items():
         spec = book.find(key)
         if spec is None:
-            near = difflib.get_close_matches(key, book, n=1)
             problems.append(
                 f"metric {key!r} was never declared, so it is not known how ranks combine it. Declare it with a MetricSpec"
-                + (f", or did you mean {near[0]!r}?" if near else ".")
+                f"{did_you_mean(key, book) or '.'}"
             )
             continue
         reduction = spec.reduction

@@ -11,7 +11,6 @@ hangs drops only its own records, and the drops are counted.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import os
@@ -200,126 +199,74 @@ def _require(module: str, extra: str) -> None:
 class BackgroundSinks(_Closing):
     """Feeds sinks from threads of their own, so that none of them can hold up or fail the run, or another sink.
 
-    Each sink has a queue of `capacity` records. A record that finds it full is dropped and counted (`sink/dropped`). An
-    exception is counted (`sink/failed`) and logged the first time; after `max_failures` in a row the sink is disabled.
+    Up to `capacity` records wait for each sink; more are dropped and counted (`sink/dropped`). An exception is counted
+    (`sink/failed`) and logged the first time.
     """
 
-    def __init__(
-        self, sinks: Sequence[Sink], *, capacity: int = 1024, max_failures: int = 5, meter: Meter | None = None
-    ) -> None:
-        if capacity < 1 or max_failures < 1:
-            raise ValueError(f"needs capacity and max_failures of at least 1, got {capacity} and {max_failures}")
+    def __init__(self, sinks: Sequence[Sink], *, capacity: int = 1024, meter: Meter | None = None) -> None:
         self._meter = meter if meter is not None else default_meter()
-        self._threads = [_SinkThread(sink, capacity, max_failures, self._meter) for sink in sinks]
+        self._capacity = capacity
+        self._closed = False
+        self._threads = [_SinkThread(sink, self._meter) for sink in sinks]
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Queue a record for every sink. Never blocks and never raises for what a sink does."""
         copied = dict(record)
         for thread in self._threads:
-            thread.offer(copied)
+            if self._closed or thread.queue.qsize() >= self._capacity:
+                self._meter.add("sink/dropped")
+            else:
+                thread.queue.put(copied)
 
     def close(self, deadline: float = 10.0) -> None:
         """Let the sinks finish what is queued, for at most `deadline` seconds together; the rest is dropped and counted."""
+        if self._closed:
+            return
+        self._closed = True
         for thread in self._threads:
-            thread.finish()
+            thread.queue.put(None)
         with Wait("sink.close", meter=self._meter, deadline=deadline) as wait:
             for thread in self._threads:
                 thread.join(wait.remaining())
         for thread in self._threads:
-            thread.abandon()
-
-    @property
-    def disabled(self) -> tuple[str, ...]:
-        """The sinks that were given up, by class name."""
-        return tuple(thread.name for thread in self._threads if thread.disabled)
+            if thread.is_alive():
+                left = thread.queue.qsize()  # the end is in the queue, and the record that the sink hangs in is not
+                self._meter.add("sink/dropped", left)
+                _log.warning("%s did not finish in time; %d of its records may be lost", thread.sink_name, left)
 
     def metric_specs(self) -> tuple[MetricSpec, ...]:
         """`sink/dropped` and `sink/failed`; their values are in the meter."""
         return _SPECS
 
 
-class _SinkThread:
-    """One sink, its queue and its thread."""
+class _SinkThread(threading.Thread):
+    """Writes the records of a queue to one sink, until it takes None."""
 
-    def __init__(self, sink: Sink, capacity: int, max_failures: int, meter: Meter) -> None:
-        self.name = type(sink).__name__
-        self.disabled = False
+    def __init__(self, sink: Sink, meter: Meter) -> None:
+        self.sink_name = type(sink).__name__
+        # A daemon: a sink that hangs must not keep the process from ending.
+        super().__init__(name=f"headrace-sink-{self.sink_name}", daemon=True)
+        self.queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._sink = sink
         self._meter = meter
-        self._max_failures = max_failures
-        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(capacity)
-        self._finishing = threading.Event()
-        self._abandoned = False
         self._logged = False
-        # A daemon: a sink that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name=f"headrace-sink-{self.name}", daemon=True)
-        self._thread.start()
+        self.start()
 
-    def offer(self, record: dict[str, Any]) -> None:
-        if self.disabled or self._finishing.is_set():
-            self._meter.add("sink/dropped")
-            return
-        try:
-            self._queue.put_nowait(record)
-        except queue.Full:
-            self._meter.add("sink/dropped")
-
-    def finish(self) -> None:
-        self._finishing.set()
-        with contextlib.suppress(queue.Full):  # only wakes the thread; with a full queue it is awake
-            self._queue.put_nowait(None)
-
-    def join(self, seconds: float) -> None:
-        self._thread.join(seconds)
-
-    def abandon(self) -> None:
-        if not self._thread.is_alive() or self._abandoned:
-            return
-        self._abandoned = True
-        left = sum(record is not None for record in list(self._queue.queue)) + 1  # the one it hangs in
-        self._meter.add("sink/dropped", left)
-        _log.warning("%s did not finish in time; %d of its records may be lost", self.name, left)
-
-    def _run(self) -> None:
-        failures = 0
+    def run(self) -> None:
         while (record := self._next()) is not None:
-            if self.disabled:
-                self._meter.add("sink/dropped")
-                continue
-            try:
-                self._sink.write(record)
-                failures = 0
-            except Exception as error:
-                failures += 1
-                self._failed(error, "write a record")
-                if failures >= self._max_failures:
-                    self.disabled = True
-                    _log.warning("%s is disabled after %d failures in a row; the run goes on", self.name, failures)
-        try:
-            self._sink.close()
-        except Exception as error:
-            self._failed(error, "close")
+            self._attempt("write a record", lambda record=record: self._sink.write(record))
+        self._attempt("close", self._sink.close)
 
     def _next(self) -> dict[str, Any] | None:
-        """The next record, None once the sink is finishing and nothing is left."""
-        while not (self._finishing.is_set() and self._queue.empty()):
-            with Wait("sink.idle", meter=self._meter, deadline=3600.0, hidden=True) as wait:
-                try:
-                    record = self._queue.get(timeout=wait.remaining())
-                except queue.Empty:
-                    continue
-            if record is not None:
-                return record
-        return None
+        with Wait("sink.idle", meter=self._meter, deadline=threading.TIMEOUT_MAX, hidden=True):
+            return self.queue.get()
 
-    def _failed(self, error: Exception, doing: str) -> None:
-        self._meter.add("sink/failed")
-        if not self._logged:
-            self._logged = True
-            _log.warning(
-                "%s could not %s: %s: %s (logged once; counted as sink/failed)",
-                self.name,
-                doing,
-                type(error).__name__,
-                error,
-            )
+    def _attempt(self, doing: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._meter.add("sink/failed")
+            if not self._logged:
+                self._logged = True
+                why = f"{type(error).__name__}: {error}"
+                _log.warning("%s could not %s: %s (logged once; counted as sink/failed)", self.sink_name, doing, why)

@@ -16,7 +16,7 @@ import enum
 import math
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Protocol, runtime_checkable
@@ -94,17 +94,17 @@ class Metered(Protocol):
         ...
 
 
-class SpecBook(Mapping[str, MetricSpec]):
+class SpecBook(dict[str, MetricSpec]):
     """Specs by key, in which a concrete key finds its spec: the plain one first, then the family it belongs to."""
 
     def __init__(self, specs: Iterable[MetricSpec] = ()) -> None:
-        self._specs: dict[str, MetricSpec] = {}
+        super().__init__()
         self._found: dict[str, MetricSpec | None] = {}
         self.add(*specs)
 
     def add(self, *specs: MetricSpec) -> None:
         """Declare specs. An equal spec may be declared again; conflicts are reported all at once, and then nothing is added."""
-        merged = dict(self._specs)
+        merged = dict(self)
         problems: list[str] = []
         for spec in specs:
             known = merged.setdefault(spec.key, spec)
@@ -112,7 +112,7 @@ class SpecBook(Mapping[str, MetricSpec]):
                 problems.append(_conflict(known, spec))
         if problems:
             raise ConfigError(problems)
-        self._specs = merged
+        self.update(merged)
         self._found = {}
 
     def find(self, key: str) -> MetricSpec | None:
@@ -120,22 +120,13 @@ class SpecBook(Mapping[str, MetricSpec]):
         try:
             return self._found[key]
         except KeyError:
-            spec = self._specs.get(key)
+            spec = self.get(key)
         if spec is None:
-            spec = next((s for s in self._specs.values() if s.is_family and s.matches(key)), None)
+            spec = next((s for s in self.values() if s.is_family and s.matches(key)), None)
         if len(self._found) >= 10_000:  # a cache, and keys come from callers
             self._found = {}
         self._found[key] = spec
         return spec
-
-    def __getitem__(self, key: str) -> MetricSpec:
-        return self._specs[key]
-
-    def __iter__(self):
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
 
 
 def _conflict(known: MetricSpec, spec: MetricSpec) -> str:

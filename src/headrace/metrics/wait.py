@@ -16,9 +16,8 @@ An exposed wait (the trainer's thread was blocked) is counted apart from a hidde
 background thread was idle). A hidden wait inside a step or an exposed wait of the same thread is exposed
 after all, because the trainer itself is blocked.
 
-Each thread adds to cells of its own, and draining subtracts what was drained before; so the hot path takes no lock, and
-a forked child, which starts from zero, cannot inherit a held one. Wait enter+exit costs 1.4 us (1.6 inside a step) and
-phase 1.1 us, where a bare pair of clock reads costs 0.17 us (benchmarks/metrics.py).
+Draining subtracts what was drained before. A forked child starts from zero. Entering and leaving a Wait costs about 3 us, where a
+bare pair of clock reads costs 0.17 us (benchmarks/metrics.py).
 
 A Wait belongs to the thread that enters it and is meant to nest. One that is left out of order (a generator closed
 late) is taken out of the chain and still counted; then the parts may overlap.
@@ -31,14 +30,10 @@ import re
 import threading
 import time
 import weakref
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from headrace.errors import DeadlineExceeded
 from headrace.metrics.spec import MetricSpec, Number, Reduction, register
-
-MAX_NAMES = 1000
-"""Distinct names a thread may use; what comes after is counted under the name `overflow`, so memory stays bounded."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _LONGEST = threading.TIMEOUT_MAX
@@ -55,40 +50,17 @@ _SPECS = (
     MetricSpec("step/phase/<name>/seconds", Reduction.SUM, False, "s", None, "the part of step/seconds in this phase"),
     MetricSpec("step/wait/<name>/seconds", Reduction.SUM, False, "s", None, "the part of step/seconds in this wait"),
     MetricSpec("step/other/seconds", Reduction.SUM, False, "s", None, "the part of step/seconds in no phase and no wait"),
-    MetricSpec("counter/overflow", Reduction.SUM, False, "", (0, 0), "added to counters past the number of names a thread may use"),
 )  # fmt: skip
 register(*_SPECS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenWait:
-    """A wait that a thread is in right now."""
+class _Chain:
+    """The open waits, phases and steps of one thread in one meter, linked from the innermost outwards."""
 
-    thread: str
-    name: str
-    seconds: float
-    hidden: bool
-
-
-class _Thread:
-    """What one thread has counted in one meter. Only that thread writes; the drain reads, and folds it in once the thread is gone."""
-
-    __slots__ = ("cells", "counts", "name", "steps", "top")
+    __slots__ = ("__weakref__", "top")
 
     def __init__(self) -> None:
-        self.name = threading.current_thread().name
         self.top: _Frame | None = None
-        self.cells: dict[str, list[Any]] = {}
-        """By `wait/<name>` or `phase/<name>`: [exposed seconds, hidden seconds, count, seconds inside steps]."""
-        self.counts: dict[str, Number] = {}
-        self.steps = [0.0, 0.0, 0]
-        """[seconds, other seconds, count] of finished steps."""
-
-
-class _Token:
-    """Dies with the thread that holds it: that is how a meter learns that a thread is gone."""
-
-    __slots__ = ("__weakref__",)
 
 
 class Meter:
@@ -99,44 +71,30 @@ class Meter:
         _meters.add(self)
 
     def _forget(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant, because a signal handler may count while its thread does
         self._local = threading.local()
-        self._threads: list[tuple[weakref.ref[_Token], _Thread]] = []
-        self._retired: dict[str, Number] = {}
+        self._chains: weakref.WeakSet[_Chain] = weakref.WeakSet()  # a chain ends with its thread, which alone holds it
+        self._totals: dict[str, Number] = {}
         self._drained: dict[str, Number] = {}
-
-    # ------------------------------------------------------------------------------------------ adding
 
     def add(self, key: str, value: Number = 1) -> None:
         """Add to the counter `key` (a whole metric key, declared by its owner as a SUM)."""
-        try:
-            counts = self._local.thread.counts
-        except AttributeError:
-            counts = self._join().counts
-        if key in counts:
-            counts[key] += value
-            return
-        with self._lock:  # a reader may be walking the dict: only values change outside the lock
-            if len(counts) >= MAX_NAMES:
-                key = "counter/overflow"
-                value += counts.get(key, 0)
-            counts[key] = value
+        with self._lock:
+            self._totals[key] = self._totals.get(key, 0) + value
 
     def step(self) -> _Step:
         """`with meter.step():` measures one whole step of this thread."""
-        return _Step(self)
-
-    # ----------------------------------------------------------------------------------------- reading
+        return _Step("step", self)
 
     def totals(self) -> dict[str, Number]:
         """Everything since the meter was made, under flat keys."""
         with self._lock:
-            return self._totals()
+            return dict(self._totals)
 
     def drain(self) -> dict[str, Number]:
         """What was added since the last drain, under flat keys; {} if nothing was."""
         with self._lock:
-            totals, before = self._totals(), self._drained
+            totals, before = dict(self._totals), self._drained
             self._drained = totals
         return {key: value - before.get(key, 0) for key, value in totals.items() if value != before.get(key, 0)}
 
@@ -146,77 +104,24 @@ class Meter:
         """The families of waits, phases and steps. A counter is declared by the code that adds to it."""
         return _SPECS
 
-    def open_waits(self) -> list[OpenWait]:
+    def open_waits(self) -> list[Wait]:
         """The waits that threads are in right now, the longest first: what to print when a run stands still."""
-        now = _clock()
         with self._lock:
-            tops = [(thread.name, thread.top) for _, thread in self._threads]
-        found: list[OpenWait] = []
-        for thread_name, frame in tops:
+            tops = [chain.top for chain in self._chains]
+        found: list[Wait] = []
+        for frame in tops:
             while frame is not None:
                 if isinstance(frame, Wait):
-                    found.append(
-                        OpenWait(thread=thread_name, name=frame.name, seconds=now - frame.start, hidden=frame.unseen)
-                    )
-                frame = frame.parent
-        return sorted(found, key=lambda wait: -wait.seconds)
+                    found.append(frame)
+                frame = frame._outer
+        return sorted(found, key=lambda wait: wait.start)
 
-    def _totals(self) -> dict[str, Number]:
-        # A thread that is gone is folded into one dict, so a run that starts a million threads keeps a handful.
-        alive: list[tuple[weakref.ref[_Token], _Thread]] = []
-        for entry in self._threads:
-            if entry[0]() is None:
-                _fold(entry[1], self._retired)
-            else:
-                alive.append(entry)
-        self._threads = alive
-        totals = dict(self._retired)
-        for _, thread in alive:
-            _fold(thread, totals)
-        return totals
-
-    def _join(self) -> _Thread:
-        """The cells of a thread that comes here for the first time."""
-        token, thread = _Token(), _Thread()
+    def _join(self) -> _Chain:
+        """The chain of a thread that comes here for the first time."""
+        chain = self._local.chain = _Chain()
         with self._lock:
-            self._totals()  # folds threads that are gone, so they do not pile up in a run that never drains
-            self._threads.append((weakref.ref(token), thread))
-        self._local.token = token
-        self._local.thread = thread
-        return thread
-
-    def _open_cell(self, thread: _Thread, key: str) -> list[Any]:
-        kind, _, name = key.partition("/")
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"a {kind} is named by letters, digits and _.- such as 'spool.empty', got {name!r}")
-        with self._lock:
-            if len(thread.cells) >= MAX_NAMES:
-                key = f"{kind}/overflow"
-            return thread.cells.setdefault(key, [0.0, 0.0, 0, 0.0])
-
-
-def _fold(thread: _Thread, into: dict[str, Number]) -> None:
-    exposed = hidden = 0.0
-    for key, (shown, unseen, count, inside) in thread.cells.items():
-        if not count:
-            continue
-        into[f"{key}/seconds"] = into.get(f"{key}/seconds", 0.0) + shown + unseen
-        if key.startswith("wait/"):
-            into[f"{key}/count"] = into.get(f"{key}/count", 0) + count
-            exposed += shown
-            hidden += unseen
-        if inside:
-            into[f"step/{key}/seconds"] = into.get(f"step/{key}/seconds", 0.0) + inside
-    for key, seconds in (("waits/exposed/seconds", exposed), ("waits/hidden/seconds", hidden)):
-        if seconds:
-            into[key] = into.get(key, 0.0) + seconds
-    seconds, other, count = thread.steps
-    if count:
-        into["step/seconds"] = into.get("step/seconds", 0.0) + seconds
-        into["step/other/seconds"] = into.get("step/other/seconds", 0.0) + other
-        into["step/count"] = into.get("step/count", 0) + count
-    for key, value in thread.counts.items():
-        into[key] = into.get(key, 0) + value
+            self._chains.add(chain)
+        return chain
 
 
 _meters: weakref.WeakSet[Meter] = weakref.WeakSet()
@@ -229,8 +134,7 @@ def _forget_all() -> None:
 
 # A forked child (a DataLoader worker) would report the parent's seconds a second time, and its lock may be held by a
 # thread that does not exist there.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_forget_all)
 
 _default = Meter()
 
@@ -243,74 +147,71 @@ def default_meter() -> Meter:
 class _Frame:
     """An open wait, phase or step: a link in its thread's chain that collects the time of what lies inside it."""
 
-    __slots__ = ("cell", "hidden", "inner", "key", "meter", "parent", "seconds", "start", "step", "thread", "unseen")
+    hidden = False
+    """Whether it belongs to a background thread, whose waits no trainer feels."""
 
-    key: str
-    meter: Meter
-    thread: _Thread | None
-    parent: _Frame | None
-    step: _Step | None
-    hidden: bool
-    """Whether it is the wait of a background thread."""
-    unseen: bool
-    """Whether it is hidden and lies inside nothing that is exposed."""
-    cell: list[Any]
-    start: float
-    inner: float
-    seconds: float
+    def __init__(self, key: str, meter: Meter | None) -> None:
+        kind, slash, name = key.partition("/")
+        if slash and not _NAME.fullmatch(name):
+            raise ValueError(f"a {kind} is named by letters, digits and _.- such as 'spool.empty', got {name!r}")
+        self.key = key
+        self.meter = meter if meter is not None else _default
+        self.seconds = 0.0
+        self.exposed = False
+        """Whether the trainer's thread is blocked: a hidden wait inside something exposed is exposed too."""
+        self.step: _Step | None = None
+        """The step it lies in."""
+        self._chain: _Chain | None = None
+        """The chain it is in; None unless it is open."""
 
     def __enter__(self) -> Self:
-        meter = self.meter
-        try:
-            thread = meter._local.thread
-        except AttributeError:
-            thread = meter._join()
-        if self.thread is not None:
+        if self._chain is not None:
             raise RuntimeError(f"{self.key!r} is already open; make a new one for each `with`")
         try:
-            self.cell = thread.cells[self.key]
-        except KeyError:
-            self.cell = meter._open_cell(thread, self.key)
-        parent = thread.top
-        if parent is None:
-            self.step, self.unseen = None, self.hidden
+            chain: _Chain = self.meter._local.chain
+        except AttributeError:
+            chain = self.meter._join()
+        outer = chain.top
+        if outer is None:
+            self.step, self.exposed = None, not self.hidden
         else:
-            self.step, self.unseen = parent.step, self.hidden and parent.unseen
-        self.parent = parent
-        self.thread = thread
-        self.inner = 0.0
-        thread.top = self
+            self.step, self.exposed = outer.step, outer.exposed or not self.hidden
+        self._chain, self._outer, self._inner = chain, outer, 0.0
         self.start = _clock()
+        chain.top = self  # last: from here on `open_waits` sees it
         return self
 
     def __exit__(self, *error: object) -> None:
-        seconds = self.seconds = _clock() - self.start
+        self.seconds = _clock() - self.start
         self._leave()
-        parent = self.parent
-        if parent is not None:
-            parent.inner += seconds
-        own = seconds - self.inner
-        cell = self.cell
-        cell[1 if self.unseen else 0] += own
-        cell[2] += 1
-        if self.step is not None:
-            cell[3] += own
-        self.thread = self.parent = self.step = None
+        if self._outer is not None:
+            self._outer._inner += self.seconds
+        counted = self._counted(self.seconds - self._inner)
+        self._chain = self._outer = self.step = None
+        with self.meter._lock:
+            totals = self.meter._totals
+            for key, value in counted:
+                totals[key] = totals.get(key, 0) + value
 
-    def _leave(self) -> _Thread:
+    def _counted(self, own: float) -> list[tuple[str, Number]]:
+        """What is added to the meter. `own`: seconds without those of inner frames."""
+        counted: list[tuple[str, Number]] = [(f"{self.key}/seconds", own)]
+        if self.step is not None:
+            counted.append((f"step/{self.key}/seconds", own))
+        return counted
+
+    def _leave(self) -> None:
         """Take the frame out of its thread's chain, also where it is left out of order."""
-        thread = self.thread
-        if thread is None:
-            raise RuntimeError(f"{self.key!r} is left without having been entered")
-        above = thread.top
-        if above is self:
-            thread.top = self.parent
-            return thread
-        while above is not None and above.parent is not self:
-            above = above.parent
+        chain = self._chain
+        assert chain is not None
+        if chain.top is self:
+            chain.top = self._outer
+            return
+        above = chain.top
+        while above is not None and above._outer is not self:
+            above = above._outer
         if above is not None:
-            above.parent = self.parent
-        return thread
+            above._outer = self._outer
 
 
 class Wait(_Frame):
@@ -329,8 +230,6 @@ class Wait(_Frame):
     - `meter`: counts the wait; the process's own unless given.
     """
 
-    __slots__ = ("deadline", "remedy")
-
     def __init__(
         self,
         name: str,
@@ -340,30 +239,26 @@ class Wait(_Frame):
         hidden: bool = False,
         remedy: str = "",
     ) -> None:
+        super().__init__(f"wait/{name}", meter)
         if not 0 <= deadline <= _LONGEST:
             raise ValueError(f"wait {name!r} needs a finite deadline of 0 seconds or more, got {deadline}")
-        self.key = "wait/" + name
-        self.meter = meter if meter is not None else _default
+        self.name = name
         self.deadline = deadline
         self.hidden = hidden
         self.remedy = remedy
-        self.thread = None
-        self.seconds = 0.0
 
-    @property
-    def name(self) -> str:
-        """What is awaited."""
-        return self.key[len("wait/") :]
+    def _counted(self, own: float) -> list[tuple[str, Number]]:
+        all_waits = "waits/exposed/seconds" if self.exposed else "waits/hidden/seconds"
+        return [*super()._counted(own), (f"{self.key}/count", 1), (all_waits, own)]
 
     @property
     def elapsed(self) -> float:
         """Seconds since it was entered; once left, how long it took."""
-        return self.seconds if self.thread is None else _clock() - self.start
+        return self.seconds if self._chain is None else _clock() - self.start
 
     def remaining(self) -> float:
         """Seconds left before the deadline, never below 0: the timeout of whatever blocks inside."""
-        left = self.deadline - self.elapsed
-        return left if left > 0.0 else 0.0
+        return max(self.deadline - self.elapsed, 0.0)
 
     def expired(self) -> bool:
         """Whether the deadline has passed."""
@@ -380,15 +275,8 @@ class Wait(_Frame):
 
 
 class _Phase(_Frame):
-    __slots__ = ()
-
-    def __init__(self, name: str, meter: Meter) -> None:
-        self.key = "phase/" + name
-        self.meter = meter
-        self.thread = None
-        # Neutral: a phase of a background thread must not turn the hidden waits in it exposed.
-        self.hidden = True
-        self.seconds = 0.0
+    # Neutral: a phase of a background thread must not turn the hidden waits in it exposed.
+    hidden = True
 
 
 def phase(name: str, *, meter: Meter | None = None) -> _Phase:
@@ -396,42 +284,22 @@ def phase(name: str, *, meter: Meter | None = None) -> _Phase:
 
     `name` is part of the metric's key. `meter` counts it; the process's own unless given.
     """
-    return _Phase(name, meter if meter is not None else _default)
+    return _Phase(f"phase/{name}", meter)
 
 
 class _Step(_Frame):
     """A whole step. What lies in it and in no phase and no wait is `other`."""
 
-    __slots__ = ()
-
-    def __init__(self, meter: Meter) -> None:
-        self.key = "step"
-        self.meter = meter
-        self.thread = None
-        self.seconds = 0.0
-        self.hidden = self.unseen = False
-
     def __enter__(self) -> Self:
-        meter = self.meter
-        thread = getattr(meter._local, "thread", None) or meter._join()
-        if thread.top is not None:
+        chain = getattr(self.meter._local, "chain", None)
+        if chain is not None and chain.top is not None:
             raise RuntimeError(
-                f"a step begins inside {thread.top.key!r} on thread {thread.name!r}; close that first, "
+                f"a step begins inside {chain.top.key!r} on thread {threading.current_thread().name!r}; close that first, "
                 "or the parts of the step cannot add up"
             )
-        self.thread = thread
-        self.parent = None
+        super().__enter__()
         self.step = self
-        self.inner = 0.0
-        thread.top = self
-        self.start = _clock()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        seconds = self.seconds = _clock() - self.start
-        thread = self._leave()
-        other = seconds - self.inner
-        thread.steps[0] += seconds
-        thread.steps[1] += other
-        thread.steps[2] += 1
-        self.thread = self.step = None
+    def _counted(self, own: float) -> list[tuple[str, Number]]:
+        return [("step/seconds", self.seconds), ("step/other/seconds", own), ("step/count", 1)]

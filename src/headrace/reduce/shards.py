@@ -242,8 +242,8 @@ def _in_store(pattern: str, store: str) -> list[str]:
         raise ConfigError(
             f"{pattern}: there is no store {store}://. There are {', '.join(f'{name}://' for name in STORES)}, and plain paths"
         )
-    opened, _, objects = find_objects(pattern, suffixes=_SUFFIXES, what=f"shards {pattern}")
-    found = [f"{opened.root}/{o.key}" for o in objects]
+    _, root, objects = find_objects(pattern, suffixes=_SUFFIXES, what=f"shards {pattern}")
+    found = [f"{root}/{path}" for path, _, _ in objects]
     if found == [pattern]:
         return found
     return [url for url in found if not (url.endswith(".safetensors") and is_result_header(open_object(url).read))]

@@ -88,7 +88,7 @@ def check_hashes(config: RunConfig, folder: Path) -> dict[str, tuple[int, int]]:
     data = Job(config).dataset(records=folder)
     try:
         compared = {s.name: s.check_recorded(record_others=True) for s in data.sources}
-        unwritten = sum(s.counters()["unrecorded_chunks"] for s in data.sources)
+        unwritten = sum(s.unwritten_hashes for s in data.sources)
         if unwritten:
             raise StorageError(
                 f"{unwritten:,} hashes could not be written to {folder}: make room there, or choose another folder"

@@ -545,7 +545,7 @@ def _naming_waits(watcher: Watcher, after: float = 1.0) -> Generator[None]:
     """Tell the watcher the names of the waits that are open, once, if the block takes longer than `after` seconds."""
 
     def show_waits() -> None:
-        names = dict.fromkeys(wait.name for wait in default_meter().open_waits() if not wait.hidden)
+        names = dict.fromkeys(wait.name for wait in default_meter().open_waits() if wait.exposed)
         if names:
             watcher.waiting(f"the first step ({', '.join(names)})")
 

@@ -21,12 +21,11 @@ Nothing here knows an order: a plan takes the chunk table and decides what comes
 """
 
 from headrace.sources.manifest import FileEntry, Manifest
-from headrace.sources.opened import MAX_LINE_BYTES, OpenSource, cache_folder, open_source
+from headrace.sources.opened import OpenSource, cache_folder, open_source
 from headrace.sources.rows import RowShape
 from headrace.sources.spec import Source
 
 __all__ = [
-    "MAX_LINE_BYTES",
     "FileEntry",
     "Manifest",
     "OpenSource",

@@ -12,9 +12,9 @@ from functools import cached_property
 import xxhash
 
 from headrace.errors import DataChanged
-from headrace.formats.byte_file import ByteFile, RawFile, Tally
+from headrace.formats.byte_file import ByteFile, RawFile
 from headrace.formats.compressed import UnpackedFile, Unpacker
-from headrace.formats.object_store import Store, StoredObject
+from headrace.formats.object_store import StoredObject
 from headrace.order.fingerprint import SAMPLED_BLOCK, sampled_offsets
 from headrace.sources.matching import Found, FoundFile
 
@@ -25,11 +25,7 @@ class Access:
 
     found: Found
     packings: tuple[str, ...]
-    store: Store | None
-    follow: bool
-    """Whether names may be links."""
     unpacker: Unpacker
-    tally: Tally
 
     @cached_property
     def root(self) -> str:
@@ -42,7 +38,7 @@ class Access:
     @property
     def vouched_for(self) -> bool:
         """Whether every file is an object with an entity tag, which says by itself when the object changed."""
-        return self.store is not None and all(str(v).endswith('"') for v in self._versions.values())
+        return self.found.store is not None and all(str(v).endswith('"') for v in self._versions.values())
 
     def open(self, path: str, size: int, fingerprint: str) -> ByteFile:
         """Return what formats read: the text of a packed file, the bytes of any other."""
@@ -56,10 +52,11 @@ class Access:
 
     def bare(self, path: str, size: int) -> ByteFile:
         """Return the bytes of a file, not unpacked."""
-        if self.store is None:
-            return RawFile(f"{self.root}/{path}", follow=self.follow, size=size, tally=self.tally)
-        key = f"{self.root}/{path}".removeprefix(f"{self.store.root}/")
-        return StoredObject(self.store, key, size=size, tag=str(self._versions[path]))
+        store = self.found.store
+        if store is None:
+            return RawFile(f"{self.root}/{path}", follow=self.found.follow, size=size)
+        key = f"{self.root}/{path}".removeprefix(f"{store.root}/")
+        return StoredObject(store, key, size=size, tag=str(self._versions[path]))
 
     def fingerprint(self, file: FoundFile) -> str:
         """Return 16 hex digits over the size and sampled blocks. A file on disk and its copy in a store have the same."""
@@ -72,7 +69,7 @@ class Access:
 
     def require_unchanged(self, file: FoundFile) -> None:
         """Refuse a file that was written to since it was listed. A store refuses by itself, at every read."""
-        if self.store is not None:
+        if self.found.store is not None:
             return
         with self.bare(file.path, file.size) as now:
             if now.version != file.version:

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from headrace.formats.byte_file import Tally
 from headrace.order import fingerprint_json, mix64_array
 from headrace.sources.cells import Cells
 from headrace.sources.records import ChunkRecords
@@ -58,7 +57,7 @@ class CellHashes:
         place = (np.arange(len(stream)) - self._first[stream]).astype(np.uint64)
         length = np.array(self.unit_rows, dtype=np.uint64)[stream]
         ids = mix64_array(np.array(names, dtype=np.uint64)[stream] ^ mix64_array(place))
-        self._records = ChunkRecords(path, mix64_array(ids ^ length), Tally())
+        self._records = ChunkRecords(path, mix64_array(ids ^ length))
 
     def first_changed(self, stream: int, start: int, cells: Cells, *, keep_from: int) -> int | None:
         """Compare whole units, from row `start` of a stream on, with their records; units without one are recorded.

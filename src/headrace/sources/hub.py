@@ -26,7 +26,6 @@ import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,12 @@ from headrace.errors import ConfigError, DataError, FileCorrupt, StorageError, n
 from headrace.files import publish, publish_json, read_json, read_regular, sync_folder
 from headrace.formats.byte_file import first_line
 from headrace.formats.compressed import PACKINGS
+from headrace.formats.hub_cache import cached_snapshots, is_repository
 from headrace.formats.object_store import fits
 from headrace.metrics import Wait
 from headrace.order import fingerprint_json
 from headrace.runtime.locks import ExclusiveLock
+from headrace.sources.matching import Found, named_files, pinned_objects
 from headrace.sources.rows import field_of
 from headrace.sources.spec import Source
 
@@ -56,7 +57,6 @@ _KEYWORDS = {
 _SHARDED = re.compile(r"data/(?P<split>\w+(?:\.\w+)*)-(?P<shard>\d{5})-of-(?P<of>\d{5})[^/]*")
 _OF = re.compile(r"\A(?P<stem>.*)-(?P<shard>\d{5})-of-(?P<of>\d{5})(?P<rest>\.[^/]*)\Z")
 _SAVED = re.compile(r"(data-\d{5}-of-\d{5}|dataset)\.arrow")
-_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MAX_README = 4 << 20
 _PART_BYTES = 64 << 20
 _LONGEST_WRITE = 86_400.0
@@ -66,30 +66,10 @@ _HUB_TIMEOUT = 30.0
 _MAX_LISTING = 256 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dataset:
-    """The files of one split."""
-
-    root: Path | str
-    """A folder, or the URL of the dataset's commit on the hub."""
-    files: tuple[str, ...]
-    """Paths below the root."""
-    format: str
-    """A scheme of `text_formats`, such as "parquet"."""
-    follow: bool
-    """Whether the files may be symbolic links. Those in the hub's cache are."""
-    text_key: str
-    """The field or column that holds the text."""
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by path, for files on the hub."""
-    commit: str = ""
-    """The commit in the URL, for files on the hub."""
-
-
 def find_dataset(
     source: Source, *, base: Path, cache: Path, what: str, columns: tuple[str, ...] | None = None
-) -> Dataset:
-    """Find the files of a dataset's split, on this machine or on the hub.
+) -> tuple[Found, str, str]:
+    """Return the files of a dataset's split, on this machine or on the hub, their scheme, and the key of their text.
 
     Args:
         source: The source, with the scheme `hf`.
@@ -105,16 +85,17 @@ def find_dataset(
         )
     local = base / Path(place).expanduser()
     snapshot = local if local.is_dir() else _snapshot(place, what)
-    if snapshot is not None and (found := _Layout(snapshot, what).files_of(source.split, source.config)):
-        follow = source.allow_symlinks or snapshot != local
-        return Dataset(root=snapshot, files=found, format=_format(found, what), follow=follow, text_key=source.text_key)
-    if snapshot is None and not _REPOSITORY.fullmatch(place):
+    if snapshot is not None and (found := _Layout.of_folder(snapshot, what).files_of(source.split, source.config)):
+        follow = source.allow_symlinks or snapshot != local  # the files in the hub's cache are links
+        scheme = _format(found, what)
+        return named_files(snapshot, found, allow_symlinks=follow, what=what), scheme, source.text_key
+    if snapshot is None and not is_repository(place):
         raise DataError(f"{what}: {local} is no folder, and {place!r} is no name of a dataset (org/name)")
     if not local.is_dir() and (on_hub := _parquet_on_hub(source, what)) is not None:
-        return on_hub
+        return on_hub, "parquet", source.text_key
     folder = _frozen(source, str(local) if local.is_dir() else place, cache, what, columns)
-    files = tuple(sorted(path.name for path in folder.glob("*.jsonl")))
-    return Dataset(root=folder, files=files, format="jsonl", follow=False, text_key="text")
+    files = [path.name for path in folder.glob("*.jsonl")]
+    return named_files(folder, files, allow_symlinks=False, what=what), "jsonl", "text"
 
 
 # ---------------------------------------------------------------------------------------- files on this machine
@@ -122,23 +103,11 @@ def find_dataset(
 
 def _snapshot(place: str, what: str) -> Path | None:
     """The dataset's folder in the hub's cache: that of refs/main, or the only revision; None if there is none."""
-    if not _REPOSITORY.fullmatch(place):
-        return None
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    folder = hub / f"datasets--{place.replace('/', '--')}"
-    snapshots = folder / "snapshots"
-    if not snapshots.is_dir():
-        return None
-    with contextlib.suppress(OSError, UnicodeDecodeError, FileCorrupt):
-        revision = read_regular(folder / "refs" / "main", 1 << 10, follow=True).decode().strip()
-        if re.fullmatch(r"[\w.-]{1,80}", revision) and (snapshots / revision).is_dir():
-            return snapshots / revision
-    present = sorted(path for path in snapshots.iterdir() if path.is_dir())
+    present = cached_snapshots("datasets", place)
     if len(present) > 1:
         names = ", ".join(path.name[:12] for path in present[:5])
         raise DataError(
-            f"{what}: {snapshots} holds {len(present)} revisions ({names}) and refs/main names none; name the folder"
+            f"{what}: {present[0].parent} holds {len(present)} revisions ({names}) and refs/main names none; name the folder"
         )
     return present[0] if present else None
 
@@ -146,18 +115,24 @@ def _snapshot(place: str, what: str) -> Path | None:
 class _Layout:
     """The splits and configurations of a dataset's files, by the rules of the hub."""
 
-    def __init__(
-        self, root: Path | str, what: str, files: Iterable[str] | None = None, readme: str | None = None
-    ) -> None:
+    def __init__(self, root: Path | str, what: str, files: Iterable[str], readme: str) -> None:
         """Args:
         root: The folder, or the URL of a dataset on the hub.
         what: Begins every error.
-        files, readme: Paths of the files and text of README.md of a dataset on the hub; of a folder both are read.
+        files: Paths of the files below the root.
+        readme: Text of README.md, if there is one.
         """
         self.root = root
         self.what = what
-        self.files = tuple(_walk(Path(root)) if files is None else sorted(files, key=os.fsencode))
-        self._remote_readme = readme
+        self.files = tuple(sorted(files, key=os.fsencode))
+        self._readme = readme
+
+    @classmethod
+    def of_folder(cls, root: Path, what: str) -> _Layout:
+        readme = ""
+        with contextlib.suppress(OSError, FileCorrupt):
+            readme = read_regular(root / "README.md", _MAX_README, follow=True).decode(errors="replace")
+        return cls(root, what, _walk(root), readme)
 
     def files_of(self, split: str | None, config: str | None) -> tuple[str, ...]:
         """Return the paths of every shard of a split; none if no file is in a format that headrace reads."""
@@ -193,13 +168,8 @@ class _Layout:
 
     def _declared(self) -> list[dict[str, Any]]:
         """The entries of `configs:` in the README's header."""
-        readme, text = f"{self.root}/README.md", self._remote_readme
-        if text is None:
-            try:
-                text = read_regular(readme, _MAX_README, follow=True).decode(errors="replace")
-            except (OSError, FileCorrupt):
-                return []
-        header = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", text, re.DOTALL)
+        readme = f"{self.root}/README.md"
+        header = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", self._readme, re.DOTALL)
         if header is None or "configs:" not in header[1]:
             return []
         try:
@@ -268,13 +238,11 @@ class _Layout:
 
 
 def _walk(root: Path) -> Iterator[str]:
-    """Files below a folder in bytewise order, without names that begin with a dot or two underscores: the hub leaves those out."""
-    found: list[str] = []
+    """Files below a folder, without names that begin with a dot or two underscores: the hub leaves those out."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
         below = Path(folder).relative_to(root)
-        found += [(below / name).as_posix() for name in names if not name.startswith((".", "__"))]
-    return iter(sorted(found, key=os.fsencode))
+        yield from ((below / name).as_posix() for name in names if not name.startswith((".", "__")))
 
 
 def _format_of(path: str) -> str | None:
@@ -359,7 +327,7 @@ def _require_all_shards(files: Iterable[str], root: Path | str, what: str) -> No
 # ------------------------------------------------------------------------------------------------- on the hub
 
 
-def _parquet_on_hub(source: Source, what: str) -> Dataset | None:
+def _parquet_on_hub(source: Source, what: str) -> Found | None:
     """The split's parquet files on the hub; None if it has none there, or if they cannot be read by ranges."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return None
@@ -387,10 +355,7 @@ def _parquet_on_hub(source: Source, what: str) -> Dataset | None:
     files = _Layout(root, what, visible, readme).files_of(source.split, source.config)
     if not files or _format(files, what) != "parquet" or not all(isinstance(sizes[path], int) for path in files):
         return None
-    return Dataset(
-        root=root, files=files, format="parquet", follow=False, text_key=source.text_key,
-        sizes={path: sizes[path] for path in files}, commit=commit,
-    )  # fmt: skip
+    return pinned_objects(root, {path: sizes[path] for path in files}, version=commit)
 
 
 def _fetched(url: str, most: int) -> bytes:

@@ -16,6 +16,7 @@ like any file, so that a run that left it out is not resumed unnoticed over a me
 
 from __future__ import annotations
 
+import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import numpy as np
 
 from headrace.errors import FileCorrupt, StorageError
 from headrace.files import open_container, write_container
-from headrace.formats.byte_file import Tally, Undecodable
+from headrace.formats.byte_file import Undecodable
 from headrace.formats.chunks import FileScan, Reader
 from headrace.order import fingerprint_json
 from headrace.sources.access import Access
@@ -113,19 +114,18 @@ def make_manifest(
         fresh: Scan also where the cache has a manifest.
         cache: The cache folder.
     """
-    found, tally = access.found, access.tally
+    found = access.found
     target = reader.chunk_bytes(sum(f.size for f in found.files)) if chunk_bytes is None else chunk_bytes
     recipe = {"version": _VERSION, "format": reader.format, "parameters": reader.parameters(), "chunk_bytes": target}
     listing = [[f.path, f.size, f.version] for f in found.files]
     path = cache / "manifests" / f"{fingerprint_json({**recipe, 'root': str(found.root), 'files': listing})}.manifest"
     prints = None if access.vouched_for else _side_by_side(access.fingerprint, found.files)
-    manifest = None if fresh else _from_cache(path, found, prints, recipe, tally)
+    manifest = None if fresh else _from_cache(path, found, prints, recipe)
     if manifest is None:
         manifest = _scanned(reader, access, prints, recipe, path, holes)
     left_out = [file for file in manifest.files if file.hole]
     if left_out and not holes:
         raise Undecodable(f"{manifest.root}/{left_out[0].path}", left_out[0].hole)
-    tally.add(shard_holes=len(left_out))
     return manifest
 
 
@@ -151,18 +151,13 @@ def _scanned(
     results = _side_by_side(scanned, found.files)
     scans = [_nothing() if isinstance(result, str) else result for result in results]
     reasons = {f.path: result for f, result in zip(found.files, results, strict=True) if isinstance(result, str)}
-    columns = {
-        "chunk_file": np.repeat(np.arange(len(scans), dtype=np.int32), [len(scan.rows) for scan in scans]),
-        "chunk_start": _joined([scan.start for scan in scans]),
-        "chunk_end": _joined([scan.end for scan in scans]),
-        "chunk_rows": _joined([scan.rows for scan in scans]),
-        "chunk_line": _joined([scan.line for scan in scans]),
-        "chunk_bytes": _joined([scan.size for scan in scans]),
-    }
+    columns = {"chunk_file": np.repeat(np.arange(len(scans), dtype=np.int32), [len(scan.rows) for scan in scans])}
+    for name in ("start", "end", "rows", "line", "size"):
+        parts = [np.zeros(0, dtype=np.int64), *(getattr(scan, name) for scan in scans)]
+        columns["chunk_bytes" if name == "size" else f"chunk_{name}"] = np.concatenate(parts)
     blank = sum(scan.blank_lines for scan in scans)
     files = [[f.path, f.size, int(scan.rows.sum()), p] for f, scan, p in zip(found.files, scans, prints, strict=True)]
-    _to_cache(path, columns, {"recipe": recipe, "files": files, "blank_lines": blank, "holes": reasons}, access.tally)
-    access.tally.add(manifests_built=1)
+    _to_cache(path, columns, {"recipe": recipe, "files": files, "blank_lines": blank, "holes": reasons})
     return _manifest(found.root, files, columns, blank, reasons, recipe)
 
 
@@ -180,15 +175,15 @@ def _manifest(
     recipe: dict[str, Any],
 ) -> Manifest:
     entries = tuple(FileEntry(path=p, size=s, rows=r, fingerprint=f, hole=holes.get(p, "")) for p, s, r, f in files)
-    typed = {name: _frozen(columns[name].astype(dtype, copy=False)) for name, dtype in _COLUMNS.items()}
+    typed = {name: columns[name].astype(dtype, copy=False) for name, dtype in _COLUMNS.items()}
     first_row = np.concatenate(([0], np.cumsum(typed["chunk_rows"], dtype=np.int64))).astype(np.int64)
     file_first = np.concatenate(([0], np.cumsum([e.rows for e in entries], dtype=np.int64))).astype(np.int64)
     return Manifest(
         root=root,
         files=entries,
         **typed,
-        first_row=_frozen(first_row),
-        file_first_row=_frozen(file_first[:-1]),
+        first_row=first_row,
+        file_first_row=file_first[:-1],
         rows=int(first_row[-1]),
         blank_lines=blank,
         fingerprint=fingerprint_json({**recipe, "files": files}),
@@ -197,29 +192,14 @@ def _manifest(
 
 def _side_by_side(call: Any, items: tuple[FoundFile, ...]) -> list[Any]:
     """Return `call` of every item, in order. Reading and comparing release the GIL, so threads help."""
-    if len(items) < 16 and sum(item.size for item in items) < 4 << 20:  # not worth the threads
-        return [call(item) for item in items]
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="headrace-scan") as pool:
         return list(pool.map(call, items))
-
-
-def _joined(columns: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype=np.int64), *columns])
-
-
-def _frozen(array: np.ndarray) -> np.ndarray:
-    array = np.ascontiguousarray(array)
-    if array.flags.writeable:
-        array.flags.writeable = False
-    return array
 
 
 # ------------------------------------------------------------------------------------------------ cache
 
 
-def _from_cache(
-    path: Path, found: Found, prints: list[str] | None, recipe: dict[str, Any], tally: Tally
-) -> Manifest | None:
+def _from_cache(path: Path, found: Found, prints: list[str] | None, recipe: dict[str, Any]) -> Manifest | None:
     """The cached manifest, if it is whole and the fingerprints of the files, where known, are the same."""
     if not path.exists():
         return None
@@ -238,19 +218,14 @@ def _from_cache(
         blank = int(meta["blank_lines"])
         holes = {str(path): str(reason) for path, reason in meta.get("holes", {}).items()}
     except (FileCorrupt, KeyError, TypeError, ValueError, AttributeError):
-        tally.add(cache_damaged=1)
         return None
     if prints is not None and [f[3] for f in files] != prints:
-        tally.add(cache_stale=1)
         return None
     return _manifest(found.root, files, columns, blank, holes, recipe)
 
 
-def _to_cache(path: Path, columns: dict[str, np.ndarray], meta: dict[str, Any], tally: Tally) -> None:
+def _to_cache(path: Path, columns: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
     """Publish the manifest. Ranks that do so at once publish the same bytes; the last replaces the others."""
-    try:
+    with contextlib.suppress(OSError, StorageError):  # without it the next start scans again
         path.parent.mkdir(parents=True, exist_ok=True)
         write_container(path, columns, meta, replace=True, durable=False)  # what a power cut damages is made again
-    except (OSError, StorageError):
-        # The next start has to scan again.
-        tally.add(cache_unwritable=1)

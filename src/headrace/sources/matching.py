@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from headrace.errors import ConfigError, DataError, nearest
-from headrace.formats.byte_file import Tally, file_kind, patiently
+from headrace.formats.byte_file import file_kind, patiently
+from headrace.formats.compressed import PACKINGS
 from headrace.formats.object_store import MAX_FILES, Store, find_objects, pinned_tag
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".br", ".zip")
@@ -40,6 +41,10 @@ class Found:
     root: Path | str
     """A folder, or the URL of one."""
     files: tuple[FoundFile, ...]
+    follow: bool = False
+    """Whether names may be links."""
+    store: Store | None = None
+    """The store of objects; None for files on disk."""
 
 
 def matches(
@@ -67,88 +72,64 @@ def matches(
             f"{what} goes through '..', which can leave the folder it starts in; write the path without it, or allow it "
             "with allow_symlinks = true"
         )
-    walk = _Walk(suffixes, packings, allow_symlinks, what)
-    literal = base / place
-    if not _is_pattern(place) or walk.lstat(literal) is not None:
-        walk.check_named(base, PurePosixPath(place).parts)
-        return _literal(walk, literal, place)
-    cut = next(i for i, part in enumerate(parts) if _is_pattern(part))
-    root = base.joinpath(*parts[:cut])
-    pattern = parts[cut:]
-    status = walk.lstat(root)
+    walk = _Walk(packings, allow_symlinks, what)
+    cut = len(parts)
+    if _is_pattern(place) and walk.lstat(base / place) is None:
+        cut = next(i for i, part in enumerate(parts) if _is_pattern(part))
+    root, pattern = base.joinpath(*parts[:cut]), parts[cut:]
+    walk.check_named(base, parts[:cut])
+    status = walk.stat(root)
     if status is None:
         raise DataError(_nothing(what, place, root))
-    walk.check_named(base, parts[:cut])
-    found = sorted(set(walk.expand(root, "", pattern, (walk.identity(root),))), key=lambda f: os.fsencode(f.path))
-    if not found:
+    if not pattern and not stat.S_ISDIR(status.st_mode):
+        return Found(root=root.parent, files=(walk.file(root, root.name),), follow=allow_symlinks)
+    # Of a folder also a.jsonl.xz is found, which `file` refuses by name: a shard that is silently missing changes the data.
+    endings = ("",) if pattern else (*suffixes, *(own + packed for own in suffixes for packed in COMPRESSED))
+    listed = walk.expand(root, "", pattern or ("**",), (walk.identity(root),), endings)
+    found = sorted(set(listed), key=lambda f: os.fsencode(f.path))
+    if not found and pattern:
         raise DataError(_nothing(what, place, root))
-    return Found(root=root, files=tuple(found))
+    if not found:
+        raise DataError(
+            f"{what}: no file ends in {' or '.join(suffixes)} below {root}. Name the files with a glob such as {place.rstrip('/')}/*"
+        )
+    return Found(root=root, files=tuple(found), follow=allow_symlinks)
 
 
-def named_files(root: Path, paths: Sequence[str], *, packings: Sequence[str], allow_symlinks: bool, what: str) -> Found:
-    """Return the regular files of these paths below a folder, by the rules of `matches`."""
-    walk = _Walk((), packings, allow_symlinks, what)
+def named_files(root: Path, paths: Sequence[str], *, allow_symlinks: bool, what: str) -> Found:
+    """Return the regular files of these paths below a folder, by the rules of `matches`. They may be compressed."""
+    walk = _Walk(PACKINGS, allow_symlinks, what)
     walk.check_named(root.parent, (root.name,))
     return Found(
         root=root,
-        files=tuple(walk.file(root / path, path) for path in sorted(set(paths), key=lambda p: os.fsencode(p))),
+        files=tuple(walk.file(root / path, path) for path in sorted(set(paths), key=os.fsencode)),
+        follow=allow_symlinks,
     )
 
 
-def stored_matches(
-    place: str, *, suffixes: Sequence[str], packings: tuple[str, ...], what: str, deadline: float, tally: Tally
-) -> tuple[Found, Store]:
-    """Return the objects that a URL names, and their store."""
-    store, root, objects = find_objects(
-        place,
-        suffixes=suffixes,
-        packings=COMPRESSED,
-        what=what,
-        deadline=deadline,
-        on_retry=lambda: tally.add(retries=1),
-    )
-    for found in objects:
-        if found.path.endswith(COMPRESSED) and not found.path.endswith(packings):
+def stored_matches(place: str, *, suffixes: Sequence[str], packings: tuple[str, ...], what: str) -> Found:
+    """Return the objects that a URL names."""
+    store, root, objects = find_objects(place, suffixes=suffixes, packings=COMPRESSED, what=what)
+    for path, _, _ in objects:
+        if path.endswith(COMPRESSED) and not path.endswith(packings):
             raise DataError(
-                f"{what}: {store.root}/{found.key} is compressed, which this scheme does not read. Unpack it, or take it out "
-                "of the source."
+                f"{what}: {root}/{path} is compressed, which this scheme does not read. Unpack it, or take it out of the source."
             )
-    files = tuple(FoundFile(path=found.path, size=found.size, version=found.tag) for found in objects)
-    return Found(root=root, files=files), store
+    return Found(root=root, files=tuple(FoundFile(path=p, size=s, version=tag) for p, s, tag in objects), store=store)
 
 
-def pinned_objects(
-    root: str, sizes: Mapping[str, int], *, version: str, deadline: float, tally: Tally
-) -> tuple[Found, Store]:
-    """Return objects below a URL whose content never changes, by path and size, and their store. `version` names the content."""
-    store = Store("/".join(root.split("/")[:3]), deadline=deadline, on_retry=lambda: tally.add(retries=1))
+def pinned_objects(root: str, sizes: Mapping[str, int], *, version: str) -> Found:
+    """Return objects below a URL whose content never changes, by path and size. `version` names the content."""
     tag = pinned_tag(version)
     files = tuple(FoundFile(path=p, size=sizes[p], version=tag) for p in sorted(sizes, key=str.encode))
-    return Found(root=root, files=files), store
-
-
-def _literal(walk: _Walk, literal: Path, place: str) -> Found:
-    status = walk.stat(literal)
-    if status is None:
-        raise DataError(_nothing(walk.what, place, literal))
-    if not stat.S_ISDIR(status.st_mode):
-        return Found(root=literal.parent, files=(walk.file(literal, literal.name),))
-    found = sorted(walk.below(literal, "", (walk.identity(literal),)), key=lambda f: os.fsencode(f.path))
-    if not found:
-        wanted = " or ".join(walk.suffixes)
-        raise DataError(
-            f"{walk.what}: no file ends in {wanted} below {literal}. Name the files with a glob such as {place.rstrip('/')}/*"
-        )
-    return Found(root=literal, files=tuple(found))
+    return Found(root=root, files=files, store=Store("/".join(root.split("/")[:3])))
 
 
 class _Walk:
     """One listing, with its rules and its count."""
 
-    def __init__(self, suffixes: Sequence[str], packings: Sequence[str], allow_symlinks: bool, what: str) -> None:
-        self.suffixes = tuple(suffixes)
+    def __init__(self, packings: Sequence[str], allow_symlinks: bool, what: str) -> None:
         self.packings = tuple(packings)
-        self.compressed = tuple(own + packed for own in suffixes for packed in COMPRESSED)
         self.allow_symlinks = allow_symlinks
         self.what = what
         self.count = 0
@@ -204,35 +185,27 @@ class _Walk:
             raise DataError(f"{self.what} names more than {MAX_FILES:,} files; join them into fewer shards")
         return FoundFile(path=relative, size=status.st_size, version=status.st_mtime_ns)
 
-    def below(self, folder: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[FoundFile]:
-        """All files of our suffixes below a folder."""
-        for name, is_folder in self._entries(folder, above):
-            if is_folder:
-                inner = folder / name
-                yield from self.below(inner, f"{prefix}{name}/", (*above, self.identity(inner)))
-            elif name.endswith(self.suffixes) or name.endswith(self.compressed):
-                # `file` refuses a.jsonl.xz by name: a shard that is silently missing changes the data.
-                yield self.file(folder / name, f"{prefix}{name}")
-
     def expand(
-        self, folder: Path, prefix: str, pattern: Sequence[str], above: tuple[tuple[int, int], ...]
+        self,
+        folder: Path,
+        prefix: str,
+        pattern: Sequence[str],
+        above: tuple[tuple[int, int], ...],
+        endings: tuple[str, ...],
     ) -> Iterator[FoundFile]:
-        """All files below a folder that match the parts of a glob."""
+        """All files below a folder that match the parts of a glob and have one of these endings."""
         head, rest = pattern[0], pattern[1:]
         if head == "**":
-            yield from self.expand(folder, prefix, rest or ("*",), above)
-            for name, is_folder in self._entries(folder, above):
-                if is_folder:
-                    inner = folder / name
-                    yield from self.expand(inner, f"{prefix}{name}/", pattern, (*above, self.identity(inner)))
-            return
-        matcher = re.compile(fnmatch.translate(head))
+            yield from self.expand(folder, prefix, rest or ("*",), above, endings)
+            rest, matcher = pattern, None
+        else:
+            matcher = re.compile(fnmatch.translate(head))
         for name, is_folder in self._entries(folder, above, hidden=head.startswith("."), only=matcher):
+            inner = folder / name
             if rest and is_folder:
-                inner = folder / name
-                yield from self.expand(inner, f"{prefix}{name}/", rest, (*above, self.identity(inner)))
-            elif not rest and not is_folder:
-                yield self.file(folder / name, f"{prefix}{name}")
+                yield from self.expand(inner, f"{prefix}{name}/", rest, (*above, self.identity(inner)), endings)
+            elif not rest and not is_folder and name.endswith(endings):
+                yield self.file(inner, f"{prefix}{name}")
 
     def _entries(
         self,

@@ -10,48 +10,41 @@ with the one recorded when it was first read, and only then decodes it. `holes()
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 
-from headrace.errors import ConfigError, DataChanged, DataError, FileCorrupt, StorageError
+from headrace.errors import DataChanged, DataError, FileCorrupt, StorageError
 from headrace.files import make_inside, publish, read_json
-from headrace.formats.byte_file import ACCEPT_DATA, ByteFile, Tally
+from headrace.formats.byte_file import ACCEPT_DATA, ByteFile
 from headrace.formats.chunks import BadRow, Reader
 from headrace.formats.compressed import Unpacker
-from headrace.formats.object_store import DEADLINE, store_of
+from headrace.formats.object_store import store_of
 from headrace.order import fingerprint_json
 from headrace.sources.access import Access
 from headrace.sources.hub import find_dataset
 from headrace.sources.manifest import Manifest, make_manifest
-from headrace.sources.matching import matches, named_files, pinned_objects, stored_matches
+from headrace.sources.matching import Found, matches, stored_matches
 from headrace.sources.records import ChunkRecords, chunk_ids
 from headrace.sources.rows import RowShape
 from headrace.sources.samples import sample_folder
 from headrace.sources.spec import Source
-from headrace.sources.text_formats import TEXT_FORMATS, ReaderOptions
+from headrace.sources.text_formats import TEXT_FORMATS
 
 _log = logging.getLogger("headrace.sources")
-MAX_LINE_BYTES = 256 << 20
-_MAX_CHUNK_BYTES = 1 << 20
 _MAX_LISTING = 256 << 20
-_BAD_ROWS_KEPT = 1000
+_HOLES_KEPT = 1000
 _FILES_IN_CURSOR = 64
 _COMBINED = re.compile(r"([0-9a-f]{16}) \(")
-_COUNTERS = (
-    "chunks_read", "rows_read", "bytes_read", "bad_rows", "empty_rows", "blank_lines", "retries", "manifests_built",
-    "cache_damaged", "cache_stale", "cache_unwritable", "accepted_chunks", "unrecorded_chunks", "shard_holes", "shards_unpacked",
-)  # fmt: skip
 
 
 def cache_folder() -> Path:
@@ -71,9 +64,7 @@ def open_source(
     records: Path | None = None,
     full_check: bool = False,
     accept_changes: bool = False,
-    max_line_bytes: int = MAX_LINE_BYTES,
     chunk_bytes: int | None = None,
-    deadline: float = DEADLINE,
     rows: RowShape | None = None,
 ) -> OpenSource:
     """List, count and fingerprint the files of a source.
@@ -87,37 +78,18 @@ def open_source(
             anew and delivered, unless `bind_records` was called.
         full_check: Compare every recorded chunk now rather than when it is read.
         accept_changes: Record changed bytes anew instead of refusing them.
-        max_line_bytes: A longer line is a bad row.
         chunk_bytes: Size of a chunk of lines; by the size of the source unless given.
-        deadline: Seconds that an object store may stay out of reach before a read gives up.
         rows: Columns of every row, which are delivered as JSON in place of its text.
     """
-    if max_line_bytes < 1:
-        raise ConfigError(f"max_line_bytes must be at least 1, got {max_line_bytes}")
-    if chunk_bytes is not None and not 1 <= chunk_bytes <= _MAX_CHUNK_BYTES:
-        raise ConfigError(f"chunk_bytes must lie between 1 and {_MAX_CHUNK_BYTES:,}, got {chunk_bytes:,}")
-    if not deadline > 0:
-        raise ConfigError(f"deadline must be a number of seconds above 0, got {deadline}")
     base = (base if base is not None else Path.cwd()).absolute()
     if source.cache is not None:
         cache = base / Path(source.cache).expanduser()
     cache = (cache if cache is not None else cache_folder()).absolute()
-    tally = Tally(*_COUNTERS)
-    access, reader = _find(
-        source,
-        base=base,
-        cache=cache,
-        options=ReaderOptions(
-            max_line_bytes=max_line_bytes, rows=rows, text_key=source.text_key, split=source.document
-        ),
-        deadline=deadline,
-        unpacker=Unpacker(cache, tally, fresh=accept_changes),
-        tally=tally,
-    )
+    found, reader = _find(source, base, cache, rows)
+    access = Access(found=found, packings=reader.packings, unpacker=Unpacker(cache, fresh=accept_changes))
     manifest = make_manifest(
         reader, access, chunk_bytes=chunk_bytes, holes=source.on_bad == "skip", fresh=accept_changes, cache=cache
     )
-    tally.add(blank_lines=manifest.blank_lines)
     family: dict[str, Any] = {"format": reader.format, "parameters": reader.parameters()}
     if records is None:
         folder = cache / "records"
@@ -130,7 +102,7 @@ def open_source(
         manifest=manifest,
         _reader=reader,
         _access=access,
-        _records=ChunkRecords(folder / f"{stem}.chunks", chunk_ids(manifest), tally),
+        _records=ChunkRecords(folder / f"{stem}.chunks", chunk_ids(manifest)),
         _listings=folder / "listings",
         _accept=accept_changes,
         _bound=records is not None,
@@ -140,49 +112,22 @@ def open_source(
     return opened
 
 
-def _find(
-    source: Source,
-    *,
-    base: Path,
-    cache: Path,
-    options: ReaderOptions,
-    deadline: float,
-    unpacker: Unpacker,
-    tally: Tally,
-) -> tuple[Access, Reader]:
+def _find(source: Source, base: Path, cache: Path, rows: RowShape | None) -> tuple[Found, Reader]:
     """The files of a source, and their reader."""
-    what, place, scheme = f"source {source.spec!r}", source.place, source.scheme
-    follow, store = source.allow_symlinks, None
+    what, place, scheme, follow = f"source {source.spec!r}", source.place, source.scheme, source.allow_symlinks
     if scheme == "hf":
-        columns = None if options.rows is None else options.rows.columns
-        dataset = find_dataset(source, base=base, cache=cache, what=what, columns=columns)
-        reader = TEXT_FORMATS[dataset.format].reader(replace(options, text_key=dataset.text_key, split=None))
-        follow = dataset.follow
-        if isinstance(dataset.root, str):
-            found, store = pinned_objects(
-                dataset.root, dataset.sizes, version=dataset.commit, deadline=deadline, tally=tally
-            )
-        else:
-            found = named_files(dataset.root, dataset.files, packings=reader.packings, allow_symlinks=follow, what=what)
-    else:
-        if scheme == "sample":
-            scheme, place, follow = "jsonl", str(sample_folder(place, cache)), True
-        reader = TEXT_FORMATS[scheme].reader(options)
-        if store_of(place) is not None:
-            found, store = stored_matches(
-                place, suffixes=reader.suffixes, packings=reader.packings, what=what, deadline=deadline, tally=tally
-            )
-        else:
-            found = matches(
-                str(Path(place).expanduser()),
-                base=base,
-                suffixes=reader.suffixes,
-                packings=reader.packings,
-                allow_symlinks=follow,
-                what=what,
-            )
-    access = Access(found=found, packings=reader.packings, store=store, follow=follow, unpacker=unpacker, tally=tally)
-    return access, reader
+        columns = rows.columns if rows is not None else None
+        found, scheme, text_key = find_dataset(source, base=base, cache=cache, what=what, columns=columns)
+        return found, TEXT_FORMATS[scheme].reader(text_key, rows, None)
+    if scheme == "sample":
+        scheme, place, follow = "jsonl", str(sample_folder(place, cache)), True
+    reader = TEXT_FORMATS[scheme].reader(source.text_key, rows, source.document)
+    suffixes, packings = reader.suffixes, reader.packings
+    if store_of(place) is not None:
+        return stored_matches(place, suffixes=suffixes, packings=packings, what=what), reader
+    place = str(Path(place).expanduser())
+    found = matches(place, base=base, suffixes=suffixes, packings=packings, allow_symlinks=follow, what=what)
+    return found, reader
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -203,11 +148,9 @@ class OpenSource:
 
     def __post_init__(self) -> None:
         self.name: str = self.source.name or self.source.scheme
-        self._tally = self._access.tally
         self._lock = threading.Lock()
         self._noted: set[str] = set()
         self._looked_at = np.zeros(self.manifest.chunks, dtype=bool)
-        self._bad: list[tuple[str, int, str]] = []
         self._holes: list[tuple[int, int, int, str]] = []
         self._listed = False
 
@@ -238,10 +181,9 @@ class OpenSource:
             raise DataError(self._sentence(chunk, bad))
         if changed or recorded is None:
             self._records.add(chunk, loaded.hash)
-            self._tally.add(accepted_chunks=int(changed))
         if changed and not self._accept:
             self._note_change(chunk)
-        self._count(chunk, texts, bad, loaded.size)
+        self._note_holes(chunk, bad)
         return texts
 
     def bind_records(self) -> None:
@@ -300,7 +242,7 @@ class OpenSource:
             if record_others
             else "accept the change with accept_changes=True (command: --accept data)"
         )
-        changed = [(chunk, value) for chunk, value in zip(known, hashes, strict=True) if self._compare(chunk, value)]
+        changed = [(c, value) for c, value in zip(known, hashes, strict=True) if self._records.recorded(c) != value]
         if changed and not self._accept:
             listed = "; ".join(self._where(chunk) for chunk, _ in changed[:5])
             more = f"; and {len(changed) - 5:,} more" if len(changed) > 5 else ""
@@ -310,13 +252,7 @@ class OpenSource:
             )
         for chunk, value in changed:
             self._records.add(chunk, value)
-        self._tally.add(accepted_chunks=len(changed))
         return len(known)
-
-    def bad_rows(self) -> list[tuple[str, int, str]]:
-        """Return (file, line or row from 1, reason) of the first 1,000 bad rows that were read, each once."""
-        with self._lock:
-            return list(self._bad)
 
     def holes(self) -> list[dict[str, Any]]:
         """Return what was left out: `file`, `row` (the first, in that file, from 0), `rows` and `reason`, in the order of the source.
@@ -334,15 +270,13 @@ class OpenSource:
         """Record, once, a row of the source that a later stage cannot use."""
         hole = (*self.manifest.locate(row), 1, reason)
         with self._lock:
-            if hole in self._holes:
-                return
-            if len(self._holes) < _BAD_ROWS_KEPT:
+            if hole not in self._holes and len(self._holes) < _HOLES_KEPT:
                 self._holes.append(hole)
-        self._tally.add(bad_rows=1)
 
-    def counters(self) -> dict[str, int]:
-        """Return the counters. Chunks, rows and bytes count every read; bad and empty rows count once, however often they are read."""
-        return self._tally.counts()
+    @property
+    def unwritten_hashes(self) -> int:
+        """How many chunk hashes could not be written to disk."""
+        return self._records.unwritten
 
     def close(self) -> None:
         self._records.close()
@@ -358,10 +292,6 @@ class OpenSource:
         with self._open(chunk) as file:
             start, end = int(self.manifest.chunk_start[chunk]), int(self.manifest.chunk_end[chunk])
             return self._reader.load(file, start, end).hash
-
-    def _compare(self, chunk: int, value: int) -> bool:
-        recorded = self._records.recorded(chunk)
-        return recorded is not None and recorded != value
 
     def _note_change(self, chunk: int) -> None:
         """Log, once for each file, that this run reads other bytes than an earlier run."""
@@ -394,20 +324,15 @@ class OpenSource:
             f'{self.name!r} with on_bad = "skip".'
         )
 
-    def _count(self, chunk: int, texts: list[str | None], bad: list[BadRow], size: int) -> None:
-        self._tally.add(chunks_read=1, rows_read=len(texts), bytes_read=size)
+    def _note_holes(self, chunk: int, bad: list[BadRow]) -> None:
         with self._lock:
             if self._looked_at[chunk]:
                 return
             self._looked_at[chunk] = True
             index = int(self.manifest.chunk_file[chunk])
-            path, line = self.manifest.files[index].path, int(self.manifest.chunk_line[chunk])
-            each = ((path, line + b.line + i + 1, b.reason) for b in bad for i in range(b.rows))
-            self._bad += itertools.islice(each, _BAD_ROWS_KEPT - len(self._bad))
             first = int(self.manifest.first_row[chunk] - self.manifest.file_first_row[index])
-            left = _BAD_ROWS_KEPT - len(self._holes)
+            left = _HOLES_KEPT - len(self._holes)
             self._holes += [(index, first + b.row, b.rows, b.reason) for b in bad[:left]]
-        self._tally.add(bad_rows=sum(b.rows for b in bad), empty_rows=texts.count(""))
 
     def _publish_listing(self, whole: str) -> None:
         """Keep the fingerprints of files that are too many for a cursor beside the records, under the fingerprint of the source."""
@@ -418,11 +343,10 @@ class OpenSource:
             make_inside(self._listings.parent, self._listings.name)
             publish(self._listings / f"{whole}.json", orjson.dumps(listing))
         except FileExistsError:
-            self._listed = True
+            pass
         except (OSError, StorageError):
-            self._tally.add(cache_unwritable=1)
-        else:
-            self._listed = True
+            return
+        self._listed = True
 
     def _read_listing(self, saved: str) -> dict[str, str] | None:
         match = _COMBINED.match(saved)

@@ -24,7 +24,6 @@ import xxhash
 
 from headrace.errors import DataError, FileCorrupt, StorageError
 from headrace.files import open_inside, open_regular, unreadable
-from headrace.formats.byte_file import Tally
 from headrace.order import mix64_array
 from headrace.sources.manifest import Manifest
 
@@ -41,16 +40,16 @@ _BLOCK = 1 << 20
 class ChunkRecords:
     """The recorded hashes of chunks, by their place in `ids`."""
 
-    def __init__(self, path: Path, ids: np.ndarray, tally: Tally) -> None:
+    def __init__(self, path: Path, ids: np.ndarray) -> None:
         self.path = path
         self._ids = ids
         self._known = np.zeros(len(ids), dtype=bool)
         self._hashes = np.zeros(len(ids), dtype=np.uint64)
         self._lock = threading.Lock()
-        self._tally = tally
         self._fd: int | None = None
         self._closed = False
-        self._warned = False
+        self.unwritten = 0
+        """Hashes that could not be written to the file."""
         self._load()
 
     def recorded(self, chunk: int) -> int | None:
@@ -86,9 +85,8 @@ class ChunkRecords:
                 if os.write(self._fd, record) != len(record):
                     raise OSError("short write")
             except (OSError, StorageError) as error:
-                self._tally.add(unrecorded_chunks=1)
-                if not self._warned:
-                    self._warned = True
+                self.unwritten += 1
+                if self.unwritten == 1:
                     _log.warning("chunk hashes are not being recorded in %s: %s", self.path, error)
 
     def close(self) -> None:

@@ -11,8 +11,6 @@ Of parquet the pages from the first wanted column to the last are read, of Arrow
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -96,8 +94,7 @@ class ColumnReader(Generic[T]):
 
     def __init__(self, *, text_key: str = "", shape: RowShape | None = None) -> None:
         self.text_key, self._shape = text_key, shape
-        self._kept: OrderedDict[tuple[str, int, int | str], T] = OrderedDict()
-        self._lock = threading.Lock()
+        self._kept: dict[tuple[str, int, int | str], T] = {}
 
     def parameters(self) -> dict[str, Any]:
         return {"column": self.text_key} if self._shape is None else {"columns": list(self._shape.columns)}
@@ -110,17 +107,14 @@ class ColumnReader(Generic[T]):
         raise NotImplementedError
 
     def described(self, file: ByteFile) -> T:
-        """Return `describe(file)`. The descriptions of the last 64 files are kept."""
+        """Return `describe(file)`. The descriptions of up to 64 files are kept."""
         key = (str(file.path), file.size, file.version)
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        found = self.describe(file)
-        with self._lock:
+        found = self._kept.get(key)
+        if found is None:
+            found = self.describe(file)
+            if len(self._kept) >= _HEADS_KEPT:
+                self._kept.clear()
             self._kept[key] = found
-            while len(self._kept) > _HEADS_KEPT:
-                self._kept.popitem(last=False)
         return found
 
     @staticmethod
@@ -142,8 +136,8 @@ class ColumnReader(Generic[T]):
 class JsonLabelled(JsonLines):
     """Several fields of JSON objects, one object a line."""
 
-    def __init__(self, *, shape: RowShape, max_line_bytes: int) -> None:
-        super().__init__(text_key=shape.columns[0], max_line_bytes=max_line_bytes)
+    def __init__(self, *, shape: RowShape) -> None:
+        super().__init__(text_key=shape.columns[0])
         self._shape = shape
         self._whole = msgspec.json.Decoder(dict[str, Any])
 

@@ -139,7 +139,7 @@ class Source:
         if not colon or not scheme:
             yield f"{what} has no scheme, expected scheme:place such as 'jsonl:{self.spec}'. Schemes are {_listed()}."
         elif scheme in STORES or scheme == "file":
-            yield f"{what} does not say what the files hold; write {_guessed(self.spec)}:{self.spec}"
+            yield f"{what} does not say what the files hold; write {_scheme_of(self.spec) or 'jsonl'}:{self.spec}"
         elif scheme not in SCHEMES:
             yield (
                 f"{what}: unknown scheme {scheme!r}, did you mean {nearest(scheme, SCHEMES)[0]!r}? "
@@ -217,11 +217,6 @@ def _spec_of(path: os.PathLike[str]) -> str:
 def _scheme_of(place: str) -> str | None:
     bare = re.sub(r"\.(gz|zst)\Z", "", place)
     return next((scheme for suffix, scheme in _BY_SUFFIX.items() if bare.endswith(suffix)), None)
-
-
-def _guessed(spec: str) -> str:
-    """The scheme that the suffix of a bare URL suggests; jsonl if it suggests none."""
-    return _scheme_of(spec) or "jsonl"
 
 
 def _derived_name(scheme: str, place: str) -> str:

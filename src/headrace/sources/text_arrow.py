@@ -22,7 +22,7 @@ from headrace.formats.arrow import (
     read_schema,
     schema_message,
 )
-from headrace.formats.arrow_messages import BATCH, SCHEMA, Batch, is_big_endian
+from headrace.formats.arrow_messages import BATCH, Batch
 from headrace.formats.byte_file import ACCEPT_DATA, ByteFile, Undecodable, first_line, most_decoded
 from headrace.formats.chunks import BadRow, FileScan, Loaded
 from headrace.formats.parquet import no_such_column
@@ -36,34 +36,33 @@ _MAX_COLUMN_BYTES = 4 << 30
 _MAX_BATCH_BYTES = 1 << 30
 
 
-class ArrowTexts(ColumnReader["_Column"]):
+class ArrowTexts(ColumnReader[Any]):
     """One text column of Arrow IPC files."""
 
     format = "arrow"
     suffixes: tuple[str, ...] = (".arrow", ".ipc", ".feather")
     span = "record batch at bytes"
 
-    def describe(self, file: ByteFile) -> _Column:
-        return _Column.of(file, schema_message(file), self.text_key)
+    def describe(self, file: ByteFile) -> Any:
+        return _Column.of(file, self.text_key)
 
     def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan:
+        head = self.describe(file)
         found: list[tuple[int, int, int, int, int]] = []
         row = 0
-        column: _Column | None = None
         for message in messages_of(file):
-            if message.kind == SCHEMA:
-                column = _Column.of(file, message.metadata, self.text_key)
-            elif message.kind == BATCH:
-                if column is None:
-                    raise Undecodable(file.path, "is damaged: a record batch comes before any schema")
+            if message.kind == BATCH:
                 batch = batch_of(file, message.start, message.metadata)
-                size = sum(length for _, length in column.buffers(file, message, batch))
+                size = self._size(file, head, message, batch)
                 if batch.rows:
                     found.append((message.start, message.end, batch.rows, row, size))
                 row += batch.rows
-        if column is None:
-            raise Undecodable(file.path, "is no Arrow file or stream: it holds no schema")
-        return _scan_of(found)
+        start, end, rows, line, sizes = np.array(found, dtype=np.int64).reshape(-1, 5).T.copy()
+        return FileScan(start=start, end=end, rows=rows, line=line, size=sizes)
+
+    def _size(self, file: ByteFile, head: Any, message: PlacedMessage, batch: Batch) -> int:
+        """The bytes of a batch that are read, once its claims were checked. `head`: as `describe` returns it."""
+        return sum(length for _, length in head.buffers(file, message, batch))
 
     def load(self, file: ByteFile, start: int, end: int) -> Loaded:
         column = self.described(file)
@@ -86,7 +85,7 @@ class ArrowTexts(ColumnReader["_Column"]):
         buffers = [view[offset - first : offset - first + length] if length else None for offset, length in places]
         for buffer in buffers:
             hasher.update(b"" if buffer is None else buffer)
-        return Loaded(hash=hasher.intdigest(), size=len(data), payload=(batch, buffers))
+        return Loaded(hash=hasher.intdigest(), payload=(batch, buffers))
 
     def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
         import pyarrow as pa
@@ -118,23 +117,29 @@ class ArrowLabelled(ArrowTexts):
         self._columns = shape.columns
         self._rows = shape.rows
 
-    def scan(self, file: ByteFile, chunk_bytes: int) -> FileScan:
-        self._schema_of(file)
-        found: list[tuple[int, int, int, int, int]] = []
-        row = 0
-        for message in messages_of(file):
-            if message.kind == BATCH:
-                rows = batch_of(file, message.start, message.metadata).rows
-                if message.body > _MAX_BATCH_BYTES:
-                    raise Undecodable(
-                        file.path,
-                        f"has a record batch of {message.body:,} bytes at byte {message.start:,}",
-                        "Write smaller ones",
-                    )
-                if rows:
-                    found.append((message.start, message.end, rows, row, message.body))
-                row += rows
-        return _scan_of(found)
+    def describe(self, file: ByteFile) -> tuple[bytes, list[str]]:
+        """The schema's message, and the columns of the file that are needed."""
+        import pyarrow as pa
+
+        schema = read_schema(file)
+        names = [column if column in schema.names else column.split(".")[0] for column in self._columns]
+        for column, name in zip(self._columns, names, strict=True):
+            if name not in schema.names:
+                raise no_such_column(file.path, column, schema.names, text=False)
+            if pa.types.is_dictionary(schema.field(name).type):
+                raise DataError(
+                    f"column {name!r} of {file.path} is dictionary-encoded, which is not read; write it as plain values."
+                )
+        return schema_message(file), list(dict.fromkeys(names))
+
+    def _size(self, file: ByteFile, head: Any, message: PlacedMessage, batch: Batch) -> int:
+        if message.body > _MAX_BATCH_BYTES:
+            raise Undecodable(
+                file.path,
+                f"has a record batch of {message.body:,} bytes at byte {message.start:,}",
+                "Write smaller ones",
+            )
+        return message.body
 
     def load(self, file: ByteFile, start: int, end: int) -> Loaded:
         if not 0 <= start < end <= file.size:
@@ -143,31 +148,15 @@ class ArrowLabelled(ArrowTexts):
                 f"{ACCEPT_DATA}."
             )
         data = file.read(start, end - start)
-        return Loaded(hash=chunk_hash(memoryview(data)), size=len(data), payload=data)
+        return Loaded(hash=chunk_hash(memoryview(data)), payload=data)
 
     def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
-        schema = self._schema_of(file)
+        opening, names = self.described(file)
 
         def decode() -> tuple[list[str | None], list[BadRow]]:
-            batch = read_batch(file, schema, loaded.payload)
-            wanted = [c if c in schema.names else c.split(".")[0] for c in self._columns]
-            return self._rows(row_objects(batch.select(list(dict.fromkeys(wanted)))))
+            return self._rows(row_objects(read_batch(file, opening, loaded.payload).select(names)))
 
         return self.checked("the record batch", rows, decode)
-
-    def _schema_of(self, file: ByteFile) -> pa.Schema:
-        import pyarrow as pa
-
-        schema = read_schema(file, schema_message(file))
-        for column in self._columns:
-            name = column if column in schema.names else column.split(".")[0]
-            if name not in schema.names:
-                raise no_such_column(file.path, column, schema.names, text=False)
-            if pa.types.is_dictionary(schema.field(name).type):
-                raise DataError(
-                    f"column {name!r} of {file.path} is dictionary-encoded, which is not read; write it as plain values."
-                )
-        return schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,20 +174,18 @@ class _Column:
     """Its type as bytes: whether a row is UTF-8 is checked row by row."""
 
     @classmethod
-    def of(cls, file: ByteFile, metadata: bytes, text_key: str) -> _Column:
-        schema = read_schema(file, metadata)
+    def of(cls, file: ByteFile, text_key: str) -> _Column:
+        schema = read_schema(file)
         try:
-            if is_big_endian(metadata):
-                raise Undecodable(file.path, "was written on a big-endian machine", "Write it again on another")
-            names = text_key.split(".") if text_key not in schema.names else [text_key]
-            return cls._named(file, list(schema), names, text_key)
+            return cls._named(file, list(schema), [text_key] if text_key in schema.names else text_key.split("."))
         except (ValueError, MemoryError) as error:  # a name within a struct that is not UTF-8
             raise Undecodable(file.path, f"is damaged: its schema does not parse ({first_line(error)})") from error
 
     @classmethod
-    def _named(cls, file: ByteFile, fields: list[pa.Field], names: list[str], text_key: str) -> _Column:
+    def _named(cls, file: ByteFile, fields: list[pa.Field], names: list[str]) -> _Column:
         import pyarrow as pa
 
+        text_key = ".".join(names)
         place = np.zeros(3, dtype=np.int64)  # arrays, buffers and arrays of views that come before
         parents: list[tuple[int, int]] = []
         for depth, name in enumerate(names):
@@ -272,12 +259,6 @@ class _Column:
         if not batch.codec and batch.rows * width > places[len(self.parents) + 1][1]:
             raise bad_batch(file, at, f"it claims {batch.rows:,} rows, more than its buffers can hold")
         return [(message.end - message.body + offset, length) for offset, length in places]
-
-
-def _scan_of(batches: list[tuple[int, int, int, int, int]]) -> FileScan:
-    """From (start, end, rows, first row, size) of every batch."""
-    start, end, rows, line, size = np.array(batches, dtype=np.int64).reshape(-1, 5).T.copy()
-    return FileScan(start=start, end=end, rows=rows, line=line, size=size)
 
 
 def _layout(kind: pa.DataType) -> tuple[int, int, int]:

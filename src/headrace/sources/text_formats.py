@@ -18,20 +18,6 @@ from headrace.sources.text_parquet import ParquetTexts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderOptions:
-    """What a source asks of the reader of its files."""
-
-    text_key: str = "text"
-    """The field or column that holds the text."""
-    max_line_bytes: int
-    """A longer line, or a longer document of a txt file, is a bad row."""
-    rows: RowShape | None = None
-    """Several columns of every row in place of its text."""
-    split: str | None = None
-    """How a txt file is cut into documents; by lines if None."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TextFormat:
     """One format of text files."""
 
@@ -39,30 +25,24 @@ class TextFormat:
     """What a file holds, for messages."""
     suffixes: tuple[str, ...]
     """What a bare path must end in for this format to be proposed."""
-    reader: Callable[[ReaderOptions], Reader]
+    reader: Callable[[str, RowShape | None, str | None], Reader]
+    """Makes the reader, from the field or column of the text, or several columns in its place, and how a txt file is cut (by lines if None)."""
 
 
-def _json_reader(options: ReaderOptions) -> Reader:
-    if options.rows is not None:
-        return JsonLabelled(shape=options.rows, max_line_bytes=options.max_line_bytes)
-    return JsonLines(text_key=options.text_key, max_line_bytes=options.max_line_bytes)
-
-
-def _txt_reader(options: ReaderOptions) -> Reader:
-    if options.rows is not None:
+def _txt_reader(_: str, rows: RowShape | None, split: str | None) -> Reader:
+    if rows is not None:
         raise ConfigError(
-            f"a txt file has one text a line and no columns {', '.join(options.rows.columns)}; use jsonl:, parquet: or arrow:"
+            f"a txt file has one text a line and no columns {', '.join(rows.columns)}; use jsonl:, parquet: or arrow:"
         )
-    kind = {"file": TextFiles, "paragraph": TextParagraphs}.get(options.split or "", TextLines)
-    return kind(max_line_bytes=options.max_line_bytes)
-
-
-def _arrow_reader(options: ReaderOptions) -> Reader:
-    return ArrowTexts(text_key=options.text_key) if options.rows is None else ArrowLabelled(shape=options.rows)
+    return {"file": TextFiles, "paragraph": TextParagraphs}.get(split or "", TextLines)()
 
 
 TEXT_FORMATS: dict[str, TextFormat] = {
-    "jsonl": TextFormat(holds="one JSON object per line", suffixes=(".jsonl", ".ndjson"), reader=_json_reader),
+    "jsonl": TextFormat(
+        holds="one JSON object per line",
+        suffixes=(".jsonl", ".ndjson"),
+        reader=lambda text_key, rows, _: JsonLines(text_key=text_key) if rows is None else JsonLabelled(shape=rows),
+    ),
     "txt": TextFormat(
         holds="one document per file; ?split=line or ?split=paragraph cuts files",
         suffixes=(".txt",),
@@ -71,9 +51,11 @@ TEXT_FORMATS: dict[str, TextFormat] = {
     "parquet": TextFormat(
         holds="one document per row",
         suffixes=(".parquet", ".pq"),
-        reader=lambda options: ParquetTexts(text_key=options.text_key, shape=options.rows),
+        reader=lambda text_key, rows, _: ParquetTexts(text_key=text_key, shape=rows),
     ),
     "arrow": TextFormat(
-        holds="Arrow IPC files or streams, one document per row", suffixes=(".arrow",), reader=_arrow_reader
+        holds="Arrow IPC files or streams, one document per row",
+        suffixes=(".arrow",),
+        reader=lambda text_key, rows, _: ArrowTexts(text_key=text_key) if rows is None else ArrowLabelled(shape=rows),
     ),
 }

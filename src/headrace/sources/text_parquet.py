@@ -45,7 +45,7 @@ class ParquetTexts(ColumnReader[ParquetColumns]):
             )
         pages = columns.pages[start]
         data = file.read(pages.offset, pages.compressed)
-        return Loaded(hash=chunk_hash(memoryview(data)), size=len(data), payload=(start, data))
+        return Loaded(hash=chunk_hash(memoryview(data)), payload=(start, data))
 
     def decode(self, file: ByteFile, loaded: Loaded, rows: int) -> tuple[list[str | None], list[BadRow]]:
         group, data = loaded.payload

@@ -58,25 +58,23 @@ class EngineChoice:
         return f"{self.name} {self.version}{reasons}"
 
 
-class Reference:
-    """The `tokenizers` library, which every other engine must agree with."""
+def reference_encoder(inner: Any, name: str) -> Encode:
+    """Return the encoder that every engine must agree with. `inner`: a `tokenizers.Tokenizer`. `name`: what errors call it."""
 
-    def __init__(self, inner: Any, name: str) -> None:
-        """`inner`: a `tokenizers.Tokenizer`. `name`: what errors call it."""
-        self._inner, self._name = inner, name
-
-    def __call__(self, texts: Sequence[str]) -> TokenBatch:
+    def encode(texts: Sequence[str]) -> TokenBatch:
         try:
-            encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = inner.encode_batch_fast(list(texts), add_special_tokens=False)
         except BaseException as error:
             if not is_panic(error):
                 raise
             raise TokenizerError(
-                f"`tokenizers` gave up on a text with tokenizer {self._name}: {_first_line(error)}. If that is about a regular "
+                f"`tokenizers` gave up on a text with tokenizer {name}: {_first_line(error)}. If that is about a regular "
                 "expression, it takes too many steps: give the file of its publisher"
             ) from error
         rows = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
         return TokenBatch.of_counts(np.concatenate(rows) if rows else np.empty(0, np.int32), map(len, rows))
+
+    return encode
 
 
 def is_panic(error: BaseException) -> bool:
@@ -84,7 +82,7 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def choose_engine(wanted: EngineName, definition: bytes, reference: Reference, *, name: str) -> EngineChoice:
+def choose_engine(wanted: EngineName, definition: bytes, reference: Encode, *, name: str) -> EngineChoice:
     """Choose the encoder for a tokenizer.
 
     Args:

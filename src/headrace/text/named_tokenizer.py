@@ -8,18 +8,16 @@ definition_of(tokenizer)                   of a `tokenizers.Tokenizer`, or of a 
 from __future__ import annotations
 
 import json
-import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import FileCorrupt, StorageError, TokenizerError
 from headrace.files import read_regular
+from headrace.formats.hub_cache import cached_snapshots, hub_cache, is_repository
 from headrace.text.tiktoken_ranks import tokenizer_json_of_ranks
 
 _MAX_FILE = 256 << 20
-_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,34 +81,18 @@ def read_definition(name: str | Path, *, base: Path | None = None) -> bytes:
 
 
 def _cached(name: str) -> Path | None:
-    """The tokenizer.json that the local Hugging Face cache has of a model: of its main revision, or else of the newest one."""
-    if not _REPOSITORY.fullmatch(name) or name.strip(".") == "":
-        return None
-    folder = _hub_cache() / f"models--{name.replace('/', '--')}"
-    try:
-        commit = read_regular(folder / "refs" / "main", 1024).decode().strip()
-        main = folder / "snapshots" / commit / "tokenizer.json" if commit.isalnum() else None
-    except (OSError, ValueError, FileCorrupt):
-        main = None
-    if main is not None and main.is_file():
-        return main
-    found = [file for file in folder.glob("snapshots/*/tokenizer.json") if file.is_file()]
+    """The tokenizer.json that the local Hugging Face cache has of a model: of its main revision, or of the newest one if no revision is main."""
+    found = [file for folder in cached_snapshots("models", name) if (file := folder / "tokenizer.json").is_file()]
     return max(found, key=lambda file: (file.stat().st_mtime, str(file)), default=None)
-
-
-def _hub_cache() -> Path:
-    """Where huggingface_hub keeps what it downloaded."""
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
 
 
 def _missing(name: str | Path, file: Path) -> str:
     sentence = f"tokenizer {name} does not exist: give the path of a tokenizer.json, or leave it out to use bytes"
     text = str(name)
-    if not _REPOSITORY.fullmatch(text) or text.endswith((".json", ".tiktoken")):
+    if not is_repository(text) or text.endswith((".json", ".tiktoken")):
         return sentence
     return (
-        f"tokenizer {name} is neither a file nor a folder ({file}), and the Hugging Face cache {_hub_cache()} has no tokenizer.json of it: "
+        f"tokenizer {name} is neither a file nor a folder ({file}), and the Hugging Face cache {hub_cache()} has no tokenizer.json of it: "
         f"download it with `hf download {name} tokenizer.json`, or give the path of a tokenizer.json"
     )
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -69,8 +69,7 @@ class Pieces:
         """Return why a text would take too much memory to encode; None if it can be encoded."""
         if len(text) <= LONGEST_PIECE:
             return None
-        ends = self.cuts_of(text)
-        longest = max(end - start for start, end in zip([0, *ends], ends, strict=False))
+        longest = max(map(len, self._pieces_of(text)))
         if longest <= LONGEST_PIECE:
             return None
         if self.exact:
@@ -83,30 +82,16 @@ class Pieces:
         def in_pieces(texts: Sequence[str]) -> TokenBatch:
             if not texts or max(map(len, texts)) <= 2 * PIECE:
                 return encode(texts)
-            parts = list(self._encoded(encode, texts))
-            offsets = np.zeros(len(texts) + 1, np.int64)
-            np.cumsum(np.concatenate([counts for _, counts in parts]), out=offsets[1:])
-            return TokenBatch(np.concatenate([ids for ids, _ in parts]), offsets)
+            # Each by itself: an encoder takes the memory of all texts of a call.
+            ids = [[encode([piece]).ids for piece in self._pieces_of(text)] for text in texts]
+            flat = [piece for own in ids for piece in own]
+            return TokenBatch.of_counts(np.concatenate(flat), (sum(map(len, own)) for own in ids))
 
         return in_pieces if self.exact else encode
 
-    def _encoded(self, encode: Encode, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Ids of the texts in order, and how many each text has: texts between long ones together, a long one by itself."""
-        short: list[str] = []
-        for text in texts:
-            if len(text) <= 2 * PIECE:
-                short.append(text)
-                continue
-            if short:
-                batch = encode(short)
-                yield batch.ids, batch.counts()
-                short = []
-            ends = self.cuts_of(text)
-            ids = [encode([text[start:end]]).ids for start, end in zip([0, *ends], ends, strict=False)]
-            yield np.concatenate(ids), np.array([sum(map(len, ids))], np.int64)
-        if short:
-            batch = encode(short)
-            yield batch.ids, batch.counts()
+    def _pieces_of(self, text: str) -> list[str]:
+        ends = self.cuts_of(text)
+        return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     def _near_added(self, text: str, at: int) -> bool:
         near = text[max(at - self._reach, 0) : at + self._reach]

@@ -19,12 +19,12 @@ compared when a folder is opened, and nothing here shortens a file.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -47,7 +47,10 @@ SEGMENT = 4096
 _KIND, _VERSION = "headrace-prepared", 2
 """Version 1 had checksums of its own; version 2 has xxh3_64."""
 _MAX_JSON = 256 << 20
-_SAFE_NAME = re.compile(r"\w[\w.-]{0,127}")
+# What `msgspec.convert` checks when a manifest or the header of a shard is read.
+Name = Annotated[str, msgspec.Meta(pattern=r"\A(?!\.+\Z)[\w.+-]{1,128}\Z")]
+"""The plain name of a file or folder; the names of sources are such."""
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -80,28 +83,19 @@ def lay_documents(batch: TokenBatch, packing: Packing, dtype: np.dtype) -> tuple
 class ShardEntry:
     """The entry of a shard in the manifest."""
 
-    file: str
-    first_row: int
+    file: Name
+    first_row: Count
     """Row of the source at which the shard begins; it holds `rows` rows from there on, in order."""
-    rows: int
-    documents: int
+    rows: Count
+    documents: Count
     """Rows that have tokens."""
-    bad: int
+    bad: Count
     """Rows that were left out because on_bad = "skip"."""
-    tokens: int
-    size: int
+    tokens: Count
+    size: Count
     """Bytes of the file."""
-    sum: str
+    sum: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
     """32 hex digits over tokens and offsets."""
-
-    def __post_init__(self) -> None:
-        if not _SAFE_NAME.fullmatch(self.file):
-            raise ValueError(f"shard {self.file!r} is not a plain file name")
-        counts = (self.first_row, self.rows, self.documents, self.bad, self.tokens, self.size)
-        if any(type(n) is not int or not 0 <= n < 1 << 62 for n in counts):
-            raise ValueError(f"shard {self.file!r} has an impossible count among {counts}")
-        if not re.fullmatch(r"[0-9a-f]{32}", self.sum):
-            raise ValueError(f"shard {self.file!r} has no checksum of 32 hex digits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +153,7 @@ def open_shard(path: Path, expected: ShardEntry | None = None, *, full: bool = F
     container = open_container(path, verify=full)
     try:
         meta, arrays = container.meta, container.arrays
-        entry = ShardEntry(
-            file=path.name,
-            size=path.stat().st_size,
-            **{k: meta[k] for k in ("first_row", "rows", "documents", "bad", "tokens", "sum")},
-        )
+        entry = msgspec.convert({**meta, "file": path.name, "size": path.stat().st_size}, ShardEntry)
         tokens, offsets = arrays["tokens"], arrays["offsets"]
         sums, docs = arrays["segment_sums"], arrays["segment_docs"]
         parts = -(-len(tokens) // SEGMENT)
@@ -308,9 +298,9 @@ def read_packed_counts(folder: Path, seq_len: int, manifest: PreparedManifest) -
 class PreparedSource:
     """One source of a prepared folder."""
 
-    name: str
+    name: Name
     spec: str
-    weight: float
+    weight: Annotated[float, msgspec.Meta(ge=0)]
     max_epochs: int | None
     max_tokens: int | None
     data: str
@@ -320,10 +310,6 @@ class PreparedSource:
     shards: tuple[ShardEntry, ...]
 
     def __post_init__(self) -> None:
-        if not _SAFE_NAME.fullmatch(self.name):
-            raise ValueError(f"source {self.name!r} is not a plain folder name")
-        if not 0 <= self.weight < float("inf"):
-            raise ValueError(f"source {self.name!r} has weight {self.weight}")
         at = 0
         for shard in self.shards:
             if shard.first_row != at:
@@ -353,8 +339,8 @@ class PreparedManifest:
     dtype: Literal["uint16", "uint32"]
     bos_id: int | None
     eos_id: int | None
-    pad_id: int
-    seq_len: int
+    pad_id: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    seq_len: Annotated[int, msgspec.Meta(ge=2)]
     pack: Literal["best_fit", "concat"]
     """The config's packing, which readers use unless they choose another."""
     sources: tuple[PreparedSource, ...]
@@ -363,10 +349,6 @@ class PreparedManifest:
         names = [s.name for s in self.sources]
         if len(set(names)) != len(names) or not names:
             raise ValueError(f"a prepared folder needs sources of different names, got {names}")
-        if self.dtype not in ("uint16", "uint32") or self.pack not in ("best_fit", "concat"):
-            raise ValueError(f"dtype {self.dtype!r} and pack {self.pack!r} are not both known")
-        if type(self.seq_len) is not int or self.seq_len < 2 or not 0 <= self.pad_id < 1 << 31:
-            raise ValueError(f"seq_len {self.seq_len!r} and pad_id {self.pad_id!r} cannot be")
 
     @property
     def data(self) -> str:
@@ -386,16 +368,8 @@ class PreparedManifest:
             )
         body = read_checked(path, _KIND)
         try:
-            sources = tuple(
-                PreparedSource(
-                    **{k: v for k, v in s.items() if k not in ("files", "shards")},
-                    files=tuple((str(p), int(n)) for p, n in s["files"]),
-                    shards=tuple(ShardEntry(**e) for e in s["shards"]),
-                )
-                for s in body.pop("sources")
-            )
-            return cls(sources=sources, **body)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return msgspec.convert(body, cls)
+        except ValueError as error:  # of msgspec too
             raise FileCorrupt(f"{path} does not describe prepared data: {error}. {_REMEDY}.") from error
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from headrace.errors import TokenizerError
-from headrace.text.engines import Encode, EngineName, Reference, choose_engine, is_panic
+from headrace.text.engines import Encode, EngineName, choose_engine, is_panic, reference_encoder
 from headrace.text.named_tokenizer import definition_of, read_definition
 from headrace.text.pieces import Pieces
 from headrace.text.token_batch import TokenBatch
@@ -103,7 +103,7 @@ class BpeTokenizer:
         self.fingerprint = f"{xxhash.xxh3_64_intdigest(text):016x} ({self.vocab_size:,} ids)"
         if self.vocab_size == 0:
             raise TokenizerError(f"{name} has an empty vocabulary: train it, or give another tokenizer")
-        reference = Reference(self._inner, name)
+        reference = reference_encoder(self._inner, name)
         self.engine = choose_engine(engine, text, reference, name=name)
         self._pieces = Pieces(text)
         self._encode = self._pieces.encoder(self.engine.encode)

@@ -110,7 +110,6 @@ def test_a_new_run_notes_what_changed_since_an_earlier_one_and_reads_it_as_it_is
     [noted] = [record.getMessage() for record in caplog.records]
     assert "a.jsonl" in noted
     assert "changed since an earlier run read it" in noted
-    assert new.data.sources[0].counters()["accepted_chunks"] > 0
 
 
 def test_what_a_new_run_has_read_may_not_change_under_it(tmp_path, rows):

@@ -92,7 +92,7 @@ def test_all_problems_of_a_row_are_told_at_once() -> None:
             take(row)
         assert len(caught.value.problems) == 4
         assert "'row' was never declared" in caught.value.problems[0]
-        assert "did you mean 'rows'?" in caught.value.problems[0]
+        assert "did you mean rows?" in caught.value.problems[0]
         assert "'low' (MIN) needs a number, got '3'" in caught.value.problems[1]
         assert "'loss' (MEAN) needs a number or a Mean" in caught.value.problems[3]
 

@@ -270,41 +270,21 @@ def test_a_hanging_sink_holds_up_neither_close_nor_another_sink(caplog: pytest.L
     hanging.leave.set()
 
 
-def test_a_failing_sink_is_counted_logged_once_and_disabled_and_the_run_goes_on(
+def test_a_failing_sink_is_counted_and_logged_once_and_the_run_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     meter, failing, keeping = Meter(), Failing(), Keeping()
-    sinks = BackgroundSinks([failing, keeping], max_failures=3, meter=meter)
+    sinks = BackgroundSinks([failing, keeping], meter=meter)
     with caplog.at_level(logging.WARNING):
         for step in range(10):
             sinks.write({"step": step})
         sinks.close()
-    assert len(failing.records) == 3
-    assert sinks.disabled == ("Failing",)
-    assert meter.totals()["sink/failed"] == 3
-    assert meter.totals()["sink/dropped"] == 7
+    assert len(failing.records) == 10
+    assert meter.totals()["sink/failed"] == 10
     assert len(keeping.records) == 10
     assert [r.getMessage() for r in caplog.records if "no route to host" in r.getMessage()] == [
         "Failing could not write a record: OSError: no route to host (logged once; counted as sink/failed)"
     ]
-    assert "Failing is disabled after 3 failures in a row" in caplog.text
-
-
-def test_failures_with_a_success_between_them_do_not_disable() -> None:
-    class Flaky(Keeping):
-        def write(self, record: Mapping[str, Any]) -> None:
-            super().write(record)
-            if record["step"] % 2:
-                raise OSError("again")
-
-    meter, flaky = Meter(), Flaky()
-    sinks = BackgroundSinks([flaky], max_failures=2, meter=meter)
-    for step in range(10):
-        sinks.write({"step": step})
-    sinks.close()
-    assert len(flaky.records) == 10
-    assert sinks.disabled == ()
-    assert meter.totals()["sink/failed"] == 5
 
 
 def test_a_sink_that_cannot_be_closed_does_not_fail_the_run() -> None:

@@ -33,7 +33,11 @@ def text_of(name: str, folder: Path, *, rows: bool) -> dict[str, object]:
             "fingerprint": opened.fingerprint(),
             "chunks": [f"{opened._records.recorded(c):016x}" for c in range(opened.manifest.chunks)],
             "texts": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
-            "holes": [(row, why.split(" (")[0]) for _, row, why in opened.bad_rows()],
+            "holes": [
+                (hole["row"] + i + 1, hole["reason"].split(" (")[0])
+                for hole in opened.holes()
+                for i in range(hole["rows"])
+            ],
         }
 
 

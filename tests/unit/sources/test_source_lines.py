@@ -4,24 +4,24 @@ import re
 
 import pytest
 
-from headrace.errors import ConfigError, DataChanged, DataError
-from headrace.formats.lines import default_chunk_bytes
+from headrace.errors import DataChanged, DataError
+from headrace.formats.lines import TextLines
 from headrace.sources import Source, open_source
 
 
 @pytest.fixture
-def read(tmp_path):
+def read(tmp_path, monkeypatch):
     """read("jsonl", b"...") -> (texts, opened source); each call is a new file."""
     opened = []
 
     def run(scheme, data, *, chunk_bytes=None, max_line_bytes=256 << 20, **fields):
+        monkeypatch.setattr(TextLines, "max_line_bytes", max_line_bytes)
         path = tmp_path / f"{len(opened)}.{scheme}"
         path.write_bytes(data)
         source = open_source(
             Source(f"{scheme}:{path}", **({"split": "line"} if scheme == "txt" else {}), **fields),
             cache=tmp_path / "cache",
             chunk_bytes=chunk_bytes,
-            max_line_bytes=max_line_bytes,
         )
         opened.append(source)
         texts = [text for chunk in range(source.manifest.chunks) for text in source.read(chunk)]
@@ -34,9 +34,8 @@ def read(tmp_path):
 
 
 def test_txt_lines_are_documents_and_an_empty_line_is_an_empty_document(read):
-    texts, source = read("txt", b"one\n\nthree\r\nfour\rfive\nlast")
+    texts, _ = read("txt", b"one\n\nthree\r\nfour\rfive\nlast")
     assert texts == ["one", "", "three", "four\rfive", "last"]
-    assert source.counters()["empty_rows"] == 1
 
 
 def test_only_newline_ends_a_line(read):
@@ -68,7 +67,7 @@ def test_blank_jsonl_lines_are_no_rows_and_are_counted(read):
     for chunk_bytes in (1, 5, 16, 40, None):
         texts, source = read("jsonl", data, chunk_bytes=chunk_bytes)
         assert texts == ["a", "b", "c"]
-        assert source.counters()["blank_lines"] == 6
+        assert source.manifest.blank_lines == 6
 
 
 def test_no_chunk_is_empty_even_where_all_its_lines_are_blank(read):
@@ -92,7 +91,7 @@ def test_chunks_are_whole_lines_and_a_long_line_is_a_chunk_of_its_own(read):
 
 
 def test_the_chunk_size_is_a_1024th_of_the_source_within_its_bounds():
-    assert [default_chunk_bytes(n) for n in (0, 1 << 20, 1 << 28, 1 << 40)] == [65536, 65536, 262144, 1 << 20]
+    assert [TextLines().chunk_bytes(n) for n in (0, 1 << 20, 1 << 28, 1 << 40)] == [65536, 65536, 262144, 1 << 20]
 
 
 BAD = [
@@ -125,14 +124,13 @@ def test_a_bad_jsonl_row_stops_the_run_and_names_file_line_reason_and_remedy(rea
 
 @pytest.mark.parametrize(("line", "reason"), BAD)
 @pytest.mark.parametrize("chunk_bytes", [16, None])
-def test_a_bad_jsonl_row_is_a_counted_hole_when_skipped(read, line, reason, chunk_bytes):
+def test_a_bad_jsonl_row_is_a_hole_when_skipped(read, line, reason, chunk_bytes):
     data = b'{"text":"a"}\n\n{"text":"b"}\n' + line + b'\n{"text":"c"}\n'
     texts, source = read("jsonl", data, on_bad="skip", chunk_bytes=chunk_bytes)
     assert texts == ["a", "b", None, "c"]
-    assert source.counters()["bad_rows"] == 1
-    [(file, number, why)] = source.bad_rows()
-    assert (file, number) == (source.manifest.files[0].path, 4)
-    assert re.search(reason, why)
+    [hole] = source.holes()
+    assert (hole["file"], hole["row"], hole["rows"]) == (source.manifest.files[0].path, 2, 1)
+    assert re.search(reason, hole["reason"])
 
 
 @pytest.mark.parametrize(
@@ -159,7 +157,7 @@ def test_a_bad_txt_row_is_named_or_skipped(read):
         read("txt", data)
     texts, source = read("txt", data, on_bad="skip")
     assert texts == ["a", None, "c"]
-    assert source.bad_rows()[0][1] == 2
+    assert [hole["row"] for hole in source.holes()] == [1]
 
 
 def test_the_line_number_counts_from_the_start_of_the_file_not_of_the_chunk(read):
@@ -168,13 +166,11 @@ def test_the_line_number_counts_from_the_start_of_the_file_not_of_the_chunk(read
         read("jsonl", data, chunk_bytes=64)
 
 
-def test_bad_rows_are_counted_exactly_and_once_but_only_the_first_thousand_are_kept(read):
+def test_only_the_first_thousand_holes_are_kept(read):
     texts, source = read("jsonl", b"x\n" * 2500, on_bad="skip")
     assert texts == [None] * 2500
     source.read(0)
-    assert source.counters()["bad_rows"] == 2500
-    assert len(source.bad_rows()) == 1000
-    assert source.counters()["rows_read"] == 2500 + int(source.manifest.chunk_rows[0])
+    assert len(source.holes()) == 1000
 
 
 def test_a_line_above_the_limit_is_bad_by_policy_and_its_neighbours_are_not(read):
@@ -201,10 +197,3 @@ def test_a_chunk_that_does_not_exist_is_an_index_error(read):
     for chunk in (-1, 1):
         with pytest.raises(IndexError, match=f"chunk {chunk} of source"):
             source.read(chunk)
-
-
-def test_limits_that_make_no_sense_are_refused(read):
-    with pytest.raises(ConfigError, match="max_line_bytes must be at least 1"):
-        read("txt", b"a\n", max_line_bytes=0)
-    with pytest.raises(ConfigError, match="chunk_bytes must lie between 1 and"):
-        read("txt", b"a\n", chunk_bytes=2 << 20)

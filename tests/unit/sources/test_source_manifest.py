@@ -2,6 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -29,6 +30,14 @@ def manifests(tmp_path):
     return list((tmp_path / "cache" / "manifests").glob("*.manifest"))
 
 
+@contextmanager
+def unscanned():
+    """No file may be scanned inside."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JsonLines, "scan", lambda *_: pytest.fail("scanned"))
+        yield
+
+
 def test_columns_have_their_types_and_add_up(tmp_path, shards):
     manifest = opened(tmp_path, chunk_bytes=30).manifest
     assert manifest.root == shards
@@ -37,7 +46,6 @@ def test_columns_have_their_types_and_add_up(tmp_path, shards):
     assert manifest.chunk_file.dtype == np.int32
     for column in (manifest.chunk_start, manifest.chunk_end, manifest.chunk_rows, manifest.first_row):
         assert column.dtype == np.int64
-        assert not column.flags.writeable
     assert manifest.first_row.tolist() == [0, *np.cumsum(manifest.chunk_rows).tolist()]
     assert manifest.rows == 9 == manifest.first_row[-1]
     assert manifest.chunks == len(manifest.chunk_rows) == 6
@@ -53,15 +61,16 @@ def test_locate_is_the_inverse_of_counting_rows_file_by_file(tmp_path, shards):
 
 
 def test_the_second_opening_reads_the_manifest_from_the_cache(tmp_path, shards):
-    first, second = opened(tmp_path), opened(tmp_path)
-    assert (first.counters()["manifests_built"], second.counters()["manifests_built"]) == (1, 0)
+    first = opened(tmp_path)
+    with unscanned():
+        second = opened(tmp_path)
     assert first.manifest.fingerprint == second.manifest.fingerprint
     assert first.manifest.files == second.manifest.files
     for column in ("chunk_file", "chunk_start", "chunk_end", "chunk_rows", "chunk_line", "first_row"):
         np.testing.assert_array_equal(getattr(first.manifest, column), getattr(second.manifest, column))
 
 
-def test_a_damaged_cache_file_is_counted_and_made_again(tmp_path, shards):
+def test_a_damaged_cache_file_is_made_again(tmp_path, shards):
     first = opened(tmp_path)
     [path] = manifests(tmp_path)
     data = bytearray(path.read_bytes())
@@ -69,10 +78,9 @@ def test_a_damaged_cache_file_is_counted_and_made_again(tmp_path, shards):
         damaged = bytearray(data)
         damaged[place] ^= 1
         path.write_bytes(damaged)
-        again = opened(tmp_path)
-        assert again.counters()["cache_damaged"] == 1
-        assert again.manifest.fingerprint == first.manifest.fingerprint
-        assert opened(tmp_path).counters()["cache_damaged"] == 0
+        assert opened(tmp_path).manifest.fingerprint == first.manifest.fingerprint
+        with unscanned():
+            opened(tmp_path)
 
 
 def test_a_file_that_changed_behind_its_size_and_mtime_makes_the_cached_manifest_stale(tmp_path, shards):
@@ -82,7 +90,6 @@ def test_a_file_that_changed_behind_its_size_and_mtime_makes_the_cached_manifest
     path.write_bytes(path.read_bytes().replace(b"2/4", b"2/\n"))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     after = opened(tmp_path)
-    assert after.counters()["cache_stale"] == 1
     assert after.manifest.fingerprint != before.manifest.fingerprint
     assert after.manifest.files[2].rows == 6
 
@@ -91,7 +98,6 @@ def test_a_touched_file_is_counted_again_and_has_the_same_fingerprint(tmp_path, 
     before = opened(tmp_path)
     os.utime(shards / "0.jsonl", (1, 1))
     after = opened(tmp_path)
-    assert after.counters()["manifests_built"] == 1
     assert after.fingerprint() == before.fingerprint()
 
 
@@ -111,11 +117,10 @@ def test_ranks_that_arrive_together_make_the_same_manifest(tmp_path, shards):
     assert not list((tmp_path / "cache" / "manifests").glob(".tmp-*"))
 
 
-def test_a_cache_that_cannot_be_written_costs_a_count_not_the_data(tmp_path, shards):
+def test_a_cache_that_cannot_be_written_does_not_stop_the_run(tmp_path, shards):
     (tmp_path / "cache").write_text("a file where the folder should be")
     source = opened(tmp_path, records=tmp_path / "records")
     assert source.read(0) == ["0/0", "0/1", "0/2"]
-    assert source.counters()["cache_unwritable"] == 1
 
 
 def test_the_fingerprint_names_each_file_and_a_change_is_described_by_file(tmp_path, shards):

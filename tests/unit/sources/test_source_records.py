@@ -57,7 +57,6 @@ def test_a_chunk_that_changed_between_runs_is_refused_before_any_of_it_is_delive
         match=r"d.txt \(bytes 80 to 160\) of source 'd' changed since .* \(command: --accept data\)",
     ):
         source.read(1)
-    assert source.counters()["chunks_read"] == 1
 
 
 def test_a_chunk_that_changed_within_a_run_is_refused(tmp_path, path):
@@ -90,7 +89,6 @@ def test_an_accepted_change_is_the_truth_from_then_on(tmp_path, path):
     change(path)
     with opened(tmp_path, accept_changes=True) as source:
         assert "Row 012" in read_all(source)
-        assert source.counters()["accepted_chunks"] == 1
     with opened(tmp_path) as source:
         assert "Row 012" in read_all(source)
     path.write_bytes(original)
@@ -141,8 +139,7 @@ def test_a_full_check_finds_the_change_at_the_start_and_names_all_of_it(tmp_path
     change(path, 33)
     with pytest.raises(DataChanged, match=r"2 of 4 recorded chunks .*bytes 80 to 160\); .*bytes 240 to 320"):
         opened(tmp_path, full_check=True)
-    with opened(tmp_path, full_check=True, accept_changes=True) as source:
-        assert source.counters()["accepted_chunks"] == 2
+    opened(tmp_path, full_check=True, accept_changes=True).close()
     with opened(tmp_path, full_check=True) as source:
         assert "Row 033" in read_all(source)
 
@@ -233,7 +230,7 @@ def test_a_record_that_cannot_be_written_is_counted_and_the_text_still_comes(tmp
     source = opened(tmp_path)
     (tmp_path / "cache" / "records").write_text("a file where the folder should be")
     assert len(read_all(source)) == ROWS
-    assert source.counters()["unrecorded_chunks"] == 4
+    assert source.unwritten_hashes == 4
     assert [r.message for r in caplog.records if "not being recorded" in r.message] != []
     assert len(caplog.records) == 1
 
@@ -244,5 +241,3 @@ def test_reading_from_many_threads_gives_each_chunk_its_own_text(tmp_path, path)
     straight = [opened(tmp_path, records=tmp_path / "other").read(chunk) for chunk in range(source.manifest.chunks)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(source.read, chunks)) == [straight[chunk] for chunk in chunks]
-    assert source.counters()["chunks_read"] == 400
-    assert source.counters()["rows_read"] == 100 * ROWS

@@ -73,9 +73,10 @@ def test_a_document_that_is_not_utf8_is_named_or_skipped(tmp_path):
     assert documents(tmp_path, "paragraph", on_bad="skip") == ["good", None, "last", "fine"]
 
 
-def test_a_file_that_is_too_long_for_a_document_is_refused_with_what_to_do(tmp_path):
+def test_a_file_that_is_too_long_for_a_document_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(line_format.TextLines, "max_line_bytes", 99)
     written(tmp_path, b"x" * 100)
-    opened = open_source(Source(f"txt:{tmp_path}/d"), cache=tmp_path / "cache", max_line_bytes=99)
+    opened = open_source(Source(f"txt:{tmp_path}/d"), cache=tmp_path / "cache")
     with pytest.raises(DataError, match=r"100 bytes long, more than the 99.*add \?split=paragraph or \?split=line"):
         opened.read(0)
 

@@ -134,7 +134,7 @@ def test_a_manifest_comes_back_and_a_changed_letter_is_noticed(shard, tmp_path):
         ("file", "../outside"), ("file", "/etc/passwd"), ("file", "a/b"), ("file", ""), ("name", ".."), ("name", "a/../b"),
         ("tokens", -1), ("tokens", 1 << 70), ("rows", "9"), ("rows", True), ("size", 1.5), ("first_row", 3), ("sum", "xyz"),
         ("weight", "NaN"), ("weight", -1), ("pack", "other"), ("seq_len", 1), ("seq_len", "9"), ("dtype", "int8"),
-        ("pad_id", -5), ("nothing", 1), ("shards", None), ("sources", []),
+        ("pad_id", -5), ("shards", None), ("sources", []),
     ],
 )  # fmt: skip
 def test_a_manifest_that_names_something_outside_or_impossible_is_refused_although_its_checksum_is_right(
