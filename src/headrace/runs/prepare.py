@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from headrace.errors import ConfigError, DataChanged, FileCorrupt, StorageError
+from headrace.errors import ConfigError, DataChanged, FileCorrupt, StorageError, short_number
 from headrace.files import TEMP_PREFIX, make_inside, publish_json, quarantine, sweep_temporaries
 from headrace.loader import TextDataset
 from headrace.loader.windows import leave_out_too_long
@@ -57,19 +57,6 @@ _DOCUMENTS_AT_ONCE = 1024
 _DEADLINE = 3600.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareProgress:
-    """How many rows are tokenised: of one source, and of all sources together."""
-
-    source: str
-    rows: int
-    total_rows: int
-    tokens: int
-    """Tokens of these rows."""
-    all_rows: int
-    all_total_rows: int
-
-
 @dataclass(slots=True, kw_only=True)
 class PrepareSummary:
     """The prepared folder when the job ends."""
@@ -98,10 +85,12 @@ class PrepareSummary:
 
 
 class PrepareWatcher(Protocol):
-    """Receives progress; the command prints it."""
+    """Receives what there is to tell; the command prints it."""
 
-    def began(self, data: TextDataset, workers: int, resumed: bool) -> None: ...
-    def progress(self, progress: PrepareProgress) -> None: ...
+    def progress(self, line: str, done: int, total: int) -> None:
+        """`done` of `total` rows are tokenised; `line` says how far the source is."""
+        ...
+
     def notice(self, sentence: str) -> None: ...
 
 
@@ -119,6 +108,7 @@ def prepare(
     folder: Path,
     watcher: PrepareWatcher,
     *,
+    began: Callable[[TextDataset, int, bool], None] = lambda *_: None,
     base: Path | None = None,
     workers: int | None = None,
     shard_bytes: int = 128 << 20,
@@ -129,6 +119,7 @@ def prepare(
         config: Sources, tokenizer and `seq_len`.
         folder: The folder to write: a new one, an empty one, or one that an earlier call began.
         watcher: Receives progress.
+        began: Called once the folder is claimed, with the dataset, the number of threads, and whether an earlier call began the folder.
         base: Where relative paths of the config start; its `run.base` unless given.
         workers: Threads that tokenise; one a processor unless given.
         shard_bytes: Size of a shard. Cannot change in a folder once begun.
@@ -145,7 +136,7 @@ def prepare(
         dtype = token_dtype(data.vocab_size)
         plan = _plan(data, dtype, shard_bytes // dtype.itemsize)
         _compare(folder, plan, data, resumed)
-        watcher.began(data, workers, resumed)
+        began(data, workers, resumed)
         stop = stack.enter_context(signal_asked())
         return _Preparation(folder, data, config, dtype, plan["shard_tokens"], workers, watcher, stop).run()
 
@@ -262,16 +253,9 @@ class _Preparation:
     def _report(self, index: int, pending: list[_Documents]) -> None:
         """Show how far a source is: its shards so far, and documents for the next one."""
         rows = self._source_rows + sum(len(p.lengths) for p in pending)
-        self._watcher.progress(
-            PrepareProgress(
-                source=self._data.sources[index].name,
-                rows=rows,
-                total_rows=self._rows[index],
-                tokens=self._source_tokens + sum(len(p.tokens) for p in pending),
-                all_rows=sum(self._rows[:index]) + rows,
-                all_total_rows=sum(self._rows),
-            )
-        )
+        tokens = short_number(self._source_tokens + sum(len(p.tokens) for p in pending))
+        line = f"{self._data.sources[index].name}  {rows:,} of {self._rows[index]:,} rows  {tokens} tokens"
+        self._watcher.progress(line, sum(self._rows[:index]) + rows, sum(self._rows))
 
     def _kept(self, path: Path, row: int, total: int) -> ShardEntry | None:
         """A shard that is there, read as a whole and compared; None if it has to be made."""
