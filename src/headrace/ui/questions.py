@@ -85,15 +85,16 @@ def _work(pipe: Connection) -> None:
     while True:
         question, arguments = orjson.loads(pipe.recv_bytes())
         try:
-            answer = _json({"answer": QUESTIONS[question](**arguments)})
+            answer = to_json({"answer": QUESTIONS[question](**arguments)})
         except HeadraceError as error:
-            answer = _json({"error": str(error)})
+            answer = to_json({"error": str(error)})
         except (OSError, ValueError, LookupError, TypeError, AssertionError, RecursionError, MemoryError) as error:
-            answer = _json({"error": f"the run's files make no sense: {type(error).__name__}: {error}"[:500]})
+            answer = to_json({"error": f"the run's files make no sense: {type(error).__name__}: {error}"[:500]})
         pipe.send_bytes(answer)
 
 
-def _json(value: Any) -> bytes:
+def to_json(value: Any) -> bytes:
+    """The value as JSON. orjson writes null for NaN."""
     return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY, default=str)
 
 

@@ -27,11 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
-import orjson
-
 from headrace.errors import ConfigError, DataError, HeadraceError
 from headrace.ui import pages
-from headrace.ui.questions import Questions
+from headrace.ui.questions import Questions, to_json
 from headrace.ui.run_view import RunView, find_runs, spec_book
 
 if TYPE_CHECKING:
@@ -189,7 +187,7 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
     makers = asyncio.Semaphore(4)
 
     def answered(value: Any, status: int = 200) -> Response:
-        return Response(_json(value), status, media_type="application/json")
+        return Response(to_json(value), status, media_type="application/json")
 
     async def made(make: Callable[[], Any]) -> Response:
         try:
@@ -249,10 +247,10 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
             try:
                 yield b"retry: 3000\n\n"
                 state: Any = None
-                sketched = view.index.sketched
+                shown = view.index
                 while True:
                     await asyncio.to_thread(view.refresh, 1.0)
-                    if view.index.generation != generation or (sketched and not view.index.sketched):
+                    if view.index.generation != generation or view.index is not shown:
                         yield b"event: reload\ndata: {}\n\n"
                         return
                     status = view.status()
@@ -260,10 +258,10 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
                     if view.index.lines > line or now != state:
                         news = await asyncio.to_thread(pages.new_lines, view, line, keys)
                         line, state = view.index.lines, now
-                        yield b"event: lines\ndata: " + _json(news) + b"\n\n"
+                        yield b"event: lines\ndata: " + to_json(news) + b"\n\n"
                     else:
                         yield b": no news\n\n"
-                    await asyncio.sleep(0.05 if view.index.progress < 1 else _TICK)
+                    await asyncio.sleep(0.05 if status["progress"] < 1 else _TICK)
             finally:
                 following -= 1
 
@@ -298,11 +296,6 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
         lifespan=lifespan,
     )
     return Guard(app, hosts=hosts, token=token)
-
-
-def _json(value: Any) -> bytes:
-    """The value as JSON. orjson writes null for NaN."""
-    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY, default=str)
 
 
 # ------------------------------------------------------------------------------------------------------- serve
