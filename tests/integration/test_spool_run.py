@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def config(tmp_path):
 def step_facts(run, step=5):
     """What `headrace step` tells, but for when."""
     with RunProvenance(recorded_run(run)) as provenance:
-        told = provenance.step(step).to_dict()
+        told = asdict(provenance.step(step))
     return {k: v for k, v in told.items() if k != "seconds"}
 
 

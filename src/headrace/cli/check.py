@@ -65,7 +65,7 @@ def check(
             f"source {name}: {compared:,} chunks compared, {recorded:,} recorded in {hashes}"
             for name, (compared, recorded) in counted.items()
         ]
-        output.answer(plan.to_dict(), lambda c: _print_plan(c, named, plan, lines))
+        output.answer(plan, lambda c: _print_plan(c, named, plan, lines))
     elif isinstance(checked, RLConfig):
         rl_plan = _rl_plan(checked)
         output.answer(rl_plan, lambda c: _print_rl_plan(c, named, rl_plan))
@@ -75,7 +75,7 @@ def check(
 
         assert isinstance(checked, StreamsConfig)
         found = check_streams(checked, ranks=ranks, stale_threshold=stale_threshold)
-        output.answer(found.to_dict(), lambda c: _print_streams(c, named, found))
+        output.answer(found, lambda c: _print_streams(c, named, found))
     return 0
 
 

@@ -41,10 +41,10 @@ def diff(
 
     if has_rollouts(run_a) and has_rollouts(run_b):
         parts = diff_rollouts(run_a, run_b)
-        output.answer(parts.to_dict(), lambda c: _print_rollout_diff(c, parts))
+        output.answer(parts, lambda c: _print_rollout_diff(c, parts))
         return 0 if parts.same else 1
     found = diff_runs(recorded_run(run_a), recorded_run(run_b))
-    output.answer(found.to_dict(), lambda console: _print_diff(console, found))
+    output.answer(found, lambda console: _print_diff(console, found))
     return 0 if found.same else 1
 
 

@@ -50,7 +50,7 @@ def find(
         raise ConfigError("say which document with --source NAME --row N")
     with RunProvenance(recorded_run(run)) as provenance:
         found = provenance.find(source, row, file)
-    output.answer(found.to_dict(), lambda console: _print_find(console, found))
+    output.answer(found, lambda console: _print_find(console, found))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -85,7 +84,7 @@ def gram(
         summary = reduce_shards(plan, _Watcher(display, out, plan.spool_folder if plan.spooled else None))
     if summary.state == "worker":
         return 0
-    output.answer(asdict(summary), lambda console: _closing(console, summary))
+    output.answer(summary, lambda console: _closing(console, summary))
     return 128 + summary.signal if summary.signal else 0
 
 
@@ -106,7 +105,7 @@ def _join(
             progress=lambda made: display.progress(f"made {made:,} partials", made),
         )  # fmt: skip
     how = "the pass is over" if summary.state == "finished" else "stopped"
-    output.answer(asdict(summary), lines=[f"  {how}; made {summary.partials:,} partials in {summary.seconds:.1f} s"])
+    output.answer(summary, lines=[f"  {how}; made {summary.partials:,} partials in {summary.seconds:.1f} s"])
     return 128 + summary.signal if summary.signal else 0
 
 

@@ -42,7 +42,7 @@ def plan(
     from headrace.runs.plan import plan_run
 
     found = plan_run(load_config(config, overrides(settings)), steps=steps, ranks=ranks)
-    output.answer(found.to_dict(), lambda console: _print_forecast(console, found))
+    output.answer(found, lambda console: _print_forecast(console, found))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,7 +56,7 @@ def report(
         for p in pages.metrics(view)["panels"]
     ]
     answer = {
-        "path": str(run), "name": view.name, "kind": view.kind, "status": status, "findings": [f.to_dict() for f in findings],
+        "path": str(run), "name": view.name, "kind": view.kind, "status": status, "findings": list(map(asdict, findings)),
         "panels": panels, "page": str(path),
     }  # fmt: skip
     output.answer(answer, show)

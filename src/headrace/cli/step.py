@@ -53,7 +53,7 @@ def step(
         return 0
     with RunProvenance(recorded_run(run)) as provenance:
         found = provenance.step(number, world=world, rank=rank, chars=chars if text else None)
-    output.answer(found.to_dict(), lambda console: _print_step(console, run, found, rank))
+    output.answer(found, lambda console: _print_step(console, run, found, rank))
     return 0
 
 

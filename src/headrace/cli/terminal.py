@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from cyclopts import Parameter
@@ -36,9 +36,9 @@ class Output:
         return self.format == "text" and not self.quiet
 
     def answer(self, value: Any, show: Callable[[Console], None] | None = None, *, lines: Sequence[str] = ()) -> None:
-        """Print `value` as JSON; as text, let `show` print it, or print `lines`."""
+        """Print `value`, a dataclass or a JSON value, as JSON; as text, let `show` print it, or print `lines`."""
         if self.format == "json" and not self.quiet:
-            print_json(value)
+            print_json(asdict(value) if is_dataclass(value) and not isinstance(value, type) else value)
         if self.talks and show is not None:
             show(console_for())
         for line in lines:

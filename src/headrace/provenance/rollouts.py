@@ -7,10 +7,9 @@ diff_rollouts(run_a, run_b)   the first rollout that differs, and whether weight
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from headrace.errors import DataError
 from headrace.rollouts.arrival_log import Arrival, arrival_path, read_arrivals
@@ -67,9 +66,6 @@ class RolloutDifference:
     """missing, weights, sampling, environment or failure."""
     sentence: str = ""
     """One sentence."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def diff_rollouts(run_a: Path, run_b: Path) -> RolloutDifference:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -75,9 +74,6 @@ class Forecast:
     sources: tuple[SourceForecast, ...]
     warnings: tuple[str, ...]
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def plan_run(config: RunConfig, *, steps: int | None = None, ranks: int = 1) -> Forecast:

@@ -11,8 +11,7 @@ run dry, the longest wait from pick to pick. Three things go wrong in such runs,
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from headrace.mix import MixPlan, MixSettings, MixState, StreamTable
 from headrace.runs.config.streams import StreamsConfig
@@ -67,9 +66,6 @@ class StreamForecast:
     modalities: tuple[ModalityPlan, ...]
     warnings: tuple[str, ...]
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def check_streams(config: StreamsConfig, *, ranks: int = 1, stale_threshold: int | None = None) -> StreamForecast:

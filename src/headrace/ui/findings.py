@@ -7,7 +7,7 @@ the healthy range that their declaration gives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -70,9 +70,6 @@ class Finding:
     """Findings of one severity are ordered by this, the largest first."""
     rule: str = ""
     """Name of the check that found it. It does not change between versions."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def find_problems(view: RunView, status: Mapping[str, Any]) -> list[Finding]:
