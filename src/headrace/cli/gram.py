@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -40,15 +40,15 @@ def gram(
     shift: Annotated[Path | None, Parameter(help="A .npy vector to subtract from every row: keeps digits where means are large.")] = None,
     rows: Annotated[Literal["f64", "f32", "f16", "bf16"] | None, Parameter(help="Convert rows to this type; as stored unless given. bf16: says that uint16 .npy files hold the bits of bfloat16.")] = None,
     chunk: Annotated[int | None, Parameter(converter=_whole, help="Rows a chunk; part of what the bits depend on. 4 a column, 4,096 at least, unless given.")] = None,
-    span: Annotated[int, Parameter(converter=_whole, help="Chunks shipped as one partial: 1, or 128, 256, 512, … for wide fleets. Never changes bits.")] = 1,
+    span: Annotated[int | None, Parameter(converter=_whole, help="Chunks shipped as one partial: 1 unless given, or 128, 256, 512, … for wide fleets. Never changes bits.")] = None,
     workers: Annotated[int | None, Parameter(converter=_whole, help="Worker processes or actors; one a processor unless given (--engine spool: 0 to leave it to those who join). Never changes bits.")] = None,
     threads: Annotated[int | None, Parameter(converter=_whole, help="Threads a worker; 1 unless given. Never changes bits.")] = None,
     engine: Annotated[Literal["local", "torchrun", "ray", "spool"] | None, Parameter(help="Which processes compute: local processes, ranks of torchrun, Ray actors, or any process that sees the folder.")] = None,
     spool: Annotated[Path | None, Parameter(help="The folder of --engine spool; OUT.work/spool unless given.")] = None,
     join: Annotated[Path | None, Parameter(help="Work for the pass in this spool, from any machine that sees it, until it is over.")] = None,
-    window: Annotated[int, Parameter(converter=_whole, help="Partials a worker may be ahead of the slowest.")] = 4,
-    save_every: Annotated[float, Parameter(help="Seconds between two checkpoints.")] = 30.0,
-    deadline: Annotated[float, Parameter(help="Seconds without an answer of any worker after which it is an error.")] = 600.0,
+    window: Annotated[int | None, Parameter(converter=_whole, help="Partials a worker may be ahead of the slowest; 4 unless given.")] = None,
+    save_every: Annotated[float | None, Parameter(help="Seconds between two checkpoints; 30 unless given.")] = None,
+    deadline: Annotated[float | None, Parameter(help="Seconds without an answer of any worker after which it is an error; 600 unless given.")] = None,
     replace: Annotated[bool, Parameter(help="Overwrite a result of something else, and begin anew where a pass over something else was left.")] = False,
     output: Output = TEXT,
 ) -> int:  # fmt: skip
@@ -76,10 +76,11 @@ def gram(
         return _join(output, join, shards, workers, threads, deadline)
     if not shards:
         raise ConfigError("name at least one shard: headrace gram acts/*.npy --out layer12.safetensors")
-    plan = GramPlan(
-        shards=shards, out=out, field=field, targets=targets, weights=weights, rows=rows, shift=shift, chunk=chunk, span=span,
-        workers=workers, threads=1 if threads is None else threads, engine=engine, spool=spool, window=window, save_every=save_every, deadline=deadline, replace=replace,
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "field": field, "targets": targets, "weights": weights, "rows": rows, "shift": shift, "chunk": chunk, "span": span, "workers": workers,
+        "threads": threads, "engine": engine, "spool": spool, "window": window, "save_every": save_every, "deadline": deadline, "replace": replace,
+    }  # fmt: skip
+    plan = GramPlan(shards=shards, out=out, **{name: value for name, value in given.items() if value is not None})
     with output.display() as display:
         summary = reduce_shards(plan, _Watcher(display, out, plan.spool_folder if plan.spooled else None))
     if summary.state == "worker":
@@ -89,7 +90,12 @@ def gram(
 
 
 def _join(
-    output: Output, spool: Path, shards: tuple[str, ...], workers: int | None, threads: int | None, deadline: float
+    output: Output,
+    spool: Path,
+    shards: tuple[str, ...],
+    workers: int | None,
+    threads: int | None,
+    deadline: float | None,
 ) -> int:
     from headrace.reduce.reduce_shards import join_spool
 
@@ -100,8 +106,9 @@ def _join(
             rows = [("rows", sizes), ("workers", f"{count_text(count, 'worker')} here")]
             display.opened(f"[bold]headrace[/] works for [bold]{spool}[/]", rows)
 
+        patience = {} if deadline is None else {"deadline": deadline}
         summary = join_spool(
-            spool, shards=shards, workers=workers, threads=threads, deadline=deadline, began=began, notice=display.notice,
+            spool, shards=shards, workers=workers, threads=threads, **patience, began=began, notice=display.notice,
             progress=lambda made: display.progress(f"made {made:,} partials", made),
         )  # fmt: skip
     how = "the pass is over" if summary.state == "finished" else "stopped"

@@ -27,7 +27,9 @@ def prepare(
     settings: Settings = (),
     out: Annotated[Path | None, Parameter(help="The folder to write; prepared/<run.name> unless given.")] = None,
     workers: Annotated[int | None, Parameter(help="Threads that tokenise; one a processor unless given.")] = None,
-    shard_mb: Annotated[int, Parameter(help="Size of a shard in MiB. Cannot change in a folder once begun.")] = 128,
+    shard_mb: Annotated[
+        int | None, Parameter(help="Size of a shard in MiB; 128 unless given. Cannot change in a folder once begun.")
+    ] = None,
     output: Output = TEXT,
 ) -> int:
     """Tokenise every document of a config's sources once, into checked shards that `PreparedDataset` maps.
@@ -52,7 +54,14 @@ def prepare(
             headline = f"[bold]headrace[/] {'goes on preparing' if resumed else 'prepares'} [bold]{folder}[/]"
             display.opened(headline, [("sources", "  ".join(sources)), ("text", text), ("threads", str(threads))])
 
-        summary = run(checked, folder, display, began=began, workers=workers, shard_bytes=shard_mb << 20)
+        summary = run(
+            checked,
+            folder,
+            display,
+            began=began,
+            workers=workers,
+            shard_bytes=None if shard_mb is None else shard_mb << 20,
+        )
     command = _command(config, settings, out, shard_mb)
     output.answer(summary.to_dict(), lambda console: _closing(console, summary, command))
     return 128 + summary.signal if summary.signal else 0
@@ -78,11 +87,11 @@ def _closing(console: Console, summary: PrepareSummary, command: str) -> None:
     facts(console, rows)
 
 
-def _command(config: Path, settings: tuple[str, ...], out: Path | None, shard_mb: int) -> str:
+def _command(config: Path, settings: tuple[str, ...], out: Path | None, shard_mb: int | None) -> str:
     """The command that continues this one."""
     words = ["headrace", "prepare", str(config), *(f"--{setting}" for setting in settings)]
     if out is not None:
         words += ["--out", str(out)]
-    if shard_mb != 128:
+    if shard_mb is not None:
         words += ["--shard-mb", str(shard_mb)]
     return shlex.join(words)

@@ -111,7 +111,7 @@ def prepare(
     began: Callable[[TextDataset, int, bool], None] = lambda *_: None,
     base: Path | None = None,
     workers: int | None = None,
-    shard_bytes: int = 128 << 20,
+    shard_bytes: int | None = None,
 ) -> PrepareSummary:
     """Write the prepared folder of a config, or continue it. Returns early on SIGINT and SIGTERM, with state `stopped`.
 
@@ -122,11 +122,12 @@ def prepare(
         began: Called once the folder is claimed, with the dataset, the number of threads, and whether an earlier call began the folder.
         base: Where relative paths of the config start; its `run.base` unless given.
         workers: Threads that tokenise; one a processor unless given.
-        shard_bytes: Size of a shard. Cannot change in a folder once begun.
+        shard_bytes: Size of a shard; 128 MiB unless given. Cannot change in a folder once begun.
     """
     workers = usable_processors() if workers is None else workers
     if not 1 <= workers <= 1024:
         raise ConfigError(f"--workers must be between 1 and 1,024, got {workers}")
+    shard_bytes = 128 << 20 if shard_bytes is None else shard_bytes
     if not 1 << 10 <= shard_bytes <= 1 << 40:
         raise ConfigError(f"a shard must have between 1 KiB and 1 TiB, got {shard_bytes:,} bytes")
     with contextlib.ExitStack() as stack:

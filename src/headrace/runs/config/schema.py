@@ -40,11 +40,8 @@ from headrace.runs.config.base import (
     divisors,
     unique_names,
 )  # fmt: skip
-from headrace.settings import MAX_WINDOW_TOKENS, Exhausted, LoaderSettings, PackStrategy, TextSettings
+from headrace.settings import MAX_WINDOW_TOKENS, TXT_SPLITS, Exhausted, LoaderSettings, PackStrategy, TextSettings
 from headrace.train.settings import TrainSettings
-
-TXT_SPLITS = ("file", "paragraph", "line")
-"""Units that a txt source can be split into. The copy in `sources.spec` would import numpy."""
 
 
 def _refuse_few_labels(names: tuple[str, ...]) -> tuple[str, ...]:
