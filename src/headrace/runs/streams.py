@@ -20,6 +20,7 @@ from headrace.loader.data_stats import DataStatsCollector
 from headrace.loader.extra_metrics import drained_metrics
 from headrace.loader.stream_metrics import without_counts, without_states
 from headrace.metrics import default_meter
+from headrace.mix import MixPlan, MixSettings, StreamTable
 from headrace.order.keys import mix64_array
 from headrace.runs.config.streams import StreamsConfig
 from headrace.runs.folder import RunFolder
@@ -64,6 +65,16 @@ def sizes_of(config: StreamsConfig, modalities: Collection[str]) -> dict[str, in
             f"{', '.join(section.roots)}; there are {', '.join(sorted(modalities))}"
         )
     return {m: section.batch_sizes.get(m, section.batch_size) for m in modalities}
+
+
+def mix_plan(config: StreamsConfig, table: StreamTable) -> MixPlan:
+    """The plan of a config at its first step, over the files in `table`."""
+    section = config.streams
+    settings = MixSettings(
+        batch_size=sizes_of(config, table.kinds), slots=section.num_streams_mixed, seed=config.run.seed, queue=section.queue, pick_mode=section.pick_mode,
+        batching_mode=section.batching_mode, global_ranks=section.global_ranks, lanes=section.lane_count,
+    )  # fmt: skip
+    return MixPlan(table, settings)
 
 
 def open_dataset(

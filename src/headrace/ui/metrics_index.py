@@ -468,16 +468,9 @@ class MetricsIndex:
     def sampled(self, count: int) -> list[Line]:
         """At most about `count` whole lines, evenly spaced over the run, for charts that draw several keys of one line together."""
         with self._lock:
-            if len(self.recent) == self.lines and self.lines:
-                found = list(self.recent)
-            elif not self._used:
-                return []
-            else:
-                picked = np.unique(np.linspace(0, self._used - 1, min(count, self._used)).astype(int))
-                with open_metrics(self.path) as handle:
-                    texts = [os.pread(handle.fileno(), 64 << 10, at) for at in self._layout[picked, 2].tolist()]
-                records = [parse_line(text.partition(b"\n")[0]) for text in texts]
-                found = _rising([r for r in (*records, *list(self.recent)[-1:]) if r is not None])
+            found = list(self.recent)
+            if len(found) < self.lines:
+                found = _rising([*sampled_lines(self.path, count), *found[-1:]])
         return found[:: max(math.ceil(len(found) / count), 1)]
 
     def after(self, line: int) -> list[Line]:
