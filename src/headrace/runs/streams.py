@@ -107,18 +107,11 @@ def open_dataset(
     return StreamMixingDataset(list(section.roots), **(settings | options))
 
 
-def run_streams(
-    folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), full_check: bool = False
-) -> StreamSummary:
+def run_streams(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = ()) -> StreamSummary:
     """Run or continue the run in `folder` until its last step, or until a signal stops it. Every rank calls this."""
     config = folder.config
     if not isinstance(config, StreamsConfig):
         raise ConfigError(f"{folder.path} holds a run of kind {config.kind!r}, expected streams")
-    if full_check:
-        raise ConfigError(
-            "--full compares what a text run has read with its recorded hashes; a stream run compares the fingerprints of "
-            "all its files at every start. Leave --full out"
-        )
     watcher.waiting("stream files")
     listing = list_of(config, folder.base)
     return run_task(
