@@ -30,7 +30,7 @@ def plan(
     ranks: Annotated[int, Parameter(help="Also check that this many ranks can share the run.")] = 1,
     output: Output = TEXT,
 ) -> int:
-    """Play the mix of a run through with estimated lengths: tokens, shares, epochs, when sources repeat or run dry.
+    """Work out how the mix of a run goes with estimated lengths: tokens, shares, epochs, when sources repeat or run dry.
 
     A few chunks of every source are tokenised to estimate its size; nothing else is, and nothing is trained.
 
@@ -63,11 +63,8 @@ def _print_forecast(console: Console, found: Forecast) -> None:
         print_plain(console, f"from step {step:,}: {mix}")
     end = f"the data ends at step {found.ends_at:,}" if found.ends_at is not None else "the data lasts"
     console.print(
-        f"{found.steps:,} steps x {found.global_batch_size} x {found.seq_len}: ~{short_number(found.tokens)} tokens, padding ~{found.padding:.1%}, "
-        f"{found.fillers:,} blocks with nothing to learn; {end}"
+        f"{found.steps:,} steps x {found.global_batch_size} x {found.seq_len}: ~{short_number(found.tokens)} tokens, padding ~{found.padding:.1%}; {end}"
     )
-    grain = "" if found.blocks_a_pick == 1 else f", in picks of {found.blocks_a_pick} blocks"
-    console.print(f"played in {found.seconds:.1f} s{grain}", style="dim")
     notes(console, found.warnings)
 
 
