@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +94,6 @@ class LMTask(Task[Summary]):
         )  # fmt: skip
         device = self.trainer.device if self.trainer.device.type == "cuda" else None
         self.loader = run.resources.enter_context(job.loader(data, device=device, record=True))
-        self._batches: Iterator[Any] | None = None
         self._step_digests: list[str] = []
         """Digests of the steps that are not recorded yet."""
         self._tokens_before = 0
@@ -154,9 +153,7 @@ class LMTask(Task[Summary]):
         return self.loader.ended
 
     def step(self) -> StepOutcome | None:
-        if self._batches is None:
-            self._batches = iter(self.loader)
-        batch = next(self._batches, None)
+        batch = next(self.loader, None)
         if batch is None:
             return None
         result = self.trainer.step(batch)

@@ -2,7 +2,7 @@
 
 They are answered by `headrace.provenance`, as `headrace step`, `find` and `diff` answer them, in a worker process: one question at a time, at
 low priority, with a deadline. A question that passes its deadline ends the worker, and the next question starts another.
-This module is the only one of the page that imports `headrace.provenance`.
+This module is the only one of the page that imports `headrace.provenance.steps`, which imports torch.
 """
 
 from __future__ import annotations
