@@ -110,7 +110,7 @@ def recent_waits(view: RunView) -> tuple[dict[str, float], float, int]:
 def healthy_range(view: RunView, key: str) -> tuple[float, float] | None:
     """The healthy range of a metric: as declared, or as it follows from the config; None if it has none."""
     if key == _SINCE:
-        size = view.section("streams").get("num_streams_mixed", 8)
+        size = view.section("streams").get("num_streams_mixed")
         return (0.0, 5.0 * size) if isinstance(size, int) else None
     spec = view.spec(key)
     return spec.healthy if spec is not None else None

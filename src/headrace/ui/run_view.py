@@ -74,27 +74,15 @@ def find_runs(root: Path) -> dict[str, Path]:
     if not root.is_dir():
         raise DataError(f"{root} is not a folder; give a run's folder, or a folder of runs")
     found: dict[str, Path] = {}
-    level, visited = [root], 0
-    for _ in range(3):
-        below: list[Path] = []
-        for folder in level:
-            try:
-                with os.scandir(folder) as entries:
-                    names = sorted(
-                        e.name for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")
-                    )
-            except OSError:
-                continue
-            for name in names:
-                visited += 1
-                if visited > _MAX_VISITED or len(found) >= _MAX_RUNS:
-                    return found
-                path = folder / name
-                if _is_run(path):
-                    found[path.relative_to(root).as_posix()] = path
-                else:
-                    below.append(path)
-        level = below
+    for visited, (folder, names, _) in enumerate(os.walk(root)):
+        path = Path(folder)
+        if _is_run(path):
+            found[path.relative_to(root).as_posix()] = path
+            names.clear()
+        depth = len(path.relative_to(root).parts)
+        names[:] = sorted(name for name in names if depth < 3 and not name.startswith("."))
+        if visited >= _MAX_VISITED or len(found) >= _MAX_RUNS:
+            break
     return found
 
 
