@@ -22,7 +22,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
@@ -37,12 +36,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-ASSETS = files("headrace.ui") / "assets"
-_TYPES = {
-    "app.css": "text/css; charset=utf-8",
-    "charts.js": "text/javascript; charset=utf-8",
-    "app.js": "text/javascript; charset=utf-8",
-}
+ASSETS = Path(__file__).parent / "assets"
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
@@ -178,7 +172,8 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
     """
     from starlette.applications import Starlette
     from starlette.responses import Response, StreamingResponse
-    from starlette.routing import Route
+    from starlette.routing import Mount, Route
+    from starlette.staticfiles import StaticFiles
 
     runs = Runs(root)
     asked = questions if questions is not None else Questions()
@@ -206,15 +201,6 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
 
     def ask(view: RunView, question: str, **arguments: Any) -> Any:
         return asked.ask(question, path=view.path.resolve(), **arguments)
-
-    async def index(request: Request) -> Response:
-        return Response((ASSETS / "index.html").read_bytes(), media_type="text/html")
-
-    async def asset(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in _TYPES:
-            return Response("not found", 404)
-        return Response((ASSETS / name).read_bytes(), headers={"content-type": _TYPES[name]})
 
     async def all_runs(request: Request) -> Response:
         return await made(lambda: pages.runs(root, runs.book))
@@ -292,7 +278,10 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
         await asyncio.to_thread(asked.close)
 
     app = Starlette(
-        routes=[Route("/", index), *(Route(path, answer) for path, answer in routes.items()), Route("/{name}", asset)],
+        routes=[
+            *(Route(path, answer) for path, answer in routes.items()),
+            Mount("/", StaticFiles(directory=ASSETS, html=True)),
+        ],
         lifespan=lifespan,
     )
     return Guard(app, hosts=hosts, token=token)
