@@ -317,8 +317,9 @@ class _SpoolMaker(BatchMaker):
         return None
 
     def _next_batch(self) -> dict[str, Any] | None:
-        consumer = self._plan.consumer
-        with Wait("spool.next", meter=self._plan.meter, deadline=self._plan.settings.deadline) as wait:
+        consumer, deadline = self._plan.consumer, self._plan.settings.deadline
+        remedy = f"Is a provider of {self._plan.data.folder} running?"
+        with Wait("spool.next", meter=self._plan.meter, deadline=deadline, remedy=remedy) as wait:
             while not consumer.wait_for_data("train", 1.0) and not consumer.has_ended("train"):
                 self._plan.data.check()
                 wait.check()
