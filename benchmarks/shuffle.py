@@ -52,7 +52,8 @@ def main() -> None:
             _line(name, [list(map(list, batch)) for batch in _rows_of(order)])
         for settings in ({}, {"shuffle_chunks": 4}, {"shuffle_chunks": 1}, {"lanes": 8}, {"lanes": 192}):
             named = (
-                ", ".join(f"{key} {value}" for key, value in settings.items()) or "defaults (48 lanes, 16 chunks together)"
+                ", ".join(f"{key} {value}" for key, value in settings.items())
+                or "defaults (48 lanes, 16 chunks together)"
             )
             _line(f"headrace, {named}", _headrace(corpus, Path(folder), settings))
 

@@ -166,3 +166,16 @@ def number_text(value: int | float) -> str:
 def shortened(text: str) -> str:
     """Return at most 60 characters of a text."""
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def short_number(number: float) -> str:
+    """Return 210,000 as 210k."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def count_text(number: int, what: str) -> str:
+    """Return a number of things: `1 window`, `2 windows`."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")

@@ -20,6 +20,8 @@ PackStrategy = Literal["best_fit", "concat"]
 
 MAX_WINDOW_TOKENS = 1 << 27
 """Tokens of a window of text. A window is tokenised and packed in memory as one unit: 1 GiB of int64 ids is where that stops being sensible."""
+TXT_SPLITS = ("file", "paragraph", "line")
+"""What a document of a txt source can be; the first is the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,10 +37,9 @@ def test_killed_preparations_end_with_the_bytes_of_the_one_nobody_touched(tmp_pa
         "from headrace.runs.config.loading import load_config\n"
         "from headrace.runs.prepare import prepare\n"
         "class Silent:\n"
-        "    def began(self, *_): (Path(sys.argv[1]) / 'ready').touch()\n"
-        "    def progress(self, _): ...\n"
+        "    def progress(self, *_): ...\n"
         "    def notice(self, sentence): print(sentence)\n"
-        "prepare(load_config(Path('c.toml')), Path(sys.argv[1]), Silent(), workers=2, shard_bytes=1 << 14)\n"
+        "prepare(load_config(Path('c.toml')), Path(sys.argv[1]), Silent(), began=lambda *_: (Path(sys.argv[1]) / 'ready').touch(), workers=2, shard_bytes=1 << 14)\n"
         "(Path(sys.argv[1]) / 'ready').unlink()\n"
     )
     command = [sys.executable, "-c", script]

@@ -42,12 +42,9 @@ class Quiet:
     def __init__(self) -> None:
         self.notices: list[str] = []
 
-    def began(self, data, workers, resumed) -> None:
-        assert workers >= 1
-
-    def progress(self, progress) -> None:
-        assert 0 < progress.rows <= progress.total_rows
-        assert progress.all_rows <= progress.all_total_rows
+    def progress(self, line, done, total) -> None:
+        assert " rows  " in line
+        assert 0 < done <= total
 
     def notice(self, sentence) -> None:
         self.notices.append(sentence)

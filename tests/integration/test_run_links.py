@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from headrace.cli.terminal import Silent
+from headrace.cli.terminal import Display
 from headrace.errors import HeadraceError
 from headrace.files import open_container
 from headrace.runs.start import claim_folder, train
@@ -116,7 +116,7 @@ def resumed(desk, *words):
     try:
         folder = claim_folder(resume=desk / "run", overrides=("--run.steps", "6", *words))
         try:
-            train(folder, Silent())
+            train(folder, Display())
         finally:
             folder.release()
     except HeadraceError as error:

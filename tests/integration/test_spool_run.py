@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from headrace.runs.config.loading import load_config
 from headrace.runs.job import Job
 from headrace.runs.provide import provider_of
 from headrace.runs.recorded import recorded_run
-from headrace.runs.spool_loader import SpoolData, SpoolLoader
+from headrace.runs.spool_plan import SpoolData
 from spool_config import load_spool_config, write_spool_config
 
 SOURCES = ({"spec": "sample:prose", "weight": 0.7}, {"spec": "sample:code", "weight": 0.3})
@@ -35,7 +36,7 @@ def config(tmp_path):
 def step_facts(run, step=5):
     """What `headrace step` tells, but for when."""
     with RunProvenance(recorded_run(run)) as provenance:
-        told = provenance.step(step).to_dict()
+        told = asdict(provenance.step(step))
     return {k: v for k, v in told.items() if k != "seconds"}
 
 
@@ -55,7 +56,7 @@ def test_batches_out_of_a_spool_are_the_loader_s_own_for_any_parts_and_ranks(con
     assert spool.mean_weights(5) == pytest.approx(data.mean_weights(5))
     state = None
     for world, steps in ((2, range(0, 4)), (3, range(4, 7)), (1, range(7, 9))):
-        ranks = [SpoolLoader(checked, spool, tmp_path, rank=r, world_size=world) for r in range(world)]
+        ranks = [job.loader(spool, dp_rank=r, dp_world_size=world) for r in range(world)]
         for rank in ranks:
             if state is not None:
                 rank.load_state_dict(state)
@@ -76,7 +77,9 @@ def test_batches_out_of_a_spool_are_the_loader_s_own_for_any_parts_and_ranks(con
                 for rank in ranks:
                     for key, value in rank.drain_metrics().items():
                         counted[key] = counted.get(key, 0) + value
-                assert counted == {k: v for k, v in metrics.items() if k.startswith("data/")}
+                assert {k: v for k, v in counted.items() if k.startswith("data/")} == {
+                    k: v for k, v in metrics.items() if k.startswith("data/")
+                }
         state = ranks[0].state_dict()
         for rank in ranks:
             rank.close()
@@ -97,10 +100,10 @@ def test_steps_passed_over_and_the_flight_record_are_those_of_the_run_without_a_
     straight.close()
     spool = SpoolData.open(checked, tmp_path, deadline=10)
     # One rank takes the first three steps, two the others: their lines together tell what the one run's does.
-    with SpoolLoader(checked, spool, tmp_path, rank=0, world_size=1) as alone:
+    with job.loader(spool, dp_rank=0, dp_world_size=1) as alone:
         head = [next(alone)["sample_index"].tolist() for _ in range(3)]
         lines, saved = [alone.drain_flight()], alone.state_dict()
-    ranks = [SpoolLoader(checked, spool, tmp_path, rank=r, world_size=2) for r in range(2)]
+    ranks = [job.loader(spool, dp_rank=r, dp_world_size=2) for r in range(2)]
     with ThreadPoolExecutor(2) as threads:
         for rank in ranks:
             rank.load_state_dict(saved)
@@ -176,7 +179,7 @@ def test_steps_with_nothing_to_learn_are_passed_over_by_a_spool_as_by_the_run_wi
     spool = SpoolData.open(checked, tmp_path, deadline=60)
     saved, at = None, 0
     for world, steps in ((1, len(expected) - 9), (2, 4), (1, 10)):
-        ranks = [SpoolLoader(checked, spool, tmp_path, rank=r, world_size=world) for r in range(world)]
+        ranks = [job.loader(spool, dp_rank=r, dp_world_size=world) for r in range(world)]
         with ThreadPoolExecutor(world) as threads:
             for rank in ranks:
                 if saved is not None:

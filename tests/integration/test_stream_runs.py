@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.terminal import Silent
+from headrace.cli.terminal import Display
 from headrace.errors import ConfigError, CursorMismatch, DataChanged
 from headrace.files import read_jsonl
 from headrace.order.fingerprint import sampled_offsets
@@ -61,7 +61,7 @@ def run(config: str, folder: str, *overrides: str, rank: int = 0, world: int = 1
     else:
         opened = RunFolder(Path(folder), load_any_config(Path(config), changed, env={}), {"base": os.getcwd()})
     try:
-        return run_streams(opened, Silent()).to_dict()
+        return run_streams(opened, Display()).to_dict()
     finally:
         opened.release()
 

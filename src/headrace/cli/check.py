@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from headrace.cli.app import Settings, names_sources, no_config, overrides
-from headrace.cli.terminal import Format, Quiet, facts, notes, print_answer, print_plain, short, table_of
+from headrace.cli.terminal import TEXT, Output, facts, notes, print_plain, table_of
+from headrace.errors import short_number
 from headrace.runs.config.loading import load_any_config
 from headrace.runs.config.rl import RLConfig
 from headrace.runs.config.schema import RunConfig
@@ -35,8 +36,7 @@ def check(
         int | None,
         Parameter(help="Of a stream job: would a ledger that evicts groups after so many steps do so falsely?"),
     ] = None,
-    format: Format = "text",
-    quiet: Quiet = False,
+    output: Output = TEXT,
 ) -> int:
     """Validate a config, open its sources, and print the plan: rows, tokens, weights, lanes, epochs.
 
@@ -65,17 +65,17 @@ def check(
             f"source {name}: {compared:,} chunks compared, {recorded:,} recorded in {hashes}"
             for name, (compared, recorded) in counted.items()
         ]
-        print_answer(plan.to_dict(), lambda c: _print_plan(c, named, plan, lines), format=format, quiet=quiet)
+        output.answer(plan, lambda c: _print_plan(c, named, plan, lines))
     elif isinstance(checked, RLConfig):
         rl_plan = _rl_plan(checked)
-        print_answer(rl_plan, lambda c: _print_rl_plan(c, named, rl_plan), format=format, quiet=quiet)
+        output.answer(rl_plan, lambda c: _print_rl_plan(c, named, rl_plan))
     else:
         from headrace.runs.config.streams import StreamsConfig
         from headrace.runs.streams_check import check_streams
 
         assert isinstance(checked, StreamsConfig)
         found = check_streams(checked, ranks=ranks, stale_threshold=stale_threshold)
-        print_answer(found.to_dict(), lambda c: _print_streams(c, named, found), format=format, quiet=quiet)
+        output.answer(found, lambda c: _print_streams(c, named, found))
     return 0
 
 
@@ -84,14 +84,16 @@ def _print_plan(console: Console, named: str, plan: Plan, hash_lines: list[str])
     table = table_of("source", "files", "rows", "~tokens", "~median", "weight", "delivers", "epochs")
     for s in plan.sources:
         table.add_row(
-            s.name, f"{s.files:,}", f"{s.rows:,}", short(s.tokens), short(s.median_tokens), f"{s.weight:.3f}", short(s.delivered), f"{s.epochs:.2f}"
+            s.name, f"{s.files:,}", f"{s.rows:,}", short_number(s.tokens), short_number(s.median_tokens), f"{s.weight:.3f}", short_number(s.delivered), f"{s.epochs:.2f}"
         )  # fmt: skip
     console.print(table)
     for s in plan.sources:
         if s.first_document:
             text = ascii(s.first_document[:60]) + ("…" if len(s.first_document) > 60 else "")
             print_plain(console, f"first document of {s.name}: {text}", "dim")
-    size = f"{plan.steps:,} steps x {plan.global_batch_size} x {plan.seq_len} = {short(plan.total_tokens)} tokens"
+    size = (
+        f"{plan.steps:,} steps x {plan.global_batch_size} x {plan.seq_len} = {short_number(plan.total_tokens)} tokens"
+    )
     console.print(f"{size}; {plan.lanes} lanes")
     console.print(_world_sizes_text(plan))
     for line in hash_lines:
@@ -111,8 +113,8 @@ def _world_sizes_text(plan: Plan) -> str:
         text += f"; that make windows on several ranks: {', '.join(shared[:12])}{more}"
     if plan.lane_bytes:
         ranks, fewest = min(sizes, key=lambda size: size[1])
-        text += f"\nwindows in memory: {short(plan.lane_bytes * plan.lanes)}B with 1 rank"
-        text += f", {short(plan.lane_bytes * fewest)}B a rank with {ranks}" if ranks > 1 else ""
+        text += f"\nwindows in memory: {short_number(plan.lane_bytes * plan.lanes)}B with 1 rank"
+        text += f", {short_number(plan.lane_bytes * fewest)}B a rank with {ranks}" if ranks > 1 else ""
     return text
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.terminal import Format, Quiet, print_answer, print_plain, short, tokens_text
+from headrace.cli.terminal import TEXT, Output, print_plain, tokens_text
+from headrace.errors import short_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,8 +23,7 @@ def diff(
     run_b: Path,
     /,
     *,
-    format: Format = "text",
-    quiet: Quiet = False,
+    output: Output = TEXT,
 ) -> int:
     """Name the first step at which two runs saw different data, and what differed.
 
@@ -41,10 +41,10 @@ def diff(
 
     if has_rollouts(run_a) and has_rollouts(run_b):
         parts = diff_rollouts(run_a, run_b)
-        print_answer(parts.to_dict(), lambda c: _print_rollout_diff(c, parts), format=format, quiet=quiet)
+        output.answer(parts, lambda c: _print_rollout_diff(c, parts))
         return 0 if parts.same else 1
     found = diff_runs(recorded_run(run_a), recorded_run(run_b))
-    print_answer(found.to_dict(), lambda console: _print_diff(console, found), format=format, quiet=quiet)
+    output.answer(found, lambda console: _print_diff(console, found))
     return 0 if found.same else 1
 
 
@@ -82,7 +82,7 @@ def _print_diff(console: Console, found: Difference) -> None:
     for title, differing in (("order", found.order), ("config", found.config)):
         for i, (key, (one, other)) in enumerate(differing.items()):
             if i == _SHOWN_DIFFERENCES:
-                print_plain(console, f"  … and {short(len(differing) - i)} more; --format json has them all")
+                print_plain(console, f"  … and {short_number(len(differing) - i)} more; --format json has them all")
                 break
             print_plain(console, f"  {title} {key}: {one} in A, {other} in B")
     for note in found.notes:

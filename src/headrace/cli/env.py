@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.terminal import Format, Quiet, print_answer
+from headrace.cli.terminal import TEXT, Output
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def env(*, format: Format = "text", quiet: Quiet = False) -> int:
+def env(*, output: Output = TEXT) -> int:
     """Show what headrace sees here: versions, processors, memory, encoder, cache folder, what its filesystem can do.
 
     ```
@@ -21,7 +21,7 @@ def env(*, format: Format = "text", quiet: Quiet = False) -> int:
     from headrace.runs.machine import describe_machine
 
     facts = describe_machine()
-    print_answer(facts, lambda console: _print_machine(console, facts), format=format, quiet=quiet)
+    output.answer(facts, lambda console: _print_machine(console, facts))
     return 0
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from headrace.cli.step import print_rollouts
-from headrace.cli.terminal import Format, Quiet, count_text, print_answer, print_plain, tokens_text
-from headrace.errors import ConfigError
+from headrace.cli.terminal import TEXT, Output, print_plain, tokens_text
+from headrace.errors import ConfigError, count_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,8 +27,7 @@ def find(
     task: Annotated[
         int | None, Parameter(help="Of an RL run: the task whose rollouts to show, counted from 0.")
     ] = None,
-    format: Format = "text",
-    quiet: Quiet = False,
+    output: Output = TEXT,
 ) -> int:
     """Say which steps of a run saw a document, and when it comes next; of an RL run, show the rollouts of a task.
 
@@ -45,13 +44,13 @@ def find(
     if has_rollouts(run):
         if task is None:
             raise ConfigError(f"{run} holds an RL run: say which task with --task N")
-        print_rollouts(read_task(run, task), f"task {task} of {run}", format=format, quiet=quiet)
+        print_rollouts(output, read_task(run, task), f"task {task} of {run}")
         return 0
     if source is None or row is None:
         raise ConfigError("say which document with --source NAME --row N")
     with RunProvenance(recorded_run(run)) as provenance:
         found = provenance.find(source, row, file)
-    print_answer(found.to_dict(), lambda console: _print_find(console, found), format=format, quiet=quiet)
+    output.answer(found, lambda console: _print_find(console, found))
     return 0
 
 

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from headrace.cli.terminal import (
-    Format,
-    LongWork,
-    Quiet,
-    console_for,
-    count_text,
-    facts,
-    print_json,
-    print_plain,
-    short,
-)  # fmt: skip
+from headrace.cli.terminal import TEXT, Display, Output, facts
+from headrace.errors import ConfigError, count_text, short_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,18 +40,17 @@ def gram(
     shift: Annotated[Path | None, Parameter(help="A .npy vector to subtract from every row: keeps digits where means are large.")] = None,
     rows: Annotated[Literal["f64", "f32", "f16", "bf16"] | None, Parameter(help="Convert rows to this type; as stored unless given. bf16: says that uint16 .npy files hold the bits of bfloat16.")] = None,
     chunk: Annotated[int | None, Parameter(converter=_whole, help="Rows a chunk; part of what the bits depend on. 4 a column, 4,096 at least, unless given.")] = None,
-    span: Annotated[int, Parameter(converter=_whole, help="Chunks shipped as one partial: 1, or 128, 256, 512, … for wide fleets. Never changes bits.")] = 1,
+    span: Annotated[int | None, Parameter(converter=_whole, help="Chunks shipped as one partial: 1 unless given, or 128, 256, 512, … for wide fleets. Never changes bits.")] = None,
     workers: Annotated[int | None, Parameter(converter=_whole, help="Worker processes or actors; one a processor unless given (--engine spool: 0 to leave it to those who join). Never changes bits.")] = None,
     threads: Annotated[int | None, Parameter(converter=_whole, help="Threads a worker; 1 unless given. Never changes bits.")] = None,
     engine: Annotated[Literal["local", "torchrun", "ray", "spool"] | None, Parameter(help="Which processes compute: local processes, ranks of torchrun, Ray actors, or any process that sees the folder.")] = None,
     spool: Annotated[Path | None, Parameter(help="The folder of --engine spool; OUT.work/spool unless given.")] = None,
     join: Annotated[Path | None, Parameter(help="Work for the pass in this spool, from any machine that sees it, until it is over.")] = None,
-    window: Annotated[int, Parameter(converter=_whole, help="Partials a worker may be ahead of the slowest.")] = 4,
-    save_every: Annotated[float, Parameter(help="Seconds between two checkpoints.")] = 30.0,
-    deadline: Annotated[float, Parameter(help="Seconds without an answer of any worker after which it is an error.")] = 600.0,
+    window: Annotated[int | None, Parameter(converter=_whole, help="Partials a worker may be ahead of the slowest; 4 unless given.")] = None,
+    save_every: Annotated[float | None, Parameter(help="Seconds between two checkpoints; 30 unless given.")] = None,
+    deadline: Annotated[float | None, Parameter(help="Seconds without an answer of any worker after which it is an error; 600 unless given.")] = None,
     replace: Annotated[bool, Parameter(help="Overwrite a result of something else, and begin anew where a pass over something else was left.")] = False,
-    format: Format = "text",
-    quiet: Quiet = False,
+    output: Output = TEXT,
 ) -> int:  # fmt: skip
     """Sum x·xᵀ over all rows of the shards, to the same bits on any number of workers, threads and processors.
 
@@ -78,7 +66,6 @@ def gram(
     python -c "import headrace as hr; print(hr.reduce.GramResult.load('layer12.safetensors').pca(8).share)"
     ```
     """
-    from headrace.errors import ConfigError
     from headrace.reduce.reduce_shards import GramPlan, reduce_shards
 
     if join is not None:
@@ -86,63 +73,57 @@ def gram(
             raise ConfigError(
                 "--join works for a pass that another process coordinates: leave out --engine and --spool"
             )
-        return _join(join, shards, workers, threads, deadline, format, quiet)
+        return _join(output, join, shards, workers, threads, deadline)
     if not shards:
         raise ConfigError("name at least one shard: headrace gram acts/*.npy --out layer12.safetensors")
-    plan = GramPlan(
-        shards=shards, out=out, field=field, targets=targets, weights=weights, rows=rows, shift=shift, chunk=chunk, span=span,
-        workers=workers, threads=1 if threads is None else threads, engine=engine, spool=spool, window=window, save_every=save_every, deadline=deadline, replace=replace,
-    )  # fmt: skip
-    talks = not quiet and format == "text"
-    console = console_for()
-    folder = plan.spool_folder if plan.spooled else None
-    with _Watcher(console if talks else None, None if quiet else console_for(sys.stderr), out, folder) as watcher:
-        summary = reduce_shards(plan, watcher)
+    given: dict[str, Any] = {
+        "field": field, "targets": targets, "weights": weights, "rows": rows, "shift": shift, "chunk": chunk, "span": span, "workers": workers,
+        "threads": threads, "engine": engine, "spool": spool, "window": window, "save_every": save_every, "deadline": deadline, "replace": replace,
+    }  # fmt: skip
+    plan = GramPlan(shards=shards, out=out, **{name: value for name, value in given.items() if value is not None})
+    with output.display() as display:
+        summary = reduce_shards(plan, _Watcher(display, out, plan.spool_folder if plan.spooled else None))
     if summary.state == "worker":
         return 0
-    if talks:
-        _closing(console, summary)
-    elif format == "json":
-        print_json(asdict(summary))
+    output.answer(summary, lambda console: _closing(console, summary))
     return 128 + summary.signal if summary.signal else 0
 
 
 def _join(
+    output: Output,
     spool: Path,
     shards: tuple[str, ...],
     workers: int | None,
     threads: int | None,
-    deadline: float,
-    format: str,
-    quiet: bool,
+    deadline: float | None,
 ) -> int:
     from headrace.reduce.reduce_shards import join_spool
 
-    talks = not quiet and format == "text"
-    console = console_for()
-    with LongWork(console if talks else None, None if quiet else console_for(sys.stderr)) as work:
+    with output.display() as display:
 
         def began(order: WorkOrder, count: int) -> None:
             sizes = f"{order.partition.n_rows:,} in {order.partition.n_chunks:,} chunks"
             rows = [("rows", sizes), ("workers", f"{count_text(count, 'worker')} here")]
-            work.opened(f"[bold]headrace[/] works for [bold]{spool}[/]", rows)
+            display.opened(f"[bold]headrace[/] works for [bold]{spool}[/]", rows)
 
+        patience = {} if deadline is None else {"deadline": deadline}
         summary = join_spool(
-            spool, shards=shards, workers=workers, threads=threads, deadline=deadline, began=began, notice=work.notice,
-            progress=lambda made: work.went_on(f"made {made:,} partials", done=made),
+            spool, shards=shards, workers=workers, threads=threads, **patience, began=began, notice=display.notice,
+            progress=lambda made: display.progress(f"made {made:,} partials", made),
         )  # fmt: skip
-    if talks:
-        how = "the pass is over" if summary.state == "finished" else "stopped"
-        print_plain(console, f"  {how}; made {summary.partials:,} partials in {summary.seconds:.1f} s")
-    elif format == "json":
-        print_json(asdict(summary))
+    how = "the pass is over" if summary.state == "finished" else "stopped"
+    output.answer(summary, lines=[f"  {how}; made {summary.partials:,} partials in {summary.seconds:.1f} s"])
     return 128 + summary.signal if summary.signal else 0
 
 
-class _Watcher(LongWork):
-    def __init__(self, console: Console | None, errors: Console | None, out: Path, spool: Path | None) -> None:
-        super().__init__(console, errors)
-        self._out, self._spool = out, spool
+class _Watcher:
+    """Shows the events of a pass."""
+
+    def __init__(self, display: Display, out: Path, spool: Path | None) -> None:
+        self._display, self._out, self._spool = display, out, spool
+
+    def notice(self, sentence: str) -> None:
+        self._display.notice(sentence)
 
     def began(self, order: WorkOrder, shards: RowShards, engine: str, workers: int, resumed_at: int) -> None:
         partition = order.partition
@@ -156,11 +137,11 @@ class _Watcher(LongWork):
         if self._spool is not None:
             rows.append(("join", f"headrace gram --join {self._spool.absolute()}"))
         headline = f"[bold]headrace[/] {'goes on with' if resumed_at else 'reduces to'} [bold]{self._out}[/]"
-        self.opened(headline, rows, total=partition.n_chunks, done=resumed_at)
+        self._display.opened(headline, rows)
 
     def progress(self, progress: FoldProgress) -> None:
         line = f"folded {progress.frontier:,} of {progress.n_chunks:,} chunks, {progress.pending} pending"
-        self.went_on(line, done=progress.frontier, total=progress.n_chunks)
+        self._display.progress(line, progress.frontier, progress.n_chunks)
 
 
 def rows_folded(summary: GramSummary) -> int:
@@ -176,7 +157,9 @@ def _closing(console: Console, summary: GramSummary) -> None:
     if summary.sha256:
         lines.append(("sha256", summary.sha256))
     if summary.seconds:
-        lines.append(("speed", f"{short(rows_folded(summary) / summary.seconds)} rows/s over {summary.seconds:.1f} s"))
+        lines.append(
+            ("speed", f"{short_number(rows_folded(summary) / summary.seconds)} rows/s over {summary.seconds:.1f} s")
+        )
     if summary.replaced:
         lines.append(("workers", f"{summary.replaced} died and were replaced"))
     if summary.state == "stopped":

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from headrace.cli.terminal import Quiet, console_for, print_plain
+from headrace.cli.terminal import Output
 from headrace.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ def init(
     tokenizer: Annotated[
         str | None, Parameter(help="A tokenizer.json, a folder, or a name of the local Hugging Face cache.")
     ] = None,
-    quiet: Quiet = False,
+    quiet: Annotated[bool, Parameter(help="Print nothing but errors.")] = False,
 ) -> int:
     """Write a commented TOML file that trains on your files. Without files it reads built-in text.
 
@@ -34,6 +34,5 @@ def init(
         publish(out, text.encode())
     except FileExistsError:
         raise ConfigError(f"{out} exists already: give another name with --out") from None
-    if not quiet:
-        print_plain(console_for(), f"wrote {out}; next: headrace check {out}, headrace run {out}")
+    Output(quiet=quiet).say(f"wrote {out}; next: headrace check {out}, headrace run {out}")
     return 0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.terminal import Format, Quiet, print_answer, print_plain
+from headrace.cli.terminal import TEXT, Output, print_plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,8 +16,7 @@ def inspect(
     path: Path,
     /,
     *,
-    format: Format = "text",
-    quiet: Quiet = False,
+    output: Output = TEXT,
 ) -> int:
     """Show a run folder, a checkpoint or other container, a saved cursor, or a manifest; its checksums are verified.
 
@@ -30,7 +29,7 @@ def inspect(
     from headrace.runs.inspection import inspect_path
 
     found = inspect_path(path)
-    print_answer(found, lambda console: _print_description(console, path, found), format=format, quiet=quiet)
+    output.answer(found, lambda console: _print_description(console, path, found))
     return 0
 
 

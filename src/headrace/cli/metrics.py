@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from headrace.cli.terminal import Format, Quiet, print_answer
+from headrace.cli.terminal import TEXT, Output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headrace.metrics import MetricSpec
 
 
-def metrics(*, format: Format = "text", quiet: Quiet = False) -> int:
+def metrics(*, output: Output = TEXT) -> int:
     """List every metric: key, how ranks are combined, unit, healthy range, meaning.
 
     ```
@@ -31,7 +31,7 @@ def metrics(*, format: Format = "text", quiet: Quiet = False) -> int:
         }
         for s in specs
     ]  # fmt: skip
-    print_answer(rows, lambda console: _print_metrics(console, specs), format=format, quiet=quiet)
+    output.answer(rows, lambda console: _print_metrics(console, specs))
     return 0
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from headrace.cli.app import Settings, overrides
-from headrace.cli.terminal import Format, Quiet, notes, print_answer, print_plain, short, table_of
+from headrace.cli.terminal import TEXT, Output, notes, print_plain, table_of
+from headrace.errors import short_number
 from headrace.runs.config.loading import load_config
 
 if TYPE_CHECKING:
@@ -27,10 +28,9 @@ def plan(
     settings: Settings = (),
     steps: Annotated[int | None, Parameter(help="How many steps; default: run.steps.")] = None,
     ranks: Annotated[int, Parameter(help="Also check that this many ranks can share the run.")] = 1,
-    format: Format = "text",
-    quiet: Quiet = False,
+    output: Output = TEXT,
 ) -> int:
-    """Play the mix of a run through with estimated lengths: tokens, shares, epochs, when sources repeat or run dry.
+    """Work out how the mix of a run goes with estimated lengths: tokens, shares, epochs, when sources repeat or run dry.
 
     A few chunks of every source are tokenised to estimate its size; nothing else is, and nothing is trained.
 
@@ -42,7 +42,7 @@ def plan(
     from headrace.runs.plan import plan_run
 
     found = plan_run(load_config(config, overrides(settings)), steps=steps, ranks=ranks)
-    print_answer(found.to_dict(), lambda console: _print_forecast(console, found), format=format, quiet=quiet)
+    output.answer(found, lambda console: _print_forecast(console, found))
     return 0
 
 
@@ -51,7 +51,7 @@ def _print_forecast(console: Console, found: Forecast) -> None:
     for s in found.sources:
         steps = [f"step {step:,}" if step is not None else "–" for step in (s.repeats_at, s.dry_at)]
         share = f"{s.share:.3f}", f"{s.target:.3f}", f"{s.epochs:.2f}"
-        table.add_row(s.name, short(s.tokens), *share, short(s.documents), *steps)
+        table.add_row(s.name, short_number(s.tokens), *share, short_number(s.documents), *steps)
     console.print(table)
     console.print("share over the run", style="dim")
     width = max(len(s.name) for s in found.sources)
@@ -63,11 +63,8 @@ def _print_forecast(console: Console, found: Forecast) -> None:
         print_plain(console, f"from step {step:,}: {mix}")
     end = f"the data ends at step {found.ends_at:,}" if found.ends_at is not None else "the data lasts"
     console.print(
-        f"{found.steps:,} steps x {found.global_batch_size} x {found.seq_len}: ~{short(found.tokens)} tokens, padding ~{found.padding:.1%}, "
-        f"{found.fillers:,} blocks with nothing to learn; {end}"
+        f"{found.steps:,} steps x {found.global_batch_size} x {found.seq_len}: ~{short_number(found.tokens)} tokens, padding ~{found.padding:.1%}; {end}"
     )
-    grain = "" if found.blocks_a_pick == 1 else f", in picks of {found.blocks_a_pick} blocks"
-    console.print(f"played in {found.seconds:.1f} s{grain}", style="dim")
     notes(console, found.warnings)
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from headrace.cli.app import Settings, overrides
-from headrace.cli.terminal import Format, LongWork, Quiet, console_for, facts, print_json, short
+from headrace.cli.terminal import TEXT, Output, facts
+from headrace.errors import short_number
 from headrace.runs.config.loading import load_config
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from headrace.loader import TextDataset
-    from headrace.runs.prepare import PrepareProgress, PrepareSummary
+    from headrace.runs.prepare import PrepareSummary
 
 
 def prepare(
@@ -27,9 +27,10 @@ def prepare(
     settings: Settings = (),
     out: Annotated[Path | None, Parameter(help="The folder to write; prepared/<run.name> unless given.")] = None,
     workers: Annotated[int | None, Parameter(help="Threads that tokenise; one a processor unless given.")] = None,
-    shard_mb: Annotated[int, Parameter(help="Size of a shard in MiB. Cannot change in a folder once begun.")] = 128,
-    format: Format = "text",
-    quiet: Quiet = False,
+    shard_mb: Annotated[
+        int | None, Parameter(help="Size of a shard in MiB; 128 unless given. Cannot change in a folder once begun.")
+    ] = None,
+    output: Output = TEXT,
 ) -> int:
     """Tokenise every document of a config's sources once, into checked shards that `PreparedDataset` maps.
 
@@ -45,32 +46,25 @@ def prepare(
 
     checked = load_config(config, overrides(settings))
     folder = out if out is not None else Path("prepared") / checked.run.name
-    talks = not quiet and format == "text"
-    console = console_for()
-    watcher = _Watcher(console if talks else None, None if quiet else console_for(sys.stderr), folder)
-    with watcher:
-        summary = run(checked, folder, watcher, workers=workers, shard_bytes=shard_mb << 20)
-    if talks:
-        _closing(console, summary, _command(config, settings, out, shard_mb))
-    elif format == "json":
-        print_json(summary.to_dict())
+    with output.display() as display:
+
+        def began(data: TextDataset, threads: int, resumed: bool) -> None:
+            sources = [f"{s.name} {deal.rows:,} rows" for s, deal in zip(data.sources, data.deals, strict=True)]
+            text = f"{data.tokenizer.name} tokenizer ({data.vocab_size:,} ids), seq_len {data.seq_len}, {data.packing.strategy}"
+            headline = f"[bold]headrace[/] {'goes on preparing' if resumed else 'prepares'} [bold]{folder}[/]"
+            display.opened(headline, [("sources", "  ".join(sources)), ("text", text), ("threads", str(threads))])
+
+        summary = run(
+            checked,
+            folder,
+            display,
+            began=began,
+            workers=workers,
+            shard_bytes=None if shard_mb is None else shard_mb << 20,
+        )
+    command = _command(config, settings, out, shard_mb)
+    output.answer(summary.to_dict(), lambda console: _closing(console, summary, command))
     return 128 + summary.signal if summary.signal else 0
-
-
-class _Watcher(LongWork):
-    def __init__(self, console: Console | None, errors: Console | None, folder: Path) -> None:
-        super().__init__(console, errors)
-        self._folder = folder
-
-    def began(self, data: TextDataset, workers: int, resumed: bool) -> None:
-        sources = "  ".join(f"{s.name} {deal.rows:,} rows" for s, deal in zip(data.sources, data.deals, strict=True))
-        text = f"{data.tokenizer.name} tokenizer ({data.vocab_size:,} ids), seq_len {data.seq_len}, {data.packing.strategy}"
-        headline = f"[bold]headrace[/] {'goes on preparing' if resumed else 'prepares'} [bold]{self._folder}[/]"
-        self.opened(headline, [("sources", sources), ("text", text), ("threads", str(workers))])
-
-    def progress(self, progress: PrepareProgress) -> None:
-        line = f"{progress.source}  {progress.rows:,} of {progress.total_rows:,} rows  {short(progress.tokens)} tokens"
-        self.went_on(line, done=progress.all_rows, total=progress.all_total_rows)
 
 
 def _closing(console: Console, summary: PrepareSummary, command: str) -> None:
@@ -79,8 +73,8 @@ def _closing(console: Console, summary: PrepareSummary, command: str) -> None:
     speed = summary.new_tokens / summary.seconds if summary.seconds else 0.0
     rows = [
         ("data", f"{summary.documents:,} documents, {summary.tokens:,} tokens, {summary.bytes / 1e6:,.1f} MB in {summary.shards:,} shards"),
-        ("sources", "  ".join(f"{name} {short(s['tokens'])}" for name, s in summary.sources.items())),
-        ("speed", f"{short(speed)} tokens/s over {summary.seconds:.1f} s"),
+        ("sources", "  ".join(f"{name} {short_number(s['tokens'])}" for name, s in summary.sources.items())),
+        ("speed", f"{short_number(speed)} tokens/s over {summary.seconds:.1f} s"),
     ]  # fmt: skip
     if summary.kept or summary.remade:
         rows.append(("shards", f"{summary.kept:,} kept, {summary.remade:,} made again"))
@@ -93,11 +87,11 @@ def _closing(console: Console, summary: PrepareSummary, command: str) -> None:
     facts(console, rows)
 
 
-def _command(config: Path, settings: tuple[str, ...], out: Path | None, shard_mb: int) -> str:
+def _command(config: Path, settings: tuple[str, ...], out: Path | None, shard_mb: int | None) -> str:
     """The command that continues this one."""
     words = ["headrace", "prepare", str(config), *(f"--{setting}" for setting in settings)]
     if out is not None:
         words += ["--out", str(out)]
-    if shard_mb != 128:
+    if shard_mb is not None:
         words += ["--shard-mb", str(shard_mb)]
     return shlex.join(words)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from headrace.cli.app import Settings, overrides
-from headrace.cli.terminal import Format, Quiet, console_for, print_json, print_plain
-from headrace.errors import ConfigError
+from headrace.cli.terminal import TEXT, Output
+from headrace.errors import ConfigError, count_text
 from headrace.runs.config.loading import load_config
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def provide(
     engine: Annotated[
         Literal["local", "ray"], Parameter(help="ray: one actor for each part, on a Ray cluster.")
     ] = "local",
-    format: Format = "text",
-    quiet: Quiet = False,
+    output: Output = TEXT,
 ) -> int:
     """Fill a spool with the batches of a config, ahead of the trainers that read it, until stopped.
 
@@ -53,43 +52,34 @@ def provide(
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}, expected 1 or more")
     checked = load_config(config, overrides(settings))
-    console = console_for()
-    talks = not quiet and format == "text"
-
-    def say(sentence: str) -> None:
-        if talks:
-            print_plain(console, f"  {sentence}")
+    display = output.display()
 
     def announce() -> None:
         """Print the batches that are made. Called once this provider holds the spool: before that it may be refused."""
-        if not talks:
-            return
         spool = checked.spool
-        console.print(f"[bold]headrace[/] fills the spool [bold]{checked.spool_dir}[/]")
-        say(
+        display.opened(f"[bold]headrace[/] fills the spool [bold]{checked.spool_dir}[/]", [])
+        display.info(
             f"{_KINDS[spool.task]}batches of {checked.loader.global_batch_size} x {checked.text.seq_len}, {spool.batches_per_file} a file, up to {spool.max_backlog_files} files ahead, "
-            f"{spool.parts} part{'s' if spool.parts > 1 else ''}"
+            f"{count_text(spool.parts, 'part')}"
         )
 
     def ready(provider: DataProviderBase) -> None:
         announce()
-        say(f"its parts: {', '.join(str(c.part) for c in provider.channels('train'))}")
+        display.info(f"its parts: {', '.join(str(c.part) for c in provider.channels('train'))}")
         sys.stdout.flush()
 
     began = time.perf_counter()
     if engine == "ray":
         from headrace.runs.provide_ray import provide_on_ray
 
-        made = provide_on_ray(checked, max_files=files, report=say, ready=announce)
+        made = provide_on_ray(checked, max_files=files, report=display.info, ready=announce)
     else:
         from headrace.runs.provide import provide_text
 
         made = provide_text(
-            checked, join=join, until_eof=until_eof, force_regenerate=force_regenerate, take=take, max_files=files, report=say, ready=ready,
+            checked, join=join, until_eof=until_eof, force_regenerate=force_regenerate, take=take, max_files=files, report=display.info, ready=ready,
         )  # fmt: skip
     seconds = time.perf_counter() - began
-    if format == "json":
-        print_json({"spool": checked.spool_dir, "files": made, "seconds": seconds})
-    elif talks:
-        say(f"made {made:,} files in {seconds:.1f} s")
+    answer = {"spool": checked.spool_dir, "files": made, "seconds": seconds}
+    output.answer(answer, lines=[f"  made {made:,} files in {seconds:.1f} s"])
     return 0

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from headrace.cli.terminal import Format, Quiet, console_for, print_json, print_plain, short
-from headrace.errors import ConfigError
+from headrace.cli.terminal import TEXT, Output
+from headrace.errors import ConfigError, short_number
 
 Phase = Literal[
     "idle", "arrival", "boundary", "each", "ingest", "pretokenize", "interleave", "write_experts", "compute_advantages", "apply_filters",
@@ -29,8 +29,7 @@ def replay(
     synthetic_traffic: Annotated[int, Parameter(help="Background tasks that keep the loop busy meanwhile.")] = 0,
     seq_len: Annotated[int, Parameter(help="Tokens of a micro batch.")] = 32_768,
     ranks: Annotated[int, Parameter(help="Ranks the batch is packed for.")] = 2,
-    format: Format = "text",
-    quiet: Quiet = False,
+    output: Output = TEXT,
 ) -> int:  # fmt: skip
     """Replay a captured step of rollouts and measure wall time, CPU time and the lag of the event loop.
 
@@ -41,7 +40,6 @@ def replay(
     headrace replay --dump r3.dump --gather-chunk-size 128 --synthetic-traffic 200 --quick
     ```
     """
-    console = console_for()
     if quick and phase not in (None, "each"):
         raise ConfigError(f"--quick runs every phase alone: leave it or --phase {phase} out")
     phase = "each" if quick else phase
@@ -51,12 +49,7 @@ def replay(
     if alone and processes:
         raise ConfigError(f"--phase {phase} runs without a pipeline: leave --processes out, or --phase")
 
-    talks, answers = not quiet and format == "text", not quiet and format == "json"
-
-    def say(line: str) -> None:
-        if talks:
-            print_plain(console, line)
-
+    say = output.say
     if gather_chunk_size is not None:
         say("--gather-chunk-size has no effect: rollouts are processed when they arrive")
     if make is not None:
@@ -64,9 +57,10 @@ def replay(
 
         count = dump_raw_rollouts(dump, synthetic_rollouts(make, scale=1.0 if scale is None else scale))
         size = dump.stat().st_size
-        say(f"{dump}: {count} rollouts, {short(size)}B")
-        if answers:
-            print_json({"dump": str(dump), "rollouts": count, "bytes": size})
+        output.answer(
+            {"dump": str(dump), "rollouts": count, "bytes": size},
+            lines=[f"{dump}: {count} rollouts, {short_number(size)}B"],
+        )
         return 0
     from headrace.rollouts.replay import ALONE, PhaseCost, replay_phase
     from headrace.rollouts.replay import replay as run
@@ -86,17 +80,14 @@ def replay(
             )
             phases.append({**asdict(cost), "idle": asdict(idle)})
             say(f"{line(cost)}   (idle p99 {1e3 * idle.lag_p99:.2f}, max {1e3 * idle.lag_max:.2f})")
-        if answers:
-            print_json({"synthetic_traffic": synthetic_traffic, "phases": phases})
+        output.answer({"synthetic_traffic": synthetic_traffic, "phases": phases})
         return 0
     found = run(dump, synthetic_traffic=synthetic_traffic, seq_len=seq_len, ranks=ranks, processes=processes, form=form)
-    if answers:
-        value = asdict(found)
-        print_json(value | {"phases": [p for p in value["phases"] if phase in (None, p["phase"])]})
-    sizes = f"{found.rollouts} rollouts, {found.samples} samples, {short(found.tokens)} tokens, {short(found.bytes)}B"
+    costs = [c for c in found.phases if phase in (None, c.phase)]
+    output.answer(asdict(found) | {"phases": [asdict(c) for c in costs]})
+    sizes = f"{found.rollouts} rollouts, {found.samples} samples, {short_number(found.tokens)} tokens, {short_number(found.bytes)}B"
     say(f"{sizes}, {synthetic_traffic} background tasks")
     say(header)
-    costs = [c for c in found.phases if phase in (None, c.phase)]
     for cost in costs:
         say(line(cost))
     idle = found.phases[0]

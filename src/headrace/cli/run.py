@@ -10,8 +10,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from headrace.cli.app import Settings, names_sources, no_config, overrides
-from headrace.cli.run_text import announce, conclude
-from headrace.cli.terminal import Format, Quiet, Silent, TerminalWatcher, console_for, print_json
+from headrace.cli.run_text import conclude, opening
+from headrace.cli.terminal import TEXT, Output, console_for
 from headrace.cli.ui import start_page
 from headrace.runs.start import ACCEPTED, claim_folder, train
 
@@ -27,8 +27,7 @@ def run(
     accept: Annotated[tuple[str, ...], Parameter(consume_multiple=False, show_default=False, help=_ACCEPT_HELP)] = (),
     full: Annotated[bool, Parameter(help="Check the content of everything read so far before starting.")] = False,
     ui: Annotated[bool, Parameter(help="Open the live page of this run beside it, and print its address.")] = False,
-    format: Format = "text",
-    quiet: Quiet = False,
+    output: Output = TEXT,
 ) -> int:
     """Train on a described mix of sources, or of streams of cells; can be killed at any moment and continued to the bit.
 
@@ -51,24 +50,17 @@ def run(
     if (config is not None and resume is not None) or (resume is None and not described):
         return no_config("run", ", or --resume RUNDIR")
     folder = claim_folder(config, resume=resume, overrides=changed, rank=rank, world_size=world)
-    shows = rank == 0 and not quiet and format == "text"
-    console = console_for()
-    if shows:
-        announce(console, folder.config, folder=str(folder.path), ranks=world, resumed=resume is not None)
+    if rank != 0:
+        output = Output(quiet=True)
+    display = output.display()
+    display.opened(*opening(folder.config, folder=str(folder.path), ranks=world, resumed=resume is not None))
     if ui and rank == 0:
         start_page(folder.path, console_for(sys.stderr))
     sys.stdout.flush()
-    if shows:
-        watcher = TerminalWatcher(console, folder.config.run.steps)
-    else:
-        watcher = Silent(console_for(sys.stderr) if rank == 0 and not quiet else None)
     try:
-        with watcher:  # imports torch: the first lines are on the screen by now
-            summary = train(folder, watcher, accept=accept, full_check=full)
+        with display:  # imports torch: the first lines are on the screen by now
+            summary = train(folder, display, accept=accept, full_check=full)
     finally:
         folder.release()
-    if shows:
-        conclude(console, folder.config.kind, summary, str(folder.path))
-    elif rank == 0 and format == "json":
-        print_json(summary.to_dict())
+    output.answer(summary.to_dict(), lambda console: conclude(console, folder.config.kind, summary, str(folder.path)))
     return 128 + summary.signal if summary.signal else 0  # `headrace run ... && next` must not go on after Ctrl-C

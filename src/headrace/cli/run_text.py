@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.terminal import facts, short
+from headrace.cli.terminal import facts
+from headrace.errors import short_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 Rows = Sequence[tuple[str, str]]
 
 
-def announce(console: Console, config: JobConfig, *, folder: str, ranks: int, resumed: bool) -> None:
-    """Print the run's config in a few lines."""
+def opening(config: JobConfig, *, folder: str, ranks: int, resumed: bool) -> tuple[str, Rows]:
+    """A headline and the run's config in a few rows."""
     rows, _ = _ROWS[config.kind]
-    console.print(f"[bold]headrace[/] {'resumes' if resumed else 'runs'} [bold]{config.run.name}[/]  in {folder}")
-    facts(console, [*rows(config), ("seed", f"{config.run.seed}   ranks {ranks}   config {config.hash}")])
+    headline = f"[bold]headrace[/] {'resumes' if resumed else 'runs'} [bold]{config.run.name}[/]  in {folder}"
+    return headline, [*rows(config), ("seed", f"{config.run.seed}   ranks {ranks}   config {config.hash}")]
 
 
 def conclude(console: Console, kind: str, summary: RunSummary, folder: str) -> None:
@@ -108,7 +109,7 @@ def _text_results(summary: Summary) -> Rows:
 
     left_out = left_out_text(summary.left_out)
     return [
-        *_loss_and_wait(summary, f"{short(summary.tokens_per_second)} tokens/s"),
+        *_loss_and_wait(summary, f"{short_number(summary.tokens_per_second)} tokens/s"),
         ("padding", f"{summary.padding:.2%}   documents {summary.documents:,}   tokens {summary.tokens:,}"),
         ("mix", "  ".join(f"{n} {m['realised']:.3f} (target {m['target']:.3f})" for n, m in summary.mix.items())),
         *([("left out", f"{left_out} (since this process took the run up)")] if left_out else []),
@@ -118,7 +119,7 @@ def _text_results(summary: Summary) -> Rows:
 
 def _stream_results(summary: StreamSummary) -> Rows:
     rows = [
-        *_loss_and_wait(summary, f"{short(summary.cells_per_second)} cells/s"),
+        *_loss_and_wait(summary, f"{short_number(summary.cells_per_second)} cells/s"),
         ("mix", "  ".join(f"{m} {share:.3f}" for m, share in summary.mix.items()) + f"   epoch {summary.epoch}"),
     ]
     if summary.false_evictions is not None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from headrace.cli.terminal import Format, Quiet, print_answer, print_plain, short
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from headrace.cli.terminal import TEXT, Output
+from headrace.errors import ConfigError, count_text, short_number
 
 spool = App(
     name="spool",
@@ -24,22 +22,12 @@ headrace spool verify /data/spool && echo whole
 )
 
 
-def _print(value: Any, lines: list[str], *, format: str, quiet: bool) -> None:
-    """Print `value` as JSON, or the lines."""
-
-    def show(console: Console) -> None:
-        for line in lines:
-            print_plain(console, line)
-
-    print_answer(value, show, format=format, quiet=quiet)
-
-
 def _known(number: int | None) -> int | str:
     return "?" if number is None else number
 
 
 @spool.command
-def ls(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> int:
+def ls(directory: Path, /, *, output: Output = TEXT) -> int:
     """List the files of the queue: number, rows, size, verdict; and those that were set aside, with the reasons.
 
     ```
@@ -50,16 +38,16 @@ def ls(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> 
 
     files, aside = list_files(directory), quarantined(directory)
     lines = [
-        f"{f['split']:<6} {f['part']:>3} {f['seq']:>12,}  rows {_known(f['first'])} + {_known(f['rows'])}  {short(f['bytes'])}B  {f['verdict']}"
+        f"{f['split']:<6} {f['part']:>3} {f['seq']:>12,}  rows {_known(f['first'])} + {_known(f['rows'])}  {short_number(f['bytes'])}B  {f['verdict']}"
         for f in files
     ]
     lines += [f"{f['split']:<6} quarantine/{f['file']}: {f['reason']}" for f in aside]
-    _print(files, lines or ["no files"], format=format, quiet=quiet)
+    output.answer(files, lines=lines or ["no files"])
     return 0
 
 
 @spool.command
-def stat(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> int:
+def stat(directory: Path, /, *, output: Output = TEXT) -> int:
     """Describe the state of a spool: sequence, gaps, backlog, commit point, quarantine, running processes.
 
     ```
@@ -78,20 +66,20 @@ def stat(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -
             which = f"{split} part {entry['part']}" if facts["parts"] > 1 else split
             span = f"{entry['first']} to {entry['last']}" if entry["files"] else "none"
             lines.append(
-                f"  {which:<14} files {span} ({entry['files']:,}, {short(entry['bytes'])}B)  read {entry['read']:,}  commit {entry['commit']:,}  "
+                f"  {which:<14} files {span} ({entry['files']:,}, {short_number(entry['bytes'])}B)  read {entry['read']:,}  commit {entry['commit']:,}  "
                 f"backlog {entry['backlog']}  retained {entry['retained']}  quarantined {entry['quarantined']}"
                 + (f"  missing {entry['gaps'][:8]}" if entry["gaps"] else "")
             )
     lines += [f"  {name:<14} {holder}" for name, holder in facts["at_work"].items()] or ["  no process holds a lock"]
     disk = facts["disk"]
-    lines.append(f"  {'disk':<14} {disk['file_system'] or 'unknown file system'}, {short(disk['bytes'])}B free")
+    lines.append(f"  {'disk':<14} {disk['file_system'] or 'unknown file system'}, {short_number(disk['bytes'])}B free")
     lines += [f"  {'':<14} {sentence}" for sentence in disk["warnings"]]
-    _print(facts, lines, format=format, quiet=quiet)
+    output.answer(facts, lines=lines)
     return 0
 
 
 @spool.command
-def verify(directory: Path, /, *, format: Format = "text", quiet: Quiet = False) -> int:
+def verify(directory: Path, /, *, output: Output = TEXT) -> int:
     """Check every byte of every file, and that they follow from each other. Exit code 1 if anything is wrong.
 
     ```
@@ -105,8 +93,8 @@ def verify(directory: Path, /, *, format: Format = "text", quiet: Quiet = False)
         f["problem"] if f["seq"] is None else f"{f['split']} part {f['part']} file {f['seq']}: {f['problem']}"
         for f in findings
     ]
-    lines.append(f"{files:,} files checked, {len(findings)} problem{'' if len(findings) == 1 else 's'}")
-    _print({"files": files, "findings": findings}, lines, format=format, quiet=quiet)
+    lines.append(f"{files:,} files checked, {count_text(len(findings), 'problem')}")
+    output.answer({"files": files, "findings": findings}, lines=lines)
     return 1 if findings else 0
 
 
@@ -117,7 +105,7 @@ def quarantine(
     reason: Annotated[str, Parameter(help="Why; kept beside the file.")] = "",
     split: Annotated[str, Parameter(help="Of the file.")] = "train",
     part: Annotated[int, Parameter(help="Of the file.")] = 0,
-    format: Format = "text", quiet: Quiet = False,
+    output: Output = TEXT,
 ) -> int:  # fmt: skip
     """List quarantined files with the reason. With --file, quarantine a file that no consumer has read yet.
 
@@ -131,9 +119,7 @@ def quarantine(
     if file is not None:
         set_aside(directory, file, reason, split=split, part=part)
     found = quarantined(directory)
-    _print(
-        found, [f"{f['split']} {f['file']}: {f['reason']}" for f in found] or ["nothing"], format=format, quiet=quiet
-    )
+    output.answer(found, lines=[f"{f['split']} {f['file']}: {f['reason']}" for f in found] or ["nothing"])
     return 0
 
 
@@ -141,7 +127,7 @@ def quarantine(
 def purge(
     directory: Path, /, *,
     yes: Annotated[bool, Parameter(help="Do it; without this it is only said what would go.")] = False,
-    format: Format = "text", quiet: Quiet = False,
+    output: Output = TEXT,
 ) -> int:  # fmt: skip
     """Empty a spool that no process uses: files, verdicts, quarantine, archives, positions and meta.
 
@@ -149,7 +135,6 @@ def purge(
     headrace spool purge /data/spool --yes
     ```
     """
-    from headrace.errors import ConfigError
     from headrace.spool import purge_spool
     from headrace.spool.survey import describe
 
@@ -161,5 +146,5 @@ def purge(
         print(f"headrace spool purge: {directory} holds {files:,} files; say --yes to delete them", file=sys.stderr)
         return 1
     purge_spool(directory)
-    _print({"deleted": files}, [f"{files:,} files deleted"], format=format, quiet=quiet)
+    output.answer({"deleted": files}, lines=[f"{files:,} files deleted"])
     return 0

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from headrace.cli.terminal import Format, Quiet, count_text, print_answer, print_plain, tokens_text
+from headrace.cli.terminal import TEXT, Output, print_plain, tokens_text
+from headrace.errors import count_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,8 +29,7 @@ def step(
     ] = None,
     text: Annotated[bool, Parameter(help="Show how each document begins.", negative="--no-text")] = True,
     chars: Annotated[int, Parameter(help="How much of each text is shown.")] = 200,
-    format: Format = "text",
-    quiet: Quiet = False,
+    output: Output = TEXT,
 ) -> int:
     """List the documents that a run learned from in step NUMBER: source, file, row, tokens, rank, place in the batch, text. Of an RL run: its rollouts.
 
@@ -49,11 +49,11 @@ def step(
 
     if has_rollouts(run):
         shown = chars if text else 0
-        print_rollouts(read_step(run, number), f"step {number} of {run}", format=format, quiet=quiet, chars=shown)
+        print_rollouts(output, read_step(run, number), f"step {number} of {run}", chars=shown)
         return 0
     with RunProvenance(recorded_run(run)) as provenance:
         found = provenance.step(number, world=world, rank=rank, chars=chars if text else None)
-    print_answer(found.to_dict(), lambda console: _print_step(console, run, found, rank), format=format, quiet=quiet)
+    output.answer(found, lambda console: _print_step(console, run, found, rank))
     return 0
 
 
@@ -83,7 +83,7 @@ def _print_step(console: Console, run: Path, found: StepDocuments, rank: int | N
         print_plain(console, f"proven: these blocks give digest {found.digest}, as the run recorded ({effort})")
 
 
-def print_rollouts(arrivals: Sequence[Arrival], title: str, *, format: Format, quiet: bool, chars: int = 200) -> None:
+def print_rollouts(output: Output, arrivals: Sequence[Arrival], title: str, *, chars: int = 200) -> None:
     """Print rollouts by task, each turn as a line of a chat with at most `chars` characters; 0: without the turns."""
     answer = {
         "rollouts": [
@@ -95,7 +95,7 @@ def print_rollouts(arrivals: Sequence[Arrival], title: str, *, format: Format, q
             for a in arrivals
         ]
     }  # fmt: skip
-    print_answer(answer, lambda console: _print_tasks(console, arrivals, title, chars), format=format, quiet=quiet)
+    output.answer(answer, lambda console: _print_tasks(console, arrivals, title, chars))
 
 
 def _print_tasks(console: Console, arrivals: Sequence[Arrival], title: str, chars: int) -> None:

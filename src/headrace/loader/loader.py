@@ -77,6 +77,8 @@ class Loader:
             self.plan: LoaderPlan[Any] = TextPlan(data, chosen, rank, record=record)
         elif isinstance(data, PreparedDataset):
             self.plan = PreparedPlan(data, chosen, rank)
+        elif hasattr(data, "loader_plan"):
+            self.plan = data.loader_plan(chosen, rank)
         else:
             from headrace.loader.stream_plan import StreamPlan
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from headrace.errors import FileCorrupt, HeadraceError
@@ -63,9 +63,6 @@ class Difference:
     order: Mapping[str, tuple[str | None, str | None]]
     """Inputs of the order that differ: sources, tokenizer, seed, weights."""
     notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class _Step(NamedTuple):

@@ -7,13 +7,15 @@ diff_rollouts(run_a, run_b)   the first rollout that differs, and whether weight
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from headrace.errors import DataError
-from headrace.rollouts.arrival_log import Arrival, arrival_path, read_arrivals
+from headrace.rollouts.arrival_log import Arrival, read_arrivals
+
+_LOG = re.compile(r"step_(\d{1,15})\.log", re.ASCII)
 
 
 def has_rollouts(run: Path) -> bool:
@@ -21,29 +23,31 @@ def has_rollouts(run: Path) -> bool:
     return (run / "arrivals").is_dir()
 
 
-def _steps(run: Path) -> list[int]:
-    return sorted(int(path.stem.removeprefix("step_")) for path in (run / "arrivals").glob("step_*.log"))
+def arrival_logs(run: Path) -> dict[int, Path]:
+    """Logs of finished rollouts by step, in order: batch n makes step n + 1. Unless the run keeps them, logs that a checkpoint covers are deleted."""
+    found = ((_LOG.fullmatch(path.name), path) for path in (run / "arrivals").glob("step_*.log"))
+    return dict(sorted((int(match[1]) + 1, path) for match, path in found if match))
 
 
-def _ordered(run: Path, batch: int) -> list[Arrival]:
-    """The records of a batch by task, member and attempt, whatever order they came in. A failure that a rollout of the same request followed is kept too."""
-    return sorted(read_arrivals(arrival_path(run / "arrivals", batch)), key=lambda a: (*a.key, bool(a.failed)))
+def _ordered(log: Path) -> list[Arrival]:
+    """The records of a step by task, member and attempt, whatever order they came in. A failure that a rollout of the same request followed is kept too."""
+    return sorted(read_arrivals(log), key=lambda a: (*a.key, bool(a.failed)))
 
 
 def read_step(run: Path, step: int) -> list[Arrival]:
     """The rollouts and failures of a step, counted from 1; DataError if the run has no record of it."""
-    known = _steps(run)
-    if step - 1 not in known:
-        there = f"it has those of steps {known[0] + 1} to {known[-1] + 1}" if known else "it has none"
+    logs = arrival_logs(run)
+    if step not in logs:
+        there = f"it has those of steps {min(logs)} to {max(logs)}" if logs else "it has none"
         raise DataError(
             f"{run} has no rollouts of step {step}: {there} (rollouts.keep = false drops those that a checkpoint covers)"
         )
-    return _ordered(run, step - 1)
+    return _ordered(logs[step])
 
 
 def read_task(run: Path, task: int) -> list[Arrival]:
     """Every record of a task; DataError if there is none."""
-    found = [arrival for batch in _steps(run) for arrival in _ordered(run, batch) if arrival.task == task]
+    found = [arrival for log in arrival_logs(run).values() for arrival in _ordered(log) if arrival.task == task]
     if not found:
         raise DataError(
             f"{run} has no rollout of task {task}: a task is the number of a group, counted from 0 over the run"
@@ -68,21 +72,18 @@ class RolloutDifference:
     sentence: str = ""
     """One sentence."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def diff_rollouts(run_a: Path, run_b: Path) -> RolloutDifference:
     """Compare the rollouts of the steps that both runs have, in the order of steps, tasks and members."""
-    compared = 0
-    for batch in sorted(set(_steps(run_a)) & set(_steps(run_b))):
-        for a, b in zip_longest(_ordered(run_a, batch), _ordered(run_b, batch)):
+    compared, logs_a, logs_b = 0, arrival_logs(run_a), arrival_logs(run_b)
+    for step in sorted(logs_a.keys() & logs_b.keys()):
+        for a, b in zip_longest(_ordered(logs_a[step]), _ordered(logs_b[step])):
             cause, sentence = _difference(a, b)
             if cause:
                 one = a or b
                 assert one is not None
                 return RolloutDifference(
-                    same=False, compared=compared, step=batch + 1, task=one.task, member=one.member, attempt=one.attempt, cause=cause, sentence=sentence
+                    same=False, compared=compared, step=step, task=one.task, member=one.member, attempt=one.attempt, cause=cause, sentence=sentence
                 )  # fmt: skip
             compared += 1
     return RolloutDifference(same=True, compared=compared)

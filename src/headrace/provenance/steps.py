@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -112,12 +112,10 @@ class StepDocuments:
     """The digest in the run's folder. None: `unproven` says why there is none."""
     unproven: str | None
     """Why the documents are not proven: the file that is damaged, or that the run was stopped before it wrote the digest."""
+    proven: bool
     windows: int
     seconds: float
     """Time it took to rebuild the windows."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"proven": self.recorded is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +160,6 @@ class DocumentHistory:
     last_step: int
     windows: int
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class RebuiltSample(NamedTuple):
@@ -265,6 +260,7 @@ class RunProvenance:
             digest=str(digest),
             recorded=None if recorded is None else str(Digest(recorded)),
             unproven=None if recorded is not None else self._no_digest(),
+            proven=recorded is not None,
             windows=self.windows_made,
             seconds=self.seconds,
         )

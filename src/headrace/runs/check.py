@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from headrace.errors import StorageError
 from headrace.loader import TextDataset
@@ -57,9 +56,6 @@ class Plan:
     vocab_size: int
     sources: tuple[SourcePlan, ...]
     warnings: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def check_job(config: RunConfig, *, ranks: int = 1, full_check: bool = False) -> Plan:

@@ -44,6 +44,7 @@ class RunFolder:
         self.path = path
         self.config = config
         self.about = dict(about)
+        self.opened = time.perf_counter()
         self._lock: ExclusiveLock | None = None
 
     @classmethod

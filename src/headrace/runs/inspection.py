@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,6 @@ def inspect_path(path: Path) -> dict[str, Any]:
     if path.is_dir():
         if (path / "config.toml").exists():
             return _run(path)
-        if (path / "queue" / "rollouts").is_dir():
-            return _rollouts(path)
         if (path / "queue").is_dir():
             raise DataError(f"{path} is a spool: see `headrace spool stat {path}`, or give one of its files")
         raise DataError(
@@ -38,7 +37,7 @@ def inspect_path(path: Path) -> dict[str, Any]:
     if head.lstrip()[:1] == b"{" and head[:1] in b" \n\t{":
         return _cursor(path)
     if head[:4] == b"PK\x03\x04":  # an archive of torch's
-        return _torch_file(path)
+        return _batch_file(path)
     return _container(open_container(path))
 
 
@@ -76,28 +75,6 @@ def _run(path: Path) -> dict[str, Any]:
         **learnt,
         "about": about,
         "journal": [{k: v for k, v in e.items() if k != "time"} for e in journal[-20:]],
-    }
-
-
-def _rollouts(path: Path) -> dict[str, Any]:
-    """A folder through which rollouts go to a trainer: the batches in it, and the first step that each rank has not acknowledged."""
-    from headrace.rollouts import open_training_batch
-    from headrace.spool.records import read_sealed
-
-    batches = []
-    for file in sorted((path / "queue" / "rollouts").glob("step_*.safetensors")):
-        if not file.name.endswith(".experts.safetensors"):
-            batch = open_training_batch(file)
-            batches.append(
-                {"step": batch.step, "policy_version": batch.policy_version, "samples": batch.samples, "tokens": batch.tokens}
-            )  # fmt: skip
-    read = [read_sealed(file) for file in sorted((path / "state").glob("rollouts-read-*.json"))]
-    end = read_sealed(path / "state" / "rollouts-end.json")
-    return {
-        "kind": "rollouts",
-        "next_step": {str(value["rank"]): value["next"] for value in read if value is not None},
-        "last_step": None if end is None else end["last"],
-        "batches": batches,
     }
 
 
@@ -141,28 +118,6 @@ def _container(container: Container) -> dict[str, Any]:
     }
 
 
-def _torch_file(path: Path) -> dict[str, Any]:
-    """A batch file that torch.save wrote: one of a queue, or one from before there were queues, with x and y."""
-    from headrace.spool.batch_file import load_pt, pt_array
-
-    size = path.stat().st_size
-    loaded = load_pt(path, size)
-    if "metadata" in loaded and "tensors" in loaded:
-        return _batch_file(path)
-    try:
-        arrays = {str(name): pt_array(value, size) for name, value in loaded.items()}
-    except ValueError as error:
-        raise DataError(f"{path} is no file of batches: {error}") from error
-    return {
-        "kind": "torch file (tensors by name)",
-        "bytes": size,
-        "arrays": {name: f"{array.dtype} {list(array.shape)}" for name, array in arrays.items()},
-        "first_rows": [
-            {name: _head(array[row]) for name, array in arrays.items() if row < len(array)} for row in range(3)
-        ],
-    }
-
-
 def _batch_file(path: Path) -> dict[str, Any]:
     """A file of a spool: which rows it holds, its fields, and the first of them."""
     from headrace.spool import open_batch_file
@@ -183,21 +138,18 @@ def _batch_file(path: Path) -> dict[str, Any]:
         "last": header.last,
         "schema": [field.to_json() for field in header.schema],
         "first_rows": [
-            {field.name: _head(_row_of(file.arrays, field.name, row, ragged=field.ragged)) for field in header.schema}
+            {field.name: _head(file.arrays, field.name, row, ragged=field.ragged) for field in header.schema}
             for row in range(min(3, header.rows))
         ],
     }
 
 
-def _row_of(arrays: Any, name: str, row: int, *, ragged: bool) -> Any:
-    if not ragged:
-        return arrays[name][row]
-    offsets = arrays[f"{name}_offsets"]
-    return arrays[name][offsets[row] : offsets[row + 1]]
-
-
-def _head(value: Any) -> Any:
+def _head(arrays: Mapping[str, Any], name: str, row: int, *, ragged: bool) -> Any:
     """The first numbers of a row."""
+    value = arrays[name][row]
+    if ragged:
+        offsets = arrays[f"{name}_offsets"]
+        value = arrays[name][offsets[row] : offsets[row + 1]]
     flat = value.reshape(-1)
     return flat.tolist()[0] if value.ndim == 0 else [*flat[:8].tolist(), *(["…"] if flat.size > 8 else [])]
 

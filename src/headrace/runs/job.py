@@ -22,6 +22,7 @@ from headrace.sources import Source
 
 if TYPE_CHECKING:
     from headrace.loader.streams import StreamMixingDataset
+    from headrace.runs.spool_plan import SpoolData
     from headrace.train import TrainSettings
 
 
@@ -76,7 +77,7 @@ class Job:
             meter=meter,
         )
 
-    def loader(self, data: TextDataset | None = None, **options: Any) -> Loader:
+    def loader(self, data: TextDataset | SpoolData | None = None, **options: Any) -> Loader:
         """A loader over `data` (default: a new dataset). Options are Loader's own and win over the config."""
         settings: dict[str, Any] = {
             **self.config.loader.model_dump(exclude={"lanes", "exhausted"}),

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError, CursorMismatch, HeadraceError
 from headrace.files import Container, read_jsonl
-from headrace.loader import Loader, TextDataset, merge_states
+from headrace.loader import TextDataset, merge_states
 from headrace.loader.state import joined_ranges
 from headrace.loader.weight_text import read_weights, weights_in_force
 from headrace.metrics import JsonlSink, default_meter
@@ -25,7 +25,7 @@ from headrace.runs.folder import RunFolder
 from headrace.runs.job import Job
 from headrace.runs.own_provider import OwnProvider
 from headrace.runs.run_loop import Run, RunSummary, StepOutcome, Task, TaskState, Watcher, run_task
-from headrace.runs.spool_loader import SpoolData, SpoolLoader
+from headrace.runs.spool_plan import SpoolData, SpoolPlan
 
 if TYPE_CHECKING:
     from headrace.train import CheckpointStore, LMTrainer
@@ -70,16 +70,11 @@ def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (),
         watcher.info(own.sentence)
         watcher.waiting("the spool")
         spool = SpoolData.open(config, folder.base, deadline=config.run.deadline, check=own.check)
-        return run_task(
-            folder, watcher, lambda run: LMTask(run, job, spool, own.check), device=config.train.device, accept=accept
-        )
+        return run_task(folder, watcher, lambda run: LMTask(run, job, spool), device=config.train.device, accept=accept)
 
 
 class LMTask(Task[Summary]):
-    """Trains on the batches of a text loader or of a spool.
-
-    `check` is called while the run waits for the spool, and raises if the spool's provider ended.
-    """
+    """Trains on the batches of a text loader or of a spool."""
 
     kind = "lm"
     unit = "tok"
@@ -90,9 +85,7 @@ class LMTask(Task[Summary]):
 
     trainer: LMTrainer
 
-    def __init__(
-        self, run: Run, job: Job, data: TextDataset | SpoolData, check: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, run: Run, job: Job, data: TextDataset | SpoolData) -> None:
         from headrace.train import LMTrainer
 
         self.run, self.data = run, data
@@ -100,14 +93,7 @@ class LMTask(Task[Summary]):
             job.train_settings(), vocab_size=data.vocab_size, seq_len=data.seq_len, rank=run.rank, world_size=run.world_size
         )  # fmt: skip
         device = self.trainer.device if self.trainer.device.type == "cuda" else None
-        if isinstance(data, TextDataset):
-            loader: Loader | SpoolLoader = job.loader(data, device=device, record=True)
-        else:
-            loader = SpoolLoader(
-                job.config, data, run.folder.base, rank=run.rank, world_size=run.world_size, device=device, check=check
-            )
-        self.loader = run.resources.enter_context(loader)
-        self._batches: Iterator[Any] | None = None
+        self.loader = run.resources.enter_context(job.loader(data, device=device, record=True))
         self._step_digests: list[str] = []
         """Digests of the steps that are not recorded yet."""
         self._tokens_before = 0
@@ -167,9 +153,7 @@ class LMTask(Task[Summary]):
         return self.loader.ended
 
     def step(self) -> StepOutcome | None:
-        if self._batches is None:
-            self._batches = iter(self.loader)
-        batch = next(self._batches, None)
+        batch = next(self.loader, None)
         if batch is None:
             return None
         result = self.trainer.step(batch)
@@ -239,8 +223,8 @@ class LMTask(Task[Summary]):
         return TaskState(meta={"data": state}, digest=state["body"]["digest"])
 
     def saved(self, state: TaskState) -> None:
-        if isinstance(self.loader, SpoolLoader):
-            self.loader.saved(state.meta["data"])
+        if isinstance(self.loader.plan, SpoolPlan):
+            self.loader.plan.saved(state.meta["data"])
 
     def summarise(self, common: Mapping[str, Any]) -> Summary:
         merged = self.loader.gather_state() if self.run.world_size > 1 else self.loader.state_dict()

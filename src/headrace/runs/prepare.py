@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from headrace.errors import ConfigError, DataChanged, FileCorrupt, StorageError
+from headrace.errors import ConfigError, DataChanged, FileCorrupt, StorageError, short_number
 from headrace.files import TEMP_PREFIX, make_inside, publish_json, quarantine, sweep_temporaries
 from headrace.loader import TextDataset
 from headrace.loader.windows import leave_out_too_long
@@ -57,19 +57,6 @@ _DOCUMENTS_AT_ONCE = 1024
 _DEADLINE = 3600.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareProgress:
-    """How many rows are tokenised: of one source, and of all sources together."""
-
-    source: str
-    rows: int
-    total_rows: int
-    tokens: int
-    """Tokens of these rows."""
-    all_rows: int
-    all_total_rows: int
-
-
 @dataclass(slots=True, kw_only=True)
 class PrepareSummary:
     """The prepared folder when the job ends."""
@@ -98,10 +85,12 @@ class PrepareSummary:
 
 
 class PrepareWatcher(Protocol):
-    """Receives progress; the command prints it."""
+    """Receives what there is to tell; the command prints it."""
 
-    def began(self, data: TextDataset, workers: int, resumed: bool) -> None: ...
-    def progress(self, progress: PrepareProgress) -> None: ...
+    def progress(self, line: str, done: int, total: int) -> None:
+        """`done` of `total` rows are tokenised; `line` says how far the source is."""
+        ...
+
     def notice(self, sentence: str) -> None: ...
 
 
@@ -119,9 +108,10 @@ def prepare(
     folder: Path,
     watcher: PrepareWatcher,
     *,
+    began: Callable[[TextDataset, int, bool], None] = lambda *_: None,
     base: Path | None = None,
     workers: int | None = None,
-    shard_bytes: int = 128 << 20,
+    shard_bytes: int | None = None,
 ) -> PrepareSummary:
     """Write the prepared folder of a config, or continue it. Returns early on SIGINT and SIGTERM, with state `stopped`.
 
@@ -129,13 +119,15 @@ def prepare(
         config: Sources, tokenizer and `seq_len`.
         folder: The folder to write: a new one, an empty one, or one that an earlier call began.
         watcher: Receives progress.
+        began: Called once the folder is claimed, with the dataset, the number of threads, and whether an earlier call began the folder.
         base: Where relative paths of the config start; its `run.base` unless given.
         workers: Threads that tokenise; one a processor unless given.
-        shard_bytes: Size of a shard. Cannot change in a folder once begun.
+        shard_bytes: Size of a shard; 128 MiB unless given. Cannot change in a folder once begun.
     """
     workers = usable_processors() if workers is None else workers
     if not 1 <= workers <= 1024:
         raise ConfigError(f"--workers must be between 1 and 1,024, got {workers}")
+    shard_bytes = 128 << 20 if shard_bytes is None else shard_bytes
     if not 1 << 10 <= shard_bytes <= 1 << 40:
         raise ConfigError(f"a shard must have between 1 KiB and 1 TiB, got {shard_bytes:,} bytes")
     with contextlib.ExitStack() as stack:
@@ -145,40 +137,39 @@ def prepare(
         dtype = token_dtype(data.vocab_size)
         plan = _plan(data, dtype, shard_bytes // dtype.itemsize)
         _compare(folder, plan, data, resumed)
-        watcher.began(data, workers, resumed)
+        began(data, workers, resumed)
         stop = stack.enter_context(signal_asked())
-        return _Preparation(folder, data, config, dtype, plan["shard_tokens"], workers, watcher, stop).run()
+        summary = PrepareSummary(folder=str(folder))
+        return _Preparation(folder, data, config, dtype, plan["shard_tokens"], workers, watcher, stop, summary).run()
 
 
+@dataclass(slots=True)
 class _Preparation:
     """One call of `prepare`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        data: TextDataset,
-        config: RunConfig,
-        dtype: np.dtype,
-        shard_tokens: int,
-        workers: int,
-        watcher: PrepareWatcher,
-        stop: Callable[[], int],
-    ) -> None:
-        self._folder, self._data, self._config = folder, data, config
-        self._dtype, self._shard_tokens, self._workers = dtype, shard_tokens, workers
-        self._watcher, self._stop = watcher, stop
-        self._summary = PrepareSummary(folder=str(folder))
-        self._began = time.perf_counter()
-        self._rows = [int(deal.rows) for deal in data.deals]
+    folder: Path
+    data: TextDataset
+    config: RunConfig
+    dtype: np.dtype
+    shard_tokens: int
+    workers: int
+    watcher: PrepareWatcher
+    stop: Callable[[], int]
+    summary: PrepareSummary
+    source_rows: int = 0
+    """Rows of the shards of the current source."""
+    source_tokens: int = 0
+
+    @property
+    def rows(self) -> list[int]:
         """Rows of every source."""
-        self._source_rows = self._source_tokens = 0
-        """Rows and tokens of the shards of the current source."""
+        return [int(deal.rows) for deal in self.data.deals]
 
     def run(self) -> PrepareSummary:
-        summary, text, data = self._summary, self._config.text, self._data
+        summary, text, data, started = self.summary, self.config.text, self.data, time.perf_counter()
         prepared: list[PreparedSource] = []
         counts: dict[str, list[int]] = {}
-        with ThreadPoolExecutor(self._workers, thread_name_prefix="headrace-prepare") as pool:
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="headrace-prepare") as pool:
             for index, source in enumerate(data.sources):
                 shards, blocks = self._source(index, source, pool)
                 prepared.append(_described(source, shards))
@@ -186,49 +177,49 @@ class _Preparation:
                 if summary.signal:
                     summary.state = "stopped"
                     break
-        summary.seconds = time.perf_counter() - self._began
+        summary.seconds = time.perf_counter() - started
         summary.sources = {
             s.name: {"documents": s.documents, "tokens": s.tokens, "shards": len(s.shards)} for s in prepared
         }
         if summary.signal:
             return summary
         manifest = PreparedManifest(
-            tokenizer=data.tokenizer.fingerprint, vocab_size=data.vocab_size, dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
+            tokenizer=data.tokenizer.fingerprint, vocab_size=data.vocab_size, dtype="uint16" if self.dtype.itemsize == 2 else "uint32",
             bos_id=data.packing.bos_id, eos_id=data.packing.eos_id, pad_id=data.packing.pad_id, seq_len=text.seq_len, pack=text.pack,
             sources=tuple(prepared),
         )  # fmt: skip
         if text.pack == "best_fit":
-            write_packed_counts(self._folder, text.seq_len, manifest.data, counts)
+            write_packed_counts(self.folder, text.seq_len, manifest.data, counts)
         if not self._is_there(manifest):
-            manifest.write(self._folder)  # last: from here on the folder is prepared
+            manifest.write(self.folder)  # last: from here on the folder is prepared
         elif summary.kept == summary.shards:
             summary.state = "complete"
         return summary
 
     def _is_there(self, manifest: PreparedManifest) -> bool:
         try:
-            return (self._folder / MANIFEST).exists() and PreparedManifest.read(self._folder) == manifest
+            return (self.folder / MANIFEST).exists() and PreparedManifest.read(self.folder) == manifest
         except FileCorrupt as error:
-            self._watcher.notice(f"{error} It is written anew.")
+            self.watcher.notice(f"{error} It is written anew.")
             return False
 
     # ------------------------------------------------------------------------------------- one source
 
     def _source(self, index: int, source: OpenSource, pool: ThreadPoolExecutor) -> tuple[list[ShardEntry], list[int]]:
         """Every shard of a source, and the blocks in each: kept if it is there and whole, else made."""
-        folder = make_inside(self._folder, f"{SHARD_FOLDER}/{source.name}")
+        folder = make_inside(self.folder, f"{SHARD_FOLDER}/{source.name}")
         sweep_temporaries(folder)
         shards: list[ShardEntry] = []
         blocks: list[int] = []
-        total = self._rows[index]
-        self._source_rows = self._source_tokens = 0
+        total = self.rows[index]
+        self.source_rows = self.source_tokens = 0
         documents: Iterator[_Documents] | None = None
-        while (row := self._source_rows) < total:
+        while (row := self.source_rows) < total:
             path = folder / shard_name(len(shards))
             entry = self._kept(path, row, total)
             if entry is not None:
                 documents = None  # those of the next shard begin at another row
-                self._summary.kept += 1
+                self.summary.kept += 1
             else:
                 if documents is None:
                     documents = self._cut(index, self._documents(source, row, total, pool))
@@ -236,23 +227,23 @@ class _Preparation:
                 if made is None:
                     break
                 entry = self._write(path, source.name, row, made)
-                self._summary.new_tokens += entry.tokens
+                self.summary.new_tokens += entry.tokens
             blocks.append(self._packed(folder, len(shards), entry))
             shards.append(entry)
             self._count(entry)
             self._report(index, [])
-            if self._stop():
+            if self.stop():
                 break
-        if self._source_rows < total:
-            self._summary.signal = self._stop()
+        if self.source_rows < total:
+            self.summary.signal = self.stop()
         else:
             self._refuse_leftovers(folder, len(shards))
         return shards, blocks
 
     def _count(self, entry: ShardEntry) -> None:
-        self._source_rows += entry.rows
-        self._source_tokens += entry.tokens
-        summary = self._summary
+        self.source_rows += entry.rows
+        self.source_tokens += entry.tokens
+        summary = self.summary
         summary.shards += 1
         summary.documents += entry.documents
         summary.tokens += entry.tokens
@@ -261,17 +252,10 @@ class _Preparation:
 
     def _report(self, index: int, pending: list[_Documents]) -> None:
         """Show how far a source is: its shards so far, and documents for the next one."""
-        rows = self._source_rows + sum(len(p.lengths) for p in pending)
-        self._watcher.progress(
-            PrepareProgress(
-                source=self._data.sources[index].name,
-                rows=rows,
-                total_rows=self._rows[index],
-                tokens=self._source_tokens + sum(len(p.tokens) for p in pending),
-                all_rows=sum(self._rows[:index]) + rows,
-                all_total_rows=sum(self._rows),
-            )
-        )
+        rows = self.source_rows + sum(len(p.lengths) for p in pending)
+        tokens = short_number(self.source_tokens + sum(len(p.tokens) for p in pending))
+        line = f"{self.data.sources[index].name}  {rows:,} of {self.rows[index]:,} rows  {tokens} tokens"
+        self.watcher.progress(line, sum(self.rows[:index]) + rows, sum(self.rows))
 
     def _kept(self, path: Path, row: int, total: int) -> ShardEntry | None:
         """A shard that is there, read as a whole and compared; None if it has to be made."""
@@ -280,12 +264,12 @@ class _Preparation:
         try:
             shard = open_shard(path, full=True)
             entry = shard.entry
-            if entry.first_row != row or not 0 < entry.rows <= total - row or shard.tokens.dtype != self._dtype:
+            if entry.first_row != row or not 0 < entry.rows <= total - row or shard.tokens.dtype != self.dtype:
                 raise FileCorrupt(f"{path} begins at row {entry.first_row:,}, expected {row:,}")
         except FileCorrupt as error:
-            where = quarantine(path, str(error), self._folder / "quarantine")
-            self._watcher.notice(f"{error}. Set aside as {where}; made again.")
-            self._summary.remade += 1
+            where = quarantine(path, str(error), self.folder / "quarantine")
+            self.watcher.notice(f"{error}. Set aside as {where}; made again.")
+            self.summary.remade += 1
             return None
         return entry
 
@@ -293,9 +277,9 @@ class _Preparation:
         """The documents of source `index` in pieces of the size of a shard. Ends early when the job is asked to stop."""
         parts: list[_Documents] = []
         for part in incoming:
-            while not self._stop():
+            while not self.stop():
                 ends = np.cumsum(part.lengths)
-                room = self._shard_tokens - sum(len(p.tokens) for p in parts)
+                room = self.shard_tokens - sum(len(p.tokens) for p in parts)
                 if not len(ends) or int(ends[-1]) < room:
                     break
                 # The shard closes with the document that fills it: where it ends depends on the documents alone.
@@ -303,42 +287,36 @@ class _Preparation:
                 cut = int(ends[count - 1])
                 yield _joined([*parts, _Documents(part.tokens[:cut], part.lengths[:count], part.bad[:count])])
                 parts, part = [], _Documents(part.tokens[cut:], part.lengths[count:], part.bad[count:])
-            if self._stop():
+            if self.stop():
                 return
             if len(part.lengths):
                 parts.append(part)
                 self._report(index, parts)
-        if parts and not self._stop():
+        if parts and not self.stop():
             yield _joined(parts)
 
     def _write(self, path: Path, name: str, row: int, documents: _Documents) -> ShardEntry:
-        about = {"source": name, "tokenizer": self._data.tokenizer.fingerprint}
+        about = {"source": name, "tokenizer": self.data.tokenizer.fingerprint}
         try:
-            with Wait("prepare.write", meter=self._data.meter, deadline=_DEADLINE):
-                return write_shard(
-                    path,
-                    documents.tokens,
-                    documents.lengths,
-                    first_row=row,
-                    bad=int(documents.bad.sum()),
-                    about=about,
-                )
+            with Wait("prepare.write", meter=self.data.meter, deadline=_DEADLINE):
+                bad = int(documents.bad.sum())
+                return write_shard(path, documents.tokens, documents.lengths, first_row=row, bad=bad, about=about)
         except StorageError as error:
             raise StorageError(
-                f"{error} {self._summary.shards:,} finished shards in {self._folder} are kept: the same command continues from there."
+                f"{error} {self.summary.shards:,} finished shards in {self.folder} are kept: the same command continues from there."
             ) from error
 
     def _packed(self, folder: Path, number: int, entry: ShardEntry) -> int:
         """Write the packed index of a shard for the config's seq_len unless it is there; the number of its blocks."""
-        seq_len = self._config.text.seq_len
-        if self._config.text.pack == "concat":
+        seq_len = self.config.text.seq_len
+        if self.config.text.pack == "concat":
             return -(-entry.tokens // seq_len)
         path = folder / packed_name(seq_len, number)
         if path.exists():
             try:
                 return len(open_packed(path, seq_len=seq_len, of=entry))
             except FileCorrupt as error:
-                self._watcher.notice(f"{error}. Made again.")
+                self.watcher.notice(f"{error}. Made again.")
         packed = pack_shard(open_shard(folder / entry.file, entry).offsets, seq_len)
         write_packed(path, packed, seq_len=seq_len, of=entry)
         return len(packed)
@@ -347,8 +325,8 @@ class _Preparation:
         """Quarantine a shard beyond the last row: it comes from another source and must not be read as part of this one."""
         extra = folder / shard_name(count)
         if extra.exists():
-            where = quarantine(extra, "beyond the last row of its source", self._folder / "quarantine")
-            self._watcher.notice(f"{extra} lies beyond the last row of its source. Set aside as {where}.")
+            where = quarantine(extra, "beyond the last row of its source", self.folder / "quarantine")
+            self.watcher.notice(f"{extra} lies beyond the last row of its source. Set aside as {where}.")
 
     # ------------------------------------------------------------------------------------ tokenising
 
@@ -359,7 +337,7 @@ class _Preparation:
         chunk = int(np.searchsorted(manifest.first_row, row, side="right")) - 1
         try:
             while True:
-                while len(waiting) < 2 * self._workers and chunk < manifest.chunks:
+                while len(waiting) < 2 * self.workers and chunk < manifest.chunks:
                     begin = int(manifest.first_row[chunk])
                     if begin >= total:
                         break
@@ -369,7 +347,7 @@ class _Preparation:
                     chunk += 1
                 if not waiting:
                     return
-                with Wait("prepare.tokens", meter=self._data.meter, deadline=_DEADLINE) as wait:
+                with Wait("prepare.tokens", meter=self.data.meter, deadline=_DEADLINE) as wait:
                     done = waiting.popleft().result(timeout=wait.remaining())
                 yield from done
         finally:
@@ -381,16 +359,16 @@ class _Preparation:
         first = int(source.manifest.first_row[chunk]) + skip
         found = []
         for at in range(0, len(texts), _DOCUMENTS_AT_ONCE):
-            if self._stop():
+            if self.stop():
                 return found
             part = texts[at : at + _DOCUMENTS_AT_ONCE]
             holes, given = np.array([t is None for t in part], bool), [t or "" for t in part]
             if max(map(len, given)) > LONGEST_PIECE:
                 rows = range(first + at, first + at + len(part))
-                holes[leave_out_too_long(source, self._data.tokenizer, given, rows)] = True
+                holes[leave_out_too_long(source, self.data.tokenizer, given, rows)] = True
             begin = first + at
-            batch = encode_named(self._data.tokenizer, given, lambda i, begin=begin: _place(source, begin + i))
-            tokens, lengths = lay_documents(batch, self._data.packing, self._dtype)
+            batch = encode_named(self.data.tokenizer, given, lambda i, begin=begin: _place(source, begin + i))
+            tokens, lengths = lay_documents(batch, self.data.packing, self.dtype)
             found.append(_Documents(tokens, lengths, holes))
         return found
 

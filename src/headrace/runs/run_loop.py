@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from headrace.errors import CursorMismatch, HeadraceError
+from headrace.errors import CursorMismatch, HeadraceError, short_number
 from headrace.files import Container
 from headrace.loader.exchange import gather_json
 from headrace.metrics import (
@@ -185,31 +185,14 @@ class Task(abc.ABC, Generic[S]):
 # ------------------------------------------------------------------------------------ progress and summary
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """One interval of a run, over all ranks."""
-
-    step: int
-    steps: int
-    loss: float
-    lr: float
-    tokens_per_second: float
-    wait_ms: float
-    """Exposed wait per step."""
-    wait_share: float
-    mix: Mapping[str, float]
-    unit: str = "tok"
-    """Unit of `tokens_per_second`."""
-    text: str = ""
-    """Shown in place of loss, rate and mix, unless empty."""
-
-
 class Watcher(Protocol):
     """Receives the events of a run for people. Called on rank 0 only."""
 
     def waiting(self, what: str) -> None: ...
-    def first_batch(self, seconds: float, waits: Mapping[str, float]) -> None: ...
-    def progress(self, progress: Progress) -> None: ...
+    def step(self, line: str, done: int, total: int) -> None:
+        """Show the line of an interval; `done` of `total` steps are taken."""
+        ...
+
     def info(self, sentence: str) -> None:
         """Show a sentence, unless standard output is for machines."""
         ...
@@ -397,7 +380,7 @@ class _Loop(Generic[S]):
                 state = "stopped" if run.stop_signal and not task.data_ended else "data_ended"
                 break
             if first:
-                run.watcher.first_batch(time.perf_counter() - self.started, _waits_by_name(meter.totals()))
+                self._tell_first_step(meter.totals())
                 first = False
             interval.add(self._step_values(outcome, {**meter.drain(), **task.step_metrics()}))
             # Several ranks stop only at a line, where they agree on it.
@@ -417,6 +400,14 @@ class _Loop(Generic[S]):
     @property
     def step(self) -> int:
         return self.trainer.steps_taken
+
+    def _tell_first_step(self, totals: Mapping[str, float]) -> None:
+        """Show when the first step was done, and the longest waits until then."""
+        waits = {k[5:-8]: v for k, v in totals.items() if k.startswith("wait/") and k.endswith("/seconds")}
+        longest = sorted((item for item in waits.items() if item[1] >= 0.05), key=lambda item: -item[1])[:4]
+        named = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in longest)
+        since = time.perf_counter() - self.run.folder.opened
+        self.run.watcher.info(f"first step after {since:.1f} s" + (f" ({named})" if named else ""))
 
     def _step_values(self, outcome: StepOutcome, values: dict[str, Any]) -> dict[str, Any]:
         if outcome.learned:
@@ -444,22 +435,16 @@ class _Loop(Generic[S]):
             record = {"step": self.step, "time": time.time(), "seconds": seconds, task.rate_key: rate, **line}
             for sink in self.sinks:
                 sink.write(record)
-            run.watcher.progress(
-                Progress(
-                    step=self.step,
-                    steps=self.settings.steps,
-                    loss=float(
-                        line.get("train/loss", "nan")
-                    ),  # absent if no step of the interval learned from anything
-                    lr=float(line["train/lr"]),
-                    tokens_per_second=rate,
-                    wait_ms=1e3 * wait / max(int(line["steps_in_interval"]), 1),
-                    wait_share=wait / seconds if seconds else 0.0,
-                    mix=task.mix(line),
-                    unit=task.unit,
-                    text=task.progress_text(line),
-                )
-            )
+            share = wait / seconds if seconds else 0.0
+            waited = f"wait {1e3 * wait / max(int(line['steps_in_interval']), 1):.1f} ms ({share:.0%})"
+            steps = self.settings.steps
+            text = task.progress_text(line)
+            if not text:
+                # The loss is absent if no step of the interval learned from anything.
+                text = f"loss {float(line.get('train/loss', 'nan')):.3f}  {task.unit}/s {short_number(rate):>5}"
+                mix = (f"{name} {part:.2f}".replace("0.", ".") for name, part in task.mix(line).items())
+                waited += f"  mix {' '.join(mix)}"
+            run.watcher.step(f"step {self.step:>{len(str(steps))}}  {text}  {waited}", self.step, steps)
         # A signal may have come since the metrics were reduced: a single rank stops for it now, several at the next line.
         agreed = int(line["run/stop"])
         run.stop_signal = run.stop_signal or agreed
@@ -532,12 +517,6 @@ def cpu_group(world_size: int) -> Any:
     import torch.distributed as dist
 
     return dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
-
-
-def _waits_by_name(totals: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by name of wait, the longest first."""
-    found = {k[5:-8]: float(v) for k, v in totals.items() if k.startswith("wait/") and k.endswith("/seconds")}
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 @contextlib.contextmanager

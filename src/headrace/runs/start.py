@@ -78,5 +78,11 @@ def train(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), 
     # torch's threads share the cores with ours: one that spins long while it waits takes them from threads that have work.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-    module, _, function = _TASKS[folder.config.kind].partition(":")
-    return getattr(importlib.import_module(module), function)(folder, watcher, accept=accept, full_check=full_check)
+    kind = folder.config.kind
+    if full_check and kind != "lm":
+        raise ConfigError(
+            f"--full compares what a text run has read with its recorded hashes; this is a run of kind {kind!r}. Leave --full out"
+        )
+    module, _, function = _TASKS[kind].partition(":")
+    options = {"full_check": full_check} if kind == "lm" else {}
+    return getattr(importlib.import_module(module), function)(folder, watcher, accept=accept, **options)

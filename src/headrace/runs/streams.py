@@ -20,6 +20,7 @@ from headrace.loader.data_stats import DataStatsCollector
 from headrace.loader.extra_metrics import drained_metrics
 from headrace.loader.stream_metrics import without_counts, without_states
 from headrace.metrics import default_meter
+from headrace.mix import MixPlan, MixSettings, StreamTable
 from headrace.order.keys import mix64_array
 from headrace.runs.config.streams import StreamsConfig
 from headrace.runs.folder import RunFolder
@@ -66,6 +67,16 @@ def sizes_of(config: StreamsConfig, modalities: Collection[str]) -> dict[str, in
     return {m: section.batch_sizes.get(m, section.batch_size) for m in modalities}
 
 
+def mix_plan(config: StreamsConfig, table: StreamTable) -> MixPlan:
+    """The plan of a config at its first step, over the files in `table`."""
+    section = config.streams
+    settings = MixSettings(
+        batch_size=sizes_of(config, table.kinds), slots=section.num_streams_mixed, seed=config.run.seed, queue=section.queue, pick_mode=section.pick_mode,
+        batching_mode=section.batching_mode, global_ranks=section.global_ranks, lanes=section.lane_count,
+    )  # fmt: skip
+    return MixPlan(table, settings)
+
+
 def open_dataset(
     config: StreamsConfig, base: Path | None = None, *, listing: StreamListing | None = None, **options: Any
 ) -> Any:
@@ -96,18 +107,11 @@ def open_dataset(
     return StreamMixingDataset(list(section.roots), **(settings | options))
 
 
-def run_streams(
-    folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), full_check: bool = False
-) -> StreamSummary:
+def run_streams(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = ()) -> StreamSummary:
     """Run or continue the run in `folder` until its last step, or until a signal stops it. Every rank calls this."""
     config = folder.config
     if not isinstance(config, StreamsConfig):
         raise ConfigError(f"{folder.path} holds a run of kind {config.kind!r}, expected streams")
-    if full_check:
-        raise ConfigError(
-            "--full compares what a text run has read with its recorded hashes; a stream run compares the fingerprints of "
-            "all its files at every start. Leave --full out"
-        )
     watcher.waiting("stream files")
     listing = list_of(config, folder.base)
     return run_task(

@@ -11,18 +11,17 @@ run dry, the longest wait from pick to pick. Three things go wrong in such runs,
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field
 
-from headrace.mix import MixPlan, MixSettings, MixState, StreamTable
+from headrace.mix import MixPlan, MixState, StreamTable
 from headrace.runs.config.streams import StreamsConfig
-from headrace.runs.streams import list_of, sizes_of
+from headrace.runs.streams import list_of, mix_plan
 
 _MAX_DRAWS = 200_000
 """Draws that are played, which takes some seconds; of a longer run, the first ones."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ModalityPlan:
     """One modality in the plan."""
 
@@ -30,17 +29,17 @@ class ModalityPlan:
     files: int
     rows: int
     batch_size: int
-    picks: int
+    picks: int = 0
     """Batches drawn from it in the steps that were played."""
-    share: float
+    share: float = 0.0
     """Of all picks."""
-    absent: float
+    absent: float = 0.0
     """Share of the steps in which no pool held a file of it."""
-    longest_absence: int
+    longest_absence: int = 0
     """Steps in a row."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StreamForecast:
     """A stream run, played through."""
 
@@ -55,21 +54,18 @@ class StreamForecast:
     epochs: float
     pool: int
     lanes: int
-    exhaust_rate: float
+    exhaust_rate: float = 0.0
     """Share of the steps at which at least one slice runs dry."""
-    exhausts_a_step: float
-    spread_mean: float
+    exhausts_a_step: float = 0.0
+    spread_mean: float = 0.0
     """Mean of remaining_fraction_max - remaining_fraction_min."""
-    worst_pick_gap: int
+    worst_pick_gap: int = 0
     """The most steps that a slice waits from one pick to the next."""
-    worst_gap_stream: str
-    overdue_max: float
-    modalities: tuple[ModalityPlan, ...]
-    warnings: tuple[str, ...]
-    seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    worst_gap_stream: str = ""
+    overdue_max: float = 0.0
+    modalities: list[ModalityPlan]
+    warnings: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 def check_streams(config: StreamsConfig, *, ranks: int = 1, stale_threshold: int | None = None) -> StreamForecast:
@@ -91,66 +87,30 @@ def check_streams(config: StreamsConfig, *, ranks: int = 1, stale_threshold: int
         rows=tuple(f.rows for f in listing.files),
         modalities=tuple(f.modality for f in listing.files),
     )
-    section = config.streams
-    settings = MixSettings(
-        batch_size=sizes_of(config, table.kinds), slots=section.num_streams_mixed, seed=config.run.seed, queue=section.queue, pick_mode=section.pick_mode,
-        batching_mode=section.batching_mode, global_ranks=section.global_ranks, lanes=section.lane_count,
-    )  # fmt: skip
-    plan = MixPlan(table, settings)
-    steps = max(min(config.run.steps, _MAX_DRAWS // (len(plan.lanes) * max(settings.slots // 32, 1))), 1)
-    seen = _play(plan, steps)
-    picks = sum(seen.picks) or 1
-    modalities = tuple(
+    plan = mix_plan(config, table)
+    lanes, pool, an_epoch = len(plan.lanes), plan.settings.slots, sum(plan.picks)
+    modalities = [
         ModalityPlan(
-            name=kind, files=sum(m == kind for m in table.modalities), rows=sum(n for n, m in zip(table.rows, table.modalities, strict=True) if m == kind),
-            batch_size=settings.batch_size[kind], picks=seen.picks[i], share=seen.picks[i] / picks, absent=seen.absent[i] / steps, longest_absence=seen.longest[i],
+            name=kind, files=sum(m == kind for m in table.modalities), batch_size=plan.settings.batch_size[kind],
+            rows=sum(n for n, m in zip(table.rows, table.modalities, strict=True) if m == kind),
         )
-        for i, kind in enumerate(table.kinds)
-    )  # fmt: skip
-    an_epoch = sum(plan.picks)
-    result = StreamForecast(
-        kind=config.kind,
-        config_hash=config.hash,
-        steps=config.run.steps,
-        played=steps,
-        files=len(table),
-        rows=sum(table.rows),
-        picks_an_epoch=an_epoch,
-        epochs=config.run.steps * len(plan.lanes) / an_epoch,
-        pool=settings.slots,
-        lanes=len(plan.lanes),
-        exhaust_rate=seen.dry_steps / steps,
-        exhausts_a_step=seen.dry / steps,
-        spread_mean=seen.spread / steps,
-        worst_pick_gap=seen.gap,
-        worst_gap_stream=table.paths[seen.gap_stream] if seen.gap_stream >= 0 else "",
-        overdue_max=seen.overdue,
+        for kind in table.kinds
+    ]  # fmt: skip
+    found = StreamForecast(
+        kind=config.kind, config_hash=config.hash, steps=config.run.steps, played=max(min(config.run.steps, _MAX_DRAWS // (lanes * max(pool // 32, 1))), 1),
+        files=len(table), rows=sum(table.rows), picks_an_epoch=an_epoch, epochs=config.run.steps * lanes / an_epoch, pool=pool, lanes=lanes,
         modalities=modalities,
-        warnings=(),
-        seconds=0.0,
-    )
-    warnings = _warnings(config, plan, result, stale_threshold)
-    return replace(result, warnings=tuple(warnings), seconds=time.perf_counter() - began)
+    )  # fmt: skip
+    _play(plan, found)
+    found.warnings = _warnings(config, plan, found, stale_threshold)
+    found.seconds = time.perf_counter() - began
+    return found
 
 
-@dataclass(slots=True)
-class _Seen:
-    picks: list[int]
-    absent: list[int]
-    longest: list[int]
-    dry: int = 0
-    dry_steps: int = 0
-    spread: float = 0.0
-    gap: int = 0
-    gap_stream: int = -1
-    overdue: float = 0.0
-
-
-def _play(plan: MixPlan, steps: int) -> _Seen:
-    kinds = len(plan.table.kinds)
-    seen = _Seen([0] * kinds, [0] * kinds, [0] * kinds)
-    played = MixState(plan)
-    away = [0] * kinds
+def _play(plan: MixPlan, found: StreamForecast) -> None:
+    """Draw the steps of the plan and count what happens."""
+    played, steps, table = MixState(plan), found.played, plan.table
+    away = [0] * len(found.modalities)
     last: dict[int, int] = {}
     """Step of the last pick of each slice in a pool."""
     for step in range(steps):
@@ -163,21 +123,23 @@ def _play(plan: MixPlan, steps: int) -> _Seen:
             draw = drawn.draw
             if draw.stream < 0:
                 continue
-            seen.picks[plan.table.kind_of[draw.stream]] += 1
-            if draw.start and draw.stream in last and step - last[draw.stream] > seen.gap:
-                seen.gap, seen.gap_stream = step - last[draw.stream], draw.stream
+            found.modalities[table.kind_of[draw.stream]].picks += 1
+            if draw.start and draw.stream in last and step - last[draw.stream] > found.worst_pick_gap:
+                found.worst_pick_gap, found.worst_gap_stream = step - last[draw.stream], table.paths[draw.stream]
             last[draw.stream] = step
             dry += draw.dry
-        seen.dry += dry
-        seen.dry_steps += dry > 0
+        found.exhausts_a_step += dry / steps
+        found.exhaust_rate += (dry > 0) / steps
         shots = list(played.snapshots().values())
-        seen.spread += max(s.fraction_max for s in shots) - min(s.fraction_min for s in shots)
-        seen.overdue = max(seen.overdue, *(s.overdue_max for s in shots))
-        for kind in range(kinds):
+        found.spread_mean += (max(s.fraction_max for s in shots) - min(s.fraction_min for s in shots)) / steps
+        found.overdue_max = max(found.overdue_max, *(s.overdue_max for s in shots))
+        for kind, modality in enumerate(found.modalities):
             away[kind] = 0 if any(s.kinds[kind] for s in shots) else away[kind] + 1
-            seen.absent[kind] += away[kind] > 0
-            seen.longest[kind] = max(seen.longest[kind], away[kind])
-    return seen
+            modality.absent += (away[kind] > 0) / steps
+            modality.longest_absence = max(modality.longest_absence, away[kind])
+    total = sum(m.picks for m in found.modalities) or 1
+    for modality in found.modalities:
+        modality.share = modality.picks / total
 
 
 def _warnings(config: StreamsConfig, plan: MixPlan, found: StreamForecast, stale_threshold: int | None) -> list[str]:

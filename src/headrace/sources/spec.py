@@ -22,6 +22,7 @@ from urllib.parse import unquote
 
 from headrace.errors import ConfigError, nearest
 from headrace.formats.object_store import STORES, store_of
+from headrace.settings import TXT_SPLITS
 from headrace.sources.text_formats import TEXT_FORMATS
 
 SCHEMES: dict[str, str] = {
@@ -33,8 +34,6 @@ SAMPLES: dict[str, str] = {
     "prose": "the language reference and the docstrings of the standard library",
     "code": "the source of the standard library",
 }
-TXT_SPLITS = ("file", "paragraph", "line")
-"""What a document of a txt file can be; the first is the default."""
 _ONLY_FOR: dict[str, tuple[str, ...]] = {"split": ("hf", "txt"), "config": ("hf",)}
 """Options that mean something for some schemes only."""
 _BY_SUFFIX = {suffix: name for name, text_format in TEXT_FORMATS.items() for suffix in text_format.suffixes}

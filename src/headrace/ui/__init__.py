@@ -7,13 +7,11 @@ pages/         content of each page as JSON, one module a page
 questions      documents of a step, find, diff: answered by headrace.provenance in a worker process
 server         the live page (Starlette, uvicorn): routes, access rules, limits
 static_page    the report: one HTML file with the data inside
-picture        panels as a PNG, for documents
 assets/        the page itself: HTML, CSS, JavaScript; no build step, no library
 """
 
 from headrace.ui.findings import Finding, find_problems
-from headrace.ui.picture import write_picture
 from headrace.ui.run_view import RunView, find_runs
 from headrace.ui.static_page import page_html, read_run, write_page
 
-__all__ = ["Finding", "RunView", "find_problems", "find_runs", "page_html", "read_run", "write_page", "write_picture"]
+__all__ = ["Finding", "RunView", "find_problems", "find_runs", "page_html", "read_run", "write_page"]

@@ -7,11 +7,12 @@ the healthy range that their declaration gives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from headrace.errors import count_text
 from headrace.ui.metrics_index import Line, is_number
 from headrace.ui.run_view import SPEEDS, RunView
 
@@ -70,14 +71,12 @@ class Finding:
     rule: str = ""
     """Name of the check that found it. It does not change between versions."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def find_problems(view: RunView, status: Mapping[str, Any]) -> list[Finding]:
     """All problems of a run, the worst first. `status`: what `view.status()` returned."""
     found: list[Finding] = []
-    for check in (_state, _loss, _waits, _speed, _mix, _left_out, _ledger, _streams, _rollouts, _ranges):
+    counting = () if view.is_outline else (_mix, _left_out, _ledger, _rollouts)  # some lines say nothing about totals
+    for check in (_state, _loss, _waits, _speed, *counting, _streams, _ranges):
         found += check(view, status)
     # A check of its own says more about a metric than its healthy range.
     said = {f.key for f in found if f.rule != "range"}
@@ -111,7 +110,7 @@ def recent_waits(view: RunView) -> tuple[dict[str, float], float, int]:
 def healthy_range(view: RunView, key: str) -> tuple[float, float] | None:
     """The healthy range of a metric: as declared, or as it follows from the config; None if it has none."""
     if key == _SINCE:
-        size = view.section("streams").get("num_streams_mixed", 8)
+        size = view.section("streams").get("num_streams_mixed")
         return (0.0, 5.0 * size) if isinstance(size, int) else None
     spec = view.spec(key)
     return spec.healthy if spec is not None else None
@@ -164,7 +163,7 @@ def _loss(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
         ended = bool(finite) and finite[-1]["step"] > missing[-1]["step"]
         yield Finding(
             rule="nan", key="train/loss", severity="warn" if ended else "bad", weight=1e7, step=first, title="The loss is not a number",
-            sentence=f"The loss is NaN or infinite in {many(len(missing), 'line')}, first at step {first:,}.",
+            sentence=f"The loss is NaN or infinite in {count_text(len(missing), 'line')}, first at step {first:,}.",
             remedy=f"Read the documents of step {first:,}; lower train.lr, or skip the steps: headrace run --resume {view.path} --run.skip {first}:{first + 1}",
         )  # fmt: skip
     _, norms = view.index.means("train/grad_norm")
@@ -251,7 +250,6 @@ def _mix(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
     if (
         everything <= 0
         or len(totals) < 2
-        or view.index.sketched
         or status["step"] < 20
         or any(e.get("event") == "weights" for e in view.events)
     ):
@@ -270,8 +268,8 @@ def _left_out(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
         count = int(view.index.total(key))
         if count:
             yield Finding(
-                rule="left_out", key=key, weight=100 + min(count, 100), title=f"{many(count, what)} could not be read",
-                sentence=f"{many(count, what)} of the sources could not be read and {'was' if count == 1 else 'were'} left out by policy (on_bad).",
+                rule="left_out", key=key, weight=100 + min(count, 100), title=f"{count_text(count, what)} could not be read",
+                sentence=f"{count_text(count, what)} of the sources could not be read and {'was' if count == 1 else 'were'} left out by policy (on_bad).",
                 remedy="The journal names each: headrace inspect RUN. Mend the files before the next run.",
             )  # fmt: skip
     padding, tokens = view.index.total("data/padding"), view.index.total("data/tokens")
@@ -369,7 +367,7 @@ def _rollouts(view: RunView, status: Mapping[str, Any]) -> Iterator[Finding]:
         if count:
             yield Finding(
                 rule="refused", key=key, weight=150, title=f"Rollouts are refused: {cause}",
-                sentence=f"{many(count, 'rollout')} could not become samples ({cause}).",
+                sentence=f"{count_text(count, 'rollout')} could not become samples ({cause}).",
                 remedy="The rollout viewer shows their errors.",
             )  # fmt: skip
 
@@ -404,19 +402,19 @@ def title_of(view: RunView, key: str) -> str:
         return known
     spec = view.spec(key)
     pattern = spec.key if spec is not None else key
-    parts, shape = key.split("/"), pattern.split("/")
-    varying = [p for p, s in zip(parts, shape, strict=False) if s.startswith("<")]
-    fixed = [p for p, s in zip(parts, shape, strict=False) if not s.startswith("<")]
-    last = fixed[-1] if len(fixed) > 1 else fixed[0] if fixed else key
-    words = (
-        [fixed[-2], last]
-        if last in ("seconds", "count", "mean", "std", "max", "min", "p50", "p99", "stale", "lru") and len(fixed) > 1
-        else [last]
-    )
+    varying = [p for p, s in zip(key.split("/"), pattern.split("/"), strict=False) if s.startswith("<")]
+    return key_words(pattern) + (f": {', '.join(varying)}" if varying else "")
+
+
+def key_words(pattern: str) -> str:
+    """The last part of a key in words, with the part before it where it is only a statistic."""
+    fixed = [part for part in pattern.split("/") if not part.startswith("<")] or [pattern]
+    words = fixed[-2:] if fixed[-1] in _STATISTICS else fixed[-1:]
     text = " ".join(words).replace("_", " ").replace(".", " ")
-    return (text[:1].upper() + text[1:]) + (f": {', '.join(varying)}" if varying else "")
+    return text[:1].upper() + text[1:]
 
 
+_STATISTICS = ("seconds", "count", "mean", "std", "max", "min", "p50", "p99", "stale", "lru")
 _TITLES = {
     "train/loss": "Loss",
     "reward/all/mean": "Reward",
@@ -432,11 +430,6 @@ _TITLES = {
     "loader/next/p50": "next(), median",
     "loader/next/max": "next(), slowest",
 }
-
-
-def many(count: int, what: str) -> str:
-    """`1 line`, `2 lines`."""
-    return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
 def _duration(seconds: float) -> str:

@@ -15,8 +15,8 @@ step on; the bucket in which that step lies is read again.
 A counter (Reduction.SUM) is indexed per step: its value divided by `steps_in_interval`. Otherwise the first line of a run, which covers one step,
 would look like a collapse beside lines that cover ten.
 
-A file of more than `SKETCH_BYTES` takes seconds to read whole. `sketch` shows it at once, from lines at evenly spaced offsets; `update` reads the
-file in slices, and `progress` is the share that was read.
+A long file takes seconds to read whole: `update` reads it in slices, and `progress` is the share that was read. Until it is 1, an index of
+lines at evenly spaced offsets (`sampled_lines`, `load`) shows the outline.
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ BUCKETS = 2048
 MAX_KEYS = 1500
 """Most keys that are indexed. Further keys of a file are only counted."""
 MAX_LINE = 1 << 20
-SKETCH_BYTES = 24 << 20
 RECENT = 1024
 """Newest lines that are kept whole, for findings and for clients that follow the run."""
 _READ = 4 << 20
 _MAX_BYTES = 4 << 30
-_SKETCH_LINES = 600
 _MAX_STEP = 1 << 53
 _RANGE_BYTES = 48 << 20
 """Most bytes of the file that are read again for one range of steps."""
@@ -150,7 +148,7 @@ class MetricsIndex:
     def __init__(
         self, path: Path, *, per_step: Callable[[str], bool] = lambda key: False, buckets: int = BUCKETS
     ) -> None:
-        """Nothing is read before `update` or `sketch`.
+        """Nothing is read before `update`.
 
         Args:
             path: The file. It need not exist yet.
@@ -161,7 +159,6 @@ class MetricsIndex:
         self._per_step = per_step
         self._buckets = buckets
         self._lock = threading.RLock()
-        self._is_counter: dict[str, bool] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -182,7 +179,6 @@ class MetricsIndex:
         self.damaged = 0
         """Number of torn or foreign lines."""
         self.recent: deque[Line] = deque(maxlen=RECENT)
-        self._sketch: dict[str, tuple[np.ndarray, np.ndarray]] | None = None
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -194,9 +190,7 @@ class MetricsIndex:
     @property
     def last_step(self) -> int:
         with self._lock:
-            if self._used:
-                return int(self._layout[self._used - 1, 1])
-            return int(self._sketch["step"][0][-1]) if self._sketch and len(self._sketch["step"][0]) else 0
+            return int(self._layout[self._used - 1, 1]) if self._used else 0
 
     def update(self, seconds: float = math.inf) -> bool:
         """Index what was appended, for at most about `seconds`; returns whether the end of the file was reached."""
@@ -330,7 +324,7 @@ class MetricsIndex:
                 self._columns[key] = np.tile(_EMPTY, (self._buckets, 1))
             there = ~np.isnan(values)
             if there.any():
-                drawn = values / spans if self._counter(key) else values
+                drawn = values / spans if self._per_step(key) else values
                 self._fill(self._columns[key], buckets[there], steps[there], drawn[there], values[there])
 
     def _room(self) -> int:
@@ -358,12 +352,6 @@ class MetricsIndex:
         column[touched, _TOTAL] += np.add.reduceat(raw, starts)
         column[touched, _COUNT] += sizes
 
-    def _counter(self, key: str) -> bool:
-        found = self._is_counter.get(key)
-        if found is None:
-            found = self._is_counter[key] = self._per_step(key)
-        return found
-
     def _merge(self) -> None:
         """Merge pairs of buckets and double the stride."""
         half = self._buckets // 2
@@ -381,37 +369,13 @@ class MetricsIndex:
 
     # ---------------------------------------------------------------------------------------- questions
 
-    def sketch(self) -> None:
-        """Read lines at evenly spaced offsets, so that curves of a long file can be drawn before it is indexed."""
-        records = sampled_lines(self.path, _SKETCH_LINES)
-        rising = _rising(records)
-        steps = np.array([r["step"] for r in rising], np.int64)
-        spans = _spans(rising)
-        found: dict[str, tuple[np.ndarray, np.ndarray]] = {"step": (steps, steps.astype(np.float64))}
-        for key in list(dict.fromkeys(k for r in rising for k in r))[:MAX_KEYS]:
-            values = _column(rising, key)
-            if key not in ("step", "time") and not np.isnan(values).all():
-                found[key] = steps, values / spans if self._counter(key) else values
-        with self._lock:
-            self._sketch = found
-            self._size = self._size or self.path.stat().st_size
-            if not self.recent:
-                self.recent.extend(rising[-1:])
-
-    @property
-    def sketched(self) -> bool:
-        """Whether curves come from the sketch, because the index is not complete."""
-        return self._sketch is not None and self.progress < 1.0
-
     def known_keys(self) -> list[str]:
         """Every key that has a number, in the order of first appearance."""
         with self._lock:
-            if self._sketch is not None and self.sketched:
-                return [k for k in dict.fromkeys((*self._columns, *self._sketch)) if k != "step"]
             return list(self._columns)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._columns or (self._sketch is not None and key in self._sketch and key != "step")
+        return key in self._columns
 
     def total(self, key: str) -> float:
         """Sum of a key over all lines."""
@@ -435,9 +399,6 @@ class MetricsIndex:
         with self._lock:
             column = self._columns.get(key)
             if column is None:
-                if self._sketch and key in self._sketch:
-                    steps, values = self._sketch[key]
-                    return steps[~np.isnan(values)], values[~np.isnan(values)]
                 return np.empty(0, np.int64), np.empty(0)
             there = np.flatnonzero(column[: self._used, _COUNT])
             return self._layout[there, 1].copy(), column[there, _SUM] / column[there, _COUNT]
@@ -463,8 +424,6 @@ class MetricsIndex:
         with self._lock:
             if first is not None or last is not None:
                 steps, values = self._between(key, first or 0, last if last is not None else _MAX_STEP)
-            elif self._sketch is not None and self.sketched and key in self._sketch:
-                steps, values = self._sketch[key]
             else:
                 steps, values = self._points(key, 0, self._used)
         return thinned(steps, values, points)
@@ -499,7 +458,7 @@ class MetricsIndex:
             found = [by_step[step] for step in sorted(by_step)]
             steps = np.array([r["step"] for r in found], np.int64)
             values = _column(found, key)
-            if self._counter(key):
+            if self._per_step(key):
                 values = values / _spans(found)
         else:
             steps, values = self._points(key, begin, end)
@@ -509,16 +468,9 @@ class MetricsIndex:
     def sampled(self, count: int) -> list[Line]:
         """At most about `count` whole lines, evenly spaced over the run, for charts that draw several keys of one line together."""
         with self._lock:
-            if len(self.recent) == self.lines and self.lines:
-                found = list(self.recent)
-            elif not self._used:
-                return sampled_lines(self.path, count) if self._sketch is not None else []
-            else:
-                picked = np.unique(np.linspace(0, self._used - 1, min(count, self._used)).astype(int))
-                with open_metrics(self.path) as handle:
-                    texts = [os.pread(handle.fileno(), 64 << 10, at) for at in self._layout[picked, 2].tolist()]
-                records = [parse_line(text.partition(b"\n")[0]) for text in texts]
-                found = _rising([r for r in (*records, *list(self.recent)[-1:]) if r is not None])
+            found = list(self.recent)
+            if len(found) < self.lines:
+                found = _rising([*sampled_lines(self.path, count), *found[-1:]])
         return found[:: max(math.ceil(len(found) / count), 1)]
 
     def after(self, line: int) -> list[Line]:

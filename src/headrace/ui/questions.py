@@ -2,7 +2,7 @@
 
 They are answered by `headrace.provenance`, as `headrace step`, `find` and `diff` answer them, in a worker process: one question at a time, at
 low priority, with a deadline. A question that passes its deadline ends the worker, and the next question starts another.
-This module is the only one of the page that imports `headrace.provenance`.
+This module is the only one of the page that imports `headrace.provenance.steps`, which imports torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -85,15 +86,16 @@ def _work(pipe: Connection) -> None:
     while True:
         question, arguments = orjson.loads(pipe.recv_bytes())
         try:
-            answer = _json({"answer": QUESTIONS[question](**arguments)})
+            answer = to_json({"answer": QUESTIONS[question](**arguments)})
         except HeadraceError as error:
-            answer = _json({"error": str(error)})
+            answer = to_json({"error": str(error)})
         except (OSError, ValueError, LookupError, TypeError, AssertionError, RecursionError, MemoryError) as error:
-            answer = _json({"error": f"the run's files make no sense: {type(error).__name__}: {error}"[:500]})
+            answer = to_json({"error": f"the run's files make no sense: {type(error).__name__}: {error}"[:500]})
         pipe.send_bytes(answer)
 
 
-def _json(value: Any) -> bytes:
+def to_json(value: Any) -> bytes:
+    """The value as JSON. orjson writes null for NaN."""
     return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY, default=str)
 
 
@@ -118,9 +120,9 @@ def _run(path: str) -> Any:
     return _opened["run"]
 
 
-def step(path: str, number: int, rank: int | None = None) -> dict[str, Any]:
+def step(path: str, number: int, rank: int | None = None) -> Any:
     """The documents of a step, as `headrace step` shows them."""
-    return _run(path).step(number, rank=rank, chars=_CHARS).to_dict()
+    return _run(path).step(number, rank=rank, chars=_CHARS)
 
 
 def tokens(path: str, sample: int) -> dict[str, Any]:
@@ -159,9 +161,9 @@ def token_texts(decode: Callable[[list[int]], str], ids: list[int]) -> list[str]
     return texts
 
 
-def find(path: str, source: str, row: int, file: str | None = None) -> dict[str, Any]:
+def find(path: str, source: str, row: int, file: str | None = None) -> Any:
     """The steps that saw a document, as `headrace find` shows them."""
-    return _run(path).find(source, row, file).to_dict()
+    return _run(path).find(source, row, file)
 
 
 def search(path: str, text: str, around: int) -> dict[str, Any]:
@@ -170,27 +172,27 @@ def search(path: str, text: str, around: int) -> dict[str, Any]:
     found, looked = [], []
     for number in range(max(around - _AROUND, 1), around + _AROUND + 1):
         try:
-            story = run.step(number, chars=20_000).to_dict()
+            documents = run.step(number, chars=20_000).documents
         except HeadraceError:
             if number == around:
                 raise
             continue
         looked.append(number)
-        for document in story["documents"]:
-            at = (document["text"] or "").lower().find(text.lower())
-            if at >= 0 and len(found) < 200:
-                found.append(document | {"step": number, "text": document["text"][max(at - 60, 0) : at + 120]})
+        for document in documents:
+            at = (document.text or "").lower().find(text.lower())
+            if document.text and at >= 0 and len(found) < 200:
+                found.append(asdict(document) | {"step": number, "text": document.text[max(at - 60, 0) : at + 120]})
     return {"steps": looked, "documents": found}
 
 
-def diff(a: str, b: str) -> dict[str, Any]:
+def diff(a: str, b: str) -> Any:
     """Where the data of two runs parts, as `headrace diff` shows it."""
     from headrace.provenance.diff import diff_runs
     from headrace.runs.recorded import recorded_run
 
-    return diff_runs(recorded_run(Path(a)), recorded_run(Path(b))).to_dict()
+    return diff_runs(recorded_run(Path(a)), recorded_run(Path(b)))
 
 
-QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
+QUESTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function for function in (step, tokens, find, search, diff)
 }

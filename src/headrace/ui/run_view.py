@@ -16,18 +16,15 @@ import os
 import re
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import orjson
-
 from headrace.errors import DataError, HeadraceError
-from headrace.files import decode_toml, read_json, read_regular, read_tail
+from headrace.files import decode_toml, json_objects, read_json, read_regular, read_tail
 from headrace.metrics import MetricSpec, Reduction, SpecBook, registered_specs
 from headrace.runtime.locks import lock_holder
-from headrace.ui.metrics_index import SKETCH_BYTES, Line, MetricsIndex, is_number, sampled_lines
+from headrace.ui.metrics_index import Line, MetricsIndex, is_number, sampled_lines
 
 T = TypeVar("T")
 _MAX_SMALL = 4 << 20
@@ -35,6 +32,8 @@ _MAX_EVENTS = 2000
 _MAX_RUNS = 500
 _LISTED_LINES = 120
 """Lines that are read of a run for the list of runs."""
+_OUTLINE_BYTES, _OUTLINE_LINES = 24 << 20, 600
+"""Of a longer file, this many lines are shown until it is read."""
 _MAX_VISITED = 20_000
 _MARKED = ("started", "resumed", "weights", "skipped", "stopped", "hole", "data_ended")
 """Events of the journal that are marked on the time axis."""
@@ -75,27 +74,15 @@ def find_runs(root: Path) -> dict[str, Path]:
     if not root.is_dir():
         raise DataError(f"{root} is not a folder; give a run's folder, or a folder of runs")
     found: dict[str, Path] = {}
-    level, visited = [root], 0
-    for _ in range(3):
-        below: list[Path] = []
-        for folder in level:
-            try:
-                with os.scandir(folder) as entries:
-                    names = sorted(
-                        e.name for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")
-                    )
-            except OSError:
-                continue
-            for name in names:
-                visited += 1
-                if visited > _MAX_VISITED or len(found) >= _MAX_RUNS:
-                    return found
-                path = folder / name
-                if _is_run(path):
-                    found[path.relative_to(root).as_posix()] = path
-                else:
-                    below.append(path)
-        level = below
+    for visited, (folder, names, _) in enumerate(os.walk(root)):
+        path = Path(folder)
+        if _is_run(path):
+            found[path.relative_to(root).as_posix()] = path
+            names.clear()
+        depth = len(path.relative_to(root).parts)
+        names[:] = sorted(name for name in names if depth < 3 and not name.startswith("."))
+        if visited >= _MAX_VISITED or len(found) >= _MAX_RUNS:
+            break
     return found
 
 
@@ -104,24 +91,18 @@ def _is_run(path: Path) -> bool:
 
 
 def cached_by_file(most: int) -> Callable[[Callable[[Path], T]], Callable[[Path], T]]:
-    """Decorator of a function of a file's path: it is called again only when size or time of the file changed. Keeps about `most` results."""
+    """Decorator of a function of a file's path: it is called again only when size or time of the file changed. Keeps `most` results."""
 
     def decorate(read: Callable[[Path], T]) -> Callable[[Path], T]:
-        known: dict[Path, tuple[tuple[int, int] | None, T]] = {}
+        remembered = functools.lru_cache(most)(lambda path, identity: read(path))
 
         @functools.wraps(read)
         def cached(path: Path) -> T:
             try:
                 status = path.stat()
-                identity = status.st_size, status.st_mtime_ns
             except OSError:
-                identity = None
-            found = known.get(path)
-            if found is None or found[0] != identity:
-                if len(known) >= most:
-                    known.clear()
-                found = known[path] = identity, read(path)
-            return found[1]
+                return remembered(path, None)
+            return remembered(path, (status.st_size, status.st_mtime_ns))
 
         return cached
 
@@ -142,25 +123,18 @@ def read_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def tail_lines(path: Path) -> Iterator[dict[str, Any]]:
+def tail_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON objects at the end of an append-only file. Torn and foreign lines are left out."""
     try:
-        lines = read_tail(path)
+        return list(json_objects(read_tail(path)))
     except (HeadraceError, OSError):
-        return
-    for line in lines:
-        try:
-            value = orjson.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value
+        return []
 
 
 @cached_by_file(32)
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The newest events of a journal."""
-    return list(deque(tail_lines(path), maxlen=_MAX_EVENTS))
+    return tail_lines(path)[-_MAX_EVENTS:]
 
 
 @cached_by_file(2 * _MAX_RUNS)
@@ -190,7 +164,8 @@ class RunView:
         self.run = run
         self.path = path
         self.book = book if book is not None else spec_book()
-        self.index = MetricsIndex(path / "metrics.jsonl", per_step=self.is_counter)
+        self._whole = self.index = MetricsIndex(path / "metrics.jsonl", per_step=self.is_counter)
+        """`index` is what the pages show: the index of the file or, until a long file is read, that of some of its lines."""
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------------------------------- metrics
@@ -208,24 +183,31 @@ class RunView:
         return spec is not None and spec.reduction is Reduction.SUM and not key.startswith(_GAUGES)
 
     def refresh(self, seconds: float = 0.2) -> None:
-        """Index what was appended, for at most about `seconds`. A long file is sketched first.
+        """Index what was appended, for at most about `seconds`. Of a long file some lines are read first.
 
         Returns without reading if another thread has been refreshing for half a second.
         """
         if not self._lock.acquire(timeout=0.5):
             return
         try:
-            size = (self.path / "metrics.jsonl").stat().st_size
-            if size > SKETCH_BYTES and self.index.lines == 0 and not self.index.sketched:
-                self.index.sketch()
-            else:
-                self.index.update(seconds)
+            path, whole = self._whole.path, self._whole
+            if self.index is whole and whole.lines == 0 and path.stat().st_size > _OUTLINE_BYTES:
+                outline = MetricsIndex(path, per_step=self.is_counter)
+                outline.load(sampled_lines(path, _OUTLINE_LINES))
+                self.index = outline
+            elif whole.update(seconds):
+                self.index = whole
         except (OSError, DataError):
             return  # not there yet, or not a file: pages say that there is no line
         finally:
             self._lock.release()
 
     # ------------------------------------------------------------------------------------------- the folder
+
+    @property
+    def is_outline(self) -> bool:
+        """Whether the pages show some lines of the file, because it is not read yet."""
+        return self.index is not self._whole
 
     @property
     def config(self) -> dict[str, Any]:
@@ -305,7 +287,7 @@ class RunView:
         return {
             "state": state, "holder": holder, "step": step, "steps": steps, "ranks": self.world_size, "started": started,
             "changed": _number(last.get("time")), "now": time.time(), "steps_per_second": pace, "seconds_left": left, "lines": self.index.lines,
-            "generation": self.index.generation, "progress": round(self.index.progress, 4), "sketched": self.index.sketched,
+            "generation": self.index.generation, "progress": round(self._whole.progress, 4), "sketched": self.is_outline,
             "resume": resume[:2000] if isinstance(resume := self.summary.get("resume"), str) else None, "path": str(self.path), "name": self.name, "kind": self.kind, "run": self.run,
             "damaged": self.index.damaged, "keys_left_out": self.index.keys_left_out,
         }  # fmt: skip

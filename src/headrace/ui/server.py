@@ -22,16 +22,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
-import orjson
-
 from headrace.errors import ConfigError, DataError, HeadraceError
 from headrace.ui import pages
-from headrace.ui.questions import Questions
+from headrace.ui.questions import Questions, to_json
 from headrace.ui.run_view import RunView, find_runs, spec_book
 
 if TYPE_CHECKING:
@@ -39,12 +36,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-ASSETS = files("headrace.ui") / "assets"
-_TYPES = {
-    "app.css": "text/css; charset=utf-8",
-    "charts.js": "text/javascript; charset=utf-8",
-    "app.js": "text/javascript; charset=utf-8",
-}
+ASSETS = Path(__file__).parent / "assets"
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
@@ -180,7 +172,8 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
     """
     from starlette.applications import Starlette
     from starlette.responses import Response, StreamingResponse
-    from starlette.routing import Route
+    from starlette.routing import Mount, Route
+    from starlette.staticfiles import StaticFiles
 
     runs = Runs(root)
     asked = questions if questions is not None else Questions()
@@ -189,7 +182,7 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
     makers = asyncio.Semaphore(4)
 
     def answered(value: Any, status: int = 200) -> Response:
-        return Response(_json(value), status, media_type="application/json")
+        return Response(to_json(value), status, media_type="application/json")
 
     async def made(make: Callable[[], Any]) -> Response:
         try:
@@ -208,15 +201,6 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
 
     def ask(view: RunView, question: str, **arguments: Any) -> Any:
         return asked.ask(question, path=view.path.resolve(), **arguments)
-
-    async def index(request: Request) -> Response:
-        return Response((ASSETS / "index.html").read_bytes(), media_type="text/html")
-
-    async def asset(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in _TYPES:
-            return Response("not found", 404)
-        return Response((ASSETS / name).read_bytes(), headers={"content-type": _TYPES[name]})
 
     async def all_runs(request: Request) -> Response:
         return await made(lambda: pages.runs(root, runs.book))
@@ -249,10 +233,10 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
             try:
                 yield b"retry: 3000\n\n"
                 state: Any = None
-                sketched = view.index.sketched
+                shown = view.index
                 while True:
                     await asyncio.to_thread(view.refresh, 1.0)
-                    if view.index.generation != generation or (sketched and not view.index.sketched):
+                    if view.index.generation != generation or view.index is not shown:
                         yield b"event: reload\ndata: {}\n\n"
                         return
                     status = view.status()
@@ -260,10 +244,10 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
                     if view.index.lines > line or now != state:
                         news = await asyncio.to_thread(pages.new_lines, view, line, keys)
                         line, state = view.index.lines, now
-                        yield b"event: lines\ndata: " + _json(news) + b"\n\n"
+                        yield b"event: lines\ndata: " + to_json(news) + b"\n\n"
                     else:
                         yield b": no news\n\n"
-                    await asyncio.sleep(0.05 if view.index.progress < 1 else _TICK)
+                    await asyncio.sleep(0.05 if status["progress"] < 1 else _TICK)
             finally:
                 following -= 1
 
@@ -294,15 +278,13 @@ def make_app(root: Path, *, hosts: frozenset[str], token: str | None = None, que
         await asyncio.to_thread(asked.close)
 
     app = Starlette(
-        routes=[Route("/", index), *(Route(path, answer) for path, answer in routes.items()), Route("/{name}", asset)],
+        routes=[
+            *(Route(path, answer) for path, answer in routes.items()),
+            Mount("/", StaticFiles(directory=ASSETS, html=True)),
+        ],
         lifespan=lifespan,
     )
     return Guard(app, hosts=hosts, token=token)
-
-
-def _json(value: Any) -> bytes:
-    """The value as JSON. orjson writes null for NaN."""
-    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY, default=str)
 
 
 # ------------------------------------------------------------------------------------------------------- serve

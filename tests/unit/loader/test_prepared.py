@@ -28,11 +28,8 @@ class Quiet:
     def __init__(self):
         self.said = []
 
-    def began(self, data, workers, resumed):
-        self.said.append("resumed" if resumed else "began")
-
-    def progress(self, progress):
-        assert progress.rows <= progress.total_rows
+    def progress(self, line, done, total):
+        assert done <= total
 
     def notice(self, sentence):
         self.said.append(sentence)

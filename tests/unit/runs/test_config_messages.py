@@ -86,8 +86,7 @@ prefetch_batches = 4
         ("[train]\nbetas = [0.9]", "train.betas.1: missing, expected a number"),
         ("[train]\nbetas = [0.9, 0.9, 0.9]", "train.betas: expected an array of 2 numbers such as [0.9, 0.95], found an ar"),
         ("[[train]]\nlr = 1.0", "train: expected one table, write [train] in place of [[train]]"),
-        ("[text]\nseq_len = 8\ncontext_len = 8", "run.toml:5: text.context_len: is another name of seq_len, which is set"),
-        ("[text]\ncontext_len = 1", "text.context_len: must be at least 2 and at most 2**24, found 1"),
+        ("[text]\ncontext_len = 8", "run.toml:4: text.context_len: unknown key, did you mean seq_len?"),
         ("[text]\nseq_len = 4194304\nwindow_blocks = 64", "run.toml:5: text.window_blocks: a window of 64 blocks of 2**22 tokens is packed in memory"),
     ],
 )  # fmt: skip

@@ -41,7 +41,6 @@ def test_override_beats_environment_beats_file_beats_default(tmp_path):
     assert config_of(tmp_path, text).text.seq_len == 100
     assert config_of(tmp_path, text, env=env).text.seq_len == 200
     assert config_of(tmp_path, text, "--text.seq_len", "300", env=env).text.seq_len == 300
-    assert config_of(tmp_path, text, "--text.context_len", "400", env=env).text.seq_len == 400
 
 
 def test_only_the_named_variables_are_read_and_empty_ones_count_as_unset(tmp_path):

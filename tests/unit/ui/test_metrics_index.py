@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import DataError
 from headrace.ui.metrics_index import MAX_KEYS, MetricsIndex, sampled_lines
+from headrace.ui.run_view import RunView
 
 
 def written(path: Path, lines: list[dict]) -> Path:
@@ -141,20 +142,21 @@ def test_a_file_that_was_replaced_or_cut_is_read_anew(tmp_path):
     assert index.curve("x") == {"steps": [1], "values": [7.0]}
 
 
-def test_a_sketch_shows_the_outline_and_the_index_takes_over(tmp_path):
+def test_some_lines_of_a_long_file_are_shown_until_it_is_read(tmp_path, monkeypatch):
     file = written(
-        tmp_path / "m.jsonl", [{"step": s, "x": math.sin(s / 3000), "pad": "p" * 900} for s in range(1, 20_001)]
+        tmp_path / "metrics.jsonl", [{"step": s, "x": math.sin(s / 3000), "pad": "p" * 900} for s in range(1, 20_001)]
     )
-    index = MetricsIndex(file)
-    index.sketch()
-    outline = index.curve("x", points=400)
-    assert index.sketched
+    view = RunView("run", tmp_path)
+    monkeypatch.setattr("headrace.ui.run_view._OUTLINE_BYTES", 1 << 20)
+    view.refresh()
+    outline = view.index.curve("x", points=400)
+    assert view.status()["sketched"]
     assert outline["steps"][0] == 1
     assert outline["steps"][-1] == 20_000
     assert max(outline["values"]) == pytest.approx(1.0, abs=0.01)
-    index.update()
-    assert not index.sketched
-    assert index.lines == 20_000
+    view.refresh(60)
+    assert not view.status()["sketched"]
+    assert view.index.lines == 20_000
     assert len(sampled_lines(file, 50)) in range(40, 60)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from headrace.errors import ConfigError, DataError
-from headrace.ui import find_problems, page_html, pages, read_run, write_page, write_picture
+from headrace.errors import DataError
+from headrace.ui import find_problems, page_html, pages, read_run, write_page
 from headrace.ui.run_view import RunView, find_runs
 
 A = "stream_mixing/active"
@@ -309,18 +309,6 @@ def test_a_folder_of_damaged_runs_is_listed_and_shown(tmp_path):
     for make in (pages.overview, pages.metrics, pages.config, pages.streams, pages.spool, pages.rl):
         json.dumps(make(view))
     assert listed["deep/bad"]["step"] == 0
-
-
-def test_a_picture_has_the_panels_asked_for(tmp_path):
-    wrong = {"stream_mixing/picks/atac": 0, "stream_mixing/picks/rna": 1}
-    heights = []
-    for name, changed in (("plain", {}), ("told", wrong)):
-        view = read_run(a_run(tmp_path / name, [stream_line(s, **changed) for s in range(1, 30)]))
-        assert write_picture(view, tmp_path / "p.png", keys=["picks/", "train/loss"]) == 2
-        heights.append(int.from_bytes((tmp_path / "p.png").read_bytes()[20:24]))
-    assert heights[0] < heights[1], "findings stand below the panels"
-    with pytest.raises(ConfigError, match=r"no panel of .* contains 'nonsense'"):
-        write_picture(view, tmp_path / "p.png", keys=["nonsense"])
 
 
 def test_what_is_no_run_is_a_sentence(tmp_path):

@@ -184,6 +184,11 @@ class JobConfig(Section):
     def check_world_size(self, world: int) -> None:
         """Raise ConfigError for a number of ranks that cannot share the run. Here: any number can."""
 
+    @staticmethod
+    def ranks_that_divide(number: int) -> str:
+        """The numbers of ranks that divide `number`, for a message."""
+        return ", ".join(map(str, divisors(number)))
+
     def resolved(self) -> dict[str, Any]:
         """Every key with its value, as plain JSON values."""
         return self.model_dump(mode="json")

@@ -30,7 +30,6 @@ from pydantic import BaseModel, ValidationError
 from headrace.errors import ConfigError, FileCorrupt, StorageError, found_text, shortened
 from headrace.runs.config.base import JobConfig
 from headrace.runs.config.messages import (
-    ALIASES,
     KeyShape,
     Origin,
     Report,
@@ -152,7 +151,6 @@ class _Layers:
             key: Origin(layer="file", place=line, label=f"{printable(path)}:{line}") for key, line in lines.items()
         }
         self.report = Report(origins, start=Origin(layer="file", place=1, label=f"{printable(path)}:1"))
-        self._resolve_aliases()
         for index, table in enumerate(self._source_tables()):
             self._lift_options(index, table, replaces=False)
 
@@ -185,7 +183,7 @@ class _Layers:
             if not name.startswith("--") or not all(parts):
                 self.report.add((), "expected an override such as --train.lr 3e-4", origin)
                 continue
-            path: KeyPath = ALIASES.get(tuple(parts), tuple(parts))
+            path: KeyPath = tuple(parts)
             self._put(path, True if text is None else _parsed(text, path, self.root), origin)
             for index, table in enumerate(self._source_tables()):
                 if self.report.origin_of(("source", index, "spec")) is origin:
@@ -230,20 +228,6 @@ class _Layers:
         example = f"count from 0, as in --{dotted((*done, 0, *rest))}"
         self.report.add(path, f"no {dotted(done)} {found_text(str(part))}, {numbers}; {example}", origin)
         return None
-
-    def _resolve_aliases(self) -> None:
-        """Move the values of second names to the keys they mean."""
-        for (name, alias), path in ALIASES.items():
-            table = self.values.get(str(name))
-            if not isinstance(table, dict) or alias not in table:
-                continue
-            origin, value = self.report.origin_of((name, alias)), table.pop(alias)
-            if path[1] in table:
-                what = f"is another name of {path[1]}, which is set too; keep one of the two"
-                self.report.add((name, alias), what, origin)
-            else:
-                table[path[1]] = value
-                self.report.origins[path] = replace(origin, written=dotted((name, alias)))
 
     def _source_tables(self) -> list[Any]:
         sources = self.values.get("source")

@@ -28,8 +28,6 @@ from headrace.runs.config.base import JobConfig, OneOf, toml_text
 from headrace.runs.config.schema import NO_SOURCE, RunConfig
 from headrace.runs.config.toml_positions import KeyPath
 
-ALIASES: dict[KeyPath, KeyPath] = {("text", "context_len"): ("text", "seq_len")}
-"""Second names of keys."""
 _MAX_PROBLEMS = 100
 """Problems that are listed; the nearest names of more would take seconds to find."""
 _ARRAYS = ("source", "env")
@@ -54,7 +52,7 @@ _ORCHESTRATOR = {
 _OTHER_TRAINERS = {
     "save_every": "checkpoint_every", "save_steps": "checkpoint_every", "save_interval": "checkpoint_every", "checkpoint_interval": "checkpoint_every",
     "save_total_limit": "keep_checkpoints", "logging_steps": "log_every", "log_interval": "log_every", "max_steps": "steps", "max_iters": "steps",
-    "learning_rate": "lr", "block_size": "seq_len", "max_seq_len": "seq_len", "output_dir": "dir", "num_workers": "tokenizer_workers",
+    "learning_rate": "lr", "block_size": "seq_len", "max_seq_len": "seq_len", "output_dir": "dir", "num_workers": "tokenizer_workers", "context_len": "seq_len",
 }  # fmt: skip
 """The keys here that mean what other trainers call by another name; a comparison of letters would find a wrong one."""
 
@@ -198,15 +196,11 @@ def _unknown_key(path: KeyPath, found: object, values: Mapping[str, Any], root: 
 
 
 def _keys_by_table(root: type[BaseModel]) -> dict[str, tuple[str, ...]]:
-    """The keys of every table, second names included."""
-    keys = {
+    """The keys of every table."""
+    return {
         table: tuple(KeyShape.at((table, 0), root).table_keys or KeyShape.at((table,), root).table_keys)
         for table in root.model_fields
     }
-    for table, alias in ALIASES:
-        if table in keys:
-            keys[str(table)] += (str(alias),)
-    return keys
 
 
 def _header(table: str) -> str:

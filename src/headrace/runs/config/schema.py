@@ -37,14 +37,10 @@ from headrace.runs.config.base import (
     Text,
     array,
     default_of,
-    divisors,
     unique_names,
 )  # fmt: skip
-from headrace.settings import MAX_WINDOW_TOKENS, Exhausted, LoaderSettings, PackStrategy, TextSettings
+from headrace.settings import MAX_WINDOW_TOKENS, TXT_SPLITS, Exhausted, LoaderSettings, PackStrategy, TextSettings
 from headrace.train.settings import TrainSettings
-
-TXT_SPLITS = ("file", "paragraph", "line")
-"""Units that a txt source can be split into. The copy in `sources.spec` would import numpy."""
 
 
 def _refuse_few_labels(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -363,10 +359,9 @@ class RunConfig(JobConfig):
         batch = self.loader.global_batch_size
         if world >= 1 and batch % world == 0:
             return
-        fitting = ", ".join(map(str, divisors(batch)))
         raise ConfigError(
             f"loader.global_batch_size: {world} ranks cannot share a global batch of {batch}, because the number of ranks must "
-            f"divide it; start {fitting} ranks, or change loader.global_batch_size"
+            f"divide it; start {self.ranks_that_divide(batch)} ranks, or change loader.global_batch_size"
         )
 
     def _hashed_tables(self) -> dict[str, Any]:

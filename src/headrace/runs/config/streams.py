@@ -17,17 +17,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from headrace.errors import ConfigError
 from headrace.ledger.settings import EvictionMode, LedgerSettings
 from headrace.mix import BatchingMode, MixSettings, PickMode, Queue
-from headrace.runs.config.base import (
-    JobConfig,
-    Name,
-    OneOf,
-    OptimiserSection,
-    Section,
-    Text,
-    array,
-    default_of,
-    divisors,
-)  # fmt: skip
+from headrace.runs.config.base import JobConfig, Name, OneOf, OptimiserSection, Section, Text, array, default_of
 from headrace.settings import LoaderSettings
 
 
@@ -172,5 +162,5 @@ class StreamsConfig(JobConfig):
         if self.streams.batching_mode == "device_per_stream" and lanes % world:
             raise ConfigError(
                 f"streams.lanes: {world} ranks cannot share {lanes} lanes, because the number of ranks must divide them; start "
-                f"{', '.join(map(str, divisors(lanes)))} ranks, or change streams.lanes (that may be done at a resume)"
+                f"{self.ranks_that_divide(lanes)} ranks, or change streams.lanes (that may be done at a resume)"
             )

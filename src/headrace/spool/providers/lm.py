@@ -5,7 +5,7 @@ cursor is that loader's state. What the loader counts for a batch (its digest, t
 first row and is 0 in the others. Summed over the ranks of a step it is what a run without a spool counts, so digests, losses and reports are
 the same. Each row also holds its source and window, so the provenance record is that of a run without a spool.
 
-`headrace.runs.spool_loader` reads these files for a run.
+`headrace.runs.spool_plan` reads these files for a run.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.ui.findings import title_of
+from headrace.ui.findings import key_words, title_of
 from headrace.ui.pages.page_parts import POINTS, chart, findings, header, is_drawn
 from headrace.ui.run_view import RunView
 
@@ -72,10 +72,8 @@ def curves(
 def _family_title(view: RunView, family: str, keys: Sequence[str]) -> str:
     if len(keys) == 1:
         return title_of(view, keys[0])
-    words = [w for w in family.split("/") if not w.startswith("<")]
-    text = " ".join(words[-2:] if words[-1] in ("seconds", "count") else words[-1:]).replace("_", " ").replace(".", " ")
     varying = [w.strip("<>") for w in family.split("/") if w.startswith("<")]
-    return text[:1].upper() + text[1:] + (f" by {', '.join(varying)}" if varying else "")
+    return key_words(family) + (f" by {', '.join(varying)}" if varying else "")
 
 
 def _group(family: str) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.ui.findings import many, recent_lines, recent_waits
+from headrace.errors import count_text
+from headrace.ui.findings import recent_lines, recent_waits
 from headrace.ui.metrics_index import is_number
 from headrace.ui.pages.page_parts import BARS, bars, chart, facts, findings, header, steps_of, verdict
 from headrace.ui.run_view import SPEEDS, RunView
@@ -67,5 +68,5 @@ def _figures(view: RunView) -> list[dict[str, Any]]:
         note = f"mostly {name}" if seconds / total > 0.005 else f"of the last {steps:,} steps"
         add("Exposed wait", "waits/exposed/seconds", 100 * sum(waits.values()) / total, "%", note)
         mean = 1000 * total / max(steps, 1) / max(view.world_size, 1)
-        add("Step time", "step/seconds", mean, "ms", f"mean over {many(len(recent_lines(view)), 'line')}")
+        add("Step time", "step/seconds", mean, "ms", f"mean over {count_text(len(recent_lines(view)), 'line')}")
     return found

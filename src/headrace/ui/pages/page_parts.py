@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def spool_folder(view: RunView) -> Path | None:
 
 def findings(view: RunView, status: dict[str, Any]) -> list[dict[str, Any]]:
     """The problems of a run, the worst first."""
-    return [finding.to_dict() for finding in find_problems(view, status)]
+    return [asdict(finding) for finding in find_problems(view, status)]
 
 
 def verdict(status: dict[str, Any], problems: Sequence[dict[str, Any]]) -> dict[str, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import DataError, HeadraceError
+from headrace.provenance.rollouts import arrival_logs
 from headrace.rollouts.arrival_log import Arrival, read_arrivals
 from headrace.ui.metrics_index import is_number
 from headrace.ui.pages.page_parts import BARS, POINTS, bars, chart, charts, findings, header
 from headrace.ui.run_view import RunView, cached_by_file, tail_lines
 
-_LOG = re.compile(r"step_(\d{1,15})\.log", re.ASCII)
 _MAX_LOG = 1 << 30
 """Most bytes of a log that is read."""
 _MAX_ROLLOUTS = 1024
@@ -52,7 +50,7 @@ def rl(view: RunView) -> dict[str, Any]:
     found = header(view)
     return found | {
         "rewards": [_reward(view, env) for env in envs], "charts": drawn, "findings": findings(view, found["status"]),
-        "lines": bars(view, view.index.sampled(BARS)), "steps": _rollout_steps(view), "groups": _groups(view), "answers": _answers(view),
+        "lines": bars(view, view.index.sampled(BARS)), "steps": list(arrival_logs(view.path))[-5000:], "groups": _groups(view), "answers": _answers(view),
     }  # fmt: skip
 
 
@@ -78,21 +76,6 @@ def _answers(view: RunView) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------ arrival logs
 
 
-def _arrival_logs(view: RunView) -> dict[int, Path]:
-    """Logs of finished rollouts by the run's step: batch n makes step n + 1. Unless the run keeps them, logs that a checkpoint covers are deleted."""
-    folder = view.path / "arrivals"
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return {}
-    return {int(match[1]) + 1: folder / name for name in names if (match := _LOG.fullmatch(name))}
-
-
-def _rollout_steps(view: RunView) -> list[int]:
-    """Steps whose rollouts can be read."""
-    return sorted(_arrival_logs(view))[-5000:]
-
-
 def _arrivals(path: Path) -> Iterator[Arrival]:
     """The records of a log. FileCorrupt at a damaged record, DataError if the log is larger than a page reads."""
     size = path.lstat().st_size
@@ -103,7 +86,7 @@ def _arrivals(path: Path) -> Iterator[Arrival]:
 
 def rollouts(view: RunView, step: int) -> dict[str, Any]:
     """The rollouts of a step as they arrived: task, environment, reward, turns."""
-    path = _arrival_logs(view).get(step)
+    path = arrival_logs(view.path).get(step)
     if path is None:
         raise DataError(
             f"{view.path} has no rollouts of step {step}: they are deleted once a checkpoint covers the step"
@@ -129,7 +112,12 @@ def rollouts(view: RunView, step: int) -> dict[str, Any]:
             one["advantage"] = 0.0 if equal else one["reward"] - sum(group) / len(group)
             one["filters"] = ["zero_advantage"] if equal and drops_equal else []
     found.sort(key=lambda one: (one["env_name"], one["example_id"], one["draw"]))
-    return header(view) | {"step": step, "rollouts": found, "steps": _rollout_steps(view), "damaged": damaged}
+    return header(view) | {
+        "step": step,
+        "rollouts": found,
+        "steps": list(arrival_logs(view.path))[-5000:],
+        "damaged": damaged,
+    }
 
 
 def _rollout(arrival: Arrival) -> dict[str, Any]:
@@ -156,7 +144,11 @@ def _groups(view: RunView) -> list[dict[str, Any]]:
     envs = view.config.get("env")
     envs = [env for env in envs if isinstance(env, dict)] if isinstance(envs, list) else []
     sizes = {str(env.get("name")): env.get("group_size") for env in envs}
-    wanted, trained, logs = view.section("rollouts").get("groups_per_step"), view.index.last_step, _arrival_logs(view)
+    wanted, trained, logs = (
+        view.section("rollouts").get("groups_per_step"),
+        view.index.last_step,
+        arrival_logs(view.path),
+    )
     found = []
     for step in sorted(logs, reverse=True)[:_GROUP_STEPS]:
         members, failed, damaged = _members(logs[step])

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from headrace.errors import HeadraceError
+from headrace.errors import DataError, HeadraceError
 from headrace.files import read_json
+from headrace.mix import MixPlan, StreamTable
 from headrace.ui.metrics_index import thinned
 from headrace.ui.pages.page_parts import POINTS, chart, charts, findings, header
 from headrace.ui.run_view import RunView
@@ -87,21 +88,17 @@ def _pool(view: RunView) -> dict[str, Any]:
     return {"slices": newest, "lanes": lanes, "slots": plan.settings.slots, "first": first, "last": last}
 
 
-def _plan(view: RunView) -> Any:
+def _plan(view: RunView) -> MixPlan:
     """The run's plan at its first step. Raises where streams.json or the config is missing or damaged."""
-    from headrace.mix import MixPlan, MixSettings, StreamTable
+    from headrace.runs.config.loading import load_any_config
+    from headrace.runs.config.streams import StreamsConfig
+    from headrace.runs.streams import mix_plan
 
+    config = load_any_config(view.path / "config.toml", env={})
+    if not isinstance(config, StreamsConfig):
+        raise DataError("config.toml describes another kind of run")
     listing = read_json(view.path / "streams.json", 64 << 20)
-    section = view.section("streams")
     names = tuple(str(file["name"]) for file in listing)
     modalities = tuple(name.partition("/")[0] if "/" in name else name for name in names)
-    ranks = int(section.get("global_ranks", 1))
-    rolls = section.get("batching_mode") == "device_per_stream"
-    return MixPlan(
-        StreamTable(paths=names, rows=tuple(int(file["rows"]) for file in listing), modalities=modalities),
-        MixSettings(
-            batch_size={m: section.get("batch_sizes", {}).get(m, section["batch_size"]) for m in set(modalities)},
-            slots=int(section["num_streams_mixed"]), seed=int(view.section("run").get("seed", 0)), queue=section["queue"], pick_mode=section["pick_mode"],
-            batching_mode=section["batching_mode"], global_ranks=ranks, lanes=int(section.get("lanes") or ranks) if rolls else 1,
-        ),
-    )  # fmt: skip
+    rows = tuple(int(file["rows"]) for file in listing)
+    return mix_plan(config, StreamTable(paths=names, rows=rows, modalities=modalities))
