@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.formats.byte_file import RawFile
-from headrace.formats.lines import JsonLines, TextLines, default_chunk_bytes
+from headrace.formats.lines import JsonLines, TextLines
 from headrace.sources import OpenSource, Source, open_source
 from headrace.sources import packed as unpacking
 
@@ -108,7 +108,7 @@ def main() -> None:
 
         def scan(reader: TextLines) -> None:
             with RawFile(path) as file:
-                reader.scan(file, default_chunk_bytes(size))
+                reader.scan(file, reader.chunk_bytes(size))
 
         bare = best_of(lambda: bare_read(path))
         jsonl = JsonLines(text_key="text")

@@ -147,7 +147,8 @@ class RawFile(ByteFile):
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise DataError(_not_regular(self.path, status.st_mode))
+                kind = file_kind(status.st_mode)
+                raise DataError(f"{self.path} is {kind}; a source reads regular files (name regular files only)")
             self.size, self.version = status.st_size, status.st_mtime_ns
             if self._expected is not None and self.size != self._expected:
                 raise DataChanged(
@@ -233,12 +234,6 @@ _KINDS = {
 def file_kind(mode: int) -> str:
     """Return what a file that is no regular one is, for messages."""
     return _KINDS.get(stat.S_IFMT(mode), "no regular file")
-
-
-def _not_regular(path: Path | str, mode: int) -> str:
-    kind = file_kind(mode)
-    remedy = "allow_symlinks = true lets it through" if kind == "a symbolic link" else "name regular files only"
-    return f"{path} is {kind}; a source reads regular files ({remedy})"
 
 
 def _reason(error: OSError) -> str:
