@@ -8,8 +8,8 @@ every number would be copied to reach a process.
 
 A process has one rollout at a time, so the rollout that it died over is known. That rollout is given to a new process,
 `retries` times at most, and is then refused under the cause `worker`; other rollouts are not affected. Samples are written when an answer is whole,
-so none is lost or written twice. A process that has not answered within `deadline` seconds, or within half of the time that the rollout's step has left, is
-killed: the other half is for the next try. The kill also ends a blocked write into the pipe of a stopped process. Values and arrays cross the
+so none is lost or written twice. A process that has not answered within `deadline` seconds, or within a quarter of the time that the rollout's step has left, is
+killed: the rest is for further tries. The kill also ends a blocked write into the pipe of a stopped process. Values and arrays cross the
 pipes; nothing is pickled.
 """
 
@@ -149,7 +149,7 @@ class RolloutProcesses:
 
     def _asked(self, worker: WorkerProcess, question: tuple[Any, Any], until: float) -> _Answer:
         _wait_until_ready(worker)
-        seconds = min(self.deadline, max(0.5, (until - time.monotonic()) / 2))
+        seconds = min(self.deadline, max(0.5, (until - time.monotonic()) / 4))
         overdue = threading.Timer(seconds, _kill_overdue, (worker, seconds))
         overdue.daemon = True
         overdue.start()
