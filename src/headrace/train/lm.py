@@ -42,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded, HeadraceError, WorkerDied
 from headrace.metrics import Wait, phase
 from headrace.runtime.processors import usable_processors
+from headrace.train.adamw import AdamW
 from headrace.train.gpt import GPT, IGNORED, GPTConfig, init_parameters
 from headrace.train.settings import TrainSettings
 
@@ -280,7 +281,7 @@ class LMTrainer:
         return model_sha256(self.model)
 
 
-def saved_arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+def saved_arrays(model: nn.Module, optimizer: AdamW) -> dict[str, np.ndarray]:
     """Copies of the parameters, and of the moments of those that the optimiser has stepped, by their names in a checkpoint."""
     arrays: dict[str, np.ndarray] = {}
     for name, parameter in model.named_parameters():
@@ -291,9 +292,7 @@ def saved_arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 @torch.no_grad()
-def load_arrays(
-    model: nn.Module, optimizer: torch.optim.Optimizer, arrays: Mapping[str, np.ndarray], steps: int
-) -> None:
+def load_arrays(model: nn.Module, optimizer: AdamW, arrays: Mapping[str, np.ndarray], steps: int) -> None:
     """Restore what `saved_arrays` returned, after the optimiser had taken so many steps."""
     optimizer.state.clear()
     for name, parameter in model.named_parameters():
@@ -313,12 +312,12 @@ def model_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], settings: TrainSettings) -> torch.optim.AdamW:
+def make_optimizer(parameters: Iterable[nn.Parameter], settings: TrainSettings) -> AdamW:
     """AdamW; matrices decay, norms do not."""
     parameters = list(parameters)
     decayed = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay}
     others = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
-    return torch.optim.AdamW([decayed, others], lr=settings.lr, betas=settings.betas, fused=True)
+    return AdamW([decayed, others], lr=settings.lr, betas=settings.betas)
 
 
 def require_group(rank: int, world_size: int) -> None:

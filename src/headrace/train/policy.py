@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from headrace.metrics import Wait, phase
 from headrace.rollouts.batch_files import TrainingBatch
+from headrace.train.adamw import AdamW
 from headrace.train.gpt import GPT, GPTConfig, init_parameters
 from headrace.train.lm import (
     described,
@@ -95,9 +96,8 @@ class PolicyTrainer:
         if isinstance(self.model, GPT):
             init_parameters(self.model, settings.seed)
         self._reference: GPT | HFPolicy | None = None
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
-        )  # fmt: skip
+        group = {"params": self.model.parameters(), "weight_decay": settings.weight_decay}
+        self.optimizer = AdamW([group], lr=settings.lr, betas=settings.betas)
         self.steps_taken = 0
 
     def start_from(self, weights: Mapping[str, np.ndarray]) -> None:
