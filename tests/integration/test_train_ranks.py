@@ -221,6 +221,6 @@ def test_leaving_the_group_ends_its_threads_while_trainers_are_still_alive(three
 
 
 if __name__ == "__main__":
-    make_trainer()  # torch.optim imports another 800 modules at its first use; once is enough
+    make_trainer()  # what it imports at its first use is imported once, before the forks
     for role, world_size in ((train_and_then_lose_a_peer, 2), (train_straight_and_resumed, 3)):
         fork_ranks(role, world_size, Path(sys.argv[1]) / role.__name__)
