@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from headrace.batch import BatchSpec, lm_batch_spec
 from headrace.errors import ConfigError, DeadlineExceeded
 from headrace.loader.batch_fill import BatchFill
+from headrace.loader.state import LoaderState
 from headrace.metrics import Histogram, Meter, MetricSpec, Reduction, register
 from headrace.runtime.buffers import TensorMemory
 from headrace.settings import LoaderSettings
@@ -264,6 +265,22 @@ class LoaderPlan(ABC, Generic[S]):
         changed: dict[str, int | float] = {k: v - self._drained.get(k, 0) for k, v in totals.items()}
         self._drained = totals
         return changed if any(changed.values()) else {}
+
+
+class PackedTextPlan(LoaderPlan[LoaderState]):
+    """Packed text, made here or read from a spool: some of its steps are passed over."""
+
+    @property
+    def delivered_steps(self) -> int:
+        return self.state.delivered_steps
+
+    @property
+    def skipped(self) -> list[list[int]]:
+        return [[a + 1, b + 1] for a, b in self.state.skipped]
+
+    @property
+    def empty_steps(self) -> int:
+        return self.state.empty_steps
 
 
 def batch_fill(settings: LoaderSettings, seq_len: int, pad_id: int) -> BatchFill:

@@ -21,7 +21,7 @@ from headrace.loader.batch_fill import COUNTS
 from headrace.loader.dataset import TextDataset
 from headrace.loader.ends import AloneEnds, Ends, ReplayEnds, Share, StoreEnds
 from headrace.loader.lanes import LEFT_OUT, BatchPlan, LanePlan, LaneState, LaneTable, WeightChange
-from headrace.loader.loader_plan import BatchMaker, LoaderPlan, Rank, States, batch_fill
+from headrace.loader.loader_plan import BatchMaker, PackedTextPlan, Rank, States, batch_fill
 from headrace.loader.pool import WindowPool, WindowSupply
 from headrace.loader.state import LoaderState, accepts_data, load_states, merge_states, saved_sizes
 from headrace.loader.windows import Piece
@@ -116,7 +116,7 @@ class _FlownStep(NamedTuple):
     passed: tuple[PassedStep, ...]
 
 
-class TextPlan(LoaderPlan[LoaderState]):
+class TextPlan(PackedTextPlan):
     """Packed text. The state is that of the lanes that the rank follows."""
 
     patience = 2
@@ -271,18 +271,6 @@ class TextPlan(LoaderPlan[LoaderState]):
     @property
     def step_digest(self) -> str:
         return str(Digest() if self._last is None else Digest(self._last[1]))
-
-    @property
-    def delivered_steps(self) -> int:
-        return self.state.delivered_steps
-
-    @property
-    def skipped(self) -> list[list[int]]:
-        return [[a + 1, b + 1] for a, b in self.state.skipped]
-
-    @property
-    def empty_steps(self) -> int:
-        return self.state.empty_steps
 
     def left_out(self) -> dict[str, int]:
         return dict(zip(LEFT_OUT, self._left_out, strict=True)) | {"bad_shards": self._bad_shards}

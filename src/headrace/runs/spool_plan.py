@@ -21,7 +21,7 @@ import numpy as np
 
 from headrace.errors import ConfigError, CursorMismatch, EndOfData
 from headrace.loader import MixChange
-from headrace.loader.loader_plan import BatchMaker, LoaderPlan, Rank, States
+from headrace.loader.loader_plan import BatchMaker, PackedTextPlan, Rank, States
 from headrace.loader.state import LoaderState, merge_rank_states
 from headrace.loader.weight_text import weights_asked_for
 from headrace.metrics import Meter, Wait, default_meter
@@ -121,7 +121,7 @@ class _RecordedStep(NamedTuple):
     origin: np.ndarray
 
 
-class SpoolPlan(LoaderPlan[LoaderState]):
+class SpoolPlan(PackedTextPlan):
     """Reads a spool. Nothing is made ahead here: the consumer reads files ahead, and its position is part of the state."""
 
     data: SpoolData
@@ -261,18 +261,6 @@ class SpoolPlan(LoaderPlan[LoaderState]):
     @property
     def step_digest(self) -> str:
         return str(self._step_digest)
-
-    @property
-    def delivered_steps(self) -> int:
-        return self.state.delivered_steps
-
-    @property
-    def skipped(self) -> list[list[int]]:
-        return [[a + 1, b + 1] for a, b in self.state.skipped]
-
-    @property
-    def empty_steps(self) -> int:
-        return self.state.empty_steps
 
     def drain_flight(self) -> dict[str, Any] | None:
         steps, self._flight, size = self._flight, [], self.size
