@@ -549,7 +549,7 @@ def read_cursor(path: Path) -> Any:
     return inspect_path(path)
 
 
-target("inspect: .pt", "a.pt", legacy_pt)(read_cursor)
+target("inspect: .pt", "a.pt", batch_file)(read_cursor)
 target("inspect: container", "a.safetensors", container, exact=True)(read_cursor)
 
 

@@ -236,15 +236,16 @@ def test_every_rank_knows_what_all_lanes_still_read_and_protects_it(
 def test_check_warns_of_the_diagnostic_and_is_silent_on_its_healthy_twin(desk: Path):
     told = check_streams(load_any_config(Path(DIAGNOSTIC), (), env={})).warnings
     assert any("evicts falsely: a ledger with stale_threshold = 5" in warning for warning in told)
-    assert check_streams(load_any_config(Path(HEALTHY), (), env={})).warnings == ()
+    assert check_streams(load_any_config(Path(HEALTHY), (), env={})).warnings == []
     safe = load_any_config(Path(DIAGNOSTIC), ("--ledger.protect_active", "true"), env={})
     assert not any("evicts falsely" in warning for warning in check_streams(safe).warnings)
 
 
 def test_the_report_draws_the_ledger_and_tells_of_false_evictions(straight: Callable[[int], Path], capsys):
     from headrace.cli.report import report
+    from headrace.cli.terminal import Output
 
-    report(straight(1), format="json")
+    report(straight(1), output=Output(format="json"))
     told = json.loads(capsys.readouterr().out)
     curves = {curve for panel in told["panels"] for curve in panel["curves"]}
     moving = {*FALSE, "ledger/evictions/stale", "ledger/occupancy", "ledger/refault_distance_max"}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from headrace.cli.replay import replay as verb
+from headrace.cli.terminal import Output
 from headrace.errors import ConfigError, FileCorrupt, StorageError
 from headrace.rollouts import interleave_rollout, rollout_from_verifiers
 from headrace.rollouts import replay as module
@@ -112,7 +113,7 @@ def test_a_phase_that_is_none_is_named(small):
 def test_the_verb_tells_one_phase_alone_or_a_part_of_the_whole(small, capsys, monkeypatch):
     for function in (replay, replay_phase):
         monkeypatch.setattr(module, function.__name__, functools.partial(function, idle=0.01))
-    assert verb(small, phase="interleave", format="json") == 0
+    assert verb(small, phase="interleave", output=Output(format="json")) == 0
     told = json.loads(capsys.readouterr().out)
     assert [p["phase"] for p in told["phases"]] == ["interleave"]
     assert told["phases"][0]["idle"]["wall"] > 0
