@@ -144,8 +144,8 @@ def stream_run(folder: Path) -> Path:
     folder.mkdir(parents=True)
     files = {"atac/0.npz": 20, "atac/1.npz": 12, "rna/0.npz": 40, "rna/1.npz": 9}
     (folder / "config.toml").write_text(
-        '[run]\nname = "cells"\nseed = 5\nsteps = 15\n[streams]\nbatch_size = 4\nbatch_sizes = {}\nnum_streams_mixed = 2\npick_mode = "proportional"\n'
-        'queue = "stratified"\nbatching_mode = "per_stream"\nglobal_ranks = 1\n[ledger]\nstale_threshold = 8\n'
+        '[run]\nname = "cells"\nseed = 5\nsteps = 15\n[streams]\nroots = ["cells"]\nbatch_size = 4\nbatch_sizes = {}\nnum_streams_mixed = 2\npick_mode = "proportional"\n'
+        'queue = "stratified"\nbatching_mode = "per_stream"\nglobal_ranks = 1\n[ledger]\nmode = "periodic_stale"\nstale_threshold = 8\n'
     )
     (folder / "streams.json").write_text(json.dumps([{"name": n, "rows": r} for n, r in files.items()]))
     lines = [

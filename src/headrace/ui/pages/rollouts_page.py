@@ -129,7 +129,7 @@ def _rollout(arrival: Arrival) -> dict[str, Any]:
         completion = turn.completion[:20_000]
         turns.append({
             "messages": [{"role": "prompt", "text": turn.prompt[:20_000]}, {"role": "completion", "text": completion}],
-            "ids": ids, "logprobs": [v if is_number(v) else None for v in logprobs], "spans": turn.spans[:50],
+            "ids": ids, "logprobs": [v if is_number(v) else None for v in logprobs], "spans": [list(span) for span in turn.spans[:50]],
             "tokens": list(completion) if len(completion) == len(ids) else [],
         })  # fmt: skip
     return {
