@@ -12,10 +12,12 @@ import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, found_text
 from headrace.rollouts.records import Group, Rollout, rollouts_by_group
+
+AdvantageKind = Literal["default", "std", "leave_one_out"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ AdvantageFn = Callable[[AdvantageInputs], AdvantageOutputs]
 class AdvantageConfig:
     """Which advantage function, and its arguments."""
 
-    kind: Literal["default", "std", "leave_one_out", "custom"] = "default"
+    kind: AdvantageKind | Literal["custom"] = "default"
     """default: r − mean(r). std: that, divided by the group's standard deviation. leave_one_out: r − mean of the others. custom: `import_path`."""
     length_penalty: float = 0.0
     """α: a reward counts r / (1 + α · length / mean length of the group). 0 leaves rewards alone. Not for custom."""
@@ -59,8 +61,19 @@ class AdvantageConfig:
             raise ConfigError("a custom advantage needs an import_path, and only a custom one takes it")
 
 
+def advantage_named(name: str) -> AdvantageConfig:
+    """Return the advantage that a config names: `mean` (the default kind), another kind, or `package.module:function`. ValueError for any other name."""
+    if ":" in name:
+        return AdvantageConfig(kind="custom", import_path=name)
+    kinds: dict[str, AdvantageKind] = {"mean" if kind == "default" else kind: kind for kind in get_args(AdvantageKind)}
+    if name not in kinds:
+        expected = ", ".join(f'"{known}"' for known in kinds)
+        raise ValueError(f'expected {expected} or "package.module:function", found {found_text(name)}')
+    return AdvantageConfig(kind=kinds[name])
+
+
 def default_advantage(
-    inputs: AdvantageInputs, *, length_penalty: float = 0.0, kind: Literal["default", "std", "leave_one_out"] = "default"
+    inputs: AdvantageInputs, *, length_penalty: float = 0.0, kind: AdvantageKind = "default"
 ) -> AdvantageOutputs:  # fmt: skip
     """The advantages of a group by one of the built-in kinds; `length_penalty` and `kind` as in AdvantageConfig."""
     rewards = [r.reward for r in inputs.rollouts]

@@ -26,7 +26,7 @@ import numpy as np
 from headrace.errors import StepFailed
 from headrace.metrics import JsonlSink, Wait
 from headrace.mix import LaneMix, fixed_point, starting_credits
-from headrace.rollouts.advantages import AdvantageConfig
+from headrace.rollouts.advantages import advantage_named
 from headrace.rollouts.arrival_log import ArrivalLog
 from headrace.rollouts.engine import Codec
 from headrace.rollouts.environment_actors import EnvironmentActors
@@ -172,7 +172,7 @@ class Orchestrator:
         )  # fmt: skip
         pipeline = await self._opened.enter_async_context(
             RolloutPipeline(
-                self.batches, seq_len=config.policy.micro_tokens, ranks=self.run.world_size, advantage=_advantage(config.policy.advantage),
+                self.batches, seq_len=config.policy.micro_tokens, ranks=self.run.world_size, advantage=advantage_named(config.policy.advantage),
                 filters=[ZeroAdvantageFilter()] if rollouts.drop_equal else [], first_step=self.first,
                 warn_of_lag=False,
             )
@@ -324,9 +324,3 @@ class Orchestrator:
                 line = {"step": version, "env": name, "task": task, "prompt": prompt, "answer": answer}
                 sink.write({**line, "reward": rollout.reward})
                 self.run.watcher.info(f"{prompt}  {answer!r}  reward {rollout.reward:.2f}")
-
-
-def _advantage(name: str) -> AdvantageConfig:
-    if ":" in name:
-        return AdvantageConfig(kind="custom", import_path=name)
-    return AdvantageConfig(kind="default" if name == "mean" else name)  # ty: ignore[invalid-argument-type]

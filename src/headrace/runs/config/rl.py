@@ -63,10 +63,9 @@ class PolicySection(Section):
     @field_validator("advantage")
     @classmethod
     def _know_the_advantage(cls, name: str) -> str:
-        if name not in ("mean", "std", "leave_one_out") and ":" not in name:
-            raise ValueError(
-                f'expected "mean", "std", "leave_one_out" or "package.module:function", found {found_text(name)}'
-            )
+        from headrace.rollouts.advantages import advantage_named
+
+        advantage_named(name)
         return name
 
     @field_validator("alphabet")
