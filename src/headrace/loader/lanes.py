@@ -197,8 +197,10 @@ class _Reading:
     def __init__(self, state: Sequence[int], cap: int | None) -> None:
         self.start = WindowStart(*state[:BLOCK])
         """The start of the window that is delivered; its epoch is DRY once nothing is left."""
-        self.block, self.tokens = state[BLOCK], state[TOKENS]
-        """The next block of that window, and the tokens delivered of the source."""
+        self.block = state[BLOCK]
+        """The next block of that window."""
+        self.tokens = state[TOKENS]
+        """Tokens delivered of the source."""
         self.cap = cap
         """The tokens after which the source counts as dry."""
         self.opened: OpenWindow | None = None

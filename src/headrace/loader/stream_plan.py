@@ -302,13 +302,8 @@ class StreamMaker(BatchMaker):
     def __init__(self, plan: StreamPlan, files: CellReaders | None) -> None:
         """`files` are read in this process; None: by the plan's worker processes."""
         data = plan.data
-        self._data, self._rank, self._plan, self._files, self._processes = (
-            data,
-            plan.rank,
-            plan.ahead,
-            files,
-            plan.processes,
-        )
+        self._data, self._rank, self._plan = data, plan.rank, plan.ahead
+        self._files, self._processes = files, plan.processes
         self._ahead_of = max(2, min(data.mix.slots, 8))
         """How many of the files that come into a lane's pool next are opened ahead."""
         self._some_stream = next(s for s, n in enumerate(data.table.rows) if n)
