@@ -112,7 +112,14 @@ def _loader(made: str, name: str) -> str:
 
 
 def _restored(made: str, name: str) -> str:
-    return made + LOAD.format(name) + "batch = next(iter(loader))\nfirst()\ngetattr(loader, 'close', lambda: None)()\n"
+    """From the moment all modules are imported: what a restore itself costs."""
+    clock = "hr.Loader, hr.TextDataset, hr.PreparedLoader, hr.StreamMixingDataset\nbegan, cpu = time.perf_counter(), time.process_time()\n"
+    return (
+        clock
+        + made
+        + LOAD.format(name)
+        + "batch = next(iter(loader))\nfirst()\ngetattr(loader, 'close', lambda: None)()\n"
+    )
 
 
 DOORS = {
@@ -126,7 +133,8 @@ DOORS = {
     "gram": CLOCK + GRAM,
     "rollouts": CLOCK + ROLLOUTS,
 }
-"""The figure printed is from `import headrace` on, torch imported before."""
+"""The figure printed is from `import headrace` on, torch imported before; of a restored loader, from the end of that import on."""
+GOALS = {"headrace run": ("≤ 8", "≤ 4"), "restored": ("≤ 0.5", "≤ 0.5")}
 
 
 class StartFailed(Exception):
@@ -182,7 +190,7 @@ def main() -> int:
         if not wanted or "quickstart" in wanted:
             starts["headrace run, first step"] = lambda cache: quickstart(folder, cache)
         print(
-            f"{'seconds to the first batch':<28}{'cold':>8}{'cpu':>8}   goal{'warm':>10}{'cpu':>8}   goal{'torch':>10}"
+            f"{'seconds to the first batch':<28}{'cold':>8}{'cpu':>8}   goal {'warm':>8}{'cpu':>8}   goal {'torch':>8}"
         )
         failed = 0
         for each, start in starts.items():
@@ -200,9 +208,9 @@ def main() -> int:
                     failed += 1
             if not warm:
                 continue
-            goals = ("≤ 8", "≤ 4") if each.startswith("headrace run") else ("≤ 5", "≤ 2")
+            goals = next((goals for words, goals in GOALS.items() if words in each), ("≤ 5", "≤ 2"))
             (a, b, _), (c, d, torch) = (map(statistics.median, zip(*taken, strict=True)) for taken in (cold, warm))
-            print(f"{each:<28}{a:8.2f}{b:8.2f}   {goals[0]}{c:11.2f}{d:8.2f}   {goals[1]}{torch:11.2f}", flush=True)
+            print(f"{each:<28}{a:8.2f}{b:8.2f}   {goals[0]:<5}{c:8.2f}{d:8.2f}   {goals[1]:<5}{torch:8.2f}", flush=True)
     return 1 if failed else 0
 
 

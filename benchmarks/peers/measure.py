@@ -41,6 +41,8 @@ import numpy as np
 BATCH, SEQ_LEN = 8, 2048
 TOKENS = BATCH * SEQ_LEN
 WORK = 0.02
+WARM_UP = 5.0
+"""Seconds of batches before anything is measured: a loader may still import, compile and fill its queues behind the first batch."""
 UNEVEN = 0.13
 """Above this fewer than four bursts were seen, and the rate is a rough one."""
 FEWEST = 128
@@ -175,12 +177,16 @@ def _first(open_loader: Opener, task: Task, state: Any = None) -> tuple[Feed, An
     return feed, batch, done - began
 
 
+def _warm_up(feed: Feed) -> None:
+    until = time.perf_counter() + WARM_UP
+    while time.perf_counter() < until:
+        next(feed.batches)
+
+
 def _speed(open_loader: Opener, task: Task) -> dict[str, Any]:
     feed, _, from_construction = _first(open_loader, task)
     from_start = time.monotonic() - task.born
-    warm = time.perf_counter() + min(2.0, task.seconds / 3)
-    while time.perf_counter() < warm:
-        next(feed.batches)
+    _warm_up(feed)
     before = feed.tokens() if feed.tokens else 0
     spent = cpu_seconds()
     ends = [time.perf_counter()]
@@ -224,8 +230,7 @@ def _stalls(open_loader: Opener, task: Task) -> dict[str, Any]:
     # Before the loader exists: its threads and processes would be felt in the floor too.
     _, floor, floor_overslept = _walk(itertools.repeat(np.zeros((BATCH, SEQ_LEN), np.int64)), steps, 3 * task.seconds)
     feed, _, _ = _first(open_loader, task)
-    for _ in range(10):
-        next(feed.batches)
+    _warm_up(feed)
     gc.collect()
     times, share, overslept = _walk(feed.batches, steps, 3 * task.seconds)
     p50, p99 = np.percentile(times, [50, 99])

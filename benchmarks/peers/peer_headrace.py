@@ -1,7 +1,8 @@
 """headrace: jsonl → packed batches, shuffled, mixed and resumable; or the same blocks from prepared tokens.
 
     option whole, ids                      the whole batch contract; input_ids only
-    option anew                            whole, and the files are read anew in every epoch, as those of a large corpus are
+    option anew                            whole, and the files are read anew in every epoch, as those of a large corpus are; chunk by
+                                           chunk, because shuffled in groups of 16 all chunks of this small corpus are open at once
     option prepared-whole, prepared-ids    the same two from what `headrace prepare` wrote
 
 The encoder of the task is its engine: auto (the fastest that is installed and proves itself), or tokenizers (what a
@@ -28,7 +29,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 def text_loader(task: Task, fields: dict[str, Any]) -> Any:
     data = hr.TextDataset(
         [f"jsonl:{task.corpus}/*.jsonl"], tokenizer=str(task.tokenizer), seq_len=SEQ_LEN, seed=1, exhausted="repeat",
-        engine=task.encoder, chunk_memory=(32 if task.option == "anew" else 512) << 20,
+        engine=task.encoder, **({"chunk_memory": 32 << 20, "shuffle_chunks": 1} if task.option == "anew" else {}),
     )  # fmt: skip
     return hr.Loader(data, global_batch_size=BATCH, tokenizer_workers=CORES, **fields)
 
