@@ -108,6 +108,10 @@ def table_of(listing: StreamListing) -> StreamTable:
     )
 
 
+_MIX = MixSettings()
+"""The defaults."""
+
+
 class StreamMixingDataset(IterableDataset):
     """Batches of cells from many files. Iterate it directly, or through `DataLoader(data, batch_size=None)`.
 
@@ -121,13 +125,13 @@ class StreamMixingDataset(IterableDataset):
         roots: str | Path | Sequence[str | Path],
         *,
         batch_size: int | Mapping[str, int],
-        num_streams_mixed: int = 8,
+        num_streams_mixed: int = _MIX.slots,
         layout: Layout = "nested",
-        batching_mode: BatchingMode = "per_stream",
-        pick_mode: PickMode = "proportional",
-        queue: Queue = "stratified",
-        seed: int = 0,
-        global_ranks: int = 1,
+        batching_mode: BatchingMode = _MIX.batching_mode,
+        pick_mode: PickMode = _MIX.pick_mode,
+        queue: Queue = _MIX.queue,
+        seed: int = _MIX.seed,
+        global_ranks: int = _MIX.global_ranks,
         lanes: int | None = None,
         repeat: bool = False,
         on_reshard: Literal["park", "drop"] = "park",
