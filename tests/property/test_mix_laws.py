@@ -70,7 +70,8 @@ def test_a_part_reads_no_chunk_but_those_that_are_announced(chunk_rows, lanes, e
 @given(key=st.integers(0, 2**64 - 1), together=st.integers(2, 8))
 def test_rows_that_follow_each_other_come_from_all_chunks_of_a_group(key, together):
     deal = Deal(np.full(together, 50), key=key, lanes=1, shuffle_chunks=together)
-    drawn = [chunk for chunk, _ in rows_of(deal, 0, 0, 0, 25 * together)]  # half of the group: none is missing but by a chance of 2**-47
+    # Half of the group: that a chunk is missing there by chance has a probability of 2**-47.
+    drawn = [chunk for chunk, _ in rows_of(deal, 0, 0, 0, 25 * together)]
     assert set(drawn) == set(range(together))
     assert max(drawn.count(chunk) for chunk in set(drawn)) < 45
 
