@@ -10,7 +10,6 @@ import gc
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -25,9 +24,11 @@ import pytest
 
 from headrace.files import open_container, read_jsonl
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import rank_server
+from stream_runs import CONFIGS, make_desk
+
 LONG = os.environ.get("HEADRACE_FAULTS", "short") == "long"
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "stream_mixing"
-CONFIGS = Path("examples", "stream_mixing")  # below the desk
 CONFIG = [
     str(CONFIGS / "diag_stale_false_evict.toml"), "--run.steps", "150" if LONG else "90", "--run.checkpoint_every", "7", "--train.threads", "1",
 ]  # fmt: skip
@@ -107,31 +108,13 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen[str]]:
-    # One thread: the server forks, so it must have no others.
-    single = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=single
-    )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    yield process
-    process.stdin.close()
-    process.wait(10)
-    process.stdout.close()
+    with rank_server.serving(__file__) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory) -> Path:
-    """A folder with the examples' configs and the data that they name."""
-    folder = tmp_path_factory.mktemp("desk")
-    configs = folder / CONFIGS
-    configs.mkdir(parents=True)
-    for config in EXAMPLES.glob("*.toml"):
-        shutil.copy(config, configs)
-    command = [sys.executable, str(EXAMPLES / "make_data.py"), "--out", str(configs / "data")]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+    return make_desk(tmp_path_factory.mktemp("desk"))
 
 
 def left_behind(folder: Path) -> tuple[dict[str, bytes], dict[str, Any], dict[int, dict[str, Any]]]:

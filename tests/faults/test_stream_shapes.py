@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,10 +25,9 @@ from headrace.testing import kill_sweep
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from stream_cells import write_streams
+from stream_runs import CONFIGS, make_desk
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples" / "stream_mixing"
-CONFIGS = Path("examples", "stream_mixing")  # below the desk
 LONG = os.environ.get("HEADRACE_FAULTS", "short") == "long"
 SHAPES = [(0, 1), (0, 2), (1, 1), (2, 1), (3, 1), (2, 2), (0, 5)]
 
@@ -47,15 +45,7 @@ def assert_rows_of_the_plan(sentence: str, expected: list[Any]) -> None:
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory) -> Path:
-    """A folder with the examples' configs and the data that they name."""
-    folder = tmp_path_factory.mktemp("desk")
-    configs = folder / CONFIGS
-    configs.mkdir(parents=True)
-    for config in EXAMPLES.glob("*.toml"):
-        shutil.copy(config, configs)
-    command = [sys.executable, str(EXAMPLES / "make_data.py"), "--out", str(configs / "data")]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+    return make_desk(tmp_path_factory.mktemp("desk"))
 
 
 @pytest.fixture(scope="module")

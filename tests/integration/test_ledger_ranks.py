@@ -1,11 +1,10 @@
 """The ledger over 1 and 4 real gloo ranks: rows go to their owners and back, and sums find the worst rank.
 
-Ranks are forked by the server of test_metrics_ranks.py.
+Run as a script this file is the fork server of its ranks (rank_server.py).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -23,20 +22,10 @@ import torch.distributed as dist
 from headrace.ledger import LEDGER_SUM_KEYS, Ledger, LedgerSettings, LedgerShard, owner_of
 from headrace.metrics import reduce_loss_metrics
 
-HERE = Path(__file__).resolve()
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import rank_server
 
-
-def _borrowed(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_for_ledgers", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-shared = _borrowed(HERE.with_name("test_metrics_ranks.py"))
-ranks = shared.ranks
+ranks = rank_server.ranks
 WIDTH, STEPS = 3, 12
 
 
@@ -147,17 +136,17 @@ def bereft(rank: int, world: int) -> Any:
     ledger.route(np.arange(8))
 
 
-shared.SCENARIOS |= {f.__name__: f for f in (played, sums, listed, not_the_owner, bereft)}
+rank_server.SCENARIOS |= {f.__name__: f for f in (played, sums, listed, not_the_owner, bereft)}
 
 if __name__ == "__main__":
     Ledger(LedgerSettings(width=1)).lookup(np.arange(2))  # compiled once, for all ranks to come
-    shared.serve()
+    rank_server.serve()
     sys.exit(0)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen[str]]:
-    with shared.serving(__file__) as process:
+    with rank_server.serving(__file__) as process:
         yield process
 
 

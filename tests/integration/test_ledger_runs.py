@@ -1,11 +1,10 @@
 """Recurrent runs: what the two ledger configs show on 1 and on 4 ranks, and that a run goes on to the bit, ledger included.
 
-Ranks are forked by the server of test_metrics_ranks.py. Run as a script this file is that server, with the compiled loops loaded once.
+Run as a script this file is the fork server of its ranks (rank_server.py), with the compiled loops loaded once.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -22,22 +21,13 @@ from headrace.ledger import Ledger, LedgerSettings
 from headrace.runs.config.loading import load_any_config
 from headrace.runs.streams_check import check_streams
 
-HERE = Path(__file__).resolve()
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import rank_server
+import stream_runs
+from stream_runs import CONFIGS, lines, run
 
-
-def _borrowed(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_for_ledger_runs", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-streams = _borrowed(HERE.with_name("test_stream_runs.py"))
-ranks, desk, on_four = streams.ranks, streams.desk, streams.on_four
-run, lines = streams.run, streams.lines
-DIAGNOSTIC, HEALTHY = (str(streams.CONFIGS / name) for name in ("diag_stale_false_evict.toml", "ledger_healthy.toml"))
+ranks, desk, on_four = rank_server.ranks, stream_runs.desk, stream_runs.on_four
+DIAGNOSTIC, HEALTHY = (str(CONFIGS / name) for name in ("diag_stale_false_evict.toml", "ledger_healthy.toml"))
 FALSE = ("ledger/false_evictions/stale", "ledger/false_evictions/lru")
 EVICTED = ("ledger/evictions/stale", "ledger/evictions/lru")
 FORGOTTEN = ("ledger/evictions/stale", *FALSE)
@@ -72,20 +62,20 @@ def by_group(arrays: dict[str, np.ndarray], *, states: bool = True) -> dict[str,
     return {name: arrays[name][order[name.partition("/")[0]]].tobytes() for name in sorted(kept)}
 
 
-streams.shared.SCENARIOS |= {"reloaded": reloaded}
+rank_server.SCENARIOS |= {"reloaded": reloaded}
 
 if __name__ == "__main__":
     import headrace.runs.streams
     import headrace.train.recurrent  # noqa: F401  (once, for all ranks to come)
 
     Ledger(LedgerSettings(width=1)).lookup(np.arange(2))
-    streams.shared.serve()
+    rank_server.serve()
     sys.exit(0)
 
 
 @pytest.fixture(scope="module")
 def server(desk) -> Iterator[subprocess.Popen[str]]:
-    with streams.shared.serving(__file__, desk) as process:
+    with rank_server.serving(__file__, desk) as process:
         yield process
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -12,6 +11,9 @@ import torch
 import torch.distributed as dist
 
 import headrace as hr
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from rank_server import fork_ranks
 
 RANKS, LANES, BATCH = 4, 6, 8
 
@@ -51,18 +53,7 @@ def one_rank(folder: Path, rank: int) -> None:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    children = []
-    for rank in range(RANKS):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                one_rank(folder, rank)
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(pid)
-    sys.exit(any(os.waitpid(pid, 0)[1] for pid in children))
+    sys.exit(fork_ranks(RANKS, lambda rank: one_rank(folder, rank)))
 
 
 def test_ranks_that_share_lanes_deliver_the_order_of_one_rank_to_its_end(tmp_path, warm):

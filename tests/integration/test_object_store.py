@@ -4,7 +4,6 @@ Against two real servers on loopback, each a process of its own: moto's S3, and 
 """
 
 import gzip
-import importlib.util
 import io
 import json
 import os
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
 
+import slow_server
 from headrace.errors import ConfigError, DataChanged, DataError
 from headrace.formats import object_store
 from headrace.metrics import default_meter
@@ -33,13 +33,6 @@ from obstore.store import from_url  # noqa: E402
 
 TEXTS = [f"row {i} " + "é\u2028" * (i % 50) for i in range(6000)]
 LINES = [f'{{"text":"{text}"}}\n'.encode() for text in TEXTS]
-
-
-def slow_server():
-    spec = importlib.util.spec_from_file_location("slow_server", Path(__file__).parent.parent / "slow_server.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +195,7 @@ def slow(tmp_path, monkeypatch):
     (tmp_path / "store" / "b" / "web").mkdir(parents=True)
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    with slow_server().serving(tmp_path / "store") as server:
+    with slow_server.serving(tmp_path / "store") as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         yield server

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -19,6 +18,9 @@ import torch.distributed as dist
 from headrace.errors import ConfigError
 from headrace.train import global_token_mean
 from headrace.train.rl import EnvWatch, policy_terms
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from rank_server import fork_ranks
 
 RANKS, VOCAB = 4, 11
 LEARNT = (40, 3, 0, 17)
@@ -80,18 +82,7 @@ def one_rank(folder, rank):
 
 def main(folder):
     torch.set_num_threads(1)
-    children = []
-    for rank in range(RANKS):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                one_rank(folder, rank)
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(pid)
-    sys.exit(any(os.waitpid(pid, 0)[1] for pid in children))
+    sys.exit(fork_ranks(RANKS, lambda rank: one_rank(folder, rank)))
 
 
 def test_the_gradient_of_four_unequal_ranks_is_the_per_token_mean_of_one_process(tmp_path, warm):

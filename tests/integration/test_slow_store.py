@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import slow_server
 from headrace.loader import Loader, TextDataset
 from headrace.sources import Source
 
 pytest.importorskip("obstore", reason="pip install 'headrace[s3]'")
-_spec = importlib.util.spec_from_file_location("slow_server", Path(__file__).parents[1] / "slow_server.py")
-slow_server = importlib.util.module_from_spec(_spec)
-sys.modules["slow_server"] = slow_server
-_spec.loader.exec_module(slow_server)
 
 
 @pytest.fixture

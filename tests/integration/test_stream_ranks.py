@@ -1,12 +1,11 @@
 """Stream metrics over real ranks: gloo groups of 4 processes, with an empty pool, other keys, large counts, a lost rank.
 
-The ranks are forked by the server of test_metrics_ranks.py, which imports torch once for all scenarios.
+Run as a script this file is the fork server of its ranks (rank_server.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import os
 import signal
@@ -23,25 +22,15 @@ from headrace.loader.data_stats import DataStatsCollector
 from headrace.metrics import reduce_values
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import rank_server
+from rank_server import SCENARIOS, Told, device_group
 from stream_cells import write_streams
 
-HERE = Path(__file__).resolve()
 A = "stream_mixing/active"
 EXHAUSTED = "stream_mixing/refill/exhaust_events"
 
 
-def _borrowed(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"{name}_for_streams", HERE.with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-shared = _borrowed("test_metrics_ranks")
-ranks = shared.ranks
-Told = list[dict[str, Any]]
+ranks = rank_server.ranks
 
 
 # ------------------------------------------------------------------------------------ what a rank does in a scenario
@@ -91,7 +80,7 @@ def lost_stream_rank(rank: int, world: int, root: str, victim: int, how: int, de
 
 
 def on_the_groups_device(rank: int, world: int, root: str, device: str | None) -> Any:
-    data, group = dataset(root, batching_mode="device_per_stream"), shared.device_group(world)
+    data, group = dataset(root, batching_mode="device_per_stream"), device_group(world)
     told = []
     for _ in itertools.islice(data, 3):
         local = data.drain_step_metrics()
@@ -120,14 +109,14 @@ def statistics(rank: int, world: int) -> Any:
     return stats.aggregate_distributed()
 
 
-shared.SCENARIOS |= {
+SCENARIOS |= {
     f.__name__: f for f in (mixed, large, other_modality, lost_stream_rank, on_the_groups_device, behind, statistics)
 }
 
 if __name__ == "__main__":
     import headrace.loader.streams  # noqa: F401  (once, for all ranks to come)
 
-    shared.serve()
+    rank_server.serve()
     sys.exit(0)
 
 
@@ -136,7 +125,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen[str]]:
-    with shared.serving(__file__) as process:
+    with rank_server.serving(__file__) as process:
         yield process
 
 

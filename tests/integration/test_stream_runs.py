@@ -1,77 +1,35 @@
 """Stream runs: what the three example configs show on 1 and on 4 ranks, exact resume, sinks, and bad configs.
 
-Ranks are forked by the server of test_metrics_ranks.py; runs on one rank happen in this process.
+Run as a script this file is the fork server of its ranks (rank_server.py); runs on one rank happen in this process.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.cli.terminal import Display
 from headrace.errors import ConfigError, CursorMismatch, DataChanged
 from headrace.files import read_jsonl
 from headrace.order.fingerprint import sampled_offsets
 from headrace.runs.config.loading import load_any_config, load_config
 from headrace.runs.config.streams import StreamsConfig
-from headrace.runs.folder import RunFolder
 from headrace.ui import find_problems, read_run
 
-HERE = Path(__file__).resolve()
-ROOT = HERE.parents[2]
-EXAMPLES = ROOT / "examples" / "stream_mixing"
-CONFIGS = Path("examples", "stream_mixing")
-"""The example configs of the desk, with the data that they name beside them."""
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import rank_server
+import stream_runs
+from stream_runs import CONFIGS, lines, run
+
+ranks, desk, on_four = rank_server.ranks, stream_runs.desk, stream_runs.on_four
 A = "stream_mixing/active"
 EXHAUSTED = "stream_mixing/refill/exhaust_events"
-
-
-def _borrowed(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_for_runs", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-sys.path.insert(0, str(HERE.parents[1]))
-shared = _borrowed(HERE.with_name("test_metrics_ranks.py"))
-ranks = shared.ranks
-
-
-def run(config: str, folder: str, *overrides: str, rank: int = 0, world: int = 1) -> dict[str, Any]:
-    """One rank of a run; what it came to."""
-    from headrace.runs.streams import run_streams
-
-    changed = ("--run.dir", folder, *overrides)
-    if (Path(folder) / "config.toml").exists() and "--fresh" not in overrides:
-        opened = RunFolder.reopen(Path(folder), overrides)
-    elif rank == 0:
-        opened = RunFolder.create(load_any_config(Path(config), changed, env={}), version="test")
-    else:
-        opened = RunFolder(Path(folder), load_any_config(Path(config), changed, env={}), {"base": os.getcwd()})
-    try:
-        return run_streams(opened, Display()).to_dict()
-    finally:
-        opened.release()
-
-
-def trained(rank: int, world: int, config: str, folder: str, overrides: Sequence[str], exists: bool) -> Any:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
-    return run(config, folder, *overrides, rank=rank, world=world)  # which ends the process group
-
-
-shared.SCENARIOS |= {"trained": trained}
 
 if __name__ == "__main__":
     import torch._dynamo  # noqa: F401  (which an optimizer imports when it is made)
@@ -80,46 +38,14 @@ if __name__ == "__main__":
     import headrace.runs.streams
     import headrace.train.cells  # noqa: F401  (once, for all ranks to come)
 
-    shared.serve()
+    rank_server.serve()
     sys.exit(0)
 
 
 @pytest.fixture(scope="module")
 def server(desk) -> Iterator[subprocess.Popen[str]]:
-    with shared.serving(__file__, desk) as process:
+    with rank_server.serving(__file__, desk) as process:
         yield process
-
-
-@pytest.fixture(scope="module")
-def desk(tmp_path_factory) -> Iterator[Path]:
-    """A folder in which the examples' relative paths lead somewhere; the working folder of this module's tests."""
-    folder = tmp_path_factory.mktemp("desk")
-    make = _borrowed(EXAMPLES / "make_data.py")
-    before, argv = os.getcwd(), sys.argv
-    os.chdir(folder)
-    sys.argv = ["make_data.py", "--out", "examples/stream_mixing/data"]
-    try:
-        make.main()
-        for config in EXAMPLES.glob("*.toml"):
-            shutil.copy(config, CONFIGS)
-        yield folder
-    finally:
-        os.chdir(before)
-        sys.argv = argv
-
-
-@pytest.fixture
-def on_four(ranks: Callable[..., Any], desk: Path) -> Callable[..., Any]:
-    def run_on_four(config: str, folder: Path, *overrides: str) -> dict[str, Any]:
-        told = ranks(4, "trained", config=config, folder=str(folder), overrides=overrides, exists=folder.exists())
-        assert "result" in told[0], told[0]
-        return told[0]["result"]
-
-    return run_on_four
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return list(read_jsonl(folder / "metrics.jsonl"))
 
 
 def healthy(found: list[dict[str, Any]], ranks: int) -> None:

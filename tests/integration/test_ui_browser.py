@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -18,12 +17,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 import xxhash
 
-from headrace.spool import DatasetConsumer, SequentialProvider
-from headrace.spool.survey import set_aside
 from headrace.ui import read_run, write_page
+from live_page import live_page
+from small_spool import make_spool
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -157,36 +155,12 @@ def stream_run(folder: Path) -> Path:
     return folder
 
 
-class Counted(SequentialProvider):
-    """Integers in order."""
-
-    def build_meta(self) -> dict[str, Any]:
-        schema = [{"name": "g", "dtype": "int64", "shape": []}]
-        return {"dataset_name": "counted", "training_type": "SEQUENCE_SCORING", "batch_schema": schema}
-
-    def start_from(self, split, part, cursor) -> None:
-        self.at = 0 if cursor is None else cursor["rows"]
-
-    def next_batch(self, split, part):
-        begin, self.at = self.at, min(self.at + self.batch_size, 24)
-        return {"g": torch.arange(begin, self.at)} if self.at > begin else None
-
-    def cursor(self, split, part):
-        return {"rows": self.at}
-
-
 def spool_run(folder: Path, reason: str) -> Path:
     """A run with a spool of three files, one read, one in the quarantine."""
     synthetic(folder, "spooled", 2.0)
     with open(folder / "config.toml", "a") as out:
         out.write("[spool]\nenabled = true\n")
-    Counted(folder / "spool", batch_size=4, batches_per_file=2, sleep_seconds=0.01, max_backlog_files=4).run(
-        max_files=3
-    )
-    consumer = DatasetConsumer(folder / "spool", device_type="cpu", deadline=20.0)
-    consumer.get_batch("train")
-    consumer.close()
-    set_aside(folder / "spool", 2, reason)
+    make_spool(folder / "spool", reason)
     return folder
 
 
@@ -232,20 +206,8 @@ def evil_runs(root: Path) -> None:
     (rl / "arrivals" / "step_000000000001.log").write_bytes(b"".join(records))
 
 
-@contextlib.contextmanager
-def opened(root: Path, repository: Path) -> Iterator[Any]:
-    """`headrace ui ROOT`."""
-    spec = importlib.util.spec_from_file_location("live_page", repository / "tests" / "live_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with module.live_page(root) as page:
-        yield page
-
-
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator[Any]:
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     root = tmp_path_factory.mktemp("runs")
     synthetic(root / "a", "first", 2.0)
     synthetic(root / "b", "second", 3.0)
@@ -253,7 +215,7 @@ def page(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator
     stream_run(root / "cells")
     spool_run(root / "spooled", f"looked odd {EVIL}")
     evil_runs(root)
-    with opened(root, repository) as page:
+    with live_page(root) as page:
         yield page
 
 
@@ -268,7 +230,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, repository: Path, headrac
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     shutil.copytree(root / "one", root / "copy")
-    with opened(root, repository) as page:
+    with live_page(root) as page:
         yield page
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import select
@@ -15,18 +14,11 @@ from typing import Any
 
 import pytest
 
+from live_page import live_page
+
 pytest.importorskip("uvicorn", reason="needs headrace[ui]")
 
 EVIL = "<img src=x onerror=alert(1)>"
-
-
-def _live_page_module(repository: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("live_page", repository / "tests" / "live_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +42,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(root: Path, repository: Path) -> Iterator[Any]:
-    with _live_page_module(repository).live_page(root) as page:
+def page(root: Path) -> Iterator[Any]:
+    with live_page(root) as page:
         yield page
 
 
@@ -218,8 +210,8 @@ def test_names_that_are_tags_stay_data(page):
     assert EVIL in {p["key"] for p in json.loads(body)["panels"]}
 
 
-def test_an_address_that_is_not_loopback_needs_its_token(root, repository):
-    with _live_page_module(repository).live_page(root, "--host", "0.0.0.0") as page:
+def test_an_address_that_is_not_loopback_needs_its_token(root):
+    with live_page(root, "--host", "0.0.0.0") as page:
         token = page.query.partition("token=")[2]
         assert len(token) > 20
         name = {"Host": f"{socket.gethostname()}:{page.port}"}

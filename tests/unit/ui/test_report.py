@@ -16,6 +16,7 @@ import xxhash
 from headrace.errors import DataError
 from headrace.ui import find_problems, page_html, pages, read_run, write_page
 from headrace.ui.run_view import RunView, find_runs
+from small_spool import make_spool
 
 A = "stream_mixing/active"
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -202,35 +203,11 @@ def test_rollouts_are_read_from_the_arrival_log_up_to_damage(tmp_path):
 
 
 def test_the_spool_of_a_run_is_described_and_a_missing_or_damaged_one_is_said(tmp_path):
-    import torch
-
-    from headrace.spool import DatasetConsumer, SequentialProvider
-    from headrace.spool.survey import set_aside
-
-    class Counted(SequentialProvider):
-        def build_meta(self) -> dict[str, Any]:
-            schema = [{"name": "g", "dtype": "int64", "shape": []}]
-            return {"dataset_name": "counted", "training_type": "SEQUENCE_SCORING", "batch_schema": schema}
-
-        def start_from(self, split, part, cursor) -> None:
-            self.at = 0 if cursor is None else cursor["rows"]
-
-        def next_batch(self, split, part):
-            begin, self.at = self.at, min(self.at + self.batch_size, 24)
-            return {"g": torch.arange(begin, self.at)} if self.at > begin else None
-
-        def cursor(self, split, part):
-            return {"rows": self.at}
-
     run = a_run(tmp_path / "run", [text_line(10)], TEXT + "[spool]\nenabled = true\n")
     view = read_run(run)
     assert "spool" not in pages.tabs(view)
     assert "is not there" in pages.spool(view)["refused"]
-    Counted(run / "spool", batch_size=4, batches_per_file=2, sleep_seconds=0.01, max_backlog_files=4).run(max_files=3)
-    consumer = DatasetConsumer(run / "spool", device_type="cpu", deadline=20.0)
-    consumer.get_batch("train")
-    consumer.close()
-    set_aside(run / "spool", 2, f"looked odd {EVIL}")
+    make_spool(run / "spool", f"looked odd {EVIL}")
     told = pages.spool(view)
     assert "spool" in pages.tabs(view)
     assert [f["seq"] for f in told["files"]] == [0, 1]
