@@ -23,19 +23,18 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from headrace.errors import DataError
-from headrace.metrics import Wait, phase
+from headrace.metrics import phase
 from headrace.order import key
 from headrace.order.keys import mix64_array
 from headrace.train.gpt import fill_normal
 from headrace.train.lm import (
+    add_over_ranks,
     diverged,
     learning_rate,
     make_optimizer,
-    naming_lost_peers,
     require_equal,
     require_group,
     to_array,
@@ -161,9 +160,7 @@ class CellTrainer:
                 loss.backward()
         sums = torch.tensor([float(loss.detach()), float(count)], dtype=torch.float64, device=self.device)
         both = torch.cat([self._grad.double(), sums])
-        if self.world_size > 1:
-            with Wait("train.reduce"), naming_lost_peers(f"step {self.steps_taken}"):
-                dist.all_reduce(both)
+        add_over_ranks(both, self.world_size, f"step {self.steps_taken}")
         total = max(float(both[-1]), 1.0)
         mean, lr = float(both[-2]) / total, learning_rate(self.steps_taken, self.settings)
         with phase("train.optimizer"):
@@ -181,8 +178,7 @@ class CellTrainer:
         if settings.grad_clip and norm > settings.grad_clip:
             grad = grad * (settings.grad_clip / norm)
         self._grad.copy_(grad)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        self._optimizer.lr = lr
         self._optimizer.step()
         return norm
 

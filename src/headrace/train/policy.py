@@ -18,21 +18,21 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from headrace.metrics import Wait, phase
+from headrace.metrics import phase
 from headrace.rollouts.batch_files import TrainingBatch
 from headrace.train.adamw import AdamW
 from headrace.train.gpt import GPT, GPTConfig, init_parameters
 from headrace.train.lm import (
+    add_over_ranks,
     described,
     diverged,
     load_arrays,
     model_sha256,
-    naming_lost_peers,
     require_equal,
     saved_arrays,
+    sum_gradients,
     to_array,
     to_tensor,
 )
@@ -127,11 +127,9 @@ class PolicyTrainer:
         s, watch = self.settings, EnvWatch()
         micros = list(batch.micro_batches(self.rank))
         counts = torch.tensor([0.0, float(sum(int(m["mask"].sum()) for m in micros))], dtype=torch.float64)
-        tokens = self._summed(counts.clone())[1].clamp(min=1.0)
-        self.optimizer.zero_grad(set_to_none=False)
+        tokens = add_over_ranks(counts.clone(), self.world_size, f"step {self.steps_taken}")[1].clamp(min=1.0)
         for parameter in self.model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter)
         for micro in micros:
             with phase("train.forward"):
                 logprobs, entropy = _logprobs(self.model, micro)
@@ -151,15 +149,14 @@ class PolicyTrainer:
 
     def _applied(self, counts: Tensor, watch: EnvWatch) -> PolicyStep:
         s = self.settings
-        loss_sum, tokens = self._summed(counts).tolist()
-        self._sum_gradients()
+        loss_sum, tokens = add_over_ranks(counts, self.world_size, f"step {self.steps_taken}").tolist()
+        sum_gradients(self.model, self.world_size, f"step {self.steps_taken}")
         with phase("train.optimizer"):
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
             if not (math.isfinite(loss_sum) and torch.isfinite(norm)):
                 raise diverged(self.steps_taken, f"loss {loss_sum}, gradient norm {float(norm)}")
             lr = self.learning_rate()
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            self.optimizer.lr = lr
             self.optimizer.step()
         self.steps_taken += 1
         return PolicyStep(
@@ -176,20 +173,6 @@ class PolicyTrainer:
     def skip(self) -> None:
         """Count a step whose batch had nothing to learn from: the next version equals this one."""
         self.steps_taken += 1
-
-    def _summed(self, values: Tensor) -> Tensor:
-        if self.world_size > 1:
-            with Wait("train.reduce"), naming_lost_peers(f"step {self.steps_taken}"):
-                dist.all_reduce(values)
-        return values
-
-    def _sum_gradients(self) -> None:
-        if self.world_size == 1:
-            return
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        flat = self._summed(torch.cat([g.reshape(-1) for g in gradients]))
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
 
     # ----------------------------------------------------------------------------------------------- state
 
