@@ -32,13 +32,13 @@ from headrace.order.keys import mix64_array
 from headrace.train.gpt import fill_normal
 from headrace.train.lm import (
     add_over_ranks,
-    diverged,
     learning_rate,
     make_optimizer,
     require_equal,
     require_group,
     to_array,
     torch_device,
+    update,
 )
 from headrace.train.settings import TrainSettings
 
@@ -164,23 +164,10 @@ class CellTrainer:
         total = max(float(both[-1]), 1.0)
         mean, lr = float(both[-2]) / total, learning_rate(self.steps_taken, self.settings)
         with phase("train.optimizer"):
-            norm = self._update((both[:-2] / total).to(self._grad.dtype), lr, mean)
+            self._grad.copy_(both[:-2] / total)
+            norm = update(self.model, self._optimizer, lr, self.settings.grad_clip, mean, self.steps_taken)
         self.steps_taken += 1
         return CellStep(loss=mean, values=int(both[-1]), grad_norm=norm, lr=lr)
-
-    @torch.no_grad()
-    def _update(self, grad: Tensor, lr: float, mean: float) -> float:
-        """One step of AdamW; the norm of the gradient before it was clipped."""
-        settings = self.settings
-        norm = float(grad.norm())
-        if not (math.isfinite(mean) and math.isfinite(norm)):
-            raise diverged(self.steps_taken, f"loss {mean}, gradient norm {norm}")
-        if settings.grad_clip and norm > settings.grad_clip:
-            grad = grad * (settings.grad_clip / norm)
-        self._grad.copy_(grad)
-        self._optimizer.lr = lr
-        self._optimizer.step()
-        return norm
 
     def _loss_sum(self, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
         x, modality = batch.get(self._feature), batch.get("modality")

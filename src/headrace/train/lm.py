@@ -77,13 +77,6 @@ class StepResult:
     lr: float
 
 
-def diverged(step: int, found: str) -> HeadraceError:
-    return HeadraceError(
-        f"step {step} diverged: expected a finite loss and gradient, got {found}; lower train.lr or raise "
-        "train.warmup_steps, and resume from the last checkpoint"
-    )
-
-
 class _GlobalTokenMean(torch.autograd.Function):
     """Forward: the global mean. Backward: the share that becomes its gradient once DDP has averaged over ranks."""
 
@@ -128,6 +121,20 @@ def sum_gradients(model: nn.Module, world_size: int, doing: str) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
+def update(model: nn.Module, optimizer: AdamW, lr: float, grad_clip: float, loss: float, step: int) -> float:
+    """Clip the gradients to a norm of `grad_clip` (0 leaves them) and move the parameters. Returns the norm before. HeadraceError, and no parameter has
+    moved, if the norm or the loss is not finite."""
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise HeadraceError(
+            f"step {step} diverged: expected a finite loss and gradient, got loss {loss}, gradient norm {norm}; lower train.lr or raise "
+            "train.warmup_steps, and resume from the last checkpoint"
+        )
+    optimizer.lr = lr
+    optimizer.step()
+    return norm
+
+
 # ----------------------------------------------------------------------------------------------- trainer
 
 
@@ -167,12 +174,7 @@ class LMTrainer:
         lr = learning_rate(self.steps_taken, self.settings)
         loss, tokens = self._backward(ids, positions, labels)
         with phase("train.optimizer"):
-            limit = self.settings.grad_clip or math.inf
-            norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise diverged(self.steps_taken, f"loss {loss}, gradient norm {norm}")
-            self.optimizer.lr = lr
-            self.optimizer.step()
+            norm = update(self.model, self.optimizer, lr, self.settings.grad_clip, loss, self.steps_taken)
         self.steps_taken += 1
         return StepResult(step=self.steps_taken - 1, loss=loss, tokens=tokens, grad_norm=norm, lr=lr)
 

@@ -11,7 +11,6 @@ threads a step is deterministic on a CPU. A trainer with FSDP uses `SpoolReceive
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,6 @@ from headrace.train.gpt import GPT, GPTConfig, init_parameters
 from headrace.train.lm import (
     add_over_ranks,
     described,
-    diverged,
     load_arrays,
     model_sha256,
     require_equal,
@@ -35,6 +33,7 @@ from headrace.train.lm import (
     sum_gradients,
     to_array,
     to_tensor,
+    update,
 )
 from headrace.train.policy_models import HFConfig, HFPolicy, make_model
 from headrace.train.rl import EnvWatch, policy_terms
@@ -152,15 +151,11 @@ class PolicyTrainer:
         loss_sum, tokens = add_over_ranks(counts, self.world_size, f"step {self.steps_taken}").tolist()
         sum_gradients(self.model, self.world_size, f"step {self.steps_taken}")
         with phase("train.optimizer"):
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
-            if not (math.isfinite(loss_sum) and torch.isfinite(norm)):
-                raise diverged(self.steps_taken, f"loss {loss_sum}, gradient norm {float(norm)}")
             lr = self.learning_rate()
-            self.optimizer.lr = lr
-            self.optimizer.step()
+            norm = update(self.model, self.optimizer, lr, s.grad_clip, loss_sum, self.steps_taken)
         self.steps_taken += 1
         return PolicyStep(
-            loss=loss_sum / max(1.0, tokens), tokens=int(tokens), grad_norm=float(norm), lr=lr, metrics=watch.metrics()
+            loss=loss_sum / max(1.0, tokens), tokens=int(tokens), grad_norm=norm, lr=lr, metrics=watch.metrics()
         )
 
     def learning_rate(self) -> float:
