@@ -301,7 +301,7 @@ class TrainingBatch:
             return np.concatenate(parts) if parts else np.zeros(1, a[name].dtype)
 
         def by_sample(name: str, of_dummy: float) -> np.ndarray:
-            return np.repeat(a[name][members] if members else np.float32([of_dummy]), sizes)
+            return np.repeat(a[name][members] if members else np.array([of_dummy], np.float32), sizes)
 
         batch: dict[str, Any] = {
             "advantages": by_sample("advantage", 0.0), "temperatures": by_sample("temperature", 1.0),
