@@ -77,30 +77,19 @@ class StepResult:
     lr: float
 
 
-class _GlobalTokenMean(torch.autograd.Function):
-    """Forward: the global mean. Backward: the share that becomes its gradient once DDP has averaged over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, loss_sum: Tensor, tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-        both = torch.stack((loss_sum.double(), tokens.double()))  # counts are exact up to 2**53
-        add_over_ranks(both, ranks, "adding up the loss", group)
-        divisor = both[1].clamp(min=1.0)
-        ctx.scale = (ranks / divisor).to(loss_sum.dtype)
-        return (both[0] / divisor).to(loss_sum.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0] * ctx.scale, None, None
-
-
 def global_token_mean(loss_sum: Tensor, tokens: Tensor | int, group: dist.ProcessGroup | None = None) -> Tensor:
     """The mean loss per token over all ranks of `group`, for `backward()` under DDP. A collective: every rank calls it.
 
     `loss_sum` is this rank's sum of token losses, `tokens` how many there were (0 is fine). The value is the global
     mean on every rank; its gradient is scaled by the number of ranks, because DDP (like FSDP) divides by it.
     """
-    return _GlobalTokenMean.apply(loss_sum, torch.as_tensor(tokens, device=loss_sum.device), group)
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    both = torch.stack((loss_sum.detach().double(), torch.as_tensor(tokens, device=loss_sum.device).double()))
+    total, count = add_over_ranks(both, ranks, "adding up the loss", group)
+    divisor = count.clamp(min=1.0)
+    share = loss_sum * (ranks / divisor).to(loss_sum.dtype)
+    # The difference is 0: the value is that of the mean, the gradient that of the share.
+    return (total / divisor).to(loss_sum.dtype) + (share - share.detach())
 
 
 def add_over_ranks(values: Tensor, world_size: int, doing: str, group: dist.ProcessGroup | None = None) -> Tensor:
