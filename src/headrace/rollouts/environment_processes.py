@@ -76,6 +76,7 @@ class EnvironmentProcesses:
 
     async def _spawn(self) -> _Process:
         worker = WorkerProcess(f"of environment {self._name}", _serve, imports_main=False)
+        worker.has_answered = True  # it does not import the main script, so its end has another cause
         process = _Process(worker, *await _opened(worker.pipe))
         process.send(self._settings)
         ready = b""
@@ -89,7 +90,6 @@ class EnvironmentProcesses:
                 how = await _end(process)
         if not ready:
             raise WorkerDied(f"{how} at its start; its error is above")
-        worker.has_answered = True
         if "error" in (told := json.loads(ready)):
             await _end(process)
             raise ConfigError(told["error"])
