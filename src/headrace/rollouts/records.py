@@ -137,7 +137,7 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """Those of TOKEN_COLUMNS that the rollout has, for the completion tokens."""
 
     def __post_init__(self) -> None:
-        columns = {name: (getattr(self, name), dtype) for name, dtype in _COLUMNS.items()}
+        columns = {name: (getattr(self, name), dtype) for name, dtype in STEP_COLUMNS.items()}
         columns |= {f"completion_{name}": (column, _FLOAT) for name, column in self.columns.items()}
         for name, (column, dtype) in columns.items():
             if not isinstance(column, np.ndarray) or column.dtype != dtype or column.ndim != 1:
@@ -185,10 +185,11 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
 
 
 _FLOAT = np.dtype(np.float32)
-_COLUMNS = {
+STEP_COLUMNS = {
     "prompt_ids": np.dtype(np.int32), "prompt_mask": np.dtype(np.uint8), "completion_ids": np.dtype(np.int32),
     "completion_mask": np.dtype(np.uint8), "completion_logprobs": _FLOAT,
 }  # fmt: skip
+"""The columns that every turn has, and their types."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):

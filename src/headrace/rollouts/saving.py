@@ -17,7 +17,7 @@ import orjson
 
 from headrace.errors import ConfigError
 from headrace.files import publish
-from headrace.rollouts.records import Rollout, Step
+from headrace.rollouts.records import STEP_COLUMNS, Rollout, Step
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
@@ -76,10 +76,7 @@ def _step(step: Step, tokens: bool) -> dict[str, Any]:
     if columns.version_spans:
         told["weight_versions"] = [list(span) for span in columns.version_spans]
     if tokens:
-        told |= {
-            name: getattr(columns, name)
-            for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "completion_logprobs")
-        }
+        told |= {name: getattr(columns, name) for name in STEP_COLUMNS}
     return told
 
 
