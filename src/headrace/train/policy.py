@@ -125,8 +125,10 @@ class PolicyTrainer:
         """Learn from this rank's micro batches of a batch. A collective."""
         s, watch = self.settings, EnvWatch()
         micros = list(batch.micro_batches(self.rank))
-        counts = torch.tensor([0.0, float(sum(int(m["mask"].sum()) for m in micros))], dtype=torch.float64)
-        tokens = add_over_ranks(counts.clone(), self.world_size, f"step {self.steps_taken}")[1].clamp(min=1.0)
+        doing, ranks = f"step {self.steps_taken}", self.world_size
+        own = sum(int(micro["mask"].sum()) for micro in micros)
+        tokens = add_over_ranks(torch.tensor(own, dtype=torch.float64), ranks, doing)
+        loss_sum = torch.zeros((), dtype=torch.float64)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         for micro in micros:
@@ -141,22 +143,16 @@ class PolicyTrainer:
                     entropy=entropy, entropy_bonus=s.entropy,
                 )  # fmt: skip
             with phase("train.backward"):
-                (terms.loss_sum / tokens).backward()
-            counts[0] += terms.loss_sum.detach().double()
+                (terms.loss_sum / tokens.clamp(min=1.0)).backward()
+            loss_sum += terms.loss_sum.detach().double()
             watch.add(micro, terms, entropy)
-        return self._applied(counts, watch)
-
-    def _applied(self, counts: Tensor, watch: EnvWatch) -> PolicyStep:
-        s = self.settings
-        loss_sum, tokens = add_over_ranks(counts, self.world_size, f"step {self.steps_taken}").tolist()
-        sum_gradients(self.model, self.world_size, f"step {self.steps_taken}")
+        loss = float(add_over_ranks(loss_sum, ranks, doing) / tokens.clamp(min=1.0))
+        sum_gradients(self.model, ranks, doing)
         with phase("train.optimizer"):
             lr = self.learning_rate()
-            norm = update(self.model, self.optimizer, lr, s.grad_clip, loss_sum, self.steps_taken)
+            norm = update(self.model, self.optimizer, lr, s.grad_clip, loss, self.steps_taken)
         self.steps_taken += 1
-        return PolicyStep(
-            loss=loss_sum / max(1.0, tokens), tokens=int(tokens), grad_norm=norm, lr=lr, metrics=watch.metrics()
-        )
+        return PolicyStep(loss=loss, tokens=int(tokens), grad_norm=norm, lr=lr, metrics=watch.metrics())
 
     def learning_rate(self) -> float:
         """The rate of the next step."""
