@@ -294,23 +294,22 @@ class TrainingBatch:
         members = a["micro_samples"][a["micro_start"][at] : a["micro_start"][at + 1]].tolist()
         run, mode = self.classes[int(a["micro_class"][at])]
         spans = [(int(a["sample_start"][m]), int(a["sample_start"][m + 1])) for m in members]
-        if not members:
-            sizes = [1]
-            tokens = {"ids": np.zeros(1, np.int32), "mask": np.zeros(1, np.uint8), "logprobs": np.zeros(1, np.float32)}
-        else:
-            sizes = [end - start for start, end in spans]
-            tokens = {name: np.concatenate([a[name][s:e] for s, e in spans]) for name in ("ids", "mask", "logprobs")}
+        sizes = [end - start for start, end in spans] or [1]  # a dummy has one token, which is not learnt
+
+        def by_token(name: str) -> np.ndarray:
+            parts = [a[name][start:end] for start, end in spans]
+            return np.concatenate(parts) if parts else np.zeros(1, a[name].dtype)
+
+        def by_sample(name: str, of_dummy: float) -> np.ndarray:
+            return np.repeat(a[name][members] if members else np.array([of_dummy], np.float32), sizes)
+
         batch: dict[str, Any] = {
-            **tokens, "run": run, "mode": mode, "cu_seqlens": np.cumsum([0, *sizes]).astype(np.int32), "samples": members,
+            "advantages": by_sample("advantage", 0.0), "temperatures": by_sample("temperature", 1.0),
+            **{name: by_token(name) for name in ("ids", "mask", "logprobs", *TOKEN_COLUMNS) if name in a},
+            "run": run, "mode": mode, "cu_seqlens": np.cumsum([0, *sizes]).astype(np.int32), "samples": members,
             "positions": np.concatenate([np.arange(n, dtype=np.int32) for n in sizes]),
             "env": [self.envs[int(a["env"][m])] for m in members],
         }  # fmt: skip
-        for name, column in (("advantages", "advantage"), ("temperatures", "temperature")):
-            values = a[column][members] if members else np.array([name == "temperatures"], np.float32)
-            batch[name] = np.repeat(values, sizes)
-        for name in TOKEN_COLUMNS:
-            if name in a:
-                batch[name] = np.concatenate([a[name][s:e] for s, e in spans]) if members else np.zeros(1, np.float32)
         if "multimodal" in a:
             borders = a["multimodal_start"]
             raw = [a["multimodal"][borders[m] : borders[m + 1]].tobytes() for m in members]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace.errors import ConfigError, RolloutRefused
@@ -43,26 +44,13 @@ def experts_from(value: Any) -> RoutedExperts | None:
     if value is None:
         return None
     if isinstance(value, np.ndarray):
-        if value.ndim != 3 or value.dtype != np.uint8:
-            raise RolloutRefused(
-                "routing", f"routed experts are {value.dtype} of shape {list(value.shape)}, expected uint8 of three"
-            )
-        return RoutedExperts(data=np.ascontiguousarray(value), shape=value.shape)
-    if not isinstance(value, Mapping):
-        raise RolloutRefused("routing", f"routed experts are a {type(value).__name__}, expected data and shape")
-    data, shape, start = value.get("data"), value.get("shape"), value.get("start", 0)
-    if value.get("dtype", "uint8") != "uint8":
-        raise RolloutRefused("routing", f"routed experts are {value['dtype']!r:.40}, expected uint8")
-    if not isinstance(data, (bytes, bytearray, memoryview, str)):
+        value = {"data": np.ascontiguousarray(value), "shape": value.shape, "dtype": value.dtype.name}
+    try:
+        return msgspec.convert(value, RoutedExperts)
+    except msgspec.ValidationError as error:
         raise RolloutRefused(
-            "routing", f"the data of routed experts is a {type(data).__name__}, expected bytes or base64"
-        )
-    numbers = list(shape) if isinstance(shape, (list, tuple)) else []
-    if len(numbers) != 3 or any(type(n) is not int for n in [*numbers, start]):
-        raise RolloutRefused("routing", f"routed experts have shape {shape!r:.80}, expected [rows, layers, topk]")
-    if isinstance(data, str) and not data.isascii():
-        raise RolloutRefused("routing", "routed experts are not base64: their text is not ASCII")
-    return RoutedExperts(data=data, shape=(numbers[0], numbers[1], numbers[2]), start=start)
+            "routing", f"routed experts: expected data and shape [rows, layers, topk] of uint8. {error}"
+        ) from error
 
 
 # --------------------------------------------------------------------------------------------- plain values

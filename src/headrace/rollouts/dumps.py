@@ -2,7 +2,7 @@
 
     magic · (length, sum, rollout as msgpack)* · end mark with the count
 
-A dump holds plain values and no pickle, so it may come from an untrusted source. It is written record by record and read the same way, mapped; every length is
+A dump holds plain values and no pickle, so it may come from an untrusted source. It is written record by record and read the same way; every length is
 compared with the file's size before a record is decoded. Two synthetic steps replace captured ones in benchmarks:
 
     r3      128 rollouts of 4 turns and 23,600 tokens with 384 bytes of routed experts a token: 1.16 GB; an engine that sends the rows
@@ -12,7 +12,6 @@ compared with the file's size before a record is decoded. Two synthetic steps re
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator
@@ -75,36 +74,29 @@ def read_dump(path: Path | str) -> Iterator[Any]:
         fd = open_regular(path, follow=True)
     except OSError as error:
         raise ConfigError(f"the dump {path} cannot be opened: {error.strerror}") from error
-    try:
-        size = os.fstat(fd).st_size
-        if size < len(_MAGIC) or os.pread(fd, len(_MAGIC), 0) != _MAGIC:
+    with open(fd, "rb") as dump:
+        if dump.read(len(_MAGIC)) != _MAGIC:
             raise FileCorrupt(
                 f"{path} is no dump of rollouts; `dump_raw_rollouts` or `headrace replay --make` writes one"
             )
-        data = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
-    finally:
-        os.close(fd)
-    at, count = len(_MAGIC), 0
-    while True:
-        if at + _RECORD.size > size:
-            raise FileCorrupt(f"{path} ends after {count} rollouts without its end mark: it was cut short")
-        length, recorded = _RECORD.unpack(data[at : at + _RECORD.size])
-        at += _RECORD.size
-        if length == _END:
-            if recorded != count or at != size:
-                raise FileCorrupt(f"{path} is damaged: its end mark says {recorded} rollouts, {count} were read")
-            return
-        if length > size - at:
-            raise FileCorrupt(f"{path} is damaged: rollout {count} claims {length:,} bytes, {size - at:,} are left")
-        raw = data[at : at + length]
-        if xxhash.xxh3_64_intdigest(raw) != recorded:
-            raise FileCorrupt(f"{path} is damaged: rollout {count} fails its checksum")
-        try:
-            yield msgspec.msgpack.decode(raw)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise FileCorrupt(f"{path} is damaged: rollout {count} cannot be decoded: {error}") from error
-        at += length
-        count += 1
+        size, count = os.fstat(fd).st_size, 0
+        while len(head := dump.read(_RECORD.size)) == _RECORD.size:
+            length, recorded = _RECORD.unpack(head)
+            if length == _END:
+                if recorded != count or dump.read(1):
+                    raise FileCorrupt(f"{path} is damaged: its end mark says {recorded} rollouts, {count} were read")
+                return
+            if length > (left := size - dump.tell()):
+                raise FileCorrupt(f"{path} is damaged: rollout {count} claims {length:,} bytes, {left:,} are left")
+            raw = dump.read(length)
+            if xxhash.xxh3_64_intdigest(raw) != recorded:
+                raise FileCorrupt(f"{path} is damaged: rollout {count} fails its checksum")
+            try:
+                yield msgspec.msgpack.decode(raw)
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise FileCorrupt(f"{path} is damaged: rollout {count} cannot be decoded: {error}") from error
+            count += 1
+    raise FileCorrupt(f"{path} ends after {count} rollouts without its end mark: it was cut short")
 
 
 def synthetic_rollouts(kind: DumpKind, *, scale: float = 1.0, seed: int = 0) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,7 @@
     await workers.start()
     await workers.play(task, say)             called like the environment's own function, which runs in a process
 
-Each process plays many rollouts at a time on an event loop (`EnvironmentPlayer`). Its prompts come back over a pipe and are answered here, so
+Each process plays many rollouts at a time on an event loop (`EnvironmentPlayer`). Its prompts come back over its pipe and are answered here, so
 ids and log-probs never leave this process. A frame is a line of JSON. When a process dies, its rollouts fail with `WorkerDied` and a new process is
 started. A rollout that is cancelled at its deadline is cancelled in the process too; a process that does not confirm that is blocked, and is killed.
 """
@@ -17,14 +17,15 @@ import itertools
 import json
 import logging
 import os
-import signal
-import sys
+import socket
 from collections.abc import Awaitable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, EnvironmentFailed, HeadraceError, WorkerDied
 from headrace.rollouts.environments import Result, Say, Task, load_environment
+from headrace.runtime.workers import WorkerProcess
 
 _log = logging.getLogger("headrace.rollouts")
 _START_SECONDS = 120.0
@@ -34,18 +35,15 @@ _LARGEST = 64 << 20
 
 
 class _Process:
-    """One process, the pipes to it, and the rollouts it plays."""
+    """One process, the stream to it, and the rollouts it plays."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
+    def __init__(self, worker: WorkerProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.worker, self.reader, self.writer = worker, reader, writer
         self.playing: dict[int, asyncio.Queue[dict[str, Any]]] = {}
         self.cancelling: set[int] = set()
 
     def send(self, value: Mapping[str, Any]) -> None:
-        pipe = self.process.stdin
-        assert pipe is not None
-        with contextlib.suppress(ConnectionError, RuntimeError):  # the process is gone: its reader task notices
-            pipe.write(_framed(value))
+        self.writer.write(_framed(value))  # lost if the process is gone, which its reader task notices
 
 
 class EnvironmentProcesses:
@@ -65,7 +63,6 @@ class EnvironmentProcesses:
         self._started = asyncio.Event()
         self._lost: HeadraceError | None = None
         """The error of a process that could not be started again."""
-        self._closing = False
         self.restarts = 0
         """Processes that died or were killed, and were replaced."""
 
@@ -78,58 +75,50 @@ class EnvironmentProcesses:
                 raise error
 
     async def _spawn(self) -> _Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "headrace.rollouts.environment_processes", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            limit=_LARGEST,
-        )  # fmt: skip
-        made = _Process(process)
-        made.send(self._settings)
-        assert process.stdout is not None
+        worker = WorkerProcess(f"of environment {self._name}", _serve, imports_main=False)
+        worker.has_answered = True  # it does not import the main script, so its end has another cause
+        process = _Process(worker, *await _opened(worker.pipe))
+        process.send(self._settings)
         ready = b""
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_START_SECONDS):
-                    ready = await process.stdout.readline()
+                    ready = await process.reader.readline()
         finally:  # also if `close` was called meanwhile
             if not ready:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                code = await process.wait()
+                worker.kill()
+                how = await _end(process)
         if not ready:
-            raise WorkerDied(f"a process of environment {self._name} {_ended(code)} at its start; its error is above")
+            raise WorkerDied(f"{how} at its start; its error is above")
         if "error" in (told := json.loads(ready)):
-            await process.wait()
+            await _end(process)
             raise ConfigError(told["error"])
-        reader = asyncio.get_running_loop().create_task(self._read_all(made), name=f"headrace-env-{process.pid}")
+        reader = asyncio.get_running_loop().create_task(self._read_all(process), name=f"headrace-env-{worker.pid}")
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
-        return made
+        return process
 
     @property
     def pids(self) -> list[int]:
         """Ids of the running processes."""
-        return [p.process.pid for p in self._processes]
+        return [p.worker.pid for p in self._processes]
 
-    async def _read_all(self, worker: _Process) -> None:
+    async def _read_all(self, process: _Process) -> None:
         """Hand out the frames of a process until it ends; then fail its rollouts and start another process."""
-        assert worker.process.stdout is not None
         try:
-            while (line := await worker.process.stdout.readline()).endswith(b"\n"):
+            while (line := await process.reader.readline()).endswith(b"\n"):
                 said = json.loads(line)
-                worker.cancelling.discard(said["id"])
-                if (inbox := worker.playing.get(said["id"])) is not None:
+                process.cancelling.discard(said["id"])
+                if (inbox := process.playing.get(said["id"])) is not None:
                     inbox.put_nowait(said)
         except (ConnectionError, ValueError):  # a line that is too long, or no frame
-            worker.process.kill()
-        code = await worker.process.wait()
-        how = f"process {worker.process.pid} of environment {self._name} {_ended(code)}"
-        for inbox in worker.playing.values():
+            process.worker.kill()
+        how = await _end(process)
+        for inbox in process.playing.values():
             inbox.put_nowait({"died": how})
-        if self._closing:
-            return
         self.restarts += 1
-        _log.warning("%s over %d rollouts; another is started", how, len(worker.playing))
-        self._processes.remove(worker)
+        _log.warning("%s over %d rollouts; another is started", how, len(process.playing))
+        self._processes.remove(process)
         self._started.clear()
         try:
             self._processes.append(await self._spawn())
@@ -144,10 +133,10 @@ class EnvironmentProcesses:
             if self._lost is not None:
                 raise self._lost
             await self._started.wait()
-        worker = min(self._processes, key=lambda p: len(p.playing))
+        process = min(self._processes, key=lambda p: len(p.playing))
         number = next(self._numbers)
-        inbox = worker.playing[number] = asyncio.Queue()
-        worker.send({"id": number, "play": [task.index, task.key, task.split]})
+        inbox = process.playing[number] = asyncio.Queue()
+        process.send({"id": number, "play": [task.index, task.key, task.split]})
         try:
             while True:
                 said = await inbox.get()
@@ -156,37 +145,46 @@ class EnvironmentProcesses:
                 move = await next_move(said, say)
                 if isinstance(move, Result):
                     return move
-                worker.send({"id": number, "answer": move})
+                process.send({"id": number, "answer": move})
         except asyncio.CancelledError:
-            self._cancel(worker, number)
+            self._cancel(process, number)
             raise
         finally:
-            worker.playing.pop(number, None)
+            process.playing.pop(number, None)
 
-    def _cancel(self, worker: _Process, number: int) -> None:
+    def _cancel(self, process: _Process, number: int) -> None:
         """Cancel a rollout in its process; kill the process if it does not confirm."""
-        if self._closing:
-            return
-        worker.cancelling.add(number)
-        worker.send({"id": number, "cancel": True})
+        process.cancelling.add(number)
+        process.send({"id": number, "cancel": True})
 
         def check() -> None:
-            if number in worker.cancelling and worker.process.returncode is None:
-                _log.warning("process %d of environment %s is blocked and is killed", worker.process.pid, self._name)
-                worker.process.kill()
+            if number in process.cancelling and process.worker.is_alive():
+                _log.warning("process %d of environment %s is blocked and is killed", process.worker.pid, self._name)
+                process.worker.kill()
 
         asyncio.get_running_loop().call_later(_CANCEL_SECONDS, check)
 
     async def close(self) -> None:
         """End the processes."""
-        self._closing = True
-        for worker in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                worker.process.kill()
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
-        await asyncio.gather(*(worker.process.wait() for worker in self._processes))
+        for process in self._processes:
+            process.worker.kill()
+        await asyncio.gather(*map(_end, self._processes))
+
+
+async def _opened(pipe: Connection) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """The streams of a pipe, which stays open."""
+    return await asyncio.open_connection(sock=socket.socket(fileno=os.dup(pipe.fileno())), limit=_LARGEST)
+
+
+async def _end(process: _Process) -> str:
+    """Wait until a process that closed its pipe or was killed has ended. Returns how it ended, in words."""
+    process.writer.close()
+    how = await asyncio.to_thread(process.worker.describe_end)
+    await asyncio.to_thread(process.worker.end)
+    return how
 
 
 async def next_move(said: Mapping[str, Any], say: Say) -> str | Result:
@@ -196,11 +194,6 @@ async def next_move(said: Mapping[str, Any], say: Say) -> str | Result:
     if "reward" in said:
         return Result(said["reward"], said["metrics"])
     raise EnvironmentFailed(said["kind"], said["failed"])
-
-
-def _ended(code: int | None) -> str:
-    """An exit code in words."""
-    return f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
 
 
 def _framed(value: Mapping[str, Any]) -> bytes:
@@ -279,41 +272,34 @@ def _plain(value: Any) -> float | str:
         return repr(value)[:200]
 
 
-async def _serve() -> None:
-    """The loop of a worker process: play the rollouts that the parent asks for, until its pipe ends."""
-    # Standard output carries the frames, so prints of an environment go to standard error.
-    out = open(os.dup(1), "wb")  # noqa: SIM115
-    os.dup2(2, 1)
+def _serve(pipe: Connection) -> None:
+    """Play the rollouts that the parent asks for, until its pipe ends."""
+    os.dup2(2, 1)  # standard output belongs to the parent: what an environment prints goes to standard error
+    asyncio.run(_serve_frames(pipe))
 
-    def send(value: Mapping[str, Any]) -> None:
-        out.write(_framed(value))
-        out.flush()
 
-    loop, stream = asyncio.get_running_loop(), asyncio.StreamReader(limit=_LARGEST)
-    stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), stdin)
+async def _serve_frames(pipe: Connection) -> None:
+    reader, writer = await _opened(pipe)
     try:
-        player = EnvironmentPlayer(json.loads(await stream.readline()))
+        player = EnvironmentPlayer(json.loads(await reader.readline()))
     except (ConfigError, ValueError, OSError) as error:
-        send({"id": -1, "error": str(error)})
+        writer.write(_framed({"id": -1, "error": str(error)}))
+        await writer.drain()
         return
-    send({"id": -1, "ready": True})
+    writer.write(_framed({"id": -1, "ready": True}))
     replies: set[asyncio.Task[None]] = set()
 
     async def reply(frame: Awaitable[dict[str, Any]]) -> None:
-        send(await frame)
+        writer.write(_framed(await frame))
 
-    while line := await stream.readline():
+    while line := await reader.readline():
         asked = json.loads(line)
         number = asked["id"]
         if "cancel" in asked:
             player.cancel(number)
-            send({"id": number, "kind": "cancelled", "failed": "cancelled"})  # this process is not blocked
+            # This process is not blocked.
+            writer.write(_framed({"id": number, "kind": "cancelled", "failed": "cancelled"}))
             continue
         frame = player.play(number, *asked["play"]) if "play" in asked else player.answer(number, asked["answer"])
-        replies.add(task := loop.create_task(reply(frame)))
+        replies.add(task := asyncio.create_task(reply(frame)))
         task.add_done_callback(replies.discard)
-
-
-if __name__ == "__main__":
-    asyncio.run(_serve())

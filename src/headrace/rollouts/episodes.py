@@ -301,8 +301,6 @@ def _rows(path: Sequence[_Node], node: _Node, known: int) -> RoutedExperts | Non
     if len(rows) < len(new):
         return None
     start = sum(len(n.ids) for n in path[:known])
-    if len(rows) == 1:
-        return RoutedExperts(data=rows[0].data, shape=rows[0].shape, start=start)
     if len({r.shape[1:] for r in rows}) > 1:
         raise RolloutRefused("routing", f"{node.name}: its path has experts of different layers and experts a token")
     joined = np.concatenate([r.rows(0, r.shape[0]) for r in rows])

@@ -70,22 +70,10 @@ class RepetitionFilter:
             )
 
     def detects(self, rollout: Rollout, advantage: float) -> bool:
-        sure_above, run = np.float32(math.log(self.probability)), 0
-        for step in rollout.trajectory:
-            if step.tokens is None or not len(step.tokens.completion_ids):
-                continue
-            unsure = np.flatnonzero(~(step.tokens.completion_logprobs > sure_above))
-            n = len(step.tokens.completion_ids)
-            if not len(unsure):
-                run += n
-            else:
-                inside = int(np.diff(unsure).max(initial=1)) - 1
-                if max(run + int(unsure[0]), inside) >= self.window:
-                    return True
-                run = n - 1 - int(unsure[-1])
-            if run >= self.window:
-                return True
-        return False
+        logprobs = [step.tokens.completion_logprobs for step in rollout.trajectory if step.tokens is not None]
+        unsure = ~(np.concatenate([*logprobs, [-np.inf]], dtype=np.float32) > np.float32(math.log(self.probability)))
+        runs = np.diff(np.flatnonzero(unsure), prepend=-1) - 1
+        return int(runs.max()) >= self.window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -474,11 +474,8 @@ def collected_samples(
     written: Sequence[Sequence[WrittenSample]], advantages: Sequence[float], sends: Sequence[bool]
 ) -> list[WrittenSample]:
     """The samples of the rollouts that send any, each with its rollout's advantage; `written` has those of each rollout."""
-    collected: list[WrittenSample] = []
-    for slots, advantage, sent in zip(written, advantages, sends, strict=True):
-        if sent:
-            collected += [slot.with_advantage(advantage) for slot in slots]
-    return collected
+    told = zip(written, advantages, sends, strict=True)
+    return [slot.with_advantage(advantage) for slots, advantage, sent in told if sent for slot in slots]
 
 
 def _drawn_for(rollout: Rollout, task: int) -> Rollout:
@@ -488,15 +485,9 @@ def _drawn_for(rollout: Rollout, task: int) -> Rollout:
 
 def _is_small(rollout: Rollout) -> bool:
     """Whether its samples are made in a fraction of a millisecond: few tokens, few turns, no experts, nothing to tokenise."""
-    if len(rollout.trajectory) > _SMALL_TURNS:
-        return False
-    total = 0
-    for turn in rollout.trajectory:
-        tokens = turn.tokens
-        if tokens is None or tokens.routed_experts is not None or tokens.multimodal:
-            return False
-        total += tokens.length
-    return total <= _SMALL_TOKENS
+    turns = [turn.tokens for turn in rollout.trajectory]
+    plain = [t for t in turns if t is not None and t.routed_experts is None and not t.multimodal]
+    return len(plain) == len(turns) <= _SMALL_TURNS and sum(t.length for t in plain) <= _SMALL_TOKENS
 
 
 def _settled(state: _OpenStep, future: asyncio.Future[str | None]) -> None:

@@ -18,9 +18,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,7 +28,6 @@ from typing import Any
 import msgspec
 
 from headrace.errors import ConfigError, FileCorrupt, RolloutRefused, WorkerDied
-from headrace.metrics import Wait
 from headrace.rollouts.checks import Limits
 from headrace.rollouts.pretokenize import Render
 from headrace.rollouts.sample_rollout import Processed, process_rollout
@@ -60,8 +59,8 @@ class RolloutProcesses:
             )
         self.workers, self.retries, self.deadline = workers, retries, deadline
         self._settings: dict[str, Any] = {"seq_len": seq_len, "limits": limits, "render": render}
-        self._idle: queue.SimpleQueue[WorkerProcess | None] = queue.SimpleQueue()
-        """Processes without a rollout; None for each thread that asks after the processes were closed."""
+        self._idle: deque[WorkerProcess] = deque()
+        """Processes without a rollout: at least one for each thread that has none."""
         self._all: dict[str, WorkerProcess] = {}
         self._lock = threading.Lock()
         self._closing = False
@@ -78,8 +77,8 @@ class RolloutProcesses:
         """Spawn all and wait until they have imported what they need, so that the first rollout does not."""
         try:
             for number in range(self.workers):
-                self._spawn(f"headrace-rollouts-{number}")
-            for worker in self._all.values():
+                self._idle.append(self._spawn(f"headrace-rollouts-{number}"))
+            for worker in self._idle:
                 try:
                     _wait_until_ready(worker)
                 except (EOFError, OSError) as error:
@@ -93,12 +92,12 @@ class RolloutProcesses:
             self.close()
             raise
 
-    def _spawn(self, name: str) -> None:
+    def _spawn(self, name: str) -> WorkerProcess:
         with self._lock:
             if self._closing:
                 raise WorkerDied("the worker processes were stopped")
             worker = self._all[name] = WorkerProcess(name, _serve, self._settings)
-        self._idle.put(worker)
+        return worker
 
     def close(self) -> None:
         """End the processes. A thread that waits for an answer raises WorkerDied."""
@@ -108,8 +107,6 @@ class RolloutProcesses:
             worker.kill()
             worker.exit_code(60.0)
         self._all.clear()
-        for _ in range(self.workers):
-            self._idle.put(None)
 
     # -------------------------------------------------------------------------------------------- asking
 
@@ -117,35 +114,25 @@ class RolloutProcesses:
         """Call `process_rollout` in a process. RolloutRefused also if `retries` + 1 processes died over the rollout, or at `until` (monotonic, the end of
         its step)."""
         whole = raw.encode(errors="surrogatepass") if isinstance(raw, str) else raw  # the process refuses surrogates
-        for attempt in range(self.retries + 1):
-            worker = self._taken()
-            if time.monotonic() >= until:
-                self._idle.put(worker)
-                raise RolloutRefused("worker", "a rollout was given up at the end of its step")
-            try:
-                answer = self._asked(worker, (encode_value(about), whole), until)
-            except (EOFError, OSError, FileCorrupt) as error:
-                self._replace(worker, attempt, error)
-                continue
-            self._idle.put(worker)
-            if answer.made is None:
-                raise decode_error(answer.error or {}, otherwise=RuntimeError)
-            return dataclasses.replace(answer.made, rollout=answer.made.rollout.slim())
+        worker = self._idle.pop()
+        try:
+            for attempt in range(self.retries + 1):
+                if time.monotonic() >= until:
+                    raise RolloutRefused("worker", "a rollout was given up at the end of its step")
+                try:
+                    answer = self._asked(worker, (encode_value(about), whole), until)
+                except (EOFError, OSError, FileCorrupt) as error:
+                    worker = self._replaced(worker, attempt, error)
+                    continue
+                if answer.made is None:
+                    raise decode_error(answer.error or {}, otherwise=RuntimeError)
+                return dataclasses.replace(answer.made, rollout=answer.made.rollout.slim())
+        finally:
+            self._idle.append(worker)
         raise RolloutRefused(
             "worker",
             f"a rollout was given up after {self.retries + 1} worker processes had died or hung over it; look for what is so large or so odd in it",
         )
-
-    def _taken(self) -> WorkerProcess:
-        with Wait("rollouts.process", deadline=self.deadline * (self.workers + 1)) as wait:
-            try:
-                worker = self._idle.get(timeout=wait.remaining())
-            except queue.Empty:
-                wait.check()
-                raise
-        if worker is None:
-            raise WorkerDied("the worker processes were stopped")
-        return worker
 
     def _asked(self, worker: WorkerProcess, question: tuple[Any, Any], until: float) -> _Answer:
         _wait_until_ready(worker)
@@ -160,14 +147,15 @@ class RolloutProcesses:
         finally:
             overdue.cancel()
 
-    def _replace(self, worker: WorkerProcess, attempt: int, error: Exception) -> None:
+    def _replaced(self, worker: WorkerProcess, attempt: int, error: Exception) -> WorkerProcess:
+        """A new process in the place of one that died or hangs."""
         if self._closing:
             raise WorkerDied("the worker processes were stopped") from error
         told = worker.describe_end()
         worker.end(patience=0.0)
         self.restarts += 1
         _log.warning("%s over a rollout; try %d of %d", told, attempt + 1, self.retries + 1)
-        self._spawn(worker.name)
+        return self._spawn(worker.name)
 
 
 def _wait_until_ready(worker: WorkerProcess) -> None:

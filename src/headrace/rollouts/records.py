@@ -53,19 +53,22 @@ class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fals
     """Bytes, a view, an array, or base64 text."""
     shape: tuple[int, int, int]
     start: int = 0
+    dtype: Literal["uint8"] = "uint8"
 
     def __post_init__(self) -> None:
         if len(self.shape) != 3 or min(self.shape) < 0 or self.shape[1] * self.shape[2] < 1 or self.start < 0:
             raise RolloutRefused(
                 "routing", f"routed experts have shape {self.shape} from token {self.start} on, expected [rows, layers, topk]"
             )  # fmt: skip
-        wanted = self.shape[0] * self.row_bytes
+        size, unit = self.shape[0] * self.row_bytes, "bytes"
         if isinstance(self.data, str):
-            found, size = len(self.data), -(-wanted // 3) * 4
-            unit = "characters of base64"
+            found, size, unit = len(self.data), -(-size // 3) * 4, "characters of base64"
+        elif isinstance(self.data, (bytes, bytearray, memoryview, np.ndarray)):
+            found = memoryview(self.data).nbytes
         else:
-            size, unit = wanted, "bytes"
-            found = self.data.nbytes if isinstance(self.data, (np.ndarray, memoryview)) else len(self.data)
+            raise RolloutRefused(
+                "routing", f"the data of routed experts is a {type(self.data).__name__}, expected bytes or base64"
+            )
         if found != size:
             raise RolloutRefused(
                 "routing",
@@ -95,22 +98,18 @@ class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fals
 
 def _decoded(text: str, begin: int, end: int) -> np.ndarray:
     """Bytes [begin, end) of decoded base64 text. 4 characters are 3 bytes, so only the characters of these bytes are decoded."""
-    out = np.empty(end - begin, np.uint8)
-    at = begin
-    while at < end:
-        group = at // 3
-        stop = min(group + _BASE64_SLICE // 4, -(-end // 3))
-        piece = text[group * 4 : stop * 4]
+    first, last = begin // 3, -(-end // 3)
+    pieces = [np.empty(0, np.uint8)]
+    for at in range(first, last, _BASE64_SLICE // 4):
+        stop = min(at + _BASE64_SLICE // 4, last)
         try:
-            raw = binascii.a2b_base64(piece, strict_mode=True)
-        except (ValueError, binascii.Error) as error:
+            raw = binascii.a2b_base64(text[at * 4 : stop * 4], strict_mode=True)
+        except ValueError as error:
             raise RolloutRefused("routing", f"routed experts are not base64 ({error})") from error
-        if len(raw) < min(end, stop * 3) - group * 3:
-            raise RolloutRefused("routing", f"routed experts are not base64: it ends at byte {group * 3 + len(raw):,}")
-        upto = min(end, stop * 3)
-        out[at - begin : upto - begin] = np.frombuffer(raw, np.uint8)[at - group * 3 : upto - group * 3]
-        at = upto
-    return out
+        if len(raw) < min(end, stop * 3) - at * 3:
+            raise RolloutRefused("routing", f"routed experts are not base64: it ends at byte {at * 3 + len(raw):,}")
+        pieces.append(np.frombuffer(raw, np.uint8))
+    return np.concatenate(pieces)[begin - first * 3 : end - first * 3]
 
 
 class VersionSpan(NamedTuple):
@@ -138,34 +137,25 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """Those of TOKEN_COLUMNS that the rollout has, for the completion tokens."""
 
     def __post_init__(self) -> None:
-        extra = [(f"completion_{name}", column, _FLOAT) for name, column in self.columns.items()]
-        for name, column, dtype in (*((n, getattr(self, n), d) for n, d in _COLUMNS.items()), *extra):
+        columns = {name: (getattr(self, name), dtype) for name, dtype in STEP_COLUMNS.items()}
+        columns |= {f"completion_{name}": (column, _FLOAT) for name, column in self.columns.items()}
+        for name, (column, dtype) in columns.items():
             if not isinstance(column, np.ndarray) or column.dtype != dtype or column.ndim != 1:
                 raise TypeError(f"{name} must be one row of {dtype}, got {column!r:.80}")
-        for name in ("prompt_mask", "completion_mask"):
-            if getattr(self, name).max(initial=0) > 1:
-                raise RolloutRefused("wrong_type", f"{name} holds numbers other than 0 and 1")
-        said = len(self.completion_ids)
-        for side, wanted, name, found in (
-            ("prompt", len(self.prompt_ids), "mask", len(self.prompt_mask)),
-            ("completion", said, "mask", len(self.completion_mask)),
-            ("completion", said, "logprobs", len(self.completion_logprobs)),
-            *(("completion", said, name, len(column)) for name, column in self.columns.items()),
-        ):
-            if found != wanted:
+            side = name.partition("_")[0]
+            wanted = len(columns[f"{side}_ids"][0])
+            if len(column) != wanted:
                 raise RolloutRefused(
                     "wrong_length",
-                    f"a step has {wanted} {side} tokens and a {side}_{name} of {found}: both must be equally long",
+                    f"a step has {wanted} {side} tokens and a {name} of {len(column)}: both must be equally long",
                 )
-        logprobs = self.completion_logprobs
-        if not np.isfinite(logprobs).all():
-            at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
-            raise RolloutRefused(
-                "not_finite", f"the logprob of completion token {at} is {logprobs[at]}: nothing can be learnt from it"
-            )
-        for name, column in self.columns.items():
-            if not np.isfinite(column).all():
-                raise RolloutRefused("not_finite", f"completion_{name} holds a number that is not finite")
+            if name.endswith("_mask") and column.max(initial=0) > 1:
+                raise RolloutRefused("wrong_type", f"{name} holds numbers other than 0 and 1")
+            if dtype == _FLOAT and not np.isfinite(column).all():
+                at = int(np.flatnonzero(~np.isfinite(column))[0])
+                raise RolloutRefused(
+                    "not_finite", f"{name} of {side} token {at} is {column[at]}: nothing can be learnt from it"
+                )
         if (routed := self.routed_experts) is not None and routed.end > self.length:
             raise RolloutRefused(
                 "routing",
@@ -195,10 +185,11 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
 
 
 _FLOAT = np.dtype(np.float32)
-_COLUMNS = {
+STEP_COLUMNS = {
     "prompt_ids": np.dtype(np.int32), "prompt_mask": np.dtype(np.uint8), "completion_ids": np.dtype(np.int32),
     "completion_mask": np.dtype(np.uint8), "completion_logprobs": _FLOAT,
 }  # fmt: skip
+"""The columns that every turn has, and their types."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):

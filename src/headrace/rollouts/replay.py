@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import logging
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -165,84 +166,75 @@ _Result = TypeVar("_Result")
 
 
 def _on_a_loop(work: Coroutine[Any, Any, _Result]) -> _Result:
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    """Run a coroutine on uvloop's loop where it is installed (`headrace[rl]`), on asyncio's own otherwise."""
+    factory = None
+    with contextlib.suppress(ImportError):
+        factory = importlib.import_module("uvloop").new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(work)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where it is installed (`headrace[rl]`), asyncio's own otherwise."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
-
-
-class _Costs:
-    """Measures phases on the running loop."""
-
-    def __init__(self) -> None:
-        self.found: list[PhaseCost] = []
-        self.monitor = EventLoopLagMonitor(interval=_LOOK, warn_above={})
-
-    @contextlib.asynccontextmanager
-    async def measured(self, name: str) -> AsyncGenerator[None]:
-        await asyncio.sleep(0.005)  # the sample during which the last phase was summed up is none of this one's
-        self.monitor.drain()
-        clocks = (time.perf_counter, time.process_time, time.thread_time)
-        before = [clock() for clock in clocks]
-        yield
-        wall, cpu, loop = (clock() - start for clock, start in zip(clocks, before, strict=True))
-        await asyncio.sleep(0.002)  # so that a stall at the very end is sampled too
-        found = self.monitor.drain()
-        lag = {f"lag_{which}": found.get(f"event_loop_lag/{which}", 0.0) for which in ("mean", "p99", "max")}
-        self.found.append(PhaseCost(phase=name, wall=wall, cpu=cpu, loop=loop, **lag))
+async def _measured(
+    traffic: int, idle: float, parts: Mapping[str, Callable[[], Awaitable[Any]]]
+) -> tuple[list[PhaseCost], dict[str, Any]]:
+    """Run an idle stretch and then the parts, in order, beside background tasks. Returns what each cost, and the results of the parts."""
+    monitor = EventLoopLagMonitor(interval=_LOOK, warn_above={})
+    clocks = (time.perf_counter, time.process_time, time.thread_time)
+    costs: list[PhaseCost] = []
+    results: dict[str, Any] = {}  # kept: in a real step they are not freed in the phase either
+    async with _traffic(traffic), monitor:
+        for name, part in {"idle": lambda: asyncio.sleep(idle), **parts}.items():
+            await asyncio.sleep(0.005)  # the sample during which the last phase was summed up is none of this one's
+            monitor.drain()
+            before = [clock() for clock in clocks]
+            results[name] = await part()
+            wall, cpu, loop = (clock() - start for clock, start in zip(clocks, before, strict=True))
+            await asyncio.sleep(0.002)  # so that a stall at the very end is sampled too
+            found = monitor.drain()
+            lag = {f"lag_{which}": found.get(f"event_loop_lag/{which}", 0.0) for which in ("mean", "p99", "max")}
+            costs.append(PhaseCost(phase=name, wall=wall, cpu=cpu, loop=loop, **lag))
+    return costs, results
 
 
 async def _replay(
     rollouts: list[Any], folder: Path, traffic: int, seq_len: int, ranks: int, idle: float, processes: int
 ) -> Replay:
-    costs, total = _Costs(), len(rollouts)
     (folder / "saved").mkdir()
     sink = JsonlSink(folder / "saved" / "metrics.jsonl")
     pipeline = RolloutPipeline(
         folder, seq_len=seq_len, ranks=ranks, advantage=AdvantageConfig(), filters=[ZeroAdvantageFilter(enforce=False)],
         save_to=folder / "saved", sinks=[sink], use_process_pool=processes,
     )  # fmt: skip
+
+    async def arrival() -> None:
+        rollouts.reverse()
+        for number in range(len(rollouts)):
+            # `pop` leaves the pipeline the only reference, as when a rollout came over a socket.
+            # A dump does not say which task a rollout belongs to: all get task 0, and groups are by example.
+            pipeline.arrive(rollouts.pop(), step=0, key=(0, number))
+            await asyncio.sleep(0)
+        await pipeline.settled(0)
+
     with contextlib.closing(sink):
-        async with _traffic(traffic), costs.monitor, pipeline:
-            async with costs.measured("idle"):
-                await asyncio.sleep(idle)
-            async with costs.measured("arrival"):
-                rollouts.reverse()
-                for number in range(total):
-                    # `pop` leaves the pipeline the only reference, as when a rollout came over a socket.
-                    # A dump does not say which task a rollout belongs to: all get task 0, and groups are by example.
-                    pipeline.arrive(rollouts.pop(), step=0, key=(0, number))
-                    await asyncio.sleep(0)
-                await pipeline.settled(0)
-            async with costs.measured("boundary"):
-                report = await pipeline.finish(0)
+        async with pipeline:
+            phases, results = await _measured(
+                traffic, idle, {"arrival": arrival, "boundary": lambda: pipeline.finish(0)}
+            )
+    report = results["boundary"]
     with os.scandir(folder) as entries:
         size = sum(e.stat().st_size for e in entries if e.is_file())
     return Replay(
         rollouts=report.rollouts, samples=report.samples, tokens=report.tokens, bytes=size, refused=dict(report.refused),
-        synthetic_traffic=traffic, phases=tuple(costs.found), breakdown=report.phases.line(0),
+        synthetic_traffic=traffic, phases=tuple(phases), breakdown=report.phases.line(0),
     )  # fmt: skip
 
 
 async def _replay_phase(
     name: str, work: Callable[[LoopYield], Any], traffic: int, idle: float
 ) -> tuple[PhaseCost, PhaseCost]:
-    costs = _Costs()
     pause = LoopYield(asyncio.get_running_loop())
-    async with _traffic(traffic), costs.monitor:
-        async with costs.measured("idle"):
-            await asyncio.sleep(idle)
-        async with costs.measured(name):
-            made = await asyncio.to_thread(work, pause)
-        del made  # after the phase: its results would not be freed in it either
-    return costs.found[0], costs.found[1]
+    (alone, cost), _ = await _measured(traffic, idle, {name: lambda: asyncio.to_thread(work, pause)})
+    return alone, cost
 
 
 def _phase_work(phase: str, raw: list[Any], folder: Path, seq_len: int, ranks: int) -> Callable[[LoopYield], Any]:

@@ -17,15 +17,9 @@ import orjson
 
 from headrace.errors import ConfigError
 from headrace.files import publish
-from headrace.rollouts.records import Rollout, Step
+from headrace.rollouts.records import STEP_COLUMNS, Rollout, Step
 
-ALWAYS_SAVED = ("trajectory", "sampling_args")
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-
-
-def saved_columns(state_columns: Sequence[str]) -> tuple[str, ...]:
-    """The columns after the fixed fields of a line: ALWAYS_SAVED, then the environment's, each once, in order."""
-    return tuple(dict.fromkeys((*ALWAYS_SAVED, *state_columns)))
 
 
 def save_rollouts(
@@ -48,37 +42,28 @@ def save_rollouts(
         for rollout, advantage in zip(
             rollouts, itertools.repeat(None) if advantages is None else advantages, strict=advantages is not None
         ):
-            yield b"".join(
-                _line(rollout, advantage, saved_columns((state_columns or {}).get(rollout.env_name, ())), tokens)
-            )
+            yield _line(rollout, advantage, (state_columns or {}).get(rollout.env_name, ()), tokens)
 
     path.parent.mkdir(parents=True, exist_ok=True)
     publish(path, lines(), replace=True, durable=durable)
     return path.stat().st_size
 
 
-def _line(rollout: Rollout, advantage: float | None, columns: Sequence[str], tokens: bool) -> Iterator[bytes]:
-    fixed: dict[str, Any] = {
+def _line(rollout: Rollout, advantage: float | None, columns: Sequence[str], tokens: bool) -> bytes:
+    line: dict[str, Any] = {
         "example_id": rollout.example_id, "env_name": rollout.env_name, "draw": rollout.draw, "reward": rollout.reward,
-        "metrics": dict(rollout.metrics), "error": rollout.error, "is_truncated": rollout.is_truncated,
-        "stop_condition": rollout.stop_condition, "timing": dict(rollout.timing), "policy_version": rollout.policy_version,
+        "metrics": rollout.metrics, "error": rollout.error, "is_truncated": rollout.is_truncated,
+        "stop_condition": rollout.stop_condition, "timing": rollout.timing, "policy_version": rollout.policy_version,
     }  # fmt: skip
     if rollout.split_at:
-        fixed["split_at"] = rollout.split_at
+        line["split_at"] = rollout.split_at
     if advantage is not None:
-        fixed["advantage"] = advantage
-    yield _json(fixed)[:-1]
+        line["advantage"] = advantage
+    line["trajectory"] = [orjson.Fragment(_json(_step(step, tokens))) for step in rollout.trajectory]
+    line["sampling_args"] = rollout.sampling_args
     for column in columns:
-        if column == "trajectory":
-            yield b',"trajectory":['
-            for number, step in enumerate(rollout.trajectory):
-                yield (b"," if number else b"") + _json(_step(step, tokens))
-            yield b"]"
-        elif column == "sampling_args":
-            yield b',"sampling_args":' + _json(dict(rollout.sampling_args))
-        elif column not in fixed:
-            yield b"," + _json(column) + b":" + _json(rollout.state.get(column))
-    yield b"}\n"
+        line.setdefault(column, orjson.Fragment(_json(rollout.state.get(column))))
+    return _json(line) + b"\n"
 
 
 def _step(step: Step, tokens: bool) -> dict[str, Any]:
@@ -91,10 +76,7 @@ def _step(step: Step, tokens: bool) -> dict[str, Any]:
     if columns.version_spans:
         told["weight_versions"] = [list(span) for span in columns.version_spans]
     if tokens:
-        told |= {
-            name: getattr(columns, name)
-            for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "completion_logprobs")
-        }
+        told |= {name: getattr(columns, name) for name in STEP_COLUMNS}
     return told
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import contextlib
 import math
 import os
 import time
@@ -208,8 +207,7 @@ class SpoolSender(TrainingBatchSender):
             "rollouts-sender", "an orchestrator", "stop that first, or give this run its own folder"
         )
         sweep_dead_temporaries(self.queue)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._folder.state("end"))
+        self._folder.state("end").unlink(missing_ok=True)
         self._sent = max((_step_of(name) for name in os.listdir(self.queue)), default=-1)
         self._sent = max(self._sent, *(n - 1 for n in self._folder.acknowledged()))
         self._deleted = -1

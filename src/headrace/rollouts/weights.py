@@ -25,11 +25,6 @@ from headrace.order import draws, key
 _PROBE_TOKENS = 64
 
 
-def _version_folder(folder: Path, version: int) -> Path:
-    """The folder of a version."""
-    return folder / f"v{version:06d}"
-
-
 def probe_ids(vocab_size: int, context: int) -> np.ndarray:
     """The ids of the probe, a function of vocabulary and context size only."""
     count = min(_PROBE_TOKENS, context - 1)
@@ -40,7 +35,7 @@ def publish_weights(
     folder: Path, version: int, arrays: Mapping[str, np.ndarray], ids: np.ndarray, logprobs: np.ndarray
 ) -> Path:
     """Write a version and return its folder. The probe is written last: a folder with a probe is complete."""
-    where = _version_folder(folder, version)
+    where = folder / f"v{version:06d}"
     shutil.rmtree(where, ignore_errors=True)  # left over from a killed run
     make_inside(folder, where.name)
     write_container(where / "model.safetensors", arrays, {"version": version}, durable=False)

@@ -1,7 +1,7 @@
 """Reference trainers in plain torch, small enough to read.
 
 gpt.py              the model: a GPT whose packed documents do not see each other
-lm.py               trainer of a language model: global token mean, schedule, DDP, exact state
+lm.py               trainer of a language model: global token mean, schedule, exact state
 policy.py           trainer of a policy on rollouts (GRPO); rl.py: its loss terms; policy_models.py: its models
 embedded_engine.py  an inference engine in the trainer's process
 cells.py            trainer of a small model on cells of several modalities; recurrent.py: with a state for each group

@@ -2,6 +2,7 @@
 
     optimizer = AdamW([{"params": weights, "weight_decay": 0.1}], lr=3e-4, betas=(0.9, 0.95))
     loss.backward()
+    optimizer.lr = 1e-4
     optimizer.step()
 
 `torch.optim.AdamW` imports torch's compiler (`torch._dynamo`) as soon as it is made: 2 of the 8 seconds before the first step of a run. This class keeps
@@ -22,21 +23,13 @@ class AdamW:
     """Groups of parameters and their moments, under the names that `torch.optim.AdamW` has for them."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], *, lr: float, betas: tuple[float, float]) -> None:
-        """`groups`: each has `params`, and `weight_decay` for them. `lr` may be changed in `param_groups` before any step."""
-        self.param_groups: list[dict[str, Any]] = [
-            {**group, "params": list(group["params"]), "lr": lr} for group in groups
-        ]
+        """`groups`: each has `params`, and `weight_decay` for them. `lr` is that of all groups."""
+        self.param_groups: list[dict[str, Any]] = [{**group, "params": list(group["params"])} for group in groups]
+        self.lr = lr
+        """Learning rate of the next step."""
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         """Of each parameter: `step`, `exp_avg` and `exp_avg_sq`."""
         self._betas = betas
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or set them to 0."""
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
 
     @torch.no_grad()
     def step(self) -> None:
@@ -48,7 +41,7 @@ class AdamW:
             states = [self.state.get(p) or self._start(p) for p in learnt]
             adamw(
                 learnt, [p.grad for p in learnt], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [],
-                [s["step"] for s in states], fused=True, amsgrad=False, beta1=self._betas[0], beta2=self._betas[1], lr=group["lr"],
+                [s["step"] for s in states], fused=True, amsgrad=False, beta1=self._betas[0], beta2=self._betas[1], lr=self.lr,
                 weight_decay=group["weight_decay"], eps=1e-8, maximize=False,
             )  # fmt: skip
 

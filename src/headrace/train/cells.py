@@ -23,23 +23,22 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from headrace.errors import DataError
-from headrace.metrics import Wait, phase
+from headrace.metrics import phase
 from headrace.order import key
 from headrace.order.keys import mix64_array
 from headrace.train.gpt import fill_normal
 from headrace.train.lm import (
-    diverged,
+    add_over_ranks,
     learning_rate,
     make_optimizer,
-    naming_lost_peers,
     require_equal,
     require_group,
     to_array,
     torch_device,
+    update,
 )
 from headrace.train.settings import TrainSettings
 
@@ -161,30 +160,14 @@ class CellTrainer:
                 loss.backward()
         sums = torch.tensor([float(loss.detach()), float(count)], dtype=torch.float64, device=self.device)
         both = torch.cat([self._grad.double(), sums])
-        if self.world_size > 1:
-            with Wait("train.reduce"), naming_lost_peers(f"step {self.steps_taken}"):
-                dist.all_reduce(both)
+        add_over_ranks(both, self.world_size, f"step {self.steps_taken}")
         total = max(float(both[-1]), 1.0)
         mean, lr = float(both[-2]) / total, learning_rate(self.steps_taken, self.settings)
         with phase("train.optimizer"):
-            norm = self._update((both[:-2] / total).to(self._grad.dtype), lr, mean)
+            self._grad.copy_(both[:-2] / total)
+            norm = update(self.model, self._optimizer, lr, self.settings.grad_clip, mean, self.steps_taken)
         self.steps_taken += 1
         return CellStep(loss=mean, values=int(both[-1]), grad_norm=norm, lr=lr)
-
-    @torch.no_grad()
-    def _update(self, grad: Tensor, lr: float, mean: float) -> float:
-        """One step of AdamW; the norm of the gradient before it was clipped."""
-        settings = self.settings
-        norm = float(grad.norm())
-        if not (math.isfinite(mean) and math.isfinite(norm)):
-            raise diverged(self.steps_taken, f"loss {mean}, gradient norm {norm}")
-        if settings.grad_clip and norm > settings.grad_clip:
-            grad = grad * (settings.grad_clip / norm)
-        self._grad.copy_(grad)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        return norm
 
     def _loss_sum(self, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
         x, modality = batch.get(self._feature), batch.get("modality")

@@ -231,10 +231,7 @@ class EmbeddedEngine:
                 if chosen[slot] == self.end_id or following[slot] + 1 >= request.end:
                     finished.append(request)
                     slots.release(slot)
-                    token[slot] = 0
-                    following[slot] = 0
-        for slot in slots.free:
-            following[slot] = 0
+        following[slots.free] = 0
         slots.token, slots.position = token, following
         for slot in [at for at, r in enumerate(slots.requests) if r is not None and r.future.cancelled()]:
             slots.release(slot)

@@ -21,11 +21,9 @@ two ranks differ by 2e-8, but Adam divides a gradient by its own size, so where 
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import math
 import os
-import weakref
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,7 +35,6 @@ import torch
 import torch.distributed as dist
 import torch.utils.deterministic
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from headrace.errors import ConfigError, CursorMismatch, DataError, DeadlineExceeded, HeadraceError, WorkerDied
 from headrace.metrics import Wait, phase
@@ -48,8 +45,6 @@ from headrace.train.settings import TrainSettings
 
 _KIND, _VERSION = "headrace.lm", 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_in_a_group: weakref.WeakSet[LMTrainer] = weakref.WeakSet()
-"""Trainers whose DDP holds the process group."""
 
 
 def learning_rate(step: int, settings: TrainSettings) -> float:
@@ -69,60 +64,17 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The result of one step. Held as tensors: on CUDA only reading a number waits for the device."""
+    """The result of one step."""
 
     step: int
     """Steps taken before this batch."""
-    loss_tensor: Tensor
-    tokens_tensor: Tensor
-    grad_norm_tensor: Tensor
+    loss: float
+    """Mean over the global batch's tokens, the same on every rank; 0 if no rank had any."""
+    tokens: int
+    """Tokens learned from, over all ranks."""
+    grad_norm: float
+    """Norm of the whole gradient before it was clipped."""
     lr: float
-
-    @property
-    def loss(self) -> float:
-        """Mean over the global batch's tokens, the same on every rank; 0 if no rank had any."""
-        value = float(self.loss_tensor)
-        if not math.isfinite(value):
-            raise diverged(self.step, f"loss {value}")
-        return value
-
-    @property
-    def tokens(self) -> int:
-        """Tokens learned from, over all ranks."""
-        return int(self.tokens_tensor)
-
-    @property
-    def grad_norm(self) -> float:
-        """Norm of the whole gradient before it was clipped."""
-        return float(self.grad_norm_tensor)
-
-
-def diverged(step: int, found: str) -> HeadraceError:
-    return HeadraceError(
-        f"step {step} diverged: expected a finite loss and gradient, got {found}; lower train.lr or raise "
-        "train.warmup_steps, and resume from the last checkpoint"
-    )
-
-
-class _GlobalTokenMean(torch.autograd.Function):
-    """Forward: the global mean. Backward: the share that becomes its gradient once DDP has averaged over ranks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, loss_sum: Tensor, tokens: Tensor, ranks: int, group: dist.ProcessGroup | None
-    ) -> tuple[Tensor, Tensor]:
-        both = torch.stack((loss_sum.double(), tokens.double()))  # counts are exact up to 2**53
-        if ranks > 1:
-            with Wait("train.reduce"), naming_lost_peers("adding up the loss"):
-                dist.all_reduce(both, group=group)
-        divisor = both[1].clamp(min=1.0)
-        ctx.scale = (ranks / divisor).to(loss_sum.dtype)
-        ctx.mark_non_differentiable(both)
-        return (both[0] / divisor).to(loss_sum.dtype), both
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return grads[0] * ctx.scale, None, None, None
 
 
 def global_token_mean(loss_sum: Tensor, tokens: Tensor | int, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -132,7 +84,44 @@ def global_token_mean(loss_sum: Tensor, tokens: Tensor | int, group: dist.Proces
     mean on every rank; its gradient is scaled by the number of ranks, because DDP (like FSDP) divides by it.
     """
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    return _GlobalTokenMean.apply(loss_sum, torch.as_tensor(tokens, device=loss_sum.device), ranks, group)[0]
+    both = torch.stack((loss_sum.detach().double(), torch.as_tensor(tokens, device=loss_sum.device).double()))
+    total, count = add_over_ranks(both, ranks, "adding up the loss", group)
+    divisor = count.clamp(min=1.0)
+    share = loss_sum * (ranks / divisor).to(loss_sum.dtype)
+    # The difference is 0: the value is that of the mean, the gradient that of the share.
+    return (total / divisor).to(loss_sum.dtype) + (share - share.detach())
+
+
+def add_over_ranks(values: Tensor, world_size: int, doing: str, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Add a tensor of every rank to those of the others, in place; return it. Collective. `doing` is for the error that a lost rank causes."""
+    if world_size > 1:
+        with Wait("train.reduce"), naming_lost_peers(doing):
+            dist.all_reduce(values, group=group)
+    return values
+
+
+def sum_gradients(model: nn.Module, world_size: int, doing: str) -> None:
+    """Add the gradients of every rank to those of the others, as one flat array: the order of additions never depends on a batch. Collective."""
+    if world_size == 1:
+        return
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = add_over_ranks(torch.cat([g.reshape(-1) for g in gradients]), world_size, doing)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def update(model: nn.Module, optimizer: AdamW, lr: float, grad_clip: float, loss: float, step: int) -> float:
+    """Clip the gradients to a norm of `grad_clip` (0 leaves them) and move the parameters. Returns the norm before. HeadraceError, and no parameter has
+    moved, if the norm or the loss is not finite."""
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise HeadraceError(
+            f"step {step} diverged: expected a finite loss and gradient, got loss {loss}, gradient norm {norm}; lower train.lr or raise "
+            "train.warmup_steps, and resume from the last checkpoint"
+        )
+    optimizer.lr = lr
+    optimizer.step()
+    return norm
 
 
 # ----------------------------------------------------------------------------------------------- trainer
@@ -165,46 +154,18 @@ class LMTrainer:
         self.steps_taken = 0
         self.optimizer = make_optimizer(self.model.parameters(), settings)
         self._net: nn.Module = torch.compile(self.model) if settings.compile else self.model  # ty: ignore[invalid-assignment]
-        self._buckets_settled = world_size == 1
-        if world_size > 1:
-            on = [self.device.index] if self.device.type == "cuda" else None
-            with Wait("train.start"), naming_lost_peers("comparing the models of the ranks"):
-                self._net = DistributedDataParallel(self._net, device_ids=on, gradient_as_bucket_view=True)
-            _in_a_group.add(self)
-        self._first_bad_step = torch.full((), -1, dtype=torch.int64, device=self.device)
-
-    def _leave_group(self) -> None:
-        """Release the process group, even where the traceback of a failed step still refers to DDP."""
-        for name in ("logger", "reducer"):
-            self._net.__dict__.pop(name, None)
-        self._net = self.model
-        _in_a_group.discard(self)
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Learn from this rank's share of a global batch. A collective."""
-        if self.world_size > 1 and self not in _in_a_group:
+        if self.world_size > 1 and not dist.is_initialized():
             raise RuntimeError(f"step {self.steps_taken} of rank {self.rank} comes after shutdown_distributed()")
         ids, positions, labels = self._inputs(batch)
         lr = learning_rate(self.steps_taken, self.settings)
-        with naming_lost_peers(f"step {self.steps_taken}"):
-            if not self._buckets_settled:
-                # DDP orders its buckets anew after the first backward pass of a process. With three ranks or more the
-                # order of additions follows the place in the bucket, so a resumed run would round its first step
-                # unlike the run that never stopped: the first pass of every process is done twice and counted once.
-                self._backward(ids, positions, labels)
-                self._buckets_settled = True
-            mean, total = self._backward(ids, positions, labels)
+        loss, tokens = self._backward(ids, positions, labels)
         with phase("train.optimizer"):
-            limit = self.settings.grad_clip or math.inf
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-            self._refuse_divergence(mean, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+            norm = update(self.model, self.optimizer, lr, self.settings.grad_clip, loss, self.steps_taken)
         self.steps_taken += 1
-        return StepResult(
-            step=self.steps_taken - 1, loss_tensor=mean, tokens_tensor=total, grad_norm_tensor=norm, lr=lr
-        )
+        return StepResult(step=self.steps_taken - 1, loss=loss, tokens=tokens, grad_norm=norm, lr=lr)
 
     def _inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         missing = [name for name in ("input_ids", "position_ids", "labels") if name not in batch]
@@ -221,24 +182,18 @@ class LMTrainer:
             )
         return tuple(t.to(self.device, non_blocking=True) for t in (ids, positions, labels))  # ty: ignore[invalid-return-type]
 
-    def _backward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _backward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> tuple[float, int]:
         """Gradients of the global mean on every rank; the mean and the global token count."""
-        self.optimizer.zero_grad(set_to_none=True)
+        doing = f"step {self.steps_taken}"
+        self.model.zero_grad()
         with phase("train.forward"):
             loss_sum = self._net(ids, positions, labels)
-        mean, both = _GlobalTokenMean.apply(loss_sum, (labels != IGNORED).sum(), self.world_size, None)
+        sums = torch.stack((loss_sum.detach().double(), (labels != IGNORED).sum().double()))
+        total, tokens = add_over_ranks(sums, self.world_size, doing)
         with phase("train.backward"):
-            mean.backward()
-        return mean.detach(), both[1]
-
-    def _refuse_divergence(self, mean: Tensor, norm: Tensor) -> None:
-        """Raise for a loss or gradient that is not finite: on a CPU before the parameters change; on CUDA the step is noted there, and read when a state is taken."""
-        finite = torch.isfinite(mean) & torch.isfinite(norm)
-        if self.device.type != "cpu":
-            keep = finite | (self._first_bad_step >= 0)
-            self._first_bad_step = torch.where(keep, self._first_bad_step, self.steps_taken)
-        elif not finite:
-            raise diverged(self.steps_taken, f"loss {float(mean)}, gradient norm {float(norm)}")
+            (loss_sum / tokens.clamp(min=1.0)).backward()
+        sum_gradients(self.model, self.world_size, doing)
+        return float((total / tokens.clamp(min=1.0)).to(loss_sum.dtype)), int(tokens)
 
     # ----------------------------------------------------------------------------------------------- state
 
@@ -247,9 +202,6 @@ class LMTrainer:
 
         Arrays are named model/<parameter>, optim/exp_avg/<parameter> and optim/exp_avg_sq/<parameter>.
         """
-        bad = int(self._first_bad_step)
-        if bad >= 0:
-            raise diverged(bad, "a value that is not")
         arrays = saved_arrays(self.model, self.optimizer)
         meta = {"kind": _KIND, "version": _VERSION, "step": self.steps_taken, "model": self.model.config.to_json()}
         return arrays, {}, meta
@@ -275,7 +227,6 @@ class LMTrainer:
         )
         load_arrays(self.model, self.optimizer, ours, step)
         self.steps_taken = step
-        self._first_bad_step.fill_(-1)
 
     def model_sha256(self) -> str:
         return model_sha256(self.model)
@@ -397,15 +348,7 @@ def init_distributed(device: str = "auto", *, timeout_seconds: float = 300.0) ->
 
 
 def shutdown_distributed() -> None:
-    """Leave the process group, if there is one. Trainers that still exist cannot step any more. There is no barrier: a peer may be gone.
-
-    DDP must release the group first. The owner of the last reference joins gloo's threads, and DDP does so without
-    releasing the GIL, which a gloo thread may need to free its last work item: with a trainer that outlived the
-    group, 5 of 112 runs of three ranks hung (pytorch issue 56297); in this order none did.
-    """
-    for trainer in list(_in_a_group):
-        trainer._leave_group()
-    gc.collect()
+    """Leave the process group, if there is one. Trainers that still exist cannot step any more. There is no barrier: a peer may be gone."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -11,30 +11,29 @@ threads a step is deterministic on a CPU. A trainer with FSDP uses `SpoolReceive
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from headrace.metrics import Wait, phase
+from headrace.metrics import phase
 from headrace.rollouts.batch_files import TrainingBatch
 from headrace.train.adamw import AdamW
 from headrace.train.gpt import GPT, GPTConfig, init_parameters
 from headrace.train.lm import (
+    add_over_ranks,
     described,
-    diverged,
     load_arrays,
     model_sha256,
-    naming_lost_peers,
     require_equal,
     saved_arrays,
+    sum_gradients,
     to_array,
     to_tensor,
+    update,
 )
 from headrace.train.policy_models import HFConfig, HFPolicy, make_model
 from headrace.train.rl import EnvWatch, policy_terms
@@ -126,12 +125,12 @@ class PolicyTrainer:
         """Learn from this rank's micro batches of a batch. A collective."""
         s, watch = self.settings, EnvWatch()
         micros = list(batch.micro_batches(self.rank))
-        counts = torch.tensor([0.0, float(sum(int(m["mask"].sum()) for m in micros))], dtype=torch.float64)
-        tokens = self._summed(counts.clone())[1].clamp(min=1.0)
-        self.optimizer.zero_grad(set_to_none=False)
+        doing, ranks = f"step {self.steps_taken}", self.world_size
+        own = sum(int(micro["mask"].sum()) for micro in micros)
+        tokens = add_over_ranks(torch.tensor(own, dtype=torch.float64), ranks, doing)
+        loss_sum = torch.zeros((), dtype=torch.float64)
         for parameter in self.model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter)
         for micro in micros:
             with phase("train.forward"):
                 logprobs, entropy = _logprobs(self.model, micro)
@@ -144,27 +143,16 @@ class PolicyTrainer:
                     entropy=entropy, entropy_bonus=s.entropy,
                 )  # fmt: skip
             with phase("train.backward"):
-                (terms.loss_sum / tokens).backward()
-            counts[0] += terms.loss_sum.detach().double()
+                (terms.loss_sum / tokens.clamp(min=1.0)).backward()
+            loss_sum += terms.loss_sum.detach().double()
             watch.add(micro, terms, entropy)
-        return self._applied(counts, watch)
-
-    def _applied(self, counts: Tensor, watch: EnvWatch) -> PolicyStep:
-        s = self.settings
-        loss_sum, tokens = self._summed(counts).tolist()
-        self._sum_gradients()
+        loss = float(add_over_ranks(loss_sum, ranks, doing) / tokens.clamp(min=1.0))
+        sum_gradients(self.model, ranks, doing)
         with phase("train.optimizer"):
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
-            if not (math.isfinite(loss_sum) and torch.isfinite(norm)):
-                raise diverged(self.steps_taken, f"loss {loss_sum}, gradient norm {float(norm)}")
             lr = self.learning_rate()
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+            norm = update(self.model, self.optimizer, lr, s.grad_clip, loss, self.steps_taken)
         self.steps_taken += 1
-        return PolicyStep(
-            loss=loss_sum / max(1.0, tokens), tokens=int(tokens), grad_norm=float(norm), lr=lr, metrics=watch.metrics()
-        )
+        return PolicyStep(loss=loss, tokens=int(tokens), grad_norm=norm, lr=lr, metrics=watch.metrics())
 
     def learning_rate(self) -> float:
         """The rate of the next step."""
@@ -176,20 +164,6 @@ class PolicyTrainer:
     def skip(self) -> None:
         """Count a step whose batch had nothing to learn from: the next version equals this one."""
         self.steps_taken += 1
-
-    def _summed(self, values: Tensor) -> Tensor:
-        if self.world_size > 1:
-            with Wait("train.reduce"), naming_lost_peers(f"step {self.steps_taken}"):
-                dist.all_reduce(values)
-        return values
-
-    def _sum_gradients(self) -> None:
-        if self.world_size == 1:
-            return
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        flat = self._summed(torch.cat([g.reshape(-1) for g in gradients]))
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
 
     # ----------------------------------------------------------------------------------------------- state
 

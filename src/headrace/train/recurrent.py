@@ -126,21 +126,15 @@ class RecurrentTrainer(CellTrainer):
         self,
         settings: TrainSettings,
         *,
-        widths: Mapping[str, int],
         ledger: Ledger,
-        dim: int = 64,
-        depth: int = 2,
-        feature: str = "x",
         active: Callable[[], Collection[int]] | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        **model: Any,
     ) -> None:
+        """`ledger`: holds the states. `model`: the other arguments of `CellTrainer`."""
         self._ledger = ledger
         self._active = active if ledger.settings.protect_active else None
         self._turn: Iterator[_Visit] = iter(())
-        super().__init__(
-            settings, widths=widths, dim=dim, depth=depth, feature=feature, rank=rank, world_size=world_size
-        )
+        super().__init__(settings, **model)
 
     def _make_model(self, widths: Mapping[str, int], dim: int, depth: int) -> RecurrentEncoder:
         self.encoder = RecurrentEncoder(widths, dim=dim, depth=depth, ledger=self._ledger)

@@ -27,7 +27,6 @@ ALLOWED = {
     "provenance/steps.py": "copies of files that os.scandir called regular, into a new temporary folder",
     "sources/samples.py": "modules of Python's own library",
     "cli/app.py": "os.devnull",
-    "rollouts/environment_processes.py": "its own standard input",
     "ui/static_page.py": "files of the package",
     "spool/file_system.py": "/proc",
     "train/lm.py": "/sys/fs/cgroup",

@@ -105,7 +105,7 @@ def deep(levels):
         (with_tokens(routed_experts={"data": b"123456", "shape": [6, 1, 1]}), "routing", "5 tokens and routed experts up to token 6"),
         (with_tokens(routed_experts={"data": b"1234", "shape": [4, 2**62, 2**62]}), "routing", "got 4"),
         (with_tokens(routed_experts={"data": "AAA=", "shape": [4, 1, 1]}), "routing", "8 characters"),
-        (with_tokens(routed_experts={"data": b"1234", "shape": [4, 1, 1], "dtype": "int16"}), "routing", "expected uint8"),
+        (with_tokens(routed_experts={"data": b"1234", "shape": [4, 1, 1], "dtype": "int16"}), "routing", "of uint8. Invalid enum value .int16."),
         (with_tokens(routed_experts=[[1]]), "routing", "expected data and shape"),
     ],
 )  # fmt: skip

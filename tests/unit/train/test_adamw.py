@@ -23,10 +23,11 @@ def groups(of: torch.nn.Module) -> list[dict]:
 def trained(of: torch.nn.Module, optimizer) -> None:
     for step in range(20):
         x = torch.randn(9, 30, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        of.zero_grad(set_to_none=step % 2 == 0)
         (of(x) ** 2).sum().backward()
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * (step + 1)
+        optimizer.lr = 1e-3 * (step + 1)
+        for group in optimizer.param_groups:  # where torch.optim has it
+            group["lr"] = optimizer.lr
         optimizer.step()
 
 
