@@ -22,7 +22,7 @@ import numpy as np
 
 from headrace.errors import TokenizerError, WorkerDied
 from headrace.loader.pool import WindowKey, WindowPool
-from headrace.loader.windows import Carry, Window, WindowStart
+from headrace.loader.windows import Encoded, Window, WindowStart
 from headrace.metrics import Meter
 from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess
@@ -87,7 +87,7 @@ class _WindowProcess:
         with contextlib.suppress(OSError):  # a process that is gone is reported by `make`
             self._send(False, key)
 
-    def make(self, key: WindowKey, carry: Carry | None) -> tuple[Window, None]:
+    def make(self, key: WindowKey, carry: Encoded | None) -> tuple[Window, None]:
         """Have the process make a window. What it has left over stays there."""
         pipe = self.worker.pipe
         try:
@@ -176,8 +176,7 @@ def _packed(window: Window, parts: list[bytes | memoryview]) -> dict[str, Any]:
     parts.extend(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data if a.size else b"" for a in arrays)
     return {
         "source": window.source, "lane": window.lane, "start": window.start, "end": window.end,
-        "width": blocks.tokens.shape[1], "documents": window.documents, "empty": window.empty, "bad": window.bad,
-        "cut": window.cut,
+        "width": blocks.tokens.shape[1], "empty": window.empty, "bad": window.bad,
     }  # fmt: skip
 
 
@@ -195,8 +194,6 @@ def _unpacked(head: Mapping[str, Any], parts: list[bytes]) -> Window:
         blocks=Blocks(**arrays),
         doc_chunk=doc_chunk,
         doc_row=doc_row,
-        documents=head["documents"],
         empty=head["empty"],
         bad=head["bad"],
-        cut=head["cut"],
     )
