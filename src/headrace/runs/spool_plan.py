@@ -21,7 +21,7 @@ import numpy as np
 
 from headrace.errors import ConfigError, CursorMismatch, EndOfData
 from headrace.loader import MixChange
-from headrace.loader.loader_plan import BatchMaker, PackedTextPlan, Rank, States
+from headrace.loader.loader_plan import BatchMaker, Rank, States, TokenPlan
 from headrace.loader.state import LoaderState, merge_rank_states
 from headrace.loader.weight_text import weights_asked_for
 from headrace.metrics import Meter, Wait, default_meter
@@ -121,7 +121,7 @@ class _RecordedStep(NamedTuple):
     origin: np.ndarray
 
 
-class SpoolPlan(PackedTextPlan):
+class SpoolPlan(TokenPlan):
     """Reads a spool. Nothing is made ahead here: the consumer reads files ahead, and its position is part of the state."""
 
     data: SpoolData
