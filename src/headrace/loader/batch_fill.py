@@ -175,13 +175,10 @@ class BatchFill:
 
     def rows(self, count: int) -> BatchRows:
         """Memory for `count` blocks, valid until the next call."""
-        held = self._held
-        if len(held.facts) < count:
-            held = self._held = self._new_rows(count)
+        if len(self._held.facts) != count:
+            self._held = self._new_rows(count)
             self._borders = np.empty(count * self._width + 1, np.int32)
-        if len(held.facts) == count:
-            return held
-        return BatchRows(held.tokens[:count], held.lengths[:count], held.following[:count], held.facts[:count])
+        return self._held
 
     def batch(self, rows: BatchRows, samples: range) -> dict[str, Any]:
         """The batch of the gathered rows. `samples`: the global index of each row. The batch belongs to its receiver."""

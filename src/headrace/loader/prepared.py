@@ -233,7 +233,25 @@ class PreparedDataset:
 
     def pieces(self, sample: int, source: int, shard: int, local: int) -> list[Piece]:
         """Where the tokens of a planned sample come from."""
-        return self._pieces(sample, source, shard, local) if shard >= 0 else []
+        if shard < 0:
+            return []
+        mapped, packed, *_ = self._mapped[shard]
+        offsets, entry = mapped.offsets, mapped.entry
+        if packed is None:
+            start, stop = local * self.seq_len, min((local + 1) * self.seq_len, entry.tokens)
+            inside = slice(np.searchsorted(offsets, start, side="right"), np.searchsorted(offsets, stop, side="left"))
+            edges = np.unique(np.concatenate([[start], offsets[inside], [stop]]))
+            spans = list(zip(edges[:-1].tolist(), np.diff(edges).tolist(), strict=True))
+        else:
+            own = slice(int(packed.block_ptr[local]), int(packed.block_ptr[local + 1]))
+            spans = list(zip(packed.piece_at[own].tolist(), np.abs(packed.piece_len[own]).tolist(), strict=True))
+        found, column = [], 0
+        for at, length in spans:
+            document = int(np.searchsorted(offsets, at, side="right")) - 1
+            file, row = self._locate(source, entry.first_row + document)
+            found.append(Piece(sample, column, self.names[source], file, row, at - int(offsets[document]), length))
+            column += length
+        return found
 
     def fingerprint(self) -> dict[str, str]:
         """What the order depends on, by name. Short, whatever the number of sources: it is in every cursor."""
@@ -273,33 +291,31 @@ class PreparedDataset:
         counts: list[int] = []
         for folder, manifest in zip(self.folders, manifests, strict=True):
             known = read_packed_counts(folder, self.seq_len, manifest)
-            counts += (
-                self._index(folder, manifest) if known is None else [n for s in manifest.sources for n in known[s.name]]
-            )
+            if known is None:
+                known = self._index(folder, manifest, len(counts))
+            counts += [n for s in manifest.sources for n in known[s.name]]
         return counts
 
-    def _index(self, folder: Path, manifest: PreparedManifest) -> list[int]:
-        """Pack a seq_len that was not prepared for. Kept in the folder if that can be written, else in memory."""
-        counts: dict[str, list[int]] = {}
-        saved = True
-        numbered = {place / entry.file: n for n, (place, _, entry, _) in enumerate(self._files)}
-        for source in manifest.sources:
-            counts[source.name] = []
-            place = folder / SHARD_FOLDER / source.name
-            for number, entry in enumerate(source.shards):
-                with Wait("prepared.index", meter=self.meter):
-                    packed = pack_shard(open_shard(place / entry.file, entry).offsets, self.seq_len)
-                try:
-                    path = place / packed_name(self.seq_len, number)
-                    write_packed(path, packed, seq_len=self.seq_len, of=entry)
-                except StorageError:
-                    saved = False  # a read-only folder costs the next start the same time again, nothing else
-                    self._unsaved[numbered[place / entry.file]] = packed
-                counts[source.name].append(len(packed))
+    def _index(self, folder: Path, manifest: PreparedManifest, first: int) -> dict[str, list[int]]:
+        """Pack a seq_len that was not prepared for. Kept in the folder if that can be written, else in memory.
+
+        `first`: number of the manifest's first shard. Returns the blocks of each shard, by source.
+        """
+        counts: dict[str, list[int]] = {source.name: [] for source in manifest.sources}
+        saved, shards = True, sum(len(source.shards) for source in manifest.sources)
+        for n, (place, number, entry, source) in enumerate(self._files[first : first + shards], first):
+            with Wait("prepared.index", meter=self.meter):
+                packed = pack_shard(open_shard(place / entry.file, entry).offsets, self.seq_len)
+            try:
+                write_packed(place / packed_name(self.seq_len, number), packed, seq_len=self.seq_len, of=entry)
+            except StorageError:
+                saved = False  # a read-only folder costs the next start the same time again, nothing else
+                self._unsaved[n] = packed
+            counts[source.name].append(len(packed))
         if saved:
             with contextlib.suppress(StorageError):
                 write_packed_counts(folder, self.seq_len, manifest.data, counts)
-        return [n for s in manifest.sources for n in counts[s.name]]
+        return counts
 
     def _count_blocks(self, counts: Sequence[int]) -> None:
         """Prefix sums of blocks, over all shards and by source, and what each shard adds to a digest."""
@@ -438,25 +454,6 @@ class PreparedDataset:
     def _path(self, s: int) -> Path:
         folder, _, entry, _ = self._files[s]
         return folder / entry.file
-
-    def _pieces(self, g: int, source: int, s: int, local: int) -> list[Piece]:
-        shard, packed, *_ = self._mapped[s]
-        offsets, entry = shard.offsets, shard.entry
-        if packed is None:
-            start, stop = local * self.seq_len, min((local + 1) * self.seq_len, entry.tokens)
-            inside = slice(np.searchsorted(offsets, start, side="right"), np.searchsorted(offsets, stop, side="left"))
-            edges = np.unique(np.concatenate([[start], offsets[inside], [stop]]))
-            spans = list(zip(edges[:-1].tolist(), np.diff(edges).tolist(), strict=True))
-        else:
-            own = slice(int(packed.block_ptr[local]), int(packed.block_ptr[local + 1]))
-            spans = list(zip(packed.piece_at[own].tolist(), np.abs(packed.piece_len[own]).tolist(), strict=True))
-        found, column = [], 0
-        for at, length in spans:
-            document = int(np.searchsorted(offsets, at, side="right")) - 1
-            file, row = self._locate(source, entry.first_row + document)
-            found.append(Piece(g, column, self.names[source], file, row, at - int(offsets[document]), length))
-            column += length
-        return found
 
     def _locate(self, source: int, row: int) -> tuple[str, int]:
         files = self.sources[source].files

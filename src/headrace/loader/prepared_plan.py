@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,21 +42,12 @@ class _ReadyBatch(NamedTuple):
     next_sample: int
 
 
-@dataclass(slots=True)
-class _State(LoaderState):
-    """What was delivered. Where the run stands is `sample` alone; the rest is said about it."""
-
-    begun: int = 0
-    """The sample at which the pass began."""
-
-
 class PreparedPlan(TokenPlan):
     """Prepared blocks. The state is the next sample, and what is said about those before it."""
 
     room = "prepared"
     batch_wait = "prepared.batch"
     data: PreparedDataset
-    state: _State
 
     def __init__(self, data: PreparedDataset, settings: LoaderSettings, rank: Rank) -> None:
         super().__init__(data, settings, rank)
@@ -66,8 +56,10 @@ class PreparedPlan(TokenPlan):
         self._last: _ReadyBatch | None = None
         """Without its tensors: they belong to the receiver alone."""
 
-    def _new_state(self) -> _State:
-        return _State(counts=np.zeros(len(COUNTS), np.int64), source_tokens=np.zeros(len(self.data.sources), np.int64))
+    def _new_state(self) -> LoaderState:
+        return LoaderState(
+            counts=np.zeros(len(COUNTS), np.int64), source_tokens=np.zeros(len(self.data.sources), np.int64)
+        )
 
     def _check(self) -> None:
         problems = self.settings.problems()

@@ -174,10 +174,8 @@ def _packed(window: Window, parts: list[bytes | memoryview]) -> dict[str, Any]:
     blocks = window.blocks
     arrays = [*(getattr(blocks, name) for name in _BLOCK_ARRAYS), window.doc_chunk, window.doc_row]
     parts.extend(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data if a.size else b"" for a in arrays)
-    return {
-        "source": window.source, "lane": window.lane, "start": window.start, "end": window.end,
-        "width": blocks.tokens.shape[1], "empty": window.empty, "bad": window.bad,
-    }  # fmt: skip
+    plain = {name: getattr(window, name) for name in ("source", "lane", "empty", "bad")}
+    return {"plain": plain, "start": window.start, "end": window.end, "width": blocks.tokens.shape[1]}
 
 
 def _unpacked(head: Mapping[str, Any], parts: list[bytes]) -> Window:
@@ -186,14 +184,5 @@ def _unpacked(head: Mapping[str, Any], parts: list[bytes]) -> Window:
     arrays = dict(zip(_BLOCK_ARRAYS, of_blocks, strict=True))
     arrays["tokens"] = arrays["tokens"].reshape(-1, head["width"])
     arrays["hashes"] = arrays["hashes"].reshape(-1, 2)
-    return Window(
-        source=head["source"],
-        lane=head["lane"],
-        start=WindowStart(*head["start"]),
-        end=WindowStart(*head["end"]),
-        blocks=Blocks(**arrays),
-        doc_chunk=doc_chunk,
-        doc_row=doc_row,
-        empty=head["empty"],
-        bad=head["bad"],
-    )
+    start, end = WindowStart(*head["start"]), WindowStart(*head["end"])
+    return Window(**head["plain"], start=start, end=end, blocks=Blocks(**arrays), doc_chunk=doc_chunk, doc_row=doc_row)

@@ -47,6 +47,8 @@ class LoaderState:
     sample: int = 0
     number: int = 0
     """Which pass over finite sources."""
+    begun: int = 0
+    """Of prepared blocks: the sample at which the pass began."""
     ended: bool = False
     digest: Digest = field(default_factory=Digest)
     counts: np.ndarray = field(default_factory=lambda: np.zeros(len(COUNTS), np.int64))
