@@ -79,9 +79,9 @@ class Loader:
         elif hasattr(data, "loader_plan"):
             self.plan = data.loader_plan(chosen, rank)
         else:
-            from headrace.loader.stream_plan import StreamPlan
-
-            self.plan = StreamPlan.over(data, chosen, rank)
+            raise ConfigError(
+                f"a loader takes a TextDataset, a PreparedDataset or a StreamMixingDataset, got a {type(data).__name__}"
+            )
         if device is not None:
             _check_device(device)
         self._device = device

@@ -10,7 +10,7 @@ import base64
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -140,8 +140,8 @@ class TextPlan(TokenPlan):
         """The samples of the batch that was delivered last."""
         self._record = record
         self._flight: list[_FlownStep] = []
-        self.new_ends: Callable[[LanePlan, Sequence[WeightChange]], Ends] = self._new_ends
-        """How ranks agree on the end. Workers of a torch DataLoader replace it."""
+        self.ends_alone = False
+        """Whether this rank ends by itself, before or after the others: a worker of a torch DataLoader."""
 
     # -------------------------------------------------------------------------------------- delivery
 
@@ -155,7 +155,7 @@ class TextPlan(TokenPlan):
         ]
         supply = self._new_supply()
         table = LaneTable(lanes, supply, dict(zip(state.lane_ids, state.lanes, strict=True)), changes)
-        return TextMaker(self, table, supply, self.new_ends(lanes, changes), finite=lanes.finite(), skip=self._skip)
+        return TextMaker(self, table, supply, self._new_ends(lanes, changes), finite=lanes.finite(), skip=self._skip)
 
     def deliver(self, ready: ReadyBatch) -> dict[str, Any]:
         state = self.state
@@ -341,7 +341,7 @@ class TextPlan(TokenPlan):
         )
 
     def _new_ends(self, plan: LanePlan, changes: Sequence[WeightChange]) -> Ends:
-        if self.rank.world_size == 1:
+        if self.rank.world_size == 1 or self.ends_alone:
             return AloneEnds()
         if self.rank.connected:
             from torch.distributed import distributed_c10d

@@ -20,9 +20,11 @@ which of them share a batch depends on N. A warning says so.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
+import traceback
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +36,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from headrace.errors import ConfigError, CursorMismatch, HeadraceError
 from headrace.loader.batch_fill import FILL_KERNELS
 from headrace.loader.dataset import TextDataset
-from headrace.loader.ends import AloneEnds
 from headrace.loader.loader import Loader
 from headrace.loader.text_plan import TextPlan
 from headrace.order import Cursor
@@ -276,8 +277,7 @@ class _WorkerLoader(Loader):
         plan.rank = replace(plan.rank, connected=False)
         # Workers of a single rank may end one after the other: the DataLoader goes on with the rest. Those of several ranks
         # must not, and work out by themselves when the other lanes end.
-        if alone:
-            plan.new_ends = lambda lanes, changes: AloneEnds()
+        plan.ends_alone = alone
 
 
 def _inside(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
@@ -338,21 +338,15 @@ def _refuse_a_second_split(world_size: int) -> None:
     """Accelerate splits an iterable dataset over the ranks; this one is already split, and the rest would be lost unseen."""
     if world_size == 1 or "accelerate" not in sys.modules:
         return
-    frame = sys._getframe(2)
-    for _ in range(12):  # from iter() in torch's fetcher up to Accelerate's loader
-        owner = frame.f_locals.get("self")
-        if type(owner).__module__ == "accelerate.data_loader" and type(owner).__name__ in (
-            "IterableDatasetShard",
-            "DataLoaderDispatcher",
-        ):
+    for frame, _ in itertools.islice(traceback.walk_stack(None), 14):  # up to Accelerate's loader
+        owner = type(frame.f_locals.get("self"))
+        name = owner.__name__
+        if owner.__module__ == "accelerate.data_loader" and name in ("IterableDatasetShard", "DataLoaderDispatcher"):
             raise ConfigError(
-                f"this TorchDataset delivers one rank's share of {world_size}, and Accelerate's {type(owner).__name__} would "
+                f"this TorchDataset delivers one rank's share of {world_size}, and Accelerate's {name} would "
                 "split it a second time: most samples would never be seen. In a Trainer call hr.attach_to_trainer(trainer); "
                 "elsewhere do not pass its DataLoader to accelerator.prepare()."
             )
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
 
 
 # --------------------------------------------------------------------------------- the Hugging Face Trainer
