@@ -308,7 +308,6 @@ class Loader:
             documents=state.delivered["rows"],
             mix=dict(zip(plan.names, zip(shares, plan.targets(), strict=True), strict=True)),
             exposed={n: float(waits[k]) for n in (plan.next_wait,) if (k := f"wait/{n}/seconds") in waits},
-            hidden_seconds=float(waits.get("waits/hidden/seconds", 0.0)),
             digest=self.digest,
             left_out=self.left_out(),
             unit=plan.unit,

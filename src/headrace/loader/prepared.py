@@ -15,6 +15,7 @@ them; a flipped bit is an error that names the shard, before anything of it is h
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -181,7 +182,9 @@ class PreparedDataset:
         source = int(planned.source[0])
         if source < 0:
             raise IndexError(f"sample {i} of a dataset of {len(self)}")
-        fill = BatchFill(self.seq_len, checked_fields(fields), pad=self.pad_id, unshifted=False)
+        if problems := lm_field_problems(fields):
+            raise ConfigError(problems)
+        fill = BatchFill(self.seq_len, fields, pad=self.pad_id, unshifted=False)
         rows = fill.rows(1)
         self.gather(planned, 0, 1, rows)
         batch = fill.batch(rows, range(i, i + 1))
@@ -276,7 +279,7 @@ class PreparedDataset:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A process that was spawned opens the folder itself: mapped files do not travel."""
-        return _reopened, (self._arguments,)
+        return functools.partial(type(self), **self._arguments), ()
 
     def close(self) -> None:
         """Let go of the mapped files. Loaders over this dataset must be closed first."""
@@ -472,17 +475,6 @@ class PreparedDataset:
 
 
 _REMEDY = "Run `headrace prepare` again with the same config: it checks every shard, keeps the whole ones and makes this one anew."
-
-
-def _reopened(arguments: dict[str, Any]) -> PreparedDataset:
-    return PreparedDataset(**arguments)
-
-
-def checked_fields(fields: Sequence[str]) -> tuple[str, ...]:
-    problems = lm_field_problems(fields)
-    if problems:
-        raise ConfigError(problems)
-    return tuple(f for f in LM_FIELDS if f in fields)
 
 
 def _check_alike(folders: Sequence[Path], manifests: Sequence[PreparedManifest]) -> None:

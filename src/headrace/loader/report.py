@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 def left_out_text(counts: Mapping[str, int]) -> str:
@@ -28,20 +27,11 @@ class LoaderReport:
     """Per source: realised share, target."""
     exposed: dict[str, float]
     """Seconds the trainer stood still, by the name of the wait."""
-    hidden_seconds: float
     digest: str
     left_out: dict[str, int]
     """Empty documents, bad rows and bad shards, as `Loader.left_out` counts them."""
     unit: str
     """What `tokens` counts: cells of streams."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps, "tokens": self.tokens, "seconds": self.seconds, "tokens_per_second": self.tokens_per_second,
-            "padding": self.padding, "documents": self.documents, "exposed_wait_seconds": dict(self.exposed),
-            "mix": {n: {"realised": r, "target": t} for n, (r, t) in self.mix.items()}, "digest": self.digest,
-            "left_out": dict(self.left_out),
-        }  # fmt: skip
 
     def __str__(self) -> str:
         waited = sum(self.exposed.values())

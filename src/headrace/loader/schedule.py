@@ -82,13 +82,9 @@ class _Segment:
 
 
 class Schedule:
-    """The order in which sources take turns. `limits` says how many blocks each can give; None: for ever."""
+    """The order in which sources take turns, by weights of 0 or more, not all 0. `limits` says how many blocks each can give; None: for ever."""
 
     def __init__(self, weights: Sequence[float], *, limits: Sequence[int | None], stop_first: bool = False) -> None:
-        if len(weights) != len(limits):
-            raise ValueError(f"{len(weights)} weights for {len(limits)} limits")
-        if any(not 0 <= w < math.inf for w in weights) or not sum(weights) > 0:
-            raise ValueError(f"weights must be finite, at least 0 and not all 0, got {list(weights)}")
         self.weights = tuple(weights)
         self.limits = tuple(limits)
         self._stop_first = stop_first

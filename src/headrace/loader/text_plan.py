@@ -123,7 +123,7 @@ class TextPlan(TokenPlan):
     def __init__(self, data: TextDataset, settings: LoaderSettings, rank: Rank, *, record: bool = False) -> None:
         """`record`: keep what `drain_flight` returns."""
         super().__init__(data, settings, rank)
-        self._skip = _step_ranges(settings.skip)
+        self.skip = _step_ranges(settings.skip)
         self._check()
         workers = settings.tokenizer_workers
         self._workers = workers if workers is not None else 0 if settings.data_loader_workers else tokenizer_threads()
@@ -155,7 +155,7 @@ class TextPlan(TokenPlan):
         ]
         supply = self._new_supply()
         table = LaneTable(lanes, supply, dict(zip(state.lane_ids, state.lanes, strict=True)), changes)
-        return TextMaker(self, table, supply, self._new_ends(lanes, changes), finite=lanes.finite(), skip=self._skip)
+        return TextMaker(self, table, supply, self._new_ends(lanes, changes), finite=lanes.finite())
 
     def deliver(self, ready: ReadyBatch) -> dict[str, Any]:
         state = self.state
@@ -215,7 +215,7 @@ class TextPlan(TokenPlan):
         sizes = data.sizes
         data.keep_sizes(saved_sizes(state))
         try:
-            loaded, known = load_states(state, data, self.share, skip=self._skip, accept=accept, fixed=fixed)
+            loaded, known = load_states(state, data, self.share, skip=self.skip, accept=accept, fixed=fixed)
         except BaseException:  # a refused state changes nothing
             data.keep_sizes(sizes)
             raise
@@ -314,7 +314,7 @@ class TextPlan(TokenPlan):
             )
         problems += [
             f"skip: a range of steps is (from, to) with 1 <= from < to, counted from 1, got ({a + 1}, {b + 1})"
-            for a, b in self._skip
+            for a, b in self.skip
             if not 0 <= a < b
         ]
         if problems:
@@ -372,13 +372,12 @@ class TextMaker(BatchMaker):
         ends: Ends,
         *,
         finite: bool,
-        skip: Sequence[tuple[int, int]],
     ) -> None:
         state, data = plan.state, plan.data
         self._size, self._share, self._sources = plan.settings.global_batch_size or 0, plan.share, len(data.sources)
         self._table, self._supply, self._ends = table, supply, ends
         self._fill = batch_fill(plan.settings, data.seq_len, data.packing.pad_id)
-        self._finite, self._skip = finite, skip
+        self._finite, self._skip = finite, plan.skip
         self._closed = False
         self._step, self._sample, self._empty_steps = state.step, state.sample, state.empty_steps
         self._assembling = phase("assemble", meter=plan.meter)

@@ -90,6 +90,8 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         self._state: dict[str, Any] | None = None
         """Of a dataset that came from another process and has not been used here."""
         self._loader: Loader | None = self._new_loader(data)
+        self._is_worker = False
+        """Whether the loader is that of one worker of a DataLoader: a rank of a larger world, in a process that no process group connects."""
         self._forget()
         # The dataset has them compiled by a thread. A worker that is forked meanwhile would compile them again for itself: so wait.
         wait_for_kernels(*PACK_KERNELS, *FILL_KERNELS)
@@ -137,7 +139,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
     def loader(self) -> Loader:
         """The `hr.Loader` underneath, of this process: digest, report(), gather_state(), pieces() are its own."""
         worker, loader = get_worker_info(), self._loader
-        if worker is not None and not isinstance(loader, _WorkerLoader):
+        if worker is not None and not self._is_worker:
             return self._enter(worker.id, worker.num_workers)
         if loader is None:
             return self._settle(self._new_loader(TextDataset(**self._recipe)), self._state)
@@ -206,7 +208,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         self.batched = made["batched"]
         self._recipe, self._size, self._options = made["recipe"], made["size"], made["options"]
         self._ranks, self._state = made["ranks"], made["state"]
-        self._loader = None
+        self._loader, self._is_worker = None, False
         self._forget()
 
     def _enter(self, worker: int, workers: int) -> Loader:
@@ -228,14 +230,18 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
                 UserWarning,
                 stacklevel=2,
             )
-        loader = _WorkerLoader(
-            data,
-            alone=world == 1,
-            global_batch_size=self._size * workers,
-            dp_rank=rank + world * worker,
-            dp_world_size=world * workers,
-            **({"prefetch_batches": 0} | self._options | {"tokenizer_workers": 0}),
-        )
+        options = {"prefetch_batches": 0} | self._options | {"tokenizer_workers": 0}
+        loader = Loader(
+            data, global_batch_size=self._size * workers, dp_rank=rank + world * worker, dp_world_size=world * workers, **options
+        )  # fmt: skip
+        plan = loader.plan
+        assert isinstance(plan, TextPlan)
+        # A forked worker sees its parent's process group, and must not speak through its parent's sockets.
+        plan.rank = replace(plan.rank, connected=False)
+        # Workers of a single rank may end one after the other: the DataLoader goes on with the rest. Those of several ranks
+        # must not, and work out by themselves when the other lanes end.
+        plan.ends_alone = world == 1
+        self._is_worker = True
         return self._settle(loader, made["state"])
 
     def _settle(self, loader: Loader, state: Mapping[str, Any] | None) -> Loader:
@@ -264,20 +270,6 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         """The loader's state before `_batch` was taken."""
         self._row = 0
         """How many rows of the open batch were delivered. After loading: how many of the next one have been."""
-
-
-class _WorkerLoader(Loader):
-    """The loader of one worker of a DataLoader: a rank of a larger world, in a process that no process group connects."""
-
-    def __init__(self, data: TextDataset, *, alone: bool, **options: Any) -> None:
-        super().__init__(data, **options)
-        plan = self.plan
-        assert isinstance(plan, TextPlan)
-        # A forked worker sees its parent's process group, and must not speak through its parent's sockets.
-        plan.rank = replace(plan.rank, connected=False)
-        # Workers of a single rank may end one after the other: the DataLoader goes on with the rest. Those of several ranks
-        # must not, and work out by themselves when the other lanes end.
-        plan.ends_alone = alone
 
 
 def _inside(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
