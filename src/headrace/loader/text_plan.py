@@ -155,7 +155,7 @@ class TextPlan(TokenPlan):
         ]
         supply = self._new_supply()
         table = LaneTable(lanes, supply, dict(zip(state.lane_ids, state.lanes, strict=True)), changes)
-        return TextMaker(self, table, supply, self._new_ends(lanes, changes), finite=lanes.finite())
+        return TextMaker(self, table, supply, self.new_ends(lanes, changes), finite=lanes.finite())
 
     def deliver(self, ready: ReadyBatch) -> dict[str, Any]:
         state = self.state
@@ -340,7 +340,8 @@ class TextPlan(TokenPlan):
             look_ahead=self.data.look_ahead,
         )
 
-    def _new_ends(self, plan: LanePlan, changes: Sequence[WeightChange]) -> Ends:
+    def new_ends(self, plan: LanePlan, changes: Sequence[WeightChange]) -> Ends:
+        """How this rank learns what the others have."""
         if self.rank.world_size == 1 or self.ends_alone:
             return AloneEnds()
         if self.rank.connected:
