@@ -211,10 +211,10 @@ class _Reading:
 class _Lane:
     """One lane in motion: its credits, and how far each source is read."""
 
-    __slots__ = ("change_at", "mix", "number", "readings", "slot", "weights")
+    __slots__ = ("change_at", "mix", "number", "readings", "weights")
 
-    def __init__(self, number: int, slot: int, plan: LanePlan, state: LaneState) -> None:
-        self.number, self.slot = number, slot
+    def __init__(self, number: int, plan: LanePlan, state: LaneState) -> None:
+        self.number = number
         rows = [state[i : i + WIDTH] for i in range(0, len(state), WIDTH)]
         self.readings = [_Reading(row, plan.token_cap(source, number)) for source, row in enumerate(rows)]
         self.weights = plan.weights[number]
@@ -261,9 +261,9 @@ class LaneTable:
         self._plan = plan
         self._supply = supply
         self.lanes = tuple(states)
-        self.states: list[LaneState] = list(states.values())
+        self.states = dict(states)
         """The lanes' states, after the last `take`."""
-        self._lanes = {lane: _Lane(lane, slot, plan, states[lane]) for slot, lane in enumerate(self.lanes)}
+        self._lanes = {lane: _Lane(lane, plan, state) for lane, state in states.items()}
         # The weights that hold now are a change before all others, so that a lane takes them up at its next sample: of
         # several that lie between two of its samples only the last is made, whether or not the run was resumed in between.
         self._changes = (WeightChange(-1, plan.weights), *changes)
@@ -293,7 +293,7 @@ class LaneTable:
             lane = lanes[g % total]
             source = self._open_next(lane, g)
             blocks.append(None if source < 0 else lane.take(source))
-            states[lane.slot] = lane.state()
+            states[lane.number] = lane.state()
         return BatchPlan(samples, blocks)
 
     def drain_left_out(self) -> tuple[int, ...]:
@@ -306,7 +306,7 @@ class LaneTable:
 
         Changes nothing: what a lane's state looks like must not depend on who asked, so not on the number of ranks.
         """
-        table = LaneTable(self._plan, self._supply, {number: self._lanes[number].state()}, self._changes[1:])
+        table = LaneTable(self._plan, self._supply, {number: self.states[number]}, self._changes[1:])
         table._peeked, lane = self._peeked, table._lanes[number]
         for reading, own in zip(lane.readings, self._lanes[number].readings, strict=True):
             reading.opened = own.opened

@@ -111,8 +111,6 @@ class Schedule:
         if turns.size == 0 or not segments:
             return np.full(turns.shape, -1, np.int64), np.zeros(turns.shape, np.int64)
         self._cover(int(turns.max()))
-        if len(segments) == 1 and segments[0].end is None:
-            return segments[0].at(turns)
         source, taken = np.full(turns.shape, -1, np.int64), np.zeros(turns.shape, np.int64)
         which = np.searchsorted([s.start for s in segments], turns, side="right") - 1
         for n in np.unique(which).tolist():

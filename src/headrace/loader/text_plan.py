@@ -431,7 +431,7 @@ class TextMaker(BatchMaker):
             source_tokens=source_tokens,
             left_out=self.drain_left_out(),
             digest=plan.digest(),
-            lanes=tuple(self._table.states),
+            lanes=tuple(self._table.states.values()),
             passed=passed,
             skipped=skipped,
             empty_steps=self._empty_steps,

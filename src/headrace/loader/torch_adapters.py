@@ -330,7 +330,7 @@ def _refuse_a_second_split(world_size: int) -> None:
     """Accelerate splits an iterable dataset over the ranks; this one is already split, and the rest would be lost unseen."""
     if world_size == 1 or "accelerate" not in sys.modules:
         return
-    for frame, _ in itertools.islice(traceback.walk_stack(None), 14):  # up to Accelerate's loader
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), 12):  # up to Accelerate's loader
         owner = type(frame.f_locals.get("self"))
         name = owner.__name__
         if owner.__module__ == "accelerate.data_loader" and name in ("IterableDatasetShard", "DataLoaderDispatcher"):
