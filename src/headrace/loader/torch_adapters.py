@@ -230,7 +230,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
                 UserWarning,
                 stacklevel=2,
             )
-        options = {"prefetch_batches": 0} | self._options | {"tokenizer_workers": 0}
+        options: dict[str, Any] = {"prefetch_batches": 0} | self._options | {"tokenizer_workers": 0}
         loader = Loader(
             data, global_batch_size=self._size * workers, dp_rank=rank + world * worker, dp_world_size=world * workers, **options
         )  # fmt: skip
