@@ -347,10 +347,8 @@ class TextPlan(TokenPlan):
         if self.rank.connected:
             from torch.distributed import distributed_c10d
 
-            name, store = (
-                f"headrace/ends/{self._number}/{self.state.number}/{self.origin}",
-                distributed_c10d._get_default_store(),
-            )
+            store = distributed_c10d._get_default_store()
+            name = f"headrace/ends/{self._number}/{self.state.number}/{self.origin}"
             return StoreEnds(store, name, self.rank.rank, self.rank.world_size, self.meter)
         others = {lane: s for lane, s in (self._foreign or {}).items() if lane not in self.state.lane_ids}
         alone = WindowPool(self.data.make_window, workers=0, meter=self.meter, deadline=self.settings.deadline)

@@ -129,8 +129,9 @@ class ChunkCache:
             try:
                 with phase("read", meter=self._meter):
                     found = source.read(chunk)
+                size = _memory(found)
                 with self._lock:
-                    self._bytes += _memory(found)
+                    self._bytes += size
                     self._held[key] = found
                     self.misses += 1
                     while self._bytes > self._limit and len(self._held) > 1:
