@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         merge_states,
     )
     from headrace.loader.data_stats import DataStatsCollector
-    from headrace.loader.extra_metrics import extra_metrics
+    from headrace.loader.stream_metrics import extra_metrics
     from headrace.loader.streams import StreamMixingDataset
     from headrace.loader.torch_adapters import TorchDataset, attach_to_trainer
     from headrace.metrics import MetricSpec, Reducer, Reduction, Wait, phase
@@ -64,7 +64,7 @@ __version__ = "0.3.0"
 _HOME = {
     "Job": "runs.job", "load": "runs.job",
     "Loader": "loader", "MixChange": "loader", "PreparedDataset": "loader", "PreparedLoader": "loader", "TextDataset": "loader", "merge_states": "loader",
-    "StreamMixingDataset": "loader.streams", "DataStatsCollector": "loader.data_stats", "extra_metrics": "loader.extra_metrics",
+    "StreamMixingDataset": "loader.streams", "DataStatsCollector": "loader.data_stats", "extra_metrics": "loader.stream_metrics",
     "TorchDataset": "loader.torch_adapters", "attach_to_trainer": "loader.torch_adapters",
     "MetricSpec": "metrics", "Reducer": "metrics", "Reduction": "metrics", "Wait": "metrics", "phase": "metrics",
     "Cursor": "order", "Digest": "order",

@@ -8,7 +8,6 @@ stream_plan      files of cells; imports torch, so only on request, as do the ne
 streams          StreamDataset, and StreamMixingDataset: the same with a loader in it
 torch_adapters   batches of text in torch's DataLoader and the Hugging Face Trainer
 report           what the loader did
-extra_metrics    the one place where a trainer asks the data what it has to say
 
 Text:
 dataset          sources, deal, mix, tokenizer and packer wired together; holds no position
@@ -20,7 +19,7 @@ batch_fill       blocks become the tensors of a batch: one compiled kernel for p
 ends             the step at which all ranks end
 state            what is saved of text; states of several ranks put together
 weight_text      how weights are written where an order is named
-exchange         what ranks send each other
+exchange         the states of all ranks
 
 Prepared blocks:
 prepared         blocks from token shards: block i without the ones before it
@@ -28,7 +27,7 @@ shard_gather     blocks of a token shard copied into the rows of a batch
 schedule         which source sample g comes from (pure)
 
 Streams:
-stream_metrics   metrics of a pool, and how ranks combine them
+stream_metrics   metrics of a pool, how ranks combine them, and where a trainer asks for them
 data_stats       how much of which modality was learned from
 """
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from headrace.runtime.buffers import TensorMemory
 from headrace.runtime.compiled import kernel
+from headrace.text.block_layout import copy_run
 
 TOKEN_FIELDS = ("input_ids", "labels", "position_ids", "segment_ids")
 """Fields of one number per token, in the order in which `fill_batch` takes them."""
@@ -31,16 +32,8 @@ COUNTS = ("tokens", "padding", "rows", "samples", "fillers")
 _INT64 = np.dtype(np.int64)
 
 
-def _widen_slice(out, at, values, start, count):
-    out[at : at + count] = values[start : start + count]
-
-
-@kernel("void(int64[::1], int64, int32[::1], int64, int64)", python=_widen_slice)
-def widen(out, at, values, start, count):
-    """out[at : at + count] = values[start : start + count]. A loop over two views, because it becomes vector code."""
-    to, come = out[at : at + count], values[start : start + count]
-    for i in range(count):
-        to[i] = come[i]
+widen = copy_run.variant("void(int64[::1], int64, int32[::1], int64, int64)")
+"""out[at : at + count] = values[start : start + count]"""
 
 
 def _set_slice(out, start, stop, value):
@@ -157,14 +150,14 @@ class BatchRows:
     facts: np.ndarray
     """int64 [rows, 3]: REAL, PIECES, DOCUMENTS. A row of zeros has nothing to learn."""
 
-    def totals(self, sources: np.ndarray, count: int) -> np.ndarray:
-        """What the batch adds to the totals of a run of `count` sources: COUNTS, then the tokens of each source.
+    def totals(self, sources: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """What the batch adds to COUNTS, and to the tokens of each of `count` sources.
 
         `sources`: int64, the source of each row, -1 for a row with nothing to learn.
         """
         totals = np.zeros(len(COUNTS) + count, np.int64)
         count_rows(self.facts, sources, self.tokens.shape[1], totals)
-        return totals
+        return totals[: len(COUNTS)], totals[len(COUNTS) :]
 
 
 class BatchFill:
@@ -182,13 +175,10 @@ class BatchFill:
 
     def rows(self, count: int) -> BatchRows:
         """Memory for `count` blocks, valid until the next call."""
-        held = self._held
-        if len(held.facts) < count:
-            held = self._held = self._new_rows(count)
+        if len(self._held.facts) != count:
+            self._held = self._new_rows(count)
             self._borders = np.empty(count * self._width + 1, np.int32)
-        if len(held.facts) == count:
-            return held
-        return BatchRows(held.tokens[:count], held.lengths[:count], held.following[:count], held.facts[:count])
+        return self._held
 
     def batch(self, rows: BatchRows, samples: range) -> dict[str, Any]:
         """The batch of the gathered rows. `samples`: the global index of each row. The batch belongs to its receiver."""

@@ -30,8 +30,8 @@ from headrace.loader.batch_fill import FILL_KERNELS
 from headrace.loader.estimates import SAMPLED_CHUNKS, SourceEstimate, estimate_source
 from headrace.loader.lanes import LanePlan
 from headrace.loader.pool import WindowKey
-from headrace.loader.weight_text import written_weights
-from headrace.loader.windows import Carry, ChunkCache, Window, WindowMaker
+from headrace.loader.weight_text import weights_asked_for, weights_in_force, written_weights
+from headrace.loader.windows import ChunkCache, Encoded, Window, WindowMaker
 from headrace.metrics import Meter, Wait
 from headrace.mix import Deal, lane_weight_factors
 from headrace.order import fingerprint_json, key
@@ -221,20 +221,27 @@ class TextDataset:
 
     def weights_at(self, steps: int) -> tuple[float, ...]:
         """The weights that hold once `steps` steps have passed, adding up to 1; -1: those at the start. Sources without rows have none."""
-        weights = dict(zip(self.names, (s.source.weight for s in self.sources), strict=True))
-        for change in self.mix_changes:
-            if change.steps_before <= steps:
-                weights |= change.weights
-        raw = [weights[s.name] if s.manifest.rows else 0.0 for s in self.sources]
+        weights = weights_in_force(self._weight_changes, steps)
+        raw = [0.0 if name in self.empty else weight for name, weight in weights.items()]
         return tuple(w / sum(raw) for w in raw)
+
+    @property
+    def empty(self) -> frozenset[str]:
+        """The names of the sources without rows."""
+        return frozenset(s.name for s in self.sources if not s.manifest.rows)
+
+    @property
+    def _weight_changes(self) -> list[tuple[int, Mapping[str, float]]]:
+        """The weights at the start, and then the changes: steps before each, and its weights."""
+        first = {s.name: s.source.weight for s in self.sources}
+        return [(-1, first), *((change.steps_before, change.weights) for change in self.mix_changes)]
 
     def _refuse_changes_to_nothing(self) -> None:
         """Weights that only sources without rows have leave nothing to read."""
-        weights = {s.name: s.source.weight for s in self.sources}
         for change in self.mix_changes:
-            weights |= change.weights
-            if not any(weights[s.name] > 0 for s in self.sources if s.manifest.rows):
-                empty = ", ".join(s.name for s in self.sources if weights[s.name] > 0)
+            weights = weights_in_force(self._weight_changes, change.steps_before)
+            if not any(weight > 0 for name, weight in weights.items() if name not in self.empty):
+                empty = ", ".join(name for name, weight in weights.items() if weight > 0)
                 raise ConfigError(
                     f"{change} leaves weight only on "
                     f"sources without rows ({empty}): give a source that has rows a positive weight there"
@@ -276,14 +283,11 @@ class TextDataset:
 
     def mean_weights(self, steps: int) -> tuple[float, ...]:
         """What the weights add up to over the first `steps` steps: the shares that a run should have reached by then."""
-        return tuple(float(w) for w in self.weight_sums(0, max(steps, 1)) / max(steps, 1))
+        return tuple(asked / max(steps, 1) for asked in self.weight_sums(0, max(steps, 1)).values())
 
-    def weight_sums(self, begin: int, end: int) -> np.ndarray:
-        """The weights between the first `begin` steps and the first `end`, added up."""
-        changes = (change.steps_before for change in self.mix_changes)
-        cuts = sorted({begin, *(steps for steps in changes if begin < steps < end), max(begin, end)})
-        parts = [np.array(self.weights_at(a)) * (b - a) for a, b in itertools.pairwise(cuts)]
-        return np.sum(parts, axis=0) if parts else np.zeros(len(self.sources))
+    def weight_sums(self, begin: int, end: int) -> dict[str, float]:
+        """The weights between the first `begin` steps and the first `end`, added up by source."""
+        return weights_asked_for(self._weight_changes, begin, end, self.empty)
 
     def changes_from(self, steps: int, number: int) -> list[tuple[int, tuple[tuple[float, ...], ...]]]:
         """The changes of weights after `steps` steps or more: the number of steps before each, and its weights per lane and source."""
@@ -331,8 +335,7 @@ class TextDataset:
         found["tokenizer"] = f"{self.tokenizer.fingerprint}"
         found["sources"] = ", ".join(self.names)
         # What lies ahead may be changed freely.
-        past = [(c.steps_before, c.weights) for c in self.mix_changes if c.steps_before < step]
-        found["weights"] = written_weights([(0, {s.name: s.source.weight for s in self.sources}), *past])
+        found["weights"] = written_weights([change for change in self._weight_changes if change[0] < step])
         return found
 
     def estimated_tokens(self, sample_chunks: int = SAMPLED_CHUNKS) -> tuple[int, ...]:
@@ -349,7 +352,7 @@ class TextDataset:
             for i, source in enumerate(self.sources)
         )  # fmt: skip
 
-    def make_window(self, wanted: WindowKey, carry: Carry | None) -> tuple[Window, Carry | None]:
+    def make_window(self, wanted: WindowKey, carry: Encoded | None) -> tuple[Window, Encoded | None]:
         """What a pool's thread does."""
         source, lane, start = wanted
         return self.makers[source].make(lane, start, carry)
@@ -375,7 +378,7 @@ class TextDataset:
         with contextlib.suppress(
             HeadraceError
         ):  # the reader that needs the chunk meets the error again, at the right sample
-            self.chunks.chunk(index, self.sources[index], chunk)
+            self.chunks.texts(index, self.sources[index], chunk)
 
     def note_hole(self, source: int, hole: dict[str, Any]) -> None:
         """A hole that a worker process met."""

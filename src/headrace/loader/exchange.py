@@ -1,4 +1,4 @@
-"""The two things ranks send each other: their states, on request, and (through a store) whether they have data left."""
+"""What ranks send each other on request: their states."""
 
 from __future__ import annotations
 
@@ -21,10 +21,3 @@ def gather_json(value: Any) -> list[Any]:
     gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded)
     return [json.loads(bytes(g[: int(s)].cpu().numpy())) for g, s in zip(gathered, sizes, strict=True)]
-
-
-def process_group_store() -> Any:
-    """The key-value store that the default process group was built on."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_store()

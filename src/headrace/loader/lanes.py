@@ -11,7 +11,6 @@ Everything that happens to a lane happens at one of its own samples, so it does 
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 from collections.abc import Mapping, Sequence
@@ -212,10 +211,10 @@ class _Reading:
 class _Lane:
     """One lane in motion: its credits, and how far each source is read."""
 
-    __slots__ = ("change_at", "mix", "number", "readings", "slot", "weights")
+    __slots__ = ("change_at", "mix", "number", "readings", "weights")
 
-    def __init__(self, number: int, slot: int, plan: LanePlan, state: LaneState) -> None:
-        self.number, self.slot = number, slot
+    def __init__(self, number: int, plan: LanePlan, state: LaneState) -> None:
+        self.number = number
         rows = [state[i : i + WIDTH] for i in range(0, len(state), WIDTH)]
         self.readings = [_Reading(row, plan.token_cap(source, number)) for source, row in enumerate(rows)]
         self.weights = plan.weights[number]
@@ -247,13 +246,6 @@ class _Lane:
             numbers += (*reading.start, reading.block, reading.tokens, credit)
         return tuple(numbers)
 
-    def snapshot(self) -> tuple:
-        mix, readings = self.mix, [copy.copy(reading) for reading in self.readings]
-        return readings, list(mix.weights), list(mix.credits), self.weights, self.change_at
-
-    def restore(self, snapshot: tuple) -> None:
-        self.readings, self.mix.weights, self.mix.credits, self.weights, self.change_at = snapshot
-
 
 class LaneTable:
     """Some lanes in motion. Owned by one thread."""
@@ -269,14 +261,13 @@ class LaneTable:
         self._plan = plan
         self._supply = supply
         self.lanes = tuple(states)
-        self.states: list[LaneState] = list(states.values())
+        self.states = dict(states)
         """The lanes' states, after the last `take`."""
-        self._lanes = {lane: _Lane(lane, slot, plan, states[lane]) for slot, lane in enumerate(self.lanes)}
+        self._lanes = {lane: _Lane(lane, plan, state) for lane, state in states.items()}
         # The weights that hold now are a change before all others, so that a lane takes them up at its next sample: of
         # several that lie between two of its samples only the last is made, whether or not the run was resumed in between.
         self._changes = (WeightChange(-1, plan.weights), *changes)
         self._left_out = (0,) * len(LEFT_OUT)
-        self._peeking = False
         self._peeked: dict[WindowKey, Window] = {}
         """Windows that `has_more` took from the supply, until they are opened."""
 
@@ -302,7 +293,7 @@ class LaneTable:
             lane = lanes[g % total]
             source = self._open_next(lane, g)
             blocks.append(None if source < 0 else lane.take(source))
-            states[lane.slot] = lane.state()
+            states[lane.number] = lane.state()
         return BatchPlan(samples, blocks)
 
     def drain_left_out(self) -> tuple[int, ...]:
@@ -315,17 +306,17 @@ class LaneTable:
 
         Changes nothing: what a lane's state looks like must not depend on who asked, so not on the number of ranks.
         """
-        lane = self._lanes[number]
-        before, left_out = lane.snapshot(), self._left_out
-        self._peeking = True
-        try:
-            if self._open_next(lane, sample) >= 0:
-                return True
-            dry = [epoch == DRY for epoch in lane.epochs()]
-        finally:
-            self._peeking = False
-            lane.restore(before)
-            self._left_out = left_out
+        table = LaneTable(self._plan, self._supply, {number: self.states[number]}, self._changes[1:])
+        table._peeked, lane = self._peeked, table._lanes[number]
+        for reading, own in zip(lane.readings, self._lanes[number].readings, strict=True):
+            reading.opened = own.opened
+        source = table._open_next(lane, sample)
+        if source >= 0:
+            reading = lane.readings[source]
+            if reading.opened is not None:
+                self._peeked[source, number, reading.start] = reading.opened.window
+            return True
+        dry = [epoch == DRY for epoch in lane.epochs()]
         later = [c.weights[number] for c in self._changes if c.sample > sample]
         return any(w > 0 and not d for weights in later for w, d in zip(weights, dry, strict=True))
 
@@ -363,7 +354,8 @@ class LaneTable:
                 return False
             if settled != start:
                 block = 0
-            window = self._window((source, lane.number, settled), g)
+            key = (source, lane.number, settled)
+            window = self._peeked.pop(key, None) or self._supply.take(key, float(g))
             if block == 0:  # else a resumed run opens it again
                 self._left_out = (self._left_out[0] + window.empty, self._left_out[1] + window.bad)
             following = self._settle(lane.number, source, window.end)
@@ -380,12 +372,6 @@ class LaneTable:
                 if barren > 2 * plan.deals[source].rows:  # a source of empty documents must not spin for ever
                     return False
             start, block = window.end, 0
-
-    def _window(self, key: WindowKey, g: int) -> Window:
-        window = self._peeked.pop(key, None) or self._supply.take(key, float(g))
-        if self._peeking:
-            self._peeked[key] = window
-        return window
 
     def _settle(self, lane: int, source: int, start: WindowStart) -> WindowStart | None:
         """A start past the end of the lane's part moves to the next epoch in which it owns rows; None: no such epoch."""

@@ -12,7 +12,6 @@ between them is in their plans (loader_plan.py).
 
 from __future__ import annotations
 
-import atexit
 import logging
 import time
 import weakref
@@ -80,9 +79,9 @@ class Loader:
         elif hasattr(data, "loader_plan"):
             self.plan = data.loader_plan(chosen, rank)
         else:
-            from headrace.loader.stream_plan import StreamPlan
-
-            self.plan = StreamPlan.over(data, chosen, rank)
+            raise ConfigError(
+                f"a loader takes a TextDataset, a PreparedDataset or a StreamMixingDataset, got a {type(data).__name__}"
+            )
         if device is not None:
             _check_device(device)
         self._device = device
@@ -295,19 +294,21 @@ class Loader:
 
     def report(self) -> LoaderReport:
         """What this loader did since it started: speed, waits by name, realised mix, padding."""
-        plan = self.plan
-        state = plan.state
-        return LoaderReport.of(
-            names=plan.names,
-            targets=plan.targets(),
-            source_tokens=state.tokens_by_source,
-            delivered=state.delivered,
-            new_tokens=state.delivered["tokens"] - self._begun_tokens,
-            seconds=time.perf_counter() - self._started if self._started is not None else 0.0,
-            waits=self.meter.totals(),
-            next_wait=plan.next_wait,
-            digest=self.digest,
+        plan, state = self.plan, self.plan.state
+        tokens, padding, by_source = state.delivered["tokens"], state.delivered["padding"], state.tokens_by_source
+        seconds = time.perf_counter() - self._started if self._started is not None else 0.0
+        total, waits = sum(by_source), self.meter.totals()
+        shares = [count / total if total else 0.0 for count in by_source]
+        return LoaderReport(
             steps=self.delivered_steps,
+            tokens=tokens,
+            seconds=seconds,
+            tokens_per_second=(tokens - self._begun_tokens) / seconds if seconds else 0.0,
+            padding=padding / (tokens + padding) if tokens + padding else 0.0,
+            documents=state.delivered["rows"],
+            mix=dict(zip(plan.names, zip(shares, plan.targets(), strict=True), strict=True)),
+            exposed={n: float(waits[k]) for n in (plan.next_wait,) if (k := f"wait/{n}/seconds") in waits},
+            digest=self.digest,
             left_out=self.left_out(),
             unit=plan.unit,
         )
@@ -325,16 +326,6 @@ class PreparedLoader(Loader):
     """
 
 
-_all_running: weakref.WeakSet[_Running] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Threads that are still in a tokenizer when the interpreter goes away can abort the process: stop them first."""
-    for running in list(_all_running):
-        running.close()
-
-
 class _Running:
     """Batches in the making, from one load of a state to the next."""
 
@@ -345,10 +336,9 @@ class _Running:
             self._thread, self.maker.make_next, depth=plan.settings.prefetch_batches, wait_name=plan.batch_wait,
             take_makes=plan.take_makes or not plan.settings.prefetch_batches, meter=plan.meter,
         )  # fmt: skip
-        # A loader that is let go without close() takes its threads along: they hold the maker, which does not hold the loader.
+        # A loader that is let go without close() takes its threads along: they hold the maker, which does not hold the loader. Those of loaders
+        # that are left when the interpreter exits are stopped too: a thread that is still in a tokenizer then can abort the process.
         self._forgotten = weakref.finalize(loader, self.close)
-        self._forgotten.atexit = False
-        _all_running.add(self)
 
     def take(self, deadline: float) -> Any | None:
         """The next batch, or None at the end."""

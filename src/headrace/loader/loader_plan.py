@@ -21,6 +21,7 @@ from headrace.errors import ConfigError, DeadlineExceeded
 from headrace.loader.batch_fill import BatchFill
 from headrace.loader.state import LoaderState
 from headrace.metrics import Histogram, Meter, MetricSpec, Reduction, register
+from headrace.order import Digest
 from headrace.runtime.buffers import TensorMemory
 from headrace.settings import LoaderSettings
 
@@ -207,9 +208,9 @@ class LoaderPlan(ABC, Generic[S]):
         return lm_batch_spec(self.data.seq_len, self.settings.lm_fields())
 
     @property
-    @abstractmethod
     def names(self) -> Sequence[str]:
         """The sources."""
+        return self.data.names
 
     @abstractmethod
     def targets(self) -> Sequence[float]:
@@ -267,8 +268,16 @@ class LoaderPlan(ABC, Generic[S]):
         return changed if any(changed.values()) else {}
 
 
-class PackedTextPlan(LoaderPlan[LoaderState]):
-    """Packed text, made here or read from a spool: some of its steps are passed over."""
+class TokenPlan(LoaderPlan[LoaderState]):
+    """Batches of tokens: packed text, made here or read from a spool, and prepared blocks. They have a digest, and some steps may be passed over."""
+
+    @property
+    def digest(self) -> str:
+        return str(self.state.digest)
+
+    @property
+    def step_digest(self) -> str:
+        return str(Digest(self.state.last_term))
 
     @property
     def delivered_steps(self) -> int:

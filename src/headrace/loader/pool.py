@@ -7,22 +7,28 @@ the same sample whatever the number of threads. With no workers `take` makes the
 
 from __future__ import annotations
 
-import heapq
+import itertools
+import math
+import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Protocol
 
 from headrace.errors import WorkerDied
-from headrace.loader.windows import Carry, Window, WindowStart
+from headrace.loader.windows import Encoded, Window, WindowStart
 from headrace.metrics import Meter, Wait
 
 WindowKey = tuple[int, int, WindowStart]
 """(source, lane, start)"""
+_LOOK_UP_EVERY = 0.05
+"""Seconds after which a thread that waits for a window looks whether the pool was closed or a thread has died."""
 
 
 class WindowSupply(Protocol):
-    """Where lanes get their windows from."""
+    """Where lanes get their windows from. One thread at a time asks."""
 
     def request(self, key: WindowKey, priority: float) -> None:
         """Say that a window will be wanted; the lowest priority is made first."""
@@ -35,23 +41,12 @@ class WindowSupply(Protocol):
     def close(self, timeout: float = ...) -> None: ...
 
 
-class _Task:
-    __slots__ = ("awaited", "done", "error", "running", "window")
-
-    def __init__(self) -> None:
-        self.awaited = False
-        self.done = False
-        self.running = False
-        self.window: Window | None = None
-        self.error: BaseException | None = None
-
-
 class WindowPool:
-    """A few threads and a heap of what is wanted."""
+    """A few threads and a queue of what is wanted."""
 
     def __init__(
         self,
-        make: Callable[[WindowKey, Carry | None], tuple[Window, Carry | None]],
+        make: Callable[[WindowKey, Encoded | None], tuple[Window, Encoded | None]],
         *,
         workers: int,
         meter: Meter,
@@ -66,14 +61,11 @@ class WindowPool:
         self._meter = meter
         self._deadline = deadline
         self._maker = maker
-        # One lock, and two reasons to be woken: a thread that is woken for nothing takes a core, and the GIL, from threads that work.
-        self._lock = threading.Lock()
-        self._wanted = threading.Condition(self._lock)
-        self._made = threading.Condition(self._lock)
-        self._heap: list[tuple[float, int, WindowKey]] = []
-        self._tasks: dict[WindowKey, _Task] = {}
-        self._carries: dict[WindowKey, Carry] = {}
-        self._order = 0
+        self._queue: queue.PriorityQueue[tuple[float, int, WindowKey | None, Future[Window]]] = queue.PriorityQueue()
+        """(priority, number of the request, window, where it goes). No window: a thread that gets this ends."""
+        self._numbers = itertools.count()
+        self._wanted: dict[WindowKey, Future[Window]] = {}
+        self._carries: dict[WindowKey, Encoded] = {}
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"headrace-windows-{i}", daemon=True) for i in range(workers)
@@ -83,99 +75,64 @@ class WindowPool:
 
     def request(self, key: WindowKey, priority: float) -> None:
         """Say that a window will be wanted; the lowest priority is made first."""
-        if not self._threads:
-            return
-        with self._lock:
-            if key in self._tasks:
-                return
-            self._tasks[key] = _Task()
-            self._push(key, priority)
-        self._look_ahead(key)
+        if self._threads and key not in self._wanted:
+            self._put(key, priority)
+            self._look_ahead(key)
 
-    def take(self, key: WindowKey, priority: float = float("-inf")) -> Window:
+    def take(self, key: WindowKey, priority: float = -math.inf) -> Window:
         """The window, made now or earlier. It is the caller's from here on."""
         if not self._threads:
-            window, carry = self._make(key, self._carries.pop(key, None))
-            self._keep(key, window, carry)
-            return window
-        with self._lock:
-            task = self._tasks.get(key)
-            if task is None:
-                task = self._tasks[key] = _Task()
-                self._push(key, priority)
-            elif not task.done and not task.running:
-                self._push(key, priority)  # the older entry in the heap finds the task taken and is skipped
-            if not task.done:
-                task.awaited = True
-                with Wait(
-                    "loader.window", meter=self._meter, deadline=self._deadline, hidden=True,
-                    remedy=f"{self._maker} hangs or is far too slow: look at the phases read and tokenize.",
-                ) as wait:  # fmt: skip
-                    while not task.done:
-                        if self._closed:
-                            raise WorkerDied("the window pool was closed while a window was being waited for")
-                        dead = [t.name for t in self._threads if not t.is_alive()]
-                        if dead:
-                            raise WorkerDied(
-                                f"tokenizer thread {dead[0]} is gone; the window it was to make cannot come"
-                            )
-                        wait.check()
-                        self._made.wait(min(0.5, max(wait.remaining(), 0.001)))
-            del self._tasks[key]
-        if task.error is not None:
-            raise task.error
-        assert task.window is not None
-        return task.window
+            return self._made(key)
+        wanted = self._wanted.get(key)
+        if wanted is None or wanted.cancel():  # no thread has begun it: it is wanted sooner than it was
+            wanted = self._put(key, priority)
+        if not wanted.done():
+            self._await(wanted)
+        del self._wanted[key]
+        return wanted.result()
 
     def close(self, timeout: float = 2.0) -> None:
         """Stop the threads. One that is inside a tokenizer call ends when the call does; it is a daemon."""
-        with self._lock:
-            self._closed = True
-            self._heap.clear()
-            self._wanted.notify_all()
-            self._made.notify_all()
+        self._closed = True
+        for _ in self._threads:
+            self._put(None, -math.inf)
         until = time.monotonic() + timeout
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(until - time.monotonic(), 0.0))
 
-    def _push(self, key: WindowKey, priority: float) -> None:
-        self._order += 1
-        heapq.heappush(self._heap, (priority, self._order, key))
-        self._wanted.notify()
+    def _put(self, key: WindowKey | None, priority: float) -> Future[Window]:
+        made: Future[Window] = Future()
+        if key is not None:
+            self._wanted[key] = made
+        self._queue.put((priority, next(self._numbers), key, made))
+        return made
 
-    def _keep(self, key: WindowKey, window: Window, carry: Carry | None) -> None:
+    def _await(self, wanted: Future[Window]) -> None:
+        remedy = f"{self._maker} hangs or is far too slow: look at the phases read and tokenize."
+        with Wait("loader.window", meter=self._meter, deadline=self._deadline, hidden=True, remedy=remedy) as wait:
+            while not futures.wait([wanted], min(_LOOK_UP_EVERY, wait.remaining())).done:
+                if self._closed:
+                    raise WorkerDied("the window pool was closed while a window was being waited for")
+                dead = [t.name for t in self._threads if not t.is_alive()]
+                if dead:
+                    raise WorkerDied(f"tokenizer thread {dead[0]} is gone; the window it was to make cannot come")
+                wait.check()
+
+    def _made(self, key: WindowKey) -> Window:
+        window, carry = self._make(key, self._carries.pop(key, None))
         if carry is not None:
             self._carries[key[0], key[1], window.end] = carry
+        return window
 
     def _work(self) -> None:
         while True:
-            with self._lock:
-                if not self._heap and not self._closed:
-                    with Wait("loader.idle", meter=self._meter, deadline=1e6, hidden=True):
-                        while not self._heap and not self._closed:
-                            self._wanted.wait(1.0)
-                if self._closed:
-                    return
-                _, _, key = heapq.heappop(self._heap)
-                task = self._tasks.get(key)
-                if task is None or task.running or task.done:
-                    continue
-                task.running = True
-                carry = self._carries.pop(key, None)
-            try:
-                window, left = self._make(key, carry)
-            except BaseException as error:  # raised again by the take() that needs it
-                with self._lock:
-                    task.error = error
-                    self._done(task)
-                continue
-            with self._lock:
-                self._keep(key, window, left)
-                task.window = window
-                self._done(task)
-
-    def _done(self, task: _Task) -> None:
-        task.done = True
-        if task.awaited:
-            self._made.notify_all()
+            with Wait("loader.idle", meter=self._meter, deadline=1e6, hidden=True):
+                _, _, key, made = self._queue.get()
+            if key is None or self._closed:
+                return
+            if made.set_running_or_notify_cancel():
+                try:
+                    made.set_result(self._made(key))
+                except BaseException as error:  # raised again by the take() that needs it
+                    made.set_exception(error)

@@ -15,6 +15,7 @@ them; a flipped bit is an error that names the shard, before anything of it is h
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -181,7 +182,9 @@ class PreparedDataset:
         source = int(planned.source[0])
         if source < 0:
             raise IndexError(f"sample {i} of a dataset of {len(self)}")
-        fill = BatchFill(self.seq_len, checked_fields(fields), pad=self.pad_id, unshifted=False)
+        if problems := lm_field_problems(fields):
+            raise ConfigError(problems)
+        fill = BatchFill(self.seq_len, fields, pad=self.pad_id, unshifted=False)
         rows = fill.rows(1)
         self.gather(planned, 0, 1, rows)
         batch = fill.batch(rows, range(i, i + 1))
@@ -233,7 +236,25 @@ class PreparedDataset:
 
     def pieces(self, sample: int, source: int, shard: int, local: int) -> list[Piece]:
         """Where the tokens of a planned sample come from."""
-        return self._pieces(sample, source, shard, local) if shard >= 0 else []
+        if shard < 0:
+            return []
+        mapped, packed, *_ = self._mapped[shard]
+        offsets, entry = mapped.offsets, mapped.entry
+        if packed is None:
+            start, stop = local * self.seq_len, min((local + 1) * self.seq_len, entry.tokens)
+            inside = slice(np.searchsorted(offsets, start, side="right"), np.searchsorted(offsets, stop, side="left"))
+            edges = np.unique(np.concatenate([[start], offsets[inside], [stop]]))
+            spans = list(zip(edges[:-1].tolist(), np.diff(edges).tolist(), strict=True))
+        else:
+            own = slice(int(packed.block_ptr[local]), int(packed.block_ptr[local + 1]))
+            spans = list(zip(packed.piece_at[own].tolist(), np.abs(packed.piece_len[own]).tolist(), strict=True))
+        found, column = [], 0
+        for at, length in spans:
+            document = int(np.searchsorted(offsets, at, side="right")) - 1
+            file, row = self._locate(source, entry.first_row + document)
+            found.append(Piece(sample, column, self.names[source], file, row, at - int(offsets[document]), length))
+            column += length
+        return found
 
     def fingerprint(self) -> dict[str, str]:
         """What the order depends on, by name. Short, whatever the number of sources: it is in every cursor."""
@@ -258,7 +279,7 @@ class PreparedDataset:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A process that was spawned opens the folder itself: mapped files do not travel."""
-        return _reopened, (self._arguments,)
+        return functools.partial(type(self), **self._arguments), ()
 
     def close(self) -> None:
         """Let go of the mapped files. Loaders over this dataset must be closed first."""
@@ -273,33 +294,31 @@ class PreparedDataset:
         counts: list[int] = []
         for folder, manifest in zip(self.folders, manifests, strict=True):
             known = read_packed_counts(folder, self.seq_len, manifest)
-            counts += (
-                self._index(folder, manifest) if known is None else [n for s in manifest.sources for n in known[s.name]]
-            )
+            if known is None:
+                known = self._index(folder, manifest, len(counts))
+            counts += [n for s in manifest.sources for n in known[s.name]]
         return counts
 
-    def _index(self, folder: Path, manifest: PreparedManifest) -> list[int]:
-        """Pack a seq_len that was not prepared for. Kept in the folder if that can be written, else in memory."""
-        counts: dict[str, list[int]] = {}
-        saved = True
-        numbered = {place / entry.file: n for n, (place, _, entry, _) in enumerate(self._files)}
-        for source in manifest.sources:
-            counts[source.name] = []
-            place = folder / SHARD_FOLDER / source.name
-            for number, entry in enumerate(source.shards):
-                with Wait("prepared.index", meter=self.meter):
-                    packed = pack_shard(open_shard(place / entry.file, entry).offsets, self.seq_len)
-                try:
-                    path = place / packed_name(self.seq_len, number)
-                    write_packed(path, packed, seq_len=self.seq_len, of=entry)
-                except StorageError:
-                    saved = False  # a read-only folder costs the next start the same time again, nothing else
-                    self._unsaved[numbered[place / entry.file]] = packed
-                counts[source.name].append(len(packed))
+    def _index(self, folder: Path, manifest: PreparedManifest, first: int) -> dict[str, list[int]]:
+        """Pack a seq_len that was not prepared for. Kept in the folder if that can be written, else in memory.
+
+        `first`: number of the manifest's first shard. Returns the blocks of each shard, by source.
+        """
+        counts: dict[str, list[int]] = {source.name: [] for source in manifest.sources}
+        saved, shards = True, sum(len(source.shards) for source in manifest.sources)
+        for n, (place, number, entry, source) in enumerate(self._files[first : first + shards], first):
+            with Wait("prepared.index", meter=self.meter):
+                packed = pack_shard(open_shard(place / entry.file, entry).offsets, self.seq_len)
+            try:
+                write_packed(place / packed_name(self.seq_len, number), packed, seq_len=self.seq_len, of=entry)
+            except StorageError:
+                saved = False  # a read-only folder costs the next start the same time again, nothing else
+                self._unsaved[n] = packed
+            counts[source.name].append(len(packed))
         if saved:
             with contextlib.suppress(StorageError):
                 write_packed_counts(folder, self.seq_len, manifest.data, counts)
-        return [n for s in manifest.sources for n in counts[s.name]]
+        return counts
 
     def _count_blocks(self, counts: Sequence[int]) -> None:
         """Prefix sums of blocks, over all shards and by source, and what each shard adds to a digest."""
@@ -439,25 +458,6 @@ class PreparedDataset:
         folder, _, entry, _ = self._files[s]
         return folder / entry.file
 
-    def _pieces(self, g: int, source: int, s: int, local: int) -> list[Piece]:
-        shard, packed, *_ = self._mapped[s]
-        offsets, entry = shard.offsets, shard.entry
-        if packed is None:
-            start, stop = local * self.seq_len, min((local + 1) * self.seq_len, entry.tokens)
-            inside = slice(np.searchsorted(offsets, start, side="right"), np.searchsorted(offsets, stop, side="left"))
-            edges = np.unique(np.concatenate([[start], offsets[inside], [stop]]))
-            spans = list(zip(edges[:-1].tolist(), np.diff(edges).tolist(), strict=True))
-        else:
-            own = slice(int(packed.block_ptr[local]), int(packed.block_ptr[local + 1]))
-            spans = list(zip(packed.piece_at[own].tolist(), np.abs(packed.piece_len[own]).tolist(), strict=True))
-        found, column = [], 0
-        for at, length in spans:
-            document = int(np.searchsorted(offsets, at, side="right")) - 1
-            file, row = self._locate(source, entry.first_row + document)
-            found.append(Piece(g, column, self.names[source], file, row, at - int(offsets[document]), length))
-            column += length
-        return found
-
     def _locate(self, source: int, row: int) -> tuple[str, int]:
         files = self.sources[source].files
         if source not in self._file_ends:
@@ -475,17 +475,6 @@ class PreparedDataset:
 
 
 _REMEDY = "Run `headrace prepare` again with the same config: it checks every shard, keeps the whole ones and makes this one anew."
-
-
-def _reopened(arguments: dict[str, Any]) -> PreparedDataset:
-    return PreparedDataset(**arguments)
-
-
-def checked_fields(fields: Sequence[str]) -> tuple[str, ...]:
-    problems = lm_field_problems(fields)
-    if problems:
-        raise ConfigError(problems)
-    return tuple(f for f in LM_FIELDS if f in fields)
 
 
 def _check_alike(folders: Sequence[Path], manifests: Sequence[PreparedManifest]) -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from headrace.errors import ConfigError
 from headrace.loader.batch_fill import COUNTS
-from headrace.loader.loader_plan import BatchMaker, LoaderPlan, Rank, States, batch_fill
+from headrace.loader.loader_plan import BatchMaker, Rank, States, TokenPlan, batch_fill
 from headrace.loader.prepared import Planned, PreparedDataset
-from headrace.loader.state import damaged_state, merge_rank_states
+from headrace.loader.state import LoaderState, damaged_state, merge_rank_states
 from headrace.loader.windows import Piece
 from headrace.order import Cursor, Digest
 from headrace.settings import LoaderSettings
@@ -33,8 +32,9 @@ class _ReadyBatch(NamedTuple):
     """A batch, what it adds to the counts, and what it is made of."""
 
     batch: dict[str, Any]
-    totals: np.ndarray
-    """As in `_State`."""
+    counts: np.ndarray
+    """As in batch_fill.COUNTS."""
+    source_tokens: np.ndarray
     planned: Planned
     begin: int
     end: int
@@ -42,30 +42,7 @@ class _ReadyBatch(NamedTuple):
     next_sample: int
 
 
-@dataclass(slots=True)
-class _State:
-    """What was delivered. Where the run stands is `sample` alone; the rest is said about it."""
-
-    sample: int = 0
-    step: int = 0
-    number: int = 0
-    """Which pass over finite sources, and the sample at which it began."""
-    begun: int = 0
-    ended: bool = False
-    digest: int = 0
-    totals: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """COUNTS, then the tokens of each source."""
-
-    @property
-    def delivered(self) -> dict[str, int]:
-        return dict(zip(COUNTS, self.totals.tolist(), strict=False))
-
-    @property
-    def tokens_by_source(self) -> list[int]:
-        return self.totals[len(COUNTS) :].tolist()
-
-
-class PreparedPlan(LoaderPlan[_State]):
+class PreparedPlan(TokenPlan):
     """Prepared blocks. The state is the next sample, and what is said about those before it."""
 
     room = "prepared"
@@ -75,9 +52,14 @@ class PreparedPlan(LoaderPlan[_State]):
     def __init__(self, data: PreparedDataset, settings: LoaderSettings, rank: Rank) -> None:
         super().__init__(data, settings, rank)
         self._check()
-        self.state = _State(totals=np.zeros(len(COUNTS) + len(data.sources), np.int64))
+        self.state = self._new_state()
         self._last: _ReadyBatch | None = None
         """Without its tensors: they belong to the receiver alone."""
+
+    def _new_state(self) -> LoaderState:
+        return LoaderState(
+            counts=np.zeros(len(COUNTS), np.int64), source_tokens=np.zeros(len(self.data.sources), np.int64)
+        )
 
     def _check(self) -> None:
         problems = self.settings.problems()
@@ -98,8 +80,7 @@ class PreparedPlan(LoaderPlan[_State]):
 
     def deliver(self, ready: _ReadyBatch) -> dict[str, Any]:
         state = self.state
-        state.totals += ready.totals
-        state.digest += ready.digest
+        state.count(ready.counts, ready.source_tokens, ready.digest)
         state.step += 1
         state.sample = ready.next_sample
         self._last = ready._replace(batch={})
@@ -133,7 +114,7 @@ class PreparedPlan(LoaderPlan[_State]):
         had held from the start, so blocks near this point may come twice or not at all."""
         cursor = Cursor.from_dict(self.merge(state if isinstance(state, Sequence) else [state]))
         cursor.require(kind=KIND, version=VERSION, fingerprint=self.data.fingerprint(), accept=accept, fixed=fixed)
-        loaded = _State(totals=np.zeros_like(self.state.totals))
+        loaded = self._new_state()
         try:
             body = cursor.body
             loaded.sample, loaded.step = int(body["sample"]), int(body["step"])
@@ -143,10 +124,10 @@ class PreparedPlan(LoaderPlan[_State]):
             share = tuple(int(n) for n in body["share"])
             # What was delivered before is added up once: on rank 0, or by the rank that goes on with its own share.
             if share == (self.rank.rank, self.rank.world_size) or (share == (0, 1) and self.rank.rank == 0):
-                loaded.digest = Digest(body["digest"]).value
-                loaded.totals[: len(COUNTS)] = [int(body["delivered"][k]) for k in COUNTS]
+                loaded.digest = Digest(body["digest"])
+                loaded.counts[:] = [int(body["delivered"][k]) for k in COUNTS]
                 tokens = [int(n) for n in body["source_tokens"]][: len(self.data.sources)]
-                loaded.totals[len(COUNTS) : len(COUNTS) + len(tokens)] = tokens
+                loaded.source_tokens[: len(tokens)] = tokens
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise damaged_state(error) from error
         self.state = loaded
@@ -159,20 +140,8 @@ class PreparedPlan(LoaderPlan[_State]):
 
     # ---------------------------------------------------------------------------------------- insight
 
-    @property
-    def names(self) -> Sequence[str]:
-        return self.data.names
-
     def targets(self) -> Sequence[float]:
         return self.data.weights
-
-    @property
-    def digest(self) -> str:
-        return str(Digest(self.state.digest))
-
-    @property
-    def step_digest(self) -> str:
-        return str(Digest(0 if self._last is None else self._last.digest))
 
     def pieces(self, batch: Mapping[str, Any]) -> list[Piece]:
         first = int(batch["sample_index"][0]) if len(batch["sample_index"]) else -1
@@ -211,8 +180,8 @@ class _PreparedMaker(BatchMaker):
         self._data.gather(planned, begin, end, rows)
         batch = self._fill.batch(rows, range(first, first + (end - begin) * self._world, self._world))
         self._sample += self._size
-        totals = rows.totals(planned.source[begin:end], len(self._data.sources))
-        return _ReadyBatch(batch, totals, planned, begin, end, digest, self._sample)
+        counts, source_tokens = rows.totals(planned.source[begin:end], len(self._data.sources))
+        return _ReadyBatch(batch, counts, source_tokens, planned, begin, end, digest, self._sample)
 
     def _plan(self) -> bool:
         """Work out the next batches; False at the end. All ranks come to the end at the same batch."""

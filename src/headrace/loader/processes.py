@@ -22,7 +22,7 @@ import numpy as np
 
 from headrace.errors import TokenizerError, WorkerDied
 from headrace.loader.pool import WindowKey, WindowPool
-from headrace.loader.windows import Carry, Window, WindowStart
+from headrace.loader.windows import Encoded, Window, WindowStart
 from headrace.metrics import Meter
 from headrace.runtime.wire_errors import decode_error, encode_error
 from headrace.runtime.workers import WorkerProcess
@@ -87,7 +87,7 @@ class _WindowProcess:
         with contextlib.suppress(OSError):  # a process that is gone is reported by `make`
             self._send(False, key)
 
-    def make(self, key: WindowKey, carry: Carry | None) -> tuple[Window, None]:
+    def make(self, key: WindowKey, carry: Encoded | None) -> tuple[Window, None]:
         """Have the process make a window. What it has left over stays there."""
         pipe = self.worker.pipe
         try:
@@ -174,11 +174,8 @@ def _packed(window: Window, parts: list[bytes | memoryview]) -> dict[str, Any]:
     blocks = window.blocks
     arrays = [*(getattr(blocks, name) for name in _BLOCK_ARRAYS), window.doc_chunk, window.doc_row]
     parts.extend(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data if a.size else b"" for a in arrays)
-    return {
-        "source": window.source, "lane": window.lane, "start": window.start, "end": window.end,
-        "width": blocks.tokens.shape[1], "documents": window.documents, "empty": window.empty, "bad": window.bad,
-        "cut": window.cut,
-    }  # fmt: skip
+    plain = {name: getattr(window, name) for name in ("source", "lane", "empty", "bad")}
+    return {"plain": plain, "start": window.start, "end": window.end, "width": blocks.tokens.shape[1]}
 
 
 def _unpacked(head: Mapping[str, Any], parts: list[bytes]) -> Window:
@@ -187,16 +184,5 @@ def _unpacked(head: Mapping[str, Any], parts: list[bytes]) -> Window:
     arrays = dict(zip(_BLOCK_ARRAYS, of_blocks, strict=True))
     arrays["tokens"] = arrays["tokens"].reshape(-1, head["width"])
     arrays["hashes"] = arrays["hashes"].reshape(-1, 2)
-    return Window(
-        source=head["source"],
-        lane=head["lane"],
-        start=WindowStart(*head["start"]),
-        end=WindowStart(*head["end"]),
-        blocks=Blocks(**arrays),
-        doc_chunk=doc_chunk,
-        doc_row=doc_row,
-        documents=head["documents"],
-        empty=head["empty"],
-        bad=head["bad"],
-        cut=head["cut"],
-    )
+    start, end = WindowStart(*head["start"]), WindowStart(*head["end"])
+    return Window(**head["plain"], start=start, end=end, blocks=Blocks(**arrays), doc_chunk=doc_chunk, doc_row=doc_row)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 
 def left_out_text(counts: Mapping[str, int]) -> str:
@@ -28,54 +27,11 @@ class LoaderReport:
     """Per source: realised share, target."""
     exposed: dict[str, float]
     """Seconds the trainer stood still, by the name of the wait."""
-    hidden_seconds: float
     digest: str
-    left_out: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, int]
     """Empty documents, bad rows and bad shards, as `Loader.left_out` counts them."""
-    unit: str = "tokens"
+    unit: str
     """What `tokens` counts: cells of streams."""
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        names: Sequence[str],
-        targets: Sequence[float],
-        source_tokens: Sequence[int],
-        delivered: Mapping[str, int],
-        new_tokens: int,
-        seconds: float,
-        waits: Mapping[str, float],
-        digest: str,
-        steps: int,
-        left_out: Mapping[str, int] | None = None,
-        next_wait: str = "loader.next",
-        unit: str = "tokens",
-    ) -> LoaderReport:
-        tokens, padding = delivered["tokens"], delivered["padding"]
-        total = sum(source_tokens)
-        return cls(
-            steps=steps,
-            tokens=tokens,
-            seconds=seconds,
-            tokens_per_second=new_tokens / seconds if seconds else 0.0,
-            padding=padding / (tokens + padding) if tokens + padding else 0.0,
-            documents=delivered["rows"],
-            mix={n: (t / total if total else 0.0, w) for n, t, w in zip(names, source_tokens, targets, strict=True)},
-            exposed={n: float(waits[k]) for n in (next_wait,) if (k := f"wait/{n}/seconds") in waits},
-            hidden_seconds=float(waits.get("waits/hidden/seconds", 0.0)),
-            digest=digest,
-            left_out=dict(left_out or {}),
-            unit=unit,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps, "tokens": self.tokens, "seconds": self.seconds, "tokens_per_second": self.tokens_per_second,
-            "padding": self.padding, "documents": self.documents, "exposed_wait_seconds": dict(self.exposed),
-            "mix": {n: {"realised": r, "target": t} for n, (r, t) in self.mix.items()}, "digest": self.digest,
-            "left_out": dict(self.left_out),
-        }  # fmt: skip
 
     def __str__(self) -> str:
         waited = sum(self.exposed.values())

@@ -82,13 +82,9 @@ class _Segment:
 
 
 class Schedule:
-    """The order in which sources take turns. `limits` says how many blocks each can give; None: for ever."""
+    """The order in which sources take turns, by weights of 0 or more, not all 0. `limits` says how many blocks each can give; None: for ever."""
 
     def __init__(self, weights: Sequence[float], *, limits: Sequence[int | None], stop_first: bool = False) -> None:
-        if len(weights) != len(limits):
-            raise ValueError(f"{len(weights)} weights for {len(limits)} limits")
-        if any(not 0 <= w < math.inf for w in weights) or not sum(weights) > 0:
-            raise ValueError(f"weights must be finite, at least 0 and not all 0, got {list(weights)}")
         self.weights = tuple(weights)
         self.limits = tuple(limits)
         self._stop_first = stop_first
@@ -115,8 +111,6 @@ class Schedule:
         if turns.size == 0 or not segments:
             return np.full(turns.shape, -1, np.int64), np.zeros(turns.shape, np.int64)
         self._cover(int(turns.max()))
-        if len(segments) == 1 and segments[0].end is None:
-            return segments[0].at(turns)
         source, taken = np.full(turns.shape, -1, np.int64), np.zeros(turns.shape, np.int64)
         which = np.searchsorted([s.start for s in segments], turns, side="right") - 1
         for n in np.unique(which).tolist():

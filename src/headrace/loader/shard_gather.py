@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from headrace.loader.batch_fill import DOCUMENTS, PIECES, REAL
 from headrace.runtime.compiled import Kernel, kernel
+from headrace.text.block_layout import copy_run
 from headrace.text.shards import SEGMENT
 
 CHECKED, TO_CHECK = 1, 2
@@ -19,19 +20,9 @@ _INT64, _INT32 = "Array(int64, 1, 'C', readonly=True)", "Array(int32, 1, 'C', re
 _ROWS = "int64, int64[::1], int64[::1], int32[:, ::1], int32[:, ::1], int32[:, ::1], int64[:, ::1]"
 
 
-def _copy_slice(out, at, values, start, count):
-    out[at : at + count] = values[start : start + count]
-
-
 _COPY = f"void(int32[::1], int64, {_TOKENS}, int64, int64)"
-
-
-@kernel(_COPY.format("uint16"), python=_copy_slice)
-def copy_tokens(out, at, values, start, count):
-    """out[at : at + count] = values[start : start + count]. A loop over two views, because it becomes vector code."""
-    to, come = out[at : at + count], values[start : start + count]
-    for i in range(count):
-        to[i] = come[i]
+copy_tokens = copy_run.variant(_COPY.format("uint16"))
+"""out[at : at + count] = values[start : start + count]"""
 
 
 @kernel("int64(uint8[::1], int64, int64)")
@@ -135,7 +126,7 @@ def _gather_runs(tokens, checked, offsets, segment_docs, shard, shards, blocks, 
     return marked
 
 
-_copy_tokens32 = copy_tokens.variant(_COPY.format("uint32"))
+_copy_tokens32 = copy_run.variant(_COPY.format("uint32"))
 gather_packed: dict[int, Kernel] = {
     2: _gather_packed,
     4: _gather_packed.variant(_PACKED.format("uint32"), copy_tokens=_copy_tokens32),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,10 @@ from headrace.errors import ConfigError, CursorMismatch
 from headrace.loader.lanes import CREDIT, DRY, EPOCH, WIDTH, LaneState
 from headrace.loader.weight_text import only_steps_differ, read_weights, shown_weights, weights_asked_for
 from headrace.order import Cursor, Digest
+
+if TYPE_CHECKING:
+    from headrace.loader.dataset import TextDataset
+    from headrace.loader.text_plan import LaneShare
 
 KIND, VERSION = "text", 1
 COUNTS = ("tokens", "padding", "rows", "samples", "fillers", "skipped")
@@ -43,6 +47,8 @@ class LoaderState:
     sample: int = 0
     number: int = 0
     """Which pass over finite sources."""
+    begun: int = 0
+    """Of prepared blocks: the sample at which the pass began."""
     ended: bool = False
     digest: Digest = field(default_factory=Digest)
     counts: np.ndarray = field(default_factory=lambda: np.zeros(len(COUNTS), np.int64))
@@ -58,10 +64,27 @@ class LoaderState:
     lane_ids: tuple[int, ...] = ()
     lanes: tuple[LaneState, ...] = ()
     """The state of each of `lane_ids`."""
+    last_term: int = 0
+    """What the batch that was counted last added to the digest. Not saved."""
+
+    def count(self, counts: np.ndarray, source_tokens: np.ndarray, term: int) -> None:
+        """Count a batch. `counts`: the first of COUNTS; `term`: what the batch adds to the digest."""
+        self.counts[: len(counts)] += counts
+        self.source_tokens += source_tokens
+        self.digest.add(term)
+        self.last_term = term
+
+    def pass_over(self, step: int, samples: int) -> None:
+        """Count a step that was passed over on request, in which this rank has `samples` samples."""
+        self.counts[COUNTS.index("skipped")] += samples
+        if self.skipped and self.skipped[-1][1] == step:
+            self.skipped[-1][1] = step + 1
+        else:
+            self.skipped.append([step, step + 1])
 
     @property
     def delivered(self) -> dict[str, int]:
-        return dict(zip(COUNTS, self.counts.tolist(), strict=True))
+        return dict(zip(COUNTS, self.counts.tolist(), strict=False))  # of prepared blocks no step is passed over
 
     @property
     def tokens_by_source(self) -> list[int]:
@@ -200,24 +223,18 @@ def saved_sizes(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[
 
 def load_states(
     state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    data: TextDataset,
+    share: LaneShare,
     *,
-    fingerprint: Callable[[int], Mapping[str, str]],
-    names: Sequence[str],
-    empty: Collection[str],
-    lanes: int,
-    own: Collection[int],
-    rank: int,
-    world_size: int,
     skip: Iterable[tuple[int, int]],
     accept: Collection[str],
     fixed: Mapping[str, str],
-    fresh: Callable[[int, int], Mapping[int, LaneState]],
 ) -> tuple[LoaderState, dict[int, LaneState]]:
     """The state for one rank, and the lanes of the other ranks as far as they are known.
 
-    `fingerprint` is that of the order before a step. `fresh` is what the lanes look like before their first sample, by pass
-    and step; `fixed` names what cannot be accepted, and why; a source that a state does not know (accepted as "sources") starts there. `empty` are the sources without rows.
+    `fixed` names what cannot be accepted, and why. A source that the state does not know (accepted as "sources") starts as in a new run.
     """
+    names, lanes, own = data.names, data.lanes, share.followed_lanes
     accept = checked_accept(accept)
     cursor = Cursor.from_dict(merge_states(state if isinstance(state, Sequence) else [state]))
     if (cursor.kind, cursor.version) == (KIND, VERSION):
@@ -225,7 +242,7 @@ def load_states(
     step = cursor.body.get("step", 0)
     try:
         accepted = cursor.require(
-            kind=KIND, version=VERSION, fingerprint=fingerprint(step), accept=accept, shown=shown_weights,
+            kind=KIND, version=VERSION, fingerprint=data.fingerprint(step), accept=accept, shown=shown_weights,
             fixed={"config:lanes": "saved positions are those of the lanes", **fixed},
         )  # fmt: skip
     except CursorMismatch as error:
@@ -238,7 +255,7 @@ def load_states(
             f"{error} The step of a MixChange is the first one with its weights, counted from 1; earlier versions counted it from 0.",
             error.differences,
         ) from error
-    lanes_before = fresh(cursor.body["pass"], step)
+    lanes_before = dict(enumerate(data.plan(cursor.body["pass"], step - 1).starts))
     try:
         body = cursor.body
         entries = {int(lane): rows for lane, rows in body["entries"].items()}
@@ -260,8 +277,8 @@ def load_states(
             ]
             credits = _balanced([row[CREDIT] for row in kept])
             known[lane] = tuple(n for row, credit in zip(kept, credits, strict=True) for n in (*row[:CREDIT], credit))
-        share = None if body.get("share") is None else _share(body["share"])
-        partial = share is not None or set(known) != set(range(lanes))
+        saved_by = None if body.get("share") is None else _share(body["share"])
+        partial = saved_by is not None or set(known) != set(range(lanes))
         loaded = LoaderState(
             step=int(body["step"]),
             sample=int(body["sample"]),
@@ -269,10 +286,10 @@ def load_states(
             ended=bool(body["ended"]),
             skipped=[[int(a), int(b)] for a, b in body.get("skipped", ())],
             empty_steps=int(body.get("empty_steps", 0)),
-            asked_before=_asked_before(cursor, accepted & {"weights", "sources"}, empty),
+            asked_before=_asked_before(cursor, accepted & {"weights", "sources"}, data.empty),
         )
         # What earlier ranks delivered is added up once: here if this rank goes on alone from its own state, else on rank 0.
-        if partial or rank == 0:
+        if partial or share.rank == 0:
             loaded.digest = Digest(body["digest"])
             loaded.counts = np.array([int(body["delivered"].get(name, 0)) for name in COUNTS], np.int64)
             tokens = dict(zip(saved_names, body["source_tokens"], strict=True))
@@ -289,12 +306,12 @@ def load_states(
             f"state has lanes {_ranges(known)} of {lanes}, this rank needs lanes {_ranges(own)}: it was saved by one rank of "
             "several. Pass the list of all ranks' states, or the one from gather_state()."
         )
-    if share is not None and share != (rank, world_size):
+    if saved_by is not None and saved_by != (share.rank, share.world_size):
         raise CursorMismatch(
-            f"state was saved by rank {share[0]} of {share[1]}, this is rank {rank} of {world_size}: pass the list of all ranks' "
+            f"state was saved by rank {saved_by[0]} of {saved_by[1]}, this is rank {share.rank} of {share.world_size}: pass the list of all ranks' "
             "states, or the one from gather_state()."
         )
-    loaded.lane_ids = tuple(sorted(own))
+    loaded.lane_ids = tuple(own)
     loaded.lanes = tuple(known[lane] for lane in loaded.lane_ids)
     return loaded, known
 

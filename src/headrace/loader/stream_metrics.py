@@ -11,12 +11,19 @@
 `remaining_*` and `modalities/*` are those of the pool before the pick took its batch, `steps_since_pick_max` and `overdue_max`
 those after it. Counts are summed over ranks. With per_stream all ranks share every draw and drain the same counts; rank 0 alone adds
 them to the sum, so a draw counts once.
+
+    extra = extra_metrics(data, world_size=world, device=device)         in a training loop, once a step
+    processor.log(step, loss, extra_metrics=extra)
+
+`extra_metrics` is the one place where a trainer asks. A dataset that has step metrics (StreamMixingDataset, bare or inside a DataLoader) is drained
+and its ranks are put together; anything else has none, and gets no collective either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from headrace.metrics import MetricSpec, Reduction, register
 from headrace.mix import MixState, Snapshot
@@ -97,3 +104,25 @@ class PoolMetrics:
                 min(columns[0]), max(columns[1]), min(columns[2]), *(max(columns[i]) for i in (3, 4, 5)), kinds
             )
         return dict(zip(self._keys, (*shot[:6], *shot.kinds, *counts), strict=True))
+
+
+def _source(data: Any) -> Any:
+    """The dataset itself, or the one inside a DataLoader."""
+    return data if hasattr(data, "drain_step_metrics") else getattr(data, "dataset", None)
+
+
+def drained_metrics(data: Any) -> dict[str, float]:
+    """This rank's step metrics, drained; {} for data that has none."""
+    source = _source(data)
+    return source.drain_step_metrics() if hasattr(source, "drain_step_metrics") else {}
+
+
+def extra_metrics(data: Any, *, world_size: int = 1, device: Any = None) -> dict[str, float]:
+    """The step metrics of all ranks: a collective for data that has them, {} for other data.
+
+    `data` is a loader or dataset, `world_size` the number of ranks, `device` where the values are reduced (the CPU unless given).
+    """
+    source = _source(data)
+    if not (hasattr(source, "drain_step_metrics") and hasattr(source, "aggregate_step_metrics")):
+        return {}
+    return source.aggregate_step_metrics(source.drain_step_metrics(), world_size, device)

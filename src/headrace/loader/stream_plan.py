@@ -94,18 +94,6 @@ class StreamPlan(LoaderPlan[StreamState]):
         """The lanes whose draws this rank delivers."""
         self._new_state()
 
-    @classmethod
-    def over(cls, data: Any, settings: LoaderSettings, rank: Rank) -> StreamPlan:
-        """The plan over a StreamDataset, or over that of a StreamMixingDataset."""
-        from headrace.loader.streams import StreamDataset, StreamMixingDataset
-
-        found = data.streams if isinstance(data, StreamMixingDataset) else data
-        if not isinstance(found, StreamDataset):
-            raise ConfigError(
-                f"a loader takes a TextDataset, a PreparedDataset or a StreamMixingDataset, got a {type(data).__name__}"
-            )
-        return cls(found, settings, rank)
-
     def _new_state(self) -> None:
         self.state = StreamState(MixState(self.ahead), self.rank.world_size, [0] * len(self.data.table.kinds))
         self._metrics = PoolMetrics(self.data.table.kinds)

@@ -97,6 +97,10 @@ class StreamDataset:
         self.table = table_of(self.listing)
         self.stream_paths = [file.path for file in self.listing.files]
 
+    def loader_plan(self, settings: LoaderSettings, rank: Rank) -> StreamPlan:
+        """The plan of a `Loader` over these files."""
+        return StreamPlan(self, settings, rank)
+
 
 def table_of(listing: StreamListing) -> StreamTable:
     """The files as a plan sees them."""
@@ -203,6 +207,10 @@ class StreamMixingDataset(IterableDataset):
         )
         """Delivers the batches: `report()`, `drain_metrics()` and `len()` are its own."""
         self._reducers: dict[tuple[str, Any, str], Reducer] = {}
+
+    def loader_plan(self, settings: LoaderSettings, rank: Rank) -> StreamPlan:
+        """The plan of another `Loader` over the same files."""
+        return self.streams.loader_plan(settings, rank)
 
     # -------------------------------------------------------------------------------------------- iterating
 

@@ -10,23 +10,21 @@ import base64
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.loader.batch_fill import COUNTS
 from headrace.loader.dataset import TextDataset
 from headrace.loader.ends import AloneEnds, Ends, ReplayEnds, Share, StoreEnds
 from headrace.loader.lanes import LEFT_OUT, BatchPlan, LanePlan, LaneState, LaneTable, WeightChange
-from headrace.loader.loader_plan import BatchMaker, PackedTextPlan, Rank, States, batch_fill
+from headrace.loader.loader_plan import BatchMaker, Rank, States, TokenPlan, batch_fill
 from headrace.loader.pool import WindowPool, WindowSupply
 from headrace.loader.state import LoaderState, accepts_data, load_states, merge_states, saved_sizes
 from headrace.loader.windows import Piece
 from headrace.metrics import phase
-from headrace.order import Digest
 from headrace.runtime.processors import tokenizer_threads
 from headrace.settings import LoaderSettings
 
@@ -51,7 +49,7 @@ class ReadyBatch(NamedTuple):
     step: int
     next_sample: int
     counts: np.ndarray
-    """What the batch adds to the counts of a run, as in state.COUNTS."""
+    """What the batch adds to the counts of a run, as in batch_fill.COUNTS."""
     source_tokens: np.ndarray
     """What it adds to the tokens of each source."""
     left_out: tuple[int, ...]
@@ -116,7 +114,7 @@ class _FlownStep(NamedTuple):
     passed: tuple[PassedStep, ...]
 
 
-class TextPlan(PackedTextPlan):
+class TextPlan(TokenPlan):
     """Packed text. The state is that of the lanes that the rank follows."""
 
     patience = 2
@@ -125,13 +123,12 @@ class TextPlan(PackedTextPlan):
     def __init__(self, data: TextDataset, settings: LoaderSettings, rank: Rank, *, record: bool = False) -> None:
         """`record`: keep what `drain_flight` returns."""
         super().__init__(data, settings, rank)
-        self._skip = _step_ranges(settings.skip)
+        self.skip = _step_ranges(settings.skip)
         self._check()
         workers = settings.tokenizer_workers
         self._workers = workers if workers is not None else 0 if settings.data_loader_workers else tokenizer_threads()
-        self._share_lanes()
         self._number = next(_numbers) if rank.connected else -1
-        self.state = LoaderState(source_tokens=np.zeros(len(data.sources), np.int64), lane_ids=self._own)
+        self.state = LoaderState(source_tokens=np.zeros(len(data.sources), np.int64))
         self._left_out = (0,) * len(LEFT_OUT)
         """Of the windows opened since this plan was made or loaded a state."""
         self._bad_shards = data.bad_shards
@@ -139,12 +136,12 @@ class TextPlan(PackedTextPlan):
         """All lanes at sample `origin`, if they are known: `ReplayEnds` walks those of other ranks from there."""
         self.origin = 0
         self._start_lanes()
-        self._last: tuple[BatchPlan, int] | None = None
-        """The samples of the batch that was delivered last, and what they added to the digest."""
+        self._last: BatchPlan | None = None
+        """The samples of the batch that was delivered last."""
         self._record = record
         self._flight: list[_FlownStep] = []
-        self.new_ends: Callable[[LanePlan, Sequence[WeightChange]], Ends] = self._new_ends
-        """How ranks agree on the end. Workers of a torch DataLoader replace it."""
+        self.ends_alone = False
+        """Whether this rank ends by itself, before or after the others: a worker of a torch DataLoader."""
 
     # -------------------------------------------------------------------------------------- delivery
 
@@ -157,23 +154,18 @@ class TextPlan(PackedTextPlan):
             for step, weights in data.changes_from(state.step, state.number)
         ]
         supply = self._new_supply()
-        table = LaneTable(lanes, supply, dict(zip(self._own, state.lanes, strict=True)), changes)
-        return TextMaker(self, table, supply, self.new_ends(lanes, changes), finite=lanes.finite(), skip=self._skip)
+        table = LaneTable(lanes, supply, dict(zip(state.lane_ids, state.lanes, strict=True)), changes)
+        return TextMaker(self, table, supply, self.new_ends(lanes, changes), finite=lanes.finite())
 
     def deliver(self, ready: ReadyBatch) -> dict[str, Any]:
         state = self.state
         state.step, state.sample, state.lanes = ready.step + 1, ready.next_sample, ready.lanes
         state.empty_steps = ready.empty_steps
-        state.counts += ready.counts
-        state.source_tokens += ready.source_tokens
-        state.digest.add(ready.digest)
+        state.count(ready.counts, ready.source_tokens, ready.digest)
         self._add_left_out(ready.left_out)
-        self._last = (ready.plan, ready.digest)
+        self._last = ready.plan
         for step in ready.skipped:
-            if state.skipped and state.skipped[-1][1] == step:
-                state.skipped[-1][1] = step + 1
-            else:
-                state.skipped.append([step, step + 1])
+            state.pass_over(step, len(ready.plan.samples))
         if self._record:  # without the tensors: they belong to the receiver alone
             self._flight.append(_FlownStep(self.delivered_steps, ready.next_sample, ready.plan, ready.passed))
         return ready.batch
@@ -198,14 +190,16 @@ class TextPlan(PackedTextPlan):
         elif not state.ended and state.sample == 0 and number > 0:
             state.number, state.ended = number - 1, True
 
-    def _share_lanes(self) -> None:
-        self.share = LaneShare(lanes=self.data.lanes, rank=self.rank.rank, world_size=self.rank.world_size)
-        self._own = tuple(self.share.followed_lanes)
+    @property
+    def share(self) -> LaneShare:
+        """The lanes of this rank."""
+        return LaneShare(lanes=self.data.lanes, rank=self.rank.rank, world_size=self.rank.world_size)
 
     def _start_lanes(self) -> None:
         """Have every lane stand before its first sample of the pass."""
         self._foreign = dict(enumerate(self.data.plan(self.state.number, self.state.step - 1).starts))
-        self.state.lanes = tuple(self._foreign[lane] for lane in self._own)
+        self.state.lane_ids = tuple(self.share.followed_lanes)
+        self.state.lanes = tuple(self._foreign[lane] for lane in self.state.lane_ids)
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -220,25 +214,10 @@ class TextPlan(PackedTextPlan):
         self._bad_shards = data.bad_shards
         sizes = data.sizes
         data.keep_sizes(saved_sizes(state))
-        self._share_lanes()
         try:
-            loaded, known = load_states(
-                state,
-                fingerprint=data.fingerprint,
-                names=data.names,
-                empty=[source.name for source in data.sources if not source.manifest.rows],
-                lanes=data.lanes,
-                own=self._own,
-                rank=self.rank.rank,
-                world_size=self.rank.world_size,
-                skip=self._skip,
-                accept=accept,
-                fixed=fixed,
-                fresh=lambda number, step: dict(enumerate(data.plan(number, step - 1).starts)),
-            )
+            loaded, known = load_states(state, data, self.share, skip=self.skip, accept=accept, fixed=fixed)
         except BaseException:  # a refused state changes nothing
             data.keep_sizes(sizes)
-            self._share_lanes()
             raise
         self.state = loaded
         self._foreign = known if len(known) == data.lanes else None
@@ -253,24 +232,12 @@ class TextPlan(PackedTextPlan):
 
     # ---------------------------------------------------------------------------------------- insight
 
-    @property
-    def names(self) -> Sequence[str]:
-        return self.data.names
-
     def targets(self) -> Sequence[float]:
         before, data, step = self.state.asked_before, self.data, self.state.step
         if before is None:
             return data.mean_weights(step)
-        asked = data.weight_sums(before[0], step) + [before[1].get(name, 0.0) for name in data.names]
-        return tuple((asked / asked.sum()).tolist()) if asked.any() else data.mean_weights(step)
-
-    @property
-    def digest(self) -> str:
-        return str(self.state.digest)
-
-    @property
-    def step_digest(self) -> str:
-        return str(Digest() if self._last is None else Digest(self._last[1]))
+        asked = [n + before[1].get(name, 0.0) for name, n in data.weight_sums(before[0], step).items()]
+        return tuple(n / sum(asked) for n in asked) if any(asked) else data.mean_weights(step)
 
     def left_out(self) -> dict[str, int]:
         return dict(zip(LEFT_OUT, self._left_out, strict=True)) | {"bad_shards": self._bad_shards}
@@ -282,7 +249,7 @@ class TextPlan(PackedTextPlan):
         return super().totals() | {f"text/{name}": count for name, count in out.items()}
 
     def pieces(self, batch: Mapping[str, Any]) -> list[Piece]:
-        first, plan = int(batch["sample_index"][0]), None if self._last is None else self._last[0]
+        first, plan = int(batch["sample_index"][0]), self._last
         if plan is None or plan.samples.start != first:
             raise ValueError(
                 f"the batch with sample {first} is not the one this loader delivered last: ask before taking the next"
@@ -347,7 +314,7 @@ class TextPlan(PackedTextPlan):
             )
         problems += [
             f"skip: a range of steps is (from, to) with 1 <= from < to, counted from 1, got ({a + 1}, {b + 1})"
-            for a, b in self._skip
+            for a, b in self.skip
             if not 0 <= a < b
         ]
         if problems:
@@ -373,15 +340,17 @@ class TextPlan(PackedTextPlan):
             look_ahead=self.data.look_ahead,
         )
 
-    def _new_ends(self, plan: LanePlan, changes: Sequence[WeightChange]) -> Ends:
-        if self.rank.world_size == 1:
+    def new_ends(self, plan: LanePlan, changes: Sequence[WeightChange]) -> Ends:
+        """How this rank learns what the others have."""
+        if self.rank.world_size == 1 or self.ends_alone:
             return AloneEnds()
         if self.rank.connected:
-            from headrace.loader.exchange import process_group_store
+            from torch.distributed import distributed_c10d
 
+            store = distributed_c10d._get_default_store()
             name = f"headrace/ends/{self._number}/{self.state.number}/{self.origin}"
-            return StoreEnds(process_group_store(), name, self.rank.rank, self.rank.world_size, self.meter)
-        others = {lane: s for lane, s in (self._foreign or {}).items() if lane not in self._own}
+            return StoreEnds(store, name, self.rank.rank, self.rank.world_size, self.meter)
+        others = {lane: s for lane, s in (self._foreign or {}).items() if lane not in self.state.lane_ids}
         alone = WindowPool(self.data.make_window, workers=0, meter=self.meter, deadline=self.settings.deadline)
         return ReplayEnds(
             LaneTable(plan, alone, others, changes),
@@ -402,13 +371,12 @@ class TextMaker(BatchMaker):
         ends: Ends,
         *,
         finite: bool,
-        skip: Sequence[tuple[int, int]],
     ) -> None:
         state, data = plan.state, plan.data
         self._size, self._share, self._sources = plan.settings.global_batch_size or 0, plan.share, len(data.sources)
         self._table, self._supply, self._ends = table, supply, ends
         self._fill = batch_fill(plan.settings, data.seq_len, data.packing.pad_id)
-        self._finite, self._skip = finite, skip
+        self._finite, self._skip = finite, plan.skip
         self._closed = False
         self._step, self._sample, self._empty_steps = state.step, state.sample, state.empty_steps
         self._assembling = phase("assemble", meter=plan.meter)
@@ -449,20 +417,19 @@ class TextMaker(BatchMaker):
     def _ready_batch(
         self, step: int, plan: BatchPlan, passed: tuple[PassedStep, ...], skipped: tuple[int, ...]
     ) -> ReadyBatch:
-        count = len(plan.samples)
-        rows = self._fill.rows(count)
+        rows = self._fill.rows(len(plan.samples))
         plan.gather(rows)
-        totals = rows.totals(plan.sources, self._sources)
+        counts, source_tokens = rows.totals(plan.sources, self._sources)
         return ReadyBatch(
             batch=self._fill.batch(rows, plan.samples),
             plan=plan,
             step=step,
             next_sample=self._sample,
-            counts=np.array([*totals[: len(COUNTS)].tolist(), len(skipped) * count], np.int64),
-            source_tokens=totals[len(COUNTS) :],
+            counts=counts,
+            source_tokens=source_tokens,
             left_out=self.drain_left_out(),
             digest=plan.digest(),
-            lanes=tuple(self._table.states),
+            lanes=tuple(self._table.states.values()),
             passed=passed,
             skipped=skipped,
             empty_steps=self._empty_steps,

@@ -20,9 +20,11 @@ which of them share a batch depends on N. A warning says so.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
+import traceback
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +36,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from headrace.errors import ConfigError, CursorMismatch, HeadraceError
 from headrace.loader.batch_fill import FILL_KERNELS
 from headrace.loader.dataset import TextDataset
-from headrace.loader.ends import AloneEnds
 from headrace.loader.loader import Loader
 from headrace.loader.text_plan import TextPlan
 from headrace.order import Cursor
@@ -89,6 +90,8 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         self._state: dict[str, Any] | None = None
         """Of a dataset that came from another process and has not been used here."""
         self._loader: Loader | None = self._new_loader(data)
+        self._is_worker = False
+        """Whether the loader is that of one worker of a DataLoader: a rank of a larger world, in a process that no process group connects."""
         self._forget()
         # The dataset has them compiled by a thread. A worker that is forked meanwhile would compile them again for itself: so wait.
         wait_for_kernels(*PACK_KERNELS, *FILL_KERNELS)
@@ -136,7 +139,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
     def loader(self) -> Loader:
         """The `hr.Loader` underneath, of this process: digest, report(), gather_state(), pieces() are its own."""
         worker, loader = get_worker_info(), self._loader
-        if worker is not None and not isinstance(loader, _WorkerLoader):
+        if worker is not None and not self._is_worker:
             return self._enter(worker.id, worker.num_workers)
         if loader is None:
             return self._settle(self._new_loader(TextDataset(**self._recipe)), self._state)
@@ -205,7 +208,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         self.batched = made["batched"]
         self._recipe, self._size, self._options = made["recipe"], made["size"], made["options"]
         self._ranks, self._state = made["ranks"], made["state"]
-        self._loader = None
+        self._loader, self._is_worker = None, False
         self._forget()
 
     def _enter(self, worker: int, workers: int) -> Loader:
@@ -227,14 +230,18 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
                 UserWarning,
                 stacklevel=2,
             )
-        loader = _WorkerLoader(
-            data,
-            alone=world == 1,
-            global_batch_size=self._size * workers,
-            dp_rank=rank + world * worker,
-            dp_world_size=world * workers,
-            **({"prefetch_batches": 0} | self._options | {"tokenizer_workers": 0}),
-        )
+        options: dict[str, Any] = {"prefetch_batches": 0} | self._options | {"tokenizer_workers": 0}
+        loader = Loader(
+            data, global_batch_size=self._size * workers, dp_rank=rank + world * worker, dp_world_size=world * workers, **options
+        )  # fmt: skip
+        plan = loader.plan
+        assert isinstance(plan, TextPlan)
+        # A forked worker sees its parent's process group, and must not speak through its parent's sockets.
+        plan.rank = replace(plan.rank, connected=False)
+        # Workers of a single rank may end one after the other: the DataLoader goes on with the rest. Those of several ranks
+        # must not, and work out by themselves when the other lanes end.
+        plan.ends_alone = world == 1
+        self._is_worker = True
         return self._settle(loader, made["state"])
 
     def _settle(self, loader: Loader, state: Mapping[str, Any] | None) -> Loader:
@@ -263,21 +270,6 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         """The loader's state before `_batch` was taken."""
         self._row = 0
         """How many rows of the open batch were delivered. After loading: how many of the next one have been."""
-
-
-class _WorkerLoader(Loader):
-    """The loader of one worker of a DataLoader: a rank of a larger world, in a process that no process group connects."""
-
-    def __init__(self, data: TextDataset, *, alone: bool, **options: Any) -> None:
-        super().__init__(data, **options)
-        plan = self.plan
-        assert isinstance(plan, TextPlan)
-        # A forked worker sees its parent's process group, and must not speak through its parent's sockets.
-        plan.rank = replace(plan.rank, connected=False)
-        # Workers of a single rank may end one after the other: the DataLoader goes on with the rest. Those of several ranks
-        # must not, and work out by themselves when the other lanes end.
-        if alone:
-            plan.new_ends = lambda lanes, changes: AloneEnds()
 
 
 def _inside(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
@@ -338,21 +330,15 @@ def _refuse_a_second_split(world_size: int) -> None:
     """Accelerate splits an iterable dataset over the ranks; this one is already split, and the rest would be lost unseen."""
     if world_size == 1 or "accelerate" not in sys.modules:
         return
-    frame = sys._getframe(2)
-    for _ in range(12):  # from iter() in torch's fetcher up to Accelerate's loader
-        owner = frame.f_locals.get("self")
-        if type(owner).__module__ == "accelerate.data_loader" and type(owner).__name__ in (
-            "IterableDatasetShard",
-            "DataLoaderDispatcher",
-        ):
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), 12):  # up to Accelerate's loader
+        owner = type(frame.f_locals.get("self"))
+        name = owner.__name__
+        if owner.__module__ == "accelerate.data_loader" and name in ("IterableDatasetShard", "DataLoaderDispatcher"):
             raise ConfigError(
-                f"this TorchDataset delivers one rank's share of {world_size}, and Accelerate's {type(owner).__name__} would "
+                f"this TorchDataset delivers one rank's share of {world_size}, and Accelerate's {name} would "
                 "split it a second time: most samples would never be seen. In a Trainer call hr.attach_to_trainer(trainer); "
                 "elsewhere do not pass its DataLoader to accelerator.prepare()."
             )
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
 
 
 # --------------------------------------------------------------------------------- the Hugging Face Trainer

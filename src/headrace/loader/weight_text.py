@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 Changes = Sequence[tuple[int, Mapping[str, float]]]
-"""(steps delivered before it, weights by source), in order; the first has 0 steps and names every source."""
+"""(steps delivered before it, weights by source), in order; the first holds from the start and names every source."""
 
 _STEP = re.compile(r"; from step (\d+):")
 

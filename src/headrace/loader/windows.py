@@ -67,14 +67,19 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Carry:
-    """Documents that were encoded but lie beyond a window's end."""
+class Encoded:
+    """Documents that were encoded: a part of a window, or what lies beyond its end."""
 
     texts: TokenBatch
     chunks: np.ndarray
     rows: np.ndarray
-    holes: np.ndarray | None
-    """Which of them are rows that cannot be used; None: none."""
+    """int64: the chunk of each document, and its row in the chunk."""
+    holes: np.ndarray
+    """bool: which of them are rows that cannot be used."""
+
+
+_NO_ROWS = np.empty(0, np.int64)
+_NO_DOCUMENTS = Encoded(TokenBatch.of_counts(np.empty(0, np.int32), ()), _NO_ROWS, _NO_ROWS, np.empty(0, np.bool_))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,21 +94,10 @@ class Window:
     doc_chunk: np.ndarray
     doc_row: np.ndarray
     """Row in the chunk."""
-    documents: int
     empty: int
     """Documents without a token, of those that end here."""
     bad: int
     """Rows that cannot be used (on_bad = "skip") and were left out here."""
-    cut: int
-
-
-class Chunk(NamedTuple):
-    """The rows of a chunk that was read."""
-
-    texts: Sequence[str | None]
-    characters: int
-    holes: bool
-    """Whether a row is missing."""
 
 
 class ChunkCache:
@@ -113,36 +107,31 @@ class ChunkCache:
         self._meter = meter
         self._limit = limit_bytes
         self._lock = threading.Lock()
-        self._held: OrderedDict[tuple[int, int], Chunk] = OrderedDict()
+        self._held: OrderedDict[tuple[int, int], Sequence[str | None]] = OrderedDict()
         self._busy: dict[tuple[int, int], threading.Lock] = {}
         self._bytes = 0
-        self.hits = 0
         self.misses = 0
 
     def texts(self, source_index: int, source: OpenSource, chunk: int) -> Sequence[str | None]:
-        return self.chunk(source_index, source, chunk).texts
-
-    def chunk(self, source_index: int, source: OpenSource, chunk: int) -> Chunk:
+        """The rows of a chunk; None for one that cannot be used."""
         key = (source_index, chunk)
         with self._lock:
             found = self._held.get(key)
             if found is not None:
                 self._held.move_to_end(key)
-                self.hits += 1
                 return found
             busy = self._busy.setdefault(key, threading.Lock())
         with Wait("source.chunk", meter=self._meter, hidden=True), busy:
             with self._lock:
                 found = self._held.get(key)
-                if found is not None:
-                    self.hits += 1
-                    return found
+            if found is not None:
+                return found
             try:
                 with phase("read", meter=self._meter):
-                    texts = source.read(chunk)
-                found = Chunk(texts, sum(len(t) for t in texts if t), None in texts)
+                    found = source.read(chunk)
+                size = _memory(found)
                 with self._lock:
-                    self._bytes += _memory(found)
+                    self._bytes += size
                     self._held[key] = found
                     self.misses += 1
                     while self._bytes > self._limit and len(self._held) > 1:
@@ -153,8 +142,8 @@ class ChunkCache:
         return found
 
 
-def _memory(chunk: Chunk) -> int:
-    return chunk.characters + 72 * len(chunk.texts)
+def _memory(texts: Sequence[str | None]) -> int:
+    return sum(len(text) for text in texts if text) + 72 * len(texts)
 
 
 class WindowMaker:
@@ -188,31 +177,19 @@ class WindowMaker:
         self._chars_per_token = 3.0
         self._rows_per_char = source.manifest.rows / max(int(source.manifest.chunk_bytes.sum()), 1)
 
-    def make(self, lane: int, start: WindowStart, carry: Carry | None = None) -> tuple[Window, Carry | None]:
+    def make(self, lane: int, start: WindowStart, carry: Encoded | None = None) -> tuple[Window, Encoded | None]:
         """The window that starts at `start`, and what was encoded beyond it."""
         total_rows = self.deal.lane_rows(lane, start.epoch)
         wanted = self._packing.budget + start.offset
-        batches: list[TokenBatch] = []
-        chunks: list[np.ndarray] = []
-        rows: list[np.ndarray] = []
-        holes: list[np.ndarray | None] = []
-        at, tokens = start.position, 0
-        if carry is not None:
-            batches.append(carry.texts)
-            chunks.append(carry.chunks)
-            rows.append(carry.rows)
-            holes.append(carry.holes)
-            at += len(carry.texts)
-            tokens += self._packing.total(carry.texts)
+        parts = [_NO_DOCUMENTS if carry is None else carry]
+        at, tokens = start.position + len(parts[0].texts), self._packing.total(parts[0].texts)
         while tokens <= wanted and at < total_rows:
-            texts, chunk_of, row_of, missing = self._texts(lane, start.epoch, at, total_rows, wanted + 1 - tokens)
+            texts, chunk_of, row_of, holes = self._texts(lane, start.epoch, at, total_rows, wanted + 1 - tokens)
             batch, made = self._encode(texts, chunk_of, row_of)
-            batches.append(batch)
-            chunks.append(chunk_of)
-            rows.append(row_of)
-            holes.append(missing)
+            parts.append(Encoded(batch, chunk_of, row_of, holes))
             at += len(texts)
             tokens += made
+        batches = [part.texts for part in parts]
         with phase("pack", meter=self._meter):
             packed = pack(
                 batches,
@@ -226,22 +203,14 @@ class WindowMaker:
         if not len(packed.blocks) and start.position == 0 and used == total_rows:
             self._require_text()  # a lane's whole part without a token: is it the lane, or the source?
         seen = used + (1 if packed.offset else 0)
-        chunk_of, row_of = _joined(chunks), _joined(rows)
+        chunk_of, row_of = np.concatenate([p.chunks for p in parts]), np.concatenate([p.rows for p in parts])
+        holes = np.concatenate([p.holes for p in parts])
         if packed.unsound is not None:
             raise self._unsound(packed.unsound, batches, chunk_of, row_of)
-        bad_of = _joined_holes(holes, batches)
-        # A copy: what is left is a few per cent of the window, and must not keep all of it.
-        left = (
-            Carry(
-                _documents_from(batches, used),
-                chunk_of[used:],
-                row_of[used:],
-                None if bad_of is None else bad_of[used:],
-            )
-            if used < len(chunk_of)
-            else None
-        )
-        bad = 0 if bad_of is None else int(bad_of[:used].sum())
+        left = None
+        if used < len(chunk_of):  # a copy: what is left is a few per cent of the window, and must not keep all of it
+            left = Encoded(_documents_from(batches, used), chunk_of[used:], row_of[used:], holes[used:])
+        bad = int(np.count_nonzero(holes[:used]))
         window = Window(
             source=self.index,
             lane=lane,
@@ -250,10 +219,8 @@ class WindowMaker:
             blocks=packed.blocks,
             doc_chunk=chunk_of[:seen],
             doc_row=row_of[:seen],
-            documents=used,
             empty=packed.empty - bad,
             bad=bad,
-            cut=packed.cut,
         )
         return window, left
 
@@ -312,8 +279,8 @@ class WindowMaker:
 
     def _texts(
         self, lane: int, epoch: int, at: int, total_rows: int, tokens: int
-    ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None]:
-        """About as many documents as make `tokens` tokens, at least one; their chunks and rows, and which of them are holes, if any is."""
+    ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+        """About as many documents as make `tokens` tokens, at least one; their chunks and rows, and which of them are holes."""
         chars = int(tokens * self._chars_per_token * _AHEAD) + 1
         texts: list[str] = []
         chunks: list[np.ndarray] = []
@@ -323,10 +290,9 @@ class WindowMaker:
             likely = min(int(chars * self._rows_per_char * 1.2) + 8, _ROWS_AT_ONCE, total_rows - at)
             for span in self.deal.spans(lane, epoch, at, likely):
                 drawn = span.chunks.tolist()
-                held = {c: self._cache.chunk(self.index, self.source, c) for c in dict.fromkeys(drawn)}
-                found = [held[c].texts[row] for c, row in zip(drawn, span.rows.tolist(), strict=True)]
-                if any(chunk.holes for chunk in held.values()):
-                    missing += [len(texts) + i for i, text in enumerate(found) if text is None]
+                held = {c: self._cache.texts(self.index, self.source, c) for c in dict.fromkeys(drawn)}
+                found = [held[c][row] for c, row in zip(drawn, span.rows.tolist(), strict=True)]
+                missing += [place for place, text in enumerate(found, len(texts)) if text is None]
                 known = [text or "" for text in found]
                 if max(map(len, known)) > LONGEST_PIECE:
                     numbers = (self.source.manifest.first_row[span.chunks] + span.rows).tolist()
@@ -343,11 +309,9 @@ class WindowMaker:
                 rows.append(span.rows[: len(known)])
                 if chars <= 0:
                     break
-        holes = None
-        if missing:
-            holes = np.zeros(len(texts), np.bool_)
-            holes[[place for place in missing if place < len(texts)]] = True
-        return texts, _joined(chunks), _joined(rows), holes
+        holes = np.zeros(len(texts), np.bool_)
+        holes[[place for place in missing if place < len(texts)]] = True
+        return texts, np.concatenate(chunks), np.concatenate(rows), holes
 
     def _encode(self, texts: list[str], chunks: np.ndarray, rows: np.ndarray) -> tuple[TokenBatch, int]:
         """The texts' ids, and how many they are with BOS and EOS."""
@@ -451,10 +415,6 @@ def leave_out_too_long(source: OpenSource, tokenizer: Tokenizer, texts: list[str
     return list(reasons)
 
 
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate([*arrays, _NO_ROWS])
-
-
 def _documents_from(batches: Sequence[TokenBatch], first: int) -> TokenBatch:
     """The documents from number `first` on."""
     left = []
@@ -463,14 +423,3 @@ def _documents_from(batches: Sequence[TokenBatch], first: int) -> TokenBatch:
             left.append(batch.documents(first))
         first = max(first - len(batch), 0)
     return join_batches(left)
-
-
-def _joined_holes(holes: Sequence[np.ndarray | None], batches: Sequence[TokenBatch]) -> np.ndarray | None:
-    if all(part is None for part in holes):
-        return None
-    return np.concatenate(
-        [np.zeros(len(b), np.bool_) if part is None else part for part, b in zip(holes, batches, strict=True)]
-    )
-
-
-_NO_ROWS = np.empty(0, np.int64)

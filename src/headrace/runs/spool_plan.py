@@ -21,7 +21,7 @@ import numpy as np
 
 from headrace.errors import ConfigError, CursorMismatch, EndOfData
 from headrace.loader import MixChange
-from headrace.loader.loader_plan import BatchMaker, PackedTextPlan, Rank, States
+from headrace.loader.loader_plan import BatchMaker, Rank, States, TokenPlan
 from headrace.loader.state import LoaderState, merge_rank_states
 from headrace.loader.weight_text import weights_asked_for
 from headrace.metrics import Meter, Wait, default_meter
@@ -121,7 +121,7 @@ class _RecordedStep(NamedTuple):
     origin: np.ndarray
 
 
-class SpoolPlan(PackedTextPlan):
+class SpoolPlan(TokenPlan):
     """Reads a spool. Nothing is made ahead here: the consumer reads files ahead, and its position is part of the state."""
 
     data: SpoolData
@@ -138,7 +138,6 @@ class SpoolPlan(PackedTextPlan):
         self._sizes = {name: int(data.made_of.get(f"config:{name}", 1)) for name in sizes}
         self._kept: deque[Mapping[str, Any]] = deque(maxlen=data.keep_checkpoints)
         self._flight: list[_RecordedStep] = []
-        self._step_digest = Digest()
 
     # -------------------------------------------------------------------------------------- delivery
 
@@ -158,10 +157,7 @@ class SpoolPlan(PackedTextPlan):
         state, batch = self.state, dict(last.batch)
         digests, totals = batch.pop("digest").numpy(), batch.pop("counts").numpy().sum(axis=0)
         term = sum((int(high) << 64) + int(low) for high, low in digests[digests.any(axis=1)])
-        self._step_digest = Digest(term)
-        state.digest.add(term)
-        state.counts += totals[: len(COUNTS)]
-        state.source_tokens += totals[len(COUNTS) :]
+        state.count(totals[: len(COUNTS)], totals[len(COUNTS) :], term)
         state.step = last.step + 1
         self._note(state.delivered_steps, last)
         del batch["origin"]
@@ -173,11 +169,7 @@ class SpoolPlan(PackedTextPlan):
         if not self.is_skipped(one.step):
             state.empty_steps += 1
         else:
-            state.counts[COUNTS.index("skipped")] += self.size // self.rank.world_size
-            if state.skipped and state.skipped[-1][1] == one.step:
-                state.skipped[-1][1] += 1
-            else:
-                state.skipped.append([one.step, one.step + 1])
+            state.pass_over(one.step, self.size // self.rank.world_size)
         state.step = one.step + 1
         self._note(0, one)
 
@@ -247,20 +239,8 @@ class SpoolPlan(PackedTextPlan):
 
     # ---------------------------------------------------------------------------------------- insight
 
-    @property
-    def names(self) -> Sequence[str]:
-        return self.data.names
-
     def targets(self) -> Sequence[float]:
         return self.data.mean_weights(self.state.step)
-
-    @property
-    def digest(self) -> str:
-        return str(self.state.digest)
-
-    @property
-    def step_digest(self) -> str:
-        return str(self._step_digest)
 
     def drain_flight(self) -> dict[str, Any] | None:
         steps, self._flight, size = self._flight, [], self.size

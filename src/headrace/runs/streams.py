@@ -17,8 +17,7 @@ import numpy as np
 from headrace.errors import ConfigError, CursorMismatch, DataError, HeadraceError
 from headrace.files import Container, publish_json, read_json
 from headrace.loader.data_stats import DataStatsCollector
-from headrace.loader.extra_metrics import drained_metrics
-from headrace.loader.stream_metrics import without_counts, without_states
+from headrace.loader.stream_metrics import drained_metrics, without_counts, without_states
 from headrace.metrics import default_meter
 from headrace.mix import MixPlan, MixSettings, StreamTable
 from headrace.order.keys import mix64_array

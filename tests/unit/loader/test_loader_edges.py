@@ -468,7 +468,7 @@ def test_empty_documents_bad_rows_and_bad_shards_are_counted_once_however_often_
     drained = second.drain_metrics()
     assert {f"text/{name}": count for name, count in counts[1].items()}.items() <= drained.items()
     assert "1 bad shard" in str(second.report())
-    assert second.report().to_dict()["left_out"] == counts[1]
+    assert second.report().left_out == counts[1]
 
 
 def test_the_target_is_that_of_all_steps_when_weights_were_changed_at_a_resume(tmp_path, write_jsonl):

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 
 from headrace.errors import ConfigError, CursorMismatch, DataChanged, DataError
 from headrace.loader.data_stats import DataStatsCollector
-from headrace.loader.extra_metrics import drained_metrics, extra_metrics
-from headrace.loader.stream_metrics import without_states
+from headrace.loader.stream_metrics import drained_metrics, extra_metrics, without_states
 from headrace.loader.streams import StreamMixingDataset
 from headrace.metrics import Mean, registered_specs
 from headrace.sources.stream_files import list_streams

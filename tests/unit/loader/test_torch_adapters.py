@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from headrace.errors import ConfigError, CursorMismatch
 from headrace.loader import Loader, TextDataset
-from headrace.loader.torch_adapters import TorchDataset, _WorkerLoader
+from headrace.loader.torch_adapters import TorchDataset
 from headrace.sources import Source
 from headrace.testing import assert_exact_resume, first_difference, frozen
 
@@ -253,7 +253,8 @@ def test_a_warning_says_that_batches_depend_on_the_number_of_workers(data, refus
 
 
 def test_a_worker_of_a_single_rank_does_not_work_out_what_the_other_workers_have(data):
-    worker = _WorkerLoader(data, alone=True, global_batch_size=24, dp_rank=1, dp_world_size=2, tokenizer_workers=0)
+    worker = Loader(data, global_batch_size=24, dp_rank=1, dp_world_size=2, tokenizer_workers=0)
+    worker.plan.ends_alone = True
     assert list(worker)
     assert not [name for name in data.meter.totals() if "loader.epoch_end" in name], "as costly as their data"
 
