@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import headrace as hr
+from headrace.metrics import default_meter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rank_server import fork_ranks
@@ -47,6 +48,7 @@ def one_rank(folder: Path, rank: int) -> None:
         again = hr.Loader(dataset(folder), global_batch_size=BATCH, tokenizer_workers=1, **options)
         again.load_state_dict(saved)
         found[name] = {"saved": saved, "rows": walk(again), "ended": again.gather_state()["body"]["digest"]}
+    found["waited"] = default_meter().totals()["wait/ranks.gather/count"]
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()
 
@@ -65,6 +67,7 @@ def test_ranks_that_share_lanes_deliver_the_order_of_one_rank_to_its_end(tmp_pat
     done = warm.run([sys.executable, __file__, str(tmp_path)], timeout=100)
     assert done.returncode == 0, done.stderr
     found = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(RANKS)]
+    assert all(rank["waited"] >= 4 for rank in found), "the ranks wait for each other by a name"
     for name, ranks in (("ranks", found), ("mesh", found[::2])):
         assert all(rank[name]["saved"] == saved for rank in found), "the states of all ranks are the state of one"
         delivered = sorted(row for rank in ranks for row in rank[name]["rows"])
