@@ -158,7 +158,7 @@ def test_a_line_whose_picks_make_no_sense_is_a_hole(record, picks):
     assert found.place(2).block == 0
     for sample in (0, 3):
         with pytest.raises(
-            FileCorrupt, match=r"Line 1 of .* is damaged: (a pick names no source|picks are not base64)"
+            FileCorrupt, match=r"Line 1 of .* is damaged: (a pick or a window names no source|Invalid base64)"
         ):
             found.place(sample)
 
