@@ -52,12 +52,15 @@ class Summary(RunSummary):
 def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), full_check: bool = False) -> Summary:
     """Run or continue the run in `folder` until its last step, or until a signal stops it. Every rank calls this."""
     config = folder.text_config
-    job = Job(config, folder.base)
+    job = Job(config)
     # Sources before torch: most errors are there, and torch takes longer to import than they take to open.
     if not config.spool.enabled:
         watcher.waiting("sources, tokenizer")
         data = job.dataset(
-            records=folder.make_folder("records"), meter=default_meter(), accept=accept, full_check=full_check
+            records=folder.make_folder("records"),
+            meter=default_meter(),
+            accept_changes="data" in accept,
+            full_check=full_check,
         )
         return run_task(folder, watcher, lambda run: LMTask(run, job, data), device=config.train.device, accept=accept)
     if config.spool.task != "lm":
@@ -65,11 +68,11 @@ def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (),
             f'spool.task = "{config.spool.task}" makes batches for a trainer of your own: fill the spool with `headrace provide CONFIG` and read it with '
             'headrace.DatasetConsumer; `headrace run` trains on spool.task = "lm"'
         )
-    own = OwnProvider(config, folder.base, folder.path / "provide.log")
+    own = OwnProvider(config, folder.path / "provide.log")
     with own if int(os.environ.get("RANK", "0")) == 0 else contextlib.nullcontext():
         watcher.info(own.sentence)
         watcher.waiting("the spool")
-        spool = SpoolData.open(config, folder.base, deadline=config.run.deadline, check=own.check)
+        spool = SpoolData.open(config, deadline=config.run.deadline, check=own.check)
         return run_task(folder, watcher, lambda run: LMTask(run, job, spool), device=config.train.device, accept=accept)
 
 

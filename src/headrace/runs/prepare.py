@@ -109,7 +109,6 @@ def prepare(
     watcher: PrepareWatcher,
     *,
     began: Callable[[TextDataset, int, bool], None] = lambda *_: None,
-    base: Path | None = None,
     workers: int | None = None,
     shard_bytes: int | None = None,
 ) -> PrepareSummary:
@@ -120,7 +119,6 @@ def prepare(
         folder: The folder to write: a new one, an empty one, or one that an earlier call began.
         watcher: Receives progress.
         began: Called once the folder is claimed, with the dataset, the number of threads, and whether an earlier call began the folder.
-        base: Where relative paths of the config start; its `run.base` unless given.
         workers: Threads that tokenise; one a processor unless given.
         shard_bytes: Size of a shard; 128 MiB unless given. Cannot change in a folder once begun.
     """
@@ -132,7 +130,7 @@ def prepare(
         raise ConfigError(f"a shard must have between 1 KiB and 1 TiB, got {shard_bytes:,} bytes")
     with contextlib.ExitStack() as stack:
         resumed = _claim(folder, stack)
-        data = Job(config, base).dataset(records=folder / "records")
+        data = Job(config).dataset(records=folder / "records")
         stack.callback(data.close)
         dtype = token_dtype(data.vocab_size)
         plan = _plan(data, dtype, shard_bytes // dtype.itemsize)

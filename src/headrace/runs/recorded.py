@@ -22,5 +22,5 @@ def recorded_run(path: Path) -> RecordedRun:
         lanes=MOST_LANES if config.loader.lanes == "auto" else config.loader.lanes,
         global_batch_size=config.loader.global_batch_size,
         config=config.resolved(),
-        open_dataset=lambda records: Job(config, folder.base).dataset(records=records),
+        open_dataset=lambda records: Job(config).dataset(records=records),
     )
