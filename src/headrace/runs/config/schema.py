@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     Field,
     PlainSerializer,
     ValidationInfo,
@@ -29,15 +28,16 @@ from pydantic import (
 from headrace.batch import Labels
 from headrace.errors import ConfigError, found_text, number_text
 from headrace.runs.config.base import (
+    NONE_GIVEN,
+    Array,
     JobConfig,
     Name,
     OneOf,
     OptimiserSection,
     Section,
     Text,
-    array,
     default_of,
-    unique_names,
+    with_unique_names,
 )  # fmt: skip
 from headrace.settings import MAX_WINDOW_TOKENS, TXT_SPLITS, Exhausted, LoaderSettings, PackStrategy, TextSettings
 from headrace.train.settings import TrainSettings
@@ -139,7 +139,7 @@ class MixChangeSection(Section):
 class MixSection(Section):
     """[mix]: how the mix changes over the run."""
 
-    change: Annotated[tuple[MixChangeSection, ...], BeforeValidator(array)] = ()
+    change: Array[tuple[MixChangeSection, ...]] = ()
 
 
 class TextSection(Section):
@@ -246,7 +246,7 @@ class SpoolSection(Section):
     """Share of the tokens to guess; for mlm."""
     mask_id: int | None = Field(None, ge=0, le=1 << 31, examples=[4])
     """The id of the mask; one after the tokenizer's last unless given."""
-    labels: Annotated[tuple[Text, ...], BeforeValidator(array), AfterValidator(_refuse_few_labels)] = Field(
+    labels: Annotated[Array[tuple[Text, ...]], AfterValidator(_refuse_few_labels)] = Field(
         (), examples=[["negative", "positive"]]
     )
     """Names of the classes, in the order of their numbers; those that occur, sorted, unless given."""
@@ -278,7 +278,7 @@ class RunConfig(JobConfig):
         "loader": ("tokenizer_workers", "data_loader_workers", "prefetch_batches", "pin_memory"),
     }
 
-    source: Annotated[tuple[SourceSection, ...], BeforeValidator(array)]
+    source: Array[tuple[SourceSection, ...]]
     mix: MixSection = MixSection()
     text: TextSection = TextSection()
     loader: LoaderSection = LoaderSection()
@@ -289,15 +289,12 @@ class RunConfig(JobConfig):
     @classmethod
     def _weigh_and_name(cls, sources: tuple[SourceSection, ...]) -> tuple[SourceSection, ...]:
         if not sources:
-            raise ValueError(NO_SOURCE)
+            raise ValueError(NONE_GIVEN["source"])
         if all(s.weight == 0 for s in sources):
             raise ValueError(
                 "every source has weight 0, so there is nothing to deliver; give at least one a weight above 0"
             )
-        names = unique_names([s.name for s in sources])
-        return tuple(
-            s if s.name == name else s.model_copy(update={"name": name}) for s, name in zip(sources, names, strict=True)
-        )
+        return with_unique_names(sources)
 
     @model_validator(mode="after")
     def _fit_the_spool(self) -> RunConfig:
@@ -374,9 +371,6 @@ class RunConfig(JobConfig):
         if not tables["mix"]["change"]:
             del tables["mix"]
         return tables
-
-
-NO_SOURCE = 'missing, expected at least one [[source]] with a spec such as spec = "sample:prose"'
 
 
 def hashed_source(table: Mapping[str, Any]) -> dict[str, Any]:
