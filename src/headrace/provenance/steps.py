@@ -15,6 +15,7 @@ Nothing in the run's folder is changed, and the run may continue meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -179,8 +180,7 @@ class RunProvenance:
         self.names = run.sources
         self.windows_made = 0
         self.seconds = 0.0
-        self._copy: tempfile.TemporaryDirectory[str] | None = None
-        self._opened: TextDataset | None = None
+        self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         return self
@@ -189,12 +189,7 @@ class RunProvenance:
         self.close()
 
     def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
-        if self._copy is not None:
-            self._copy.cleanup()
-            self._copy = None
+        self._resources.close()
 
     # ------------------------------------------------------------------------------------------ questions
 
@@ -386,13 +381,13 @@ class RunProvenance:
     def data(self) -> TextDataset:
         """The run's dataset, opened again; refused if it is not what the newest checkpoint says it was."""
         # Reading a chunk records its hash. That must not happen in the folder of a run that may be going on.
-        self._copy = tempfile.TemporaryDirectory(prefix="headrace-provenance-")
-        records = Path(self._copy.name)
+        records = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="headrace-provenance-")))
         _copy_records(self.path / "records", records)
-        self._opened = self.run.open_dataset(records)
-        self._opened.keep_sizes(self.record.sizes)
-        self._refuse_changes(self._opened)
-        return self._opened
+        data = self.run.open_dataset(records)
+        self._resources.callback(data.close)
+        data.keep_sizes(self.record.sizes)
+        self._refuse_changes(data)
+        return data
 
     def world_at(self, step: int) -> int:
         """How many ranks took a step; 1 if the journal does not say."""
@@ -576,13 +571,9 @@ def _row(sample: int, first: int, world: int) -> tuple[int, int]:
 
 def _copy_records(source: Path, target: Path) -> None:
     """The chunk hashes of a run, for the dataset to compare with and add to."""
-    if not source.is_dir():
-        return
-    with os.scandir(source) as entries:
-        for entry in entries:
-            if entry.name.endswith(".chunks") and entry.is_file(follow_symlinks=False):
-                if entry.stat(follow_symlinks=False).st_size > _MAX_RECORDS:
-                    raise FileCorrupt(
-                        f"{entry.path} is no file of chunk hashes: it has more than {_MAX_RECORDS:,} bytes"
-                    )
-                shutil.copyfile(entry.path, target / entry.name)
+    for path in source.glob("*.chunks"):
+        if path.is_symlink() or not path.is_file():
+            continue
+        if path.stat().st_size > _MAX_RECORDS:
+            raise FileCorrupt(f"{path} is no file of chunk hashes: it has more than {_MAX_RECORDS:,} bytes")
+        shutil.copyfile(path, target / path.name)
