@@ -70,11 +70,10 @@ def prepare(
 def _closing(console: Console, summary: PrepareSummary, command: str) -> None:
     words = {"prepared": "prepared", "complete": "is complete already", "stopped": "stopped"}[summary.state]
     console.print(f"\n[bold]{words}[/]  {summary.folder}")
-    speed = summary.new_tokens / summary.seconds if summary.seconds else 0.0
     rows = [
         ("data", f"{summary.documents:,} documents, {summary.tokens:,} tokens, {summary.bytes / 1e6:,.1f} MB in {summary.shards:,} shards"),
         ("sources", "  ".join(f"{name} {short_number(s['tokens'])}" for name, s in summary.sources.items())),
-        ("speed", f"{short_number(speed)} tokens/s over {summary.seconds:.1f} s"),
+        ("speed", f"{short_number(summary.tokens_per_second)} tokens/s over {summary.seconds:.1f} s"),
     ]  # fmt: skip
     if summary.kept or summary.remade:
         rows.append(("shards", f"{summary.kept:,} kept, {summary.remade:,} made again"))

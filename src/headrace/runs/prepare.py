@@ -11,10 +11,12 @@ continues with other inputs is refused.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -79,9 +81,12 @@ class PrepareSummary:
     signal: int = 0
     """Number of the signal that stopped the job; 0 if none did."""
 
+    @property
+    def tokens_per_second(self) -> float:
+        return round(self.new_tokens / self.seconds, 1) if self.seconds else 0.0
+
     def to_dict(self) -> dict[str, Any]:
-        speed = self.new_tokens / self.seconds if self.seconds else 0.0
-        return asdict(self) | {"tokens_per_second": round(speed, 1)}
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
 
 
 class PrepareWatcher(Protocol):
@@ -330,31 +335,26 @@ class _Preparation:
 
     def _documents(self, source: OpenSource, row: int, total: int, pool: ThreadPoolExecutor) -> Iterator[_Documents]:
         """The rows from `row` to `total`, tokenised by threads, in order. Reads at most 2 chunks a thread ahead."""
-        manifest = source.manifest
-        waiting: deque[Future[list[_Documents]]] = deque()
-        chunk = int(np.searchsorted(manifest.first_row, row, side="right")) - 1
+        first_rows = source.manifest.first_row
+        begin = int(np.searchsorted(first_rows, row, side="right")) - 1
+        chunks = iter(range(begin, int(np.searchsorted(first_rows, total, side="left"))))
+        submit = functools.partial(pool.submit, self._chunk, source, row, total)
+        waiting = deque(map(submit, itertools.islice(chunks, 2 * self.workers)))
         try:
-            while True:
-                while len(waiting) < 2 * self.workers and chunk < manifest.chunks:
-                    begin = int(manifest.first_row[chunk])
-                    if begin >= total:
-                        break
-                    skip = max(row - begin, 0)
-                    keep = min(int(manifest.chunk_rows[chunk]), total - begin)
-                    waiting.append(pool.submit(self._chunk, source, chunk, skip, keep))
-                    chunk += 1
-                if not waiting:
-                    return
+            while waiting:
                 with Wait("prepare.tokens", meter=self.data.meter, deadline=_DEADLINE) as wait:
                     done = waiting.popleft().result(timeout=wait.remaining())
+                waiting.extend(map(submit, itertools.islice(chunks, 1)))
                 yield from done
         finally:
             for future in waiting:
                 future.cancel()
 
-    def _chunk(self, source: OpenSource, chunk: int, skip: int, keep: int) -> list[_Documents]:
-        texts = source.read(chunk)[skip:keep]
-        first = int(source.manifest.first_row[chunk]) + skip
+    def _chunk(self, source: OpenSource, row: int, total: int, chunk: int) -> list[_Documents]:
+        """The rows of a chunk that are in [row, total), tokenised."""
+        begin = int(source.manifest.first_row[chunk])
+        first = max(row, begin)
+        texts = source.read(chunk)[first - begin : total - begin]
         found = []
         for at in range(0, len(texts), _DOCUMENTS_AT_ONCE):
             if self.stop():

@@ -108,15 +108,10 @@ class RLSummary(RunSummary):
         return self.digest
 
 
-def run_rl(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), full_check: bool = False) -> RLSummary:
+def run_rl(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = ()) -> RLSummary:
     """Run or continue the RL run in `folder` until its last step, or until a signal stops it. Every rank calls this."""
     config = folder.config
-    if not isinstance(config, RLConfig):
-        raise ConfigError(f"{folder.path} holds a run of kind {config.kind!r}, expected rl")
-    if full_check:
-        raise ConfigError(
-            "--full compares what a text run has read with its recorded hashes; an RL run reads no data. Leave --full out"
-        )
+    assert isinstance(config, RLConfig)
     return run_task(folder, watcher, lambda run: RLTask(run, config), accept=accept, device="cpu")
 
 

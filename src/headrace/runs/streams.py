@@ -101,8 +101,7 @@ def open_dataset(config: StreamsConfig, *, listing: StreamListing | None = None,
 def run_streams(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = ()) -> StreamSummary:
     """Run or continue the run in `folder` until its last step, or until a signal stops it. Every rank calls this."""
     config = folder.config
-    if not isinstance(config, StreamsConfig):
-        raise ConfigError(f"{folder.path} holds a run of kind {config.kind!r}, expected streams")
+    assert isinstance(config, StreamsConfig)
     watcher.waiting("stream files")
     listing = list_of(config)
     return run_task(
