@@ -10,7 +10,6 @@ import contextlib
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError, CursorMismatch, HeadraceError
@@ -104,7 +103,8 @@ class LMTask(Task[Summary]):
         """Data steps up to this one have had their changes journalled."""
         self._noted_holes: set[tuple[str, str, int]] = set()
         """Holes that this rank has reported to rank 0."""
-        self._journalled_holes = _holes_in(run.folder.path / "journal.jsonl") if run.is_lead else set()
+        journal = read_jsonl(run.folder.path / "journal.jsonl") if run.is_lead else ()
+        self._journalled_holes = {_place(event) for event in journal if event.get("event") == "hole"}
         """Holes in the journal, those of earlier processes too; rank 0 only."""
         engine = getattr(data.tokenizer, "engine", None)
         if engine is not None and run.is_lead:
@@ -286,16 +286,6 @@ def _skips_fit(meta: Any, folder: RunFolder) -> bool:
 def _place(hole: Mapping[str, Any]) -> tuple[str, str, int]:
     """The identity of a hole: source, file and row."""
     return hole["source"], hole["file"], hole["row"]
-
-
-def _holes_in(journal: Path) -> set[tuple[str, str, int]]:
-    """Places of the holes that are in a journal."""
-    found = set()
-    for event in read_jsonl(journal):
-        with contextlib.suppress(KeyError, TypeError):
-            if event["event"] == "hole":
-                found.add(_place(event))
-    return found
 
 
 def _listed(weights: Mapping[str, float]) -> str:

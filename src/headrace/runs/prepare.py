@@ -11,12 +11,11 @@ continues with other inputs is refused.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -338,7 +337,10 @@ class _Preparation:
         first_rows = source.manifest.first_row
         begin = int(np.searchsorted(first_rows, row, side="right")) - 1
         chunks = iter(range(begin, int(np.searchsorted(first_rows, total, side="left"))))
-        submit = functools.partial(pool.submit, self._chunk, source, row, total)
+
+        def submit(chunk: int) -> Future[list[_Documents]]:
+            return pool.submit(self._chunk, source, chunk, row, total)
+
         waiting = deque(map(submit, itertools.islice(chunks, 2 * self.workers)))
         try:
             while waiting:
@@ -350,7 +352,7 @@ class _Preparation:
             for future in waiting:
                 future.cancel()
 
-    def _chunk(self, source: OpenSource, row: int, total: int, chunk: int) -> list[_Documents]:
+    def _chunk(self, source: OpenSource, chunk: int, row: int, total: int) -> list[_Documents]:
         """The rows of a chunk that are in [row, total), tokenised."""
         begin = int(source.manifest.first_row[chunk])
         first = max(row, begin)

@@ -7,6 +7,7 @@ what was seen and, with a [ledger], which makes the model recurrent, the whole l
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -308,11 +309,8 @@ def _widths(data: Any, feature: str) -> dict[str, int]:
         if modality in widths or not data.table.rows[stream]:
             continue
         path = Path(data.stream_paths[stream])
-        opened = open_cells(path, [feature] if path.suffix != ".npy" else None)
-        try:
+        with contextlib.closing(open_cells(path, [feature] if path.suffix != ".npy" else None)) as opened:
             found = opened.read(0, 1).get(feature)
-        finally:
-            opened.close()
         if found is None or found.ndim != 2 or found.dtype.kind not in "fiu":
             shown = "nothing" if found is None else f"{found.dtype} of shape {list(found.shape[1:])} a cell"
             raise DataError(
