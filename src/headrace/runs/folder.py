@@ -86,14 +86,7 @@ class RunFolder:
     def keep_config(self) -> None:
         """Write config.toml, overrides of a resume included. `run.stop_after` holds for one process only and is left out."""
         lasting = self.config.model_copy(update={"run": self.config.run.model_copy(update={"stop_after": None})})
-        text = lasting.to_toml().encode()
-        path = self.path / "config.toml"
-        try:
-            kept = read_regular(path, _MAX_JSON)
-        except (FileNotFoundError, FileCorrupt):
-            kept = b""
-        if kept != text:
-            publish(path, text, replace=True)
+        publish(self.path / "config.toml", lasting.to_toml().encode(), replace=True)
 
     @classmethod
     def reopen(cls, path: Path, overrides: tuple[str, ...] = ()) -> RunFolder:

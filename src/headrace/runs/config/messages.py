@@ -104,11 +104,15 @@ class Report:
 
 def explain(error: ValidationError, values: Mapping[str, Any], root: type[JobConfig], report: Report) -> None:
     """Add what pydantic found in the tables `values` of a config of class `root` to the report."""
-    errors = error.errors(include_url=False)
+    errors: dict[KeyPath, Any] = {}
+    for one in error.errors(include_url=False):
+        path: KeyPath = one["loc"]
+        if one["type"] != "extra_forbidden" and KeyShape.at(path, root).kind is None:
+            path = path[:-1]  # pydantic reports every branch of a union, with its name behind the key
+        errors.setdefault(path, one)
     if len(errors) > _MAX_PROBLEMS:
         report.add((), f"{len(errors):,} mistakes; the first {_MAX_PROBLEMS} are listed", report.start)
-    for one in errors[:_MAX_PROBLEMS]:
-        path: KeyPath = one["loc"]
+    for path, one in islice(errors.items(), _MAX_PROBLEMS):
         if one["type"] == "missing" and path == ("source",) and any(map(_means_source, islice(values, 100))):
             continue  # the misspelt table is reported; that [[source]] is missing follows from it
         report.add(path, _sentence(path, one, values, root, report))

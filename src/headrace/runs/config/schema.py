@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 from pydantic import (
     AfterValidator,
     Field,
-    PlainSerializer,
     ValidationInfo,
-    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -57,16 +55,9 @@ def _engine_names() -> Iterable[str]:
 
 if TYPE_CHECKING:
     from headrace.text.engines import EngineName as _Engine
-
-    _AutoCount = int | Literal["auto"]
 else:
     _Engine = Annotated[str, OneOf(_engine_names)]
-    _AutoCount = Annotated[
-        int,
-        Field(ge=1, le=1 << 16),
-        WrapValidator(lambda value, number: value if value == "auto" else number(value)),
-        PlainSerializer(lambda value: value, return_type=Any),
-    ]
+_AutoCount = Annotated[int, Field(ge=1, le=1 << 16)] | Literal["auto"]
 
 
 class SourceSection(Section):
