@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import ConfigError, CursorMismatch, HeadraceError
+from headrace.errors import ConfigError, CursorMismatch
 from headrace.files import Container, read_jsonl
-from headrace.loader import TextDataset, merge_states
+from headrace.loader import TextDataset
 from headrace.loader.state import joined_ranges
 from headrace.loader.weight_text import read_weights, weights_in_force
 from headrace.metrics import JsonlSink, default_meter
@@ -128,10 +128,6 @@ class LMTask(Task[Summary]):
         meta = container.meta
         fixed = _fixed_by_model(meta["trainer"], self.data)
         self.loader.load_state_dict(meta["data"], accept=self.run.accept, fixed=fixed)
-        if self.loader.delivered_steps != step:
-            raise HeadraceError(
-                f"checkpoint of step {step} holds data of step {self.loader.delivered_steps}; it was put together by hand, use another"
-            )
         return {}
 
     def begin(self, resumed: Mapping[str, Any] | None) -> None:
@@ -230,8 +226,7 @@ class LMTask(Task[Summary]):
             self.loader.plan.saved(state.meta["data"])
 
     def summarise(self, common: Mapping[str, Any]) -> Summary:
-        merged = self.loader.gather_state() if self.run.world_size > 1 else self.loader.state_dict()
-        body = merge_states([merged])["body"]
+        body = self.loader.gather_state()["body"]
         delivered, seconds = body["delivered"], common["seconds"]
         tokens, padding = delivered["tokens"], delivered["padding"]
         total = sum(body["source_tokens"]) or 1

@@ -158,9 +158,8 @@ class _Preparation:
     watcher: PrepareWatcher
     stop: Callable[[], int]
     summary: PrepareSummary
-    source_rows: int = 0
-    """Rows of the shards of the current source."""
-    source_tokens: int = 0
+    shards: list[ShardEntry] = field(default_factory=list)
+    """Finished shards of the current source."""
 
     @property
     def rows(self) -> list[int]:
@@ -173,13 +172,18 @@ class _Preparation:
         counts: dict[str, list[int]] = {}
         with ThreadPoolExecutor(self.workers, thread_name_prefix="headrace-prepare") as pool:
             for index, source in enumerate(data.sources):
-                shards, blocks = self._source(index, source, pool)
-                prepared.append(_described(source, shards))
-                counts[source.name] = blocks
+                counts[source.name] = self._source(index, source, pool)
+                prepared.append(_described(source, self.shards))
                 if summary.signal:
                     summary.state = "stopped"
                     break
         summary.seconds = time.perf_counter() - started
+        for shard in itertools.chain.from_iterable(source.shards for source in prepared):
+            summary.shards += 1
+            summary.documents += shard.documents
+            summary.tokens += shard.tokens
+            summary.bytes += shard.size
+            summary.bad_rows += shard.bad
         summary.sources = {
             s.name: {"documents": s.documents, "tokens": s.tokens, "shards": len(s.shards)} for s in prepared
         }
@@ -207,16 +211,15 @@ class _Preparation:
 
     # ------------------------------------------------------------------------------------- one source
 
-    def _source(self, index: int, source: OpenSource, pool: ThreadPoolExecutor) -> tuple[list[ShardEntry], list[int]]:
-        """Every shard of a source, and the blocks in each: kept if it is there and whole, else made."""
+    def _source(self, index: int, source: OpenSource, pool: ThreadPoolExecutor) -> list[int]:
+        """Keep or make every shard of a source in `shards`; return the blocks in each."""
         folder = make_inside(self.folder, f"{SHARD_FOLDER}/{source.name}")
         sweep_temporaries(folder)
-        shards: list[ShardEntry] = []
+        self.shards = shards = []
         blocks: list[int] = []
-        total = self.rows[index]
-        self.source_rows = self.source_tokens = 0
+        row, total = 0, self.rows[index]
         documents: Iterator[_Documents] | None = None
-        while (row := self.source_rows) < total:
+        while row < total:
             path = folder / shard_name(len(shards))
             entry = self._kept(path, row, total)
             if entry is not None:
@@ -232,30 +235,20 @@ class _Preparation:
                 self.summary.new_tokens += entry.tokens
             blocks.append(self._packed(folder, len(shards), entry))
             shards.append(entry)
-            self._count(entry)
+            row += entry.rows
             self._report(index, [])
             if self.stop():
                 break
-        if self.source_rows < total:
+        if row < total:
             self.summary.signal = self.stop()
         else:
             self._refuse_leftovers(folder, len(shards))
-        return shards, blocks
-
-    def _count(self, entry: ShardEntry) -> None:
-        self.source_rows += entry.rows
-        self.source_tokens += entry.tokens
-        summary = self.summary
-        summary.shards += 1
-        summary.documents += entry.documents
-        summary.tokens += entry.tokens
-        summary.bytes += entry.size
-        summary.bad_rows += entry.bad
+        return blocks
 
     def _report(self, index: int, pending: list[_Documents]) -> None:
         """Show how far a source is: its shards so far, and documents for the next one."""
-        rows = self.source_rows + sum(len(p.lengths) for p in pending)
-        tokens = short_number(self.source_tokens + sum(len(p.tokens) for p in pending))
+        rows = sum(s.rows for s in self.shards) + sum(len(p.lengths) for p in pending)
+        tokens = short_number(sum(s.tokens for s in self.shards) + sum(len(p.tokens) for p in pending))
         line = f"{self.data.sources[index].name}  {rows:,} of {self.rows[index]:,} rows  {tokens} tokens"
         self.watcher.progress(line, sum(self.rows[:index]) + rows, sum(self.rows))
 
@@ -305,7 +298,7 @@ class _Preparation:
                 return write_shard(path, documents.tokens, documents.lengths, first_row=row, bad=bad, about=about)
         except StorageError as error:
             raise StorageError(
-                f"{error} {self.summary.shards:,} finished shards in {self.folder} are kept: the same command continues from there."
+                f"{error} Finished shards in {self.folder} are kept: the same command continues from there."
             ) from error
 
     def _packed(self, folder: Path, number: int, entry: ShardEntry) -> int:
