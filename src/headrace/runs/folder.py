@@ -139,10 +139,6 @@ class RunFolder:
     def records(self) -> Path:
         return self.path / "records"
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
     def make_folder(self, name: str) -> Path:
         """A folder inside the run's folder, made if it is missing. A symbolic link in its place is refused: a run writes nothing outside."""
         return make_inside(self.path, name)

@@ -221,7 +221,7 @@ class LMTask(Task[Summary]):
         state = self.loader.gather_state()
         return TaskState(meta={"data": state}, digest=state["body"]["digest"])
 
-    def saved(self, state: TaskState) -> None:
+    def saved(self, state: TaskState, oldest: int) -> None:
         if isinstance(self.loader.plan, SpoolPlan):
             self.loader.plan.saved(state.meta["data"])
 

@@ -55,10 +55,8 @@ class OwnProvider:
         """WorkerDied if the provider ended by itself in a way that leaves the trainer waiting."""
         code = self._child.poll() if self._child is not None else None
         if code:
-            holder = self._folder.provider_at_work()
-            if holder is not None:  # ours was refused, or is gone and has a successor
+            if self._folder.provider_at_work() is not None:  # ours was refused, or is gone and has a successor
                 self._child = None
-                self.sentence = f"the spool {self._config.spool_dir} is filled by {holder}"
                 return
             lines = [line for raw in read_tail(self._log) if (line := raw.decode(errors="replace").strip())]
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -367,11 +367,8 @@ class RLTask(Task[RLSummary]):
         arrays = {f"version/{v}/{name}": array for v, weights in self.older.items() for name, array in weights.items()}
         return TaskState(meta={"rl": meta}, digest=f"{self.digest:016x}", arrays=arrays)
 
-    def saved(self, state: TaskState) -> None:
+    def saved(self, state: TaskState, oldest: int) -> None:
         # A resume may fall back to the oldest checkpoint: the files that it needs are kept.
-        oldest = min(
-            int(path.stem.removeprefix("step-")) for path in self.run.folder.checkpoints.glob("step-*.safetensors")
-        )
         for path in self.batches.glob("step_*"):
             if int(path.name[5:17]) < oldest:
                 path.unlink(missing_ok=True)

@@ -178,8 +178,8 @@ class Task(abc.ABC, Generic[S]):
     def write_records(self) -> None:
         """Write the records of all steps since the last call. Collective; called before every line and checkpoint."""
 
-    def saved(self, state: TaskState) -> None:
-        """Called on rank 0 once a checkpoint with `state` is durable."""
+    def saved(self, state: TaskState, oldest: int) -> None:
+        """Called on rank 0 once a checkpoint with `state` is durable; `oldest` is the step of the oldest one that is kept."""
 
 
 # ------------------------------------------------------------------------------------ progress and summary
@@ -475,7 +475,7 @@ class _Loop(Generic[S]):
             }
             self.store.save(self.step, {**arrays, **state.arrays}, {**dtypes, **state.dtypes}, meta)
             run.note("saved", step=self.step, digest=state.digest)
-            task.saved(state)
+            task.saved(state, self.store.steps()[0])
         self.newest_saved = place
 
     def finish(self, state: str) -> S:

@@ -214,8 +214,8 @@ def fly(tmp_path, write_jsonl):
             flown = loader.drain_flight()
             (folder.path / "flight.jsonl").write_text(json.dumps(flown) + "\n")
             if checkpoint:
-                folder.checkpoints.mkdir()
-                path = folder.checkpoints / f"step-{steps:08d}.safetensors"
+                checkpoints = folder.make_folder("checkpoints")
+                path = checkpoints / f"step-{steps:08d}.safetensors"
                 write_container(path, {}, {"data": loader.state_dict()})
         data.close()
         return folder.path
