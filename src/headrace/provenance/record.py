@@ -356,7 +356,7 @@ def _steps(
 def _bounds(ranges: list[tuple[int, int]]) -> tuple[int, int]:
     """Begin and end of ranges that follow each other without a gap; ValueError if they do not."""
     ranges = sorted(ranges)
-    if any(begin >= end for begin, end in ranges):
+    if any(not 0 <= begin < end for begin, end in ranges):
         raise ValueError("`samples` or `skipped` holds numbers that do not ascend")
     if any(a[1] != b[0] for a, b in itertools.pairwise(ranges)):
         raise ValueError("`skipped` begins or ends inside a step")
