@@ -284,8 +284,6 @@ class RLTask(Task[RLSummary]):
 
     def _command(self, code: int) -> int:
         """Tell every rank what rank 0 does next. Collective."""
-        if self.run.world_size == 1:
-            return code
         if self.run.is_lead:
             return self._broadcast(code)
         while (code := self._broadcast(_END)) == _WAIT:
@@ -293,16 +291,13 @@ class RLTask(Task[RLSummary]):
         return code
 
     def _broadcast(self, code: int) -> int:
-        import torch
-        import torch.distributed as dist
-
+        """The code of rank 0, and the signal that it received. Collective."""
         from headrace.train.lm import naming_lost_peers
 
-        value = torch.tensor([code, self.run.stop_signal], dtype=torch.int64)
         with Wait("train.command"), naming_lost_peers(f"waiting for batch {self.trainer.steps_taken}"):
-            dist.broadcast(value, 0)
-        self.run.stop_signal = int(value[1]) or self.run.stop_signal
-        return int(value[0])
+            code, signal = self.run.gather([code, self.run.stop_signal])[0]
+        self.run.stop_signal = signal or self.run.stop_signal
+        return code
 
     def _count(self, batch: TrainingBatch) -> None:
         """Count a batch, and add it to the digest of all batches that were trained on."""
