@@ -117,7 +117,7 @@ def _recorded_steps(run: RunProvenance, notes: list[str]) -> list[_Step]:
     try:
         steps = list(run.record.steps())
     except FileCorrupt as error:
-        size = run.run.global_batch_size
+        size = run.run.config["loader"]["global_batch_size"]
         notes.append(f"{error}; its steps are taken to have {size} samples each, and its documents cannot be named")
         steps = [(n, (n - 1) * size, n * size) for n in range(1, max(digests) + 1)]
     found: list[_Step] = []

@@ -33,6 +33,7 @@ import orjson
 from headrace.errors import ConfigError, DataChanged, FileCorrupt, did_you_mean, found_text, number_text
 from headrace.files import open_container, read_jsonl, read_lines
 from headrace.loader import Piece, TextDataset
+from headrace.loader.dataset import MOST_LANES
 from headrace.loader.lanes import FILLER_HASH
 from headrace.loader.pool import WindowKey
 from headrace.loader.windows import Window
@@ -48,17 +49,11 @@ _MAX_RECORDS = 4 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """The folder of a text run, and the parts of its config that the order of its data depends on."""
+    """The folder of a text run, its config, and how its dataset is opened."""
 
     path: Path
-    base: Path
-    """Folder that the run's relative paths start at."""
     version: str
     """The headrace version that made the run."""
-    sources: tuple[str, ...]
-    """Names of the sources, in the order of the config."""
-    lanes: int
-    global_batch_size: int
     config: Mapping[str, Any]
     """Every key of the config with its value, as JSON values."""
     open_dataset: Callable[[Path], TextDataset]
@@ -177,7 +172,7 @@ class RunProvenance:
     def __init__(self, run: RecordedRun) -> None:
         self.run = run
         self.path = run.path
-        self.names = run.sources
+        self.names = tuple(str(source["name"]) for source in run.config["source"])
         self.windows_made = 0
         self.seconds = 0.0
         self._resources = contextlib.ExitStack()
@@ -324,7 +319,9 @@ class RunProvenance:
 
     @cached_property
     def record(self) -> SampleRecord:
-        return SampleRecord(self.path / "flight.jsonl", lanes=self.run.lanes, names=self.names)
+        lanes = self.run.config["loader"]["lanes"]
+        lanes = MOST_LANES if lanes == "auto" else lanes
+        return SampleRecord(self.path / "flight.jsonl", lanes=lanes, names=self.names)
 
     def _no_digest(self) -> str:
         """Why a step has no digest."""
@@ -416,7 +413,8 @@ class RunProvenance:
         )
 
     def _remedy(self) -> str:
-        return f"Restore what the run read (paths start at {self.run.base}), and use headrace {self.run.version}, which made it."
+        base, version = self.run.config["run"]["base"], self.run.version
+        return f"Restore what the run read (paths start at {base}), and use headrace {version}, which made it."
 
     def _rebuilt_windows(self, keys: Mapping[WindowKey, None]) -> dict[WindowKey, Window]:
         data, began = self.data, time.perf_counter()

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from headrace.errors import CursorMismatch, HeadraceError, short_number
@@ -229,8 +229,7 @@ class RunSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values; NaN, the loss of a run without a step, is null."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: None if value != value else value for name, value in values.items()}
+        return {name: None if value != value else value for name, value in asdict(self).items()}
 
 
 # ---------------------------------------------------------------------------------------------------- run
