@@ -78,7 +78,7 @@ def test_a_run_goes_on_when_another_provider_takes_the_spool_before_its_own(conf
 def test_a_provider_that_ended_while_no_other_holds_the_spool_is_still_an_error(config, tmp_path):
     restarted = provider_of(Job(config))
     (tmp_path / "B").mkdir()
-    with OwnProvider(config, tmp_path, tmp_path / "B" / "provide.log") as own:
+    with OwnProvider(config, tmp_path / "B" / "provide.log") as own:
         assert own._child is not None
         restarted.open(("train",))
         assert own._child.wait(timeout=60) == 1

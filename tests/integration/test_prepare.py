@@ -73,7 +73,7 @@ def whole(project, headrace) -> tuple[Path, str]:
 def again(project: Path, out: str, *words: str, watcher: Quiet | None = None, **options) -> PrepareSummary:
     """The same in this process."""
     config = load_config(project / "c.toml", words)
-    return prepare(config, project / out, watcher or Quiet(), **({"base": project, "shard_bytes": 1 << 20} | options))
+    return prepare(config, project / out, watcher or Quiet(), **({"shard_bytes": 1 << 20} | options))
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -55,8 +55,8 @@ def config(tmp_path, monkeypatch):
     return made
 
 
-def fill(config, tmp_path, files=4, **more):
-    return provide_text(config, base=tmp_path, max_files=files, **more)
+def fill(config, files=4, **more):
+    return provide_text(config, max_files=files, **more)
 
 
 def batches(folder, count, **more):
@@ -70,7 +70,7 @@ def text_of(batch, row):
 
 
 def test_every_batch_holds_each_class_equally_often_and_each_text_its_own_label(config, tmp_path):
-    assert fill(config(rows=ROWS), tmp_path) == 4
+    assert fill(config(rows=ROWS)) == 4
     meta = read_meta(tmp_path / "S")
     assert (meta["training_type"], meta["label_map"]) == ("CLASSIFICATION", {"bad": 0, "good": 1, "odd": 2})
     assert (meta["target_size"], meta["vocab_size"], meta["block_size"]) == (3, 259, 32)
@@ -90,7 +90,7 @@ def test_every_batch_holds_each_class_equally_often_and_each_text_its_own_label(
 
 
 def test_natural_balance_shows_every_row_once_an_epoch(config, tmp_path):
-    fill(config("--spool.balance", "natural", rows=ROWS), tmp_path)
+    fill(config("--spool.balance", "natural", rows=ROWS))
     places = torch.cat([b["origin"][:, 1] for b in batches(tmp_path / "S", 7)])[:80]
     assert sorted(places.tolist()) == list(range(80))
 
@@ -101,7 +101,7 @@ def test_all_forms_of_the_same_rows_give_the_same_batches(config, tmp_path, form
     import pyarrow.parquet as pq
 
     labels = ["bad", "good", "odd"]
-    fill(config("--spool.labels", json.dumps(labels), rows=ROWS), tmp_path, 2)
+    fill(config("--spool.labels", json.dumps(labels), rows=ROWS), 2)
     expected = batches(tmp_path / "S", 4)
     columns = {"id": list(range(80)), "text": [r["text"] for r in ROWS], "label": [r["label"] for r in ROWS]}
     if form == "jsonl.gz":
@@ -118,13 +118,13 @@ def test_all_forms_of_the_same_rows_give_the_same_batches(config, tmp_path, form
     scheme = form.split(".")[0].split("-")[0]
     name = {"jsonl": "e.jsonl.gz", "parquet": "e.parquet", "arrow": "e.arrow"}[scheme]
     other = config("--spool.labels", json.dumps(labels), "--spool.dir", str(tmp_path / "T"), spec=f"{scheme}:{name}")
-    fill(other, tmp_path, 2)
+    fill(other, 2)
     for one, two in zip(expected, batches(tmp_path / "T", 4), strict=True):
         assert all(torch.equal(one[k], two[k]) for k in one)
 
 
 def test_a_word_s_first_token_bears_its_label_and_nothing_else_does(config, tmp_path):
-    fill(config(task="tag", rows=WORDS), tmp_path)
+    fill(config(task="tag", rows=WORDS))
     meta = read_meta(tmp_path / "S")
     assert meta["training_type"] == "TOKEN_CLASSIFICATION"
     names = {number: name for name, number in meta["label_map"].items()}
@@ -141,24 +141,24 @@ def test_a_word_s_first_token_bears_its_label_and_nothing_else_does(config, tmp_
 
 def test_sentences_are_drawn_for_their_rarest_tag(config, tmp_path):
     rows = [{"text": ["a", "b"], "tags": ["O", "O"]}] * 40 + [{"text": ["a", "b"], "tags": ["O", "X"]}] * 2
-    fill(config("--source.0.label_key", "tags", task="tag", rows=rows), tmp_path)
+    fill(config("--source.0.label_key", "tags", task="tag", rows=rows))
     for batch in batches(tmp_path / "S", 4):
         assert int((batch["origin"][:, 1] >= 40).sum()) == 6  # X is one class of two, however rare
 
 
 def test_words_beyond_the_block_are_cut_and_the_end_is_kept(config, tmp_path):
-    fill(config(task="tag", seq_len=6, rows=[{"text": ["abc", "def", "g"], "tags": ["O", "X", "O"]}]), tmp_path, 1)
+    fill(config(task="tag", seq_len=6, rows=[{"text": ["abc", "def", "g"], "tags": ["O", "X", "O"]}]), 1)
     batch = batches(tmp_path / "S", 1)[0]
     assert batch["input_ids"][0].tolist() == [*b"abc d", 256]
     assert batch["labels"][0].tolist() == [0, -100, -100, 1, -100, -100]
 
 
 def test_files_are_the_same_bytes_whoever_makes_them(config, tmp_path):
-    fill(config(rows=ROWS), tmp_path, 6)
+    fill(config(rows=ROWS), 6)
     checked = config("--spool.dir", str(tmp_path / "T"))
-    first = provider_of(Job(checked, tmp_path))
+    first = provider_of(Job(checked))
     first.open(("train",))
-    other = provider_of(Job(checked, tmp_path), join=True)
+    other = provider_of(Job(checked), join=True)
     for _ in range(3):  # side by side: each takes what is missing
         other.run(("train",), max_files=1)
     first.run(("train",), max_files=3)
@@ -169,7 +169,7 @@ def test_files_are_the_same_bytes_whoever_makes_them(config, tmp_path):
 
 
 def test_ranks_share_what_one_rank_reads(config, tmp_path):
-    fill(config(rows=ROWS), tmp_path, 2)
+    fill(config(rows=ROWS), 2)
     straight = batches(tmp_path / "S", 4)
     consumers = [DatasetConsumer(tmp_path / "S", "cpu", ack="commit", dp_rank=r, dp_world_size=3) for r in range(3)]
     try:
@@ -184,18 +184,18 @@ def test_ranks_share_what_one_rank_reads(config, tmp_path):
 
 def test_rows_are_read_once_and_kept(config, tmp_path):
     checked = config(rows=ROWS)
-    fill(checked, tmp_path, 1)
+    fill(checked, 1)
     (kept,) = (tmp_path / "cache" / "labelled").iterdir()
     stamp = kept.stat().st_mtime_ns
     told: list[str] = []
-    provider = provider_of(Job(checked, tmp_path), report=told.append)
+    provider = provider_of(Job(checked), report=told.append)
     assert kept.stat().st_mtime_ns == stamp
     ids = provider.examples.ids.copy()  # it is mapped
     assert told[0] == "80 examples of 3 classes: bad 68, good 6, odd 6"
     data = bytearray(kept.read_bytes())
     data[-9] ^= 1
     kept.write_bytes(data)
-    again = provider_of(Job(checked, tmp_path))
+    again = provider_of(Job(checked))
     assert np.array_equal(again.examples.ids, ids)  # a damaged file is made anew
 
 
@@ -213,10 +213,10 @@ def test_rows_are_read_once_and_kept(config, tmp_path):
 def test_a_bad_row_is_named_with_its_line_and_the_remedy(config, tmp_path, row, sentence):
     rows = [{"text": "a", "label": "good"}, {"text": "b", "label": "bad"}, row]
     with pytest.raises(DataError, match=sentence):
-        fill(config("--spool.labels", '["bad", "good"]', rows=rows), tmp_path, 1)
+        fill(config("--spool.labels", '["bad", "good"]', rows=rows), 1)
     told: list[str] = []
     skipping = config("--spool.labels", '["bad", "good"]', "--source.0.on_bad", "skip", rows=rows)
-    assert fill(skipping, tmp_path, 1, report=told.append) == 1
+    assert fill(skipping, 1, report=told.append) == 1
     assert '1 bad rows were left out (on_bad = "skip")' in told
     assert set(torch.cat([b["origin"][:, 1] for b in batches(tmp_path / "S", 2)]).tolist()) == {0, 1}
 
@@ -231,7 +231,7 @@ def test_a_bad_row_is_named_with_its_line_and_the_remedy(config, tmp_path, row, 
 )
 def test_words_and_labels_that_do_not_fit_are_named(config, tmp_path, row, sentence):
     with pytest.raises(DataError, match=rf"d\.jsonl, line 2: {sentence}"):
-        fill(config(task="tag", rows=[WORDS[0], row]), tmp_path, 1)
+        fill(config(task="tag", rows=[WORDS[0], row]), 1)
 
 
 def test_a_missing_column_of_a_parquet_file_is_named(config, tmp_path):
@@ -242,9 +242,9 @@ def test_a_missing_column_of_a_parquet_file_is_named(config, tmp_path):
     with pytest.raises(
         DataError, match=r"e\.parquet has no column 'label'; it has .*'stars'.*Set text_key and label_key"
     ):
-        fill(config(spec="parquet:e.parquet"), tmp_path, 1)
+        fill(config(spec="parquet:e.parquet"), 1)
     with pytest.raises(DataError, match=r"no column 'lable'"):
-        fill(config("--source.0.label_key", "lable", spec="parquet:e.parquet"), tmp_path, 1)
+        fill(config("--source.0.label_key", "lable", spec="parquet:e.parquet"), 1)
 
 
 def test_what_has_no_meaning_for_labelled_rows_is_refused(config, tmp_path):
@@ -254,11 +254,11 @@ def test_what_has_no_meaning_for_labelled_rows_is_refused(config, tmp_path):
     ):
         config("--source.0.max_epochs", "2", "--loader.exhausted", "stop_first")
     with pytest.raises(ConfigError, match=r"a txt file has one text a line and no columns text, label"):
-        fill(config(spec="txt:d.txt"), tmp_path, 1)
+        fill(config(spec="txt:d.txt"), 1)
     with pytest.raises(ConfigError, match=r"spool\.labels.*at least two names"):
         config("--spool.labels", '["one"]')
     with pytest.raises(ConfigError, match=r"text_key and label_key are both 'text'"):
-        fill(config("--source.0.label_key", "text"), tmp_path, 1)
+        fill(config("--source.0.label_key", "text"), 1)
 
 
 def test_headrace_run_and_check_say_what_a_labelled_task_is(config, headrace, tmp_path):
@@ -285,19 +285,19 @@ class Streamed:
 
 
 def test_labels_of_a_streamed_dataset_are_kept_with_its_texts(config, tmp_path, monkeypatch):
-    fill(config(rows=ROWS), tmp_path, 2)
+    fill(config(rows=ROWS), 2)
     expected = batches(tmp_path / "S", 4)
     monkeypatch.setattr(hub, "_snapshot", lambda *_: None)
     monkeypatch.setattr(hub, "_stream", lambda *_: Streamed(ROWS))
     other = config("--spool.dir", str(tmp_path / "T"), spec="hf:org/reviews")
-    fill(other, tmp_path, 2)
+    fill(other, 2)
     for one, two in zip(expected, batches(tmp_path / "T", 4), strict=True):
         assert all(torch.equal(one[k], two[k]) for k in one)
     wrong = config("--spool.dir", str(tmp_path / "U"), "--source.0.label_key", "stars", spec="hf:org/reviews")
     with pytest.raises(
         DataError, match=r"a row has no key 'stars'; it has .*'label'.*label_key to the field of the label"
     ):
-        fill(wrong, tmp_path, 1)
+        fill(wrong, 1)
 
 
 # ------------------------------------------------------------------------------------------------ held out
@@ -312,7 +312,7 @@ def val_pass(folder, count, **more):
 def test_what_is_held_out_is_a_share_of_every_class_and_never_trained_on(config, tmp_path, balance):
     told: list[str] = []
     checked = config("--spool.val_fraction", "0.4", "--spool.balance", balance, rows=ROWS)
-    fill(checked, tmp_path, 10, report=told.append)
+    fill(checked, 10, report=told.append)
     sizes = Counter(row["label"] for row in ROWS)
     kept = {name: round(0.4 * many) for name, many in sizes.items()}
     total = sum(kept.values())
@@ -333,7 +333,7 @@ def test_what_is_held_out_is_a_share_of_every_class_and_never_trained_on(config,
 
 
 def test_ranks_share_what_is_held_out(config, tmp_path):
-    fill(config("--spool.val_fraction", "0.4", rows=ROWS), tmp_path, 4)
+    fill(config("--spool.val_fraction", "0.4", rows=ROWS), 4)
     straight = val_pass(tmp_path / "S", 5)
     for rank in range(3):
         shares = val_pass(tmp_path / "S", 5, dp_rank=rank, dp_world_size=3)
@@ -346,13 +346,13 @@ def test_a_share_that_cannot_be_held_out_is_refused(config, tmp_path):
     with pytest.raises(
         DataError, match=r"val_fraction = 0\.1 leaves nothing to validate on: no class has a second row"
     ):
-        fill(config("--spool.val_fraction", "0.1", rows=lonely), tmp_path, 1)
+        fill(config("--spool.val_fraction", "0.1", rows=lonely), 1)
     with pytest.raises(
         ConfigError, match=r"val_fraction = 0\.1 holds out labelled rows, and spool\.task = \"lm\" has none"
     ):
         config("--spool.val_fraction", "0.1", task="lm")
     with pytest.raises(ConfigError, match=r"spool\.val_fraction"):
         config("--spool.val_fraction", "1")
-    fill(config("--spool.val_fraction", "0.4", rows=ROWS), tmp_path, 2)
+    fill(config("--spool.val_fraction", "0.4", rows=ROWS), 2)
     with pytest.raises(ConfigError, match=r"val_fraction"):
-        fill(config("--spool.val_fraction", "0.2"), tmp_path, 1)
+        fill(config("--spool.val_fraction", "0.2"), 1)

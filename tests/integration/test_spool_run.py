@@ -51,7 +51,7 @@ def test_batches_out_of_a_spool_are_the_loader_s_own_for_any_parts_and_ranks(con
     straight = job.loader(data, dp_rank=0, dp_world_size=1)
     expected = [(next(straight), straight.step_digest, straight.drain_metrics()) for _ in range(9)]
     straight.close()
-    spool = SpoolData.open(checked, tmp_path, deadline=60)
+    spool = SpoolData.open(checked, deadline=60)
     assert (spool.names, spool.vocab_size, spool.seq_len) == (tuple(data.names), data.vocab_size, 64)
     assert spool.mean_weights(5) == pytest.approx(data.mean_weights(5))
     state = None
@@ -98,7 +98,7 @@ def test_steps_passed_over_and_the_flight_record_are_those_of_the_run_without_a_
         expected.append(batch["sample_index"].tolist())
     line, state = straight.drain_flight(), straight.state_dict()["body"]
     straight.close()
-    spool = SpoolData.open(checked, tmp_path, deadline=10)
+    spool = SpoolData.open(checked, deadline=10)
     # One rank takes the first three steps, two the others: their lines together tell what the one run's does.
     with job.loader(spool, dp_rank=0, dp_world_size=1) as alone:
         head = [next(alone)["sample_index"].tolist() for _ in range(3)]
@@ -176,7 +176,7 @@ def test_steps_with_nothing_to_learn_are_passed_over_by_a_spool_as_by_the_run_wi
             lines.append(straight.drain_flight())
         state = straight.state_dict()["body"]
     assert state["empty_steps"] > 3
-    spool = SpoolData.open(checked, tmp_path, deadline=60)
+    spool = SpoolData.open(checked, deadline=60)
     saved, at = None, 0
     for world, steps in ((1, len(expected) - 9), (2, 4), (1, 10)):
         ranks = [job.loader(spool, dp_rank=r, dp_world_size=world) for r in range(world)]
@@ -208,8 +208,8 @@ def test_a_spool_of_other_batches_is_refused(config, tmp_path):
     checked = config()
     provider_of(Job(checked), Job(checked).dataset()).run(max_files=1)
     with pytest.raises(ConfigError, match="was made for other batches than this config describes"):
-        SpoolData.open(config("--text.seq_len", "32"), tmp_path, deadline=60)
-    SpoolData.open(config("--train.lr", "1e-4", "--run.steps", "50"), tmp_path, deadline=60)
+        SpoolData.open(config("--text.seq_len", "32"), deadline=60)
+    SpoolData.open(config("--train.lr", "1e-4", "--run.steps", "50"), deadline=60)
     other = config("--run.seed", "4")
     with pytest.raises(ConfigError, match=r"was made for something else \(.*seed is 3, now 4"):
         provider_of(Job(other), Job(other).dataset()).run(max_files=1)
@@ -264,9 +264,9 @@ def test_a_run_whose_own_provider_dies_says_so_and_can_be_resumed(config, tmp_pa
 
     checked = config()
     (tmp_path / "run").mkdir()
-    own = OwnProvider(checked, tmp_path, tmp_path / "run" / "provide.log")
+    own = OwnProvider(checked, tmp_path / "run" / "provide.log")
     with own:
-        SpoolData.open(checked, tmp_path, deadline=60, check=own.check)
+        SpoolData.open(checked, deadline=60, check=own.check)
         own._child.kill()
         own._child.wait()
         with pytest.raises(WorkerDied, match=r"the provider of the spool .* was killed by signal 9.*can be resumed"):

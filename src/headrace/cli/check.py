@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from headrace.cli.app import Settings, names_sources, no_config, overrides
-from headrace.cli.terminal import TEXT, Output, facts, notes, print_plain, table_of
+from headrace.cli.terminal import TEXT, Line, Output, facts, marked, notes, table_of
 from headrace.errors import short_number
 from headrace.runs.config.loading import load_any_config
 from headrace.runs.config.rl import RLConfig
 from headrace.runs.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headrace.runs.check import Plan
     from headrace.runs.streams_check import StreamForecast
 
@@ -65,41 +64,40 @@ def check(
             f"source {name}: {compared:,} chunks compared, {recorded:,} recorded in {hashes}"
             for name, (compared, recorded) in counted.items()
         ]
-        output.answer(plan, lambda c: _print_plan(c, named, plan, lines))
+        output.answer(plan, _plan_lines(named, plan, lines))
     elif isinstance(checked, RLConfig):
         rl_plan = _rl_plan(checked)
-        output.answer(rl_plan, lambda c: _print_rl_plan(c, named, rl_plan))
+        output.answer(rl_plan, _rl_lines(named, rl_plan))
     else:
         from headrace.runs.config.streams import StreamsConfig
         from headrace.runs.streams_check import check_streams
 
         assert isinstance(checked, StreamsConfig)
         found = check_streams(checked, ranks=ranks, stale_threshold=stale_threshold)
-        output.answer(found, lambda c: _print_streams(c, named, found))
+        output.answer(found, _stream_lines(named, found))
     return 0
 
 
-def _print_plan(console: Console, named: str, plan: Plan, hash_lines: list[str]) -> None:
-    console.print(f"[bold]{named}[/] is valid   config {plan.config_hash}   {plan.kind}")
+def _plan_lines(named: str, plan: Plan, hash_lines: list[str]) -> Iterator[Line]:
+    yield marked(f"[bold]{named}[/] is valid   config {plan.config_hash}   {plan.kind}")
     table = table_of("source", "files", "rows", "~tokens", "~median", "weight", "delivers", "epochs")
     for s in plan.sources:
         table.add_row(
             s.name, f"{s.files:,}", f"{s.rows:,}", short_number(s.tokens), short_number(s.median_tokens), f"{s.weight:.3f}", short_number(s.delivered), f"{s.epochs:.2f}"
         )  # fmt: skip
-    console.print(table)
+    yield table
     for s in plan.sources:
         if s.first_document:
             text = ascii(s.first_document[:60]) + ("…" if len(s.first_document) > 60 else "")
-            print_plain(console, f"first document of {s.name}: {text}", "dim")
+            yield f"first document of {s.name}: {text}", "dim"
     size = (
         f"{plan.steps:,} steps x {plan.global_batch_size} x {plan.seq_len} = {short_number(plan.total_tokens)} tokens"
     )
-    console.print(f"{size}; {plan.lanes} lanes")
-    console.print(_world_sizes_text(plan))
-    for line in hash_lines:
-        print_plain(console, line)
-    console.print(f"tokenizer {plan.tokenizer} ({plan.vocab_size:,} ids)")
-    notes(console, plan.warnings)
+    yield f"{size}; {plan.lanes} lanes"
+    yield from _world_sizes_text(plan).splitlines()
+    yield from hash_lines
+    yield f"tokenizer {plan.tokenizer} ({plan.vocab_size:,} ids)"
+    yield from notes(plan.warnings)
 
 
 def _world_sizes_text(plan: Plan) -> str:
@@ -132,30 +130,26 @@ def _rl_plan(config: RLConfig) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _print_rl_plan(console: Console, named: str, plan: dict[str, object]) -> None:
-    console.print(f"[bold]{named}[/]: an RL run")
-    facts(console, [(key, str(value)) for key, value in plan.items() if key != "kind"])
+def _rl_lines(named: str, plan: dict[str, object]) -> Iterator[Line]:
+    yield marked(f"[bold]{named}[/]: an RL run")
+    yield from facts((key, str(value)) for key, value in plan.items() if key != "kind")
 
 
-def _print_streams(console: Console, named: str, plan: StreamForecast) -> None:
-    console.print(f"[bold]{named}[/] is valid   config {plan.config_hash}   {plan.kind}")
+def _stream_lines(named: str, plan: StreamForecast) -> Iterator[Line]:
+    yield marked(f"[bold]{named}[/] is valid   config {plan.config_hash}   {plan.kind}")
     table = table_of("modality", "files", "rows", "batch", "picks", "share", "absent", "longest absence")
     for m in plan.modalities:
         table.add_row(
             m.name, f"{m.files:,}", f"{m.rows:,}", f"{m.batch_size:,}", f"{m.picks:,}", f"{m.share:.3f}", f"{m.absent:.0%}", f"{m.longest_absence:,} steps"
         )  # fmt: skip
-    console.print(table)
+    yield table
     lanes = f" in each of {plan.lanes} lanes" if plan.lanes > 1 else ""
-    print_plain(
-        console,
-        f"{plan.steps:,} steps, {plan.epochs:.2f} epochs of {plan.picks_an_epoch:,} picks; pool of {plan.pool}{lanes}",
-    )
-    print_plain(
-        console,
-        f"slices run dry at {plan.exhaust_rate:.1%} of the steps ({plan.exhausts_a_step:.2f} a step); what is left of them differs by {plan.spread_mean:.2f}",
+    yield f"{plan.steps:,} steps, {plan.epochs:.2f} epochs of {plan.picks_an_epoch:,} picks; pool of {plan.pool}{lanes}"
+    yield (
+        f"slices run dry at {plan.exhaust_rate:.1%} of the steps ({plan.exhausts_a_step:.2f} a step); what is left of them differs by {plan.spread_mean:.2f}"
     )
     stream = f" ({plan.worst_gap_stream})" if plan.worst_gap_stream else ""
     wait = f"longest wait from pick to pick: {plan.worst_pick_gap:,} steps{stream}"
-    print_plain(console, f"{wait}; overdue at most {plan.overdue_max:.1f}")
-    console.print(f"played {plan.played:,} steps in {plan.seconds:.1f} s", style="dim")
-    notes(console, plan.warnings)
+    yield f"{wait}; overdue at most {plan.overdue_max:.1f}"
+    yield f"played {plan.played:,} steps in {plan.seconds:.1f} s", "dim"
+    yield from notes(plan.warnings)

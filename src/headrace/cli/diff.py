@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.terminal import TEXT, Output, print_plain, tokens_text
+from headrace.cli.terminal import TEXT, Line, Output, tokens_text
 from headrace.errors import short_number
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headrace.provenance.diff import Difference, SeenSample
     from headrace.provenance.rollouts import RolloutDifference
 
@@ -41,31 +40,30 @@ def diff(
 
     if has_rollouts(run_a) and has_rollouts(run_b):
         parts = diff_rollouts(run_a, run_b)
-        output.answer(parts, lambda c: _print_rollout_diff(c, parts))
+        output.answer(parts, _rollout_lines(parts))
         return 0 if parts.same else 1
     found = diff_runs(recorded_run(run_a), recorded_run(run_b))
-    output.answer(found, lambda console: _print_diff(console, found))
+    output.answer(found, _lines(found))
     return 0 if found.same else 1
 
 
-def _print_rollout_diff(console: Console, found: RolloutDifference) -> None:
+def _rollout_lines(found: RolloutDifference) -> Iterator[Line]:
     if found.same:
-        print_plain(console, f"the same rollouts, {found.compared:,} of them, in all steps that both runs have", "bold")
+        yield f"the same rollouts, {found.compared:,} of them, in all steps that both runs have", "bold"
         return
-    print_plain(
-        console,
+    yield (
         f"the runs part at step {found.step}, task {found.task}, member {found.member}, attempt {found.attempt}: {found.cause}; the "
         f"{found.compared:,} rollouts before are the same",
         "bold",
     )
-    print_plain(console, f"  {found.sentence}")
+    yield f"  {found.sentence}"
 
 
-def _print_diff(console: Console, found: Difference) -> None:
+def _lines(found: Difference) -> Iterator[Line]:
     if found.same:
         both = min(found.steps_a, found.steps_b)
         extent = f"{both:,} steps" if found.steps_a == found.steps_b else f"{both:,} steps that both have"
-        print_plain(console, f"the same data for all {extent} ({found.samples_compared:,} samples)", "bold")
+        yield f"the same data for all {extent} ({found.samples_compared:,} samples)", "bold"
     else:
         a, b = found.step_a, found.step_b
         if a is None or b is None:
@@ -73,28 +71,26 @@ def _print_diff(console: Console, found: Difference) -> None:
         else:
             where = f"at step {a}" if a == b else f"at step {a} of A, step {b} of B"
         exact = f", sample {found.sample:,}" if found.sample is not None else ""
-        print_plain(
-            console, f"the runs part {where}{exact}; the {found.samples_compared:,} samples before are the same", "bold"
-        )
+        yield f"the runs part {where}{exact}; the {found.samples_compared:,} samples before are the same", "bold"
         for name, seen in (("A", found.seen_a), ("B", found.seen_b)):
             if seen is not None:
-                _print_seen(console, name, seen)
+                yield from _seen_lines(name, seen)
     for title, differing in (("order", found.order), ("config", found.config)):
         for i, (key, (one, other)) in enumerate(differing.items()):
             if i == _SHOWN_DIFFERENCES:
-                print_plain(console, f"  … and {short_number(len(differing) - i)} more; --format json has them all")
+                yield f"  … and {short_number(len(differing) - i)} more; --format json has them all"
                 break
-            print_plain(console, f"  {title} {key}: {one} in A, {other} in B")
+            yield f"  {title} {key}: {one} in A, {other} in B"
     for note in found.notes:
-        print_plain(console, f"  note: {note}", "yellow")
-    print_plain(console, f"  A {found.a} ({found.steps_a:,} steps)   B {found.b} ({found.steps_b:,} steps)", "dim")
+        yield f"  note: {note}", "yellow"
+    yield f"  A {found.a} ({found.steps_a:,} steps)   B {found.b} ({found.steps_b:,} steps)", "dim"
 
 
-def _print_seen(console: Console, name: str, seen: SeenSample) -> None:
+def _seen_lines(name: str, seen: SeenSample) -> Iterator[Line]:
     if seen.source is None:
         what = "nothing to learn"
     else:
         what = f"{seen.source}  {seen.file} row {seen.row}  {tokens_text(seen.start or 0, seen.length or 0)}"
-    print_plain(console, f"  {name}  {'skipped: ' if seen.step is None else ''}{what}")
+    yield f"  {name}  {'skipped: ' if seen.step is None else ''}{what}"
     if seen.text:
-        print_plain(console, f"      {seen.text}", "dim")
+        yield f"      {seen.text}", "dim"

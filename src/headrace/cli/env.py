@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from headrace.cli.terminal import TEXT, Output
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from headrace.cli.terminal import TEXT, Output, marked
 
 
 def env(*, output: Output = TEXT) -> int:
@@ -20,13 +15,11 @@ def env(*, output: Output = TEXT) -> int:
     """
     from headrace.runs.machine import describe_machine
 
-    facts = describe_machine()
-    output.answer(facts, lambda console: _print_machine(console, facts))
+    machine = describe_machine()
+    lines = [
+        line
+        for group, values in machine.items()
+        for line in (f"[bold]{group}[/]", *(f"  [dim]{name:<14}[/] {value}" for name, value in values.items()))
+    ]
+    output.answer(machine, map(marked, lines))
     return 0
-
-
-def _print_machine(console: Console, facts: dict[str, dict[str, Any]]) -> None:
-    for group, values in facts.items():
-        console.print(f"[bold]{group}[/]")
-        for name, value in values.items():
-            console.print(f"  [dim]{name:<14}[/] {value}")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from headrace.cli.step import print_rollouts
-from headrace.cli.terminal import TEXT, Output, print_plain, tokens_text
+from headrace.cli.terminal import TEXT, Line, Output, tokens_text
 from headrace.errors import ConfigError, count_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headrace.provenance.steps import DocumentHistory
 
 
@@ -50,24 +49,22 @@ def find(
         raise ConfigError("say which document with --source NAME --row N")
     with RunProvenance(recorded_run(run)) as provenance:
         found = provenance.find(source, row, file)
-    output.answer(found, lambda console: _print_find(console, found))
+    output.answer(found, _lines(found))
     return 0
 
 
-def _print_find(console: Console, found: DocumentHistory) -> None:
-    print_plain(console, f"{found.source} row {found.source_row:,} ({found.file} row {found.row:,})", "bold")
+def _lines(found: DocumentHistory) -> Iterator[Line]:
+    yield f"{found.source} row {found.source_row:,} ({found.file} row {found.row:,})", "bold"
     for s in found.seen:
         where = f"step {s.step}" if s.step is not None else "skipped"
         place = f"rank {s.rank} row {s.position} column {s.column}" if s.step is not None else f"column {s.column}"
-        print_plain(
-            console, f"  epoch {s.epoch}  {where}  sample {s.sample:,}  {place}  {tokens_text(s.start, s.length)}"
-        )
+        yield f"  epoch {s.epoch}  {where}  sample {s.sample:,}  {place}  {tokens_text(s.start, s.length)}"
     if not found.seen and found.never is None:
-        print_plain(console, f"  not seen yet, at step {found.last_step}")
+        yield f"  not seen yet, at step {found.last_step}"
     if found.never is not None:
-        print_plain(console, f"  {'does not come again' if found.seen else 'never seen'}: {found.never}")
+        yield f"  {'does not come again' if found.seen else 'never seen'}: {found.never}"
     if found.upcoming is not None:
         u = found.upcoming
         state = "its window is open" if u.reached > u.position else f"the lane has opened the first {u.reached:,}"
-        print_plain(console, f"  comes next in epoch {u.epoch}, lane {u.lane}, at position {u.position:,} ({state})")
-    print_plain(console, f"{count_text(found.windows, 'window')} made again in {found.seconds:.1f} s", "dim")
+        yield f"  comes next in epoch {u.epoch}, lane {u.lane}, at position {u.position:,} ({state})"
+    yield f"{count_text(found.windows, 'window')} made again in {found.seconds:.1f} s", "dim"

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from headrace.cli.terminal import TEXT, Display, Output, facts
+from headrace.cli.terminal import TEXT, Display, Line, Output, facts, marked
 from headrace.errors import ConfigError, count_text, short_number
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from cyclopts import Token
-    from rich.console import Console
 
     from headrace.reduce.orders import WorkOrder
     from headrace.reduce.reduce_shards import GramSummary
@@ -85,7 +84,7 @@ def gram(
         summary = reduce_shards(plan, _Watcher(display, out, plan.spool_folder if plan.spooled else None))
     if summary.state == "worker":
         return 0
-    output.answer(summary, lambda console: _closing(console, summary))
+    output.answer(summary, _closing(summary))
     return 128 + summary.signal if summary.signal else 0
 
 
@@ -112,7 +111,7 @@ def _join(
             progress=lambda made: display.progress(f"made {made:,} partials", made),
         )  # fmt: skip
     how = "the pass is over" if summary.state == "finished" else "stopped"
-    output.answer(summary, lines=[f"  {how}; made {summary.partials:,} partials in {summary.seconds:.1f} s"])
+    output.answer(summary, [f"  {how}; made {summary.partials:,} partials in {summary.seconds:.1f} s"])
     return 128 + summary.signal if summary.signal else 0
 
 
@@ -150,9 +149,9 @@ def rows_folded(summary: GramSummary) -> int:
     return now - before
 
 
-def _closing(console: Console, summary: GramSummary) -> None:
+def _closing(summary: GramSummary) -> Iterator[Line]:
     words = {"reduced": "reduced", "complete": "is complete already", "stopped": "stopped"}[summary.state]
-    console.print(f"\n[bold]{words}[/]  {summary.out}")
+    yield marked(f"\n[bold]{words}[/]  {summary.out}")
     lines = [("rows", f"{summary.n_rows:,} x {summary.width:,}, chunks of {summary.chunk_size:,}")]
     if summary.sha256:
         lines.append(("sha256", summary.sha256))
@@ -164,4 +163,4 @@ def _closing(console: Console, summary: GramSummary) -> None:
         lines.append(("workers", f"{summary.replaced} died and were replaced"))
     if summary.state == "stopped":
         lines += [("folded", f"{summary.folded:,} of {summary.n_chunks:,} chunks"), ("go on", "the same command")]
-    facts(console, lines)
+    yield from facts(lines)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from headrace.cli.terminal import TEXT, Output, print_plain
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from headrace.cli.terminal import TEXT, Line, Output, marked
 
 
 def inspect(
@@ -29,26 +26,26 @@ def inspect(
     from headrace.runs.inspection import inspect_path
 
     found = inspect_path(path)
-    output.answer(found, lambda console: _print_description(console, path, found))
+    output.answer(found, _description(path, found))
     return 0
 
 
-def _print_description(console: Console, path: Path, found: Mapping[str, Any]) -> None:
-    console.print(f"[bold]{path}[/]: {found['kind']}")
-    _print_tree(console, {k: v for k, v in found.items() if k != "kind"}, "  ")
+def _description(path: Path, found: Mapping[str, Any]) -> Iterator[Line]:
+    yield marked(f"[bold]{path}[/]: {found['kind']}")
+    yield from _tree({k: v for k, v in found.items() if k != "kind"}, "  ")
 
 
-def _print_tree(console: Console, values: Mapping[str, Any], pad: str) -> None:
+def _tree(values: Mapping[str, Any], pad: str) -> Iterator[Line]:
     for name, item in values.items():
         if isinstance(item, Mapping) and item:
-            console.print(f"{pad}[dim]{name}[/]")
-            _print_tree(console, item, pad + "  ")
+            yield marked(f"{pad}[dim]{name}[/]")
+            yield from _tree(item, pad + "  ")
         elif isinstance(item, list) and item and isinstance(item[0], Mapping):
-            console.print(f"{pad}[dim]{name}[/]")
+            yield marked(f"{pad}[dim]{name}[/]")
             for row in item:
-                print_plain(console, f"{pad}  " + "  ".join(f"{k} {v}" for k, v in row.items()))
+                yield f"{pad}  " + "  ".join(f"{k} {v}" for k, v in row.items())
         else:
             shown = (
                 f"{item:,}" if isinstance(item, int) and not isinstance(item, bool) else "none" if item == {} else item
             )
-            console.print(f"{pad}[dim]{name:<22}[/] {shown}")
+            yield marked(f"{pad}[dim]{name:<22}[/] {shown}")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from headrace.cli.terminal import TEXT, Output
+from headrace.cli.terminal import TEXT, Line, Output
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headrace.metrics import MetricSpec
 
 
@@ -31,11 +29,11 @@ def metrics(*, output: Output = TEXT) -> int:
         }
         for s in specs
     ]  # fmt: skip
-    output.answer(rows, lambda console: _print_metrics(console, specs))
+    output.answer(rows, _lines(specs))
     return 0
 
 
-def _print_metrics(console: Console, specs: Sequence[MetricSpec]) -> None:
+def _lines(specs: Sequence[MetricSpec]) -> Iterator[Line]:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -44,4 +42,4 @@ def _print_metrics(console: Console, specs: Sequence[MetricSpec]) -> None:
     for s in specs:
         healthy = f"{s.healthy[0]:g} – {s.healthy[1]:g}" if s.healthy else ""
         table.add_row(s.key, s.reduction.value + (", worst rank" if s.with_max else ""), s.unit, healthy, s.help)
-    console.print(table)
+    yield table

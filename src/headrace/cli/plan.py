@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from headrace.cli.app import Settings, overrides
-from headrace.cli.terminal import TEXT, Output, notes, print_plain, table_of
+from headrace.cli.terminal import TEXT, Line, Output, notes, table_of
 from headrace.errors import short_number
 from headrace.runs.config.loading import load_config
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headrace.runs.plan import Forecast
 
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -42,30 +40,29 @@ def plan(
     from headrace.runs.plan import plan_run
 
     found = plan_run(load_config(config, overrides(settings)), steps=steps, ranks=ranks)
-    output.answer(found, lambda console: _print_forecast(console, found))
+    output.answer(found, _forecast_lines(found))
     return 0
 
 
-def _print_forecast(console: Console, found: Forecast) -> None:
+def _forecast_lines(found: Forecast) -> Iterator[Line]:
     table = table_of("source", "~tokens", "share", "target", "epochs", "~documents", "repeats", "dry")
     for s in found.sources:
         steps = [f"step {step:,}" if step is not None else "–" for step in (s.repeats_at, s.dry_at)]
         share = f"{s.share:.3f}", f"{s.target:.3f}", f"{s.epochs:.2f}"
         table.add_row(s.name, short_number(s.tokens), *share, short_number(s.documents), *steps)
-    console.print(table)
-    console.print("share over the run", style="dim")
+    yield table
+    yield "share over the run", "dim"
     width = max(len(s.name) for s in found.sources)
     for s in found.sources:
         spread = f"{min(s.shares):.3f} to {max(s.shares):.3f}"
-        print_plain(console, f"  {s.name:<{width}}  {sparkline(s.shares)}  {spread}")
+        yield f"  {s.name:<{width}}  {sparkline(s.shares)}  {spread}"
     for step, weights in found.changes:
         mix = ", ".join(f"{s.name} {w:.3g}" for s, w in zip(found.sources, weights, strict=True))
-        print_plain(console, f"from step {step:,}: {mix}")
+        yield f"from step {step:,}: {mix}"
     end = f"the data ends at step {found.ends_at:,}" if found.ends_at is not None else "the data lasts"
-    console.print(
-        f"{found.steps:,} steps x {found.global_batch_size} x {found.seq_len}: ~{short_number(found.tokens)} tokens, padding ~{found.padding:.1%}; {end}"
-    )
-    notes(console, found.warnings)
+    size = f"{found.steps:,} steps x {found.global_batch_size} x {found.seq_len}"
+    yield f"{size}: ~{short_number(found.tokens)} tokens, padding ~{found.padding:.1%}; {end}"
+    yield from notes(found.warnings)
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from headrace.cli.app import Settings, overrides
-from headrace.cli.terminal import TEXT, Output, facts
+from headrace.cli.terminal import TEXT, Line, Output, facts, marked
 from headrace.errors import short_number
 from headrace.runs.config.loading import load_config
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headrace.loader import TextDataset
     from headrace.runs.prepare import PrepareSummary
 
@@ -63,18 +62,17 @@ def prepare(
             shard_bytes=None if shard_mb is None else shard_mb << 20,
         )
     command = _command(config, settings, out, shard_mb)
-    output.answer(summary.to_dict(), lambda console: _closing(console, summary, command))
+    output.answer(summary.to_dict(), _closing(summary, command))
     return 128 + summary.signal if summary.signal else 0
 
 
-def _closing(console: Console, summary: PrepareSummary, command: str) -> None:
+def _closing(summary: PrepareSummary, command: str) -> Iterator[Line]:
     words = {"prepared": "prepared", "complete": "is complete already", "stopped": "stopped"}[summary.state]
-    console.print(f"\n[bold]{words}[/]  {summary.folder}")
-    speed = summary.new_tokens / summary.seconds if summary.seconds else 0.0
+    yield marked(f"\n[bold]{words}[/]  {summary.folder}")
     rows = [
         ("data", f"{summary.documents:,} documents, {summary.tokens:,} tokens, {summary.bytes / 1e6:,.1f} MB in {summary.shards:,} shards"),
         ("sources", "  ".join(f"{name} {short_number(s['tokens'])}" for name, s in summary.sources.items())),
-        ("speed", f"{short_number(speed)} tokens/s over {summary.seconds:.1f} s"),
+        ("speed", f"{short_number(summary.tokens_per_second)} tokens/s over {summary.seconds:.1f} s"),
     ]  # fmt: skip
     if summary.kept or summary.remade:
         rows.append(("shards", f"{summary.kept:,} kept, {summary.remade:,} made again"))
@@ -84,7 +82,7 @@ def _closing(console: Console, summary: PrepareSummary, command: str) -> None:
         rows.append(("go on", command))
     else:
         rows.append(("use", f'headrace.PreparedDataset("{summary.folder}")'))
-    facts(console, rows)
+    yield from facts(rows)
 
 
 def _command(config: Path, settings: tuple[str, ...], out: Path | None, shard_mb: int | None) -> str:

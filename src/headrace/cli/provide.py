@@ -81,5 +81,5 @@ def provide(
         )  # fmt: skip
     seconds = time.perf_counter() - began
     answer = {"spool": checked.spool_dir, "files": made, "seconds": seconds}
-    output.answer(answer, lines=[f"  made {made:,} files in {seconds:.1f} s"])
+    output.answer(answer, [f"  made {made:,} files in {seconds:.1f} s"])
     return 0

@@ -59,7 +59,7 @@ def replay(
         size = dump.stat().st_size
         output.answer(
             {"dump": str(dump), "rollouts": count, "bytes": size},
-            lines=[f"{dump}: {count} rollouts, {short_number(size)}B"],
+            [f"{dump}: {count} rollouts, {short_number(size)}B"],
         )
         return 0
     from headrace.rollouts.replay import ALONE, PhaseCost, replay_phase

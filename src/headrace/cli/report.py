@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 from rich.markup import escape
 
-from headrace.cli.terminal import TEXT, Output, facts
+from headrace.cli.terminal import TEXT, Line, Output, facts, marked
 from headrace.errors import short_number
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def report(
@@ -39,17 +37,17 @@ def report(
     size, status = write_page(view, path), view.status()
     findings = find_problems(view, status)
 
-    def show(console: Console) -> None:
-        console.print(f"[bold]{escape(view.name)}[/] ({view.kind})  {view.index.lines:,} lines")
+    def lines() -> Iterator[Line]:
+        yield marked(f"[bold]{escape(view.name)}[/] ({view.kind})  {view.index.lines:,} lines")
         steps = f" of {status['steps']:,}" if status["steps"] else ""
-        facts(console, [("state", f"{status['state']} at step {status['step']:,}{steps}")])
+        yield from facts([("state", f"{status['state']} at step {status['step']:,}{steps}")])
         for finding in findings:
-            console.print(f"[yellow]{finding.severity}[/] {escape(finding.sentence)}")
+            yield marked(f"[yellow]{finding.severity}[/] {escape(finding.sentence)}")
             if finding.remedy:
-                console.print(f"      {finding.remedy}", style="dim", markup=False)
+                yield f"      {finding.remedy}", "dim"
         if not findings:
-            console.print("nothing stands out", style="dim")
-        facts(console, [("page", f"{escape(str(path))} ({short_number(size)}B)")])
+            yield "nothing stands out", "dim"
+        yield from facts([("page", f"{escape(str(path))} ({short_number(size)}B)")])
 
     panels = [
         {k: p[k] for k in ("title", "key", "healthy")} | {"curves": [c["key"] for c in p["curves"]]}
@@ -59,5 +57,5 @@ def report(
         "path": str(run), "name": view.name, "kind": view.kind, "status": status, "findings": list(map(asdict, findings)),
         "panels": panels, "page": str(path),
     }  # fmt: skip
-    output.answer(answer, show)
+    output.answer(answer, lines())
     return 0

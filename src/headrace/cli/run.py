@@ -62,5 +62,5 @@ def run(
             summary = train(folder, display, accept=accept, full_check=full)
     finally:
         folder.release()
-    output.answer(summary.to_dict(), lambda console: conclude(console, folder.config.kind, summary, str(folder.path)))
+    output.answer(summary.to_dict(), conclude(folder.config.kind, summary, str(folder.path)))
     return 128 + summary.signal if summary.signal else 0  # `headrace run ... && next` must not go on after Ctrl-C

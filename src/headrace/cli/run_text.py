@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.terminal import facts
+from headrace.cli.terminal import Line, facts, marked
 from headrace.errors import short_number
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headrace.runs.config.base import JobConfig
     from headrace.runs.config.rl import RLConfig
     from headrace.runs.config.schema import RunConfig
@@ -30,11 +28,11 @@ def opening(config: JobConfig, *, folder: str, ranks: int, resumed: bool) -> tup
     return headline, [*rows(config), ("seed", f"{config.run.seed}   ranks {ranks}   config {config.hash}")]
 
 
-def conclude(console: Console, kind: str, summary: RunSummary, folder: str) -> None:
-    """Print the results, and the command that continues the run."""
+def conclude(kind: str, summary: RunSummary, folder: str) -> Iterator[Line]:
+    """The results, and the command that continues the run."""
     _, rows = _ROWS[kind]
     done = {"completed": "completed", "stopped": "stopped", "data_ended": "ran out of data"}[summary.state]
-    console.print(f"\n[bold]{done}[/] at step {summary.step} of {summary.steps}")
+    yield marked(f"\n[bold]{done}[/] at step {summary.step} of {summary.steps}")
     go_on = ("resume", summary.resume)
     if summary.step >= summary.steps:
         accept = " --accept config" if getattr(summary, "decays", False) else ""
@@ -43,7 +41,7 @@ def conclude(console: Console, kind: str, summary: RunSummary, folder: str) -> N
         "" if kind == "streams" else f"   headrace step {folder} {max(summary.step, 1)}"
     )
     model = ("model", f"sha256 {summary.model_sha256[:16]}…")
-    facts(console, [*rows(summary), model, ("folder", folder), ("look", look), go_on])
+    yield from facts([*rows(summary), model, ("folder", folder), ("look", look), go_on])
 
 
 def _text_config(config: RunConfig) -> Rows:

@@ -42,7 +42,7 @@ def ls(directory: Path, /, *, output: Output = TEXT) -> int:
         for f in files
     ]
     lines += [f"{f['split']:<6} quarantine/{f['file']}: {f['reason']}" for f in aside]
-    output.answer(files, lines=lines or ["no files"])
+    output.answer(files, lines or ["no files"])
     return 0
 
 
@@ -74,7 +74,7 @@ def stat(directory: Path, /, *, output: Output = TEXT) -> int:
     disk = facts["disk"]
     lines.append(f"  {'disk':<14} {disk['file_system'] or 'unknown file system'}, {short_number(disk['bytes'])}B free")
     lines += [f"  {'':<14} {sentence}" for sentence in disk["warnings"]]
-    output.answer(facts, lines=lines)
+    output.answer(facts, lines)
     return 0
 
 
@@ -94,7 +94,7 @@ def verify(directory: Path, /, *, output: Output = TEXT) -> int:
         for f in findings
     ]
     lines.append(f"{files:,} files checked, {count_text(len(findings), 'problem')}")
-    output.answer({"files": files, "findings": findings}, lines=lines)
+    output.answer({"files": files, "findings": findings}, lines)
     return 1 if findings else 0
 
 
@@ -119,7 +119,7 @@ def quarantine(
     if file is not None:
         set_aside(directory, file, reason, split=split, part=part)
     found = quarantined(directory)
-    output.answer(found, lines=[f"{f['split']} {f['file']}: {f['reason']}" for f in found] or ["nothing"])
+    output.answer(found, [f"{f['split']} {f['file']}: {f['reason']}" for f in found] or ["nothing"])
     return 0
 
 
@@ -146,5 +146,5 @@ def purge(
         print(f"headrace spool purge: {directory} holds {files:,} files; say --yes to delete them", file=sys.stderr)
         return 1
     purge_spool(directory)
-    output.answer({"deleted": files}, lines=[f"{files:,} files deleted"])
+    output.answer({"deleted": files}, [f"{files:,} files deleted"])
     return 0

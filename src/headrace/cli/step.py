@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from headrace.cli.terminal import TEXT, Output, print_plain, tokens_text
+from headrace.cli.terminal import TEXT, Line, Output, tokens_text
 from headrace.errors import count_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headrace.provenance.steps import StepDocuments
     from headrace.rollouts.arrival_log import Arrival
 
@@ -53,34 +51,33 @@ def step(
         return 0
     with RunProvenance(recorded_run(run)) as provenance:
         found = provenance.step(number, world=world, rank=rank, chars=chars if text else None)
-    output.answer(found, lambda console: _print_step(console, run, found, rank))
+    output.answer(found, _step_lines(run, found, rank))
     return 0
 
 
-def _print_step(console: Console, run: Path, found: StepDocuments, rank: int | None) -> None:
+def _step_lines(run: Path, found: StepDocuments, rank: int | None) -> Iterator[Line]:
     last = found.first_sample + found.samples - 1
     whose = f"rank {rank} of {found.world_size}" if rank is not None else count_text(found.world_size, "rank")
-    print_plain(console, f"step {found.step} of {run}: samples {found.first_sample:,} to {last:,}, {whose}", "bold")
+    yield f"step {found.step} of {run}: samples {found.first_sample:,} to {last:,}, {whose}", "bold"
     for d in found.documents:
         place = f"rank {d.rank} row {d.position:>3} column {d.column:>5}"
-        print_plain(console, f"  {place}  {d.source}  {d.file} row {d.row:,}  {tokens_text(d.start, d.length)}")
+        yield f"  {place}  {d.source}  {d.file} row {d.row:,}  {tokens_text(d.start, d.length)}"
         if d.text is not None:
             before, after = "…" if d.start else "", "…" if d.shortened else ""
-            print_plain(console, f"      {before}{d.text}{after}", "dim")
+            yield f"      {before}{d.text}{after}", "dim"
     total = sum(share.tokens for share in found.totals.values()) or 1
     for name, share in found.totals.items():
-        print_plain(
-            console,
+        yield (
             f"  {name}: {count_text(share.samples, 'block')}, {count_text(share.documents, 'document')}, {count_text(share.tokens, 'token')} "
-            f"({share.tokens / total:.1%})",
+            f"({share.tokens / total:.1%})"
         )
     if found.fillers or found.padding:
-        print_plain(console, f"  {found.padding:,} tokens of padding, {found.fillers:,} blocks with nothing to learn")
+        yield f"  {found.padding:,} tokens of padding, {found.fillers:,} blocks with nothing to learn"
     effort = f"{count_text(found.windows, 'window')} made again in {found.seconds:.1f} s"
     if found.recorded is None:
-        print_plain(console, f"not proven: {found.unproven} ({effort})", "yellow")
+        yield f"not proven: {found.unproven} ({effort})", "yellow"
     else:
-        print_plain(console, f"proven: these blocks give digest {found.digest}, as the run recorded ({effort})")
+        yield f"proven: these blocks give digest {found.digest}, as the run recorded ({effort})"
 
 
 def print_rollouts(output: Output, arrivals: Sequence[Arrival], title: str, *, chars: int = 200) -> None:
@@ -95,26 +92,24 @@ def print_rollouts(output: Output, arrivals: Sequence[Arrival], title: str, *, c
             for a in arrivals
         ]
     }  # fmt: skip
-    output.answer(answer, lambda console: _print_tasks(console, arrivals, title, chars))
+    output.answer(answer, _task_lines(arrivals, title, chars))
 
 
-def _print_tasks(console: Console, arrivals: Sequence[Arrival], title: str, chars: int) -> None:
+def _task_lines(arrivals: Sequence[Arrival], title: str, chars: int) -> Iterator[Line]:
     done = [a for a in arrivals if not a.failed]
     mean = sum(a.reward for a in done) / len(done) if done else float("nan")
     failures = f"{len(arrivals) - len(done):,} failures"
-    print_plain(console, f"{title}: {len(done):,} rollouts, mean reward {mean:.3f}, {failures}", "bold")
+    yield f"{title}: {len(done):,} rollouts, mean reward {mean:.3f}, {failures}", "bold"
     task = None
     for a in arrivals:
         if a.task != task:
             task = a.task
             rewards = [b.reward for b in done if b.task == task]
             reward = f"{sum(rewards) / len(rewards):.3f}" if rewards else "–"
-            print_plain(
-                console, f"  task {task} ({a.env}, step {a.step + 1}, version {a.version}): mean reward {reward}"
-            )
+            yield f"  task {task} ({a.env}, step {a.step + 1}, version {a.version}): mean reward {reward}"
         again = f" attempt {a.attempt}" if a.attempt else ""
         result = f"failed, {a.failed}" if a.failed else f"reward {a.reward:g}"
-        print_plain(console, f"    member {a.member}{again}: {result}")
+        yield f"    member {a.member}{again}: {result}"
         for turn in a.turns if chars else ():
-            print_plain(console, f"      env     {turn.prompt[:chars]}", "dim")
-            print_plain(console, f"      policy  {turn.completion[:chars]}")
+            yield f"      env     {turn.prompt[:chars]}", "dim"
+            yield f"      policy  {turn.completion[:chars]}"

@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from cyclopts import Parameter
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.text import Text
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+Line = RenderableType | tuple[str, str]
+"""A line for people: untrusted text, such text with its style, text with markup (`marked`), or a whole table."""
 
 
 # ------------------------------------------------------------------------------------------------- printing
@@ -35,14 +39,19 @@ class Output:
         """Whether text for people is printed."""
         return self.format == "text" and not self.quiet
 
-    def answer(self, value: Any, show: Callable[[Console], None] | None = None, *, lines: Sequence[str] = ()) -> None:
-        """Print `value`, a dataclass or a JSON value, as JSON; as text, let `show` print it, or print `lines`."""
+    def answer(self, value: Any, lines: Iterable[Line] = ()) -> None:
+        """Print `value`, a dataclass or a JSON value, as JSON, or `lines` for people."""
         if self.format == "json" and not self.quiet:
             print_json(asdict(value) if is_dataclass(value) and not isinstance(value, type) else value)
-        if self.talks and show is not None:
-            show(console_for())
-        for line in lines:
-            self.say(line)
+        if self.talks:
+            console = console_for()
+            for line in lines:
+                if isinstance(line, tuple):
+                    print_plain(console, *line)
+                elif isinstance(line, str):
+                    print_plain(console, line)
+                else:
+                    console.print(line)
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print a line for people."""
@@ -81,16 +90,19 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
-def facts(console: Console, rows: Sequence[tuple[str, str]]) -> None:
-    """Print names and what they are, a line each. The texts may hold markup."""
-    for name, text in rows:
-        console.print(f"  [dim]{name:<8}[/] {text}")
+def marked(text: str) -> Text:
+    """A line whose markup is shown as styles."""
+    return Text.from_markup(text)
 
 
-def notes(console: Console, warnings: Sequence[str]) -> None:
-    """Print warnings, a line each. They may hold markup."""
-    for warning in warnings:
-        console.print(f"[yellow]note[/] {warning}")
+def facts(rows: Iterable[tuple[str, str]]) -> Iterator[Text]:
+    """Names and what they are, a line each. The texts may hold markup."""
+    return (marked(f"  [dim]{name:<8}[/] {text}") for name, text in rows)
+
+
+def notes(warnings: Iterable[str]) -> Iterator[Text]:
+    """Warnings, a line each. They may hold markup."""
+    return (marked(f"[yellow]note[/] {warning}") for warning in warnings)
 
 
 def table_of(*columns: str) -> Table:
@@ -153,8 +165,7 @@ class Display:
     def opened(self, headline: str, rows: Sequence[tuple[str, str]]) -> None:
         """Print the first lines of a job. The texts may hold markup."""
         if self._console is not None:
-            self._console.print(headline)
-            facts(self._console, rows)
+            self._console.print(headline, *facts(rows), sep="\n")
 
     def waiting(self, what: str) -> None:
         self._bar.update(self._task, description=f"waiting: {what}")

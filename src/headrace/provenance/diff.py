@@ -74,15 +74,12 @@ class _Step(NamedTuple):
     digest: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stretch:
-    """Samples between two places where both runs have a step that ends."""
+class _Stretch(NamedTuple):
+    """Samples between two places where both runs have a step that ends, and the sum of each run's digests over them."""
 
     begin: int
     end: int
-    steps: tuple[int | None, int | None]
-    """The first step of each run in it."""
-    sums: tuple[int, int]
+    sums: list[int]
 
 
 def diff_runs(a: RecordedRun, b: RecordedRun) -> Difference:
@@ -92,22 +89,21 @@ def diff_runs(a: RecordedRun, b: RecordedRun) -> Difference:
         recorded = [_recorded_steps(first, notes), _recorded_steps(second, notes)]
         if len({s.end - s.begin for steps in recorded for s in steps[:1]}) > 1:
             notes.append("the runs have other batch sizes: they are compared by sample, where a step ends in both")
-        compared, parted = 0, None
-        sample, seen = None, (None, None)
+        compared, same = 0, True
+        sample, seen, steps = None, (None, None), [None, None]
         for stretch in _stretches(*recorded):
             if stretch.sums[0] != stretch.sums[1]:
                 found = _first_difference(first, second, stretch, notes)
                 if found is not None:
-                    parted, (sample, seen) = stretch, found
+                    same, (sample, seen) = False, found
+                    steps = [_first_step(of_run, stretch) for of_run in recorded]
                     break
             compared = stretch.end
-        steps = parted.steps if parted is not None else (None, None)
         if sample is not None:
-            took = [f.record.step_of(sample) for f in (first, second)]
-            steps = (took[0] or steps[0], took[1] or steps[1])
+            steps = [run.record.step_of(sample) or step for run, step in zip((first, second), steps, strict=True)]
             compared = sample
         return Difference(
-            a=str(a.path), b=str(b.path), steps_a=len(recorded[0]), steps_b=len(recorded[1]), same=parted is None, samples_compared=compared,
+            a=str(a.path), b=str(b.path), steps_a=len(recorded[0]), steps_b=len(recorded[1]), same=same, samples_compared=compared,
             step_a=steps[0], step_b=steps[1], sample=sample, seen_a=seen[0], seen_b=seen[1],
             config=_config_differences(first, second), order=_order_differences(first, second, notes), notes=tuple(notes),
         )  # fmt: skip
@@ -121,7 +117,7 @@ def _recorded_steps(run: RunProvenance, notes: list[str]) -> list[_Step]:
     try:
         steps = list(run.record.steps())
     except FileCorrupt as error:
-        size = run.run.global_batch_size
+        size = run.run.config["loader"]["global_batch_size"]
         notes.append(f"{error}; its steps are taken to have {size} samples each, and its documents cannot be named")
         steps = [(n, (n - 1) * size, n * size) for n in range(1, max(digests) + 1)]
     found: list[_Step] = []
@@ -137,25 +133,29 @@ def _stretches(a: list[_Step], b: list[_Step]) -> Iterator[_Stretch]:
     """The samples cut wherever both runs have a border between steps."""
     if not a or not b:
         return
-    borders = sorted(
-        {s for step in a for s in (step.begin, step.end)} & {s for step in b for s in (step.begin, step.end)}
-    )
+    totals = [_totals(a), _totals(b)]
+    borders = sorted(totals[0].keys() & totals[1].keys())
     if not borders or borders[0] != a[0].begin or borders[0] != b[0].begin:
         raise FileCorrupt(
             f"the records begin at samples {a[0].begin} and {b[0].begin}: runs can be compared from a sample that both begin at"
         )
-    at = [0, 0]
     for begin, end in itertools.pairwise(borders):
-        sums, steps = [0, 0], [None, None]
-        for side, recorded in enumerate((a, b)):
-            while at[side] < len(recorded) and recorded[at[side]].end <= end:
-                step = recorded[at[side]]
-                steps[side] = steps[side] or step.number
-                sums[side] += step.digest
-                at[side] += 1
-        yield _Stretch(
-            begin=begin, end=end, steps=(steps[0], steps[1]), sums=(Digest(sums[0]).value, Digest(sums[1]).value)
-        )
+        yield _Stretch(begin, end, [Digest(total[end] - total[begin]).value for total in totals])
+
+
+def _totals(steps: list[_Step]) -> dict[int, int]:
+    """The sum of the digests before every border of a step."""
+    total, found = 0, {}
+    for step in steps:
+        found[step.begin] = total
+        total += step.digest
+        found[step.end] = total
+    return found
+
+
+def _first_step(steps: list[_Step], stretch: _Stretch) -> int | None:
+    """The first step in a stretch; None if the run skipped all of it."""
+    return next((s.number for s in steps if stretch.begin <= s.begin and s.end <= stretch.end), None)
 
 
 # -------------------------------------------------------------------------------- the first difference
@@ -217,13 +217,14 @@ def _described(
     )  # fmt: skip
 
 
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys at which two tables differ, with both values; None where a table has no such key."""
+    return {key: (a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)}
+
+
 def _config_differences(a: RunProvenance, b: RunProvenance) -> dict[str, tuple[Any, Any]]:
-    one, other = dict(_flat(a.run.config)), dict(_flat(b.run.config))
-    return {
-        key: (one.get(key), other.get(key))
-        for key in [*one, *(k for k in other if k not in one)]
-        if key not in _NAMES_ONLY and one.get(key) != other.get(key)
-    }
+    differing = _differing(dict(_flat(a.run.config)), dict(_flat(b.run.config)))
+    return {key: values for key, values in differing.items() if key not in _NAMES_ONLY}
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -246,11 +247,7 @@ def _order_differences(
             notes.append(f"{run.path} has no checkpoint yet, so nothing says which files it read")
     if one is None or other is None:
         return {}
-    differing = {
-        key: (one.get(key), other.get(key))
-        for key in sorted(one.keys() | other.keys())
-        if one.get(key) != other.get(key)
-    }
+    differing = dict(sorted(_differing(one, other).items()))
     if "weights" in differing:
         before, after = differing["weights"]
         differing["weights"] = (before and shown_weights(before), after and shown_weights(after))

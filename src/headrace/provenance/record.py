@@ -20,25 +20,41 @@ shown, and steps that depend on it are refused by name.
 from __future__ import annotations
 
 import base64
-import binascii
 import itertools
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
-import orjson
 
 from headrace.errors import ConfigError, FileCorrupt
-from headrace.files import Line, read_lines
+from headrace.files import read_lines
 from headrace.loader.windows import WindowStart
 
 FILLER = 0xFFFF
 _MAX_LINE = 64 << 20
-_MAX_SAMPLE = 1 << 62
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+
+
+class _Line(msgspec.Struct):
+    """A line of the file; picks are decoded from base64."""
+
+    first: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    samples: Annotated[list[_Number], msgspec.Meta(min_length=2)]
+    picks: bytes
+    opened: list[tuple[_Number, _Number, _Number, _Number, _Number, _Number]] = []
+    skipped: list[tuple[_Number, _Number]] | None = None
+    skipped_picks: bytes = b""
+    sources: Annotated[list[str], msgspec.Meta(max_length=FILLER - 1)] | None = None
+    lanes: _Count | None = None
+    window_blocks: int | None = None
+    shuffle_chunks: int = 1
+    """Earlier versions shuffled chunk by chunk, and did not say so."""
 
 
 class OpenedWindow(NamedTuple):
@@ -121,7 +137,7 @@ class SampleRecord:
         """Add a line in place of everything from its first step and sample on."""
         begin, stretches = line.stretch.begin, self._stretches
         kept = min(bisect_left(self._numbers, line.first), bisect_left(self._begins, begin))
-        begins, ends = zip(*line.steps, strict=True) if line.steps else ((), ())
+        begins, ends = zip(*line.steps, strict=True)
         numbers = range(line.first, line.first + len(line.steps))
         for column, new in ((self._numbers, numbers), (self._begins, begins), (self._ends, ends)):
             del column[kept:]
@@ -249,82 +265,53 @@ class SampleRecord:
         try:
             for line in read_lines(self.path, _MAX_LINE, follow=True):
                 try:
-                    parsed = self._parse(line)
-                except (ValueError, TypeError, KeyError, OverflowError) as error:
-                    self.damaged.append((line.number, str(error) or type(error).__name__))
+                    parsed = self._parse(line.text)
+                except (ValueError, OverflowError, RecursionError) as error:
+                    self.damaged.append((line.number, str(error)))
                     continue
                 yield parsed
         except FileNotFoundError:
             raise FileCorrupt(f"{self.path} is missing: the run did not record it") from None
 
-    def _parse(self, line: Line) -> _ParsedLine:
-        """A checked line; ValueError names the problem."""
-        if line.text is None:
+    def _parse(self, text: bytes | None) -> _ParsedLine:
+        """A checked line; an error names the problem."""
+        if text is None:
             raise ValueError(f"it is longer than {_MAX_LINE:,} bytes")
-        value = orjson.loads(line.text)
-        if not isinstance(value, dict):
-            raise ValueError(f"expected an object, found {type(value).__name__}")
-        first, samples = value.get("first"), value.get("samples")
-        if type(first) is not int or not 1 <= first < _MAX_SAMPLE:
-            raise ValueError("`first` is not a step")
-        delivered, passed = _decoded(value.get("picks", "")), _decoded(value.get("skipped_picks", ""))
-        skipped = value.get("skipped")
-        if skipped is None and len(
-            passed
-        ):  # an older line that holds only their picks: they come right before its steps
-            skipped = [[samples[0] - len(passed), samples[0]]]
-        steps, skips = _steps(samples, skipped or [])
+        line = msgspec.json.decode(text, type=_Line)
+        delivered, passed = np.frombuffer(line.picks, "<u2"), np.frombuffer(line.skipped_picks, "<u2")
+        skipped = line.skipped
+        if skipped is None and len(passed):  # an older line holds only their picks: they come right before its steps
+            skipped = [(line.samples[0] - len(passed), line.samples[0])]
+        steps, skips = _steps(line.samples, skipped or [])
         begin, end = _bounds([*steps, *skips])
         if end - begin != len(delivered) + len(passed):
             raise ValueError(f"{end - begin} samples with {len(delivered)} picks, and {len(passed)} of skipped ones")
-        self._take_sizes(value)
-        sources = self._meaning(value.get("sources"))
-        picks = delivered
-        if skips:
-            is_skipped = np.zeros(end - begin, bool)
-            for low, high in skips:
-                is_skipped[low - begin : high - begin] = True
-            picks = np.empty(end - begin, np.uint16)
-            picks[~is_skipped], picks[is_skipped] = delivered, passed
-        if ((picks >= len(sources)) & (picks != FILLER)).any():
-            raise ValueError("a pick names no source")
-        if list(sources) != list(range(len(sources))):
-            picks = np.where(picks == FILLER, picks, np.array(sources, np.uint16)[np.minimum(picks, len(sources) - 1)])
-        opened = self._windows_of(value.get("opened", []), begin, end, sources)
-        return _ParsedLine(first, steps, _Stretch(begin, picks, opened))
+        self.lanes = line.lanes or self.lanes
+        sizes = {"lanes": line.lanes, "window_blocks": line.window_blocks, "shuffle_chunks": line.shuffle_chunks}
+        self.sizes = {name: size for name, size in sizes.items() if size is not None}
+        sources = self._meaning(line.sources)
+        is_skipped = np.zeros(end - begin, bool)
+        for low, high in skips:
+            is_skipped[low - begin : high - begin] = True
+        picks = np.empty(end - begin, np.uint16)
+        picks[~is_skipped], picks[is_skipped] = delivered, passed
+        opened = np.array(line.opened, np.int64).reshape(-1, 6)
+        samples, lanes, numbers = opened[:, 0], opened[:, 1], opened[:, 2]
+        if ((picks >= len(sources)) & (picks != FILLER)).any() or (numbers >= len(sources)).any():
+            raise ValueError("a pick or a window names no source")
+        if ((samples < begin) | (samples >= end) | (lanes != samples % self.lanes)).any():
+            raise ValueError("a window was opened outside the line's samples or lanes")
+        opened[:, 2] = sources[numbers]
+        picks = np.where(picks == FILLER, picks, sources[np.minimum(picks, len(sources) - 1)])
+        return _ParsedLine(line.first, steps, _Stretch(begin, picks, opened))
 
-    def _take_sizes(self, value: dict[str, Any]) -> None:
-        lanes = value.get("lanes", self.lanes)
-        if type(lanes) is not int or not 1 <= lanes <= 1 << 16:
-            raise ValueError("`lanes` is not a number of lanes")
-        self.lanes = lanes
-        # Earlier versions shuffled chunk by chunk, and did not say so.
-        self.sizes = {"shuffle_chunks": 1} | {
-            n: value[n] for n in ("lanes", "window_blocks", "shuffle_chunks") if n in value
-        }
-
-    def _windows_of(self, opened: list[list[int]], begin: int, end: int, sources: Sequence[int]) -> np.ndarray:
-        found = array("q")
-        for sample, lane, source, *start in opened:
-            if not (begin <= sample < end and lane == sample % self.lanes and 0 <= source < len(sources)):
-                raise ValueError("a window was opened outside the line's samples, lanes or sources")
-            if len(start) != 3 or min(start) < 0 or max(start) >= _MAX_SAMPLE:
-                raise ValueError("a window starts nowhere")
-            found.extend((sample, lane, sources[source], *start))
-        return np.frombuffer(found, np.int64).reshape(-1, 6)
-
-    def _meaning(self, given: object) -> Sequence[int]:
+    def _meaning(self, given: Sequence[str] | None) -> np.ndarray:
         """The line's numbers of sources as indices into `names`; names that are new here are appended."""
-        if given is None:
-            return range(self._configured)
-        if not isinstance(given, list) or not all(isinstance(n, str) for n in given) or len(given) >= FILLER:
-            raise ValueError("`sources` is not a list of names")
-        for name in given:
-            if name not in self.names:
-                if len(self.names) >= FILLER - 1:
-                    raise ValueError("too many names of sources")
-                self.names.append(name)
-        return [self.names.index(n) for n in given]
+        given = self.names[: self._configured] if given is None else given
+        self.names += [name for name in dict.fromkeys(given) if name not in self.names]
+        if len(self.names) >= FILLER:
+            raise ValueError("too many names of sources")
+        return np.array([self.names.index(name) for name in given], np.uint16)
 
 
 def merge_rank_records(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -340,7 +327,7 @@ def merge_rank_records(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         samples = np.concatenate([np.empty(0, np.int64), *(np.arange(a, b) for a, b in ranges)])
         picks = np.empty(len(samples), "<u2")
         for rank, line in enumerate(lines):
-            picks[samples % world == rank] = _decoded(line.get(name, ""))
+            picks[samples % world == rank] = np.frombuffer(base64.b64decode(line.get(name, "")), "<u2")
         if name in merged:
             merged[name] = base64.b64encode(picks.tobytes()).decode()
     merged["opened"] = sorted(window for line in lines for window in line["opened"])
@@ -352,18 +339,10 @@ def _window(row: Sequence[int]) -> OpenedWindow:
     return OpenedWindow(sample, WindowStart(*start))
 
 
-def _decoded(value: Any) -> np.ndarray:
-    try:
-        raw = base64.b64decode(value, validate=True)
-    except (binascii.Error, TypeError, ValueError):
-        raise ValueError("picks are not base64") from None
-    if len(raw) % 2:
-        raise ValueError("picks end in the middle of a number")
-    return np.frombuffer(raw, "<u2")
-
-
-def _steps(samples: Any, skipped: Any) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Begin and end of every step of a line, and of every skipped range, ranges that touch as one. ValueError if they are not whole numbers that ascend."""
+def _steps(
+    samples: Sequence[int], skipped: Sequence[tuple[int, int]]
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Begin and end of every step of a line, and of every skipped range, ranges that touch as one."""
     skips: list[tuple[int, int]] = []
     for low, high in skipped:
         if skips and skips[-1][1] == low:
@@ -377,11 +356,8 @@ def _steps(samples: Any, skipped: Any) -> tuple[list[tuple[int, int]], list[tupl
 def _bounds(ranges: list[tuple[int, int]]) -> tuple[int, int]:
     """Begin and end of ranges that follow each other without a gap; ValueError if they do not."""
     ranges = sorted(ranges)
-    if not ranges:
-        raise ValueError("it holds no sample")
-    for begin, end in ranges:
-        if type(begin) is not int or type(end) is not int or not 0 <= begin < end < _MAX_SAMPLE:
-            raise ValueError("`samples` or `skipped` holds something else than whole numbers that ascend")
+    if any(not 0 <= begin < end for begin, end in ranges):
+        raise ValueError("`samples` or `skipped` holds numbers that do not ascend")
     if any(a[1] != b[0] for a, b in itertools.pairwise(ranges)):
         raise ValueError("`skipped` begins or ends inside a step")
     return ranges[0][0], ranges[-1][1]

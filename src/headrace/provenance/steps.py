@@ -15,6 +15,7 @@ Nothing in the run's folder is changed, and the run may continue meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -32,6 +33,7 @@ import orjson
 from headrace.errors import ConfigError, DataChanged, FileCorrupt, did_you_mean, found_text, number_text
 from headrace.files import open_container, read_jsonl, read_lines
 from headrace.loader import Piece, TextDataset
+from headrace.loader.dataset import MOST_LANES
 from headrace.loader.lanes import FILLER_HASH
 from headrace.loader.pool import WindowKey
 from headrace.loader.windows import Window
@@ -47,17 +49,11 @@ _MAX_RECORDS = 4 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """The folder of a text run, and the parts of its config that the order of its data depends on."""
+    """The folder of a text run, its config, and how its dataset is opened."""
 
     path: Path
-    base: Path
-    """Folder that the run's relative paths start at."""
     version: str
     """The headrace version that made the run."""
-    sources: tuple[str, ...]
-    """Names of the sources, in the order of the config."""
-    lanes: int
-    global_batch_size: int
     config: Mapping[str, Any]
     """Every key of the config with its value, as JSON values."""
     open_dataset: Callable[[Path], TextDataset]
@@ -176,11 +172,10 @@ class RunProvenance:
     def __init__(self, run: RecordedRun) -> None:
         self.run = run
         self.path = run.path
-        self.names = run.sources
+        self.names = tuple(str(source["name"]) for source in run.config["source"])
         self.windows_made = 0
         self.seconds = 0.0
-        self._copy: tempfile.TemporaryDirectory[str] | None = None
-        self._opened: TextDataset | None = None
+        self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         return self
@@ -189,12 +184,7 @@ class RunProvenance:
         self.close()
 
     def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
-        if self._copy is not None:
-            self._copy.cleanup()
-            self._copy = None
+        self._resources.close()
 
     # ------------------------------------------------------------------------------------------ questions
 
@@ -329,7 +319,9 @@ class RunProvenance:
 
     @cached_property
     def record(self) -> SampleRecord:
-        return SampleRecord(self.path / "flight.jsonl", lanes=self.run.lanes, names=self.names)
+        lanes = self.run.config["loader"]["lanes"]
+        lanes = MOST_LANES if lanes == "auto" else lanes
+        return SampleRecord(self.path / "flight.jsonl", lanes=lanes, names=self.names)
 
     def _no_digest(self) -> str:
         """Why a step has no digest."""
@@ -386,13 +378,13 @@ class RunProvenance:
     def data(self) -> TextDataset:
         """The run's dataset, opened again; refused if it is not what the newest checkpoint says it was."""
         # Reading a chunk records its hash. That must not happen in the folder of a run that may be going on.
-        self._copy = tempfile.TemporaryDirectory(prefix="headrace-provenance-")
-        records = Path(self._copy.name)
+        records = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="headrace-provenance-")))
         _copy_records(self.path / "records", records)
-        self._opened = self.run.open_dataset(records)
-        self._opened.keep_sizes(self.record.sizes)
-        self._refuse_changes(self._opened)
-        return self._opened
+        data = self.run.open_dataset(records)
+        self._resources.callback(data.close)
+        data.keep_sizes(self.record.sizes)
+        self._refuse_changes(data)
+        return data
 
     def world_at(self, step: int) -> int:
         """How many ranks took a step; 1 if the journal does not say."""
@@ -421,7 +413,8 @@ class RunProvenance:
         )
 
     def _remedy(self) -> str:
-        return f"Restore what the run read (paths start at {self.run.base}), and use headrace {self.run.version}, which made it."
+        base, version = self.run.config["run"]["base"], self.run.version
+        return f"Restore what the run read (paths start at {base}), and use headrace {version}, which made it."
 
     def _rebuilt_windows(self, keys: Mapping[WindowKey, None]) -> dict[WindowKey, Window]:
         data, began = self.data, time.perf_counter()
@@ -576,13 +569,9 @@ def _row(sample: int, first: int, world: int) -> tuple[int, int]:
 
 def _copy_records(source: Path, target: Path) -> None:
     """The chunk hashes of a run, for the dataset to compare with and add to."""
-    if not source.is_dir():
-        return
-    with os.scandir(source) as entries:
-        for entry in entries:
-            if entry.name.endswith(".chunks") and entry.is_file(follow_symlinks=False):
-                if entry.stat(follow_symlinks=False).st_size > _MAX_RECORDS:
-                    raise FileCorrupt(
-                        f"{entry.path} is no file of chunk hashes: it has more than {_MAX_RECORDS:,} bytes"
-                    )
-                shutil.copyfile(entry.path, target / entry.name)
+    for path in source.glob("*.chunks"):
+        if path.is_symlink() or not path.is_file():
+            continue
+        if path.stat().st_size > _MAX_RECORDS:
+            raise FileCorrupt(f"{path} is no file of chunk hashes: it has more than {_MAX_RECORDS:,} bytes")
+        shutil.copyfile(path, target / path.name)

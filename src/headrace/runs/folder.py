@@ -86,14 +86,7 @@ class RunFolder:
     def keep_config(self) -> None:
         """Write config.toml, overrides of a resume included. `run.stop_after` holds for one process only and is left out."""
         lasting = self.config.model_copy(update={"run": self.config.run.model_copy(update={"stop_after": None})})
-        text = lasting.to_toml().encode()
-        path = self.path / "config.toml"
-        try:
-            kept = read_regular(path, _MAX_JSON)
-        except (FileNotFoundError, FileCorrupt):
-            kept = b""
-        if kept != text:
-            publish(path, text, replace=True)
+        publish(self.path / "config.toml", lasting.to_toml().encode(), replace=True)
 
     @classmethod
     def reopen(cls, path: Path, overrides: tuple[str, ...] = ()) -> RunFolder:
@@ -145,10 +138,6 @@ class RunFolder:
     @property
     def records(self) -> Path:
         return self.path / "records"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
     def make_folder(self, name: str) -> Path:
         """A folder inside the run's folder, made if it is missing. A symbolic link in its place is refused: a run writes nothing outside."""

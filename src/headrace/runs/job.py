@@ -7,14 +7,13 @@ for batch in job.dataset(): ...        a stream job
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError
 from headrace.loader import Loader, MixChange, TextDataset
-from headrace.metrics import Meter
 from headrace.runs.config.loading import load_any_config
 from headrace.runs.config.schema import RunConfig
 from headrace.runs.config.streams import StreamsConfig
@@ -31,51 +30,25 @@ class Job:
     """The config of a text job, which can make its dataset and loader."""
 
     config: RunConfig
-    base: Path | None = None
-    """Where relative paths start; `run.base` of the config unless given."""
 
-    def __post_init__(self) -> None:
-        if self.base is None:
-            object.__setattr__(self, "base", Path(self.config.run.base))
-
-    def dataset(
-        self,
-        *,
-        records: Path | None = None,
-        cache: Path | None = None,
-        meter: Meter | None = None,
-        accept: Collection[str] = (),
-        full_check: bool = False,
-    ) -> TextDataset:
-        """The dataset of the config.
-
-        Args:
-            records: Folder for a hash of every chunk that is read.
-            cache: Folder for manifests, in place of the common cache.
-            meter: Counts waits.
-            accept: Accepted changes since the records were written; "data" accepts changed files.
-            full_check: Compare everything in `records` with the files now.
-        """
+    def dataset(self, **options: Any) -> TextDataset:
+        """The dataset of the config. Options are TextDataset's own and win over the config."""
         text, loader, task = self.config.text, self.config.loader, self.config.spool.task
         if self.config.spool.labelled:
             raise ConfigError(
                 f'spool.task = "{task}" has labelled rows in place of packed text: fill a spool with `headrace provide CONFIG` and read it with '
                 "headrace.DatasetConsumer"
             )
-        return TextDataset(
-            [Source(**section.model_dump()) for section in self.config.source],
+        settings: dict[str, Any] = {
             **text.model_dump(exclude={"labels", "segment_ids"}),
-            seed=self.config.run.seed,
-            lanes=loader.lanes,
-            exhausted=loader.exhausted,
-            mix_changes=[MixChange(c.step, c.weights) for c in self.config.mix.change],
-            base=self.base,
-            cache=cache,
-            records=records,
-            full_check=full_check,
-            accept_changes="data" in accept,
-            meter=meter,
-        )
+            "seed": self.config.run.seed,
+            "lanes": loader.lanes,
+            "exhausted": loader.exhausted,
+            "mix_changes": [MixChange(c.step, c.weights) for c in self.config.mix.change],
+            "base": Path(self.config.run.base),
+        }
+        sources = [Source(**section.model_dump()) for section in self.config.source]
+        return TextDataset(sources, **(settings | options))
 
     def loader(self, data: TextDataset | SpoolData | None = None, **options: Any) -> Loader:
         """A loader over `data` (default: a new dataset). Options are Loader's own and win over the config."""
@@ -101,14 +74,12 @@ class StreamJob:
     """The config of a stream job, which can make its dataset."""
 
     config: StreamsConfig
-    base: Path | None = None
-    """Where relative paths start; `run.base` of the config unless given."""
 
     def dataset(self, **options: Any) -> StreamMixingDataset:
         """Options are StreamMixingDataset's own and win over the config."""
         from headrace.runs.streams import open_dataset
 
-        return open_dataset(self.config, self.base, **options)
+        return open_dataset(self.config, **options)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Job | StreamJob:

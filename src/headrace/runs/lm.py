@@ -10,12 +10,11 @@ import contextlib
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import ConfigError, CursorMismatch, HeadraceError
+from headrace.errors import ConfigError, CursorMismatch
 from headrace.files import Container, read_jsonl
-from headrace.loader import TextDataset, merge_states
+from headrace.loader import TextDataset
 from headrace.loader.state import joined_ranges
 from headrace.loader.weight_text import read_weights, weights_in_force
 from headrace.metrics import JsonlSink, default_meter
@@ -52,12 +51,15 @@ class Summary(RunSummary):
 def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), full_check: bool = False) -> Summary:
     """Run or continue the run in `folder` until its last step, or until a signal stops it. Every rank calls this."""
     config = folder.text_config
-    job = Job(config, folder.base)
+    job = Job(config)
     # Sources before torch: most errors are there, and torch takes longer to import than they take to open.
     if not config.spool.enabled:
         watcher.waiting("sources, tokenizer")
         data = job.dataset(
-            records=folder.make_folder("records"), meter=default_meter(), accept=accept, full_check=full_check
+            records=folder.make_folder("records"),
+            meter=default_meter(),
+            accept_changes="data" in accept,
+            full_check=full_check,
         )
         return run_task(folder, watcher, lambda run: LMTask(run, job, data), device=config.train.device, accept=accept)
     if config.spool.task != "lm":
@@ -65,11 +67,11 @@ def run_lm(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (),
             f'spool.task = "{config.spool.task}" makes batches for a trainer of your own: fill the spool with `headrace provide CONFIG` and read it with '
             'headrace.DatasetConsumer; `headrace run` trains on spool.task = "lm"'
         )
-    own = OwnProvider(config, folder.base, folder.path / "provide.log")
+    own = OwnProvider(config, folder.path / "provide.log")
     with own if int(os.environ.get("RANK", "0")) == 0 else contextlib.nullcontext():
         watcher.info(own.sentence)
         watcher.waiting("the spool")
-        spool = SpoolData.open(config, folder.base, deadline=config.run.deadline, check=own.check)
+        spool = SpoolData.open(config, deadline=config.run.deadline, check=own.check)
         return run_task(folder, watcher, lambda run: LMTask(run, job, spool), device=config.train.device, accept=accept)
 
 
@@ -101,7 +103,8 @@ class LMTask(Task[Summary]):
         """Data steps up to this one have had their changes journalled."""
         self._noted_holes: set[tuple[str, str, int]] = set()
         """Holes that this rank has reported to rank 0."""
-        self._journalled_holes = _holes_in(run.folder.path / "journal.jsonl") if run.is_lead else set()
+        journal = read_jsonl(run.folder.path / "journal.jsonl") if run.is_lead else ()
+        self._journalled_holes = {_place(event) for event in journal if event.get("event") == "hole"}
         """Holes in the journal, those of earlier processes too; rank 0 only."""
         engine = getattr(data.tokenizer, "engine", None)
         if engine is not None and run.is_lead:
@@ -125,10 +128,6 @@ class LMTask(Task[Summary]):
         meta = container.meta
         fixed = _fixed_by_model(meta["trainer"], self.data)
         self.loader.load_state_dict(meta["data"], accept=self.run.accept, fixed=fixed)
-        if self.loader.delivered_steps != step:
-            raise HeadraceError(
-                f"checkpoint of step {step} holds data of step {self.loader.delivered_steps}; it was put together by hand, use another"
-            )
         return {}
 
     def begin(self, resumed: Mapping[str, Any] | None) -> None:
@@ -222,13 +221,12 @@ class LMTask(Task[Summary]):
         state = self.loader.gather_state()
         return TaskState(meta={"data": state}, digest=state["body"]["digest"])
 
-    def saved(self, state: TaskState) -> None:
+    def saved(self, state: TaskState, oldest: int) -> None:
         if isinstance(self.loader.plan, SpoolPlan):
             self.loader.plan.saved(state.meta["data"])
 
     def summarise(self, common: Mapping[str, Any]) -> Summary:
-        merged = self.loader.gather_state() if self.run.world_size > 1 else self.loader.state_dict()
-        body = merge_states([merged])["body"]
+        body = self.loader.gather_state()["body"]
         delivered, seconds = body["delivered"], common["seconds"]
         tokens, padding = delivered["tokens"], delivered["padding"]
         total = sum(body["source_tokens"]) or 1
@@ -283,16 +281,6 @@ def _skips_fit(meta: Any, folder: RunFolder) -> bool:
 def _place(hole: Mapping[str, Any]) -> tuple[str, str, int]:
     """The identity of a hole: source, file and row."""
     return hole["source"], hole["file"], hole["row"]
-
-
-def _holes_in(journal: Path) -> set[tuple[str, str, int]]:
-    """Places of the holes that are in a journal."""
-    found = set()
-    for event in read_jsonl(journal):
-        with contextlib.suppress(KeyError, TypeError):
-            if event["event"] == "hole":
-                found.add(_place(event))
-    return found
 
 
 def _listed(weights: Mapping[str, float]) -> str:

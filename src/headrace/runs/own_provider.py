@@ -21,9 +21,9 @@ class OwnProvider:
     the two. If that is the foreign provider, the run's own provider ends and the run reads the files of the foreign one.
     """
 
-    def __init__(self, config: RunConfig, base: Path, log: Path) -> None:
-        self._config, self._base, self._log = config, base, log
-        self._folder = SpoolFolder((base / config.spool_dir).resolve())
+    def __init__(self, config: RunConfig, log: Path) -> None:
+        self._config, self._log = config, log
+        self._folder = SpoolFolder(Path(config.run.base, config.spool_dir).resolve())
         self._child: subprocess.Popen[bytes] | None = None
         self.sentence = ""
         """Which process fills the spool, for people."""
@@ -42,7 +42,7 @@ class OwnProvider:
             # Outside the trainer's process group: Ctrl-C stops the run, which saves and then ends its provider.
             self._child = subprocess.Popen(
                 [*command, "--quiet", "--until-eof"],
-                cwd=self._base,
+                cwd=config.run.base or None,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -55,10 +55,8 @@ class OwnProvider:
         """WorkerDied if the provider ended by itself in a way that leaves the trainer waiting."""
         code = self._child.poll() if self._child is not None else None
         if code:
-            holder = self._folder.provider_at_work()
-            if holder is not None:  # ours was refused, or is gone and has a successor
+            if self._folder.provider_at_work() is not None:  # ours was refused, or is gone and has a successor
                 self._child = None
-                self.sentence = f"the spool {self._config.spool_dir} is filled by {holder}"
                 return
             lines = [line for raw in read_tail(self._log) if (line := raw.decode(errors="replace").strip())]
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

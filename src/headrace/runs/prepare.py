@@ -11,6 +11,7 @@ continues with other inputs is refused.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -79,9 +80,12 @@ class PrepareSummary:
     signal: int = 0
     """Number of the signal that stopped the job; 0 if none did."""
 
+    @property
+    def tokens_per_second(self) -> float:
+        return round(self.new_tokens / self.seconds, 1) if self.seconds else 0.0
+
     def to_dict(self) -> dict[str, Any]:
-        speed = self.new_tokens / self.seconds if self.seconds else 0.0
-        return asdict(self) | {"tokens_per_second": round(speed, 1)}
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
 
 
 class PrepareWatcher(Protocol):
@@ -109,7 +113,6 @@ def prepare(
     watcher: PrepareWatcher,
     *,
     began: Callable[[TextDataset, int, bool], None] = lambda *_: None,
-    base: Path | None = None,
     workers: int | None = None,
     shard_bytes: int | None = None,
 ) -> PrepareSummary:
@@ -120,7 +123,6 @@ def prepare(
         folder: The folder to write: a new one, an empty one, or one that an earlier call began.
         watcher: Receives progress.
         began: Called once the folder is claimed, with the dataset, the number of threads, and whether an earlier call began the folder.
-        base: Where relative paths of the config start; its `run.base` unless given.
         workers: Threads that tokenise; one a processor unless given.
         shard_bytes: Size of a shard; 128 MiB unless given. Cannot change in a folder once begun.
     """
@@ -132,7 +134,7 @@ def prepare(
         raise ConfigError(f"a shard must have between 1 KiB and 1 TiB, got {shard_bytes:,} bytes")
     with contextlib.ExitStack() as stack:
         resumed = _claim(folder, stack)
-        data = Job(config, base).dataset(records=folder / "records")
+        data = Job(config).dataset(records=folder / "records")
         stack.callback(data.close)
         dtype = token_dtype(data.vocab_size)
         plan = _plan(data, dtype, shard_bytes // dtype.itemsize)
@@ -156,9 +158,8 @@ class _Preparation:
     watcher: PrepareWatcher
     stop: Callable[[], int]
     summary: PrepareSummary
-    source_rows: int = 0
-    """Rows of the shards of the current source."""
-    source_tokens: int = 0
+    shards: list[ShardEntry] = field(default_factory=list)
+    """Finished shards of the current source."""
 
     @property
     def rows(self) -> list[int]:
@@ -171,13 +172,18 @@ class _Preparation:
         counts: dict[str, list[int]] = {}
         with ThreadPoolExecutor(self.workers, thread_name_prefix="headrace-prepare") as pool:
             for index, source in enumerate(data.sources):
-                shards, blocks = self._source(index, source, pool)
-                prepared.append(_described(source, shards))
-                counts[source.name] = blocks
+                counts[source.name] = self._source(index, source, pool)
+                prepared.append(_described(source, self.shards))
                 if summary.signal:
                     summary.state = "stopped"
                     break
         summary.seconds = time.perf_counter() - started
+        for shard in itertools.chain.from_iterable(source.shards for source in prepared):
+            summary.shards += 1
+            summary.documents += shard.documents
+            summary.tokens += shard.tokens
+            summary.bytes += shard.size
+            summary.bad_rows += shard.bad
         summary.sources = {
             s.name: {"documents": s.documents, "tokens": s.tokens, "shards": len(s.shards)} for s in prepared
         }
@@ -205,16 +211,15 @@ class _Preparation:
 
     # ------------------------------------------------------------------------------------- one source
 
-    def _source(self, index: int, source: OpenSource, pool: ThreadPoolExecutor) -> tuple[list[ShardEntry], list[int]]:
-        """Every shard of a source, and the blocks in each: kept if it is there and whole, else made."""
+    def _source(self, index: int, source: OpenSource, pool: ThreadPoolExecutor) -> list[int]:
+        """Keep or make every shard of a source in `shards`; return the blocks in each."""
         folder = make_inside(self.folder, f"{SHARD_FOLDER}/{source.name}")
         sweep_temporaries(folder)
-        shards: list[ShardEntry] = []
+        self.shards = shards = []
         blocks: list[int] = []
-        total = self.rows[index]
-        self.source_rows = self.source_tokens = 0
+        row, total = 0, self.rows[index]
         documents: Iterator[_Documents] | None = None
-        while (row := self.source_rows) < total:
+        while row < total:
             path = folder / shard_name(len(shards))
             entry = self._kept(path, row, total)
             if entry is not None:
@@ -230,30 +235,20 @@ class _Preparation:
                 self.summary.new_tokens += entry.tokens
             blocks.append(self._packed(folder, len(shards), entry))
             shards.append(entry)
-            self._count(entry)
+            row += entry.rows
             self._report(index, [])
             if self.stop():
                 break
-        if self.source_rows < total:
+        if row < total:
             self.summary.signal = self.stop()
         else:
             self._refuse_leftovers(folder, len(shards))
-        return shards, blocks
-
-    def _count(self, entry: ShardEntry) -> None:
-        self.source_rows += entry.rows
-        self.source_tokens += entry.tokens
-        summary = self.summary
-        summary.shards += 1
-        summary.documents += entry.documents
-        summary.tokens += entry.tokens
-        summary.bytes += entry.size
-        summary.bad_rows += entry.bad
+        return blocks
 
     def _report(self, index: int, pending: list[_Documents]) -> None:
         """Show how far a source is: its shards so far, and documents for the next one."""
-        rows = self.source_rows + sum(len(p.lengths) for p in pending)
-        tokens = short_number(self.source_tokens + sum(len(p.tokens) for p in pending))
+        rows = sum(s.rows for s in self.shards) + sum(len(p.lengths) for p in pending)
+        tokens = short_number(sum(s.tokens for s in self.shards) + sum(len(p.tokens) for p in pending))
         line = f"{self.data.sources[index].name}  {rows:,} of {self.rows[index]:,} rows  {tokens} tokens"
         self.watcher.progress(line, sum(self.rows[:index]) + rows, sum(self.rows))
 
@@ -303,7 +298,7 @@ class _Preparation:
                 return write_shard(path, documents.tokens, documents.lengths, first_row=row, bad=bad, about=about)
         except StorageError as error:
             raise StorageError(
-                f"{error} {self.summary.shards:,} finished shards in {self.folder} are kept: the same command continues from there."
+                f"{error} Finished shards in {self.folder} are kept: the same command continues from there."
             ) from error
 
     def _packed(self, folder: Path, number: int, entry: ShardEntry) -> int:
@@ -332,31 +327,29 @@ class _Preparation:
 
     def _documents(self, source: OpenSource, row: int, total: int, pool: ThreadPoolExecutor) -> Iterator[_Documents]:
         """The rows from `row` to `total`, tokenised by threads, in order. Reads at most 2 chunks a thread ahead."""
-        manifest = source.manifest
-        waiting: deque[Future[list[_Documents]]] = deque()
-        chunk = int(np.searchsorted(manifest.first_row, row, side="right")) - 1
+        first_rows = source.manifest.first_row
+        begin = int(np.searchsorted(first_rows, row, side="right")) - 1
+        chunks = iter(range(begin, int(np.searchsorted(first_rows, total, side="left"))))
+
+        def submit(chunk: int) -> Future[list[_Documents]]:
+            return pool.submit(self._chunk, source, chunk, row, total)
+
+        waiting = deque(map(submit, itertools.islice(chunks, 2 * self.workers)))
         try:
-            while True:
-                while len(waiting) < 2 * self.workers and chunk < manifest.chunks:
-                    begin = int(manifest.first_row[chunk])
-                    if begin >= total:
-                        break
-                    skip = max(row - begin, 0)
-                    keep = min(int(manifest.chunk_rows[chunk]), total - begin)
-                    waiting.append(pool.submit(self._chunk, source, chunk, skip, keep))
-                    chunk += 1
-                if not waiting:
-                    return
+            while waiting:
                 with Wait("prepare.tokens", meter=self.data.meter, deadline=_DEADLINE) as wait:
                     done = waiting.popleft().result(timeout=wait.remaining())
+                waiting.extend(map(submit, itertools.islice(chunks, 1)))
                 yield from done
         finally:
             for future in waiting:
                 future.cancel()
 
-    def _chunk(self, source: OpenSource, chunk: int, skip: int, keep: int) -> list[_Documents]:
-        texts = source.read(chunk)[skip:keep]
-        first = int(source.manifest.first_row[chunk]) + skip
+    def _chunk(self, source: OpenSource, chunk: int, row: int, total: int) -> list[_Documents]:
+        """The rows of a chunk that are in [row, total), tokenised."""
+        begin = int(source.manifest.first_row[chunk])
+        first = max(row, begin)
+        texts = source.read(chunk)[first - begin : total - begin]
         found = []
         for at in range(0, len(texts), _DOCUMENTS_AT_ONCE):
             if self.stop():

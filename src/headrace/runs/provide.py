@@ -60,7 +60,7 @@ def provider_of(job: Job, data: TextDataset | None = None, **more: Any) -> DataP
         more: Options of `DataProviderBase` and, for packed text, of `SequentialProvider`; they win over the config.
     """
     config = job.config
-    spool, folder = config.spool, (job.base or Path()) / config.spool_dir
+    spool, folder = config.spool, Path(config.run.base, config.spool_dir)
     options: dict[str, Any] = {
         "batch_size": config.loader.global_batch_size, "batches_per_file": spool.batches_per_file, "durable": spool.durable,
         "max_backlog_files": spool.max_backlog_files, "seed": config.run.seed, "sleep_seconds": 0.05, "deadline": _IDLE,
@@ -83,24 +83,23 @@ def provider_of(job: Job, data: TextDataset | None = None, **more: Any) -> DataP
 
 def examples_of(job: Job, report: Callable[[str], None] = lambda _: None) -> tuple[Examples, Tokenizer]:
     """The labelled rows of a config and the tokenizer that made their ids."""
-    text, spool = job.config.text, job.config.spool
+    text, spool, base = job.config.text, job.config.spool, Path(job.config.run.base)
     if text.tokenizer == "sample":
         tokenizer: Tokenizer = sample_tokenizer(cache_folder().absolute(), text.engine)
     else:
         tokenizer = load_tokenizer(
-            text.tokenizer, eos=text.eos_token, bos=text.bos_token, engine=text.engine, base=job.base
+            text.tokenizer, eos=text.eos_token, bos=text.bos_token, engine=text.engine, base=base
         )
     settings = ExampleSettings(
         task="tag" if spool.task == "tag" else "classify", labels=spool.labels, seq_len=text.seq_len, bos=text.bos, eos=text.eos
     )  # fmt: skip
     sources = [Source(**section.model_dump()) for section in job.config.source]
-    return read_examples(sources, tokenizer, settings, base=job.base, report=report), tokenizer
+    return read_examples(sources, tokenizer, settings, base=base, report=report), tokenizer
 
 
 def provide_text(
     config: RunConfig,
     *,
-    base: Path | None = None,
     join: bool = False,
     force_regenerate: bool = False,
     take: int | None = None,
@@ -113,7 +112,6 @@ def provide_text(
 
     Args:
         config: The run and its [spool].
-        base: Where relative paths start; `run.base` unless given.
         join: Work beside providers that are running.
         force_regenerate: Empty the spool first.
         take: The most parts to take; all that are free unless given.
@@ -122,8 +120,7 @@ def provide_text(
         report: Takes sentences about what happens.
         ready: Called once this provider holds the spool.
     """
-    job = Job(config, base)
-    provider = provider_of(job, join=join, force_regenerate=force_regenerate, take=take, report=report)
+    provider = provider_of(Job(config), join=join, force_regenerate=force_regenerate, take=take, report=report)
     if until_eof:
         threading.Thread(target=_stop_at_eof, args=(provider.stop,), daemon=True, name="headrace-parent").start()
     splits = provider.splits if isinstance(provider, LabelledTextProvider) else ("train",)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, HeadraceError, WorkerDied
@@ -26,7 +25,6 @@ from headrace.runtime.signals import stop_signals
 def provide_on_ray(
     config: RunConfig,
     *,
-    base: Path | None = None,
     max_files: int | None = None,
     report: Callable[[str], None] = lambda _: None,
     ready: Callable[[], None] = lambda: None,
@@ -37,7 +35,6 @@ def provide_on_ray(
 
     Args:
         config: The run and its [spool].
-        base: Where relative paths start; `run.base` unless given.
         max_files: Stop each part after this many files.
         report: Takes sentences about what happens.
         ready: Called once the spool is made and no other provider holds it.
@@ -46,10 +43,8 @@ def provide_on_ray(
         ray: Any = importlib.import_module("ray")
     except ImportError as error:
         raise ConfigError("--engine ray needs Ray: install it with `pip install headrace[ray]`") from error
-    where = (base or Path(config.run.base)).resolve()
     # Meta and folders are made here, so that actors only join, and a wrong config fails before an actor is started.
-    job = Job(config, where)
-    opener = provider_of(job)
+    opener = provider_of(Job(config))
     opener.open(("train",))
     opener.close()
     ready()
@@ -63,15 +58,15 @@ def provide_on_ray(
     class Provider:
         """One part's producer, wherever Ray puts it."""
 
-        def fill(self, config: RunConfig, base: str, max_files: int | None) -> int:
-            return provide_text(config, base=Path(base), join=True, take=1, max_files=max_files)
+        def fill(self, config: RunConfig, max_files: int | None) -> int:
+            return provide_text(config, join=True, take=1, max_files=max_files)
 
     remote = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(Provider)
     stopping = []
     try:
         with stop_signals(stopping.append):
             actors = [remote.remote() for _ in range(config.spool.parts)]
-            waiting = [actor.fill.remote(config, str(where), max_files) for actor in actors]
+            waiting = [actor.fill.remote(config, max_files) for actor in actors]
             report(f"{len(actors)} provider actors on {len(ray.nodes())} node{'s' if len(ray.nodes()) > 1 else ''}")
             made = 0
             while waiting and not stopping:

@@ -108,15 +108,10 @@ class RLSummary(RunSummary):
         return self.digest
 
 
-def run_rl(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), full_check: bool = False) -> RLSummary:
+def run_rl(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = ()) -> RLSummary:
     """Run or continue the RL run in `folder` until its last step, or until a signal stops it. Every rank calls this."""
     config = folder.config
-    if not isinstance(config, RLConfig):
-        raise ConfigError(f"{folder.path} holds a run of kind {config.kind!r}, expected rl")
-    if full_check:
-        raise ConfigError(
-            "--full compares what a text run has read with its recorded hashes; an RL run reads no data. Leave --full out"
-        )
+    assert isinstance(config, RLConfig)
     return run_task(folder, watcher, lambda run: RLTask(run, config), accept=accept, device="cpu")
 
 
@@ -289,8 +284,6 @@ class RLTask(Task[RLSummary]):
 
     def _command(self, code: int) -> int:
         """Tell every rank what rank 0 does next. Collective."""
-        if self.run.world_size == 1:
-            return code
         if self.run.is_lead:
             return self._broadcast(code)
         while (code := self._broadcast(_END)) == _WAIT:
@@ -298,16 +291,13 @@ class RLTask(Task[RLSummary]):
         return code
 
     def _broadcast(self, code: int) -> int:
-        import torch
-        import torch.distributed as dist
-
+        """The code of rank 0, and the signal that it received. Collective."""
         from headrace.train.lm import naming_lost_peers
 
-        value = torch.tensor([code, self.run.stop_signal], dtype=torch.int64)
         with Wait("train.command"), naming_lost_peers(f"waiting for batch {self.trainer.steps_taken}"):
-            dist.broadcast(value, 0)
-        self.run.stop_signal = int(value[1]) or self.run.stop_signal
-        return int(value[0])
+            code, signal = self.run.gather([code, self.run.stop_signal])[0]
+        self.run.stop_signal = signal or self.run.stop_signal
+        return code
 
     def _count(self, batch: TrainingBatch) -> None:
         """Count a batch, and add it to the digest of all batches that were trained on."""
@@ -372,11 +362,8 @@ class RLTask(Task[RLSummary]):
         arrays = {f"version/{v}/{name}": array for v, weights in self.older.items() for name, array in weights.items()}
         return TaskState(meta={"rl": meta}, digest=f"{self.digest:016x}", arrays=arrays)
 
-    def saved(self, state: TaskState) -> None:
+    def saved(self, state: TaskState, oldest: int) -> None:
         # A resume may fall back to the oldest checkpoint: the files that it needs are kept.
-        oldest = min(
-            int(path.stem.removeprefix("step-")) for path in self.run.folder.checkpoints.glob("step-*.safetensors")
-        )
         for path in self.batches.glob("step_*"):
             if int(path.name[5:17]) < oldest:
                 path.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from headrace.errors import CursorMismatch, HeadraceError, short_number
@@ -178,8 +178,8 @@ class Task(abc.ABC, Generic[S]):
     def write_records(self) -> None:
         """Write the records of all steps since the last call. Collective; called before every line and checkpoint."""
 
-    def saved(self, state: TaskState) -> None:
-        """Called on rank 0 once a checkpoint with `state` is durable."""
+    def saved(self, state: TaskState, oldest: int) -> None:
+        """Called on rank 0 once a checkpoint with `state` is durable; `oldest` is the step of the oldest one that is kept."""
 
 
 # ------------------------------------------------------------------------------------ progress and summary
@@ -229,8 +229,7 @@ class RunSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values; NaN, the loss of a run without a step, is null."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: None if value != value else value for name, value in values.items()}
+        return {name: None if value != value else value for name, value in asdict(self).items()}
 
 
 # ---------------------------------------------------------------------------------------------------- run
@@ -475,7 +474,7 @@ class _Loop(Generic[S]):
             }
             self.store.save(self.step, {**arrays, **state.arrays}, {**dtypes, **state.dtypes}, meta)
             run.note("saved", step=self.step, digest=state.digest)
-            task.saved(state)
+            task.saved(state, self.store.steps()[0])
         self.newest_saved = place
 
     def finish(self, state: str) -> S:

@@ -55,18 +55,15 @@ class SpoolData:
     meter: Meter = field(default_factory=default_meter)
 
     @classmethod
-    def open(
-        cls, config: RunConfig, base: Path, *, deadline: float, check: Callable[[], None] = lambda: None
-    ) -> SpoolData:
+    def open(cls, config: RunConfig, *, deadline: float, check: Callable[[], None] = lambda: None) -> SpoolData:
         """Wait for the spool's meta, and compare it with the config; ConfigError if the spool holds other batches.
 
         Args:
             config: The run.
-            base: Where a relative `spool.dir` starts.
             deadline: Seconds to wait.
             check: Called about once a second while there is no meta or no batch; raises if there will be none.
         """
-        folder = base / config.spool_dir
+        folder = Path(config.run.base, config.spool_dir)
         remedy = f"Is a provider of {folder} running? Start one with `headrace provide CONFIG --spool.dir {config.spool_dir}`"
         with Wait("spool.meta", deadline=deadline, remedy=f"{remedy}.") as wait:
             while not (folder / "meta.json").exists():

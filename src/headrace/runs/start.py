@@ -6,7 +6,6 @@ summary = train(folder, watcher)
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -22,12 +21,6 @@ if TYPE_CHECKING:
 
 ACCEPTED = ("data", "weights", "tokenizer", "config", "sources")
 """Kinds of changes since the checkpoint that a resume can accept."""
-_TASKS = {
-    "lm": "headrace.runs.lm:run_lm",
-    "streams": "headrace.runs.streams:run_streams",
-    "rl": "headrace.runs.rl:run_rl",
-}
-"""The function that runs each kind of config. Imported when it is called, because these modules import torch."""
 
 
 def claim_folder(
@@ -83,6 +76,15 @@ def train(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = (), 
         raise ConfigError(
             f"--full compares what a text run has read with its recorded hashes; this is a run of kind {kind!r}. Leave --full out"
         )
-    module, _, function = _TASKS[kind].partition(":")
-    options = {"full_check": full_check} if kind == "lm" else {}
-    return getattr(importlib.import_module(module), function)(folder, watcher, accept=accept, **options)
+    # Imported here: these modules import torch.
+    if kind == "streams":
+        from headrace.runs.streams import run_streams
+
+        return run_streams(folder, watcher, accept=accept)
+    if kind == "rl":
+        from headrace.runs.rl import run_rl
+
+        return run_rl(folder, watcher, accept=accept)
+    from headrace.runs.lm import run_lm
+
+    return run_lm(folder, watcher, accept=accept, full_check=full_check)

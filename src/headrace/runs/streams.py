@@ -7,6 +7,7 @@ what was seen and, with a [ledger], which makes the model recurrent, the whole l
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +47,12 @@ class StreamSummary(RunSummary):
         return self.order_digest
 
 
-def list_of(config: StreamsConfig, base: Path | None = None) -> StreamListing:
-    """The stream files of a config, and their rows. Relative roots start at `base`, which is `run.base` unless given."""
+def list_of(config: StreamsConfig) -> StreamListing:
+    """The stream files of a config, and their rows."""
     section = config.streams
-    base = base if base is not None else Path(config.run.base)
-    return list_streams(section.roots, layout=section.layout, base=base, allow_symlinks=section.allow_symlinks)
+    return list_streams(
+        section.roots, layout=section.layout, base=Path(config.run.base), allow_symlinks=section.allow_symlinks
+    )
 
 
 def sizes_of(config: StreamsConfig, modalities: Collection[str]) -> dict[str, int]:
@@ -76,22 +78,12 @@ def mix_plan(config: StreamsConfig, table: StreamTable) -> MixPlan:
     return MixPlan(table, settings)
 
 
-def open_dataset(
-    config: StreamsConfig, base: Path | None = None, *, listing: StreamListing | None = None, **options: Any
-) -> Any:
-    """The StreamMixingDataset of a config. Imports torch.
-
-    Args:
-        config: The run.
-        base: Where relative roots start; `run.base` unless given.
-        listing: The stream files, if they are listed already.
-        options: Arguments of StreamMixingDataset; they win over the config.
-    """
+def open_dataset(config: StreamsConfig, *, listing: StreamListing | None = None, **options: Any) -> Any:
+    """The StreamMixingDataset of a config; lists the stream files unless `listing` has them. Options are its own and win over the config. Imports torch."""
     from headrace.loader.streams import StreamMixingDataset
 
     section = config.streams
-    base = base if base is not None else Path(config.run.base)
-    listing = listing if listing is not None else list_of(config, base)
+    listing = listing if listing is not None else list_of(config)
     modalities = sorted({file.modality for file in listing.files})
     per_lane = section.batching_mode == "device_per_stream"
     settings: dict[str, Any] = section.model_dump(
@@ -101,7 +93,7 @@ def open_dataset(
     )  # fmt: skip
     settings |= {
         "batch_size": sizes_of(config, modalities), "lanes": section.lane_count if per_lane else None, "columns": section.columns or None,
-        "seed": config.run.seed, "repeat": True, "deadline": config.run.deadline, "base": base, "listing": listing,
+        "seed": config.run.seed, "repeat": True, "deadline": config.run.deadline, "base": Path(config.run.base), "listing": listing,
     }  # fmt: skip
     return StreamMixingDataset(list(section.roots), **(settings | options))
 
@@ -109,10 +101,9 @@ def open_dataset(
 def run_streams(folder: RunFolder, watcher: Watcher, *, accept: Collection[str] = ()) -> StreamSummary:
     """Run or continue the run in `folder` until its last step, or until a signal stops it. Every rank calls this."""
     config = folder.config
-    if not isinstance(config, StreamsConfig):
-        raise ConfigError(f"{folder.path} holds a run of kind {config.kind!r}, expected streams")
+    assert isinstance(config, StreamsConfig)
     watcher.waiting("stream files")
-    listing = list_of(config, folder.base)
+    listing = list_of(config)
     return run_task(
         folder, watcher, lambda run: StreamTask(run, config, listing), device=config.train.device, accept=accept
     )
@@ -134,7 +125,7 @@ class StreamTask(Task[StreamSummary]):
         self.run, self.config, self.listing = run, config, listing
         section = config.streams
         self.data = run.resources.enter_context(
-            open_dataset(config, run.folder.base, listing=listing, records=run.folder.records, meter=default_meter())
+            open_dataset(config, listing=listing, records=run.folder.records, meter=default_meter())
         )
         self.trainer = _trainer(config, self.data, run)
         self.stats = DataStatsCollector(self.data.modalities, targets=section.targets or None)
@@ -317,11 +308,8 @@ def _widths(data: Any, feature: str) -> dict[str, int]:
         if modality in widths or not data.table.rows[stream]:
             continue
         path = Path(data.stream_paths[stream])
-        opened = open_cells(path, [feature] if path.suffix != ".npy" else None)
-        try:
+        with contextlib.closing(open_cells(path, [feature] if path.suffix != ".npy" else None)) as opened:
             found = opened.read(0, 1).get(feature)
-        finally:
-            opened.close()
         if found is None or found.ndim != 2 or found.dtype.kind not in "fiu":
             shown = "nothing" if found is None else f"{found.dtype} of shape {list(found.shape[1:])} a cell"
             raise DataError(

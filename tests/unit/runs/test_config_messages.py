@@ -289,6 +289,18 @@ def test_a_file_of_exactly_the_largest_size_is_read(tmp_path):
     assert load_config(tmp_path / "run.toml", [], {}).source[0].spec == "sample:prose"
 
 
+@pytest.mark.parametrize(
+    ("workers", "said"),
+    [('"many"', 'expected an integer such as 2, found the string "many"'), ("-1", "must be at least 0 and at most 256, found -1")],
+)  # fmt: skip
+def test_a_key_that_takes_a_number_or_a_word_has_one_problem(tmp_path, workers, said):
+    path = tmp_path / "rl.toml"
+    path.write_text(f'[rollouts]\n[[env]]\nspec = "python:a.py:play"\nworkers = {workers}\n')
+    with pytest.raises(ConfigError) as found:
+        load_any_config(path, (), {})
+    assert found.value.problems == (f"{path}:4: env.0.workers: {said}",)
+
+
 def test_keys_of_an_orchestrator_table_are_answered_with_their_place(tmp_path):
     path = tmp_path / "rl.toml"
     path.write_text("[orchestrator]\ndump_raw_rollouts = true\ngather_chunk_size = 128\nuse_process_pool = true\nbatchsize = 3\n[[orchestrator.env]]\nid = 'x'\n")  # fmt: skip

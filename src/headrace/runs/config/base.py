@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -28,6 +28,11 @@ from headrace.errors import found_text, quoted
 from headrace.settings import LoaderSettings
 from headrace.train.settings import TrainSettings
 
+NONE_GIVEN = {
+    "source": 'missing, expected at least one [[source]] with a spec such as spec = "sample:prose"',
+    "env": 'missing, expected at least one [[env]] with a spec such as spec = "python:sort.py:play"',
+}
+"""The arrays of tables that a config needs, and what is said of a config without any of them."""
 _NAME = re.compile(r"\w[\w.-]{0,63}")
 
 
@@ -58,8 +63,12 @@ def _refuse_repeats(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def array(value: object) -> object:
-    """TOML arrays arrive as lists; frozen values hold tuples."""
     return tuple(value) if isinstance(value, list) else value
+
+
+T = TypeVar("T")
+Array = Annotated[T, BeforeValidator(array)]
+"""A tuple that a TOML array is taken for: frozen values hold tuples, and arrays arrive as lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +127,9 @@ class RunSection(Section):
     """Newest checkpoints that are kept."""
     log_every: int = Field(10, ge=1)
     """Steps between progress lines and rows of metrics."""
-    sinks: Annotated[
-        tuple[Annotated[str, OneOf(_sink_names)], ...], BeforeValidator(array), AfterValidator(_refuse_repeats)
-    ] = Field((), examples=[["tensorboard"]])
+    sinks: Annotated[Array[tuple[Annotated[str, OneOf(_sink_names)], ...]], AfterValidator(_refuse_repeats)] = Field(
+        (), examples=[["tensorboard"]]
+    )
     """Where metrics go besides metrics.jsonl."""
     stop_after: int | None = Field(None, ge=1, examples=[100])
     """Stop cleanly after this step, with a checkpoint. The learning rate still follows `steps`."""
@@ -161,7 +170,7 @@ class OptimiserSection(Section):
     """Steps over which the learning rate rises."""
     weight_decay: float = Field(default_of(TrainSettings, "weight_decay"), ge=0)
     """AdamW's weight decay."""
-    betas: Annotated[tuple[Beta, Beta], BeforeValidator(array)] = default_of(TrainSettings, "betas")
+    betas: Array[tuple[Beta, Beta]] = default_of(TrainSettings, "betas")
     """AdamW's betas."""
     grad_clip: float = Field(default_of(TrainSettings, "grad_clip"), gt=0)
     """Largest norm of the gradient; give a large number for no clipping."""
@@ -180,6 +189,14 @@ class JobConfig(Section):
     """Keys by table that do not decide the result of the run, beside those of `_RUN_WITHOUT_EFFECT`."""
 
     run: RunSection = RunSection()
+
+    @model_validator(mode="after")
+    def _refuse_skips(self) -> Self:
+        if self.run.skip and self.kind != "lm":
+            raise ValueError(
+                f"run.skip passes over steps of a text job; a job of kind {self.kind} has none to pass over"
+            )
+        return self
 
     def check_world_size(self, world: int) -> None:
         """Raise ConfigError for a number of ranks that cannot share the run. Here: any number can."""
@@ -244,18 +261,15 @@ def _ranges(text: str) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def unique_names(wanted: Sequence[str]) -> list[str]:
-    """The names, the later of two equal ones with -2, -3, …; a name that the config gives is kept."""
-    taken: set[str] = set()
-    names = []
-    for name in wanted:
-        candidate, n = name, 1
-        while candidate in taken or (n > 1 and candidate in wanted):
-            n += 1
-            candidate = f"{name[:56]}-{n}"
-        taken.add(candidate)
-        names.append(candidate)
-    return names
+def with_unique_names(tables: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tables, of which the later of two with equal names is called -2, -3, …; a name that the config gives is kept."""
+    wanted, taken, named = {table.name for table in tables}, set(), []
+    for table in tables:
+        numbered = (f"{table.name[:56]}-{n}" for n in itertools.count(2))
+        name = table.name if table.name not in taken else next(n for n in numbered if n not in wanted | taken)
+        taken.add(name)
+        named.append(table.model_copy(update={"name": name}))
+    return tuple(named)
 
 
 # ------------------------------------------------------------------------------------------ writing TOML

@@ -16,6 +16,7 @@ All problems are reported at once (messages.py). Nothing here opens a data file 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -57,8 +58,6 @@ _ENVIRONMENT: dict[str, KeyPath] = {
 }
 _OPTIONS = re.compile(r"(?P<spec>.+?)\?(?P<options>\w+=[^&]*(?:&\w+=[^&]*)*)", re.DOTALL)
 """A spec with options; a "?" without a "=" after it is part of a pattern."""
-_SHORT_FLOAT = re.compile(r"[+-]?(?:[0-9]*\.[0-9]+|[0-9]+\.)(?:[eE][+-]?[0-9]+)?")
-"""`.3` and `3.` are no TOML, but users type them on a command line."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), env: Mapping[str, str] = os.environ) -> RunConfig:
@@ -309,8 +308,9 @@ def _parsed(text: str, path: KeyPath, root: type[BaseModel]) -> Any:
     value, kind = toml_value(text), KeyShape.at(path, root).kind
     if kind is str and not isinstance(value, str):
         return text  # where text is wanted, `--run.name 7` and `--run.name 2024-05-01` mean just that
-    if value is None and kind is float and _SHORT_FLOAT.fullmatch(text):
-        return float(text)
+    if value is None and kind is float:  # users type .3 and 3. on a command line, which are no TOML
+        with contextlib.suppress(ValueError):
+            return float(text)
     return text if value is None else value
 
 

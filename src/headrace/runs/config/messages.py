@@ -24,14 +24,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from headrace.errors import ConfigError, found_text, number_text, quoted
-from headrace.runs.config.base import JobConfig, OneOf, toml_text
-from headrace.runs.config.schema import NO_SOURCE, RunConfig
+from headrace.runs.config.base import NONE_GIVEN, JobConfig, OneOf, toml_text
+from headrace.runs.config.schema import RunConfig
 from headrace.runs.config.toml_positions import KeyPath
 
 _MAX_PROBLEMS = 100
 """Problems that are listed; the nearest names of more would take seconds to find."""
-_ARRAYS = ("source", "env")
-"""Arrays of tables, written in double brackets."""
 _ORCHESTRATOR = {
     "dump_raw_rollouts": "rollouts.keep: every rollout is kept in the run folder's arrivals/",
     "gather_chunk_size": "nothing: rollouts are processed when they arrive, so there is no gather to cut into chunks",
@@ -106,11 +104,15 @@ class Report:
 
 def explain(error: ValidationError, values: Mapping[str, Any], root: type[JobConfig], report: Report) -> None:
     """Add what pydantic found in the tables `values` of a config of class `root` to the report."""
-    errors = error.errors(include_url=False)
+    errors: dict[KeyPath, Any] = {}
+    for one in error.errors(include_url=False):
+        path: KeyPath = one["loc"]
+        if one["type"] != "extra_forbidden" and KeyShape.at(path, root).kind is None:
+            path = path[:-1]  # pydantic reports every branch of a union, with its name behind the key
+        errors.setdefault(path, one)
     if len(errors) > _MAX_PROBLEMS:
         report.add((), f"{len(errors):,} mistakes; the first {_MAX_PROBLEMS} are listed", report.start)
-    for one in errors[:_MAX_PROBLEMS]:
-        path: KeyPath = one["loc"]
+    for path, one in islice(errors.items(), _MAX_PROBLEMS):
         if one["type"] == "missing" and path == ("source",) and any(map(_means_source, islice(values, 100))):
             continue  # the misspelt table is reported; that [[source]] is missing follows from it
         report.add(path, _sentence(path, one, values, root, report))
@@ -156,10 +158,8 @@ def _sentence(path: KeyPath, error: Any, values: Mapping[str, Any], root: type[J
 
 
 def _missing_key(path: KeyPath, root: type[JobConfig], origin: Origin) -> str:
-    if path == ("source",):
-        return NO_SOURCE
-    if path == ("env",):
-        return 'missing, expected at least one [[env]] with a spec such as spec = "python:sort.py:play"'
+    if path[0] in NONE_GIVEN and len(path) == 1:
+        return NONE_GIVEN[str(path[0])]
     if origin.layer == "override" and path[0] == "source":
         return f"there is no source {path[1]}; to add it, give --{dotted(path)} too"
     return f"missing, {KeyShape.at(path, root).expected()}"
@@ -204,11 +204,11 @@ def _keys_by_table(root: type[BaseModel]) -> dict[str, tuple[str, ...]]:
 
 
 def _header(table: str) -> str:
-    return f"[[{table}]]" if table in _ARRAYS else f"[{table}]"
+    return f"[[{table}]]" if table in NONE_GIVEN else f"[{table}]"
 
 
 def _option(table: str, key: str) -> str:
-    return f"--{table}.{'0.' if table in _ARRAYS else ''}{key}"
+    return f"--{table}.{'0.' if table in NONE_GIVEN else ''}{key}"
 
 
 def _means_source(name: str) -> bool:
@@ -220,7 +220,7 @@ def _is_table(value: object) -> bool:
 
 
 def _wrong_table(name: str, found: object) -> str:
-    if name in _ARRAYS and isinstance(found, dict):
+    if name in NONE_GIVEN and isinstance(found, dict):
         return f"expected an array of tables, write [[{name}]] in place of [{name}]"
     if _is_table(found):
         return f"expected one table, write [{name}] in place of [[{name}]]"

@@ -16,7 +16,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from headrace.errors import found_text
-from headrace.runs.config.base import Beta, JobConfig, Name, RunSection, Section, Text, array, unique_names
+from headrace.runs.config.base import (
+    NONE_GIVEN,
+    Array,
+    Beta,
+    JobConfig,
+    Name,
+    RunSection,
+    Section,
+    Text,
+    array,
+    with_unique_names,
+)
 
 __all__ = ["EngineSection", "EnvSection", "EvalSection", "PolicySection", "RLConfig", "RolloutsSection"]
 
@@ -39,15 +50,12 @@ class PolicySection(Section):
     warmup_steps: int = Field(0, ge=0)
     decay: float = Field(0.0, ge=0, le=1)
     """Last share of the steps over which the learning rate falls to 0."""
-    betas: Annotated[tuple[Beta, Beta], BeforeValidator(array)] = (0.9, 0.95)
+    betas: Array[tuple[Beta, Beta]] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0)
     advantage: Text = "std"
     """mean, std, leave_one_out, or package.module:function."""
-    clip: Annotated[tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]], BeforeValidator(array)] = (
-        0.2,
-        0.2,
-    )
+    clip: Array[tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]] = (0.2, 0.2)
     """How far below and above 1 the ratio of probabilities counts."""
     importance_cap: float = Field(0.0, ge=0)
     """Above 0: truncated importance sampling at this ratio, in place of the clip."""
@@ -197,7 +205,7 @@ class RLConfig(JobConfig):
     run: RLRunSection = RLRunSection()
     policy: PolicySection = PolicySection()
     engine: EngineSection = EngineSection()
-    env: Annotated[tuple[EnvSection, ...], BeforeValidator(array)]
+    env: Array[tuple[EnvSection, ...]]
     rollouts: RolloutsSection = RolloutsSection()
     eval: EvalSection = EvalSection()
 
@@ -205,20 +213,10 @@ class RLConfig(JobConfig):
     @classmethod
     def _weigh_and_name(cls, envs: tuple[EnvSection, ...]) -> tuple[EnvSection, ...]:
         if not envs:
-            raise ValueError('missing, expected at least one [[env]] with a spec such as spec = "python:sort.py:play"')
+            raise ValueError(NONE_GIVEN["env"])
         if all(env.weight == 0 for env in envs):
             raise ValueError("every environment has weight 0; give at least one a weight above 0")
-        names = unique_names([env.name for env in envs])
-        return tuple(
-            env if env.name == name else env.model_copy(update={"name": name})
-            for env, name in zip(envs, names, strict=True)
-        )
-
-    @model_validator(mode="after")
-    def _refuse_skips(self) -> RLConfig:
-        if self.run.skip:
-            raise ValueError("run.skip passes over steps of a text job; an RL run has none to pass over")
-        return self
+        return with_unique_names(envs)
 
     def _hashed_tables(self) -> dict[str, Any]:
         tables = super()._hashed_tables()

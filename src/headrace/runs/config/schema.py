@@ -17,11 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     Field,
-    PlainSerializer,
     ValidationInfo,
-    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -29,15 +26,16 @@ from pydantic import (
 from headrace.batch import Labels
 from headrace.errors import ConfigError, found_text, number_text
 from headrace.runs.config.base import (
+    NONE_GIVEN,
+    Array,
     JobConfig,
     Name,
     OneOf,
     OptimiserSection,
     Section,
     Text,
-    array,
     default_of,
-    unique_names,
+    with_unique_names,
 )  # fmt: skip
 from headrace.settings import MAX_WINDOW_TOKENS, TXT_SPLITS, Exhausted, LoaderSettings, PackStrategy, TextSettings
 from headrace.train.settings import TrainSettings
@@ -57,16 +55,9 @@ def _engine_names() -> Iterable[str]:
 
 if TYPE_CHECKING:
     from headrace.text.engines import EngineName as _Engine
-
-    _AutoCount = int | Literal["auto"]
 else:
     _Engine = Annotated[str, OneOf(_engine_names)]
-    _AutoCount = Annotated[
-        int,
-        Field(ge=1, le=1 << 16),
-        WrapValidator(lambda value, number: value if value == "auto" else number(value)),
-        PlainSerializer(lambda value: value, return_type=Any),
-    ]
+_AutoCount = Annotated[int, Field(ge=1, le=1 << 16)] | Literal["auto"]
 
 
 class SourceSection(Section):
@@ -139,7 +130,7 @@ class MixChangeSection(Section):
 class MixSection(Section):
     """[mix]: how the mix changes over the run."""
 
-    change: Annotated[tuple[MixChangeSection, ...], BeforeValidator(array)] = ()
+    change: Array[tuple[MixChangeSection, ...]] = ()
 
 
 class TextSection(Section):
@@ -246,7 +237,7 @@ class SpoolSection(Section):
     """Share of the tokens to guess; for mlm."""
     mask_id: int | None = Field(None, ge=0, le=1 << 31, examples=[4])
     """The id of the mask; one after the tokenizer's last unless given."""
-    labels: Annotated[tuple[Text, ...], BeforeValidator(array), AfterValidator(_refuse_few_labels)] = Field(
+    labels: Annotated[Array[tuple[Text, ...]], AfterValidator(_refuse_few_labels)] = Field(
         (), examples=[["negative", "positive"]]
     )
     """Names of the classes, in the order of their numbers; those that occur, sorted, unless given."""
@@ -278,7 +269,7 @@ class RunConfig(JobConfig):
         "loader": ("tokenizer_workers", "data_loader_workers", "prefetch_batches", "pin_memory"),
     }
 
-    source: Annotated[tuple[SourceSection, ...], BeforeValidator(array)]
+    source: Array[tuple[SourceSection, ...]]
     mix: MixSection = MixSection()
     text: TextSection = TextSection()
     loader: LoaderSection = LoaderSection()
@@ -289,15 +280,12 @@ class RunConfig(JobConfig):
     @classmethod
     def _weigh_and_name(cls, sources: tuple[SourceSection, ...]) -> tuple[SourceSection, ...]:
         if not sources:
-            raise ValueError(NO_SOURCE)
+            raise ValueError(NONE_GIVEN["source"])
         if all(s.weight == 0 for s in sources):
             raise ValueError(
                 "every source has weight 0, so there is nothing to deliver; give at least one a weight above 0"
             )
-        names = unique_names([s.name for s in sources])
-        return tuple(
-            s if s.name == name else s.model_copy(update={"name": name}) for s, name in zip(sources, names, strict=True)
-        )
+        return with_unique_names(sources)
 
     @model_validator(mode="after")
     def _fit_the_spool(self) -> RunConfig:
@@ -374,9 +362,6 @@ class RunConfig(JobConfig):
         if not tables["mix"]["change"]:
             del tables["mix"]
         return tables
-
-
-NO_SOURCE = 'missing, expected at least one [[source]] with a spec such as spec = "sample:prose"'
 
 
 def hashed_source(table: Mapping[str, Any]) -> dict[str, Any]:

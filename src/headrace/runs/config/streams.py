@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from headrace.errors import ConfigError
 from headrace.ledger.settings import EvictionMode, LedgerSettings
 from headrace.mix import BatchingMode, MixSettings, PickMode, Queue
-from headrace.runs.config.base import JobConfig, Name, OneOf, OptimiserSection, Section, Text, array, default_of
+from headrace.runs.config.base import Array, JobConfig, Name, OneOf, OptimiserSection, Section, Text, default_of
 from headrace.settings import LoaderSettings
 
 
 class StreamsSection(Section):
     """[streams]: which files of cells, and how they are mixed."""
 
-    roots: Annotated[tuple[Text, ...], BeforeValidator(array)] = Field(examples=[["data/cells"]])
+    roots: Array[tuple[Text, ...]] = Field(examples=[["data/cells"]])
     """Folders of stream files."""
     layout: Literal["nested", "direct"] = "nested"
     """nested: root/<modality>/<file>; direct: root/<file>, the modality being the root's own name."""
@@ -48,7 +48,7 @@ class StreamsSection(Section):
     """Lanes of device_per_stream; the number of ranks divides them."""
     on_reshard: Literal["park", "drop"] = "park"
     """What happens to open files that a smaller pool has no slot for: wait in the queue, or be dropped."""
-    columns: Annotated[tuple[Text, ...], BeforeValidator(array)] = Field((), examples=[["x", "group_id"]])
+    columns: Array[tuple[Text, ...]] = Field((), examples=[["x", "group_id"]])
     """Only these columns are read; all of them unless given."""
     group_key: Text = "group_id"
     """Column that holds the group of a row."""
@@ -149,12 +149,6 @@ class StreamsConfig(JobConfig):
     streams: StreamsSection
     train: CellTrainSection = CellTrainSection()
     ledger: LedgerSection | None = None
-
-    @model_validator(mode="after")
-    def _refuse_skips(self) -> StreamsConfig:
-        if self.run.skip:
-            raise ValueError("run.skip passes over steps of a text job; a stream run has none to pass over")
-        return self
 
     def check_world_size(self, world: int) -> None:
         """Raise ConfigError for a number of ranks that does not divide the lanes of device_per_stream."""
