@@ -24,7 +24,8 @@ from headrace.metrics import Wait
 from headrace.reduce.partition import CROSS_CHUNK_BASE
 from headrace.runtime.compiled import KernelModule
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 _NAMES = {"float64": "f64", "float32": "f32", "float16": "f16", "uint16": "bf16"}
 _PACKED_BYTES = 64 << 20
 """Packed rows of a superblock. More rows mean fewer visits to the matrix: GFLOP/s at k = 2048 with 256, 512, 1,024, 2,048 and
