@@ -59,11 +59,6 @@ class ChunkAssembler:
         at = self._partition.unit_of(self._rank, self._ordinal)
         return at if at < self._partition.n_chunks else None
 
-    @property
-    def held(self) -> int:
-        """Rows of the chunk being filled."""
-        return self._filled
-
     def push(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Take rows and give out the chunks that became whole. The arrays given out are the caller's."""
         if rows.ndim != 2 or rows.shape[1] != self.k:
