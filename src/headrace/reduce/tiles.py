@@ -1,6 +1,6 @@
 """The compiled loops of a Gram: pack rows, multiply tiles, cascade.
 
-    rows ──pack──► panels of NR columns, 256 rows at a time ──► tiles of MR x NR in registers, 128 rows each ──► cascade
+    rows ──pack──► panels of NR columns ──► tiles of MR x NR in registers, 128 rows each ──► cascade
 
 A tile is multiplied by an intrinsic that writes the vector code itself: `llvm.fma` on vectors of VW doubles, every
 accumulator starting at −0.0 (adding to which changes nothing, not even the sign of a zero) and taking rows in order. So neither
