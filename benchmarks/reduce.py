@@ -83,9 +83,8 @@ def packed_speed() -> float:
 
     panels_count, rows = 64 // tiles.NR, 512
     panels, levels, out = np.ones(64 * rows), np.empty(tiles.level_size(rows // tiles.BLOCK)), np.empty(64 * 65 // 2)
-    took = best(
-        {"tiles": lambda: tiles.multiply(panels, rows, 64, 0, panels_count, 0, panels_count, levels, False, out)}, 0.5
-    )
+    none, whole = np.empty((0, 0)), (0, panels_count, 0, panels_count)
+    took = best({"tiles": lambda: tiles.multiply(none, none, 0, rows, 64, *whole, panels, levels, out)}, 0.5)
     computed = sum(min(panels_count, j + 1) for j in range(panels_count)) * tiles.NR * tiles.NR
     return 2 * computed * rows / took["tiles"] / 1e9
 
@@ -145,7 +144,7 @@ def workers() -> None:
     from headrace.reduce.shards import RowShards
     from headrace.reduce.transports.folder import FolderTransport
     from headrace.reduce.transports.processes import ProcessTransport
-    from headrace.reduce.transports.transport import FoldProgress, Transport, drive
+    from headrace.reduce.transports.transport import Transport, drive
 
     def rate(hire: Callable[[], Transport], order: WorkOrder) -> float:
         """Rows a second once everybody is under way: the first chunks pay for starting and compiling. Hired here, because workers of
@@ -153,8 +152,8 @@ def workers() -> None:
         transport = hire()
         seen: list[tuple[float, int]] = []
 
-        def note(progress: FoldProgress) -> None:
-            seen.append((time.perf_counter(), progress.frontier))
+        def note(reduction: CrossNodeGramReduction) -> None:
+            seen.append((time.perf_counter(), reduction.frontier))
 
         try:
             drive(CrossNodeGramReduction(order.partition, provenance=order.provenance), transport, progress=note)

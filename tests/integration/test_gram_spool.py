@@ -28,7 +28,7 @@ from headrace.reduce import (
 from headrace.reduce.orders import WorkOrder
 from headrace.reduce.reduce_shards import GramPlan, join_spool, reduce_shards
 from headrace.reduce.shards import RowShards
-from headrace.reduce.transports.folder import FolderTransport, SpoolWorker, wait_for_order
+from headrace.reduce.transports.folder import FolderTransport, SpoolWorker, wait_for_pass
 from headrace.reduce.transports.transport import drive
 
 CHUNK = 10
@@ -264,7 +264,7 @@ def test_a_folder_of_something_else_is_not_touched(rows, tmp_path):
     with pytest.raises(ConfigError, match=r"holds the partials of another pass \(pass differ\)"):
         begun(tmp_path / "s", order_for(rows[0], job="u"))
     with pytest.raises(DeadlineExceeded, match="No coordinator has begun a pass"):
-        wait_for_order(tmp_path / "nowhere", patience=0.05)
+        wait_for_pass(tmp_path / "nowhere", patience=0.05)
     worker = SpoolWorker(tmp_path / "s", patience=0.05)
     worker.spool.want(0, 0)
     with pytest.raises(DeadlineExceeded, match="no process has coordinated the pass"):

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from cyclopts import Token
 
+    from headrace.reduce.coordinator import CrossNodeGramReduction
     from headrace.reduce.orders import WorkOrder
     from headrace.reduce.reduce_shards import GramSummary
     from headrace.reduce.shards import RowShards
-    from headrace.reduce.transports.transport import FoldProgress
 
 
 def _whole(_: object, tokens: Sequence[Token]) -> int:
@@ -138,9 +138,9 @@ class _Watcher:
         headline = f"[bold]headrace[/] {'goes on with' if resumed_at else 'reduces to'} [bold]{self._out}[/]"
         self._display.opened(headline, rows)
 
-    def progress(self, progress: FoldProgress) -> None:
-        line = f"folded {progress.frontier:,} of {progress.n_chunks:,} chunks, {progress.pending} pending"
-        self._display.progress(line, progress.frontier, progress.n_chunks)
+    def progress(self, reduction: CrossNodeGramReduction) -> None:
+        folded, chunks = reduction.frontier, reduction.partition.n_chunks
+        self._display.progress(f"folded {folded:,} of {chunks:,} chunks, {reduction.pending} pending", folded, chunks)
 
 
 def rows_folded(summary: GramSummary) -> int:

@@ -212,10 +212,9 @@ class LedgerShard:
             self._sweep_stale_entries(step)
         if settings.wipe_every is not None and step and step % settings.wipe_every == 0:
             self.wipe()
-        if len(self._ghosts):
-            cutoff = step - settings.ghost_horizon
-            if cutoff > 0:
-                self._forget_ghosts(cutoff)
+        too_old = [*self._ghosts.oldest_before("when", step - settings.ghost_horizon)]
+        if too_old and len(too_old[0]):
+            self._ghosts.remove(np.concatenate(too_old))
         self._happened = True
 
     # -------------------------------------------------------------------------------------------------- forget
@@ -233,14 +232,12 @@ class LedgerShard:
     def _evict(self, cutoff: int, limit: int, mode: int, active: np.ndarray) -> int:
         """Evict the oldest groups of steps before `cutoff` and make ghosts of them, for which the oldest ghosts make room; how many."""
         groups, found, missing = self._groups, [], limit
-        for slots in groups.oldest():
-            old = np.count_nonzero(groups.columns["last"][slots] < cutoff)  # the line is sorted by it
-            victims = slots[:old]
+        for victims in groups.oldest_before("last", cutoff):
             if len(active):
                 victims = victims[~np.isin(groups.columns["stream"][victims], active)]
             found.append(victims[:missing])
             missing -= len(found[-1])
-            if old < len(slots) or not missing:
+            if not missing:
                 break
         gone = limit - missing
         if gone:
@@ -267,16 +264,6 @@ class LedgerShard:
         ghosts.columns["when"][slots] = self.step
         ghosts.columns["mode"][slots] = mode
         ghosts.append(slots)
-
-    def _forget_ghosts(self, cutoff: int) -> None:
-        """Let the ghosts go that are of steps before `cutoff`."""
-        old = []
-        for slots in self._ghosts.oldest():
-            old.append(slots[self._ghosts.columns["when"][slots] < cutoff])
-            if len(old[-1]) < len(slots):
-                break
-        if old and len(old[0]):
-            self._ghosts.remove(np.concatenate(old))
 
     def wipe(self) -> None:
         """Forget all groups, and all ghosts: what is wiped on purpose is not missed."""
@@ -481,25 +468,17 @@ def _misfits(arrays: Mapping[str, np.ndarray], step: Any, settings: LedgerSettin
     found: dict[str, tuple[Any, Any]] = {}
     if type(step) is not int or not -1 <= step <= MAX_STEP:
         return {"step": (step, "a step")}
-    for name, dtype in _SAVED.items():
+    stored_as = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[settings.dtype]
+    for name, dtype in {**_SAVED, "ledger/state": stored_as}.items():
         array = arrays.get(name)
-        length = len(arrays.get(f"{name.partition('/')[0]}/gid", ()))
-        if array is None or array.dtype != dtype or array.shape != (length,):
-            found[name] = (
-                "absent" if array is None else f"{array.dtype} {list(array.shape)}",
-                f"{np.dtype(dtype)} [{length}]",
-            )
+        shape = [len(arrays.get(f"{name.partition('/')[0]}/gid", ()))]
+        shape += [settings.width] if name == "ledger/state" else []
+        if array is None or array.dtype != dtype or list(array.shape) != shape:
+            described = "absent" if array is None else f"{array.dtype} {list(array.shape)}"
+            found[name] = (described, f"{np.dtype(dtype)} {shape}")
     for name, low, high in (("ledger/last", 0, step), ("ghosts/when", 0, step), ("ghosts/mode", _LRU, _STALE)):
         if name not in found and len(arrays[name]) and not (low <= arrays[name].min() and arrays[name].max() <= high):
             found[name] = (f"{arrays[name].min()} to {arrays[name].max()}", f"{low} to {high}")
-    states = arrays.get("ledger/state")
-    shape = (len(arrays.get("ledger/gid", ())), settings.width)
-    dtype = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[settings.dtype]
-    if states is None or states.shape != shape or states.dtype != dtype:
-        found["ledger/state"] = (
-            "absent" if states is None else f"{states.dtype} {list(states.shape)}",
-            f"{settings.dtype} {list(shape)}",
-        )
     return found
 
 

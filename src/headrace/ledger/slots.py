@@ -141,6 +141,14 @@ class Slots:
                 yield slots
             at, many = upto, 2 * many
 
+    def oldest_before(self, column: str, cutoff: int) -> Iterator[np.ndarray]:
+        """Of the slots in line, which is sorted by this column, those below `cutoff`, piece by piece."""
+        for slots in self.oldest():
+            old = slots[self.columns[column][slots] < cutoff]
+            yield old
+            if len(old) < len(slots):
+                return
+
     def first(self, count: int) -> np.ndarray:
         """The oldest `count` slots in line, or as many as there are."""
         found: list[np.ndarray] = [np.empty(0, np.int64)]

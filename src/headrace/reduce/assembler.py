@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from headrace.errors import ConfigError, DataError
-from headrace.reduce.partition import CrossNodePartition
+from headrace.reduce.partition import MOST_ROWS, CrossNodePartition
 
 
 def whole_chunk_size(value: object) -> int:
@@ -30,11 +30,9 @@ def whole_chunk_size(value: object) -> int:
 class ChunkAssembler:
     """Collects rows until a chunk is whole. Made by `of` or `unbounded`."""
 
-    def __init__(
-        self, *, k: int, chunk_size: int, partition: CrossNodePartition | None, rank: int, ordinal: int
-    ) -> None:
-        self.k, self.chunk_size = k, chunk_size
-        self._partition, self._rank = partition, rank
+    def __init__(self, partition: CrossNodePartition, *, rank: int, ordinal: int, bounded: bool) -> None:
+        self.k, self.chunk_size = partition.k, partition.chunk_size
+        self._partition, self._rank, self._bounded = partition, rank, bounded
         self._ordinal = ordinal
         """Chunks given out."""
         self._buffer: np.ndarray | None = None
@@ -47,78 +45,68 @@ class ChunkAssembler:
             raise ConfigError("an assembler cuts single chunks: give it the partition with span=1")
         if not 0 <= rank < partition.n_ranks or not 0 <= ordinal <= partition.owned(rank):
             raise ConfigError(f"rank {rank} has no chunk number {ordinal} in a partition of {partition.n_ranks} ranks")
-        return cls(k=partition.k, chunk_size=partition.chunk_size, partition=partition, rank=rank, ordinal=ordinal)
+        return cls(partition, rank=rank, ordinal=ordinal, bounded=True)
 
     @classmethod
     def unbounded(cls, *, k: int, chunk_size: int, ordinal: int = 0) -> ChunkAssembler:
         """For rows whose number is not known yet."""
-        return cls(k=k, chunk_size=whole_chunk_size(chunk_size), partition=None, rank=0, ordinal=ordinal)
+        endless = CrossNodePartition(k=k, n_rows=MOST_ROWS, chunk_size=whole_chunk_size(chunk_size), n_ranks=1)
+        return cls(endless, rank=0, ordinal=ordinal, bounded=False)
 
     @property
     def next_chunk(self) -> int | None:
         """Index of the chunk being filled; None past the last."""
-        if self._partition is None:
-            return self._ordinal
         at = self._partition.unit_of(self._rank, self._ordinal)
         return at if at < self._partition.n_chunks else None
-
-    @property
-    def held(self) -> int:
-        """Rows of the chunk being filled."""
-        return self._filled
 
     def push(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Take rows and give out the chunks that became whole. The arrays given out are the caller's."""
         if rows.ndim != 2 or rows.shape[1] != self.k:
             raise DataError(f"rows of {self.k} columns are expected, got an array of shape {rows.shape}")
-        if self._buffer is not None and self._filled and rows.dtype != self._buffer.dtype:
+        if self._buffer is not None and rows.dtype != self._buffer.dtype:
             raise DataError(
                 f"the chunk began with rows of {self._buffer.dtype}, now {rows.dtype} came: convert them first"
             )
         return self._cut(rows)
 
     def _cut(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        at = 0
-        while at < len(rows):
+        while len(rows):
             chunk = self.next_chunk
             if chunk is None:
                 raise DataError(
-                    f"{len(rows) - at} rows came past the last chunk of rank {self._rank}: the partition has {self._total()} rows"
+                    f"{len(rows)} rows came past the last chunk of rank {self._rank}: the partition has {self._partition.n_rows:,} rows"
                 )
             wanted = self._length(chunk)
-            if self._filled == 0 and len(rows) - at >= wanted:  # a whole chunk lies in the batch: no copy
-                self._ordinal += 1
-                yield chunk, rows[at : at + wanted]
-                at += wanted
-                continue
-            if self._buffer is None or self._filled == 0:
-                self._buffer = np.empty((wanted, self.k), rows.dtype)
-            take = min(wanted - self._filled, len(rows) - at)
-            self._buffer[self._filled : self._filled + take] = rows[at : at + take]
-            self._filled += take
-            at += take
-            if self._filled == wanted:
-                whole, self._buffer, self._filled = self._buffer, None, 0
-                self._ordinal += 1
-                yield chunk, whole
+            taken, rows = rows[: wanted - self._filled], rows[wanted - self._filled :]
+            if len(taken) < wanted:  # otherwise the whole chunk lies in the batch: no copy
+                if self._buffer is None:
+                    self._buffer = np.empty((wanted, self.k), taken.dtype)
+                self._buffer[self._filled : self._filled + len(taken)] = taken
+                self._filled += len(taken)
+                if self._filled < wanted:
+                    return
+                taken = self._taken()
+            self._ordinal += 1
+            yield chunk, taken
+
+    def _taken(self) -> np.ndarray:
+        """The rows of the chunk being filled, which is empty then."""
+        assert self._buffer is not None
+        rows, self._buffer, self._filled = self._buffer[: self._filled], None, 0
+        return rows
 
     def finish(self) -> tuple[int, np.ndarray] | None:
         """The last, short chunk of an unbounded sequence. With a partition everything must have been given out."""
         chunk = self.next_chunk
-        if self._partition is None:
-            if not self._filled:
-                return None
-            assert self._buffer is not None
-            assert chunk is not None
-            last, self._buffer = self._buffer[: self._filled], None
-            self._filled, self._ordinal = 0, self._ordinal + 1
-            return chunk, last
-        if chunk is not None:
+        if chunk is None or (not self._bounded and not self._filled):
+            return None
+        if self._bounded:
             raise DataError(
                 f"the rows ended inside chunk {chunk}: it has {self._filled} of its {self._length(chunk)} rows. Give all rows of the "
                 "partition, or make one with fewer"
             )
-        return None
+        self._ordinal += 1
+        return chunk, self._taken()
 
     def checkpoint(self) -> int:
         """Chunks given out, to begin again from with `ordinal=`. Only between two chunks."""
@@ -129,10 +117,5 @@ class ChunkAssembler:
         return self._ordinal
 
     def _length(self, chunk: int) -> int:
-        if self._partition is None:
-            return self.chunk_size
         start, end = self._partition.chunk_rows(chunk)
         return end - start
-
-    def _total(self) -> str:
-        return f"{self._partition.n_rows:,}" if self._partition is not None else "any number of"

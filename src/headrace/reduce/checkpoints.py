@@ -12,8 +12,9 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Literal, Self, TypeVar
 
+import msgspec
 import numpy as np
 
 from headrace.errors import ConfigError, DataError, FileCorrupt
@@ -21,6 +22,8 @@ from headrace.files import Container, container_bytes, read_container
 from headrace.reduce.partition import CrossNodePartition, Provenance
 from headrace.reduce.tree import BorderState
 from headrace.runtime.generations import Generations
+
+M = TypeVar("M", bound="SavedMeta")
 
 
 class CheckpointFiles(Generations):
@@ -42,13 +45,11 @@ class SavedState(abc.ABC):
     """A state that is saved in a folder, or travels as bytes. Both forms carry checksums."""
 
     __slots__ = ()
-    kind: ClassVar[str]
-    partition: CrossNodePartition
-    provenance: Provenance
 
     def save(self, files: CheckpointFiles) -> Path:
         """Make it the newest generation of a folder, durably."""
-        return files.save(max(files.numbers(), default=0) + 1, *self._saved())
+        arrays, meta = self._saved()
+        return files.save(max(files.numbers(), default=0) + 1, arrays, msgspec.to_builtins(meta))
 
     @classmethod
     def load(cls, files: CheckpointFiles) -> Self | None:
@@ -59,30 +60,17 @@ class SavedState(abc.ABC):
 
     def to_bytes(self) -> bytes:
         """The bytes of the file that `save` writes, for a transport or a store of the caller's."""
-        return container_bytes(*self._saved())
+        arrays, meta = self._saved()
+        return container_bytes(arrays, msgspec.to_builtins(meta))
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Self:
         """What `to_bytes` gave. FileCorrupt or DataError if the bytes changed, or do not add up."""
         return cls._read(read_container(data, "the bytes of a checkpoint"))
 
-    def _saved(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        arrays, meta = self._content()
-        about = {"partition": self.partition.to_dict(), "pass": self.provenance.to_dict()}
-        return arrays, {"kind": self.kind, "version": 1, **about, **meta}
-
-    @classmethod
-    def _about(cls, container: Container) -> tuple[Any, CrossNodePartition, Provenance]:
-        """The JSON of a state of this kind, with its partition and pass."""
-        meta, what = container.meta, str(container.path)
-        if not isinstance(meta, dict) or meta.get("kind") != cls.kind or meta.get("version") != 1:
-            raise DataError(f"{what} is no {cls.kind} checkpoint of version 1")
-        partition = CrossNodePartition.from_dict(meta.get("partition"), what=what)
-        return meta, partition, Provenance.from_dict(meta.get("pass"), what=what)
-
     @abc.abstractmethod
-    def _content(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Arrays, and JSON beside the partition and the pass."""
+    def _saved(self) -> tuple[dict[str, np.ndarray], Any]:
+        """The state as arrays and JSON."""
 
     @classmethod
     @abc.abstractmethod
@@ -90,41 +78,57 @@ class SavedState(abc.ABC):
         """The state in a verified file."""
 
 
-def state_arrays(state: BorderState) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+class SavedFold(msgspec.Struct):
+    """The JSON of a fold's state."""
+
+    frontier: int
+    block_len: int
+    weights: list[int]
+    pending: list[int]
+
+
+class SavedMeta(msgspec.Struct, kw_only=True, tag_field="kind"):
+    """The JSON that every state has."""
+
+    version: Literal[1] = 1
+    partition: CrossNodePartition
+    provenance: Provenance = msgspec.field(name="pass")
+
+
+def read_meta(container: Container, kind: type[M]) -> M:
+    """The JSON of a state; DataError if it is of another kind or version, or lacks something."""
+    try:
+        return msgspec.convert(container.meta, kind)
+    except msgspec.ValidationError as error:
+        named = kind.__struct_config__.tag
+        raise DataError(f"{container.path} is no {named} checkpoint of version 1: {error}") from error
+
+
+def state_arrays(state: BorderState) -> tuple[dict[str, np.ndarray], SavedFold]:
     """A fold's state as named arrays and JSON."""
-    arrays: dict[str, np.ndarray] = {}
-    if state.block_partial is not None:
-        arrays["block"] = state.block_partial
-    if state.tail is not None:
-        arrays["tail"] = state.tail
-    for at, (_, total) in enumerate(state.forest):
-        arrays[f"forest.{at}"] = total
-    for chunk, gram in state.pending:
-        arrays[f"pending.{chunk}"] = gram
-    meta = {
-        "frontier": state.frontier,
-        "block_len": state.block_len,
-        "weights": [weight for weight, _ in state.forest],
-        "pending": [chunk for chunk, _ in state.pending],
-    }
-    return arrays, meta
+    single = {"block": state.block_partial, "tail": state.tail}
+    arrays = {name: array for name, array in single.items() if array is not None}
+    arrays |= {f"forest.{at}": total for at, (_, total) in enumerate(state.forest)}
+    arrays |= {f"pending.{chunk}": gram for chunk, gram in state.pending}
+    return arrays, SavedFold(
+        frontier=state.frontier,
+        block_len=state.block_len,
+        weights=[weight for weight, _ in state.forest],
+        pending=[chunk for chunk, _ in state.pending],
+    )
 
 
-def state_from(container: Container, meta: Any) -> BorderState:
+def state_from(container: Container, saved: SavedFold) -> BorderState:
     """The other way; whether the numbers add up is checked by the fold that resumes from it."""
     arrays = container.arrays
     try:
-        frontier, block_len = meta["frontier"], meta["block_len"]
-        weights, pending = list(meta["weights"]), list(meta["pending"])
-        if not all(type(n) is int for n in (frontier, block_len, *weights, *pending)):
-            raise TypeError("a number of the fold is no whole number")
         return BorderState(
-            frontier=frontier,
-            block_len=block_len,
+            frontier=saved.frontier,
+            block_len=saved.block_len,
             block_partial=arrays.get("block"),
-            forest=tuple((weight, arrays[f"forest.{at}"]) for at, weight in enumerate(weights)),
-            pending=tuple((chunk, arrays[f"pending.{chunk}"]) for chunk in pending),
+            forest=tuple((weight, arrays[f"forest.{at}"]) for at, weight in enumerate(saved.weights)),
+            pending=tuple((chunk, arrays[f"pending.{chunk}"]) for chunk in saved.pending),
             tail=arrays.get("tail"),
         )
-    except (KeyError, TypeError) as error:
-        raise FileCorrupt(f"{container.path} does not hold the state of a fold: {error}") from error
+    except KeyError as error:
+        raise FileCorrupt(f"{container.path} does not hold the state of a fold: {error} is missing") from error

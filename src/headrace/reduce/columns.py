@@ -9,15 +9,15 @@ the kernel as they are stored; with a shift or weights they become f64 first, by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace.errors import ConfigError, DataError
 from headrace.order import fingerprint_json
-from headrace.reduce.kernel import as_f64, as_rows, chunk_gram_packed, row_dtype_name
+from headrace.reduce.kernel import as_f64, as_rows, chunk_gram_packed, dtype_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,18 +77,7 @@ class Columns:
         return fingerprint_json(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        shift = None if self.shift is None else [float(v).hex() for v in self.shift]
-        return {"width": self.width, "targets": self.targets, "weighted": self.weighted, "shift": shift}
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Columns:
-        shift = value["shift"]
-        return cls(
-            width=value["width"],
-            targets=value["targets"],
-            weighted=value["weighted"],
-            shift=None if shift is None else np.array([float.fromhex(v) for v in shift]),
-        )
+        return msgspec.to_builtins(self, enc_hook=hex_of_shift)
 
     def gram(self, batch: RowBatch, threads: int = 1) -> np.ndarray:
         """The packed Gram of one chunk under this design."""
@@ -108,7 +97,7 @@ class Columns:
             extra[:, :-1] = _wide(y, "targets")
         if self.shift is None and w is None:
             return chunk_gram_packed(x, extra, threads=threads)
-        row_dtype_name(x)
+        dtype_name(x.dtype)
         wide = np.array(_wide(x, "rows"))
         if self.shift is not None:
             wide -= self.shift
@@ -121,6 +110,16 @@ class Columns:
             wide *= root
             extra *= root
         return chunk_gram_packed(wide, extra, threads=threads)
+
+
+def hex_of_shift(shift: np.ndarray) -> list[str]:
+    """The exact numbers of a shift, as JSON. For `msgspec.to_builtins`."""
+    return [float(number).hex() for number in shift]
+
+
+def shift_of_hex(_: type, numbers: list[str]) -> np.ndarray:
+    """The other way, for `msgspec.convert`."""
+    return np.array([float.fromhex(number) for number in numbers])
 
 
 def as_given(value: Any, what: str) -> np.ndarray:

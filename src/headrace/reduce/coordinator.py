@@ -14,16 +14,16 @@ what the fold refuses. A refused message changes nothing.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from headrace.errors import ConfigError, DataError, FileCorrupt
 from headrace.files import Container
 from headrace.metrics import MetricSpec, Reduction, default_meter, register
-from headrace.reduce.checkpoints import SavedState, state_arrays, state_from
+from headrace.reduce.checkpoints import SavedFold, SavedMeta, SavedState, read_meta, state_arrays, state_from
 from headrace.reduce.partial import NodePartial
 from headrace.reduce.partition import CrossNodePartition, Provenance
 from headrace.reduce.tree import BorderState, StreamingBorderGram
@@ -44,11 +44,16 @@ class Receipt(enum.Enum):
     """Its rank is a whole window ahead of the slowest: send it again once the fold has moved."""
 
 
+class _Meta(SavedMeta, kw_only=True, tag="reduce-coordinator"):
+    received_per_rank: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    entries: tuple[int, int]
+    fold: SavedFold
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossNodeCheckpoint(SavedState):
     """The coordinator's whole state, as it was when it was asked for."""
 
-    kind = "reduce-coordinator"
     partition: CrossNodePartition
     provenance: Provenance
     received_per_rank: tuple[int, ...]
@@ -58,36 +63,33 @@ class CrossNodeCheckpoint(SavedState):
     entries: tuple[int, int]
     """The part of the triangle that this coordinator folds."""
 
-    def _content(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    def _saved(self) -> tuple[dict[str, np.ndarray], _Meta]:
         arrays, fold = state_arrays(self.fold)
         arrays["digests"] = np.concatenate(self.digests)
-        received = list(self.received_per_rank)
-        return arrays, {"received_per_rank": received, "entries": list(self.entries), "fold": fold}
+        return arrays, _Meta(
+            partition=self.partition,
+            provenance=self.provenance,
+            received_per_rank=self.received_per_rank,
+            entries=self.entries,
+            fold=fold,
+        )
 
     @classmethod
     def _read(cls, container: Container) -> CrossNodeCheckpoint:
-        meta, partition, provenance = cls._about(container)
-        received, entries, digests = meta.get("received_per_rank"), meta.get("entries"), container.arrays.get("digests")
-        if (
-            not _whole_numbers(received) or len(received) != partition.n_ranks or min(received) < 0
-            or not _whole_numbers(entries) or len(entries) != 2
-            or digests is None or digests.dtype != np.uint64 or digests.shape != (sum(received),)
-        ):  # fmt: skip
-            raise DataError(f"{container.path} does not say what was received of {partition.n_ranks} ranks")
+        meta, digests = read_meta(container, _Meta), container.arrays.get("digests")
+        received = meta.received_per_rank
+        if digests is None or digests.dtype != np.uint64 or digests.shape != (sum(received),):
+            raise DataError(f"{container.path} does not say what was received of {meta.partition.n_ranks} ranks")
         saved = cls(
-            partition=partition,
-            provenance=provenance,
-            received_per_rank=tuple(received),
-            fold=state_from(container, meta.get("fold")),
+            partition=meta.partition,
+            provenance=meta.provenance,
+            received_per_rank=received,
+            fold=state_from(container, meta.fold),
             digests=tuple(np.split(digests, np.cumsum(received)[:-1])),
-            entries=(entries[0], entries[1]),
+            entries=meta.entries,
         )
         CrossNodeGramReduction.resume(saved)  # refuses numbers that do not add up, while an older generation is at hand
         return saved
-
-
-def _whole_numbers(value: object) -> bool:
-    return isinstance(value, list) and all(type(n) is int for n in value)
 
 
 class CrossNodeGramReduction:
@@ -118,8 +120,8 @@ class CrossNodeGramReduction:
         self.provenance = provenance if provenance is not None else Provenance()
         self._fingerprint = partition.fingerprint
         self._fold = StreamingBorderGram(entries=end - start, n_chunks=partition.n_chunks, span=partition.span)
-        self._received = [0] * partition.n_ranks
         self._digests: list[list[int]] = [[] for _ in range(partition.n_ranks)]
+        """Of every partial received, by rank."""
 
     # ------------------------------------------------------------------------------------------ receive
 
@@ -135,13 +137,13 @@ class CrossNodeGramReduction:
 
     @property
     def received_per_rank(self) -> tuple[int, ...]:
-        return tuple(self._received)
+        return tuple(map(len, self._digests))
 
     def credit(self, rank: int) -> int:
         """How many more partials a rank may send before the fold has to move."""
-        ahead = self._received[rank] - self.partition.owned_below(rank, self.frontier)
-        left = self.partition.owned(rank) - self._received[rank]
-        return min(self.window - ahead, left)
+        received = len(self._digests[rank])
+        ahead = received - self.partition.owned_below(rank, self.frontier)
+        return min(self.window - ahead, self.partition.owned(rank) - received)
 
     def receive(self, partial: NodePartial) -> Receipt:
         """Take one partial. DUPLICATE: it was taken before, with equal bits. WAIT: its rank is too far ahead. Anything else is a DataError."""
@@ -156,7 +158,7 @@ class CrossNodeGramReduction:
                 else "no partial starts there"
             )
             raise DataError(f"rank {rank} sent chunk {chunk}: {owner}")
-        ordinal, cursor = partition.ordinal_of(chunk), self._received[rank]
+        ordinal, cursor = partition.ordinal_of(chunk), len(self._digests[rank])
         if ordinal < cursor:
             return self._compare(partial, ordinal)
         if ordinal != cursor or chunk >= partition.n_chunks:
@@ -177,7 +179,6 @@ class CrossNodeGramReduction:
         except DataError as error:
             raise DataError(f"rank {rank}: {error}") from None
         self._digests[rank].append(partial.digest)
-        self._received[rank] += 1
         return Receipt.TAKEN
 
     def _require_same_pass(self, partial: NodePartial) -> None:
@@ -243,31 +244,31 @@ class CrossNodeGramReduction:
         """
         if provenance is not None:
             provenance.require_same_as(saved.provenance, "the reduction")
-        partition = saved.partition
-        reduction = cls(partition, provenance=saved.provenance, window=window, entries=saved.entries)
         _check_cursors(saved)
-        width = saved.entries[1] - saved.entries[0]
-        fold = StreamingBorderGram.resume(saved.fold, entries=width, n_chunks=partition.n_chunks, span=partition.span)
-        reduction._fold = fold
-        reduction._received = list(saved.received_per_rank)
-        reduction._digests = [d.tolist() for d in saved.digests]
-        if n_ranks is None or n_ranks == partition.n_ranks:
-            return reduction
-        return reduction._redealt(n_ranks)
+        if n_ranks is not None and n_ranks != saved.partition.n_ranks:
+            saved = _redealt(saved, n_ranks)
+        partition, (start, end) = saved.partition, saved.entries
+        reduction = cls(partition, provenance=saved.provenance, window=window, entries=saved.entries)
+        reduction._fold = StreamingBorderGram.resume(
+            saved.fold, entries=end - start, n_chunks=partition.n_chunks, span=partition.span
+        )
+        reduction._digests = [digests.tolist() for digests in saved.digests]
+        return reduction
 
-    def _redealt(self, n_ranks: int) -> CrossNodeGramReduction:
-        """The same sum on other ranks. Digests are kept for what is folded; what was parked goes."""
-        old = self.partition
-        new = CrossNodePartition(**(old.to_dict() | {"n_ranks": n_ranks}))
-        other = CrossNodeGramReduction(new, provenance=self.provenance, window=self.window, entries=self.entries)
-        kept = replace(self._fold.state(), pending=())
-        width = self.entries[1] - self.entries[0]
-        other._fold = StreamingBorderGram.resume(kept, entries=width, n_chunks=new.n_chunks, span=new.span)
-        other._received = [new.owned_below(rank, self.frontier) for rank in range(n_ranks)]
-        for rank, count in enumerate(other._received):
-            units = (new.unit_of(rank, ordinal) for ordinal in range(count))
-            other._digests[rank] = [self._digests[u % old.n_ranks][u // old.n_ranks] for u in units]
-        return other
+
+def _redealt(saved: CrossNodeCheckpoint, n_ranks: int) -> CrossNodeCheckpoint:
+    """The same sum on other ranks. Digests are kept for what is folded; what was parked goes."""
+    old = saved.partition
+    digests: list[list[int]] = [[] for _ in range(n_ranks)]
+    for unit in range(-(-saved.fold.frontier // old.span)):
+        digests[unit % n_ranks].append(saved.digests[unit % old.n_ranks][unit // old.n_ranks])
+    return replace(
+        saved,
+        partition=replace(old, n_ranks=n_ranks),
+        received_per_rank=tuple(map(len, digests)),
+        fold=replace(saved.fold, pending=()),
+        digests=tuple(np.array(of_rank, np.uint64) for of_rank in digests),
+    )
 
 
 def _check_cursors(saved: CrossNodeCheckpoint) -> None:
@@ -285,11 +286,8 @@ def _check_cursors(saved: CrossNodeCheckpoint) -> None:
     for rank, received in enumerate(saved.received_per_rank):
         folded = partition.owned_below(rank, min(frontier, partition.n_chunks))
         if parked[rank] != list(range(folded, received)):
+            numbers = ", ".join(map(str, parked[rank][:8])) or "none"
             raise FileCorrupt(
-                f"the saved reduction does not add up: {received} partials received of rank {rank}, but {folded} are folded and "
-                f"{_shown(parked[rank])} parked. Go on from the generation before it"
+                f"the saved reduction does not add up: {received} partials received of rank {rank}, but {folded} are folded and {numbers} "
+                "parked. Go on from the generation before it"
             )
-
-
-def _shown(ordinals: Sequence[int]) -> str:
-    return f"its numbers {', '.join(map(str, ordinals[:8]))}" if ordinals else "none"

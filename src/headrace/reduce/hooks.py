@@ -15,18 +15,22 @@ takes the samples g with g mod streams = s, in order, and the streams are added 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.errors import ConfigError, did_you_mean
+from headrace.errors import ConfigError, DataError, WorkerDied, did_you_mean
 from headrace.metrics import Wait
+from headrace.metrics.ranks import Ranks
 from headrace.reduce.result import GramResult
 from headrace.reduce.stream import GramStream, streams_result
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+_DEADLINE = 1800.0
+"""Seconds that ranks wait for each other when the streams are added."""
 
 
 def activations(
@@ -65,23 +69,22 @@ def activations(
         return GramStream(width=rows.shape[1], shift=shift, chunk_size=chunk_size, threads=threads)
 
     sums = _Streams(count, rank, ranks, stream_for)
-    if ranks == 1:
-        _collect(model, loader, module, steps, forward, keep, sums)
-        return sums.result()
-    from headrace.reduce.transports.gloo import summed_over_ranks
-
     problem: Exception | None = None
     packed: dict[int, np.ndarray] = {}
     try:
         _collect(model, loader, module, steps, forward, keep, sums)
+        if count == 1:
+            return sums.open[0].finish()
         packed = {number: stream.packed() for number, stream in sums.open.items()}
     except Exception as error:
+        if ranks == 1:
+            raise
         problem = error  # raised after the exchange: without it the other ranks would wait until their deadline
-    return summed_over_ranks(sums.open, packed, count, rank, ranks, problem)
+    return sums.result(packed, problem)
 
 
 class _Streams:
-    """The sums of this rank, by number of the stream."""
+    """The sums of this rank, by number of the stream. Stream s belongs to rank s mod `ranks`."""
 
     def __init__(self, count: int, rank: int, ranks: int, begin: Callable[[Tensor], GramStream]) -> None:
         self._count, self._rank, self._ranks, self._begin = count, rank, ranks, begin
@@ -111,15 +114,42 @@ class _Streams:
             self.open[number] = self._begin(rows)
         self.open[number].push(rows)
 
-    def result(self) -> GramResult:
-        """The sum of all streams, where all of them are here."""
-        if self._count == 1:
-            return self.open[0].finish()
-        any_stream = next(iter(self.open.values()))
+    def result(self, packed: Mapping[int, np.ndarray], problem: Exception | None) -> GramResult:
+        """The result over the streams of all ranks, on every rank.
+
+        `packed`: the sum of each stream of this rank. `problem`: an error of this rank; the other ranks learn of it before it is raised here.
+        """
+        mine = next(iter(self.open.values()), None)
         n_rows = sum(stream.n_rows for stream in self.open.values())
-        empty = np.zeros(any_stream.columns.k * (any_stream.columns.k + 1) // 2)
-        parts = [self.open[s].packed() if s in self.open else empty for s in range(self._count)]
-        return streams_result(parts, any_stream.columns, n_rows, any_stream.about)
+        exchange = None
+        if self._ranks > 1:
+            exchange = Ranks(None, doing="sum of activations", asker="the process group")
+            about = None if problem or mine is None else [mine.columns.width, mine.chunk_size, mine.about["rows"]]
+            with Wait("reduce.streams", deadline=_DEADLINE) as wait:
+                exchange.begin()
+                all_ranks = exchange.exchange({"about": about, "n_rows": n_rows}, wait)
+            if problem is not None:
+                raise problem
+            for other, found in enumerate(all_ranks):
+                if found["about"] is None:
+                    raise WorkerDied(f"rank {other} could not collect its activations; its own message says why")
+                if found["about"] != about:
+                    raise DataError(
+                        f"rank {other} has rows of width, chunk size and type {found['about']}, rank {self._rank} of {about}: all must agree"
+                    )
+            n_rows = sum(found["n_rows"] for found in all_ranks)
+        assert mine is not None
+        nothing = np.zeros(mine.columns.k * (mine.columns.k + 1) // 2)
+        parts: list[np.ndarray] = []
+        for first in range(0, self._count, self._ranks):
+            part = packed.get(first + self._rank, nothing)
+            if exchange is None:
+                parts.append(part)
+                continue
+            with Wait("reduce.streams", deadline=_DEADLINE) as wait:
+                exchange.begin()
+                parts.extend(exchange.gather(part.view(np.int64), wait).view(np.float64))
+        return streams_result(parts, mine.columns, n_rows, mine.about)
 
 
 def _samples(batch: Any, output: Tensor) -> list[int]:

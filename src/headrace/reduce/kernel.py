@@ -25,25 +25,19 @@ from headrace.reduce.partition import CROSS_CHUNK_BASE
 from headrace.runtime.compiled import KernelModule
 
 T = TypeVar("T")
+R = TypeVar("R")
 _NAMES = {"float64": "f64", "float32": "f32", "float16": "f16", "uint16": "bf16"}
 _PACKED_BYTES = 64 << 20
 """Packed rows of a superblock. More rows mean fewer visits to the matrix: GFLOP/s at k = 2048 with 256, 512, 1,024, 2,048 and
 4,096 rows: 25.8, 32.0, 36.4, 38.5, 40.0."""
 _LEAST_ROWS, _MOST_ROWS = 512, 4096
-_NODE_ROWS = 1 << 16
-"""Rows of a subtree of a narrow matrix at most: those of 16 bits are widened a subtree at a time."""
 _WORTH_SHARING = 16_000_000
 """Multiply-adds below which one thread does it all: they take 1 ms at most, and to wake another thread and wait for it takes 0.1 to 0.3 ms."""
 _local = threading.local()
 
 
-def row_dtype_name(rows: np.ndarray) -> str:
-    """f64, f32, f16, or bf16 for uint16 (numpy has no bfloat16)."""
-    return dtype_name(rows.dtype)
-
-
 def dtype_name(dtype: np.dtype) -> str:
-    """The same of a dtype."""
+    """f64, f32, f16, or bf16 for uint16 (numpy has no bfloat16)."""
     name = _NAMES.get(dtype.name)
     if name is None or not dtype.isnative:
         raise DataError(f"rows must be float64, float32, float16 or bfloat16, in native byte order; got {dtype.str}")
@@ -91,7 +85,7 @@ def chunk_gram_packed(rows: Any, extra: np.ndarray | None = None, *, threads: in
     `rows`: an array, a torch tensor or lists. `extra`: more columns, f64. `threads` share the work and never change the bits.
     """
     rows = as_rows(rows)
-    row_dtype_name(rows)
+    dtype_name(rows.dtype)
     if rows.ndim != 2 or rows.shape[1] < 1:
         raise DataError(f"a chunk is a matrix of rows with at least one column, got shape {rows.shape}")
     if extra is not None and (extra.ndim != 2 or len(extra) != len(rows) or extra.dtype != np.float64):
@@ -104,8 +98,7 @@ def chunk_gram_packed(rows: Any, extra: np.ndarray | None = None, *, threads: in
         return np.zeros(entries)
     if n * entries < _WORTH_SHARING:
         threads = 1
-    task = _Task(rows, extra, columns)
-    return task.tall(threads) if task.narrow else task.wide(threads)
+    return _Task(rows, extra, columns).gram(threads)
 
 
 class _Task:
@@ -122,59 +115,57 @@ class _Task:
         self._plain = rows.dtype.itemsize > 2 and rows.flags.c_contiguous and rows.flags.aligned
         self._panels = -(-columns // self._tiles.NR)
         self._entries = columns * (columns + 1) // 2
-        self.narrow = self._panels <= self._tiles.MACRO
-        """Whether the matrix is one macro tile: then 128 packed rows at a time stay in the cache."""
 
-    # ------------------------------------------------------------------------------------- narrow matrices
+    def gram(self, threads: int) -> np.ndarray:
+        n, block = len(self._rows), self._tiles.BLOCK
+        if self._panels <= self._tiles.MACRO:
+            size = _node_rows(n, threads, block)
+            return _cascade(_share(range(0, n, size), lambda at: self._node(at, min(size, n - at)), threads))
+        size = _superblock(self._columns, block)
+        return _cascade(self._wide(at, min(size, n - at), threads) for at in range(0, n, size))
 
-    def tall(self, threads: int) -> np.ndarray:
-        n = len(self._rows)
-        size = _node_rows(n, threads, self._tiles.BLOCK)
-        sums: list[np.ndarray] = [np.empty(0)] * -(-n // size)
+    def _node(self, at: int, rows: int) -> np.ndarray:
+        """The sum of some rows of a narrow matrix: one macro tile."""
+        tiles, count = self._tiles, self._panels
+        panels = _scratch("panels", count * tiles.NR * tiles.BLOCK)
+        x, extra, first = self._slice(at, rows)
+        return self._multiplied([(0, count, 0, count)], x, extra, first, rows, panels, 1)
 
-        def one(node: int) -> None:
-            sums[node] = self._node(node * size, min((node + 1) * size, n))
-
-        _share(range(len(sums)), one, threads)
-        while len(sums) > 1:  # neighbours of equal weight; the odd last one goes up as it is
-            pairs = [np.add(left, right, out=left) for left, right in zip(sums[::2], sums[1::2], strict=False)]
-            sums = pairs + ([sums[-1]] if len(sums) % 2 else [])
-        return sums[0]
-
-    def _node(self, start: int, end: int) -> np.ndarray:
-        """The sum of a subtree of rows: any number of blocks of 128, or the last ones."""
-        tiles = self._tiles
-        levels = _scratch("levels", tiles.level_size(-(-(end - start) // tiles.BLOCK)))
-        panels = _scratch("panels", self._panels * tiles.NR * tiles.BLOCK)
-        out = np.empty(self._entries)
-        x, extra, first = self._slice(start, end - start)
-        tiles.narrow_of[x.dtype.name](x, extra, first, end - start, panels, levels, out)
-        return out
-
-    # --------------------------------------------------------------------------------------- wide matrices
-
-    def wide(self, threads: int) -> np.ndarray:
-        tiles, n = self._tiles, len(self._rows)
-        size = _superblock(self._columns, tiles.BLOCK)
+    def _wide(self, at: int, rows: int, threads: int) -> np.ndarray:
+        """The sum of a superblock of a wide matrix."""
+        tiles, count = self._tiles, self._panels
         # Kept from chunk to chunk by the thread that calls: fresh pages would cost as much as packing.
-        panels = _scratch("panels", self._panels * tiles.NR * min(size, -(-n // tiles.BLOCK) * tiles.BLOCK))
-        work = self._tile_list(threads)
-        forest: list[tuple[int, np.ndarray]] = []
-        for at in range(0, n, size):
-            rows = min(size, n - at)
-            merge = bool(forest) and forest[-1][0] == 1
-            out = forest.pop()[1] if merge else np.empty(self._entries)
-            self._pack(at, rows, panels, threads)
-            self._multiply(work, rows, panels, merge, out, threads)
-            weight = 2 if merge else 1
-            while forest and forest[-1][0] == weight:
-                out = _added(forest.pop()[1], out, threads)
-                weight *= 2
-            forest.append((weight, out))
-        total = forest.pop()[1]
-        while forest:
-            total = _added(forest.pop()[1], total, threads)
-        return total
+        panels = _scratch("panels", count * tiles.NR * -(-rows // tiles.BLOCK) * tiles.BLOCK)
+        step = tiles.BLOCK * max(1, -(-rows // (4 * threads * tiles.BLOCK))) if threads > 1 else rows
+
+        def pack(start: int) -> np.ndarray:
+            many = min(step, rows - start)
+            x, extra, first = self._slice(at + start, many)
+            tiles.pack_of[x.dtype.name](x, extra, first, many, count, panels[start * count * tiles.NR :])
+            return x[:0]
+
+        packed = _share(range(0, rows, step), pack, threads)[0]
+        return self._multiplied(self._tile_list(threads), packed, self._extra[:0], 0, rows, panels, threads)
+
+    def _multiplied(
+        self,
+        work: list[tuple[int, int, int, int]],
+        x: np.ndarray,
+        extra: np.ndarray,
+        first: int,
+        rows: int,
+        panels: np.ndarray,
+        threads: int,
+    ) -> np.ndarray:
+        """The packed triangle of macro tiles over so many rows: of `x` from `first` on, or in the panels where `x` is empty."""
+        tiles, out = self._tiles, np.empty(self._entries)
+
+        def one(tile: tuple[int, int, int, int]) -> None:
+            levels = _scratch("levels", tiles.level_size(-(-rows // tiles.BLOCK)))
+            tiles.multiply_of[x.dtype.name](x, extra, first, rows, self._columns, *tile, panels, levels, out)
+
+        _share(work, one, threads)
+        return out
 
     def _tile_list(self, threads: int) -> list[tuple[int, int, int, int]]:
         """Macro tiles of the upper triangle as ranges of panels (i, i, j, j), the heaviest first; narrower ones where there
@@ -192,35 +183,6 @@ class _Task:
                     found, key=lambda t: (-sum(max(0, min(t[1], j + 1) - t[0]) for j in range(t[2], t[3])), t)
                 )
             strip //= 2
-
-    def _pack(self, at: int, rows: int, panels: np.ndarray, threads: int) -> None:
-        tiles, count = self._tiles, self._panels
-        step = tiles.BLOCK * max(1, -(-rows // (4 * threads * tiles.BLOCK))) if threads > 1 else rows
-
-        def some(start: int) -> None:
-            many = min(step, rows - start)
-            x, extra, first = self._slice(at + start, many)
-            tiles.pack_rows_of[x.dtype.name](x, extra, first, many, count, panels[start * count * tiles.NR :])
-
-        _share(range(0, rows, step), some, threads)
-
-    def _multiply(
-        self,
-        work: list[tuple[int, int, int, int]],
-        rows: int,
-        panels: np.ndarray,
-        merge: bool,
-        out: np.ndarray,
-        threads: int,
-    ) -> None:
-        tiles = self._tiles
-        blocks = -(-rows // tiles.BLOCK)
-
-        def one(tile: tuple[int, int, int, int]) -> None:
-            levels = _scratch("levels", tiles.level_size(blocks))
-            tiles.multiply(panels, rows, self._columns, *tile, levels, merge, out)
-
-        _share(work, one, threads)
 
     def _slice(self, at: int, rows: int) -> tuple[np.ndarray, np.ndarray, int]:
         """Rows the compiled loops can read, the extra columns, and where to begin in both."""
@@ -255,9 +217,9 @@ def _superblock(columns: int, block: int) -> int:
 def _node_rows(n: int, threads: int, block: int) -> int:
     """Rows of the subtrees that threads take, 128·2^p: as large as leaves no thread idle for more than a thirtieth of the time."""
     size = block
-    while size < min(n, _NODE_ROWS):
+    while size < n:
         size *= 2
-    while threads > 1 and size > block:
+    while size > block:
         nodes = -(-n // size)
         rounds = -(-nodes // threads)
         if rounds * size * threads <= n * 31 / 30 or nodes >= 16 * threads:
@@ -288,30 +250,33 @@ def _in_large_pages(size: int) -> np.ndarray:
     return room[begin : begin + size]
 
 
-def _share(work: Iterable[T], do: Callable[[T], object], threads: int) -> None:
-    """Call `do` for each item of `work`, on so many threads."""
+def _share(work: Iterable[T], do: Callable[[T], R], threads: int) -> list[R]:
+    """What `do` gives for each item of `work`, on so many threads."""
 
-    def one(item: T) -> None:
+    def one(item: T) -> R:
         _require_denormals()
-        do(item)
+        return do(item)
 
     if threads == 1:
-        for item in work:
-            one(item)
-    else:
-        with Wait("reduce.threads"):
-            list(_pool(threads, os.getpid()).map(one, work))
+        return list(map(one, work))
+    with Wait("reduce.threads"):
+        return list(_pool(threads, os.getpid()).map(one, work))
 
 
-def _added(left: np.ndarray, right: np.ndarray, threads: int) -> np.ndarray:
-    """left + right, in the memory of left."""
-    step = max(-(-len(left) // threads), 1 << 16)
-    _share(
-        (slice(at, at + step) for at in range(0, len(left), step)),
-        lambda part: np.add(left[part], right[part], out=left[part]),
-        threads,
-    )
-    return left
+def _cascade(blocks: Iterable[np.ndarray]) -> np.ndarray:
+    """The sum of blocks of equal weight, and a lighter last one, as a binary tree by index. Overwrites them."""
+    forest: list[tuple[int, np.ndarray]] = []
+    for total in blocks:
+        weight = 1
+        while forest and forest[-1][0] == weight:
+            total = _added(forest.pop()[1], total)
+            weight *= 2
+        forest.append((weight, total))
+    return functools.reduce(lambda right, left: _added(left, right), [total for _, total in reversed(forest)])
+
+
+def _added(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    return np.add(left, right, out=left)
 
 
 @functools.cache

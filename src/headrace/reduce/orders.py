@@ -10,23 +10,22 @@ The caller decides which unit is next.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from headrace.errors import DataError
-from headrace.reduce.columns import Columns
+from headrace.reduce.columns import Columns, hex_of_shift, shift_of_hex
 from headrace.reduce.partition import CrossNodePartition, Provenance
 from headrace.reduce.shards import RowShards, ShardSpec, require_unchanged
 from headrace.reduce.worker import NodeWorker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkOrder:
+class WorkOrder(msgspec.Struct, frozen=True, kw_only=True):
     """One pass, described so that any process can take part in it."""
 
     partition: CrossNodePartition
-    provenance: Provenance
+    provenance: Provenance = msgspec.field(name="pass")
     columns: Columns
     shards: ShardSpec
     data: str
@@ -34,21 +33,12 @@ class WorkOrder:
     threads: int = 1
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "partition": self.partition.to_dict(), "pass": self.provenance.to_dict(), "columns": self.columns.to_dict(),
-            "shards": self.shards.to_dict(), "data": self.data, "threads": self.threads,
-        }  # fmt: skip
+        return msgspec.to_builtins(self, enc_hook=hex_of_shift)
 
     @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> WorkOrder:
-        return cls(
-            partition=CrossNodePartition.from_dict(value["partition"], what="the order"),
-            provenance=Provenance.from_dict(value["pass"], what="the order"),
-            columns=Columns.from_dict(value["columns"]),
-            shards=ShardSpec.from_dict(value["shards"]),
-            data=value["data"],
-            threads=value["threads"],
-        )
+    def from_dict(cls, value: Any) -> WorkOrder:
+        """The order that `to_dict` described. ValueError if it is none."""
+        return msgspec.convert(value, cls, dec_hook=shift_of_hex)
 
 
 class PartialMaker:

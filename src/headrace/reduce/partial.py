@@ -11,10 +11,10 @@ the checksum before the header is parsed. The numbers are then used where they l
 
 from __future__ import annotations
 
-import json
 import struct
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -26,6 +26,17 @@ _VERSION = 1
 _PREFIX = struct.Struct("<4sIIQ")  # magic, version, header bytes, payload bytes
 _HEAD = _PREFIX.size + 16
 _MAX_HEADER = 1 << 16
+
+
+class _Header(msgspec.Struct, kw_only=True):
+    """The JSON of a message."""
+
+    chunk: int
+    chunks: int
+    rank: int
+    partition: str
+    first_entry: int
+    provenance: Provenance = msgspec.field(name="pass")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +70,7 @@ class NodePartial:
 
     def to_bytes(self) -> bytes:
         payload = np.ascontiguousarray(self.gram, "<f8").view(np.uint8).data
-        fields = {
-            "chunk": self.chunk, "chunks": self.chunks, "rank": self.rank, "partition": self.partition,
-            "first_entry": self.first_entry, "pass": self.provenance.to_dict(),
-        }  # fmt: skip
-        header = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+        header = msgspec.json.encode(msgspec.convert(self, _Header, from_attributes=True))
         header += b" " * (-(_HEAD + len(header)) % 64)
         check = xxhash.xxh3_128()
         prefix = _PREFIX.pack(_MAGIC, _VERSION, len(header), payload.nbytes)
@@ -90,12 +97,7 @@ class NodePartial:
         if check.digest() != bytes(view[_PREFIX.size : _HEAD]):
             raise DataError(f"{what} is damaged: it fails its checksum. Send it again")
         try:
-            fields = json.loads(bytes(view[_HEAD : _HEAD + header_len]))
-            numbers = {name: fields[name] for name in ("chunk", "chunks", "rank", "first_entry")}
-            partition, provenance = fields["partition"], fields["pass"]
-            if not all(type(n) is int for n in numbers.values()) or not isinstance(partition, str):
-                raise ValueError("a field has another type")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            header = msgspec.json.decode(view[_HEAD : _HEAD + header_len], type=_Header)
+        except (ValueError, RecursionError) as error:  # of msgspec too
             raise DataError(f"{what} has an unreadable header: {error}") from error
-        gram = np.frombuffer(view[_HEAD + header_len :], "<f8")
-        return cls(partition=partition, provenance=Provenance.from_dict(provenance, what=what), gram=gram, **numbers)
+        return cls(gram=np.frombuffer(view[_HEAD + header_len :], "<f8"), **msgspec.structs.asdict(header))

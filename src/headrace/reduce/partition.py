@@ -14,8 +14,7 @@ Pure arithmetic: two participants built from the same fields agree on everything
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from headrace.errors import ConfigError, CursorMismatch, DataError
 from headrace.order import fingerprint_json
@@ -28,7 +27,8 @@ ARITHMETIC = "f64, fused multiply-add, pairwise base 128"
 
 ROW_DTYPES = ("f64", "f32", "f16", "bf16")
 
-_LARGEST = 1 << 62
+MOST_ROWS = (1 << 62) - 1
+"""Rows of a pass at most."""
 
 
 def default_chunk_size(k: int) -> int:
@@ -59,7 +59,7 @@ class CrossNodePartition:
                 ("k", self.k, 1), ("n_rows", self.n_rows, 0), ("chunk_size", self.chunk_size, 1),
                 ("n_ranks", self.n_ranks, 1), ("span", self.span, 1),
             )
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _LARGEST
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST_ROWS
         ]  # fmt: skip
         if not problems and self.span != 1:
             blocks, rest = divmod(self.span, CROSS_CHUNK_BASE)
@@ -133,16 +133,6 @@ class CrossNodePartition:
         """The fields that the bits depend on."""
         return {"k": self.k, "n_rows": self.n_rows, "chunk_size": self.chunk_size}
 
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, value: Any, *, what: str) -> CrossNodePartition:
-        names = [field.name for field in fields(cls)]
-        if not isinstance(value, dict) or set(value) != set(names):
-            raise DataError(f"{what} names no partition: expected {', '.join(names)}, found {value!r:.200}")
-        return cls(**value)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
@@ -180,13 +170,3 @@ class Provenance:
                 "a new folder",
                 differences,
             )
-
-    def to_dict(self) -> dict[str, str]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, value: Any, *, what: str) -> Provenance:
-        names = {field.name for field in fields(cls)}
-        if not isinstance(value, dict) or set(value) != names or not all(isinstance(v, str) for v in value.values()):
-            raise DataError(f"{what} does not say which pass it belongs to: expected {', '.join(sorted(names))}")
-        return cls(**value)

@@ -31,7 +31,7 @@ from headrace.errors import (
     FileCorrupt,
     WorkerDied,
 )
-from headrace.files import sweep_temporaries
+from headrace.files import publish_json, sweep_temporaries
 from headrace.formats.byte_file import RawFile
 from headrace.formats.numpy_arrays import NpyRows
 from headrace.metrics import Wait
@@ -47,10 +47,9 @@ from headrace.reduce.shards import (
     first_written,
     require_unchanged,
     require_unwritten,
-    save_stamps,
     saved_stamps,
 )
-from headrace.reduce.transports.transport import FoldProgress, Transport, drive
+from headrace.reduce.transports.transport import Transport, drive
 from headrace.runtime.locks import ExclusiveLock
 from headrace.runtime.processors import usable_processors
 from headrace.runtime.signals import signal_asked
@@ -148,7 +147,7 @@ class GramWatcher(Protocol):
     """Receives progress; the command prints it."""
 
     def began(self, order: WorkOrder, shards: RowShards, engine: str, workers: int, resumed_at: int) -> None: ...
-    def progress(self, progress: FoldProgress) -> None: ...
+    def progress(self, reduction: CrossNodeGramReduction) -> None: ...
     def notice(self, sentence: str) -> None: ...
 
 
@@ -205,24 +204,17 @@ def reduce_shards(plan: GramPlan, watcher: GramWatcher) -> GramSummary:
         return summary
 
 
+@dataclass
 class _Pass:
     """The coordinator's part of `reduce_shards`, once it is known what is computed and by which workers."""
 
-    def __init__(
-        self,
-        plan: GramPlan,
-        watcher: GramWatcher,
-        stack: contextlib.ExitStack,
-        shards: RowShards,
-        stamps: Mapping[str, Sequence[int | str]],
-        order: WorkOrder,
-        summary: GramSummary,
-    ) -> None:
-        self.plan, self.watcher, self.stack, self.shards = plan, watcher, stack, shards
-        self.stamps, self.order, self.summary = stamps, order, summary
-        self.files = CheckpointFiles(plan.work, "coordinator", report=watcher.notice)
-        self.transport: Transport | None = None
-        """None for the ranks of torchrun."""
+    plan: GramPlan
+    watcher: GramWatcher
+    stack: contextlib.ExitStack
+    shards: RowShards
+    stamps: Mapping[str, Sequence[int | str]]
+    order: WorkOrder
+    summary: GramSummary
 
     def run(self) -> bool:
         """Whether something was left to fold."""
@@ -233,11 +225,12 @@ class _Pass:
             self._complete(done)
             return False
         _lock(plan.work, self.stack)
+        self.files = CheckpointFiles(plan.work, "coordinator", report=self.watcher.notice)
         self.reduction, fresh = self._begun()
         summary.resumed_at = self.reduction.frontier
         self.watcher.began(self.order, self.shards, summary.engine, summary.workers, summary.resumed_at)
-        if summary.engine != "torchrun":
-            self.transport = self._transport(fresh)
+        self.transport = self._transport(fresh)
+        self.stack.callback(self.transport.close)
         is_complete = self._fold()
         summary.folded = self.reduction.frontier
         if is_complete:
@@ -298,7 +291,7 @@ class _Pass:
             reduction = self._resumed()
         fresh = then != self.stamps
         if fresh:
-            save_stamps(record, self.stamps)
+            publish_json(record, self.stamps, replace=True)
         return reduction, fresh
 
     def _resumed(self) -> CrossNodeGramReduction:
@@ -322,9 +315,10 @@ class _Pass:
         """The result is there already: release the other ranks, and remove what a killed coordinator left."""
         plan, summary = self.plan, self.summary
         if summary.engine == "torchrun":
-            from headrace.reduce.transports.gloo import nothing_to_do
+            from headrace.reduce.transports.gloo import share_received
 
-            nothing_to_do(self.order.partition)
+            partition = self.order.partition
+            share_received([partition.owned(rank) for rank in range(partition.n_ranks)])
         summary.state, summary.sha256 = "complete", done.sha256
         summary.resumed_at = summary.folded = self.order.partition.n_chunks
         if plan.work.is_dir():
@@ -336,57 +330,58 @@ class _Pass:
             remove_finished_pass(plan.spool_folder, self.order)
 
     def _transport(self, fresh: bool) -> Transport:
-        plan, order = self.plan, self.order
-        transport: Transport
-        if plan.spooled:
-            from headrace.reduce.transports.folder import FolderTransport
+        plan, order, received = self.plan, self.order, self.reduction.received_per_rank
+        match self.summary.engine:
+            case "torchrun":
+                from headrace.reduce.transports.gloo import GroupTransport
 
-            transport = FolderTransport(
-                plan.spool_folder, order, workers=self.summary.workers, first_unit=self.reduction.received_per_rank[0],
-                window=plan.window, patience=plan.deadline, notice=self.watcher.notice, fresh=fresh, replace=plan.replace,
-            )  # fmt: skip
-        elif plan.engine == "ray":
-            from headrace.reduce.transports.ray import RayTransport
+                return GroupTransport(order, received)
+            case "ray":
+                from headrace.reduce.transports.ray import RayTransport
 
-            transport = RayTransport(order, address=os.environ.get("RAY_ADDRESS"))
-        else:
-            from headrace.reduce.transports.processes import ProcessTransport
+                return RayTransport(order, address=os.environ.get("RAY_ADDRESS"))
+            case "spool":
+                from headrace.reduce.transports.folder import FolderTransport
 
-            transport = ProcessTransport(order)
-        self.stack.callback(transport.close)
-        return transport
+                return FolderTransport(
+                    plan.spool_folder, order, workers=self.summary.workers, first_unit=received[0], window=plan.window,
+                    patience=plan.deadline, notice=self.watcher.notice, fresh=fresh, replace=plan.replace,
+                )  # fmt: skip
+            case _:
+                from headrace.reduce.transports.processes import ProcessTransport
+
+                return ProcessTransport(order)
 
     def _fold(self) -> bool:
         """Fold until everything is there (True), or until a signal asks to stop (False)."""
-        options: dict[str, Any] = {
-            "save": self._save,
-            "save_every": self.plan.save_every,
-            "progress": self._progress,
-            "stop": lambda: self.stopped() != 0,
-        }
-        if self.transport is None:
-            from headrace.reduce.transports.gloo import coordinate_group
-
-            return coordinate_group(self.reduction, self.order, **options)
+        plan = self.plan
         try:
-            notice, deadline = self.watcher.notice, self.plan.deadline
-            return drive(self.reduction, self.transport, notice=notice, deadline=deadline, **options)
-        except DeadlineExceeded:
+            return drive(
+                self.reduction,
+                self.transport,
+                save=self._save,
+                save_every=plan.save_every,
+                progress=self.watcher.progress,
+                notice=self._replaced,
+                stop=lambda: self.stopped() != 0,
+                deadline=plan.deadline,
+            )
+        except (DeadlineExceeded, WorkerDied) as error:
             self._save()
-            if (awaited := self.transport.awaited()) is None:
+            awaited = self.transport.awaited() if isinstance(error, DeadlineExceeded) else None
+            if awaited is None:
                 raise
             raise DeadlineExceeded(
-                f"nothing came for {self.plan.deadline:g} s: {awaited}. The same command goes on"
+                f"nothing came for {plan.deadline:g} s: {awaited}. The same command goes on"
             ) from None
 
     def _save(self) -> None:
         self.reduction.checkpoint().save(self.files)
-        if self.transport is not None:
-            self.transport.saved(self.reduction.received_per_rank[0])
+        self.transport.saved(self.reduction.received_per_rank[0])
 
-    def _progress(self, now: FoldProgress) -> None:
-        self.summary.replaced = now.replaced
-        self.watcher.progress(now)
+    def _replaced(self, sentence: str) -> None:
+        self.summary.replaced += 1
+        self.watcher.notice(sentence)
 
     def _publish(self) -> None:
         require_unwritten(self.stamps, self.shards.stamps(), self.plan.work)
@@ -394,8 +389,7 @@ class _Pass:
         result = GramResult.of(packed, self.order.columns, n_rows, self._about, self.stamps)
         result.save(self.plan.out, replace=self.plan.replace)
         self.summary.sha256 = result.sha256
-        if self.transport is not None:
-            self.transport.finish()
+        self.transport.finish()
         shutil.rmtree(self.plan.work, ignore_errors=True)
 
 
@@ -434,13 +428,13 @@ def join_spool(
         deadline: Seconds to wait for a coordinator.
         began, progress, notice: Called with the order and the number of workers, with the number of partials made, and with sentences.
     """
-    from headrace.reduce.transports.folder import LocalWorkers, wait_for_order
+    from headrace.reduce.transports.folder import LocalWorkers, wait_for_pass
 
     start = time.perf_counter()
     if workers is not None and not 1 <= workers <= 65536:
         raise ConfigError(f"--workers must be between 1 and 65,536, got {workers}")
     with signal_asked() as stopped, contextlib.ExitStack() as stack:
-        order, _ = wait_for_order(spool, patience=deadline)
+        order = wait_for_pass(spool, patience=deadline).order
         spec = order.shards
         # Opened here once, so that an error is printed once and not by every process.
         if shards:

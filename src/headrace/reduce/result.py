@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace.errors import ConfigError, DataError, FileCorrupt, HeadraceError
-from headrace.files import open_container, open_regular, write_container
+from headrace.files import open_container, write_container
+from headrace.formats.byte_file import ByteFile
 from headrace.order import fingerprint_json
-from headrace.reduce.columns import Columns
+from headrace.reduce.columns import Columns, shift_of_hex
 from headrace.reduce.kernel import unpack_upper
 
 _KIND = "headrace-gram"
@@ -254,7 +255,7 @@ class GramResult:
             if facts["kind"] != _KIND or facts["version"] != 1:
                 raise ValueError("another kind or version")
             result = cls(
-                columns=Columns.from_dict(facts["columns"]),
+                columns=msgspec.convert(facts["columns"], Columns, dec_hook=shift_of_hex),
                 n_rows=facts["n_rows"],
                 full=container.arrays["full"],
                 about=facts["about"],
@@ -270,22 +271,13 @@ class GramResult:
         return result
 
 
-def is_result(path: Path) -> bool:
-    """Whether the header of a file names a saved Gram. The rest of the file is not checked."""
+def is_result(file: ByteFile) -> bool:
+    """Whether the header of a .safetensors file names a saved Gram. The rest of the file is not checked."""
     try:
-        with open(open_regular(path, follow=True), "rb") as file:
-            return is_result_header(lambda offset, length: os.pread(file.fileno(), length, offset))
-    except (OSError, FileCorrupt):
-        return False
-
-
-def is_result_header(read: Callable[[int, int], bytes | bytearray]) -> bool:
-    """The same of a file that `read(offset, length)` reads."""
-    try:
-        length = int.from_bytes(read(0, 8), "little")
+        length = int.from_bytes(file.read(0, 8), "little")
         if length > _MOST_FACTS:
             return False
-        return json.loads(json.loads(read(8, length))["__metadata__"]["headrace"])["meta"]["kind"] == _KIND
+        return json.loads(json.loads(file.read(8, length))["__metadata__"]["headrace"])["meta"]["kind"] == _KIND
     except (DataError, ValueError, KeyError, TypeError, RecursionError):
         return False
 

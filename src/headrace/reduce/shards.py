@@ -15,25 +15,25 @@ and sampled blocks, and every read compares the size.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace.errors import ConfigError, DataChanged, DataError, FileCorrupt
-from headrace.files import publish, read_json
+from headrace.files import read_json
 from headrace.formats.byte_file import ByteFile, RawFile, Undecodable
 from headrace.formats.object_store import STORES, find_objects, open_object, store_of
 from headrace.formats.rows import Ragged, open_rows
 from headrace.order import file_fingerprint, fingerprint_json
 from headrace.reduce.columns import RowBatch
-from headrace.reduce.kernel import as_f64, dtype_name, row_dtype_name
+from headrace.reduce.kernel import as_f64, dtype_name
 from headrace.reduce.partition import ROW_DTYPES
-from headrace.reduce.result import is_result, is_result_header
+from headrace.reduce.result import is_result
 
 _SUFFIXES = (".npy", ".safetensors", ".parquet")
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -54,14 +54,6 @@ class ShardSpec:
     rows: str | None = None
     """Convert rows to this type; as they are stored unless given."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> ShardSpec:
-        fields: dict[str, Any] = dict(value) | {"paths": tuple(value["paths"])}
-        return cls(**fields)
-
 
 class RowShards:
     """Shards in order, read by global row."""
@@ -77,16 +69,18 @@ class RowShards:
         stored = [f.dtype(n) for f, n in zip(files, self._fields, strict=True)]
         _require_said(files, stored, spec.rows)
         self.dtype: str = spec.rows or _same(files, stored, "rows", "; choose one type with --rows")
-        self.n_targets = 0
-        if spec.targets is not None:
-            shapes = [f.shape(f.find(spec.targets, "targets")) for f in files]
-            self.n_targets = _same_width(files, shapes, "targets")
-        for f, count in zip(files, counts, strict=True):
-            for name, what in ((spec.targets, "targets"), (spec.weights, "weights")):
-                if name is not None and f.shape(f.find(name, what))[0] != count:
-                    raise DataError(f"{f.path} has {count:,} rows and {f.shape(f.find(name, what))[0]:,} {what}")
-        if spec.weights is not None and any(f.shape(f.find(spec.weights, "weights"))[1] > 1 for f in files):
+        shapes = self._found("targets", spec.targets, counts)
+        self.n_targets = _same_width(files, shapes, "targets") if shapes else 0
+        if any(width > 1 for _, width in self._found("weights", spec.weights, counts)):
             raise DataError(f"weights are one number a row; {spec.weights!r} has more")
+
+    def _found(self, what: str, name: str | None, counts: Sequence[int]) -> list[tuple[int, int]]:
+        """The shapes of the targets or the weights of each file; none where the pass has none."""
+        shapes = [f.shape(f.find(name, what)) for f in self._files] if name is not None else []
+        for f, count, (rows, _) in zip(self._files, counts, shapes, strict=False):
+            if rows != count:
+                raise DataError(f"{f.path} has {count:,} rows and {rows:,} {what}")
+        return shapes
 
     @classmethod
     def open(
@@ -144,15 +138,15 @@ class RowShards:
             stop = min(end, int(self._ends[at]))
             parts.append((self._files[at], self._fields[at], start - begin, stop - begin))
             start, at = stop, at + 1
+
+        def beside(what: str, name: str | None, width: int) -> np.ndarray | None:
+            if name is None:
+                return None
+            return _joined([as_f64(f.read(f.find(name, what), a, b)) for f, _, a, b in parts], width, "f64")
+
         x = _joined([self._converted(f.read(name, a, b)) for f, name, a, b in parts], self.width, self.dtype)
-        y = w = None
-        if self.spec.targets is not None:
-            name = self.spec.targets
-            y = _joined([as_f64(f.read(f.find(name, "targets"), a, b)) for f, _, a, b in parts], self.n_targets, "f64")
-        if self.spec.weights is not None:
-            name = self.spec.weights
-            w = _joined([as_f64(f.read(f.find(name, "weights"), a, b)) for f, _, a, b in parts], 1, "f64")[:, 0]
-        return RowBatch(x=x, y=y, w=w)
+        w = beside("weights", self.spec.weights, 1)
+        return RowBatch(x=x, y=beside("targets", self.spec.targets, self.n_targets), w=None if w is None else w[:, 0])
 
     def first_unusable(self, start: int, end: int) -> str | None:
         """Where the first NaN, infinity or weight below zero among the rows [start, end) stands: file and row. For a sentence: reads them
@@ -171,7 +165,7 @@ class RowShards:
         return f"row {row - (int(self._ends[at - 1]) if at else 0):,} of {self.spec.paths[at]}"
 
     def _converted(self, rows: np.ndarray) -> np.ndarray:
-        if row_dtype_name(rows) == self.dtype:
+        if dtype_name(rows.dtype) == self.dtype:
             return rows
         return as_f64(rows).astype(_OF_NAME[self.dtype])
 
@@ -212,49 +206,54 @@ def _require_said(files: Sequence[_Shard], stored: Sequence[str], rows: str | No
 
 
 def _matching(patterns: Sequence[str], out: Path | None) -> list[str]:
-    found: list[Path | str] = []
+    """The shards that files, folders, globs and URLs name. A folder, a prefix or a glob leaves out results."""
+    found: list[str] = []
     for pattern in patterns:
-        if (store := store_of(pattern)) is not None:
-            found += _in_store(pattern, store)
-            continue
-        path = Path(pattern)
-        if path.is_dir():
-            inside = _shards_of(p for p in path.iterdir() if p.suffix in _SUFFIXES)
+        path, store = Path(pattern), store_of(pattern)
+        if store is not None:
+            inside = _in_store(pattern, store)
+        elif path.is_dir():
+            inside = [str(p) for p in sorted(path.iterdir()) if p.suffix in _SUFFIXES]
         elif path.exists():
+            inside = [pattern]
             # A shell that expands a glob names the result of the run before among the shards.
-            inside = [path] if out is None or len(patterns) == 1 or not _same_file(path, out) else None
-            if inside is None:
+            if out is not None and len(patterns) > 1 and out.exists() and path.samefile(out) and _is_result(pattern):
                 continue
         else:
-            inside = _shards_of(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))
+            inside = [str(p) for p in sorted(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))]
+        if inside != [pattern]:
+            inside = [place for place in inside if not _is_result(place)]
         if not inside:
             raise ConfigError(f"no shards match {pattern}: give .npy, .safetensors or .parquet files, folders or globs")
         found += inside
-    wrong = [p for p in found if not str(p).endswith(_SUFFIXES)]
+    wrong = [place for place in found if not place.endswith(_SUFFIXES)]
     if wrong:
         raise ConfigError(f"{wrong[0]} is none of {', '.join(_SUFFIXES)}")
-    return [p if isinstance(p, str) else str(p.absolute()) for p in found]
+    return [place if store_of(place) is not None else str(Path(place).absolute()) for place in found]
 
 
 def _in_store(pattern: str, store: str) -> list[str]:
-    """The URLs of the objects that a URL names. Results among them are left out of a prefix or a glob, as on disk."""
+    """The URLs of the objects that a URL names."""
     if store not in STORES:
         raise ConfigError(
             f"{pattern}: there is no store {store}://. There are {', '.join(f'{name}://' for name in STORES)}, and plain paths"
         )
     _, root, objects = find_objects(pattern, suffixes=_SUFFIXES, what=f"shards {pattern}")
-    found = [f"{root}/{path}" for path, _, _ in objects]
-    if found == [pattern]:
-        return found
-    return [url for url in found if not (url.endswith(".safetensors") and is_result_header(open_object(url).read))]
+    return [f"{root}/{path}" for path, _, _ in objects]
 
 
-def _shards_of(found: Iterable[Path]) -> list[Path]:
-    return sorted(p for p in found if not (p.suffix == ".safetensors" and is_result(p)))
+def _is_result(place: str) -> bool:
+    return place.endswith(".safetensors") and is_result(_opened(place))
 
 
-def _same_file(path: Path, out: Path) -> bool:
-    return out.exists() and path.samefile(out) and is_result(path)
+def _opened(place: str) -> ByteFile:
+    """A file at the size that it has now, without a descriptor, or an object."""
+    if store_of(place) is not None:
+        return open_object(place)
+    with RawFile(place, follow=True) as now:
+        file = RawFile(place, follow=True, size=now.size)
+        file.size, file.version = now.size, now.version
+    return file
 
 
 # -------------------------------------------------------------------------------------------------- shards
@@ -271,12 +270,7 @@ class _Shard:
         self._stored = store_of(path) is not None
         self._suffix = Path(path).suffix
         self._widths: dict[str, int] = {}
-        if self._stored:
-            self._file: ByteFile = open_object(path)
-        else:
-            with RawFile(path, follow=True) as found:
-                self._file = RawFile(path, follow=True, size=found.size)
-                self._file.size, self._file.version = found.size, found.version
+        self._file = _opened(path)
         try:
             self._rows = open_rows(self._file)
         except Undecodable as error:
@@ -407,24 +401,16 @@ def first_written(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None
     return next((path for path, stamp in now.items() if path in then and list(then[path]) != list(stamp)), None)
 
 
-def save_stamps(path: Path, stamps: Mapping[str, Any]) -> None:
-    """Write the stamps of the shards at the beginning of a pass."""
-    publish(path, json.dumps(dict(stamps)).encode(), replace=True)
-
-
-def saved_stamps(path: Path) -> dict[str, Any]:
-    """The stamps that `save_stamps` wrote; {} without a file."""
+def saved_stamps(path: Path) -> dict[str, list[int | str]]:
+    """The stamps of the shards when a pass was begun; {} without a file."""
     try:
-        stamps = read_json(path, 256 << 20)
-        if not isinstance(stamps, dict) or not all(isinstance(stamp, list) for stamp in stamps.values()):
-            raise ValueError("it names no files")
+        return msgspec.convert(read_json(path, 256 << 20), dict[str, list[int | str]])
     except FileNotFoundError:
         return {}
     except (ValueError, FileCorrupt) as error:
         raise FileCorrupt(
             f"{path} does not say how the shards of the pass stood ({error}): remove {path.parent}, or give --replace to begin again"
         ) from error
-    return stamps
 
 
 def require_unwritten(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:

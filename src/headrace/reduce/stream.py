@@ -20,7 +20,7 @@ import numpy as np
 from headrace.errors import DataError
 from headrace.reduce.assembler import ChunkAssembler, whole_chunk_size
 from headrace.reduce.columns import Columns, RowBatch, as_given
-from headrace.reduce.kernel import row_dtype_name
+from headrace.reduce.kernel import dtype_name
 from headrace.reduce.partition import ARITHMETIC, default_chunk_size
 from headrace.reduce.result import GramResult
 from headrace.reduce.tree import StreamingBorderGram, all_finite, pairwise_sum
@@ -69,7 +69,7 @@ class GramStream:
 
     def _push(self, rows: np.ndarray, y: np.ndarray | None, w: np.ndarray | None) -> None:
         self._require_whole()
-        name = row_dtype_name(rows)
+        name = dtype_name(rows.dtype)
         if self._rows is not None and name != self._rows:
             raise DataError(f"the stream began with {self._rows} rows, now {name} came: convert them first")
         given = [values for values in (rows, y, w) if values is not None]
@@ -91,7 +91,6 @@ class GramStream:
         last = [part.finish() for part in self._parts]
         if last[0] is not None:
             self._add(last[0][0], [values for _, values in filter(None, last)])
-        self._fold.seal(self._fold.frontier)
         return self._fold.finish()
 
     @property

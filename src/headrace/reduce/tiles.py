@@ -1,6 +1,6 @@
 """The compiled loops of a Gram: pack rows, multiply tiles, cascade.
 
-    rows ──pack──► panels of NR columns, 256 rows at a time ──► tiles of MR x NR in registers, 128 rows each ──► cascade
+    rows ──pack──► panels of NR columns ──► tiles of MR x NR in registers, 128 rows each ──► cascade
 
 A tile is multiplied by an intrinsic that writes the vector code itself: `llvm.fma` on vectors of VW doubles, every
 accumulator starting at −0.0 (adding to which changes nothing, not even the sign of a zero) and taking rows in order. So neither
@@ -160,88 +160,78 @@ tile = Intrinsic(_tile, MR, NR, VW)
 _WAITS: Any = {"interpretable": False}
 """Rows are millions of multiply-adds: callers wait for the compiler."""
 _ROWS = {"float64": "Array(float64, 2, 'C', readonly=True)", "float32": "Array(float32, 2, 'C', readonly=True)"}
-_PACK = {name: f"void({rows}, int64, int64, int64, int64, int64, float64[::1])" for name, rows in _ROWS.items()}
+_PACK = {name: f"void({rows}, {_ROWS['float64']}, int64, int64, int64, float64[::1])" for name, rows in _ROWS.items()}
 
 
 @kernel(_PACK["float64"], **_WAITS)
-def pack(x, first, count, column, width, panels_count, panels):
-    """Columns 0 … width−1 of rows [first, first+count) into the panels, as columns `column` … of the whole; f64.
+def pack(x, extra, first, count, panels_count, panels):
+    """Rows [first, first+count) of [x, extra] into the panels, as f64. Zero right of the last column: those entries are computed and dropped.
 
     Eight rows at a time: whole lines are read in order and 512 bytes are written in order, where row by row would write one
     line in each of hundreds of places that share a cache set.
     """
-    slices = (count + BLOCK - 1) // BLOCK
-    whole = width // NR if column == 0 else 0
-    for s in range(slices):
+    width = x.shape[1]
+    columns, whole = width + extra.shape[1], width // NR
+    for s in range((count + BLOCK - 1) // BLOCK):
+        start, base = first + s * BLOCK, s * panels_count * BLOCK * NR
         rows = min(BLOCK, count - s * BLOCK)
-        base = s * panels_count * BLOCK * NR
         for r0 in range(0, rows, 8):
             r1 = min(r0 + 8, rows)
             for p in range(whole):
                 at = base + p * BLOCK * NR
                 for r in range(r0, r1):
-                    row = x[first + s * BLOCK + r]
+                    row = x[start + r]
                     for c in range(NR):
                         panels[at + r * NR + c] = row[p * NR + c]
-            for c in range(whole * NR, width):
-                to = column + c
-                at = base + (to // NR) * BLOCK * NR + to % NR
+            for c in range(whole * NR, panels_count * NR):
+                at = base + (c // NR) * BLOCK * NR + c % NR
                 for r in range(r0, r1):
-                    panels[at + r * NR] = x[first + s * BLOCK + r, c]
+                    if c < width:
+                        panels[at + r * NR] = x[start + r, c]
+                    elif c < columns:
+                        panels[at + r * NR] = extra[start + r, c - width]
+                    else:
+                        panels[at + r * NR] = 0.0
 
 
-pack_extra = pack
-_PACK_ROWS = {
-    name: f"void({rows}, {_ROWS['float64']}, int64, int64, int64, float64[::1])" for name, rows in _ROWS.items()
+_MULTIPLY = {
+    name: f"void({rows}, {_ROWS['float64']}, {7 * 'int64, '}float64[::1], float64[::1], float64[::1])"
+    for name, rows in _ROWS.items()
 }
 
 
-@kernel(_PACK_ROWS["float64"], **_WAITS)
-def pack_rows(x, extra, first, count, panels_count, panels):
-    """Rows [first, first+count) of [x, extra] into the panels. Zero right of the last column: those entries are computed and dropped."""
-    width = x.shape[1]
-    columns = width + extra.shape[1]
-    pack(x, first, count, 0, width, panels_count, panels)
-    pack_extra(extra, first, count, width, columns - width, panels_count, panels)
-    for s in range((count + BLOCK - 1) // BLOCK):
-        at = (s * panels_count + panels_count - 1) * BLOCK * NR
-        for r in range(min(BLOCK, count - s * BLOCK)):
-            for c in range(columns - (panels_count - 1) * NR, NR):
-                panels[at + r * NR + c] = 0.0
+@kernel(_MULTIPLY["float64"], **_WAITS)
+def multiply(x, extra, first, count, columns, i0, i1, j0, j1, panels, levels, out):
+    """The sum of one macro tile over `count` rows, put into the packed triangle `out`. The cascade stands in `levels`: after s blocks of
+    rows, one level for each bit of s.
 
-
-pack_rows_of = {
-    "float64": pack_rows,
-    "float32": pack_rows.variant(_PACK_ROWS["float32"], pack=pack.variant(_PACK["float32"])),
-}
-
-
-@kernel(f"void(float64[::1], {7 * 'int64, '}float64[::1], int64, int64)", **_WAITS)
-def _macro(panels, base, s, rows, i0, i1, j0, j1, levels, coming, coming_end):
-    """Multiply one macro tile over the s-th block of rows; the cascade stands in `levels`, one level for each bit of s+1."""
-    size = MACRO * MACRO * SUB * TILE
-    level = 0
-    while (s >> level) & 1:
-        level += 1
-    here = panels.ctypes.data
-    for j in range(j0, j1):
-        b = base + j * BLOCK * NR
-        slot = (j - j0) * MACRO * SUB * TILE
-        for i in range(i0, min(i1, j + 1)):
-            for sub in range(SUB):
-                ahead = here + 8 * (base + (i + 1) * BLOCK * NR) + sub * _ASKED
-                if coming < coming_end:
-                    ahead = coming
-                    coming += _ASKED
-                tile(panels, base + i * BLOCK * NR + sub * MR, b, rows, levels, slot, size, level, ahead)
-                slot += TILE
-
-
-@kernel(f"void({6 * 'int64, '}float64[::1], boolean, float64[::1])", **_WAITS)
-def _write(slices, columns, i0, i1, j0, j1, levels, add, out):
-    """Add what the cascade of `slices` blocks left, right to left, and put the upper triangle of the macro tile into its place: out = sum, or
-    out = out + sum where `add`."""
-    size = MACRO * MACRO * SUB * TILE
+    Rows of an empty `x` are in the panels already. Others are packed here, a block at a time: of a matrix of a single macro tile 128 packed
+    rows stay in the second-level cache, and the rows that come next are asked for meanwhile.
+    """
+    panels_count, slices = (columns + NR - 1) // NR, (count + BLOCK - 1) // BLOCK
+    size, here, width = MACRO * MACRO * SUB * TILE, panels.ctypes.data, x.shape[1] * x.itemsize
+    for s in range(slices):
+        base, rows, level = s * panels_count * BLOCK * NR, min(BLOCK, count - s * BLOCK), 0
+        coming = coming_end = 0
+        if len(x):
+            base = 0
+            pack(x, extra, first + s * BLOCK, rows, panels_count, panels)
+            coming = x.ctypes.data + (first + (s + 1) * BLOCK) * width
+            coming_end = min(coming + BLOCK * width, x.ctypes.data + (first + count) * width)
+        while (s >> level) & 1:
+            level += 1
+        for j in range(j0, j1):
+            slot = (j - j0) * MACRO * SUB * TILE
+            for i in range(i0, min(i1, j + 1)):
+                a, b = base + i * BLOCK * NR, base + j * BLOCK * NR
+                for sub in range(SUB):
+                    ahead = here + 8 * (a + BLOCK * NR) + sub * _ASKED
+                    if coming < coming_end:
+                        ahead = coming
+                        coming += _ASKED
+                    tile(panels, a + sub * MR, b, rows, levels, slot, size, level, ahead)
+                    slot += TILE
+    # What the cascade left, right to left.
     lowest = 0
     while not (slices >> lowest) & 1:
         lowest += 1
@@ -256,51 +246,17 @@ def _write(slices, columns, i0, i1, j0, j1, levels, add, out):
             at = ((j - j0) * MACRO + i - i0) * SUB * TILE
             for r in range(min(NR, columns - i * NR)):
                 row = i * NR + r
-                first, end = max(j * NR, row), min(j * NR + NR, columns)
+                left, right = max(j * NR, row), min(j * NR + NR, columns)
                 start = row * columns - row * (row - 1) // 2 - row
-                line, place = total[at + r * NR :], out[start + first : start + end]
-                for c in range(end - first):
-                    value = line[first - j * NR + c]
-                    place[c] = place[c] + value if add else value
+                line, place = total[at + r * NR :], out[start + left : start + right]
+                for c in range(right - left):
+                    place[c] = line[left - j * NR + c]
 
 
-@kernel(f"void(float64[::1], {6 * 'int64, '}float64[::1], boolean, float64[::1])", **_WAITS)
-def multiply(panels, count, columns, i0, i1, j0, j1, levels, add, out):
-    """The sum of one macro tile over `count` packed rows, put or added into the packed triangle `out`."""
-    panels_count = (columns + NR - 1) // NR
-    slices = (count + BLOCK - 1) // BLOCK
-    for s in range(slices):
-        rows = min(BLOCK, count - s * BLOCK)
-        _macro(panels, s * panels_count * BLOCK * NR, s, rows, i0, i1, j0, j1, levels, 0, 0)
-    _write(slices, columns, i0, i1, j0, j1, levels, add, out)
-
-
-_NARROW = {
-    name: f"void({rows}, {_ROWS['float64']}, int64, int64, float64[::1], float64[::1], float64[::1])"
-    for name, rows in _ROWS.items()
-}
-
-
-@kernel(_NARROW["float64"], **_WAITS)
-def narrow(x, extra, first, count, panels, levels, out):
-    """`pack_rows` and `multiply` in one for matrices of a single macro tile: 128 packed rows stay in the second-level cache, and
-    the cascade takes any number of them. At k = 64 packing everything first took a fifth of the time."""
-    columns = x.shape[1] + extra.shape[1]
-    panels_count = (columns + NR - 1) // NR
-    slices = (count + BLOCK - 1) // BLOCK
-    width = x.shape[1] * x.itemsize
-    for s in range(slices):
-        rows = min(BLOCK, count - s * BLOCK)
-        pack_rows(x, extra, first + s * BLOCK, rows, panels_count, panels)
-        following = x.ctypes.data + (first + (s + 1) * BLOCK) * width
-        end = min(following + BLOCK * width, x.ctypes.data + (first + count) * width)
-        _macro(panels, 0, s, rows, 0, panels_count, 0, panels_count, levels, following, end)
-    _write(slices, columns, 0, panels_count, 0, panels_count, levels, False, out)
-
-
-narrow_of = {
-    "float64": narrow,
-    "float32": narrow.variant(_NARROW["float32"], pack_rows=pack_rows_of["float32"]),
+pack_of = {"float64": pack, "float32": pack.variant(_PACK["float32"])}
+multiply_of = {
+    "float64": multiply,
+    "float32": multiply.variant(_MULTIPLY["float32"], pack=pack_of["float32"]),
 }
 
 

@@ -69,7 +69,7 @@ class BorderState:
 class StreamingBorderGram:
     """Folds the partials of chunks 0, 1, 2, … in that order, whatever the order they come in.
 
-    `n_chunks=None`: not known yet; `seal` sets it at the end. `entries` is the length of a partial: k(k+1)/2, or fewer where
+    `n_chunks=None`: not known; the sum is over all that were submitted when it is finished. `entries` is the length of a partial: k(k+1)/2, or fewer where
     several coordinators share the matrix. `span`: chunks that a partial sums.
     """
 
@@ -122,15 +122,6 @@ class StreamingBorderGram:
             return
         self._fold(gram)
         self._drain()
-
-    def seal(self, n_chunks: int) -> None:
-        """Set the number of chunks, once it is known."""
-        if self.n_chunks is not None and self.n_chunks != n_chunks:
-            raise DataError(f"the fold has {self.n_chunks:,} chunks and cannot be sealed at {n_chunks:,}")
-        beyond = max(self._pending, default=self.frontier - 1)
-        if n_chunks < max(self.frontier, beyond + 1):
-            raise DataError(f"the fold cannot be sealed at {n_chunks:,} chunks: chunk {beyond} was submitted")
-        self.n_chunks = n_chunks
 
     def _drain(self) -> None:
         while (gram := self._pending.pop(self.frontier, None)) is not None:
@@ -186,15 +177,13 @@ class StreamingBorderGram:
 
     def missing(self, limit: int = _NAMED_MISSING) -> list[int]:
         """The first chunks that no submitted partial starts at."""
-        if self.n_chunks is None:
-            raise DataError("the fold is not sealed: call seal(n_chunks) first")
-        found: list[int] = []
-        chunk = self.frontier
-        while chunk < self.n_chunks and len(found) < limit:
-            if chunk not in self._pending:
-                found.append(chunk)
-            chunk += self.span
-        return found
+        absent = (chunk for chunk in range(self.frontier, self._end, self.span) if chunk not in self._pending)
+        return list(itertools.islice(absent, limit))
+
+    @property
+    def _end(self) -> int:
+        """How many chunks there are; as far as was submitted, where their number is not known."""
+        return self.n_chunks if self.n_chunks is not None else max(self._pending, default=self.frontier - 1) + 1
 
     @property
     def complete(self) -> bool:
@@ -210,8 +199,7 @@ class StreamingBorderGram:
                 f"{self.entries:,} entries are no whole triangle, so there is no square matrix: finish without full"
             )
         if missing := self.missing():
-            assert self.n_chunks is not None
-            left = -(-(self.n_chunks - self.frontier) // self.span) - self.pending
+            left = -(-(self._end - self.frontier) // self.span) - self.pending
             more = f" and {left - len(missing):,} more" if left > len(missing) else ""
             raise DataError(
                 f"{left:,} partials are still missing, the first at chunks {', '.join(map(str, missing))}{more}: "

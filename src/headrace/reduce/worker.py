@@ -20,40 +20,48 @@ import numpy as np
 
 from headrace.errors import ConfigError, DataError
 from headrace.files import Container
-from headrace.reduce.checkpoints import SavedState, state_arrays, state_from
-from headrace.reduce.kernel import as_rows, chunk_gram_packed, row_dtype_name
+from headrace.reduce.checkpoints import SavedFold, SavedMeta, SavedState, read_meta, state_arrays, state_from
+from headrace.reduce.kernel import as_rows, chunk_gram_packed, dtype_name
 from headrace.reduce.partial import NodePartial
 from headrace.reduce.partition import CrossNodePartition, Provenance
 from headrace.reduce.tree import BorderState, StreamingBorderGram, all_finite
+
+
+class _Meta(SavedMeta, kw_only=True, tag="reduce-worker"):
+    rank: int
+    next_ordinal: int
+    span: SavedFold | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeWorkerCheckpoint(SavedState):
     """Where a rank stands: what was received of it, and the sum of the span it is in."""
 
-    kind = "reduce-worker"
     partition: CrossNodePartition
     provenance: Provenance
     rank: int
     next_ordinal: int
     open_span: BorderState | None = None
 
-    def _content(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    def _saved(self) -> tuple[dict[str, np.ndarray], _Meta]:
         arrays, span = state_arrays(self.open_span) if self.open_span is not None else ({}, None)
-        return arrays, {"rank": self.rank, "next_ordinal": self.next_ordinal, "span": span}
+        return arrays, _Meta(
+            partition=self.partition,
+            provenance=self.provenance,
+            rank=self.rank,
+            next_ordinal=self.next_ordinal,
+            span=span,
+        )
 
     @classmethod
     def _read(cls, container: Container) -> NodeWorkerCheckpoint:
-        meta, partition, provenance = cls._about(container)
-        rank, ordinal, span = meta.get("rank"), meta.get("next_ordinal"), meta.get("span")
-        if type(rank) is not int or type(ordinal) is not int:
-            raise DataError(f"{container.path} says neither rank nor ordinal")
+        meta = read_meta(container, _Meta)
         saved = cls(
-            partition=partition,
-            provenance=provenance,
-            rank=rank,
-            next_ordinal=ordinal,
-            open_span=None if span is None else state_from(container, span),
+            partition=meta.partition,
+            provenance=meta.provenance,
+            rank=meta.rank,
+            next_ordinal=meta.next_ordinal,
+            open_span=None if meta.span is None else state_from(container, meta.span),
         )
         NodeWorker.resume(saved)  # refuses numbers that do not add up, while an older generation is at hand
         return saved
@@ -130,8 +138,8 @@ class NodeWorker:
             rows = as_rows(rows)
             if rows.ndim != 2 or rows.shape[1] != self.partition.k:
                 raise DataError(f"{what} needs rows of {self.partition.k} columns, got shape {rows.shape}")
-            if row_dtype_name(rows) != self.provenance.rows:
-                raise DataError(f"{what} needs rows of {self.provenance.rows}, got {row_dtype_name(rows)}")
+            if dtype_name(rows.dtype) != self.provenance.rows:
+                raise DataError(f"{what} needs rows of {self.provenance.rows}, got {dtype_name(rows.dtype)}")
             gram = chunk_gram_packed(rows, threads=self.threads)
         else:
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def test_a_partition_deals_chunks_round_and_round():
 )
 def test_a_partition_refuses_impossible_numbers(changes, told):
     with pytest.raises(ConfigError, match=told):
-        CrossNodePartition(**(PARTITION.to_dict() | changes))
+        CrossNodePartition(**(asdict(PARTITION) | changes))
 
 
 def test_default_chunks_have_four_rows_a_column_at_least():
@@ -384,10 +384,10 @@ def test_what_is_parked_or_saved_does_not_change_with_what_comes_after():
 @pytest.mark.parametrize(
     "nonsense",
     [
-        {"partition": PARTITION.to_dict() | {"k": -1}},
-        {"partition": PARTITION.to_dict() | {"span": 7}},
+        {"partition": asdict(PARTITION) | {"k": -1}},
+        {"partition": asdict(PARTITION) | {"span": 7}},
         {"entries": [5, 2]},
-        {"pass": PASS.to_dict() | {"rows": "zz"}},
+        {"pass": asdict(PASS) | {"rows": "zz"}},
         {"received_per_rank": []},
         {"digests": np.uint64(3).reshape(())},
         {"digests": np.zeros((2, 1), np.uint64)},

@@ -24,15 +24,19 @@ import shutil
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+from msgspec.structs import replace
+
 from headrace.errors import ConfigError, DataError, DeadlineExceeded, FileCorrupt, HeadraceError, StorageError
 from headrace.files import publish, read_regular
 from headrace.metrics import Wait
+from headrace.reduce.columns import shift_of_hex
 from headrace.reduce.orders import PartialMaker, WorkOrder
 from headrace.reduce.partial import NodePartial
 from headrace.reduce.shards import ShardSpec
@@ -52,6 +56,15 @@ _KEPT_BYTES = 512 << 20
 _MOST_WANTED = 1 << 20
 _BAD_FILES = 5
 """Times one unit may come damaged."""
+
+
+class Description(msgspec.Struct, kw_only=True):
+    """What `gram.json` holds."""
+
+    order: WorkOrder
+    lease: float
+    """Seconds after which the claim of a stopped worker expires."""
+    version: Literal[1]
 
 
 class PartialSpool:
@@ -86,9 +99,8 @@ class PartialSpool:
         are refused, or removed with `replace`.
         """
         try:
-            held = self._read_order()
-            then, now = _identity(held["order"] if held is not None else order.to_dict()), _identity(order.to_dict())
-            differing = [name for name in now if then[name] != now[name]]
+            held = self.description()
+            differing = [] if held is None else _differences(held.order, order)
         except FileCorrupt:
             if not replace:
                 raise
@@ -131,33 +143,25 @@ class PartialSpool:
 
     # ----------------------------------------------------------------------------------------- workers
 
-    def _read_order(self) -> dict[str, Any] | None:
+    def description(self) -> Description | None:
+        """What the coordinator wrote down; None before it has begun."""
         held = read_sealed(self._order_file)
-        if held is not None and (not isinstance(held, dict) or held.get("version") != 1 or "order" not in held):
-            raise FileCorrupt(f"{self._order_file} does not describe a pass of version 1: remove the folder")
-        return held
-
-    def order(self) -> tuple[WorkOrder, float] | None:
-        """The work order and the lease of a claim in seconds; None before a coordinator has begun."""
-        held = self._read_order()
         try:
-            return None if held is None else (WorkOrder.from_dict(held["order"]), float(held["lease"]))
-        except (KeyError, TypeError, ValueError) as error:
+            return None if held is None else msgspec.convert(held, Description, dec_hook=shift_of_hex)
+        except ValueError as error:  # of msgspec too
             raise FileCorrupt(
-                f"{self._order_file} does not describe a pass ({error!r}): was it begun by another version?"
+                f"{self._order_file} does not describe a pass of version 1 ({error}): was it begun by another version? Finish it with that, "
+                "or remove the folder"
             ) from error
 
-    def wanted(self) -> range | None:
-        """The units that may be made now; None without a file, or with a damaged one, which the coordinator soon overwrites."""
+    def wanted(self) -> range:
+        """The units that may be made now; none without a file, or with a damaged one, which the coordinator soon overwrites."""
         try:
-            found = read_sealed(self._wanted_file)
-            if found is None:
-                return None
+            found = msgspec.convert(read_sealed(self._wanted_file), dict[str, int])
             first, end = found["first"], found["end"]
-            usable = type(first) is int and type(end) is int and 0 <= first <= end <= first + _MOST_WANTED
-            return range(first, end) if usable else None
-        except (FileCorrupt, KeyError, TypeError):
-            return None
+        except (FileCorrupt, KeyError, ValueError):
+            return range(0)
+        return range(first, end) if 0 <= first <= end <= first + _MOST_WANTED else range(0)
 
     def is_over(self) -> bool:
         """Whether the pass was removed from the folder."""
@@ -188,9 +192,10 @@ class PartialSpool:
             raise DataError(str(error)) from error
 
 
-def _identity(order: dict[str, Any]) -> dict[str, Any]:
-    """What two orders must share to be one pass; threads and paths may differ."""
-    return {name: order.get(name) for name in ("partition", "pass", "columns", "data")}
+def _differences(one: WorkOrder, other: WorkOrder) -> list[str]:
+    """What two orders must share to be one pass, and do not; threads and paths may differ."""
+    a, b = one.to_dict(), other.to_dict()
+    return [name for name in ("partition", "pass", "columns", "data") if a[name] != b[name]]
 
 
 def _largest(order: WorkOrder) -> int:
@@ -198,12 +203,12 @@ def _largest(order: WorkOrder) -> int:
     return 8 * order.partition.entries + (1 << 16) + 64
 
 
-def wait_for_order(path: Path, *, patience: float) -> tuple[WorkOrder, float]:
-    """The work order of a folder and the lease of a claim there. Waits up to `patience` seconds for a coordinator to begin."""
+def wait_for_pass(path: Path, *, patience: float) -> Description:
+    """The description of the pass in a folder. Waits up to `patience` seconds for a coordinator to begin."""
     spool = PartialSpool(path)
     with Wait("gram.spool.order", deadline=patience, remedy=f"No coordinator has begun a pass in {path}") as wait:
         pause = 0.005
-        while (found := spool.order()) is None:
+        while (found := spool.description()) is None:
             wait.check()
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
@@ -238,7 +243,8 @@ class SpoolWorker:
         self.patience = patience
         self.made = 0
         self._on_made = on_made
-        order, self._lease = wait_for_order(path, patience=patience)
+        found = wait_for_pass(path, patience=patience)
+        self._lease, order = found.lease, found.order
         self.order = replace(order, shards=shards or order.shards, threads=threads or order.threads)
         self._maker = PartialMaker(self.order, 0)
 
@@ -266,7 +272,7 @@ class SpoolWorker:
             if (error := self.spool.error()) is not None:
                 raise DataError(f"the pass in {self.spool.path} failed: {error}")
             expired: list[int] = []
-            for unit in self.spool.wanted() or ():
+            for unit in self.spool.wanted():
                 claim = channel.claim(unit, "a Gram worker", self._lease) if channel.find(unit) is None else None
                 if isinstance(claim, ExclusiveLock):
                     try:
@@ -343,7 +349,7 @@ class LocalWorkers:
         self, path: Path, count: int, *, threads: int, shards: ShardSpec | None = None, patience: float = 600.0
     ) -> None:
         """Start `count` processes, each a `SpoolWorker` with these arguments."""
-        self._arguments = (str(path.absolute()), threads, None if shards is None else shards.to_dict(), patience)
+        self._arguments = (str(path.absolute()), threads, msgspec.to_builtins(shards), patience)
         self._processes: list[WorkerProcess] = []
         self.made = 0
         """Partials they made, as of the last `count`."""
@@ -396,7 +402,7 @@ class LocalWorkers:
 def _serve(pipe: Connection, path: str, threads: int, shards: dict[str, Any] | None, patience: float) -> None:
     """The whole life of a worker process. It ends when the process that started it does."""
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
-    rows = None if shards is None else ShardSpec.from_dict(shards)
+    rows = msgspec.convert(shards, ShardSpec | None)
     try:
         count = functools.partial(pipe.send_bytes, b"1")
         SpoolWorker(Path(path), shards=rows, threads=threads, patience=patience, on_made=count).run()
@@ -450,9 +456,8 @@ class FolderTransport(Transport):
         self._order, self._notice, self._largest = order, notice, _largest(order)
         self._ahead = max(min(window * max(workers, 1), _MOST_WANTED), min(_AHEAD_BYTES // self._largest, _AHEAD_UNITS))
         self._next = self._asked = self._saved = first_unit
-        self._bad: dict[int, int] = {}
+        self._bad: Counter[int] = Counter()
         """Times that each unit came damaged."""
-        self._workers: LocalWorkers | None = None
         self._lock = self.spool.lock()
         try:
             self.spool.begin(order, lease or min(30.0, patience / 4), fresh=fresh, replace=replace)
@@ -461,18 +466,17 @@ class FolderTransport(Transport):
             self._want()
             self._workers = LocalWorkers(path, workers, threads=order.threads, patience=patience)
         except BaseException:
-            self.close()
+            self._lock.release()
             raise
 
     @property
     def pids(self) -> list[int]:
-        return self._workers.pids if self._workers is not None else []
+        return self._workers.pids
 
     def ask(self, rank: int, ordinal: int) -> None:
         self._asked = max(self._asked, ordinal + 1)
 
     def answer(self, timeout: float) -> Answer | None:
-        assert self._workers is not None
         until, pause = time.monotonic() + timeout, 0.0005
         while True:
             message = self._checked(self._next) if self._next < self._asked else None
@@ -514,17 +518,12 @@ class FolderTransport(Transport):
 
     def finish(self) -> None:
         """The result is published: end the workers and remove the folder."""
-        self._end_workers()
+        self._workers.close()
         self.spool.remove()
 
     def close(self) -> None:
-        self._end_workers()
+        self._workers.close()
         self._lock.release()
-
-    def _end_workers(self) -> None:
-        if self._workers is not None:
-            self._workers.close()
-            self._workers = None
 
     def _want(self) -> None:
         self.spool.want(self._next, min(self._order.partition.n_units, self._next + self._ahead))
@@ -542,7 +541,7 @@ class FolderTransport(Transport):
                 raise DataError(f"the file of unit {unit} holds chunk {found.chunk} of another pass, or another chunk")
             return message
         except DataError as error:
-            self._bad[unit] = self._bad.get(unit, 0) + 1
+            self._bad[unit] += 1
             where = self.spool.channel.set_aside(unit, str(error))
             if self._bad[unit] > _BAD_FILES:
                 raise DataError(
@@ -555,8 +554,8 @@ class FolderTransport(Transport):
 def remove_finished_pass(path: Path, order: WorkOrder) -> None:
     """Remove the folder of a pass whose result is published: its coordinator was killed before it could do so."""
     spool = PartialSpool(path)
-    held = spool.order()
-    if held is None or _identity(held[0].to_dict()) != _identity(order.to_dict()):
+    held = spool.description()
+    if held is None or _differences(held.order, order):
         return
     lock = spool.lock()
     try:

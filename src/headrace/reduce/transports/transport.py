@@ -4,8 +4,9 @@
     transport.answer(timeout)          the next answer of any rank: a message, an error, or a rank that is gone
     transport.replace(rank)            a new worker for a rank that is gone
 
-The reduction needs nothing else of a transport: processes on this machine, Ray actors, files in a folder, or one of a user's own. The coordinator asks for what it can take, so memory is bounded by its window; a rank that died is replaced
-and asked again from what was received of it.
+The reduction needs nothing else of a transport: processes on this machine, ranks of torchrun, Ray actors, files in a folder, or one of a
+user's own. The coordinator asks for what it can take, so memory is bounded by its window; a rank that died is replaced and asked again
+from what was received of it.
 """
 
 from __future__ import annotations
@@ -61,31 +62,14 @@ class Transport(Protocol):
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoldProgress:
-    """How far a reduction is."""
-
-    frontier: int
-    n_chunks: int
-    pending: int
-    replaced: int = 0
-    """Workers that died and were replaced."""
-
-    @classmethod
-    def of(cls, reduction: CrossNodeGramReduction, replaced: int = 0) -> FoldProgress:
-        """The progress of a reduction now."""
-        pending, n_chunks = reduction.pending, reduction.partition.n_chunks
-        return cls(frontier=reduction.frontier, n_chunks=n_chunks, pending=pending, replaced=replaced)
-
-
 def drive(
     reduction: CrossNodeGramReduction,
     transport: Transport,
     *,
     save: Callable[[], object] = lambda: None,
     save_every: float = 30.0,
-    progress: Callable[[FoldProgress], None] = lambda _: None,
-    notice: Callable[[str], None] = lambda _: None,
+    progress: Callable[[CrossNodeGramReduction], object] = lambda _: None,
+    notice: Callable[[str], object] = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
     deadline: float = 600.0,
 ) -> bool:
@@ -95,7 +79,7 @@ def drive(
         reduction: The sum.
         transport: The workers.
         save: Saves the sum. Called every `save_every` seconds, when the transport is `due`, and when stopped.
-        progress: Called after each partial.
+        progress: Called with the sum after each partial.
         notice: Called with a sentence for each worker that is replaced.
         stop: Asked after each answer.
         deadline: Seconds without any answer after which DeadlineExceeded is raised.
@@ -104,7 +88,6 @@ def drive(
     ranks = range(partition.n_ranks)
     asked = list(reduction.received_per_rank)
     deaths = [0] * partition.n_ranks
-    replaced = 0
     saved = time.monotonic()
     unsaved = False
     while not reduction.complete:
@@ -134,7 +117,6 @@ def drive(
                     "its memory and its disk; what was received is kept, and the same command goes on"
                 )
             notice(f"the worker of rank {answer.rank} is gone ({answer.lost}); a new one goes on where it was")
-            replaced += 1
             transport.replace(answer.rank)
             asked[answer.rank] = reduction.received_per_rank[answer.rank]
             continue
@@ -149,7 +131,7 @@ def drive(
         if time.monotonic() - saved >= save_every or transport.due():
             save()
             saved, unsaved = time.monotonic(), False
-        progress(FoldProgress.of(reduction, replaced))
+        progress(reduction)
     return True
 
 
