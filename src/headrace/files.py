@@ -24,7 +24,6 @@ and touches no other (`Container.check_rows`). The sums of the segments are a te
 from __future__ import annotations
 
 import contextlib
-import enum
 import errno
 import functools
 import json
@@ -68,28 +67,12 @@ _NAME_OF = {np.dtype(v).str: k for k, v in SAFETENSORS_DTYPES.items() if k != "B
 # ---------------------------------------------------------------------------------------------- publish
 
 
-class Durability(enum.Enum):
-    """When a published file is fsynced, and so what a power cut may take. A process that is killed takes nothing in any case."""
-
-    SYNCED = "synced"
-    """File and folder, before `publish` returns: the file survives a power cut."""
-    DEFERRED = "deferred"
-    """Shortly after, by a background thread: a power cut may tear the last files. For data that can be made again."""
-    UNSYNCED = "unsynced"
-    """When the kernel writes it, within about half a minute. For files that can be made again, or whose older version will do."""
-
-    @classmethod
-    def of(cls, durable: Durability | bool) -> Durability:
-        """True is SYNCED, False is UNSYNCED."""
-        return durable if isinstance(durable, Durability) else cls.SYNCED if durable else cls.UNSYNCED
-
-
 def publish(
     path: Path,
     parts: bytes | Iterable[bytes | memoryview],
     *,
     replace: bool = False,
-    durable: Durability | bool = True,
+    durable: bool = True,
 ) -> None:
     """Make `path` appear with all of `parts` in it. StorageError if that fails; then `path` is as it was.
 
@@ -97,9 +80,9 @@ def publish(
         path: The file. Its folder has to exist.
         parts: The content, in order.
         replace: Take the place of an existing file in one step. Otherwise a path that exists raises FileExistsError.
-        durable: Unless True or SYNCED, fsync is left to the caller or the kernel.
+        durable: fsync file and folder before returning, so that the file survives a power cut. False leaves it to the kernel, which writes the
+            file within about half a minute: for files that can be made again. A process that is killed takes nothing in either case.
     """
-    durable = Durability.of(durable) is Durability.SYNCED
     folder = path.parent
     published = False
     temp = folder / temporary_name()
@@ -500,7 +483,7 @@ def write_container(
     dtypes: Mapping[str, str] | None = None,
     segments: Mapping[str, int] | None = None,
     replace: bool = False,
-    durable: Durability | bool = True,
+    durable: bool = True,
 ) -> None:
     """Publish named arrays and a JSON value as one checked safetensors file.
 

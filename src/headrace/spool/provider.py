@@ -34,7 +34,6 @@ import numpy as np
 
 from headrace.batch import BatchSpec, numpy_dtype
 from headrace.errors import ConfigError, StorageError
-from headrace.files import Durability
 from headrace.metrics import Meter, MetricSpec, Reduction, Wait, default_meter, register
 from headrace.order import key
 from headrace.runtime.background import BackgroundThread
@@ -451,10 +450,9 @@ class DataProviderBase:
         began = time.perf_counter()
         header, arrays = self._content(channel, seq)
         made = time.perf_counter()
-        durability = Durability.SYNCED if self.settings.durable else Durability.DEFERRED
         outcome = channel.publish(
             seq,
-            lambda path: write_batch_file(path, header, arrays, durable=durability),
+            lambda path: write_batch_file(path, header, arrays, durable=self.settings.durable),
             circular=channel.split in CIRCULAR_SPLITS,
         )
         if self.settings.verbose:
@@ -462,7 +460,7 @@ class DataProviderBase:
             self._notify(
                 f"{channel} {seq}: {header.rows:,} rows, {size:,} bytes; {made - began:.3f} s to make, {written - made:.3f} s to write"
             )
-        if outcome == "published" and durability is Durability.DEFERRED:
+        if outcome == "published" and not self.settings.durable:
             self._sync = self._sync or BackgroundThread("spool-sync", on_error=self._notify, meter=self._meter)
             self._sync.post(partial(sync_file, channel.path(seq), self._notify, self._meter))
         return outcome
