@@ -21,7 +21,7 @@ DEFECTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "no fsync of the folder": (("files.py", "        if durable:\n            sync_folder(folder)\n", ""),),
     "no checksum": (("files.py", "!= sums[segment]:", "!= sums[segment] and False:"),),
     "delete before commit": (
-        ("spool/retention.py", 'self.move_commit({split: {"g": end, "at": [[seq + 1, 0]], "start": [end]}}, patience=0.0)', "self._delete_later(split, 0, range(seq, seq + 1))"),
+        ("spool/retention.py", 'self.move_commit({split: {"g": end, "at": [[seq + 1, 0]], "start": [end]}}, patience=0.0)', "self._channel(split, 0).delete(seq)"),
     ),
     "cursor at produce": (
         ("spool/reader.py", 'return {"g": self.position, "at": at,',

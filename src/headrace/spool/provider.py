@@ -462,7 +462,7 @@ class DataProviderBase:
             )
         if outcome == "published" and not self.settings.durable:
             self._sync = self._sync or BackgroundThread("spool-sync", on_error=self._notify, meter=self._meter)
-            self._sync.post(partial(sync_file, channel.path(seq), self._notify, self._meter))
+            self._sync.later(partial(sync_file, channel.path(seq), self._notify, self._meter))
         return outcome
 
     def rows_of(self, split: str, seq: int) -> int:

@@ -173,7 +173,7 @@ class RankQueue:
             if reader.circular
             else partial(self._settle, reader.split, part.number, opened.seq, opened.end)
         )
-        self.background.post(partial(follow, opened.file))
+        self.background.later(partial(follow, opened.file))
 
     def _settle(self, split: str, part: int, seq: int, end: int, file: BatchFile) -> None:
         """Write the position, or commit and delete the file. In the background thread."""
