@@ -52,15 +52,15 @@ class LegacyReader:
             raise ConfigError(
                 f"{folder} has neither a queue nor files named {split}_batches_*.pt: give the folder of a spool"
             )
-        self._keep = max(1, keep)
+        self._keep = keep
         self._kept: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
         self.schema: BatchSpec = BatchSpec(())
         self.seq = self.row = self.batches = self.position = 0
         self._read = (0, 0)
         """Rows of the file in the batch that was read last, and samples of the batch."""
 
-    def prefetch(self) -> None:
-        """Open the file that the next batch lies in."""
+    def cover(self, batch_size: int, deadline: float) -> None:
+        """Open the file that the next batch lies in: as `SplitReader.cover`, without a wait and without an end."""
         self._file(self.seq)
 
     def read(self, batch_size: int) -> dict[str, np.ndarray]:

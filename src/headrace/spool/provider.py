@@ -70,6 +70,10 @@ class DataProviderBase:
     """Makes the files of a spool. Override `build_meta` and `sample_batch`."""
 
     kind: ClassVar[str] = "random"
+    splits: Sequence[str] = ("train", "val")
+    """The splits that `open` and `run` fill unless others are given."""
+    parts: int = 1
+    """Parts of every split that is not circular."""
 
     def __init__(
         self,
@@ -147,13 +151,14 @@ class DataProviderBase:
 
     # ----------------------------------------------------------------------------------------------- run
 
-    def run(self, splits: Sequence[str] = ("train", "val"), *, max_files: int | None = None) -> int:
+    def run(self, splits: Sequence[str] | None = None, *, max_files: int | None = None) -> int:
         """Make files until `stop()` is called or no file will be wanted again; returns how many were made.
 
         Args:
-            splits: The splits to fill.
+            splits: The splits to fill; those of the provider unless given.
             max_files: Most files to make; unlimited unless given.
         """
+        splits = self.splits if splits is None else splits
         if self._report is None:
             _log_to_stderr()
         self.open(splits)
@@ -182,8 +187,9 @@ class DataProviderBase:
         """End `run` after the file it is making. May be called from a signal handler or another thread."""
         self._stop.set()
 
-    def open(self, splits: Sequence[str] = ("train", "val")) -> None:
-        """Make the folders of these splits, take the lock, write or check the meta. `run` calls it."""
+    def open(self, splits: Sequence[str] | None = None) -> None:
+        """Make the folders of these splits (those of the provider unless given), take the lock, write or check the meta. `run` calls it."""
+        splits = self.splits if splits is None else splits
         if self._lock is not None:
             return
         found = None if self.settings.force_regenerate else self.load_meta_if_exists()
@@ -232,10 +238,6 @@ class DataProviderBase:
 
     # ------------------------------------------------------------------------------------------- folders
 
-    @property
-    def parts(self) -> int:
-        return 1
-
     def channels(self, split: str) -> list[Channel]:
         """The parts of a split that this provider fills."""
         return [self._channel(split, part) for part in range(self.parts_of(split))]
@@ -265,16 +267,14 @@ class DataProviderBase:
             raise ConfigError(
                 f"{type(self).__name__}.build_meta returned {type(meta).__name__}, expected a dict of the spool's facts"
             )
-        full = {"batch_size": self.batch_size, "split_info": {"train": {}, "val": {}}, **meta}
-        for name in ("block_size", "target_size"):
-            own = getattr(self, name)
-            if own is not None:
-                full.setdefault(name, own)
-        checked = check_meta(full, f"meta of {type(self).__name__}")
+        where = f"meta of {type(self).__name__}"
+        own = {"batch_size": self.batch_size, "block_size": self.block_size, "target_size": self.target_size}
+        own = {name: value for name, value in own.items() if value is not None}
+        checked = check_meta({**own, "split_info": {"train": {}, "val": {}}, **meta}, where)
         wrong = [
-            f"meta of {type(self).__name__}: {name} is {checked[name]!r}, the provider was made with {getattr(self, name)!r}"
-            for name in ("batch_size", "block_size", "target_size")
-            if getattr(self, name) is not None and checked.get(name) != getattr(self, name)
+            f"{where}: {name} is {checked[name]!r}, the provider was made with {value!r}"
+            for name, value in own.items()
+            if checked[name] != value
         ]
         if wrong:
             raise ConfigError(wrong)
@@ -282,7 +282,7 @@ class DataProviderBase:
             "kind": self.kind, "parts": self.parts, "rows_per_file": self.rows_per_file, "seed": self.seed,
             "circular": dict.fromkeys(CIRCULAR_SPLITS, self.val_files), "format": self.settings.file_format,
         }  # fmt: skip
-        return with_job(checked, recipe, f"meta of {type(self).__name__}")
+        return with_job(checked, recipe, where)
 
     def write_meta(self, meta: Mapping[str, Any]) -> None:
         """Publish a checked meta."""
