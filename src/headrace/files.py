@@ -104,10 +104,8 @@ def publish(
         if durable:
             sync_folder(folder)
     except FileExistsError:
-        _unlink_quietly(temp)
         raise
     except OSError as error:
-        _unlink_quietly(temp)
         if published:
             raise StorageError(
                 f"{path} was written whole, but its folder could not be synced ({error.strerror or error}): it may be gone after a "
@@ -117,9 +115,9 @@ def publish(
             f"could not write {path}: {error.strerror or error}. Nothing was published; free space or fix the folder "
             "and run again."
         ) from error
-    except BaseException:
-        _unlink_quietly(temp)
-        raise
+    finally:
+        if not published:
+            _unlink_quietly(temp)
 
 
 def temporary_name() -> str:
@@ -158,12 +156,10 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def sweep_temporaries(folder: Path) -> int:
-    """Remove the unfinished files of dead writers; return how many there were. Only for a folder that has one writer."""
-    left = [p for p in folder.iterdir() if p.name.startswith(TEMP_PREFIX)]
-    for path in left:
+def sweep_temporaries(folder: Path) -> None:
+    """Remove the unfinished files of dead writers. Only for a folder that has one writer."""
+    for path in folder.glob(f"{TEMP_PREFIX}*"):
         _unlink_quietly(path)
-    return len(left)
 
 
 def quarantine(path: Path, reason: str, folder: Path | None = None, about: Mapping[str, Any] | None = None) -> Path:
