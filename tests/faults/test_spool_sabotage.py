@@ -46,7 +46,7 @@ DEFECTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "os.replace": (("files.py", "            os.link(temp, path)\n            os.unlink(temp)\n", "            os.replace(temp, path)\n"),),
     "no verdict": (
         ("spool/verdicts.py", "        if verdict is None and not mine and time.monotonic() - since <= self._patience:", "        if False:"),
-        ("spool/verdicts.py", "verdict = patiently(what, lambda: channel.judge(seq, problem), deadline=patience, hidden=True)", "verdict = Verdict(good=not problem, reason=problem)"),
+        ("spool/verdicts.py", "verdict = decide(lambda: channel.judge(seq, problem))", "verdict = Verdict(good=not problem, reason=problem)"),
     ),
 }  # fmt: skip
 

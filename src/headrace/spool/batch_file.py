@@ -31,7 +31,7 @@ import xxhash
 
 from headrace.batch import DTYPES, OFFSETS, BatchSpec, numpy_dtype
 from headrace.errors import DataError, FileCorrupt
-from headrace.files import Container, open_container, publish, unreadable, write_container
+from headrace.files import open_container, publish, unreadable, write_container
 
 if TYPE_CHECKING:
     import torch
@@ -244,20 +244,16 @@ def _open_safetensors(path: Path, split: str, seq: int | None, private: bool) ->
     container = open_container(path, verify=False, private=private, follow=False)
     try:
         header = FileHeader.from_json(container.meta)
-        _check_layout(header, container)
+        header.schema.check(
+            {name: array for name, array in container.arrays.items() if name.isidentifier()}, header.rows
+        )
+        for field in header.schema:
+            stored = container.dtypes[field.name]
+            if stored != DTYPES[field.dtype]:
+                raise ValueError(f"{field.name!r} is stored as {stored}, its schema says {field.dtype}")
     except (ValueError, KeyError, TypeError, DataError) as error:
         raise FileCorrupt(f"{path} is not a file of this spool, or is damaged: {error}") from error
     return BatchFile(path, header, container.arrays, container.check_rows)
-
-
-def _check_layout(header: FileHeader, container: Container) -> None:
-    arrays = {name: array for name, array in container.arrays.items() if name.isidentifier()}
-    header.schema.check(arrays, header.rows)
-    for field in header.schema:
-        if container.dtypes[field.name] != DTYPES[field.dtype]:
-            raise ValueError(
-                f"{field.name!r} is stored as {container.dtypes[field.name]}, its schema says {field.dtype}"
-            )
 
 
 def _open_pt(path: Path, split: str, seq: int | None, private: bool) -> BatchFile:
@@ -369,10 +365,6 @@ def tensor_array(tensor: torch.Tensor) -> np.ndarray:
 
     tensor = tensor.detach()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-def tensor_dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 class FileFormat(NamedTuple):

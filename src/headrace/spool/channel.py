@@ -216,6 +216,8 @@ class Channel:
             return quarantine(path, reason, self.bad, {"split": self.split})
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise StorageError(f"{path} could not be set aside: {error.strerror or error}") from error
 
     def clear_verdict(self, seq: int) -> None:
         """Remove the verdict about a file that is gone, before the file is made again."""

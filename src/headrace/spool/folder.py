@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from headrace.errors import ConfigError, FileCorrupt, StorageError
 from headrace.files import TEMP_PREFIX, process_start, temporary_name
 from headrace.runtime.locks import ExclusiveLock, lock_holder
-from headrace.runtime.retry import retry as _retry
+from headrace.runtime.retry import retry
 from headrace.spool.durability import COMMIT_POINT, READ_POSITION
 from headrace.spool.records import read_record, read_sealed, reserve_record, write_record
 
@@ -43,24 +43,12 @@ _BYTES_PER_PART = 96
 T = TypeVar("T")
 
 
-def patiently(
-    what: str,
-    call: Callable[[], T],
-    *,
-    deadline: float,
-    hidden: bool,
-    retry: tuple[type[Exception], ...] = (StorageError,),
-) -> T:
+def patiently(what: str, call: Callable[[], T], *, deadline: float, hidden: bool = True) -> T:
     """The result of `call`, which is tried again while the disk is full or fails; the last error after `deadline` seconds. `hidden`: a background
     thread waits, and no trainer."""
-    return _retry(
-        call,
-        passes=lambda error: isinstance(error, retry),
-        wait_name="spool.disk",
-        deadline=deadline,
-        doing=what,
-        hidden=hidden,
-    )
+    return retry(
+        call, passes=lambda error: isinstance(error, StorageError), wait_name="spool.disk", deadline=deadline, doing=what, hidden=hidden
+    )  # fmt: skip
 
 
 def names_in(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ import numpy as np
 from headrace.batch import BatchSpec, FieldSpec
 from headrace.errors import ConfigError, DataError, FileCorrupt
 from headrace.order import fingerprint_json
-from headrace.spool.batch_file import check_pt_records, load_pt, pt_array, pt_size, tensor_dtype_name
+from headrace.spool.batch_file import check_pt_records, load_pt, pt_array, pt_size
 from headrace.spool.rows import Stripe
 
 
@@ -106,7 +106,7 @@ class LegacyReader:
                 f"{path} has {len(arrays['x'])} rows of x and {len(arrays['y'])} of y; both need the same, and at least one"
             )
         schema = BatchSpec(
-            FieldSpec(name, tensor_dtype_name(loaded[name]), tuple(arrays[name].shape[1:]), role)
+            FieldSpec(name, str(loaded[name].dtype).removeprefix("torch."), tuple(arrays[name].shape[1:]), role)
             for name, role in (("x", "input"), ("y", "target"))
         )
         if self.schema and schema != self.schema:

@@ -147,11 +147,11 @@ class Retention:
         what, patience = f"committing {self._folder.path}", self._deadline if patience is None else patience
         with self._committing:
             self._lock.require()
-            points = patiently(what, self._folder.commit_points, deadline=patience, hidden=True)
+            points = patiently(what, self._folder.commit_points, deadline=patience)
             forward = {s: dict(point) for s, point in moved.items() if s not in points or point["g"] >= points[s]["g"]}
             merged = {**points, **forward}
             if merged != points:
-                patiently(what, lambda: self._folder.write_commit_points(merged), deadline=patience, hidden=True)
+                patiently(what, lambda: self._folder.write_commit_points(merged), deadline=patience)
             self._delete_later()
 
     def _delete_later(self) -> None:

@@ -16,13 +16,14 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headrace.batch import BatchSpec, numpy_dtype
-from headrace.errors import DataError, EndOfData, FileCorrupt, StorageError
+from headrace.errors import DataError, EndOfData, FileCorrupt
 from headrace.runtime.prefetch import NotReady
 from headrace.spool.batch_file import BatchFile, FileHeader, open_batch_file
 from headrace.spool.channel import Channel, Verdict
@@ -95,23 +96,19 @@ class FileChecker:
             if not os.path.lexists(path):
                 raise NotReady("spool.empty", f"File {seq} of {channel} was taken away while it was opened.") from error
             problem = str(error)
-        what, patience = f"judging {channel} {seq}", self._deadline
+        decide = partial(patiently, f"judging {channel} {seq}", deadline=self._deadline)
         if problem and verdict is not None:
             # The file was good when it was judged. Ranks that read it checked their rows themselves, and a file that is made again has the same rows.
-            patiently(what, lambda: channel.condemn(seq, problem), deadline=patience, hidden=True)
+            decide(lambda: channel.condemn(seq, problem))
             verdict = Verdict(good=False, reason=problem)
         elif verdict is None and self._stripe.world_size == 1 and not problem:
-            verdict = Verdict(
-                good=True
-            )  # no other rank waits for the verdict, and a full disk may have no space for it
+            verdict = Verdict(good=True)  # no other rank waits for it, and a full disk may have no space for it
         elif verdict is None:
-            verdict = patiently(what, lambda: channel.judge(seq, problem), deadline=patience, hidden=True)
+            verdict = decide(lambda: channel.judge(seq, problem))
         if file is not None and not problem and verdict.good:
             return file
         reason = verdict.reason or problem
-        patiently(
-            what, lambda: channel.set_aside(seq, reason), deadline=patience, hidden=True, retry=(StorageError, OSError)
-        )
+        decide(lambda: channel.set_aside(seq, reason))
         self._on_bad(f"{channel} {seq}: bad, set aside: {reason}")
         return self._wait_for_remake(channel, seq, start, reason)
 
